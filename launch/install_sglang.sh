@@ -47,7 +47,7 @@ else
     waited "installing torch for the CPU" "${pip[@]}" 'torch==2.13.0+cpu' || failed
     waited "installing $spec" "${pip[@]}" --no-deps 'torchvision>=0.28,<0.29' 'triton>=3.7,<3.8' "$spec" || failed
     waited "installing what it needs on a CPU" "${pip[@]}" "${beside[@]}" || failed
-    imports='import rljax.rollout.servers.sglang.launch_on_cpu, sglang'
+    imports='from rljax.rollout.servers.sglang.server import stand_in; kept = stand_in(); import sglang'
   fi
   PYTHONPATH="$repo" "$venv/bin/python" -c "$imports" >>"$log" 2>&1 || failed
   echo "$spec" >"$marker"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from rljax.errors import ConfigError
@@ -25,34 +23,12 @@ from rljax.rollout.injected import InjectedEngine
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.client import check_url
 from rljax.rollout.servers.discovery import make_lookup
-from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.sglang.client import SglangBackend
-from rljax.rollout.servers.verify import Score
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SERVED, ClientLimits, PublishConfig, RolloutConfig
 from rljax.sharding import MeshConfig, make_mesh, on_devices
-from rljax.weights.format import Checksum
-from rljax.weights.writer import Part, Writer
-
-
-@dataclass(frozen=True)
-class PolicyFunctions:
-    """The functions of the policy's pytree that an HTTP engine needs.
-
-    Attributes:
-      tensors: A function that yields (Hugging Face name, array of the rollout dtype) of each tensor.
-      checksums: A function that returns the checksum of each of those tensors.
-      score: A function of (pytree, token sequences) that returns the log-probability of each token.
-      parts: A function that yields the parts of the tensors that this process holds.
-      writer: The writer of a version where several processes write their parts, or None where this one writes all.
-    """
-
-    tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]]
-    checksums: Callable[[Any], Mapping[str, Checksum]]
-    score: Score
-    parts: Callable[[Any], Iterable[Part]]
-    writer: Writer | None = None
 
 
 def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
@@ -96,9 +72,8 @@ def check_engine(config: RolloutConfig) -> None:
         if config.discovery is not None:
             make_lookup(config.discovery)
         elif not config.urls:
-            raise ValueError(
-                f"rollout.engine = {config.engine} needs at least one URL in rollout.urls, or rollout.discovery"
-            )
+            needs = "needs at least one URL in rollout.urls, or rollout.discovery"
+            raise ValueError(f"rollout.engine = {config.engine} {needs}")
         if inject.changes_weights or inject.logit_noise:
             raise ValueError(f"rollout.inject works with rollout.engine = exact or jax, not with {config.engine}")
     if config.engine == "exact" and config.router_replay != "none":
@@ -136,76 +111,50 @@ def make_engine(
     """Makes the engine that ``config.engine`` names; ``publish`` gives it parameters of ``policy``.
 
     Args:
-      config: The engine's name and settings.
-      policy: The shape of the policy.
-      mesh: The trainer's mesh.
       max_prompt_tokens: The longest prompt (tokens).
       max_tokens: The longest prompt plus the longest response that will be asked for (tokens).
       lm_head_dtype: The dtype of the LM head as in ``PrecisionConfig``. With None servers may compute it in any dtype,
         and the embedded engine does so in its own. The exact engine's executable has its own setting.
       make_executable: A function that makes the trainer's executable, which only the exact engine needs.
       functions: The functions of the policy for HTTP servers; None for ``policy_functions``.
-      publish: The way in which weights come to HTTP servers; None for ``PublishConfig()``.
-      stop: Whether to stop waiting for servers, and to give up what is sampled; None for neither.
+      publish, stop: Settings of HTTP servers, as of :class:`ServedEngine`.
 
-    Raises:
-      ConfigError: No server answers in time, or weights cannot be written.
-      ValueError: The settings do not fit the engine, or a server does not fit the policy.
+    It raises ConfigError where no server answers in time or weights cannot be written, and ValueError where settings do
+    not fit the engine or a server does not fit the policy.
     """
     check_engine(config)
     if config.router_replay != "none" and not policy.num_experts:
         raise ValueError(f"rollout.router_replay = {config.router_replay} is for a mixture of experts; this is dense")
     if config.engine in SERVED:
-        functions = functions or policy_functions(policy, config.dtype)
-        head_dtype = config.dtype if lm_head_dtype == "compute" else lm_head_dtype
-        return _make_served(config, policy, max_tokens, head_dtype, functions, publish, stop)
-    inject = config.inject
+        try:
+            return ServedEngine(
+                config,
+                _backend(config.engine, publish),
+                functions or policy_functions(policy, config.dtype),
+                hf_config=config_to_hf(policy, config.dtype),
+                max_tokens=max_tokens,
+                publish=publish,
+                head_dtype=config.dtype if lm_head_dtype == "compute" else lm_head_dtype,
+                stop=stop,
+            )
+        except RuntimeError as error:
+            raise ConfigError(error) from error
     if config.engine == "jax":
-        replayed = config.router_replay == "r3"
-        head = jnp.float32 if lm_head_dtype == "float32" else None
         engine: RolloutEngine = JaxEngine(
             policy,
             config.dtype,
             max_prompt_tokens,
             mesh=mesh,
-            lm_head_dtype=head,
+            lm_head_dtype=jnp.float32 if lm_head_dtype == "float32" else None,
             weight_quantization=config.weight_quantization,
             decode_tokens=config.decode_tokens,
             kv_cache_dtype=config.kv_cache_dtype,
-            with_routes=replayed,
+            with_routes=config.router_replay == "r3",
         )
     else:
         assert make_executable is not None
-        engine = ExactEngine(make_executable(), inject=inject)
-    return InjectedEngine(engine, inject, policy, mesh) if inject.changes_weights else engine
-
-
-def _make_served(
-    config: RolloutConfig,
-    policy: PolicyConfig,
-    max_tokens: int,
-    head_dtype: str | None,
-    functions: PolicyFunctions,
-    publish: PublishConfig | None,
-    stop: Stopping | None,
-) -> ServedEngine:
-    """Makes the engine over HTTP servers. Raises as :func:`make_engine`."""
-    try:
-        return ServedEngine(
-            config,
-            _backend(config.engine, publish),
-            hf_config=config_to_hf(policy, config.dtype),
-            max_tokens=max_tokens,
-            tensors=functions.tensors,
-            checksums=functions.checksums,
-            score=functions.score,
-            publish=publish,
-            writer=functions.writer,
-            head_dtype=head_dtype,
-            stop=stop,
-        )
-    except RuntimeError as error:
-        raise ConfigError(error) from error
+        engine = ExactEngine(make_executable(), inject=config.inject)
+    return InjectedEngine(engine, config.inject, policy, mesh) if config.inject.changes_weights else engine
 
 
 def load_jax_engine(model: str | Path, dtype: Any, max_prompt_tokens: int) -> JaxEngine:
@@ -223,13 +172,7 @@ def _backend(kind: str, publish: PublishConfig | None = None) -> Backend:
 def connect(
     urls: Sequence[str], limits: ClientLimits | None = None, *, kind: str = "vllm", api_key_file: str | None = None
 ) -> ServedModel:
-    """Connects to servers with the model that they were started with.
-
-    Args:
-      urls: The addresses of the servers.
-      limits: The limits of the client.
-      kind: The kind of the servers: vllm or sglang.
-      api_key_file: The file with the key that they ask for, as ``RolloutConfig.api_key_file``.
+    """Connects to servers, of ``kind`` vllm or sglang, with the model that they were started with.
 
     Raises:
       ServerError: A server does not answer.

@@ -24,7 +24,7 @@ from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig, route_dtype
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.model import ForwardStats, Params, embed_tokens, lm_head_table, run_blocks
-from rljax.rollout.quantization import to_cache
+from rljax.rollout.injected import to_cache
 from rljax.sharding import RULES, constrain
 
 Cache = tuple[Array, ...]  # keys and values, [layers, b, s, kv heads, head_dim]

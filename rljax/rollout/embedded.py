@@ -30,8 +30,8 @@ from rljax.policy.head import matmul_precision
 from rljax.policy.model import Params, cast_params, logical_axes, param_shardings
 from rljax.rollout import decoding
 from rljax.rollout.decoding import Batch, Queue, Sampled, Slots, batch_sizes, cache_token_bytes
-from rljax.rollout.engine import Samples
-from rljax.rollout.quantization import CACHES, quantize, restore
+from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.injected import CACHES, quantize, restore
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
 from rljax.sharding import RULES, replicated
 
@@ -106,7 +106,7 @@ def make_functions(
     )
 
 
-class JaxEngine:
+class JaxEngine(RolloutEngine):
     """RolloutEngine over the policy in this process. The same seed, weights and prompts give the same bits."""
 
     def __init__(
@@ -152,9 +152,6 @@ class JaxEngine:
         There is one for each number of slots, of responses and of prompts, each length limit and each greediness.
         """
         return int(self._functions.decode._cache_size())
-
-    def prepare(self, params: Params, policy_version: int) -> None:
-        """Does nothing: all of a publish is done at once."""
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
         """Casts ``params`` to the rollout dtype, rounds them to 8 bits where the engine does, and keeps them."""

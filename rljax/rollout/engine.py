@@ -1,8 +1,4 @@
-"""The protocol between the training loop and whatever samples for it.
-
-The loop knows nothing else of an engine: no URL, no cache, no dtype. A new engine is a class with the four methods of
-:class:`RolloutEngine`.
-"""
+"""The protocol between the training loop and whatever samples for it: no URL, no cache, no dtype."""
 
 from __future__ import annotations
 
@@ -18,15 +14,10 @@ from rljax.rollout.types import Response, SamplingParams
 
 @dataclass(frozen=True)
 class Samples:
-    """The responses to one request, and what sampling them took. Iterating over it yields the responses.
+    """The responses to one request, and what sampling them took. Iterating over it yields the responses."""
 
-    Attributes:
-      responses: The responses as they complete, in any order. The iterator can be used once.
-      metrics: The counts and seconds of this request (``rollout/*``, ``time/*_s``) for the row of a step. The mapping
-        is complete once ``responses`` has ended, whatever ended it.
-    """
-
-    responses: Iterator[Response]
+    responses: Iterator[Response]  # as they complete, in any order; it can be used once
+    # Counts and seconds (``rollout/*``, ``time/*_s``) for the row of a step, complete once ``responses`` has ended.
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Response]:
@@ -37,17 +28,10 @@ class RolloutEngine(Protocol):
     """An engine that samples responses with the last published policy."""
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples ``n`` responses to each prompt.
+        """Samples ``n`` responses (``group_size``) to each prompt, int32 [s].
 
-        Args:
-          prompts: The token ids of each prompt, int32 [s].
-          n: The number of responses to each prompt (``group_size``).
-          sampling: The temperature, the length limit and the stop tokens.
-          seed: The seed of the sampling, which fixes the samples as far as the engine can. On the embedded engine the
-            same seed, weights and prompts give the same responses.
-
-        Returns:
-          The ``len(prompts) * n`` responses, and their metrics. Errors come from this call or from the iteration.
+        The seed fixes the samples as far as the engine can. On the embedded engine the same seed, weights and prompts
+        give the same responses. Errors come from this call or from the iteration.
 
         Raises:
           ValueError: The engine cannot take a prompt, or this number of prompts.
@@ -56,26 +40,17 @@ class RolloutEngine(Protocol):
         """
 
     def prepare(self, params: Any, policy_version: int) -> None:
-        """Does the part of the next ``publish`` that can be done while responses are still sampled.
+        """Does the part of the next ``publish`` that can be done while responses are sampled. Raises RuntimeError.
 
-        Args:
-          params: The parameters that ``publish`` is called with next.
-          policy_version: The policy version that ``publish`` is called with next.
-
-        Raises:
-          RuntimeError: The weights cannot be published.
+        By default there is none.
         """
+        return
 
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """Makes ``params`` the policy of all later samples, and returns once the engine is proven to use them.
 
-        Args:
-          params: The policy's pytree: float32 masters, or merged adapters.
-          policy_version: The number of the policy version.
-
-        Returns:
-          The figures of all but sampling since the publish before (``time/*_s``, ``publish/*``, ``rollout/*``), for the
-          row of a step. :class:`Samples` has none of their keys.
+        The parameters are float32 masters, or merged adapters. The result has the figures of all but sampling since the
+        publish before (``time/*_s``, ``publish/*``, ``rollout/*``). :class:`Samples` has none of their keys.
 
         Raises:
           RuntimeError: The engine does not sample from ``params``.
@@ -94,18 +69,6 @@ class Stopping(Protocol):
 
     def gives_up(self) -> bool:
         """Returns whether what is under way is given up now, such as the responses that are being sampled."""
-
-
-class NeverStopping:
-    """The :class:`Stopping` of a program that nobody asks to stop."""
-
-    def is_requested(self) -> bool:
-        """Returns False."""
-        return False
-
-    def gives_up(self) -> bool:
-        """Returns False."""
-        return False
 
 
 def check_wanted(stop: Stopping) -> None:

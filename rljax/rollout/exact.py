@@ -18,35 +18,22 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.model import Params
-from rljax.rollout.engine import Samples
+from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.types import InjectConfig, Response, SamplingParams, VersionSpan
 from rljax.sharding import replicated
 
 
 class Executable(Protocol):
-    """The trainer's executable, which the engine samples with.
+    """The trainer's executable, which the engine samples with."""
 
-    Attributes:
-      rows: The number of rows, b.
-      row_tokens: The tokens of a row, t.
-      mesh: The mesh that it runs on.
-    """
-
-    rows: int
-    row_tokens: int
-    mesh: Mesh
+    rows: int  # b
+    row_tokens: int  # t
+    mesh: Mesh  # that it runs on
 
     def log_softmax(self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float) -> jax.Array:
-        """Returns the log-softmax after each place of the rows.
+        """Returns the log-softmax after each place of the rows, float32 [b, t, v], of logits over ``temperature``.
 
-        Args:
-          params: The parameters of the policy.
-          tokens: The token ids, int32 [b, t].
-          lengths: The number of tokens of each row that count, int32 [b].
-          temperature: The temperature that divides the logits.
-
-        Returns:
-          The log-probability of each token of the vocabulary, float32 [b, t, v].
+        ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is the number of tokens of each row that count.
         """
 
 
@@ -71,18 +58,9 @@ def sample_tokens(
 ) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
     """Samples the next tokens, and reads their log-probabilities from the rows that they are sampled from.
 
-    Args:
-      log_softmax: The log-softmax of each response's last place, float32 [b, v].
-      seed: The seed of the request.
-      prompt_index: The position of each response's prompt in the request, int32 [b].
-      sample_index: The position of each response among those to its prompt, int32 [b].
-      position: The position of the token in its response, from 0, int32 [b].
-      temperature: The temperature that the rows were made with. The noise is divided by it.
-      greedy: Whether the likeliest token is taken.
-      inject: The size and seed of the noise that each token's logits get first, or None for no noise.
-
-    Returns:
-      The tokens, int32 [b], and their log-probabilities, float32 [b].
+    Row i is the log-softmax of the last place of response ``sample_index[i]`` to prompt ``prompt_index[i]``, made with
+    ``temperature``. The token has ``position`` in its response, from 0. The noise that ``inject`` puts on the logits
+    first is divided by the temperature, too. With ``greedy`` the likeliest token is taken.
     """
     keys = jax.vmap(token_key, (None, 0, 0, 0))(seed, prompt_index, sample_index, position)
     if inject is not None and inject.logit_noise:
@@ -93,7 +71,7 @@ def sample_tokens(
     return tokens.astype(jnp.int32), jnp.take_along_axis(log_softmax, tokens[:, None], axis=-1)[:, 0]
 
 
-class ExactEngine:
+class ExactEngine(RolloutEngine):
     """RolloutEngine over the trainer's executable. The same seed, weights and prompts give the same bits."""
 
     def __init__(self, executable: Executable, *, inject: InjectConfig | None = None):
@@ -107,9 +85,6 @@ class ExactEngine:
         self._sample = jax.jit(sample, static_argnames="greedy", out_shardings=replicated(executable.mesh))
         self._params: Params | None = None
         self._version = 0
-
-    def prepare(self, params: Params, policy_version: int) -> None:
-        """Does nothing: a publish takes no time."""
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
         """Keeps the masters themselves: publish again once a training step has taken their buffers over."""

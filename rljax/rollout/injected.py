@@ -1,13 +1,15 @@
-"""An engine with mismatch on purpose: it samples with other weights than those that are published to it.
+"""Changes of the weights that sample, and an engine that samples with changed weights on purpose.
 
-Each change is seeded and repeatable, and at size 0 there is none. With the exact engine inside, the change alone is
-measured. With another engine it comes on top of that engine's own mismatch.
+8-bit weights and key-value caches are as quantized inference engines hold them. Noise is seeded and repeatable, and at
+size 0 there is none. With the exact engine inside, a change alone is measured. With another engine it comes on top of
+that engine's own mismatch.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +20,80 @@ from jaxtyping import Array
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params, logical_axes, param_shardings
 from rljax.rollout.engine import RolloutEngine, Samples
-from rljax.rollout.quantization import quantize, restore
 from rljax.rollout.types import InjectConfig, SamplingParams
+
+LARGEST = {"int8": 127.0, "fp8": float(jnp.finfo(jnp.float8_e4m3fn).max)}
+STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+CACHES = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+"""The dtype of a cache with 8 bits an element, by ``rollout.kv_cache_dtype``."""
+
+
+class Quantized(NamedTuple):
+    """A weight as an engine stores it: values times scale."""
+
+    values: Array  # int8 or float8_e4m3fn
+    scale: Array  # float32, of each output channel: of size 1 along the axes that are summed over
+
+
+def summed_axes(logical: tuple[str, ...]) -> tuple[int, ...]:
+    """Returns the axes that a block's matrix sums over, its inputs; () for a tensor that is no block's matrix.
+
+    The model width is the input where it comes first and the output where it comes last.
+    """
+    if logical[0] != "layers" or "router" in logical or not {"embed", "expert_embed"} & set(logical):
+        return ()
+    first = 2 if logical[1] == "experts" else 1
+    inputs = (first,) if logical[first] in ("embed", "expert_embed") else range(first, len(logical) - 1)
+    return tuple(inputs)
+
+
+def quantize(params: Params, logical: Params, kind: str) -> Params:
+    """Rounds the blocks' matrices to ``Quantized``, symmetric with a scale for each output channel.
+
+    The largest weight of a channel becomes 127 for ``kind`` int8, or 448 for fp8 (float8_e4m3fn). Embedding, LM head,
+    norms and routers keep their values, as in vLLM's int8 and fp8, and become float32. ``logical`` has the logical axes
+    of each leaf.
+    """
+
+    def stored(weight: Array, axes: tuple[str, ...]) -> Any:
+        inputs, weight = summed_axes(axes), weight.astype(jnp.float32)
+        if not inputs:
+            return weight
+        largest = jnp.max(jnp.abs(weight), axis=inputs, keepdims=True)
+        scale = jnp.where(largest > 0, largest, 1.0) / LARGEST[kind]
+        scaled = jnp.clip(weight / scale, -LARGEST[kind], LARGEST[kind])
+        return Quantized((jnp.round(scaled) if kind == "int8" else scaled).astype(STORED[kind]), scale)
+
+    return jax.tree.map(stored, params, logical)
+
+
+def restore(params: Params, dtype: Any = jnp.float32) -> Params:
+    """Returns weights in ``dtype`` from what ``quantize`` or a cast stored. Values times scale is float32."""
+
+    def plain(weight: Any) -> Array:
+        if isinstance(weight, Quantized):
+            weight = weight.values.astype(jnp.float32) * weight.scale
+        return weight.astype(dtype)
+
+    return jax.tree.map(plain, params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+
+
+def to_cache(x: Array, dtype: Any) -> Array:
+    """Returns keys or values as a cache of ``dtype`` stores them: rounded with scale 1, unless it is their own dtype.
+
+    A number beyond the largest finite one of ``dtype`` becomes that one, as in vLLM (448 in float8_e4m3fn).
+    """
+    if x.dtype == dtype:
+        return x
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x.astype(jnp.float32), -largest, largest).astype(dtype)
 
 
 def add_noise(params: Params, logical: Params, size: Array, seed: Array, version: Array) -> Params:
     """Adds Gaussian noise of standard deviation ``size`` times the tensor's root mean square to each tensor.
 
-    Args:
-      params: The weights. Each layer of a stack counts as a tensor of its own.
-      logical: The logical axes of each leaf.
-      size: The relative size of the noise, a float32 scalar.
-      seed: The seed of the noise.
-      version: The policy version. Each version has noise of its own.
-
-    Returns:
-      The changed weights, float32.
+    Each layer of a stack counts as a tensor of its own, and each version has noise of its own. The weights become
+    float32. ``logical`` has the logical axes of each leaf.
     """
     key = jax.random.fold_in(jax.random.key(seed), version)
 
@@ -46,7 +106,7 @@ def add_noise(params: Params, logical: Params, size: Array, seed: Array, version
     return jax.tree.map(noisy, jax.tree.unflatten(tree, range(len(leaves))), params, logical)
 
 
-class InjectedEngine:
+class InjectedEngine(RolloutEngine):
     """RolloutEngine around another one, which gets changed weights. Responses name the version that is changed.
 
     With ``staleness`` k it samples with the weights published k versions ago, or with the oldest that it has while
@@ -54,14 +114,7 @@ class InjectedEngine:
     """
 
     def __init__(self, engine: RolloutEngine, inject: InjectConfig, config: PolicyConfig, mesh: Mesh):
-        """Wraps an engine, which is closed with this one.
-
-        Args:
-          engine: The engine inside.
-          inject: The changes of the weights.
-          config: The shape of the policy.
-          mesh: The trainer's mesh.
-        """
+        """Wraps an engine, which is closed with this one. ``config`` is the shape of the policy."""
         self._engine, self._inject, self._mesh = engine, inject, mesh
         logical, shardings = logical_axes(config), param_shardings(config, mesh)
         self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)
@@ -71,9 +124,6 @@ class InjectedEngine:
         self._cast = jax.jit(lambda params: jax.tree.map(lambda p: p.astype(inject.dtype), params))
         self._restore = jax.jit(restore, out_shardings=shardings)
         self._kept: deque[tuple[int, Params]] = deque(maxlen=inject.staleness + 1)
-
-    def prepare(self, params: Params, policy_version: int) -> None:
-        """Does nothing: the weights are changed when they are published."""
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
         """Changes the weights as the configuration says, and publishes them to the engine inside."""

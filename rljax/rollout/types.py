@@ -155,9 +155,7 @@ class PublishConfig:
         if self.store not in ("shared", "directory", "http") and "://" not in self.store:
             raise ValueError(f"store must be shared, directory, http or a URL, got {self.store!r}")
         if self.store.startswith(("http://", "https://")):
-            raise ValueError(
-                f"store must be http, with host and port, for weights that this machine serves, got {self.store!r}"
-            )
+            raise ValueError(f"store must be http, with host and port, for weights that are served, got {self.store!r}")
         if self.in_place and self.store == "shared":
             raise ValueError("in_place is for weights that servers pull: store must be directory, http or a URL")
         check_at_least(self, 1, "anchor_every")
@@ -264,18 +262,12 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The settings of one request for responses.
+    """The settings of one request for responses."""
 
-    Attributes:
-      max_response_tokens: The longest response, the stop token included (tokens).
-      temperature: The sampling temperature, 0 for greedy. Log-probabilities are of the distribution that is sampled
-        from, and at temperature 1 for greedy.
-      stop_token_ids: The tokens that end a response. It includes the first of them that is sampled.
-    """
-
-    max_response_tokens: int
+    max_response_tokens: int  # the longest response, the stop token included
+    # 0 for greedy. Log-probabilities are of the distribution that is sampled from, and at temperature 1 for greedy.
     temperature: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of them that is sampled
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_response_tokens")
@@ -293,33 +285,21 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response.
+    """One sampled response."""
 
-    Attributes:
-      prompt_index: The position of the prompt in the request's list.
-      sample_index: The position among the responses to that prompt, 0 .. n-1.
-      token_ids: The tokens, int32 [t], the stop token included when one was sampled.
-      logprobs: The engine's log-probability **of** each of these tokens (``rollout_logprobs``), float32 [t].
-      truncated: Whether the length limit ended the response (finish_reason "length").
-      versions: The policy versions that sampled the tokens, in order. They cover the response without gaps.
-      routes: The experts that each token of prompt (s) and response but the last went to, uint8 or uint16
-        [s + t - 1, layers, k], or None where they are not reported.
-    """
-
-    prompt_index: int
-    sample_index: int
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    truncated: bool
-    versions: tuple[VersionSpan, ...]
+    prompt_index: int  # the position of the prompt in the request's list
+    sample_index: int  # the position among the responses to that prompt, 0 .. n-1
+    token_ids: np.ndarray  # int32 [t], the stop token included when one was sampled
+    logprobs: np.ndarray  # the engine's log-probability *of* each of these tokens (``rollout_logprobs``), float32 [t]
+    truncated: bool  # whether the length limit ended the response (finish_reason "length")
+    versions: tuple[VersionSpan, ...]  # the policy versions that sampled the tokens, in order and without gaps
+    # The experts of each token of prompt (s) and response but the last, uint8 or uint16 [s + t - 1, layers, k].
     routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.shape != self.logprobs.shape:
-            raise ValueError(
-                f"token_ids and logprobs must be vectors of one length, got {self.token_ids.shape} and "
-                f"{self.logprobs.shape}"
-            )
+            shapes = f"{self.token_ids.shape} and {self.logprobs.shape}"
+            raise ValueError(f"token_ids and logprobs must be vectors of one length, got {shapes}")
 
     @property
     def length(self) -> int:

@@ -43,7 +43,7 @@ from rljax.errors import run_cli
 from rljax.record.rows import read_rows
 from rljax.record.token_dumps import read_dump
 from rljax.rollout.engine import Samples
-from rljax.rollout.servers.vllm.server import VllmServer
+from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.sampling import step_seed
 
@@ -88,7 +88,7 @@ class Servers:
 
     def __init__(self, directory: Path, count: int) -> None:
         self._directory, self._started = directory, 0
-        self._servers: dict[int, VllmServer] = {}
+        self._servers: dict[int, ServerProcess] = {}
         self.list_file = directory / "servers"
         try:
             for _ in range(count):
@@ -133,9 +133,9 @@ class Servers:
         for server in self._servers.values():
             server.stop()
 
-    def _launch(self, port: int) -> VllmServer:
+    def _launch(self, port: int) -> ServerProcess:
         self._started += 1
-        return VllmServer(server_config(self._directory / f"server{self._started}.log", port))
+        return ServerProcess(server_config(self._directory / f"server{self._started}.log", port))
 
 
 def pace(gate: Any, handed_on: Path) -> None:

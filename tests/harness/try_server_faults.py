@@ -37,7 +37,7 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.rollout.build import make_engine
 from rljax.rollout.engine import Samples
-from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
@@ -222,11 +222,13 @@ def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
         engine = ServedEngine(
             config_of(url, "float32", stall_s),
             VllmBackend(),
+            PolicyFunctions(
+                dict.items,
+                lambda params: {name: array_checksum(array) for name, array in params.items()},
+                lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
+            ),
             hf_config=vllm_fake.SHAPE,
             max_tokens=64,
-            tensors=dict.items,
-            checksums=lambda params: {name: array_checksum(array) for name, array in params.items()},
-            score=lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
         )
         engine.publish({"a": np.ones(4, np.float32)}, VERSION)
         return engine

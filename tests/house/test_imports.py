@@ -20,6 +20,7 @@ DOORS = {
     "msgspec": {
         "rollout.servers.vllm.client",
         "rollout.servers.sglang.client",
+        "rollout.servers.wire",
         "weights.format",
         "weights.delta",
         "weights.writer",
@@ -38,13 +39,12 @@ DOORS = {
         "rollout.servers.vllm.plugin",
         "rollout.servers.sglang.plugin",
     },
-    "vllm": {"rollout.servers.vllm.plugin", "rollout.servers.vllm.parameters"},
+    "vllm": {"rollout.servers.vllm.plugin"},
     "sglang": {"rollout.servers.sglang.plugin"},
     "torch": {
         "rollout.servers.vllm.plugin",
-        "rollout.servers.vllm.parameters",
         "rollout.servers.sglang.plugin",
-        "rollout.servers.sglang.launch_on_cpu",
+        "rollout.servers.sglang.server",
         "weights.sums",
         "compare.scorers",
     },

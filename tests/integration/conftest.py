@@ -19,9 +19,10 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.published import hf_checksums
 from rljax.policy.score import make_scorer
-from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, start, vllm_python
+from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import PublishConfig, RolloutConfig
 
 HERE = Path(__file__).parent
@@ -58,7 +59,7 @@ def pytest_runtest_makereport(item, call):
     if report.failed:
         for value in getattr(item, "funcargs", {}).values():
             server = getattr(value, "server", value)
-            if isinstance(server, VllmServer):
+            if isinstance(server, ServerProcess):
                 report.sections.append((f"end of the vLLM log {server.log_path}", server.log_tail(60)))
 
 
@@ -92,7 +93,7 @@ class Model:
 class Served:
     """A running server and the policy it was started from."""
 
-    server: VllmServer
+    server: ServerProcess
     model: Model
     dtype: str
 
@@ -118,11 +119,9 @@ class Served:
         return ServedEngine(
             RolloutConfig(engine="vllm", urls=(self.url,), **{"dtype": self.dtype, **config}),
             VllmBackend(in_place=publish is not None and publish.in_place),
+            PolicyFunctions(tensors or self.model.tensors(self.dtype), self.model.checksums(self.dtype), self.score),
             hf_config=hf_config or self.model.hf_config,
             max_tokens=max_tokens,
-            tensors=tensors or self.model.tensors(self.dtype),
-            checksums=self.model.checksums(self.dtype),
-            score=self.score,
             publish=publish,
             head_dtype=head_dtype,
             stop=StopWhen(lambda: not self.server.alive()),
@@ -170,8 +169,8 @@ def make_model(tmp_path_factory) -> Callable[[bool], Model]:
 
 
 @pytest.fixture(scope="session")
-def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer]:
-    def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1, unpacked: bool = False) -> VllmServer:
+def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProcess]:
+    def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1, unpacked: bool = False) -> ServerProcess:
         path = [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             "PYTHONPATH": os.pathsep.join(path),
@@ -197,7 +196,7 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., VllmServer
 class Servers:
     """The server of one dtype at a time: asking for another ends it, and one that died is started again."""
 
-    def __init__(self, make_model: Callable[[bool], Model], start_server: Callable[..., VllmServer]) -> None:
+    def __init__(self, make_model: Callable[[bool], Model], start_server: Callable[..., ServerProcess]) -> None:
         self._make_model, self._start_server = make_model, start_server
         self._current: Served | None = None
 

@@ -9,7 +9,7 @@ import pytest
 
 from rljax.errors import HandshakeError
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import free_port
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import RolloutConfig, SamplingParams
@@ -132,7 +132,7 @@ def test_directory_that_the_server_does_not_see(float32):
 
 
 def test_protocol(float32, monkeypatch):
-    monkeypatch.setattr("rljax.rollout.servers.handshake.PROTOCOL", 5)
+    monkeypatch.setattr("rljax.rollout.servers.backend.PROTOCOL", 5)
     assert refused(float32).startswith("the plugin speaks protocol 4, the trainer 5")
 
 
@@ -142,9 +142,7 @@ def test_nobody_there():
         ServedEngine(
             RolloutConfig(engine="vllm", urls=(f"http://127.0.0.1:{free_port()}",), server_wait_s=1.0),
             VllmBackend(),
+            PolicyFunctions(dict.items, dict, lambda params, sequences: []),
             hf_config={},
             max_tokens=1,
-            tensors=dict.items,
-            checksums=dict,
-            score=lambda params, sequences: [],
         )

@@ -10,7 +10,7 @@ from stopping import StopWhen
 from vllm_processes import kill_worker
 
 from rljax.errors import StoppedWaitingError
-from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import RolloutConfig, SamplingParams, VersionSpan
 
@@ -47,11 +47,9 @@ def test_killed_in_mid_rollout_and_restarted(servers, mortal, prompts):
     engine = ServedEngine(
         RolloutConfig(engine="vllm", urls=(mortal.url,), dtype="float32", server_wait_s=480.0),
         VllmBackend(),
+        PolicyFunctions(model.tensors("float32"), model.checksums("float32"), mortal.score),
         hf_config=model.hf_config,
         max_tokens=512,
-        tensors=model.tensors("float32"),
-        checksums=model.checksums("float32"),
-        score=mortal.score,
         stop=StopWhen(lambda: not thread.is_alive() and not servers.alive()),
     )
     params = model.moved(9)

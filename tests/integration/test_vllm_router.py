@@ -9,9 +9,10 @@ import pytest
 from routers import started_router
 
 from rljax.policy.score import make_scorer
-from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, start
+from rljax.rollout.servers.vllm.server import ServerConfig, start
 from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams
 
 pytestmark = pytest.mark.router
@@ -44,11 +45,11 @@ def test_one_of_two_is_killed_in_mid_rollout_and_comes_back(servers, make_model,
         engine = ServedEngine(
             RolloutConfig(engine="vllm", urls=urls, dtype="float32", router=router, limits=LIMITS, server_wait_s=300.0),
             VllmBackend(),
+            PolicyFunctions(
+                model.tensors("float32"), model.checksums("float32"), make_scorer(model.config, jnp.float32)
+            ),
             hf_config=model.hf_config,
             max_tokens=512,
-            tensors=model.tensors("float32"),
-            checksums=model.checksums("float32"),
-            score=make_scorer(model.config, jnp.float32),
         )
         stack.callback(engine.close)
         engine.publish(model.params, 0)
@@ -58,7 +59,7 @@ def test_one_of_two_is_killed_in_mid_rollout_and_comes_back(servers, make_model,
         assert engine.fleet.client.opened() == [urls[0]]
         metrics = engine.fleet.report()
         assert metrics["rollout/server_losses"] >= 1
-        again = VllmServer(dataclasses.replace(servers[1].config, port=servers[1].port, log_path=tmp_path / "2.log"))
+        again = ServerProcess(dataclasses.replace(servers[1].config, port=servers[1].port, log_path=tmp_path / "2.log"))
         stack.callback(again.stop)
         again.wait_healthy(480)
         engine.publish(model.moved(1), 1)

@@ -11,7 +11,7 @@ from kubernetes_manifests import OVERLAYS, ROOT, renderer
 
 from rljax.commands.serve import parse
 from rljax.rollout.servers.discovery import make_lookup
-from rljax.rollout.servers.vllm.server import ServerConfig, command
+from rljax.rollout.servers.vllm.server import ServerConfig
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 
@@ -125,7 +125,7 @@ def test_every_host_of_a_server_has_the_same_arguments():
         for key, value in parse("vLLM", words).items()
         if key in ("model", "dtype", "max_model_len", "extra_args")
     }
-    started = pairs(command(ServerConfig(python=sys.executable, **options), 8000, gpu=True)[3:])
+    started = pairs(ServerConfig(python=sys.executable, **options).command(8000, gpu=True)[3:])
     started = {word.replace("=float16", "=$(DTYPE)").replace("=77", "=$(MAX_MODEL_LEN)") for word in started}
     of_http = {"--port=8000", "--host=127.0.0.1", "--disable-uvicorn-access-log"}
     assert of_http < started

@@ -11,7 +11,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import cast_params, init_params, logical_axes
 from rljax.rollout.decoding import attention_with_cache
 from rljax.rollout.embedded import JaxEngine
-from rljax.rollout.quantization import quantize, restore, summed_axes, to_cache
+from rljax.rollout.injected import quantize, restore, summed_axes, to_cache
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rljax.errors import ReplyError
-from rljax.rollout.servers.backend import Expectation
-from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend, differences
+from rljax.rollout.servers.handshake import Expectation
+from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import SamplingParams, VerifyConfig
 
@@ -74,6 +74,6 @@ def test_a_server_without_routes_is_refused():
     }  # fmt: skip
     wanted = Expectation("bfloat16", config, 16, VerifyConfig(), needs_routes=True)
     assert wanted.routes == (LAYERS, K, EXPERTS)
-    assert [line for line in differences(described, wanted) if "--enable-return-routed-experts" in line]
-    assert not differences(described | {"returns_routes": True}, wanted)
-    assert not differences(described, Expectation("bfloat16", config, 16, VerifyConfig()))
+    assert [line for line in VllmBackend().differences(described, wanted) if "--enable-return-routed-experts" in line]
+    assert not VllmBackend().differences(described | {"returns_routes": True}, wanted)
+    assert not VllmBackend().differences(described, Expectation("bfloat16", config, 16, VerifyConfig()))

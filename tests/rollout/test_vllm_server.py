@@ -13,7 +13,8 @@ import pytest
 
 from rljax.commands.serve import parse
 from rljax.errors import ServerFailedError
-from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, command, start, vllm_python
+from rljax.rollout.servers.process import ServerProcess
+from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 
 pytestmark = pytest.mark.slow
 
@@ -140,15 +141,15 @@ def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
 
 def test_command_line():
     config = ServerConfig("m", dtype="float16", max_model_len=99, extra_args=("--x",))
-    args = command(config, 7, gpu=False)
+    args = config.command(7, gpu=False)
     assert args[args.index("--dtype") + 1] == "float16"
     assert args[args.index("--host") + 1] == "127.0.0.1"
     assert args[args.index("--logprobs-mode") + 1] == "processed_logprobs"
     assert "--enforce-eager" in args
     assert args[-3:] == ["--x", "--host", "127.0.0.1"]
-    assert "--enforce-eager" not in command(config, 7, gpu=True)
+    assert "--enforce-eager" not in config.command(7, gpu=True)
     assert "--hf-overrides" not in args
-    args = command(ServerConfig("m", head_dtype="float32"), 7, gpu=False)
+    args = ServerConfig("m", head_dtype="float32").command(7, gpu=False)
     assert args[args.index("--hf-overrides") + 1] == '{"head_dtype": "float32"}'
     with pytest.raises(ValueError, match="head_dtype must be one of"):
         ServerConfig("m", head_dtype="float16")
@@ -175,7 +176,7 @@ def test_what_makes_no_sense_is_refused(tmp_path):
 
 
 def test_log_tail(script, tmp_path):
-    server = VllmServer(ServerConfig("m", python=script("print(*range(100), sep='\\n')"), log_path=tmp_path / "log"))
+    server = ServerProcess(ServerConfig("m", python=script("print(*range(100), sep='\\n')"), log_path=tmp_path / "log"))
     while server.alive():
         time.sleep(0.05)
     assert server.log_tail(3).splitlines()[:2] == ["98", "99"]

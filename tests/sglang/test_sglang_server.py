@@ -14,8 +14,9 @@ from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.sglang.client import SglangBackend
-from rljax.rollout.servers.sglang.server import ServerConfig, SglangServer, sglang_python, start
+from rljax.rollout.servers.sglang.server import ServerConfig, sglang_python, start
 from rljax.rollout.types import PublishConfig, SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.sglang
@@ -30,7 +31,7 @@ OUT_OF_BAND = "does not sample from the trainer's weights"
 class Served:
     """A running server and the policy it was started from; ``fault`` is the file that says how it is broken."""
 
-    server: SglangServer
+    server: ServerProcess
     policy: Policy
     fault: Path
 

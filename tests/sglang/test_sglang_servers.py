@@ -13,7 +13,8 @@ import pytest
 from sglang_policy import Policy
 
 from rljax.errors import HandshakeError
-from rljax.rollout.servers.sglang.server import ServerConfig, SglangServer, sglang_python, start
+from rljax.rollout.servers.process import ServerProcess
+from rljax.rollout.servers.sglang.server import ServerConfig, sglang_python, start
 from rljax.rollout.servers.wire import make_requests
 from rljax.rollout.types import PublishConfig, SamplingParams, VersionSpan
 
@@ -31,7 +32,7 @@ class Pair:
 
     policy: Policy
     key: Path
-    servers: list[SglangServer]
+    servers: list[ServerProcess]
 
     @property
     def urls(self) -> list[str]:

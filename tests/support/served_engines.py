@@ -3,7 +3,7 @@
 import numpy as np
 from vllm_fake import SHAPE
 
-from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import ClientLimits, RolloutConfig
 from rljax.weights.sums import array_checksum
@@ -26,15 +26,16 @@ def make(
     def score(params, sequences):
         return [np.full(len(s), -1.0 + score_shift(), np.float32) for s in sequences]
 
+    def checksums(params):
+        return {name: array_checksum(array) for name, array in params.items()}
+
     config = {"server_wait_s": 10.0, "limits": ClientLimits(backoff_s=0.01, max_backoff_s=0.02), **config}
     return ServedEngine(
         RolloutConfig(engine="vllm", urls=urls, dtype=dtype, transfer_dir=tmp_path and str(tmp_path), **config),
         VllmBackend(),
+        PolicyFunctions(tensors, checksums, score),
         hf_config=SHAPE,
         max_tokens=100,
-        tensors=tensors,
-        checksums=lambda params: {name: array_checksum(array) for name, array in params.items()},
-        score=score,
         publish=publish,
         head_dtype=head_dtype,
         stop=stop,

@@ -12,7 +12,7 @@ from rljax.policy.families import config_to_hf, read_config
 from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.published import hf_checksums
 from rljax.policy.score import make_scorer
-from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.types import PublishConfig, RolloutConfig
 
@@ -47,14 +47,13 @@ class Policy:
     ) -> ServedEngine:
         """``config`` are fields of RolloutConfig."""
         settings = {"engine": "sglang", "urls": urls, "dtype": self.dtype, "server_wait_s": 240.0} | config
+        checksums = functools.partial(hf_checksums, config=self.config, dtype=jnp.dtype(self.dtype))
         return ServedEngine(
             RolloutConfig(**settings),
             SglangBackend(),
+            PolicyFunctions(tensors or self.tensors, checksums, self.scorer()),
             hf_config=config_to_hf(self.config, self.dtype),
             max_tokens=max_tokens,
-            tensors=tensors or self.tensors,
-            checksums=functools.partial(hf_checksums, config=self.config, dtype=jnp.dtype(self.dtype)),
-            score=self.scorer(),
             publish=publish,
         )
 

@@ -8,12 +8,11 @@ import torch
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.model_executor.layers import utils as vllm_layers
 
-from rljax.rollout.servers.vllm import parameters as vllm_parameters
 from rljax.rollout.servers.vllm import plugin as vllm_plugin
 
 _REPAIR = vllm_plugin.repair_tied_head
 _REPACK = vllm_plugin.repack_experts
-_PATCHES = vllm_parameters.KeptDelta.patches
+_PATCHES = vllm_plugin.KeptDelta.patches
 
 SpinCondition.__init__.__defaults__ = (0.05,)  # seconds, of 1: a worker that waits leaves its core to other tests
 
@@ -80,7 +79,7 @@ class Sabotage(vllm_plugin.WorkerExtension):
                 if how != "skip" or patch.tensor != of:
                     yield patch
 
-        vllm_parameters.KeptDelta.patches = patches
+        vllm_plugin.KeptDelta.patches = patches
 
     def sabotage_scale(self, of: str) -> None:
         """A parameter becomes twice what it is, behind the plugin's back."""

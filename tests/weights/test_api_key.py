@@ -14,9 +14,10 @@ from rljax.compare.scorers import score_column
 from rljax.errors import ConfigError, HandshakeError, ServerRefusedError
 from rljax.record.token_dumps import make_dump
 from rljax.rollout.build import connect
-from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import ServerConfig, VllmServer, command, environment, start
+from rljax.rollout.servers.vllm.server import ServerConfig, start
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, read_api_key
 from rljax.weights.sums import array_checksum
@@ -118,11 +119,13 @@ def engine_of(url, **config):
     return ServedEngine(
         RolloutConfig(engine="vllm", urls=(url,), dtype="float32", **config),
         VllmBackend(),
+        PolicyFunctions(
+            dict.items,
+            lambda params: {name: array_checksum(array) for name, array in params.items()},
+            lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
+        ),
         hf_config=SHAPE,
         max_tokens=100,
-        tensors=dict.items,
-        checksums=lambda params: {name: array_checksum(array) for name, array in params.items()},
-        score=lambda params, sequences: [np.full(len(ids), -1.0, np.float32) for ids in sequences],
     )
 
 
@@ -160,20 +163,20 @@ def test_without_the_key_one_line_says_what_to_set(fake, tmp_path, caplog):
 def test_neither_command_line_nor_environment_holds_the_key(key_file, monkeypatch):
     monkeypatch.delenv(KEY_FILE, raising=False)
     config = ServerConfig("m", api_key_file=key_file)
-    words = command(config, 7, gpu=False)
+    words = config.command(7, gpu=False)
     assert words[words.index("--middleware") + 1] == "rljax.weights.access.RequireKey"
-    settings = environment(config, gpu=False)
+    settings = config.environment(gpu=False)
     assert settings[KEY_FILE] == str(key_file)
     assert KEY not in " ".join([*words, *settings.values(), repr(config)])
     monkeypatch.setenv(KEY_FILE, str(key_file))
     assert ServerConfig("m").api_key_file == key_file
     monkeypatch.delenv(KEY_FILE)
-    assert "--middleware" not in command(ServerConfig("m"), 7, gpu=False)
+    assert "--middleware" not in ServerConfig("m").command(7, gpu=False)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
 def test_loopback_needs_no_key(host):
-    words = command(ServerConfig("m", host=host, extra_args=("--x",)), 7, gpu=False)
+    words = ServerConfig("m", host=host, extra_args=("--x",)).command(7, gpu=False)
     assert words[-2:] == ["--host", host]
 
 
@@ -219,7 +222,7 @@ def test_health_is_asked_past_any_proxy(fake, monkeypatch):
     monkeypatch.delenv("NO_PROXY", raising=False)
     with pytest.raises(OSError, match="refused"):
         urllib.request.build_opener().open(f"{fake.url}/health", timeout=5)
-    server = VllmServer.__new__(VllmServer)
+    server = ServerProcess.__new__(ServerProcess)
     server.url = fake.url
     assert server.healthy()
     fake.key = ""

@@ -1,229 +1,206 @@
-"""The protocol of one kind of server beyond sampling, and the questions to its workers that every kind shares.
-
-A new kind of server is a class with the methods of :class:`Backend`.
-"""
+"""One kind of server: what its replies mean, how a run shakes hands with it, and how weights come into it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError, VerificationError
+from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError, VerificationError
+from rljax.rollout.servers import handshake
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.wire import ServerInfo, Wire
-from rljax.rollout.types import InFlight, VerifyConfig
-from rljax.weights.format import Checksum
+from rljax.rollout.servers.handshake import Expectation
+from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Wire
+from rljax.rollout.types import InFlight
+from rljax.weights.format import PROTOCOL, Checksum
 from rljax.weights.store import WeightDirectory, WeightVersion
+from rljax.weights.sums import describe_differences, differences
 
+UPDATE_S = 600.0
+"""The longest that one step of an update may take (seconds)."""
 _POLL_S = 0.05  # The time between two questions to workers whether they have pulled a version (seconds).
-
-AskWorkers = Callable[..., Sequence[Any]]
-"""A function of (method of rljax's plugin, its arguments) that returns the answer of each worker."""
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """The trainer's side of the handshake.
-
-    Attributes:
-      dtype: The dtype of the published weights and so of the server: "bfloat16", "float16" or "float32".
-      hf_config: The policy's ``config.json`` as a mapping.
-      max_tokens: The longest prompt plus response that the run will ask for (tokens).
-      verify: The settings of the verification, for whose probes the server must have room.
-      head_dtype: The dtype in which the server's LM head must compute, or None for any.
-      needs_routes: Whether the server must report the experts of each token.
-    """
-
-    dtype: str
-    hf_config: Mapping[str, Any]
-    max_tokens: int
-    verify: VerifyConfig
-    head_dtype: str | None = None
-    needs_routes: bool = False
-
-    @property
-    def routes(self) -> tuple[int, int, int] | None:
-        """The (layers, experts of a token, experts) of the routes that the server must report, or None."""
-        if not self.needs_routes:
-            return None
-        layers, k, experts = (
-            self.hf_config[key] for key in ("num_hidden_layers", "num_experts_per_tok", "num_experts")
-        )
-        return layers, k, experts
 
 
 @dataclass(frozen=True)
 class WorkerChecksums:
-    """The checksums of the weights that one worker of a server was given by the last update.
+    """The checksums of the weights that one worker of a server was given by the last update."""
 
-    Attributes:
-      tensors: The checksum of each tensor, or of the worker's part of it, as it stood loaded; None where a tensor was
-        not loaded.
-      seconds: The time that the checksums took (seconds).
-      in_place: Whether only the changed elements were written.
+    tensors: Mapping[str, Checksum | None]  # of each tensor, or the worker's part of it, as it stood loaded, if it was
+    seconds: float  # the time that the checksums took
+    in_place: bool = False  # whether only the changed elements were written
+
+
+class Backend(Wire):
+    """One kind of server. A new kind is a subclass.
+
+    Every method but those of :class:`Wire` raises ServerGoneError where the server does not answer, and ReplyError
+    where its answer cannot be read.
     """
 
-    tensors: Mapping[str, Checksum | None]
-    seconds: float
-    in_place: bool = False
+    model = "policy"
+    logprobs_hint: str  # the remedy where log-probabilities are not of the distribution that a server samples from
+    without_plugin: str  # the meaning of a refusal where rljax's plugin is asked
+    version_route: str  # the path at which a server says which weights it holds
+    without_version: str  # the meaning of a refusal there
+    keeps_deltas = False  # whether the workers keep what changed, to write it in place
 
+    @abstractmethod
+    def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
+        """Returns a completion, and whether it has log-probabilities of other tokens than its own.
 
-class Backend(Wire, Protocol):
-    """One kind of server: its wire, and how weights come into it.
+        It may raise ValueError, ArithmeticError or RecursionError where the reply is no completion.
+        """
 
-    Attributes:
-      start_command: The command that starts a server, for messages.
-      logprobs_hint: The remedy where a server's log-probabilities are not of the distribution that it samples from.
-    """
+    @abstractmethod
+    def ask_plugin(self, client: ServerClient, url: str, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method of rljax's plugin in each worker, and returns the answers.
 
-    start_command: str
-    logprobs_hint: str
+        It raises ServerRefusedError where there is no plugin, or the method failed. The message holds the reason.
+        """
 
+    @abstractmethod
     def describe(self, client: ServerClient, url: str) -> ServerInfo:
         """Returns the server's description of itself, and sets the client to its model's name and its route.
 
-        Raises:
-          ServerGoneError: The server does not answer.
-          ValueError: It is not a server of this kind with one model, or it is paused.
+        It raises ValueError where the server is not of this kind with one model, or is paused.
         """
 
-    def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
-        """Checks that trainer and server fit together, and shows the server the run's weights. Nothing is sampled.
+    @abstractmethod
+    def resume(self, client: ServerClient, url: str) -> None:
+        """Lets a server go on that an earlier run left paused."""
 
-        Raises:
-          HandshakeError: Something differs. The message has one line for each thing that does.
-          ServerGoneError: The server does not answer.
-          ReplyError: The server's answer cannot be read.
-        """
+    @abstractmethod
+    def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
+        """Returns one line for each thing that differs between trainer and the plugin's answer ``described``."""
 
-    def prepare(self, client: ServerClient, url: str, version: WeightVersion) -> Mapping[str, Any]:
-        """Brings one version's weights to the server's machine while the server goes on, for ``push`` to load.
+    @abstractmethod
+    def show(self, client: ServerClient, url: str, probe: Mapping[str, Any]) -> None:
+        """Shows the plugin where the run's weights will be. Raises ServerRefusedError if it cannot read there."""
 
-        Returns:
-          The figures of the pull (``pull.Pulled``), or {} where servers read the version where it was written.
-
-        Raises:
-          ServerGoneError: The server does not answer, or its machine could not read the version.
-        """
-
+    @abstractmethod
     def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
-        """Has the server load one version's weights. It is not proof that they arrived.
+        """Has the server load a version that its machine has. It is not proof that the weights arrived.
 
-        Args:
-          client: The client of the server.
-          url: The server.
-          version: The version, which the server's machine has.
-          in_flight: The fate of the responses that the server samples (``RolloutConfig.update``). No key and no value
-            of the old weights is used for a token of the new ones.
-
-        Raises:
-          ServerGoneError: The server does not answer.
-          RuntimeError: The server refused a step. It stays paused, because it may hold half of the weights.
+        The fate of the responses that it samples is ``in_flight``, as ``RolloutConfig.update``. No key and no value of
+        the old weights is used for a token of the new ones. It raises RuntimeError where the server refuses a step. The
+        server stays paused then, because it may hold half of the weights.
         """
 
     def sleep(self, client: ServerClient, url: str) -> None:
-        """Has the server give back its devices' memory, weights and caches, once its requests are answered.
-
-        Raises:
-          ServerGoneError: The server does not answer.
-          RuntimeError: The server refused.
-        """
+        """Has the server give back its devices' memory, weights and caches. Raises RuntimeError if it cannot."""
+        raise RuntimeError(f"{url}: rollout.colocated works with vLLM servers")
 
     def wake(self, client: ServerClient, url: str) -> None:
         """Has a sleeping server take its memory again. It holds no weights then. Raises as :meth:`sleep`."""
+        raise RuntimeError(f"{url}: rollout.colocated works with vLLM servers")
+
+    def completion(self, route: str, reply: bytes, request: Request) -> Completion:
+        """Reads a reply as :meth:`Wire.completion` says."""
+        try:
+            completion, are_others = self.read(route, reply, request)
+        except (ValueError, ArithmeticError, RecursionError) as error:
+            said = f"{type(error).__name__} {error}"
+            shown = " ".join(reply[:300].decode(errors="replace").split())
+            raise ReplyError(f"{route} answered with no completion, {said}: {shown}") from error
+        tokens, scored = len(completion.token_ids), len(completion.logprobs)
+        if (are_others or scored != tokens) and completion.finish_reason != "abort":
+            raise ReplyError(f"{route} gave {tokens} tokens and log-probabilities of {scored} others")
+        return completion
+
+    def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
+        """Compares a server with the trainer, and shows it the run's weights. Nothing is sampled.
+
+        It raises HandshakeError where something differs, with one line for each thing that does.
+        """
+        self.resume(client, url)
+        with handshake.refusals(url, self.without_plugin):
+            answers = self.ask_plugin(client, url, "rljax_describe")
+        try:
+            described = answers[0]
+            if (theirs := described.get("protocol")) != PROTOCOL:
+                said = (
+                    f"the plugin speaks protocol {theirs}, the trainer {PROTOCOL}: install the same rljax beside both"
+                )
+                raise HandshakeError(f"{url}: {said}")
+            differing = self.differences(described, expected)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ReplyError(f"{url}: the plugin answered without {error}: {str(answers)[:300]}") from error
+        if differing:
+            raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
+        with handshake.refusals(url, self.without_version):
+            client.call(url, "GET", self.version_route)
+        handshake.find_route(client, url, self.routes)
+        unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
+        if files.source:
+            unread = f"the server's machine cannot read weights from {files.source}"
+        path, text = files.probe()
+        with handshake.refusals(url, unread):
+            probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}
+            self.show(client, url, probe)
+        return handshake.server_info(url, described, self.name.lower())
+
+    def prepare(self, client: ServerClient, url: str, version: WeightVersion) -> Mapping[str, Any]:
+        """Has the workers pull a version into their machine's mirror, for :meth:`push` to load, while they go on.
+
+        Returns the figures of the slowest worker's pull (``pull.Pulled``), or {} where servers read the version where
+        it was written. It raises ServerGoneError where a worker could not pull the version in time.
+        """
+        if not version.source:
+            return {}
+        name, begun = version.path.name, time.monotonic()
+        self.ask_plugin(client, url, "rljax_pull", name, *([True] if self.keeps_deltas else []))
+        while time.monotonic() - begun < UPDATE_S:
+            answers = self.ask_plugin(client, url, "rljax_pulled", name)
+            try:
+                done = [worker for worker in answers if worker is not None]
+                failed = [worker["error"] for worker in done if worker["error"]]
+            except (KeyError, TypeError) as error:
+                raise ReplyError(f"{url} answered without {error}: {str(answers)[:300]}") from error
+            if failed:
+                raise ServerGoneError(f"{url} could not pull {version.tag}: {failed[0]}")
+            if len(done) == len(answers):
+                return max(done, key=lambda worker: worker["seconds"])
+            time.sleep(_POLL_S)
+        raise ServerGoneError(f"{url} did not pull {version.tag} within {UPDATE_S:g} s")
 
     def serves(self, client: ServerClient, url: str, version: WeightVersion) -> bool:
-        """Returns whether the server says that it holds ``version``. Raises ServerGoneError if it does not answer."""
-
-    def loaded(self, client: ServerClient, url: str, version: WeightVersion) -> Sequence[WorkerChecksums]:
-        """Returns what each worker of the server holds of ``version``, by its own account.
-
-        Raises:
-          ServerGoneError: The server does not answer.
-          VerificationError: The last update of a worker was another version.
-        """
-
-
-def pull_version(
-    ask: AskWorkers, url: str, version: WeightVersion, timeout_s: float, *, keep_delta: bool = False
-) -> Mapping[str, Any]:
-    """Has the workers pull a version and waits for it; the common part of ``Backend.prepare``.
-
-    The workers only start the pull and are then asked how far it is, so that no request waits for it.
-
-    Args:
-      ask: The function that asks the workers.
-      url: The server, for messages.
-      version: The version to pull.
-      timeout_s: The longest that the pull may take (seconds).
-      keep_delta: Whether the workers keep what changed, to write it in place.
-
-    Returns:
-      The figures of the slowest worker's pull, or {} where the version is read where it was written.
-
-    Raises:
-      ServerGoneError: A worker could not pull the version, or not in time.
-      ReplyError: A worker's answer cannot be read.
-    """
-    if not version.source:
-        return {}
-    name, begun = version.path.name, time.monotonic()
-    ask("rljax_pull", name, *([True] if keep_delta else []))
-    while time.monotonic() - begun < timeout_s:
-        answers = ask("rljax_pulled", name)
+        """Returns whether the server says that it holds ``version``. A refusal raises ServerGoneError, too."""
         try:
-            done = [worker for worker in answers if worker is not None]
-            failed = [worker["error"] for worker in done if worker["error"]]
-        except (KeyError, TypeError) as error:
+            answer = client.call(url, "GET", self.version_route, timeout_s=10.0)
+        except ServerRefusedError as error:
+            raise ServerGoneError(str(error)) from error
+        return answer.get("weight_version") == version.tag
+
+    def check_serves(self, client: ServerClient, url: str, version: WeightVersion) -> None:
+        """Raises ServerGoneError when the server does not say that it holds ``version``."""
+        if not self.serves(client, url, version):
+            raise ServerGoneError(f"{url} does not hold {version.tag}: it was restarted or updated by others")
+
+    def check_bits(
+        self, client: ServerClient, url: str, version: WeightVersion, sums: Mapping[str, Checksum]
+    ) -> Sequence[WorkerChecksums]:
+        """Compares the weights that each worker loaded with the trainer's ``sums``, and returns the workers' answers.
+
+        It raises VerificationError where a tensor differs, or where the last update of a worker was another version.
+        """
+        self.check_serves(client, url, version)
+        answers = self.ask_plugin(client, url, "rljax_checksums")
+        try:
+            tags = {worker["tag"] for worker in answers}
+            if tags != {version.tag}:
+                raise VerificationError(f"{url} was last given the weights {sorted(tags)}, not {version.tag!r}")
+            workers = [
+                WorkerChecksums(
+                    {name: sums and Checksum(*sums) for name, sums in each["tensors"].items()},
+                    each["seconds"],
+                    bool(each.get("in_place")),
+                )
+                for each in answers
+            ]
+        except (KeyError, TypeError, AttributeError) as error:
             raise ReplyError(f"{url} answered without {error}: {str(answers)[:300]}") from error
-        if failed:
-            raise ServerGoneError(f"{url} could not pull {version.tag}: {failed[0]}")
-        if len(done) == len(answers):
-            return max(done, key=lambda worker: worker["seconds"])
-        time.sleep(_POLL_S)
-    raise ServerGoneError(f"{url} did not pull {version.tag} within {timeout_s:g} s")
-
-
-def names_version(client: ServerClient, url: str, route: str, version: WeightVersion) -> bool:
-    """Returns whether a server names the version; the common part of ``Backend.serves``.
-
-    Args:
-      client: The client of the server.
-      url: The server.
-      route: The path at which the server says which weights it holds.
-      version: The version that is asked for.
-
-    Raises:
-      ServerGoneError: The server does not answer, or refuses the question.
-    """
-    try:
-        answer = client.call(url, "GET", route, timeout_s=10.0)
-    except ServerRefusedError as error:
-        raise ServerGoneError(str(error)) from error
-    return answer.get("weight_version") == version.tag
-
-
-def read_checksums(ask: AskWorkers, url: str, version: WeightVersion) -> Sequence[WorkerChecksums]:
-    """Asks the workers for the checksums of what they loaded; the common part of ``Backend.loaded``.
-
-    Raises:
-      VerificationError: The last update of a worker was another version.
-      ReplyError: A worker's answer cannot be read.
-    """
-    answers = ask("rljax_checksums")
-    try:
-        tags = {worker["tag"] for worker in answers}
-        if tags != {version.tag}:
-            raise VerificationError(f"{url} was last given the weights {sorted(tags)}, not {version.tag!r}")
-        return [
-            WorkerChecksums(
-                {name: sums and Checksum(*sums) for name, sums in each["tensors"].items()},
-                each["seconds"],
-                bool(each.get("in_place")),
-            )
-            for each in answers
-        ]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ReplyError(f"{url} answered without {error}: {str(answers)[:300]}") from error
+        if found := differences(sums, [worker.tensors for worker in workers]):
+            raise VerificationError(f"{url} does not hold the trainer's weights: {describe_differences(found)}")
+        return workers

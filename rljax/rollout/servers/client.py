@@ -1,10 +1,8 @@
 """HTTP to one or several servers, from an event loop on a thread of its own.
 
 The requests of a group, which have one prompt, go to one open server while it has room, so that it computes the prompt
-once. The first request of a group goes to the server with the least outstanding work. Responses come back as they
-complete. The requests of a server that goes down are sent again to another one, or wait.
-
-With a router rollouts go to it, and everything else goes to each server itself.
+once. The first goes to the server with the least outstanding work. Responses come back as they complete. The requests
+of a server that goes down are sent again to another one, or wait. A router gets rollouts and nothing else.
 
 A reply may hold several weight versions where new weights come while it is sampled. It is handed on once the server
 that sampled it is open with the newest of them. A part of a response that the server gave up for the new weights is
@@ -52,15 +50,9 @@ class ServerClient:
     ) -> None:
         """Sends nothing yet. Every server is down until it is opened. Raises the soft limit of file descriptors.
 
-        Args:
-          urls: The addresses of the servers, as ``http://host:port``; empty where servers join later.
-          wire: The requests and replies of this kind of server.
-          limits: The limits of time and of requests.
-          api_key_file: The file with the servers' key, as ``RolloutConfig.api_key_file``.
-          router: The URL of a router of rollouts, as ``RolloutConfig.router``.
-
-        Raises:
-          ValueError: One of ``urls`` stands twice, is no URL or holds a password, or the key file cannot be used.
+        ``urls`` are as ``http://host:port``, and empty where servers join later. ``api_key_file`` and ``router`` are as
+        in ``RolloutConfig``. It raises ValueError where one of ``urls`` stands twice, is no URL or holds a
+        password, or where the key file cannot be used.
         """
         key_file = find_key_file(api_key_file)
         headers = {} if key_file is None else {"Authorization": f"Bearer {read_api_key(key_file)}"}
@@ -107,11 +99,7 @@ class ServerClient:
         return [server.url for server in self._pool.all_in("open")]
 
     def set_urls(self, urls: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Takes in the servers of ``urls`` that are new, which are down as yet, and drops those that are not listed.
-
-        Returns:
-          The URLs that joined, and those that left.
-        """
+        """Takes in the new ones of ``urls``, which are down as yet, and drops all others. Returns both lists."""
         before = self.urls
         if set(before) != set(urls):
             self._await(self._pool.replace(urls))
@@ -141,22 +129,15 @@ class ServerClient:
         self._pool.get(url).route = route
 
     def set_model(self, url: str, model: str) -> None:
-        """Sets the name that the server at ``url`` gives its model; servers that rljax starts use ``wire.model``."""
+        """Sets the name that the server at ``url`` gives its model, in place of ``wire.model``."""
         self._pool.get(url).model = model
 
     def call(self, url: str, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
         """Sends one request of the control plane, which is not tried again, and returns the reply's JSON object.
 
-        Args:
-          url: The server.
-          method: The HTTP method.
-          path: The path of the endpoint.
-          timeout_s: The longest wait for the whole reply (seconds).
-          **content: ``params`` and ``json`` as httpx takes them.
-
-        Raises:
-          ServerGoneError: No answer, or status 5xx from a server that is not healthy any more.
-          ServerRefusedError: Any other status but 200. The message holds the server's.
+        ``content`` is ``params`` and ``json`` as httpx takes them. The whole reply may take ``timeout_s`` seconds. It
+        raises ServerGoneError for no answer, or status 5xx from a server that is not healthy any more, and
+        ServerRefusedError, with the server's message, for any other status but 200.
         """
         reply = self._await(self._exchange(self._pool.get(url).url, method, path, timeout_s, **content))
         return json_object(reply) if reply.content and path != "/health" else {}
@@ -190,16 +171,10 @@ class ServerClient:
         """Samples all ``requests`` from open servers and yields (index, completion) as they complete.
 
         Yields None every quarter of a second, whatever completes, so that the caller can recover servers. Closing the
-        iterator gives up what has not completed.
-
-        Args:
-          requests: The responses to sample. Each is answered once.
-          vocab_size: The number that token ids of a reply are below, or None where it is not known.
-          group_size: The number of consecutive ``requests`` that have one prompt.
-          metrics: The mapping in which ``rollout/requests`` and ``rollout/retries`` are counted up meanwhile, or None.
-
-        Raises:
-          ServerError: A response failed ``max_attempts`` times, or was refused. The message is one line with the URL.
+        iterator gives up what has not completed. Each ``group_size`` consecutive requests have one prompt. Token ids of
+        a reply are below ``vocab_size``, if that is known. ``rollout/requests`` and ``rollout/retries`` are counted up
+        in ``metrics``. It raises ServerError, in one line with the URL, where a response failed ``max_attempts`` times
+        or was refused.
         """
         completed: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
         groups = [Group() for _ in range(0, len(requests), group_size)]
@@ -271,11 +246,7 @@ class ServerClient:
     async def _complete(
         self, index: int, request: Request, vocab_size: int | None, group: Group, metrics: dict[str, float]
     ) -> Completion:
-        """Returns the completion of request ``index``, which is one of ``group``.
-
-        Raises:
-          ServerError: The request is refused, all attempts have failed, or something unforeseen went wrong.
-        """
+        """Returns the completion of request ``index``. Raises ServerError if it is refused or all attempts failed."""
         failure, failures = "", 0
         parts: list[Completion] = []
         while failures < self.limits.max_attempts:
@@ -311,9 +282,7 @@ class ServerClient:
     async def _rollout(self, server: Server, request: Request, vocab_size: int | None) -> Completion:
         """Returns a completion that may be trained on, or a part of one where new weights came meanwhile."""
         url, first = self._router or server.url, max(0, len(server.versions) - 1)
-        body = self._wire.body(server.route, request, server.model)
-        reply = await self._exchange(url, "POST", server.route, self.limits.request_timeout_s, json=body)
-        completion = self._read(url, server, request, reply)
+        completion = await self._sample(server, request, self.limits.request_timeout_s, url)
         is_updated = server.state == "paused" or len(server.versions) - 1 > first
         check_completion(url, completion, request, vocab_size, may_be_part=is_updated)
         tags = [tag for tag, _, _ in completion.spans or ()]
@@ -341,13 +310,11 @@ class ServerClient:
             await self._back_off(attempt)
         return await self._sample(server, request, timeout_s)
 
-    async def _sample(self, server: Server, request: Request, timeout_s: float) -> Completion:
-        """Returns one completion of ``server``. Raises ServerGoneError, ServerRefusedError or ReplyError."""
+    async def _sample(self, server: Server, request: Request, timeout_s: float, url: str = "") -> Completion:
+        """Returns one completion of ``server``, through the router at ``url`` if there is one."""
+        url = url or server.url
         body = self._wire.body(server.route, request, server.model)
-        reply = await self._exchange(server.url, "POST", server.route, timeout_s, json=body)
-        return self._read(server.url, server, request, reply)
-
-    def _read(self, url: str, server: Server, request: Request, reply: httpx.Response) -> Completion:
+        reply = await self._exchange(url, "POST", server.route, timeout_s, json=body)
         try:
             return self._wire.completion(server.route, reply.content, request)
         except ReplyError as error:

@@ -13,19 +13,14 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 """The time from one look at the list to the next (seconds)."""
-_DNS = "dns"
 
 
 def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
     """Returns a function that lists the URLs of the servers when it is called, and may raise OSError or ValueError.
 
-    Args:
-      where: The place of the list. A file has one URL in a line, and a comment after a #. A directory has files
-        ``*.url`` with one URL each, as ``rljax serve --url-file`` writes them. ``dns://HOST:PORT`` stands for a server
-        at each address of HOST, such as a headless Service of Kubernetes.
-
-    Raises:
-      ValueError: ``where`` is none of these.
+    ``where`` is a file with one URL in a line, and a comment after a #. Or it is a directory of files ``*.url`` with
+    one URL each, as ``rljax serve --url-file`` writes them. Or it is ``dns://HOST:PORT`` for a server at each address
+    of HOST, such as a headless Service of Kubernetes. Another one is a ValueError.
     """
     if "://" not in where:
         if not where.strip():
@@ -37,7 +32,7 @@ def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
         host, port = url.hostname, url.port
     except ValueError as error:
         raise ValueError(f"{expected}: {error}") from error
-    if url.scheme != _DNS or not host or port is None or url.path not in ("", "/"):
+    if url.scheme != "dns" or not host or port is None or url.path not in ("", "/"):
         raise ValueError(expected)
     return lambda: _resolve(host, port)
 
@@ -47,32 +42,18 @@ class Discovery:
 
     A list that cannot be read changes nothing. A new list counts once two looks in a row have found it, because a file
     may be read while somebody writes it.
-
-    Attributes:
-      where: The place of the list.
     """
 
     def __init__(self, where: str, check: Callable[[str], None], *, every_s: float = LOOK_EVERY_S) -> None:
-        """Begins to look.
+        """Begins to look in ``where``, every ``every_s`` seconds. ValueError as :func:`make_lookup`.
 
-        Args:
-          where: The place of the list, as ``make_lookup`` takes it.
-          check: A function that raises ValueError if its argument is not the URL of a server.
-          every_s: The time from one look to the next (seconds).
-
-        Raises:
-          ValueError: ``make_lookup`` does not take ``where``.
+        ``check`` is a function that raises ValueError if its argument is not the URL of a server.
         """
         self.where, self._check, self._every_s = where, check, every_s
         self._lookup = make_lookup(where)
-        self._urls: tuple[str, ...] = ()
+        self.urls: tuple[str, ...] = ()  # as listed last, each once; () before the first look
         self._ended = threading.Event()
         threading.Thread(target=self._look, name="rljax-discovery", daemon=True).start()
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """The servers' URLs as listed last, each once; () before the first look."""
-        return self._urls
 
     def close(self) -> None:
         """Ends the looking. It may be called twice."""
@@ -92,8 +73,8 @@ class Discovery:
                     log.warning("%s does not list servers, those known are kept: %s", self.where, said)
             else:
                 said = ""
-                if listed == before or not self._urls:
-                    self._urls = listed
+                if listed == before or not self.urls:
+                    self.urls = listed
                 before = listed
             self._ended.wait(self._every_s)
 

@@ -10,6 +10,7 @@ of a server that was restarted unnoticed are refused.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -24,21 +25,32 @@ import numpy as np
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError
 from rljax.policy.config import route_dtype
 from rljax.rollout.engine import Samples, Stopping
-from rljax.rollout.servers.backend import Backend, Expectation
+from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
-from rljax.rollout.servers.handshake import check_logprobs
-from rljax.rollout.servers.verify import Score, Verifier, check_bits, check_serves
+from rljax.rollout.servers.handshake import Expectation, check_logprobs
+from rljax.rollout.servers.verify import Score, Verifier
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, check_prompts, make_requests, shortest
 from rljax.rollout.types import PublishConfig, Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum
 from rljax.weights.store import WeightVersion, open_weight_directory
-from rljax.weights.writer import Writer
+from rljax.weights.writer import Part, Writer
 
 log = logging.getLogger(__name__)
 
 _Shown = tuple[ServerInfo | None, Sequence[Sequence[Completion]]]
 """The proof of a server: its description where it passed a handshake, and its completions of the probes, by round."""
+
+
+@dataclass(frozen=True)
+class PolicyFunctions:
+    """The functions of the policy's pytree that the engine needs. All numbers are in the rollout dtype."""
+
+    tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]]  # (Hugging Face name, array) of each tensor
+    checksums: Callable[[Any], Mapping[str, Checksum]]  # of each; RuntimeError where a value is not finite
+    score: Score  # at temperature 1, which only the verification uses
+    parts: Callable[[Any], Iterable[Part]] = lambda params: ()  # the parts of the tensors that this process holds
+    writer: Writer | None = None  # of a version whose parts several processes write, or None where this one writes all
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,27 +62,18 @@ class _Published:
     sums: Mapping[str, Checksum]
 
 
-class ServedEngine:
-    """RolloutEngine over HTTP servers.
-
-    Attributes:
-      fleet: The servers. Its ``report`` tells what happened at them.
-      files: The weight files of the versions that the servers may hold.
-      verifier: The probes, and the band in which a server's answers must stay.
-    """
+class ServedEngine(Admission):
+    """RolloutEngine over HTTP servers."""
 
     def __init__(
         self,
         config: RolloutConfig,
         backend: Backend,
+        functions: PolicyFunctions,
         *,
         hf_config: Mapping[str, Any],
         max_tokens: int,
-        tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]],
-        checksums: Callable[[Any], Mapping[str, Checksum]],
-        score: Score,
         publish: PublishConfig | None = None,
-        writer: Writer | None = None,
         head_dtype: str | None = None,
         stop: Stopping | None = None,
     ) -> None:
@@ -79,15 +82,10 @@ class ServedEngine:
         Args:
           config: The servers, the dtype of weights and servers, and the engine's settings.
           backend: The kind of the servers.
+          functions: The functions of the policy.
           hf_config: The policy's ``config.json`` as a mapping.
           max_tokens: The longest prompt plus response that will be asked for (tokens).
-          tensors: A function of the policy's pytree that yields (Hugging Face name, array of the rollout dtype).
-          checksums: A function of the policy's pytree that returns the checksum of each of those tensors. It raises
-            RuntimeError where one holds a value that is not finite in the rollout dtype.
-          score: A function of (the policy's pytree, token sequences) that returns the log-probability of each token,
-            computed in the rollout dtype at temperature 1. Only the verification uses it.
           publish: The way in which weights come to the servers; None for ``PublishConfig()``.
-          writer: The writer of what ``tensors`` returns, where several processes hold it; None for whole tensors.
           head_dtype: The dtype in which the servers' LM heads must compute, or None for any.
           stop: Whether to stop waiting for servers, and to give up what is sampled; None for neither.
 
@@ -96,12 +94,10 @@ class ServedEngine:
           RuntimeError: A server did not answer within ``server_wait_s``.
           ValueError: ``urls`` or ``api_key_file`` cannot be used.
         """
-        publish = publish or PublishConfig()
-        self._config, self._backend, self._publish = config, backend, publish
-        self._tensors, self._checksums = tensors, checksums
-        self._expected = Expectation(
-            config.dtype, hf_config, max_tokens, config.verify, head_dtype, config.router_replay == "r3"
-        )
+        self._config, self._backend, self._publish = config, backend, publish or PublishConfig()
+        self._functions = functions
+        needs_routes = config.router_replay == "r3"
+        self._expected = Expectation(config.dtype, hf_config, max_tokens, config.verify, head_dtype, needs_routes)
         self._current: _Published | None = None
         self._prepared: _Published | None = None  # the version that is published next
         self._publisher = threading.get_ident()  # the thread that may use the policy of ``_current``
@@ -109,45 +105,36 @@ class ServedEngine:
         self._rejected: dict[str, Exception] = {}  # the servers that failed under the current version, and how
         self._infos: dict[str, ServerInfo] = {}
         self._asleep: set[str] = set()
-        admission = Admission(self._recover, self._admit, self._refuse, self._check_held, self._may_recover)
-        self.fleet = Fleet(config, backend, admission, stop)
+        self.fleet = Fleet(config, backend, self, stop)
         self._client, self._metrics = self.fleet.client, self.fleet.metrics
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(self.fleet.close)
             self.files = open_weight_directory(
-                publish.store,
+                self._publish.store,
                 config.transfer_dir,
-                anchor_every=publish.anchor_every,
-                host=publish.host,
-                port=publish.port,
+                anchor_every=self._publish.anchor_every,
+                host=self._publish.host,
+                port=self._publish.port,
                 api_key_file=find_key_file(config.api_key_file),
-                writer=writer,
+                writer=functions.writer,
             )
-        except BaseException:
-            self.fleet.close()
-            raise
-        self._wait_for_servers()
-        self.verifier = Verifier(
-            config.verify, score, shortest(self._infos.values()), dtype=config.dtype, mixture="num_experts" in hf_config
-        )
-
-    def _wait_for_servers(self) -> None:
-        """Waits for the handshake of all servers that were given, or of the first that discovery lists."""
-        try:
+            opened.callback(self.files.close)
+            # Until all servers that were given have shaken hands, or the first that discovery lists.
             while not self._infos or (self.fleet.discovery is None and self._client.down()):
                 self.fleet.recover_all()
-        except BaseException:
-            self.close()
-            raise
+            opened.pop_all()
+        info, mixture = shortest(self._infos.values()), "num_experts" in hf_config
+        self.verifier = Verifier(config.verify, functions.score, info, dtype=config.dtype, mixture=mixture)
 
     def prepare(self, params: Any, policy_version: int) -> None:
         """Writes the version, and has the servers' machines pull it while responses are sampled."""
         began = time.monotonic()
         self._publisher = threading.get_ident()
         # A server that computed one token with weights that are not finite keeps NaN in its key-value cache.
-        sums = self._checksums(params)
+        sums = self._functions.checksums(params)
         self._metrics.add("time/checksums_s", time.monotonic() - began)
         writing = time.monotonic()
-        version = self.files.write(self._tensors(params), policy_version, sums)
+        version = self.files.write(self._functions.tensors(params), policy_version, sums)
         self._metrics.add("publish/encode_s", time.monotonic() - writing)
         if version.dtype != self._config.dtype:
             raise ValueError(f"published tensors are {version.dtype}, the rollout dtype is {self._config.dtype}")
@@ -181,8 +168,8 @@ class ServedEngine:
         self._verified = True
         ended = time.monotonic()
         self.files.keep_only(self.version)
-        self._metrics.add("publish/seconds", ended - paused)
-        self._metrics.add("publish/stall_s", ended - paused)
+        for name in ("publish/seconds", "publish/stall_s"):
+            self._metrics.add(name, ended - paused)
         self._metrics.add("time/publish_s", ended - began)
         return self.fleet.report()
 
@@ -216,25 +203,19 @@ class ServedEngine:
         asleep = [url for url in self._client.opened() if url in self._asleep]
         if asleep:
             self._renew_all(asleep)
-        self.fleet.side_by_side(self._check_held, self._client.opened())
+        self.fleet.side_by_side(self.check, self._client.opened())
         try:
-            with self.fleet.stream(requests, shortest(self._infos.values()).vocab_size, n, metrics) as stream:
-                for item in stream:
-                    if item is None:
-                        self.fleet.tend()
-                    else:
-                        yield self._response(*item, n, metrics)
+            vocab_size = shortest(self._infos.values()).vocab_size
+            with contextlib.closing(self.fleet.stream(requests, vocab_size, n, metrics)) as stream:
+                for index, reply in stream:
+                    yield self._response(index, reply, n, metrics)
         finally:
             if self._config.colocated and self._current is not None:
                 self.fleet.side_by_side(self._rest, self._client.opened())
             metrics["time/generate_s"] = time.monotonic() - began
 
     def _response(self, index: int, reply: Completion, n: int, metrics: dict[str, float]) -> Response:
-        """Returns the response that ``reply`` to request ``index`` is.
-
-        Raises:
-          ReplyError: The reply does not name its weights, and may be of several versions.
-        """
+        """Returns the response that ``reply`` is; ReplyError if it names no weights and may be of several versions."""
         if reply.spans is None:
             if self._config.update != "wait":
                 remedy = "set rollout.update to wait"
@@ -308,21 +289,22 @@ class ServedEngine:
         return self._prove(published, url)
 
     def _load(self, published: _Published, url: str) -> None:
-        """Sends weights that the server's machine has."""
         began = time.monotonic()
         self._backend.push(self._client, url, published.version, self._config.update)
         self._metrics.highest("publish/load_s", time.monotonic() - began)
 
     def _prove(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Shown:
-        """Asks for the proof that the server holds these weights. Raises as :func:`check_bits`."""
-        workers = check_bits(self._backend, self._client, url, published.version, published.sums)
+        """Asks for the proof that the server holds these weights. Raises as :meth:`Backend.check_bits`."""
+        workers = self._backend.check_bits(self._client, url, published.version, published.sums)
         self._metrics.put("publish/verified_tensors", len(published.sums))
         self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
         if self._publish.in_place:
             self._metrics.add("publish/servers_in_place", all(worker.in_place for worker in workers))
         return info, self.verifier.sample(self._client, url)
 
-    def _recover(self, url: str) -> _Shown:
+    # ---- What a server must show (Admission) ----
+
+    def recover(self, url: str) -> _Shown:
         """Makes a server that answers again hold the current weights.
 
         Before the first publish that is the handshake alone. A server that still has them (only the connection broke)
@@ -354,11 +336,11 @@ class ServedEngine:
             raise RuntimeError(f"a restarted server does not fit any more: {error}") from error
         return shown
 
-    def _check_held(self, url: str) -> None:
+    def check(self, url: str) -> None:
         """Raises ServerError where an open server does not hold the current version any more."""
-        check_serves(self._backend, self._client, url, self.version)
+        self._backend.check_serves(self._client, url, self.version)
 
-    def _may_recover(self) -> bool:
+    def may_recover(self) -> bool:
         """Returns whether this is the publisher's thread.
 
         On another one, servers that come back wait for the next publish: the trainer may have taken over the policy
@@ -366,7 +348,7 @@ class ServedEngine:
         """
         return threading.get_ident() == self._publisher
 
-    def _admit(self, url: str, shown: _Shown) -> None:
+    def admit(self, url: str, shown: _Shown) -> None:
         """Opens the server to rollouts if it generated what the current weights do."""
         info, probes = shown
         if info is not None:
@@ -385,7 +367,7 @@ class ServedEngine:
             version = self.files.policy_version(current.version.tag)
             log.warning("%s is back with policy version %d, verified", url, version)
 
-    def _refuse(self, url: str, error: Exception) -> None:
+    def refuse(self, url: str, error: Exception) -> None:
         """Marks a server down until the next version. Raises ``error`` where none is left, or a listed one misfits."""
         if self._current is None and self.fleet.discovery is None:
             raise error

@@ -11,13 +11,13 @@ import logging
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServersLostError, StoppedWaitingError
-from rljax.rollout.engine import NeverStopping, Stopping, check_wanted
+from rljax.rollout.engine import Stopping, check_wanted
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.client import ServerClient, check_url
 from rljax.rollout.servers.discovery import Discovery
@@ -34,26 +34,28 @@ _AT_ONCE = 64  # The most servers that are asked side by side.
 _LONGEST_S = 3600.0  # A time that nothing asked of a server takes (seconds).
 
 
-@dataclass(frozen=True)
-class Admission:
-    """The proof that a server must give before rollouts go to it, and the fate of one that fails.
+class Admission(ABC):
+    """The proof that a server must give before rollouts go to it, and the fate of one that fails."""
 
-    Attributes:
-      recover: A function of the URL of a server that answers again. On a thread it asks the server for all that is
-        needed to open it, and returns what ``admit`` takes.
-      admit: A function of (URL, result of ``recover``) that opens a server which fits. It runs on the caller's thread.
-      refuse: A function of (URL, error) for a server whose ``recover`` or ``admit`` failed while it answered. It marks
-        the server down, or raises. It runs on the caller's thread.
-      check: A function of the URL of an open server that raises ServerError where the server is not fit any more. It
-        runs on a thread, and only where rollouts go through a router.
-      may_recover: A function that returns whether servers can be recovered on the calling thread now.
-    """
+    def recover(self, url: str) -> Any:
+        """Asks a server that answers again for all that is needed to open it: what ``admit`` takes. On a thread."""
+        return None
 
-    recover: Callable[[str], Any]
-    admit: Callable[[str, Any], None]
-    refuse: Callable[[str, Exception], None]
-    check: Callable[[str], None]
-    may_recover: Callable[[], bool] = lambda: True
+    @abstractmethod
+    def admit(self, url: str, shown: Any) -> None:
+        """Opens a server that fits, on the caller's thread."""
+
+    def refuse(self, url: str, error: Exception) -> None:
+        """Marks a server down whose ``recover`` or ``admit`` failed while it answered, or raises. Caller's thread."""
+        raise error
+
+    @abstractmethod
+    def check(self, url: str) -> None:
+        """Raises ServerError where an open server is not fit any more. On a thread, and only with a router."""
+
+    def may_recover(self) -> bool:
+        """Returns whether servers can be recovered on the calling thread now."""
+        return True
 
 
 class Metrics:
@@ -86,34 +88,21 @@ class Metrics:
 
 
 class Fleet:
-    """A client of servers, and the recovery of those that are down.
-
-    Attributes:
-      client: The HTTP client of the servers.
-      metrics: The figures that :meth:`report` returns.
-      discovery: The list of servers that may join and leave, or None where they are given by URL.
-    """
+    """A client of servers, and the recovery of those that are down."""
 
     def __init__(self, config: RolloutConfig, backend: Backend, admission: Admission, stop: Stopping | None = None):
-        """Sends nothing yet.
+        """Sends nothing yet. With ``stop`` None nobody asks to stop.
 
-        Args:
-          config: The settings ``urls``, ``discovery``, ``limits``, ``server_wait_s``, ``api_key_file`` and ``router``.
-          backend: The kind of the servers.
-          admission: The proof that a server must give before rollouts go to it.
-          stop: Whether to stop waiting for servers, and to give up what is sampled; None for neither.
-
-        Raises:
-          ValueError: ``urls``, ``discovery`` or ``api_key_file`` cannot be used.
+        It raises ValueError where ``urls``, ``discovery`` or ``api_key_file`` cannot be used.
         """
         urls = config.urls if config.discovery is None else ()
         if not urls and config.discovery is None:
             raise ValueError("at least one server is needed, in urls or by discovery")
         self._backend, self._admission = backend, admission
         self.client = ServerClient(urls, backend, config.limits, api_key_file=config.api_key_file, router=config.router)
-        self.metrics = Metrics()
+        self.metrics = Metrics()  # what :meth:`report` returns
         self.discovery = None if config.discovery is None else Discovery(config.discovery, check_url)
-        self._wait_s, self._stop = config.server_wait_s, stop or NeverStopping()
+        self._wait_s, self._stop = config.server_wait_s, stop
         self._reported_losses = 0
         self._last_open, self._last_said = time.monotonic(), -math.inf
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rljax-servers")
@@ -142,27 +131,25 @@ class Fleet:
 
     def stream(
         self, requests: Sequence[Request], vocab_size: int | None, group_size: int, metrics: dict[str, float]
-    ) -> contextlib.closing[Generator[tuple[int, Completion] | None]]:
-        """Returns :meth:`ServerClient.stream` to iterate over within a ``with`` block; at each None call :meth:`tend`.
-
-        Args:
-          requests: The responses to sample.
-          vocab_size: The number that token ids of a reply are below, or None where it is not known.
-          group_size: The number of consecutive ``requests`` that have one prompt.
-          metrics: The mapping in which requests and retries are counted.
-        """
+    ) -> Generator[tuple[int, Completion]]:
+        """Yields what :meth:`ServerClient.stream` does but None, and looks after the servers meanwhile."""
         self.restart_wait()
-        return contextlib.closing(self.client.stream(requests, vocab_size, group_size=group_size, metrics=metrics))
+        sampled = self.client.stream(requests, vocab_size, group_size=group_size, metrics=metrics)
+        with contextlib.closing(sampled) as stream:
+            for item in stream:
+                if item is None:
+                    self.tend()
+                else:
+                    yield item
 
     def tend(self) -> None:
         """Looks after the servers while responses are sampled, and recovers them where the calling thread may.
 
-        Raises:
-          RuntimeError: No server has been open for ``server_wait_s``.
-          ServersLostError: All servers are down, and the calling thread may not recover them.
-          StoppedWaitingError: The responses are given up, or the run was asked to stop and no server is open.
+        It raises as :meth:`recover_all`, StoppedWaitingError also where the responses are given up, and
+        ServersLostError where all servers are down and the calling thread may not recover them.
         """
-        check_wanted(self._stop)
+        if self._stop is not None:
+            check_wanted(self._stop)
         if self._admission.may_recover():
             self.recover_all()
             return
@@ -176,9 +163,8 @@ class Fleet:
     def recover_all(self) -> None:
         """Recovers the servers that are down and answer again. Waits a moment only while none is open.
 
-        Raises:
-          RuntimeError: No server has been open for ``server_wait_s``.
-          StoppedWaitingError: The run was asked to stop, and no server is open.
+        It raises RuntimeError where none has been open for ``server_wait_s``, and StoppedWaitingError where none is and
+        the run was asked to stop.
         """
         self.follow_discovery()
         self._watch_open()
@@ -195,16 +181,10 @@ class Fleet:
             self._wait(time.monotonic() - self._last_open)
 
     def renew(self, act: Callable[[str], Any], urls: Sequence[str], patience_s: float) -> None:
-        """Pauses servers, asks ``act`` of each and recovers those that are down; returns when one is open.
+        """Pauses ``urls``, asks ``act`` of each and recovers those that are down; returns when one is open.
 
-        Args:
-          act: A function of a URL that returns what ``Admission.admit`` takes. It runs on a thread.
-          urls: The servers that are renewed.
-          patience_s: The longest wait for the others once one is ready, if it did not take longer itself (seconds).
-
-        Raises:
-          RuntimeError: As :meth:`recover_all`, or as ``Admission.refuse``.
-          StoppedWaitingError: As :meth:`recover_all`.
+        Once one is ready the others are waited for as long again, and at least ``patience_s`` seconds. Raises as
+        :meth:`recover_all` and ``Admission.refuse``. ``act`` returns what ``Admission.admit`` takes, on a thread.
         """
         begun = []
         for url in urls:
@@ -220,10 +200,8 @@ class Fleet:
     def side_by_side(self, act: Callable[[str], None], urls: Sequence[str], patience_s: float = _LONGEST_S) -> None:
         """Calls ``act(url)`` for each URL on threads, and marks down a server that fails or is much slower.
 
-        Args:
-          act: A function of a URL that raises ServerError where the server fails.
-          urls: The servers.
-          patience_s: The longest wait for the others once one is ready, if it did not take longer itself (seconds).
+        Once one is ready the others are waited for as long again, and at least ``patience_s`` seconds. ``act`` raises
+        ServerError where the server fails.
         """
         futures = {url: self._threads.submit(act, url) for url in urls}
         wait_for_most(futures.values(), patience_s)
@@ -241,7 +219,7 @@ class Fleet:
         return [url for url in self.client.urls if url not in self.client.down()]
 
     def busy(self) -> list[str]:
-        """Returns the servers that are being asked what a recovery or an update needs, and have not answered all."""
+        """Returns the servers that are still being asked what a recovery or an update needs."""
         return [url for url, answer in self._asked.items() if not answer.done()]
 
     def follow_discovery(self) -> None:
@@ -320,7 +298,7 @@ class Fleet:
         reason = next(iter(self.client.down().values()), "")
         if not self.client.urls and self.discovery is not None:
             reason = f"{self.discovery.where} lists none"
-        if self._stop.is_requested():
+        if self._stop is not None and self._stop.is_requested():
             raise StoppedWaitingError(f"asked to stop, and no {name} server answers: {reason}")
         if waited > self._wait_s:
             raise RuntimeError(f"no {name} server came back within {self._wait_s:g} s: {reason}")
@@ -329,7 +307,7 @@ class Fleet:
         if not asked and now - self._last_said >= _SAY_EVERY_S:
             self._last_said = now
             so_far = f"{waited:.0f} s of at most {self._wait_s:g} s ({reason})"
-            restart = f"restart it on the same port ({self._backend.start_command})"
+            restart = f"restart it on the same port (rljax serve {name.lower()} MODEL --port P)"
             log.warning("waiting for a %s server, %s; %s and the run goes on", name, so_far, restart)
         time.sleep(_LOOK_EVERY_S)
 

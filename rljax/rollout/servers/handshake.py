@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 
 from rljax.errors import HandshakeError, ServerRefusedError
-from rljax.rollout.servers.backend import Expectation
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.verify import probe_length, sharpening
 from rljax.rollout.servers.wire import ServerInfo
-from rljax.weights.format import PROTOCOL
-from rljax.weights.store import WeightDirectory
+from rljax.rollout.types import VerifyConfig
 
 
-def ask(client: ServerClient, url: str, method: str, path: str, refusal: str, json: Any = None) -> dict[str, Any]:
-    """Returns the reply of a server.
+@dataclass(frozen=True)
+class Expectation:
+    """The trainer's side of the handshake."""
 
-    Args:
-      client: The client of the server.
-      url: The server.
-      method: The HTTP method.
-      path: The path of the endpoint.
-      refusal: The meaning of a refusal, for the message.
-      json: The body of the request.
+    dtype: str  # of the published weights and so of the server: "bfloat16", "float16" or "float32"
+    hf_config: Mapping[str, Any]  # the policy's config.json
+    max_tokens: int  # the longest prompt plus response that the run will ask for (tokens)
+    verify: VerifyConfig  # the settings of the verification, for whose probes the server must have room
+    head_dtype: str | None = None  # in which the server's LM head must compute, or None for any
+    needs_routes: bool = False  # whether the server must report the experts of each token
 
-    Raises:
-      HandshakeError: The server refuses.
-      ServerGoneError: The server does not answer.
-    """
+    @property
+    def routes(self) -> tuple[int, int, int] | None:
+        """The (layers, experts of a token, experts) of the routes that the server must report, or None."""
+        if not self.needs_routes:
+            return None
+        sizes = self.hf_config
+        return sizes["num_hidden_layers"], sizes["num_experts_per_tok"], sizes["num_experts"]
+
+
+@contextmanager
+def refusals(url: str, meaning: str) -> Iterator[None]:
+    """Turns the refusal of a server into a HandshakeError that tells what it means."""
     try:
-        return client.call(url, method, path, json=json)
+        yield
     except ServerRefusedError as error:
-        raise refused(url, refusal, error) from error
-
-
-def refused(url: str, refusal: str, error: ServerRefusedError) -> HandshakeError:
-    """Returns the error of a handshake in which the server refused something, which meant ``refusal``."""
-    return HandshakeError(str(error) if error.status == HTTPStatus.UNAUTHORIZED else f"{url}: {refusal} ({error})")
+        text = str(error) if error.status == HTTPStatus.UNAUTHORIZED else f"{url}: {meaning} ({error})"
+        raise HandshakeError(text) from error
 
 
 def ask_if_there(client: ServerClient, url: str, method: str, path: str, **content: Any) -> dict[str, Any]:
@@ -54,10 +58,7 @@ def ask_if_there(client: ServerClient, url: str, method: str, path: str, **conte
 def find_route(client: ServerClient, url: str, routes: Sequence[str]) -> None:
     """Sets the path that samples at ``url`` to the first of ``routes`` that the server has. Nothing is sampled.
 
-    Raises:
-      HandshakeError: The server has none of the paths.
-      ServerGoneError: The server does not answer.
-      ServerRefusedError: The server refuses a path for another reason than that it is not there.
+    It raises HandshakeError where there is none of them, and ServerRefusedError for another refusal than "not found".
     """
     for route in routes:
         client.set_route(url, route)
@@ -84,37 +85,16 @@ def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo
     )
 
 
-def check_protocol(url: str, described: Mapping[str, Any]) -> None:
-    """Raises HandshakeError where plugin and trainer are of versions that do not fit together."""
-    if described.get("protocol") != PROTOCOL:
-        raise HandshakeError(
-            f"{url}: the plugin speaks protocol {described.get('protocol')}, the trainer {PROTOCOL}: install the same "
-            "rljax beside both"
-        )
+def common_differences(described: Mapping[str, Any], expected: Expectation, head_option: str) -> list[str]:
+    """Returns one line for each dtype, size and length that differs, and one for quantized weights.
 
-
-def weights_probe(files: WeightDirectory) -> tuple[dict[str, Any], str]:
-    """Returns what shows a plugin where the run's weights will be, and what a refusal of it means."""
-    path, text = files.probe()
-    unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
-    if files.source:
-        unread = f"the server's machine cannot read weights from {files.source}"
-    return {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}, unread
-
-
-def dtype_differences(described: Mapping[str, Any], expected: Expectation, head_option: str) -> list[str]:
-    """Returns one line for each dtype that differs, and one for quantized weights.
-
-    Args:
-      described: The answer of the plugin.
-      expected: The trainer's side.
-      head_option: The server's own option for the dtype of its LM head.
+    ``described`` is the answer of rljax's plugin. ``head_option`` is the server's own option for its LM head's dtype.
     """
-    lines = []
-    if described["dtype"] != expected.dtype:
-        lines.append(f"the dtype is {described['dtype']}, expected {expected.dtype} (rollout.dtype)")
-    head = described.get("head_dtype", described["dtype"])
-    both_plain = (head, expected.head_dtype) == (described["dtype"], expected.dtype)  # the line above says it
+    lines, dtype = [], described["dtype"]
+    if dtype != expected.dtype:
+        lines.append(f"the dtype is {dtype}, expected {expected.dtype} (rollout.dtype)")
+    head = described.get("head_dtype", dtype)
+    both_plain = (head, expected.head_dtype) == (dtype, expected.dtype)  # the line above says it
     if expected.head_dtype not in (None, head) and not both_plain:
         option = "with" if expected.head_dtype == "float32" else "without"
         lines.append(
@@ -123,46 +103,28 @@ def dtype_differences(described: Mapping[str, Any], expected: Expectation, head_
         )
     if described["quantization"] is not None:
         lines.append(f"the weights are quantized ({described['quantization']}), expected none")
-    return lines
-
-
-def shape_differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
-    """Returns one line for each size in which the models differ."""
-    sizes = ((key, theirs, expected.hf_config.get(key)) for key, theirs in described["shape"].items())
-    return [
-        f"{key} is {theirs}, expected {wanted} (another model)"
-        for key, theirs, wanted in sizes
-        if None not in (wanted, theirs) and theirs != wanted
-    ]
-
-
-def length_differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
-    """Returns a line where the server has no room for the run's longest sequence, or for a probe."""
+    for key, theirs in described["shape"].items():
+        wanted = expected.hf_config.get(key)
+        if None not in (wanted, theirs) and theirs != wanted:
+            lines.append(f"{key} is {theirs}, expected {wanted} (another model)")
     probe = probe_length(described["block_size"]) + expected.verify.tokens
-    longest = max(expected.max_tokens, probe)
-    if described["max_model_len"] >= longest:
-        return []
-    why = "prompt plus response" if longest == expected.max_tokens else "the verification's probes"
-    return [f"max_model_len is {described['max_model_len']}, expected at least {longest} for {why}"]
+    longest, length = max(expected.max_tokens, probe), described["max_model_len"]
+    if length < longest:
+        why = "prompt plus response" if longest == expected.max_tokens else "the verification's probes"
+        lines.append(f"max_model_len is {length}, expected at least {longest} for {why}")
+    return lines
 
 
 def check_logprobs(client: ServerClient, info: ServerInfo, hint: str) -> None:
     """Checks that log-probabilities are of the distribution sampled from: half the temperature doubles their gaps.
 
-    Args:
-      client: The client of the server.
-      info: The description of the server, whose vocabulary is known.
-      hint: The remedy for other log-probabilities.
-
-    Raises:
-      HandshakeError: They are of another distribution, or not finite.
+    It raises HandshakeError, with ``hint`` as the remedy, where they are of another one, or are not finite.
     """
     assert info.vocab_size is not None
     ratio = sharpening(client, info.url, info.vocab_size, 0.5)
     if np.isnan(ratio):
-        raise HandshakeError(
-            f"{info.url}: log-probabilities are not finite, or all equal: the server's weights are broken; restart it"
-        )
+        said = "log-probabilities are not finite, or all equal: the server's weights are broken; restart it"
+        raise HandshakeError(f"{info.url}: {said}")
     if not 1.8 < ratio < 2.2:
         raise HandshakeError(
             f"{info.url}: log-probabilities are not of the distribution sampled from (at temperature 0.5 their gaps "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,25 +13,14 @@ from rljax.rollout.engine import Samples
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.verify import sharpening
-from rljax.rollout.servers.wire import (
-    Completion,
-    Request,
-    check_completion,
-    check_prompts,
-    make_requests,
-    shortest,
-)
+from rljax.rollout.servers.wire import Completion, Request, check_completion, check_prompts, make_requests, shortest
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 
 _FITS = 0.25  # The largest distance of a probe from what it is taken for, as a share of |log temperature|.
 
 
-class ServedModel:
-    """RolloutEngine over servers that already hold the policy. ``publish`` is refused. It also scores given tokens.
-
-    Attributes:
-      info: The description of the server that takes the shortest sequences.
-    """
+class ServedModel(Admission):
+    """RolloutEngine over servers that already hold the policy. ``publish`` is refused. It also scores given tokens."""
 
     def __init__(
         self,
@@ -41,14 +31,7 @@ class ServedModel:
         limits: ClientLimits | None = None,
         api_key_file: str | None = None,
     ) -> None:
-        """Asks each server for its description.
-
-        Args:
-          urls: The addresses of one or several servers of one model, as ``http://host:port``.
-          backend: The kind of the servers.
-          wait_s: The longest wait while no server answers (seconds).
-          limits: The limits of the client.
-          api_key_file: The file with the servers' key, as ``RolloutConfig.api_key_file``.
+        """Asks each server for its description. ``wait_s``: The longest wait while no server answers (seconds).
 
         Raises:
           ServerError: A server does not answer.
@@ -57,7 +40,7 @@ class ServedModel:
         config = RolloutConfig(
             urls=tuple(urls), server_wait_s=wait_s, limits=limits or ClientLimits(), api_key_file=api_key_file
         )
-        self._fleet = Fleet(config, backend, Admission(self._describe, self._open, self._refuse, self._check))
+        self._fleet = Fleet(config, backend, self)
         self._client = self._fleet.client
         try:
             infos = [backend.describe(self._client, url) for url in self._client.urls]
@@ -67,18 +50,14 @@ class ServedModel:
         except BaseException:
             self.close()
             raise
-        self.info = shortest(infos)
+        self.info = shortest(infos)  # the description of the server that takes the shortest sequences
         for url in self._client.urls:
             self._client.open(url, version=None)
 
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int, at_once: int | None = None
     ) -> Samples:
-        """Samples ``n`` responses to each prompt; ``at_once`` requests are sent at a time, all where it is None.
-
-        Raises:
-          ServerError: No server answers for ``wait_s``, or one returns logits.
-        """
+        """Samples ``n`` responses to each prompt; ``at_once`` requests are sent at a time, all where it is None."""
         check_prompts(prompts, sampling.max_response_tokens, self.info)
         metrics: dict[str, float] = {}
         return Samples(self._responses(make_requests(prompts, n, sampling, seed), n, at_once, metrics), metrics)
@@ -86,12 +65,7 @@ class ServedModel:
     def score(self, sequences: Sequence[np.ndarray], *, at_once: int) -> Iterator[np.ndarray]:
         """Yields the log-probabilities at temperature 1 of given tokens, by one server, which is not waited for.
 
-        Args:
-          sequences: The token ids of each sequence, int32 [t].
-          at_once: The number of sequences that are sent at a time.
-
-        Yields:
-          The log-probabilities of each sequence in order, float32 [t], NaN at position 0.
+        Of each of ``sequences``, int32 [t], they are float32 [t], NaN at position 0. ``at_once`` are sent at a time.
 
         Raises:
           ServerError: The server does not answer, or not with these log-probabilities.
@@ -106,19 +80,11 @@ class ServedModel:
                 yield self._logprobs_of(request.prompt, reply)
 
     def top_logprobs(self, sequence: np.ndarray, count: int) -> list[dict[int, float]]:
-        """Returns the log-probabilities at temperature 1 of the likeliest tokens at each place, by one server.
+        """Returns a mapping of token id to log-probability at temperature 1 for each place of ``sequence``, int32 [t].
 
-        Args:
-          sequence: The token ids, int32 [t].
-          count: The number of likeliest tokens. It is bounded by the vocabulary, as far as the server says how large
-            that is: vLLM's engine ends when it is asked for more. The token of the sequence is reported, too.
-
-        Returns:
-          A mapping of token id to log-probability for each place, which is empty at place 0.
-
-        Raises:
-          ServerError: The server does not answer, or not with these log-probabilities.
-          ValueError: The server does not take the sequence.
+        It has the ``count`` likeliest tokens and the sequence's own, and is empty at place 0. The count is bounded by
+        the vocabulary, as far as the server says how large that is: vLLM's engine ends when it is asked for more.
+        Errors are raised as by :meth:`score`.
         """
         check_prompts([sequence], 1, self.info)
         count = min(count, self.info.vocab_size or count)
@@ -127,11 +93,9 @@ class ServedModel:
         return [dict(top) for top in reply.prompt_logprobs]
 
     def logprobs_temperature(self, temperature: float) -> float | None:
-        """Finds the temperature of the log-probabilities that come with responses sampled at ``temperature``.
+        """Returns the temperature of the log-probabilities that come with responses sampled at ``temperature``.
 
-        Returns:
-          ``temperature`` when they are of the distribution sampled from, 1 when they are of the one before the
-          temperature, and None when neither fits.
+        It is 1 when they are of the distribution before the temperature, and None when neither fits.
         """
         if temperature == 1.0:
             return 1.0
@@ -158,14 +122,11 @@ class ServedModel:
     ) -> Iterator[Response]:
         size = at_once or len(requests)
         for start in range(0, len(requests), size):
-            with self._fleet.stream(requests[start : start + size], self.info.vocab_size, n, metrics) as stream:
-                for item in stream:
-                    if item is None:
-                        self._fleet.tend()
-                        continue
-                    i, j = divmod(start + item[0], n)
-                    reply = item[1]
-                    yield Response(i, j, reply.token_ids, reply.logprobs, reply.finish_reason == "length", ())
+            batch = self._fleet.stream(requests[start : start + size], self.info.vocab_size, n, metrics)
+            with contextlib.closing(batch) as stream:
+                for index, reply in stream:
+                    sampled, is_cut = (reply.token_ids, reply.logprobs), reply.finish_reason == "length"
+                    yield Response(*divmod(start + index, n), *sampled, is_cut, ())
 
     def _scored(self, requests: Sequence[Request]) -> Iterator[Completion]:
         """Yields one server's replies to these requests, each checked."""
@@ -186,14 +147,10 @@ class ServedModel:
 
     # ---- What a server must show (Admission): that it answers again ----
 
-    def _describe(self, url: str) -> None:
-        """Asks nothing of a server that answers."""
-
-    def _open(self, url: str, shown: None) -> None:
+    def admit(self, url: str, shown: None) -> None:
+        """Opens the server."""
         self._client.open(url, version=None)
 
-    def _refuse(self, url: str, error: Exception) -> None:
-        raise error
-
-    def _check(self, url: str) -> None:
+    def check(self, url: str) -> None:
+        """Raises ServerError unless the server is healthy."""
         self._client.call(url, "GET", "/health", timeout_s=5.0)

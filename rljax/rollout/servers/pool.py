@@ -2,9 +2,7 @@
 
 A server is *paused* until its weights are verified. It is *open* while it may sample rollouts. It is *down* from a
 failure until somebody proves it current again, and at the start. Servers may join and leave at any time. One that has
-left still answers what it was asked.
-
-The methods that are coroutines run on the event loop of the client.
+left still answers what it was asked. Coroutines run on the event loop of the client.
 """
 
 from __future__ import annotations
@@ -32,34 +30,20 @@ _SPARE_FILES = 256  # File descriptors that are left to checkpoints, rows, rewar
 
 @dataclass(eq=False)
 class Server:
-    """One server as the client knows it.
-
-    Attributes:
-      url: The address of the server.
-      route: The path that samples a response.
-      model: The name that the server gives its model.
-      reason: Why the server is down.
-      state: Whether rollouts may go to the server.
-      outstanding: The number of requests that it has not answered yet.
-      versions: The tags of the weight versions that it was opened with, the newest last.
-    """
+    """One server as the client knows it."""
 
     url: str
-    route: str
-    model: str
-    reason: str
+    route: str  # the path that samples a response
+    model: str  # the name that the server gives its model
+    reason: str  # why the server is down
     state: State = "down"
-    outstanding: int = 0
-    versions: list[str] = field(default_factory=list)
+    outstanding: int = 0  # the requests that it has not answered yet
+    versions: list[str] = field(default_factory=list)  # the tags of the weights that it was opened with, newest last
 
 
 @dataclass
 class Group:
-    """Requests of one prompt.
-
-    Attributes:
-      home: The server that was given the last of them, or None. It has computed the prompt already.
-    """
+    """Requests of one prompt. ``home`` is the server that was given the last of them: it has computed the prompt."""
 
     home: Server | None = None
 
@@ -68,14 +52,7 @@ class ServerPool:
     """The servers by URL, the choice among the open ones, and a router that knows the open ones alone."""
 
     def __init__(self, wire: Wire, max_outstanding: int, exchange: Exchange, router: str | None) -> None:
-        """Makes an empty pool.
-
-        Args:
-          wire: The requests and replies of this kind of server.
-          max_outstanding: The most requests that one server has at a time.
-          exchange: The function that sends a request to the router.
-          router: The URL of the router, or None.
-        """
+        """Makes an empty pool. ``exchange`` sends requests to the router at the URL ``router``, if there is one."""
         self._wire, self._exchange, self._router = wire, exchange, router
         self._max_outstanding = self._most = max_outstanding
         self._servers: dict[str, Server] = {}
@@ -180,11 +157,10 @@ class ServerPool:
         return idlest if idlest and idlest.outstanding < self._most else None
 
     async def _tell_router(self, more: Server | None = None) -> None:
-        """Has the router know the open servers and ``more``, and no others, whoever told it of them.
+        """Has the router know the open servers and ``more``, and no others.
 
-        Raises:
-          ServerGoneError: The router does not take ``more``. Without ``more`` nothing is raised: a router that is gone
-            sends no rollout anywhere.
+        It raises ServerGoneError where the router does not take ``more``. Without ``more`` nothing is raised: a router
+        that is gone sends no rollout anywhere.
         """
         if self._router is None:
             return
@@ -204,11 +180,7 @@ class ServerPool:
 
 
 def json_object(reply: Any) -> dict[str, Any]:
-    """Returns the JSON object of an httpx reply, and another JSON value under ``value``.
-
-    Raises:
-      ReplyError: The reply is no JSON.
-    """
+    """Returns the JSON object of an httpx reply, and another JSON value under ``value``; ReplyError if it is none."""
     try:
         value = reply.json()
     except (ValueError, RecursionError) as error:

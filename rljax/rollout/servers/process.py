@@ -27,10 +27,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, Self, TypeVar
+from typing import ClassVar, Literal, Self
 
 from rljax.errors import ServerFailedError, check_choices
-from rljax.weights.access import find_key_file, private_address, read_api_key
+from rljax.weights.access import KEY_FILE, find_key_file, private_address, read_api_key
 
 log = logging.getLogger(__name__)
 
@@ -39,50 +39,38 @@ _HEALTH_S = 2.0  # The longest that /health may take to answer (seconds).
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # It ignores http_proxy.
 _GRACE_S = 15.0  # The time that the server has to end once it was asked to (seconds).
 _CLEANUP_S = 5.0  # The time that its helper processes then have (seconds).
+# The arguments that no server is passed, because they would undo what is checked here, and the reason for each.
+_REFUSED = {
+    "--host": "give the address as host ({command} --host), where it is checked",
+    "--api-key": "ps shows it, and some routes stay open; give api_key_file ({command} --api-key-file)",
+    "--trust-remote-code": "it runs whatever code the model's directory holds",
+}
 
 
 @dataclass(frozen=True)
-class ServerConfig:
-    """The model to serve, and the address and settings of its server.
-
-    Attributes:
-      kind: The name of the kind of server, for messages.
-      died_status: The status of /health where the engine or a worker ended while the API process goes on, or None
-        where all of the server then ends.
-      refused_args: The arguments that would undo what is checked here, and the reason for each.
-      model: The directory with ``config.json`` and safetensors, or a hub name.
-      python: The interpreter of the environment that holds the server and rljax's plugin.
-      dtype: The dtype of the server, which must equal the dtype that the trainer publishes.
-      head_dtype: The dtype in which the LM head computes. "float32" is what ``precision.lm_head_dtype: float32``
-        needs, and "model" is ``dtype``.
-      host: The address to bind: one of loopback, or a private one with a key. Whoever reaches it may replace the
-        weights.
-      port: The port; 0 takes a free one.
-      max_model_len: The longest prompt plus response (tokens), or None for the model's own limit.
-      max_num_seqs: The most sequences that are decoded at once.
-      api_key_file: The file with the key that every route but /health then asks for. None takes
-        ``$RLJAX_API_KEY_FILE``, and where that is not set there is no key.
-      log_path: The file for the server's output, or None for a temporary one.
-      extra_args: Further arguments of the server, which win over all but the address.
-      extra_env: Further environment variables.
-    """
+class ServerConfig(ABC):
+    """The model to serve, and the address and settings of its server. A kind of server is a subclass."""
 
     kind: ClassVar[str]
+    # The status of /health where the engine or a worker ended while the API process goes on; None: all of it ends.
     died_status: ClassVar[int | None] = None
-    refused_args: ClassVar[Mapping[str, str]] = {}
+    cpu_environment: ClassVar[Mapping[str, str]]  # for a machine without a GPU; the caller's variables win over these
+    needed_environment: ClassVar[Mapping[str, str]]  # for every server of the kind
 
-    model: str
-    python: str = sys.executable
-    dtype: Dtype = "bfloat16"
+    model: str  # the directory with config.json and safetensors, or a hub name
+    python: str = sys.executable  # the interpreter of the environment that holds the server and rljax's plugin
+    dtype: Dtype = "bfloat16"  # of the server, which must equal the dtype that the trainer publishes
+    # In which the LM head computes. precision.lm_head_dtype = float32 needs "float32", and "model" is ``dtype``.
     head_dtype: Literal["model", "float32"] = "model"
-    host: str = "127.0.0.1"
-    port: int = 0
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
+    host: str = "127.0.0.1"  # of loopback, or private with a key: whoever reaches it may replace the weights
+    port: int = 0  # 0 takes a free one
+    max_model_len: int | None = None  # the longest prompt plus response (tokens), or None for the model's own limit
+    max_num_seqs: int = 256  # the most sequences that are decoded at once
+    # The file with the key that every route but /health asks for. None takes $RLJAX_API_KEY_FILE, if that is set.
     api_key_file: Path | None = None
-    log_path: Path | None = None
-    extra_args: tuple[str, ...] = ()
-    extra_env: dict[str, str] = field(default_factory=dict)
+    log_path: Path | None = None  # of the server's output, or None for a temporary file
+    extra_args: tuple[str, ...] = ()  # further arguments, which win over all but the address
+    extra_env: dict[str, str] = field(default_factory=dict)  # further variables, which win over all others
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -96,32 +84,32 @@ class ServerConfig:
             raise ValueError(f"host {self.host} is not loopback: others reach it, so it needs an api_key_file")
         for argument in self.extra_args:
             name = argument.partition("=")[0].replace("_", "-")
-            if name in self.refused_args:
-                raise ValueError(f"{name} is not passed to {self.kind}: {self.refused_args[name]}")
+            if name in _REFUSED:
+                why = _REFUSED[name].format(command=f"rljax serve {self.kind.lower()}")
+                raise ValueError(f"{name} is not passed to {self.kind}: {why}")
+
+    @abstractmethod
+    def command(self, port: int, *, gpu: bool) -> list[str]:
+        """Returns the server's command line on ``port``. ``gpu``: Whether the machine has a GPU."""
+
+    def environment(self, *, gpu: bool) -> dict[str, str]:
+        """Returns the server's environment variables. ``gpu``: Whether the machine has a GPU."""
+        env = {**({} if gpu else self.cpu_environment), **os.environ, **self.needed_environment}
+        env["PYTHONUNBUFFERED"] = "1"
+        if Path(self.model).is_dir():
+            env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        if self.api_key_file is not None:
+            env[KEY_FILE] = str(self.api_key_file)
+        return {**env, **self.extra_env}
 
 
-def refused_args(command: str) -> dict[str, str]:
-    """Returns the arguments that no kind of server is passed, and why. ``command``: The command that serves it."""
-    return {
-        "--host": f"give the address as host ({command} --host), where it is checked",
-        "--api-key": f"ps shows it, and some routes stay open; give api_key_file ({command} --api-key-file)",
-        "--trust-remote-code": "it runs whatever code the model's directory holds",
-    }
+def environment_python(kind: str, venv: str | os.PathLike[str] | None = None) -> Path:
+    """Returns the interpreter in ``venv``, else in ``$RLJAX_KIND_VENV``, else in ``.venv-kind`` beside the package.
 
-
-def environment_python(kind: str, variable: str, venv: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the interpreter of a server's environment.
-
-    Args:
-      kind: The kind of the server, as vLLM.
-      variable: The environment variable that names the environment where ``venv`` is None.
-      venv: The environment. Where neither names one, it is ``.venv-vllm`` beside the package.
-
-    Raises:
-      RuntimeError: There is no interpreter in the environment.
+    It raises RuntimeError where there is none.
     """
-    name, checkout = kind.lower(), Path(__file__).resolve().parents[3]
-    root = Path(venv or os.environ.get(variable) or checkout / f".venv-{name}")
+    variable, checkout = f"RLJAX_{kind.upper()}_VENV", Path(__file__).resolve().parents[3]
+    root = Path(venv or os.environ.get(variable) or checkout / f".venv-{kind.lower()}")
     python = root / "bin" / "python"
     if not python.exists():
         raise RuntimeError(f"no {kind} environment at {root}: install {kind} and rljax in one and set {variable} to it")
@@ -141,15 +129,8 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-class ServerProcess(ABC):
-    """One running server, which :func:`start_server` makes.
-
-    Attributes:
-      config: The model and the settings of the server.
-      port: The port that it listens on.
-      url: The address that it listens on.
-      log_path: The file with its output.
-    """
+class ServerProcess:
+    """One running server, which :func:`start` makes. It listens at ``url``, and its output is in ``log_path``."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -161,21 +142,13 @@ class ServerProcess(ABC):
         gpu = has_gpu()
         with self.log_path.open("wb") as sink:
             self._guard = subprocess.Popen(
-                [sys.executable, "-m", "rljax.rollout.servers.process", *self._command(gpu)],
-                env=self._environment(gpu),
+                [sys.executable, "-m", "rljax.rollout.servers.process", *config.command(self.port, gpu=gpu)],
+                env=config.environment(gpu=gpu),
                 stdin=subprocess.PIPE,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-
-    @abstractmethod
-    def _command(self, gpu: bool) -> list[str]:
-        """Returns the server's command line, on ``port``. ``gpu``: Whether the machine has a GPU."""
-
-    @abstractmethod
-    def _environment(self, gpu: bool) -> dict[str, str]:
-        """Returns the server's environment variables."""
 
     @property
     def pid(self) -> int:
@@ -208,8 +181,7 @@ class ServerProcess(ABC):
     def wait_healthy(self, timeout_s: float = 600.0) -> None:
         """Waits until the server is healthy, and logs every 15 seconds that it waits.
 
-        Raises:
-          ServerFailedError: The server ended, or was not healthy within ``timeout_s`` seconds. It is stopped then.
+        It raises ServerFailedError if it ended, or was not healthy within ``timeout_s`` seconds. It is stopped then.
         """
         began = said = time.monotonic()
         while not self.healthy():
@@ -250,25 +222,13 @@ class ServerProcess(ABC):
         self.stop()
 
 
-Server = TypeVar("Server", bound=ServerProcess)
-Config = TypeVar("Config", bound=ServerConfig)
+def start(config: ServerConfig, timeout_s: float = 600.0) -> ServerProcess:
+    """Starts a server and returns it healthy. A free port that someone else took meanwhile is replaced, at most twice.
 
-
-def start_server(make: Callable[[Config], Server], config: Config, timeout_s: float) -> Server:
-    """Starts a server and returns it healthy.
-
-    A free port that someone else took in the meantime is replaced, at most twice.
-
-    Args:
-      make: A function that starts the process of a configuration.
-      config: The configuration of the server.
-      timeout_s: The longest wait for its health (seconds).
-
-    Raises:
-      ServerFailedError: The server did not become healthy. Nothing of it is left running.
+    It raises ServerFailedError if it was not healthy within ``timeout_s`` seconds. Nothing of it is left running.
     """
     for attempts_left in (2, 1, 0):
-        server = make(config)
+        server = ServerProcess(config)
         try:
             server.wait_healthy(timeout_s)
             break

@@ -10,20 +10,16 @@ weights, a head that was not repacked and a broken kernel show here and hardly e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from rljax.errors import ServerGoneError, VerificationError
-from rljax.rollout.servers.backend import Backend, WorkerChecksums
+from rljax.errors import VerificationError
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import SamplingParams, VerifyConfig
-from rljax.weights.format import Checksum
-from rljax.weights.store import WeightVersion
-from rljax.weights.sums import describe_differences, differences
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
 """A function of (the policy's pytree, token sequences) that returns the log-probability of each token."""
@@ -35,13 +31,7 @@ _SHORTEST = 32  # The fewest tokens of a probe prompt: the blocks of a cache may
 
 @dataclass(frozen=True)
 class Difference:
-    """The distance |server - trainer| over the sampled probe tokens (nats).
-
-    Attributes:
-      mean: The mean over all tokens, which may be NaN.
-      largest: The largest over all tokens.
-      per_prompt: The mean over the tokens of each prompt.
-    """
+    """The distance |server - trainer| over the sampled probe tokens (nats): its mean, which may be NaN, and more."""
 
     mean: float
     largest: float
@@ -61,8 +51,8 @@ def random_prompts(shape: tuple[int, int], vocab_size: int, seed: int = 0) -> li
 def sharpening(client: ServerClient, url: str, vocab_size: int, temperature: float) -> float:
     """Returns how much farther apart the likeliest tokens' log-probabilities are at ``temperature`` than at 1.
 
-    The ratio is 1 / temperature where a server reports the distribution that it samples from, and 1 where it reports
-    the one before the temperature. It is NaN when the log-probabilities at 1 are not finite, or all equal.
+    It is 1 / temperature where a server reports the distribution that it samples from, 1 where it reports the one
+    before the temperature, and NaN when the log-probabilities at 1 are not finite, or all equal.
     """
     prompts = random_prompts((8, 4), vocab_size)
     replies = [
@@ -77,54 +67,16 @@ def sharpening(client: ServerClient, url: str, vocab_size: int, temperature: flo
     return float(gaps[1] / gaps[0]) if np.isfinite(gaps).all() and gaps[0] > 0 else float("nan")
 
 
-def check_serves(backend: Backend, client: ServerClient, url: str, version: WeightVersion) -> None:
-    """Raises ServerGoneError when the server does not say that it holds ``version``."""
-    if not backend.serves(client, url, version):
-        raise ServerGoneError(f"{url} does not hold {version.tag}: it was restarted or updated by others")
-
-
-def check_bits(
-    backend: Backend, client: ServerClient, url: str, version: WeightVersion, sums: Mapping[str, Checksum]
-) -> Sequence[WorkerChecksums]:
-    """Compares the weights that each worker of a server loaded with the trainer's, and returns the workers' answers.
-
-    Args:
-      backend: The kind of the server.
-      client: The client of the server.
-      url: The server.
-      version: The version that it must hold.
-      sums: The checksum of each tensor of the version.
-
-    Raises:
-      VerificationError: A worker's tensor differs from the trainer's.
-      ServerGoneError: The server does not hold ``version``.
-    """
-    check_serves(backend, client, url, version)
-    workers = backend.loaded(client, url, version)
-    found = differences(sums, [worker.tensors for worker in workers])
-    if found:
-        raise VerificationError(f"{url} does not hold the trainer's weights: {describe_differences(found)}")
-    return workers
-
-
 class Verifier:
-    """The probes of the second half, and the band in which the differences must stay.
-
-    Attributes:
-      band: The largest mean difference that passes (nats), or None before the first version was verified.
-    """
+    """The probes of the second half, and the band in which the differences must stay."""
 
     def __init__(
         self, config: VerifyConfig, score: Score, info: ServerInfo, *, dtype: str, mixture: bool = False
     ) -> None:
-        """Draws the probe prompts.
+        """Draws the probe prompts, for the vocabulary and the cache blocks of ``info``.
 
-        Args:
-          config: The number and length of probes, and the limits of the band.
-          score: The trainer's side, which computes in the rollout dtype at temperature 1.
-          info: The description of a server whose vocabulary and cache block size are known.
-          dtype: The rollout dtype.
-          mixture: Whether the policy is a mixture of experts.
+        ``score`` is the trainer's side, which computes in the rollout ``dtype`` at temperature 1. The bands of a
+        ``mixture`` of experts are wider.
         """
         assert info.vocab_size is not None
         assert info.block_size is not None
@@ -134,7 +86,7 @@ class Verifier:
         self._looks = config.looks(mixture=mixture)
         shape = (config.prompts, probe_length(info.block_size))
         self._prompts = random_prompts(shape, info.vocab_size, config.seed)
-        self.band: float | None = None
+        self.band: float | None = None  # the largest mean that passes (nats), once the first version was verified
         self._rounds: dict[str, int] = {}  # the rounds that each server has sampled
 
     def warm(self, client: ServerClient, url: str) -> None:
@@ -157,17 +109,19 @@ class Verifier:
     def judge(self, url: str, rounds: Sequence[Sequence[Completion]], params: Any) -> Difference:
         """Compares what :meth:`sample` returned with the trainer's ``params``. The first call sets the band.
 
-        Returns:
-          The worst of the rounds that set the band, and later the best of the rounds that are judged.
-
-        Raises:
-          VerificationError: The difference is out of the band, or at the first call above the dtype's ceiling.
+        It returns the worst of the rounds that set the band, and later the best. It raises VerificationError where that
+        one is out of the band, or at the first call above the dtype's ceiling.
         """
         name, limit = ("ceiling", self._ceiling) if self.band is None else ("band", self.band)
         measured = [self._difference(sampled, params) for sampled in rounds]
         decides = (max if self.band is None else min)(measured, key=lambda d: d.mean if np.isfinite(d.mean) else np.inf)
         if not decides.mean <= limit:
-            raise VerificationError(self._message(url, decides, f"the {name} for {self._dtype} is {limit:.3g}"))
+            prompts = ", ".join(f"{gap:.3g}" for gap in decides.per_prompt)
+            raise VerificationError(
+                f"{url} does not sample from the trainer's weights: mean |server - trainer| over "
+                f"{self._config.prompts * self._config.tokens} probe tokens is {decides.mean:.3g} nats (largest "
+                f"{decides.largest:.3g}; by prompt {prompts}), the {name} for {self._dtype} is {limit:.3g}"
+            )
         if self.band is None:
             self.band = min(self._ceiling, max(self._floor, self._config.factor * decides.mean))
         return decides
@@ -181,11 +135,3 @@ class Verifier:
         ]
         together = np.concatenate(gaps)
         return Difference(float(together.mean()), float(together.max()), tuple(float(gap.mean()) for gap in gaps))
-
-    def _message(self, url: str, difference: Difference, limit: str) -> str:
-        prompts = ", ".join(f"{gap:.3g}" for gap in difference.per_prompt)
-        return (
-            f"{url} does not sample from the trainer's weights: mean |server - trainer| over "
-            f"{self._config.prompts * self._config.tokens} probe tokens is {difference.mean:.3g} nats "
-            f"(largest {difference.largest:.3g}; by prompt {prompts}), {limit}"
-        )

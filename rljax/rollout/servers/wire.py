@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError
@@ -19,90 +20,52 @@ _ROUNDING = 1e-3  # How far above 0 a log-probability may be by rounding (nats).
 
 @dataclass(frozen=True)
 class Request:
-    """One response to sample.
+    """One response to sample."""
 
-    Attributes:
-      prompt: The token ids of the prompt, int32 [s].
-      sampling: The temperature, the length limit and the stop tokens.
-      seed: The seed of this response alone, or None to leave it to the server.
-      top_logprobs: The number of likeliest tokens whose log-probabilities are reported at each position.
-      prompt_logprobs: Whether the log-probabilities of the prompt's own tokens, and of the likeliest at each of its
-        positions, are reported. They are always at temperature 1.
-      routes: The (layers, k, experts) of a mixture whose routes are reported, or None where they need not be.
-    """
-
-    prompt: np.ndarray
+    prompt: np.ndarray  # the token ids, int32 [s]
     sampling: SamplingParams
-    seed: int | None = None
-    top_logprobs: int = 0
-    prompt_logprobs: bool = False
-    routes: tuple[int, int, int] | None = None
+    seed: int | None = None  # of this response alone; None leaves it to the server
+    top_logprobs: int = 0  # the number of likeliest tokens whose log-probabilities are reported at each position
+    prompt_logprobs: bool = (
+        False  # whether those of the prompt's tokens and positions are, too, always at temperature 1
+    )
+    routes: tuple[int, int, int] | None = None  # the (layers, k, experts) of a mixture whose routes are reported
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response as the server reports it.
+    """One sampled response as the server reports it. What was not asked for is empty."""
 
-    Attributes:
-      token_ids: The sampled tokens, int32 [t].
-      logprobs: The log-probability of each of these tokens, float32 [t].
-      finish_reason: The end of the response: "stop", "length", or "abort" when the server gave it up.
-      spans: The (weight version tag, start, end) of each part in order, or None when the server reports none.
-      top_logprobs: The log-probability of each reported token, by position. It is empty unless it was asked for.
-      prompt_logprobs: The log-probability of each reported token, by position of the prompt, with the prompt's own
-        token among them. The first position has none, and it is empty unless it was asked for.
-      routes: The experts of each token of prompt and response but the last, uint8 or uint16 [s + t - 1, layers, k], or
-        None where the server does not report them.
-    """
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    finish_reason: str
-    spans: tuple[tuple[str, int, int], ...] | None
-    top_logprobs: tuple[Mapping[int, float], ...] = ()
-    prompt_logprobs: tuple[Mapping[int, float], ...] = ()
-    routes: np.ndarray | None = None
+    token_ids: np.ndarray  # int32 [t]
+    logprobs: np.ndarray  # the log-probability of each of these tokens, float32 [t]
+    finish_reason: str  # "stop", "length", or "abort" when the server gave the response up
+    spans: tuple[tuple[str, int, int], ...] | None  # the (weight version tag, start, end) of each part, if reported
+    top_logprobs: tuple[Mapping[int, float], ...] = ()  # the log-probability of each reported token, by position
+    prompt_logprobs: tuple[Mapping[int, float], ...] = ()  # {} and then, by position, the prompt's own token among them
+    routes: np.ndarray | None = None  # the experts of each token but the last, uint8 or uint16 [s + t - 1, layers, k]
 
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """The description that a server gives of itself. An empty string or None means that it is not known.
-
-    Attributes:
-      url: The address of the server.
-      model: The name that the server gives its model.
-      root: The model directory that the server was started with, as the server names it.
-      version: The version of the server's software.
-      dtype: The dtype of weights and activations.
-      vocab_size: The number that token ids are below.
-      max_model_len: The longest prompt plus response (tokens).
-      block_size: The block size of the prefix cache (tokens).
-      has_first_weights: Whether the server still has the weights of ``root`` that it was started with.
-    """
+    """The description that a server gives of itself. An empty string or None means that it is not known."""
 
     url: str
-    model: str = ""
-    root: str = ""
-    version: str = ""
-    dtype: str = ""
-    vocab_size: int | None = None
-    max_model_len: int | None = None
-    block_size: int | None = None
-    has_first_weights: bool = False
+    model: str = ""  # the name that the server gives its model
+    root: str = ""  # the model directory that the server was started with, as the server names it
+    version: str = ""  # of the server's software
+    dtype: str = ""  # of weights and activations
+    vocab_size: int | None = None  # the number that token ids are below
+    max_model_len: int | None = None  # the longest prompt plus response (tokens)
+    block_size: int | None = None  # of the prefix cache (tokens)
+    has_first_weights: bool = False  # whether the server still has the weights of ``root`` that it was started with
 
 
 class Wire(Protocol):
-    """The requests and replies of one kind of server, without any I/O.
+    """The requests and replies of one kind of server, without any I/O."""
 
-    Attributes:
-      name: The name of the kind, for messages.
-      routes: The paths that may sample a response, the best first. A server has at least one of them.
-      model: The name that servers which rljax starts give their model.
-    """
-
-    name: str
-    routes: Sequence[str]
-    model: str
+    name: str  # of the kind, for messages
+    routes: Sequence[str]  # the paths that may sample a response, the best first; a server has at least one of them
+    model: str  # the name that servers which rljax starts give their model
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
         """Returns the JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""
@@ -110,11 +73,28 @@ class Wire(Protocol):
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
         """Reads the reply of ``route`` to ``request``, whatever its bytes are.
 
-        It runs on the event loop, once for each response. So no Python may run for each of the response's tokens.
-
-        Raises:
-          ReplyError: The reply is no completion. The message opens with ``route``; the caller puts the server before.
+        It runs on the event loop, once for each response. So no Python may run for each of the response's tokens. It
+        raises ReplyError where the reply is no completion. The message opens with ``route``.
         """
+
+
+class Span(msgspec.Struct):
+    """A part of a response in a reply: the tokens from ``start`` up to but not including ``end``."""
+
+    version: str
+    start: int
+    end: int
+
+
+def as_spans(spans: Iterable[Span] | None) -> tuple[tuple[str, int, int], ...] | None:
+    """Returns ``Completion.spans``: None where there is none."""
+    return tuple((span.version, span.start, span.end) for span in spans or ()) or None
+
+
+def as_floats(values: Iterable[float]) -> np.ndarray:
+    """Returns ``Completion.logprobs``, float32 [t]. A number beyond float32 becomes infinite."""
+    with np.errstate(over="ignore"):
+        return np.fromiter(values, np.float64).astype(np.float32)
 
 
 def make_requests(
@@ -151,8 +131,7 @@ def remaining_request(request: Request, parts: Sequence[Completion]) -> Request:
 def join_parts(parts: Sequence[Completion]) -> Completion:
     """Returns one completion of parts of which each went on from the one before. It lacks what only probes ask for.
 
-    Raises:
-      ReplyError: A part does not name the weights that sampled it.
+    It raises ReplyError where a part does not name the weights that sampled it.
     """
     *before, last = parts
     if not before:
@@ -179,30 +158,19 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
 def check_completion(
     url: str, completion: Completion, request: Request, vocab_size: int | None, *, may_be_part: bool = False
 ) -> None:
-    """Refuses a completion that cannot be the answer to ``request``, so that it is neither trained on nor compared.
+    """Raises ReplyError where a completion cannot be the answer to ``request``, so that nobody trains on it.
 
-    Args:
-      url: The server, for the message.
-      completion: The completion as the wire read it.
-      request: The request that it answers.
-      vocab_size: The number that token ids are below, or None where it is not known.
-      may_be_part: Whether the server may have given it up, after any number of tokens.
-
-    Raises:
-      ReplyError: The completion was given up and may not be; it has no tokens, too many, or ends where it should not;
-        a token id or a log-probability is impossible; the spans of weight versions do not cover it; the routes that
-        were asked for are missing or impossible.
+    With ``may_be_part`` the server may have given it up after any number of tokens. Token ids are below ``vocab_size``
+    where that is known.
     """
     tokens, finish = completion.token_ids, completion.finish_reason
     longest = request.sampling.max_response_tokens
     is_part = may_be_part and finish == "abort"
     if not is_part and finish not in ("stop", "length"):
         raise ReplyError(f"{url} ended a response with {finish!r}")
-    if not (0 if is_part else 1) <= len(tokens) <= longest - is_part or len(completion.logprobs) != len(tokens):
-        raise ReplyError(
-            f"{url} gave {len(tokens)} tokens and {len(completion.logprobs)} log-probabilities, asked for 1 to "
-            f"{longest}"
-        )
+    count, scored = len(tokens), len(completion.logprobs)
+    if not (0 if is_part else 1) <= count <= longest - is_part or scored != count:
+        raise ReplyError(f"{url} gave {count} tokens and {scored} log-probabilities, asked for 1 to {longest}")
     if is_part and not len(tokens):
         return
     if tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size):
@@ -253,17 +221,13 @@ def shortest(infos: Iterable[ServerInfo]) -> ServerInfo:
 def check_prompts(
     prompts: Sequence[np.ndarray], max_response_tokens: int, info: ServerInfo, stop_token_ids: Sequence[int] = ()
 ) -> None:
-    """Refuses prompts that a server would silently shorten, and token ids that are out of its range.
-
-    Raises:
-      ValueError: The server described by ``info`` does not take a prompt or a stop token.
-    """
+    """Raises ValueError for prompts that a server would silently shorten, and for token ids out of its range."""
     limit, vocab = info.max_model_len, info.vocab_size
     for i, prompt in enumerate(prompts):
         if len(prompt) < 1 or (limit is not None and len(prompt) > limit - max_response_tokens):
+            most = "any number" if limit is None else limit - max_response_tokens
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens; with {max_response_tokens} of response it must have 1 to "
-                f"{'any number' if limit is None else limit - max_response_tokens} "
+                f"prompt {i} has {len(prompt)} tokens; with {max_response_tokens} of response it must have 1 to {most} "
                 f"(the servers' max_model_len is {limit})"
             )
         if vocab is not None and (prompt.min() < 0 or prompt.max() >= vocab):

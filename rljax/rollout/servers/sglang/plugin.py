@@ -4,13 +4,11 @@ SGLang calls :func:`register` in each of its processes through the entry-point g
 three functions of SGLang:
 
 - ``ModelRunner.check_weights``, behind ``/weights_checker``: :class:`Worker` answers the actions ``rljax_*``.
-- ``update_weights_from_disk`` of the scheduler: a version is loaded only from a directory that a trainer has shown,
-  with the names and shapes of all of the model's tensors, and under its tag. SGLang itself reports
-  success for files that lack a tensor, or hold one of another shape.
+- ``update_weights_from_disk`` of the scheduler. A version is loaded only from a directory that a trainer has shown,
+  with all of the model's tensors, and under its tag. SGLang itself reports success for files that lack a tensor.
 - the end-of-sequence tokens of the model, which would end responses besides those that a request names.
 
-With a key file ``rljax.weights.access`` guards every route. There is no jax in SGLang's environment, so this
-imports nothing that needs it.
+With a key file ``rljax.weights.access`` guards every route. There is no jax in SGLang's environment.
 """
 
 from __future__ import annotations
@@ -29,7 +27,8 @@ from safetensors import SafetensorError, safe_open
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from rljax.rollout.servers.shape import described_shape
+from rljax.rollout.servers.loaded import ModelTensors, described_shape
+from rljax.rollout.servers.sglang.server import ROOM
 from rljax.weights.access import KEY_FILE, RequireKey
 from rljax.weights.format import PROTOCOL
 from rljax.weights.mirror import WorkerWeights
@@ -38,20 +37,14 @@ from rljax.weights.sums import tensor_checksum
 ANSWER = "rljax"
 """The key of the answer, which is JSON, among the checksums in a reply of /weights_checker."""
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_ROOM = 8  # The tokens of the context that SGLang keeps back from prompt and response.
 
 
 class Worker:
-    """The answers of one scheduler process, and the weights that it may load.
-
-    Attributes:
-      weights: The versions that this worker may load.
-      tag: The tag of the version that was loaded last; "" where an update failed since, or there was none.
-    """
+    """The answers of one scheduler process, and the weights that it may load."""
 
     def __init__(self) -> None:
         self.weights = WorkerWeights()
-        self.tag = ""
+        self.tag = ""  # of the version that was loaded last; "" where an update failed since, or there was none
 
     def rljax_describe(self, runner: Any) -> dict[str, Any]:
         """Returns what the trainer compares at the handshake, as plain JSON."""
@@ -64,7 +57,7 @@ class Worker:
             "kv_cache_dtype": _name(runner.kv_cache_dtype),
             "head_dtype": "float32" if args.enable_fp32_lm_head else dtype,
             "quantization": model.quantization,
-            "max_model_len": min(model.context_len, runner.max_total_num_tokens) - _ROOM,
+            "max_model_len": min(model.context_len, runner.max_total_num_tokens) - ROOM,
             "block_size": runner.page_size or 1,
             "has_prefix_cache": not args.disable_radix_cache,
             "preferred_sampling": args.preferred_sampling_params,
@@ -76,11 +69,11 @@ class Worker:
         self.weights.show(**probe)
 
     def rljax_pull(self, runner: Any, name: str) -> None:
-        """Begins to bring this machine's mirror to the version ``name``, and returns at once."""
+        """Begins a pull (``weights.mirror.Pulls.begin``)."""
         self.weights.pulls.begin(name)
 
     def rljax_pulled(self, runner: Any, name: str) -> dict[str, Any] | None:
-        """Returns the figures of that pull (``weights.pull.Pulled``) or its ``error``, and null while it goes on."""
+        """Returns the result of that pull (``Pulls.result``)."""
         return self.weights.pulls.result(name)
 
     def rljax_checksums(self, runner: Any) -> dict[str, Any]:
@@ -118,16 +111,17 @@ class Worker:
 
 def register() -> None:
     """Registers the hooks in this process. SGLang applies them."""
-    around = HookType.AROUND
     worker = Worker()
-    scheduler = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    HookRegistry.register(
-        "sglang.srt.model_executor.model_runner.ModelRunner.check_weights", worker.check_weights, around
-    )
-    HookRegistry.register(f"{scheduler}.update_weights_from_disk", worker.update_weights, around)
-    HookRegistry.register("sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id", no_eos, around)
+    scheduler = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    hooks: dict[str, Callable[..., Any]] = {
+        "model_executor.model_runner.ModelRunner.check_weights": worker.check_weights,
+        f"{scheduler}.update_weights_from_disk": worker.update_weights,
+        "configs.model_config.ModelConfig._get_hf_eos_token_id": no_eos,
+    }
     if os.environ.get(KEY_FILE):
-        HookRegistry.register("sglang.srt.entrypoints.http_server._setup_and_run_http_server", lock, around)
+        hooks["entrypoints.http_server._setup_and_run_http_server"] = lock
+    for name, hook in hooks.items():
+        HookRegistry.register(f"sglang.srt.{name}", hook, HookType.AROUND)
 
 
 def no_eos(original: Callable[..., Any], config: Any) -> set[int]:
@@ -144,31 +138,15 @@ def lock(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each Hugging Face tensor, or this worker's part of it, as it stands now and without padding rows."""
-    layers = dict(model.named_modules())
-    for full, parameter in model.named_parameters():
-        path, _, name = full.rpartition(".")
-        layer: Any = layers[path]
-        above, dot, last = path.rpartition(".")
-        if last in _FUSED:
-            names = (f"{above}{dot}{part}.{name}" for part in _FUSED[last])
-            yield from zip(names, parameter.split(layer.output_partition_sizes), strict=True)
-        else:
-            rows = getattr(layer, "shard_indices", None)  # of a vocabulary
-            yield full, parameter if rows is None else parameter[: rows.num_org_elements]
+    """Yields each Hugging Face tensor, or this worker's part of it, as it stands now. A tied head is not repeated."""
+    return ModelTensors(model, _FUSED).of_model(once=True)
 
 
 def check_tensors(directory: Path, files: Sequence[str], own: Mapping[str, torch.Tensor], workers: int) -> None:
-    """Refuses a version that has not exactly the model's tensors.
+    """Raises ValueError unless a version has exactly the model's tensors, in their shapes.
 
-    Args:
-      directory: The directory of the version.
-      files: The names of its safetensors files.
-      own: The tensors of this worker by name, or its parts of them.
-      workers: The number of workers that share the model. The parts of several are not larger than the whole.
-
-    Raises:
-      ValueError: A tensor is missing, is none of the model's, or has another shape.
+    ``own`` has this worker's tensors by name, or its parts of them. The parts of several ``workers`` that share the
+    model are not larger than the whole.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:

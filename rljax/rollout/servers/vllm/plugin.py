@@ -4,6 +4,10 @@ vLLM calls :func:`register` in each of its processes through the entry-point gro
 the weight-transfer backend ``rljax_file`` known, which reads safetensors from a directory that trainer and server both
 see. :class:`WorkerExtension` (``--worker-extension-cls``) answers the handshake, and tells which bits were loaded.
 
+A delta is written by vLLM's own ``load_checkpoint_weight_patches``, which goes through the model's loader, and so knows
+names, fused tensors and tensor parallelism. It packs nothing, and is right only where a layer computes with the
+parameters that it loaded. Whether it does is compared: the checksums after a load, with those before packing.
+
 There is no jax in vLLM's environment, so this imports nothing that needs it.
 """
 
@@ -13,7 +17,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,40 +25,30 @@ from typing import Any
 import torch
 import vllm
 from safetensors import safe_open
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rljax.rollout.servers.shape import described_shape
-from rljax.rollout.servers.vllm.parameters import ParameterSums, PatchedWeights, stands_as_loaded, write_in_place
+from rljax.rollout.servers.loaded import ModelTensors, described_shape
+from rljax.rollout.servers.vllm.server import BACKEND
 from rljax.weights.delta import KeptDelta
 from rljax.weights.format import PROTOCOL, Checksum
 from rljax.weights.mirror import WorkerWeights
+from rljax.weights.sums import as_published, tensor_checksum
 
 log = logging.getLogger(__name__)
 
-BACKEND = "rljax_file"
-
 
 def register() -> None:
-    """Makes the backend known and asks for AMX. vLLM may call it several times in one process."""
+    """Makes the backend known and asks for AMX. vLLM may call it several times in one process.
+
+    vLLM's bfloat16 attention on a CPU uses AMX tiles without asking Linux, and a process without the permission then
+    dies of SIGILL. A torch that lacks the private functions that ask is left as it is.
+    """
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
-    request_amx()
-
-
-def request_amx() -> None:
-    """Asks Linux for this process's permission to use AMX tiles, where the processor has them.
-
-    vLLM's bfloat16 attention on a CPU uses tiles without asking, and a process without the permission then dies of
-    SIGILL. A torch that lacks these private functions is left as it is.
-    """
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)
     request = getattr(torch.cpu, "_init_amx", None)
     if supported is not None and request is not None and supported():
@@ -63,14 +57,7 @@ def request_amx() -> None:
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """A file that the trainer wrote, which proves that both sides see one directory.
-
-    Attributes:
-      probe_path: The path of the file.
-      probe_text: The text that it must contain.
-      protocol: The protocol of the trainer.
-      source: The place that weights are pulled from, where the file is read by its name; "" for the directory itself.
-    """
+    """A file that the trainer wrote, which proves that both sides see one directory (``WorkerWeights.show``)."""
 
     probe_path: str
     probe_text: str
@@ -80,31 +67,20 @@ class FileInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FileUpdateInfo(WeightTransferUpdateInfo):
-    """One version of the weights.
+    """One version of the weights."""
 
-    Attributes:
-      path: The directory with ``version.json`` and safetensors files; "" for this machine's mirror, which was brought
-        to the version before.
-      tag: The tag that the version must have.
-      in_place: Whether a delta that the mirror took is written into the parameters, where these stand as loaded.
-    """
-
-    path: str
-    tag: str
-    in_place: bool = False
+    path: str  # the directory of the version; "" for this machine's mirror, which was brought to the version before
+    tag: str  # the tag that the version must have
+    in_place: bool = False  # whether a delta that the mirror took is written into parameters that stand as loaded
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
-    """Reads a version's safetensors tensor by tensor and reloads the model in place.
-
-    Attributes:
-      loaded: The checksums of the last update, once it is finished, or None.
-    """
+    """Reads a version's safetensors tensor by tensor and reloads the model in place."""
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
-    loaded: LoadedWeights | PatchedWeights | None = None
-    _loading: LoadedWeights | PatchedWeights | None = None
+    loaded: PatchedWeights | None = None  # the checksums of the last update, once it is finished
+    _loading: PatchedWeights | None = None
     _in_place = False  # whether the update under way asks for it
     _digest = ""  # the digest of the version that is loaded, or being loaded; "" where it is not known
     _stands = False  # whether the parameters are those that were loaded last, and nothing was packed
@@ -115,11 +91,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         return WorkerWeights()
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Checks protocol and probe file.
-
-        Raises:
-          ValueError: The protocols differ, or this process does not see the trainer's file.
-        """
+        """Checks protocol and probe file. Raises ValueError if one of them is not the trainer's."""
         self._stands = False  # a trainer that begins, or has found other bits here, sends all weights once
         self.weights.show(init_info.probe_path, init_info.probe_text, init_info.protocol, init_info.source)
 
@@ -129,12 +101,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         self.loaded = None
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Loads one version.
-
-        Raises:
-          ValueError: The directory bears another tag than the update asks for, names a file outside itself, or lies in
-            no directory that a trainer has shown.
-        """
+        """Loads one version. Raises ValueError as ``WorkerWeights.version``."""
         held, self._digest = self._digest, ""
         self._in_place = update_info.in_place and not update_info.path
         with self.weights.version(update_info.path, update_info.tag) as (directory, files):
@@ -175,14 +142,14 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self._loading is None:
             return
         try:
-            if isinstance(self._loading, LoadedWeights):
+            is_whole = isinstance(self._loading, LoadedWeights)
+            if is_whole:
                 finalize_layerwise_reload(self.model, self.model_config)
             if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
                 repair_tied_head(self.model)
             self._loading.finish()
             self._stands = self._in_place and (
-                isinstance(self._loading, PatchedWeights)
-                or stands_as_loaded(self.model, self.model_config.dtype, self._loading.tensors)
+                not is_whole or stands_as_loaded(self.model, self.model_config.dtype, self._loading.tensors)
             )
             self.loaded = self._loading
         finally:
@@ -190,27 +157,52 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     def shutdown(self) -> None:
         """Leaves the layers as vLLM made them."""
-        if isinstance(self._loading, LoadedWeights):
+        if self._loading is not None:
             self._loading.detach()
         self._loading = None
 
 
-class LoadedWeights:
+def tensors_of(model: torch.nn.Module) -> ModelTensors:
+    """Returns the tensors of a model of vLLM, which names its fused layers."""
+    return ModelTensors(model, getattr(model, "packed_modules_mapping", {}))
+
+
+def checksums(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[str, Checksum]:
+    """Returns the checksum of each tensor. ``dtype``: The dtype that is published."""
+    return {name: tensor_checksum(as_published(tensor, dtype)) for name, tensor in tensors}
+
+
+class PatchedWeights:
+    """The checksum of every parameter as it stands after the changed elements were written."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Takes no checksum yet. ``dtype``: The dtype that is published."""
+        self._model, self._dtype = tensors_of(model), dtype
+        self.tag = ""  # of the version
+        self.tensors: dict[str, Checksum | None] = {}  # by Hugging Face name; None where the layer was not loaded
+        self.seconds = 0.0  # the time that the checksums took
+
+    def finish(self) -> None:
+        """Takes the checksums that are missing."""
+        began = time.monotonic()
+        self.tensors.update(checksums(self._model.of_model(), self._dtype))
+        self.seconds = time.monotonic() - began
+
+    def detach(self) -> None:
+        """Leaves the layers as vLLM made them. It may be called twice."""
+
+
+class LoadedWeights(PatchedWeights):
     """The checksum of every parameter as it was loaded, just before its layer packed it.
 
     vLLM loads a layer, lets its quantization method pack it and copies the result to where it was. A layer that was
-    sent nothing gets its old values back. So the checksums are taken by the quantization methods themselves, from
-    parameters that are as they were loaded. A layer without such a method packs nothing and is read at the end.
-
-    Attributes:
-      tag: The tag of the version.
-      tensors: The checksum of each tensor by Hugging Face name, or None where its layer was not loaded.
-      seconds: The time that the checksums took (seconds).
+    sent nothing gets its old values back. So each checksum is taken just before the method packs. A layer without such
+    a method packs nothing and is read at the end.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         """Puts a step before each layer's packing, until :meth:`detach`. ``dtype``: The dtype that is published."""
-        self._sums = ParameterSums(model, dtype)
+        super().__init__(model, dtype)
         methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
         self._unpacked = {
             layer: method if isinstance(method, QuantizeMethodBase) else None for layer, method in methods.items()
@@ -218,9 +210,6 @@ class LoadedWeights:
         self._methods = {id(method): method for method in self._unpacked.values() if method is not None}
         for method in self._methods.values():
             method.process_weights_after_loading = self._before(method.process_weights_after_loading)
-        self.tag = ""
-        self.tensors: dict[str, Checksum | None] = {}
-        self.seconds = 0.0
 
     def detach(self) -> None:
         """Takes the steps out. It may be called twice."""
@@ -237,7 +226,7 @@ class LoadedWeights:
             if method is None:
                 self._record(layer)
             else:
-                self.tensors.update(dict.fromkeys(self._sums.names_of_layer(layer)))
+                self.tensors.update(dict.fromkeys(self._model.names_of_layer(layer)))
 
     def _before(self, process: Callable[..., None]) -> Callable[..., None]:
         def record_and_process(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -253,7 +242,7 @@ class LoadedWeights:
         """Takes the checksums of a layer's parameters."""
         began = time.monotonic()
         self._unpacked.pop(layer, None)
-        self.tensors.update(self._sums.of_layer(layer))
+        self.tensors.update(checksums(self._model.of_layer(layer), self._dtype))
         self.seconds += time.monotonic() - began
 
 
@@ -280,12 +269,44 @@ def repair_tied_head(model: torch.nn.Module) -> None:
 
 
 def repack_experts(layer: torch.nn.Module, kernel: Any) -> None:
-    """Packs the experts of a mixture for its kernel on a CPU.
+    """Packs the experts of a mixture for its kernel on a CPU, which vLLM does when the kernel is made, and not later.
 
-    vLLM packs them when the kernel is made, and not when they are loaded again. Then the kernel would take the rows of
-    one expert for parts of others, and every log-probability would be off by nats.
+    Otherwise the kernel would take the rows of one expert for parts of others: log-probabilities would be off by nats.
     """
     kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def stands_as_loaded(model: torch.nn.Module, dtype: torch.dtype, loaded: Mapping[str, Checksum | None]) -> bool:
+    """Returns whether the model computes with its parameters, and these have the checksums ``loaded``, by name.
+
+    A tensor without a checksum was not loaded: it is a tied head, whose parameter is the embedding's. A method that
+    quantizes keeps a second copy of its layer's parameters.
+    """
+    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
+    named = (type(method).__name__ for method in methods if isinstance(method, QuantizeMethodBase))
+    if not all(name.startswith("Unquantized") for name in named):
+        return False
+    try:
+        standing = checksums(tensors_of(model).of_model(), dtype)
+    except (RuntimeError, IndexError, ValueError):  # packing has left another shape, or nothing
+        return False
+    return all(standing.get(name) == sums for name, sums in loaded.items() if sums is not None)
+
+
+def write_in_place(model: torch.nn.Module, delta: KeptDelta) -> None:
+    """Writes what a delta changes into the parameters, which hold the version that the delta is made from.
+
+    It may raise any error of the model's loader. Some parameters may be changed already then.
+    """
+    # Not in every vLLM that the plugin works with.
+    from vllm.model_executor.model_loader import checkpoint_weight_patch as patching
+
+    dtype, device = getattr(torch, delta.version.dtype), next(model.parameters()).device
+    for name, shape, places, bits in delta.patches():
+        signed = bits.view(f"int{8 * bits.itemsize}")
+        values = torch.from_numpy(signed).view(dtype).to(device)
+        patch = patching.CheckpointWeightPatch(name, shape, dtype, values, torch.from_numpy(places).to(device))
+        patching.load_checkpoint_weight_patches(model, [patch], validate_unique_indices=False)
 
 
 class WorkerExtension:
@@ -300,6 +321,7 @@ class WorkerExtension:
         """Returns what the trainer compares at the handshake, as plain JSON."""
         model = self.vllm_config.model_config
         transfer = self.vllm_config.weight_transfer_config
+        outputs = getattr(self.vllm_config, "aux_output_config", None) or model
         return {
             "protocol": PROTOCOL,
             "vllm": str(getattr(vllm, "__version__", "unknown")),
@@ -312,29 +334,25 @@ class WorkerExtension:
             "block_size": self.vllm_config.cache_config.block_size,
             "backend": transfer.backend if transfer is not None else None,
             "head_sizes": supported_head_sizes(),
-            "returns_routes": returns_routes(self.vllm_config),
+            "returns_routes": bool(getattr(outputs, "enable_return_routed_experts", False)),
             "shape": described_shape(model.hf_text_config, model.get_head_size()),
         }
 
     def rljax_pull(self, name: str, keep_delta: bool = False) -> None:
-        """Begins to bring this machine's mirror to the version ``name``, and returns at once."""
+        """Begins a pull (``weights.mirror.Pulls.begin``)."""
         self.weight_transfer_engine.weights.pulls.begin(name, keep_delta=keep_delta)
 
     def rljax_pulled(self, name: str) -> dict[str, Any] | None:
-        """Returns the figures of that pull (``weights.pull.Pulled``) or its ``error``, and null while it goes on."""
+        """Returns the result of that pull (``Pulls.result``)."""
         return self.weight_transfer_engine.weights.pulls.result(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
-        """Returns the tag and the tensors' checksums of the last update, as plain JSON.
-
-        It also tells the seconds that the checksums took, and whether only what changed was written. A tensor whose
-        layer was not loaded has null for its checksum. The tag is empty when no update was finished.
-        """
-        loaded: LoadedWeights | PatchedWeights | None = self.weight_transfer_engine.loaded
+        """Returns the fields of ``PatchedWeights`` after the last update, as plain JSON. Before it the tag is empty."""
+        loaded: PatchedWeights | None = self.weight_transfer_engine.loaded
         if loaded is None:
             return {"tag": "", "tensors": {}, "seconds": 0.0}
         tensors = {name: sums and dataclasses.astuple(sums) for name, sums in loaded.tensors.items()}
-        in_place = isinstance(loaded, PatchedWeights)
+        in_place = not isinstance(loaded, LoadedWeights)
         return {"tag": loaded.tag, "tensors": tensors, "seconds": loaded.seconds, "in_place": in_place}
 
     def rljax_end_update(self) -> None:
@@ -342,12 +360,6 @@ class WorkerExtension:
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.shutdown()
-
-
-def returns_routes(vllm_config: Any) -> bool:
-    """Returns whether replies hold the experts of each token (--enable-return-routed-experts)."""
-    asked = getattr(vllm_config, "aux_output_config", None) or vllm_config.model_config
-    return bool(getattr(asked, "enable_return_routed_experts", False))
 
 
 def supported_head_sizes() -> list[int] | None:

@@ -12,17 +12,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from rljax.rollout.servers import process
-from rljax.rollout.servers.process import environment_python, refused_args, start_server
-from rljax.weights.access import KEY_FILE
+from rljax.rollout.servers.process import start as start
 
 BACKEND = "rljax_file"
-WORKER_EXTENSION = "rljax.rollout.servers.vllm.plugin.WorkerExtension"
-MIDDLEWARE = "rljax.weights.access.RequireKey"
-_CPU_ENV = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    "TORCH_COMPILE_DISABLE": "1",  # else the first request spends 11-18 s compiling
-}
 
 
 @dataclass(frozen=True)
@@ -31,61 +23,40 @@ class ServerConfig(process.ServerConfig):
 
     kind: ClassVar[str] = "vLLM"
     died_status: ClassVar[int | None] = 503
-    refused_args: ClassVar[Mapping[str, str]] = refused_args("rljax serve vllm")
+    cpu_environment: ClassVar[Mapping[str, str]] = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "TORCH_COMPILE_DISABLE": "1",  # else the first request spends 11-18 s compiling
+    }
+    # It opens the endpoints that pause a server and update its weights.
+    needed_environment: ClassVar[Mapping[str, str]] = {"VLLM_SERVER_DEV_MODE": "1"}
+
+    def command(self, port: int, *, gpu: bool) -> list[str]:
+        """Returns the vLLM command line on ``port``. ``gpu``: Whether the machine has a GPU."""
+        args = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
+        args += ["--model", self.model, "--served-model-name", "policy"]
+        args += ["--port", str(port), "--dtype", self.dtype]
+        args += ["--max-num-seqs", str(self.max_num_seqs), "--max-logprobs", "20", "--seed", "0"]
+        args += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+        args += ["--enable-scale-out", "--skip-tokenizer-init", "--enable-prefix-caching"]
+        args.append("--disable-uvicorn-access-log")
+        args += ["--worker-extension-cls", "rljax.rollout.servers.vllm.plugin.WorkerExtension"]
+        args += ["--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
+        if self.max_model_len is not None:
+            args += ["--max-model-len", str(self.max_model_len)]
+        if self.head_dtype != "model":
+            args += ["--hf-overrides", f'{{"head_dtype": "{self.head_dtype}"}}']
+        if not gpu:
+            args.append("--enforce-eager")
+        if self.api_key_file is not None:
+            args += ["--middleware", "rljax.weights.access.RequireKey"]
+        return [*args, *self.extra_args, "--host", self.host]
+
+    def environment(self, *, gpu: bool) -> dict[str, str]:
+        """Returns the server's environment variables, in which vLLM sends no usage statistics unless they are set."""
+        return {"VLLM_NO_USAGE_STATS": "1", **super().environment(gpu=gpu)}
 
 
 def vllm_python(venv: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the interpreter of vLLM's environment: ``venv``, ``$RLJAX_VLLM_VENV`` or ``.venv-vllm``.
-
-    Raises:
-      RuntimeError: There is no interpreter in the environment.
-    """
-    return environment_python("vLLM", "RLJAX_VLLM_VENV", venv)
-
-
-def command(config: process.ServerConfig, port: int, *, gpu: bool) -> list[str]:
-    """Returns the vLLM command line for ``config`` on ``port``. ``gpu``: Whether the machine has a GPU."""
-    args = [config.python, "-m", "vllm.entrypoints.openai.api_server"]
-    args += ["--model", config.model, "--served-model-name", "policy"]
-    args += ["--port", str(port), "--dtype", config.dtype]
-    args += ["--max-num-seqs", str(config.max_num_seqs), "--max-logprobs", "20", "--seed", "0"]
-    args += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-    args += ["--enable-scale-out", "--skip-tokenizer-init", "--enable-prefix-caching"]
-    args.append("--disable-uvicorn-access-log")
-    args += ["--worker-extension-cls", WORKER_EXTENSION, "--weight-transfer-config", f'{{"backend": "{BACKEND}"}}']
-    if config.max_model_len is not None:
-        args += ["--max-model-len", str(config.max_model_len)]
-    if config.head_dtype != "model":
-        args += ["--hf-overrides", f'{{"head_dtype": "{config.head_dtype}"}}']
-    if not gpu:
-        args.append("--enforce-eager")
-    if config.api_key_file is not None:
-        args += ["--middleware", MIDDLEWARE]
-    return [*args, *config.extra_args, "--host", config.host]
-
-
-def environment(config: process.ServerConfig, *, gpu: bool) -> dict[str, str]:
-    """Returns the server's environment. Variables that the caller has set win over the defaults for a CPU."""
-    env = {**({} if gpu else _CPU_ENV), "VLLM_NO_USAGE_STATS": "1", **os.environ}
-    env["VLLM_SERVER_DEV_MODE"] = "1"  # opens the pause and weight-update endpoints
-    env["PYTHONUNBUFFERED"] = "1"
-    if Path(config.model).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"
-    if config.api_key_file is not None:
-        env[KEY_FILE] = str(config.api_key_file)
-    return {**env, **config.extra_env}
-
-
-class VllmServer(process.ServerProcess):
-    """One running vLLM server, which :func:`start` makes."""
-
-    def _command(self, gpu: bool) -> list[str]:
-        return command(self.config, self.port, gpu=gpu)
-
-    def _environment(self, gpu: bool) -> dict[str, str]:
-        return environment(self.config, gpu=gpu)
-
-
-def start(config: ServerConfig, timeout_s: float = 600.0) -> VllmServer:
-    """Starts a server and returns it healthy. Raises as ``start_server``."""
-    return start_server(VllmServer, config, timeout_s)
+    """Returns the interpreter of ``venv``, ``$RLJAX_VLLM_VENV`` or ``.venv-vllm``; RuntimeError if none."""
+    return process.environment_python(ServerConfig.kind, venv)

@@ -1,0 +1,98 @@
+"""The tensors and the sizes of a model inside a server, where there is no jax, by their Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+# The Hugging Face tensors of each expert, by the parameter of vLLM's mixtures that holds them.
+_EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+
+
+class ModelTensors:
+    """The tensors of a torch model as they stand, or this worker's parts of them: not fused, and without padding."""
+
+    def __init__(self, model: Any, fused: Mapping[str, Sequence[str]]) -> None:
+        """Reads the names of the layers. ``fused``: The Hugging Face names of layers that are one in the server."""
+        self._names = {layer: name for name, layer in model.named_modules()}
+        self._fused = fused
+
+    def of_model(self, *, once: bool = False) -> Iterator[tuple[str, Any]]:
+        """Yields (name, tensor). ``once``: Whether a parameter that layers share comes under its first name alone."""
+        seen = set()
+        for layer in self._names:
+            for own, parameter in layer.named_parameters(recurse=False):
+                if not once or id(parameter) not in seen:
+                    yield from self._split(layer, own, parameter)
+                seen.add(id(parameter))
+
+    def of_layer(self, layer: Any) -> Iterator[tuple[str, Any]]:
+        """Yields (name, tensor) of a layer's own parameters."""
+        for own, parameter in layer.named_parameters(recurse=False):
+            yield from self._split(layer, own, parameter)
+
+    def names_of_layer(self, layer: Any) -> list[str]:
+        """Returns the names of a layer's own parameters, whose values are not read."""
+        return [name for own, _ in layer.named_parameters(recurse=False) for name in self._tensor_names(layer, own)]
+
+    def _split(self, layer: Any, own: str, parameter: Any) -> Iterator[tuple[str, Any]]:
+        names = self._tensor_names(layer, own)
+        if own in _EXPERT_PARTS:
+            yield from zip(names, _expert_parts(layer, own, parameter), strict=True)
+            return
+        rows = getattr(layer, "shard_indices", None)  # of a vocabulary
+        whole = parameter if rows is None else parameter[: rows.num_org_elements]
+        yield from zip(names, whole.split(layer.output_partition_sizes) if len(names) > 1 else [whole], strict=True)
+
+    def _tensor_names(self, layer: Any, own: str) -> list[str]:
+        """Returns the names of the tensors in one parameter: three for qkv_proj, one for most layers."""
+        path = self._names[layer]
+        if own in _EXPERT_PARTS:
+            above, parts = path[: path.rindex(".experts")], _EXPERT_PARTS[own]
+            return [f"{above}.experts.{expert}.{part}.weight" for expert, _ in _own_experts(layer) for part in parts]
+        above, dot, last = path.rpartition(".")
+        return [f"{above}{dot}{part}.{own}" for part in self._fused.get(last, [last])]
+
+
+def _own_experts(layer: Any) -> Iterator[tuple[int, int]]:
+    """Yields (number of an expert, its place in the parameters) for each expert of a mixture on this worker."""
+    for expert in range(layer.global_num_experts):
+        local = layer._map_global_expert_id_to_local_expert_id(expert)
+        if local >= 0:
+            yield expert, local
+
+
+def _expert_parts(layer: Any, own: str, parameter: Any) -> Iterator[Any]:
+    """Yields the tensors of each expert in a parameter of a mixture, in the order of ``_EXPERT_PARTS``.
+
+    ``w13_weight`` [e, 2 f, d] holds gate and up of the experts on this worker, and ``w2_weight`` [e, d, f] holds down.
+    Under tensor parallelism each holds a part of f. vLLM may have rounded d and f up.
+    """
+    sizes = layer.moe_config
+    d, f = sizes.hidden_dim_unpadded, sizes.intermediate_size_per_partition_unpadded
+    for _, local in _own_experts(layer):
+        if own == "w2_weight":
+            yield parameter[local][:d, :f]
+        else:
+            gate, up = parameter[local].chunk(2)
+            yield from (gate[:f, :d], up[:f, :d])
+
+
+def described_shape(text: Any, head_dim: int) -> dict[str, Any]:
+    """Returns the sizes of a model that the handshake compares, by the names of ``config.json``.
+
+    ``text`` is the configuration of the language model, as transformers reads it.
+    """
+    return {
+        "vocab_size": text.vocab_size,
+        "hidden_size": text.hidden_size,
+        "intermediate_size": getattr(text, "intermediate_size", None),
+        "num_hidden_layers": text.num_hidden_layers,
+        "num_attention_heads": text.num_attention_heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", text.num_attention_heads),
+        "head_dim": head_dim,
+        "num_experts": getattr(text, "num_experts", None),
+        "num_experts_per_tok": getattr(text, "num_experts_per_tok", None),
+        "moe_intermediate_size": getattr(text, "moe_intermediate_size", None),
+        "tie_word_embeddings": bool(getattr(text, "tie_word_embeddings", False)),
+    }
