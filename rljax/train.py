@@ -26,7 +26,7 @@ from rljax.data.tokenizer import load_tokenizer
 from rljax.distributed.acts import follow as follow_acts
 from rljax.distributed.files import write_whole
 from rljax.distributed.ownership import Ownership
-from rljax.distributed.processes import Processes, ProcessOptions, start_processes, unused_gpus
+from rljax.distributed.processes import Processes, start_processes, unused_gpus
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
 from rljax.plan.dry_run import check_shapes, dry_run
 from rljax.policy.families import read_config
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
     given = config.run
     limits = {"heartbeat_s": given.heartbeat_s, "stuck_s": given.stuck_s}
-    with start_processes(ProcessOptions(given.processes, given.process_id, given.coordinator, **limits)) as processes:
+    with start_processes(given.processes, given.process_id, given.coordinator, **limits) as processes:
         if not processes.is_leader:
             status = follow(config, processes)
         else:

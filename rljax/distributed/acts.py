@@ -66,10 +66,7 @@ def gather_results(processes: Processes, work: Callable[[], Any]) -> list[dict[s
 
 
 def values_of(results: Sequence[Mapping[str, Any]], kind: type[Value]) -> list[Value]:
-    """Returns the values that ``gather_results`` gathered, each as a ``kind``.
-
-    Raises OSError if the work failed in at least one process. The message has the error of each of them.
-    """
+    """Returns the values that ``gather_results`` gathered, each as a ``kind``. Raises OSError with all errors."""
     errors = [result["error"] for result in results if "error" in result]
     if errors:
         raise OSError("; ".join(errors))

@@ -43,12 +43,7 @@ def memory_directory() -> Path:
 
 
 class OwnedDirectory:
-    """A new directory that this process owns for one run and removes in :meth:`close`.
-
-    Attributes:
-      root: The directory.
-      parent: The directory that contains it.
-    """
+    """A new directory, ``root`` in ``parent``, that this process owns for one run and removes in :meth:`close`."""
 
     def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None) -> None:
         """Makes a directory ``prefix*`` in ``parent``, and removes those whose owner is provably dead.

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import tempfile
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from rljax.errors import OwnedError, writing
 
@@ -59,10 +59,7 @@ class Ownership:
         self._thread.start()
 
     def is_current(self) -> bool:
-        """Returns whether this process still owns the path. Another one takes it over if the heartbeat stops for long.
-
-        Raises OSError if the record cannot be read.
-        """
+        """Returns whether no other process has taken the path over. Raises OSError if the record cannot be read."""
         return read(self.path) == self.record
 
     def release(self) -> None:
@@ -167,7 +164,7 @@ def _stands_still(path: Path, record: Record, stale_s: float) -> bool:
 
 def _create(path: Path, record: Record) -> bool:
     """Writes ``record`` to ``path`` unless a record exists. A hard link appears whole or not at all, also on NFS."""
-    content = json.dumps(asdict(record)).encode()
+    content = msgspec.json.encode(record)
     whole = path.with_name(f"{path.name}.{record.token}")
     try:
         with writing(path):
@@ -215,10 +212,8 @@ def _heartbeat(path: Path) -> float | None:
 
 def _parse(content: bytes) -> Record:
     try:
-        fields: dict[str, Any] = json.loads(content)
-        host, machine, token, since = (str(fields[name]) for name in ("host", "machine", "token", "since"))
-        return Record(host, machine, int(fields["pid"]), int(fields["started"]), token, since)
-    except (ValueError, KeyError, TypeError):
+        return msgspec.json.decode(content, type=Record)
+    except msgspec.MsgspecError:
         return _UNREADABLE
 
 

@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +47,10 @@ class Processes:
     """The processes of a run, or its only process. A context manager: an error that leaves it ends all of them."""
 
     def __init__(self, index: int = 0, count: int = 1, *, heartbeat_s: float = 30.0, stuck_s: float = 0.0):
-        """Prepares one process. If there are several, ``jax.distributed`` must be initialised.
+        """Prepares process ``index``, from 0. If there are several, ``jax.distributed`` must be initialised.
 
-        Args:
-          index: The number of this process, from 0.
-          count: The number of processes.
-          heartbeat_s: The longest time from the last sign of life of a process to the end of the others, in seconds.
-          stuck_s: The longest time that a process may stay in one place, in seconds; 0 for no limit.
+        From the last sign of life of a process to the end of the others it takes at most ``heartbeat_s`` seconds. A
+        process may stay in one place for ``stuck_s`` seconds; 0 is no limit.
         """
         self.index, self.count = index, count
         self._heartbeat_s, self._number, self._failed, self._has_ended = heartbeat_s, 0, "", False
@@ -291,45 +287,36 @@ def _leave_without_waiting(status: int) -> None:
     atexit.register(leave)
 
 
-@dataclass(frozen=True)
-class ProcessOptions:
-    """The settings of ``RunConfig`` about processes. The times are those of ``Processes``."""
-
-    processes: int = 0  # the number of processes; 0 for what the cluster says
-    process_id: int = -1  # the number of this process, from 0; -1 for what the cluster says
-    coordinator: str = ""  # the HOST:PORT of process 0; "" for what the cluster says
-    heartbeat_s: float = 30.0
-    stuck_s: float = 3600.0
-
-
-def start_processes(options: ProcessOptions) -> Processes:
+def start_processes(
+    count: int = 0, index: int = -1, coordinator: str = "", *, heartbeat_s: float = 30.0, stuck_s: float = 3600.0
+) -> Processes:
     """Returns the processes of this run, after starting ``jax.distributed`` where there are several.
 
-    Call it before anything asks for devices.
+    Call it before anything asks for devices. With the defaults of the first three arguments the cluster says what they
+    are: the number of processes, the number of this one, and the HOST:PORT of process 0.
 
     Raises:
       ConfigError: The options do not fit each other, or the environment has several processes that JAX does not find.
       StartAgainError: The other processes did not connect in time.
     """
-    is_set = (options.processes > 1, options.process_id >= 0, bool(options.coordinator))
-    limits: dict[str, Any] = {"heartbeat_s": options.heartbeat_s, "stuck_s": options.stuck_s}
-    alone = options.processes == 1 or (options.processes == 0 and _is_only_task())
+    is_set = (count > 1, index >= 0, bool(coordinator))
+    limits: dict[str, Any] = {"heartbeat_s": heartbeat_s, "stuck_s": stuck_s}
+    alone = count == 1 or (count == 0 and _is_only_task())
     if alone and not any(is_set):
         return Processes(**limits)
     if any(is_set) and not all(is_set):
         raise ConfigError("run.processes (above 1), run.process_id and run.coordinator are given together, or none")
-    if all(is_set) and options.process_id >= options.processes:
-        raise ConfigError(f"run.process_id = {options.process_id} must be below run.processes = {options.processes}")
-    if all(is_set) and not options.coordinator.rpartition(":")[2].isdecimal():
-        raise ConfigError(f"run.coordinator must be HOST:PORT of process 0, got {options.coordinator!r}")
-    names = ("coordinator_address", "num_processes", "process_id")
-    given = (options.coordinator, options.processes, options.process_id)
-    where: dict[str, Any] = dict(zip(names, given, strict=True)) if all(is_set) else {}
+    if all(is_set) and index >= count:
+        raise ConfigError(f"run.process_id = {index} must be below run.processes = {count}")
+    if all(is_set) and not coordinator.rpartition(":")[2].isdecimal():
+        raise ConfigError(f"run.coordinator must be HOST:PORT of process 0, got {coordinator!r}")
+    place = {"coordinator_address": coordinator, "num_processes": count, "process_id": index}
+    where: dict[str, Any] = place if all(is_set) else {}
     # The preemption notifier of JAX would take SIGTERM until Python installs a handler.
     jax.config.update("jax_enable_preemption_service", False)
-    heartbeat_s = int(_JAX_HEARTBEAT_FACTOR * options.heartbeat_s) + 10
+    jax_heartbeat_s = int(_JAX_HEARTBEAT_FACTOR * heartbeat_s) + 10
     try:
-        jax.distributed.initialize(**where, initialization_timeout=_INIT_S, heartbeat_timeout_seconds=heartbeat_s)
+        jax.distributed.initialize(**where, initialization_timeout=_INIT_S, heartbeat_timeout_seconds=jax_heartbeat_s)
     except ValueError as error:
         if any(is_set) or "coordinator_address" not in str(error):
             raise ConfigError(f"the processes of this run cannot be started: {error}") from error

@@ -43,9 +43,7 @@ class Pulled:
 
 
 def pull(source: Source, name: str, mirror: Mirror, *, keep_delta: bool = False) -> Pulled:
-    """Brings a mirror to the version whose directory in the source is ``name``.
-
-    With ``keep_delta`` a delta that alone brings the mirror to the version is kept (``delta.keep``).
+    """Brings a mirror to the version ``name``. A delta that alone does it can be kept (``delta.keep``).
 
     Raises:
       SourceError: The source cannot be read.

@@ -10,7 +10,7 @@ import pytest
 
 from rljax.distributed.acts import Act, gather_results, to_the_end, values_of
 from rljax.distributed.messages import Request, pack_request, ragged, unpack_request, vectors_of
-from rljax.distributed.processes import Processes, ProcessOptions, is_of_devices, start_processes
+from rljax.distributed.processes import Processes, is_of_devices, start_processes
 from rljax.errors import ConfigError
 from rljax.run.sampling import sequence_arrays, sequences_of
 from rljax.trainer.packing import TrainSequence
@@ -64,15 +64,15 @@ def test_who_stops_early_takes_the_rest_all_the_same():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (ProcessOptions(processes=2), "are given together, or none"),
-        (ProcessOptions(process_id=0), "are given together, or none"),
-        (ProcessOptions(2, 2, "host:1"), "run.process_id = 2 must be below run.processes = 2"),
-        (ProcessOptions(2, 0, "host"), "run.coordinator must be HOST:PORT of process 0, got 'host'"),
+        ({"count": 2}, "are given together, or none"),
+        ({"index": 0}, "are given together, or none"),
+        ({"count": 2, "index": 2, "coordinator": "host:1"}, "run.process_id = 2 must be below run.processes = 2"),
+        ({"count": 2, "index": 0, "coordinator": "host"}, "run.coordinator must be HOST:PORT of process 0, got 'host'"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        start_processes(options)
+        start_processes(**options)
 
 
 class Anything(Act):
@@ -105,7 +105,7 @@ def test_one_process_does_everything_alone():
     ],
 )
 def test_processes_that_do_not_meet_do_not_train_alone(environment, message):
-    line = "from rljax.distributed.processes import *; start_processes(ProcessOptions())"
+    line = "from rljax.distributed.processes import *; start_processes()"
     found = subprocess.run([sys.executable, "-c", line], env=os.environ | environment, capture_output=True, text=True)
     assert found.returncode == 1
     assert "ConfigError" in found.stderr

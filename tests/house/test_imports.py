@@ -25,6 +25,7 @@ DOORS = {
         "weights.delta",
         "weights.writer",
         "distributed.acts",
+        "distributed.ownership",
         "weights.outlets",
     },
     "zstandard": {"weights.delta"},

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from toy_runs import ROOT
 
-from rljax.distributed.processes import ProcessOptions, start_processes, unused_gpus
+from rljax.distributed.processes import start_processes, unused_gpus
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PARTS = {part.split(">")[0].split("[")[0] for part in EXTRAS["plugin"]}
@@ -165,7 +165,7 @@ def test_the_only_task_of_a_step_trains_alone(step, monkeypatch):
 
     for name, value in step.items():
         monkeypatch.setenv(name, value)
-    processes = start_processes(ProcessOptions())
+    processes = start_processes()
     assert (processes.index, processes.count) == (0, 1)
     assert not jax.distributed.is_initialized()
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rljax.distributed.acts import Act, follow
-from rljax.distributed.processes import ProcessOptions, start_processes
+from rljax.distributed.processes import start_processes
 from rljax.errors import NotWrittenError
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
@@ -72,7 +72,7 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
     root = Path(directory)
     publish = PublishConfig(store=store, host=host, anchor_every=3)
     rollout = RolloutConfig(transfer_dir=str(root / f"process_{index}"))
-    with start_processes(ProcessOptions(count, index, coordinator, heartbeat_s=float(heartbeat_s))) as processes:
+    with start_processes(count, index, coordinator, heartbeat_s=float(heartbeat_s)) as processes:
         config = read_config(MODEL)
         mesh = make_mesh(MeshConfig())
         params = load_params(MODEL, config, param_shardings(config, mesh))
