@@ -54,7 +54,7 @@ class Slots(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """What was sampled so far.
+    """The samples so far.
 
     Attributes:
       tokens: The tokens of each response, 0 after its end.
