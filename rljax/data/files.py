@@ -204,7 +204,7 @@ def read_provenance(path: str | Path) -> dict[str, Any] | None:
 def _open_parquet(path: Path) -> pq.ParquetFile:
     try:
         return pq.ParquetFile(path)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException, ValueError) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}") from error
 
 

@@ -284,6 +284,9 @@ ROWS = [
     {"prompt": "2+3=", "answer": "5", "data_source": "toy", "extra_info": {"index": 0}},
     {"prompt": TURN, "reward_model": {"ground_truth": "2", "style": "rule"}},
     {"prompt": "7+7=", "answer": 14},
+    {"question": "3+3=", "answer": "3+3=6\n#### 6"},
+    {"Problem": "3+3=", "Solution": "It is $\\boxed{6}$.", "question_type": "MCQ"},
+    {"messages": '[{"role": "user", "content": "1+1="}]', "reward_model": '{"ground_truth": "2"}'},
 ]
 COLUMNS = {
     "prompt": ["1+1=", "2+2="],
@@ -312,14 +315,22 @@ def problem_cases() -> Iterator[st.SearchStrategy[Case]]:
     """Yields damaged files of problems, for training up to the run directory and for ``rljax prepare``."""
     rows, table = Document(ROWS, as_lines), Document({"columns": COLUMNS}, as_parquet)
     model = ("--model", str(MODEL))
-    prepared = [(), model, (*model, "--max-prompt-tokens", "6"), ("--hold-out", "1"), (*model, "--hold-out", "1")]
+    prepared = [
+        (),
+        ("--form", "gsm8k"),
+        ("--form", "aime-2024"),
+        model,
+        (*model, "--max-prompt-tokens", "6"),
+        ("--hold-out", "1"),
+        (*model, "--hold-out", "1"),
+    ]
     odd = [Document({"columns": COLUMNS | {name: column}}, as_parquet) for name in COLUMNS for column in ODD_COLUMNS]
     named = ((rows, "p.jsonl"), (table, "p.parquet"), (rows, "p.json"), (table, "p"), (rows, "p.parquet"))
     for file, name in (*named * 5, *((each, "p.parquet") for each in odd)):
         evaluated = [("--eval.datasets", name), ("--eval.datasets", f"a={name}", f"a={name}")]
         options = [(), (), *evaluated, ("--data.chat-template", "true")]
         yield spoilt("train", (*TRAIN, "--data.path", name), {**HELD, name: file}, [name], options)
-        yield spoilt("prepare", (name, "out/made.parquet"), {name: file}, [name], prepared)
+        yield spoilt("prepare", (name, "out/made.parquet", "--check-answers", "0"), {name: file}, [name], prepared)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
