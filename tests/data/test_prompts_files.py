@@ -120,6 +120,13 @@ def test_a_file_that_cannot_be_read_is_one_line(name, content, message, tmp_path
     assert "\n" not in str(caught.value)
 
 
+def test_a_column_whose_name_is_no_text_is_refused(tmp_path):
+    path = written(tmp_path / "x.parquet", [GOOD])
+    path.write_bytes(path.read_bytes().replace(b"prompt", b"prom\xb5t"))
+    with pytest.raises(ValueError, match=r"x\.parquet cannot be read as Parquet: 'utf-8' codec"):
+        read_problems(path)
+
+
 def test_a_changed_file_is_read_again(tmp_path):
     path = written(tmp_path / "x.jsonl", [GOOD])
     assert len(read_problems(path)) == 1
