@@ -155,7 +155,8 @@ def get_learning_rate(opt_state: Any) -> jax.Array:
 
 
 def _checked(value: Any) -> np.ndarray:
-    rate = np.asarray(value, np.float32)
+    with np.errstate(over="ignore"):
+        rate = np.asarray(value, np.float32)
     if rate.shape or not 0.0 <= rate < np.inf:
         raise ValueError(f"the learning rate must be a finite, non-negative scalar, got {value!r}.")
     return rate

@@ -124,6 +124,7 @@ SOUND = {
 }
 DATES = as_parquet({"columns": {"prompt": ["1+1="] * 2, "extra_info": pa.array([2**50, 1], pa.timestamp("s"))}})
 DEEP = b"[" * 100_000
+LARGE = as_yaml(SETTINGS | {"optimizer": {"learning_rate": 1e308}}).decode()
 HOLE = as_parquet(DUMP | {"columns": DUMP["columns"] | {"token_ids": [[1, None], [3]]}})
 NESTED_MODEL = {"model/config.json": as_json(CONFIG), "model/tokenizer_config.json": as_json({"eos_token": "$"})}
 NESTED_MODEL |= {**HELD, "model/special_tokens_map.json": DEEP, "p.jsonl": as_lines([FIRST])}
@@ -139,6 +140,7 @@ FAULTS = [
     (configured('run: {"a\\e[31m": 1}'), r"unknown key run.a\x1b[31m"),
     (configured("{}", "--run.dir", "\udcff"), r'command line: "\udcff" is not UTF-8 text'),
     (configured("{}", "--run.steps", "9" * 5000), "run.steps: expected a valid integer"),
+    (configured(LARGE), "the learning rate must be a finite, non-negative scalar"),
     # problems
     (problems(DEEP), "p.jsonl:1: not JSON that can be read (nested too deeply)"),
     (problems(DATES, "p.parquet"), "p.parquet cannot be read after row 0"),
