@@ -93,7 +93,7 @@ class Arguments:
     model: str | None = None
     max_prompt_tokens: int | None = None
     chat_template: Literal["auto", "true", "false"] = "auto"
-    enable_thinking: bool | None = None
+    enable_thinking: Literal["true", "false"] | None = None
     chat_template_kwargs: tuple[str, ...] = ()
     check_answers: int = 1000
     hold_out: int = 0
@@ -141,7 +141,8 @@ class Arguments:
     @property
     def template_arguments(self) -> dict[str, Any]:
         """The arguments of the chat template by name."""
-        return template_arguments(self.enable_thinking, self.chat_template_kwargs)
+        thinking = None if self.enable_thinking is None else self.enable_thinking == "true"
+        return template_arguments(thinking, self.chat_template_kwargs)
 
     @property
     def template(self) -> bool | Literal["auto"]:

@@ -103,6 +103,27 @@ def test_a_file_of_verls_form_keeps_every_column_and_splits(tmp_path):
     assert twice["steps"][0]["dropped"] == 0
 
 
+def test_a_published_file_is_looked_at_and_written_in_verls_form(tmp_path, capsys):
+    rows = [{"question": f"{i}+1?", "answer": f"{i}+1={i + 1}\n#### {i + 1}", "level": 1} for i in range(4)]
+    rows += [{"question": "5+1?", "answer": ""}, {"question": "6+1?", "answer": "7\n\nSo it is."}, rows[0]]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run_cli(main, [str(source), str(out), "--form", "gsm8k", "--reward-workers", "1"]) == 0
+    table = [
+        "warning: right answers get no reward when they are given as the response",
+        "data      rows  no answer  over length  repeated prompts  answers that fail",
+        "in.jsonl     7          1            -                 1             1 of 5",
+        "fails: '7 So it is.' to '6+1?'",
+        "keys not read: level",
+    ]
+    assert "\n".join(table) in capsys.readouterr().out
+    assert read_provenance(out)["looked"] == table
+    assert [step["dropped"] for step in read_provenance(out)["steps"]] == [1, 1]
+    written = [row for _, row in read_rows(out)]
+    assert set(written[0]) == {"data_source", "prompt", "reward_model"}
+    assert [row["reward_model"]["ground_truth"] for row in written[:4]] == ["1", "2", "3", "4"]
+
+
 def test_problems_solved_sometimes_are_kept_with_their_rate(scoring, tmp_path):
     words, reward = scoring
     assert run_cli(main, words) == 0
@@ -152,6 +173,15 @@ def test_an_interrupted_scoring_goes_on_with_what_is_missing(scoring, tmp_path, 
         (["{plain}", "out.parquet", "--model", "{model}", "--max-prompt-tokens", "2"], "no problem is left after the"),
         (["{plain}", "out.parquet", "--hold-out", "12"], "--hold-out 12 leaves nothing of 12 problems"),
         (["{plain}", "out.parquet", "--chat-template", "true"], "chat_template = true, but the tokenizer has none"),
+        (
+            ["{plain}", "out.parquet", "--form", "gsm8k"],
+            "a row of the form gsm8k has question, and answer; the keys",
+        ),
+        (
+            ["{plain}", "out.parquet", "--model", "{model}", "--enable-thinking", "false"],
+            "enable_thinking is given",
+        ),
+        (["{plain}", "out.parquet", "--check-answers", "-1"], "and --check-answers must not be negative"),
         (["{plain}", "out.parquet", "--engine", "vllm"], "--urls are needed with --engine vllm"),
         (["owner/name", "out.parquet"], "owner/name is no file here and cannot be had from the Hugging Face hub: "),
         (["owner/name:x.parquet", "out.parquet"], "cannot be had from the Hugging Face hub: "),

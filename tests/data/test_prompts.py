@@ -127,6 +127,12 @@ def test_prompts_that_are_too_long_are_counted(bare):
     ("wrong", "message"),
     [
         ({"task": "file"}, "path is needed with task = file"),
+        (
+            {"chat_template": False, "enable_thinking": True},
+            "chat_template = false applies no template, but enable_",
+        ),
+        ({"chat_template_kwargs": ("effort",)}, "chat_template_kwargs must be NAME=VALUE"),
+        ({"check_answers": -1}, "check_answers must "),
         ({"path": "x.parquet"}, "path is given, but task = toy reads no file"),
         ({"fraction": 0.0}, "fraction must be above 0 and at most 1, got 0.0"),
         ({"fraction": 1.5}, "fraction must be above 0 and at most 1, got 1.5"),
