@@ -103,7 +103,7 @@ def test_a_file_of_verls_form_keeps_every_column_and_splits(tmp_path):
     assert twice["steps"][0]["dropped"] == 0
 
 
-def test_a_published_file_is_looked_at_and_written_in_verls_form(tmp_path, capsys):
+def test_a_published_file_is_looked_at_and_rewritten(tmp_path, capsys):
     rows = [{"question": f"{i}+1?", "answer": f"{i}+1={i + 1}\n#### {i + 1}", "level": 1} for i in range(4)]
     rows += [{"question": "5+1?", "answer": ""}, {"question": "6+1?", "answer": "7\n\nSo it is."}, rows[0]]
     source, out = tmp_path / "in.jsonl", tmp_path / "out.parquet"
