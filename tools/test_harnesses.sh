@@ -10,10 +10,10 @@ source launch/environment.sh
 
 prepare_environment test
 bash launch/install_vllm.sh
+mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.harness' tests)
 status=0
 if [ $# -eq 0 ]; then
-  "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "mesh and harness" tests/sharding || status=$?
+  "$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "mesh and harness" "${files[@]}" || status=$?
 fi
-"$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "harness and not mesh" \
-  tests/experiments tests/fuzz tests/harness tests/house tests/integration tests/rollout tests/run tests/trainer "$@" || status=$?
+"$RLJAX_BIN/python" -m pytest --verbose --durations=5 -m "harness and not mesh" "${files[@]}" "$@" || status=$?
 exit "$status"
