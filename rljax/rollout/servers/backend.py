@@ -40,6 +40,7 @@ class Backend(Wire):
     """
 
     model = "policy"
+    paused_route = ""
     logprobs_hint: str  # the remedy where log-probabilities are not of the distribution that a server samples from
     without_plugin: str  # the meaning of a refusal where rljax's plugin is asked
     version_route: str  # the path at which a server says which weights it holds

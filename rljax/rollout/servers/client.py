@@ -6,12 +6,13 @@ of a server that goes down are sent again to another one, or wait. A router gets
 
 A reply may hold several weight versions where new weights come while it is sampled. It is handed on once the server
 that sampled it is open with the newest of them. A part of a response that the server gave up for the new weights is
-kept, and the rest is asked of any server.
+kept, and the rest is asked of any server. A request that a paused server refuses waits and is asked again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import queue
 import random
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
+from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerPausedError, ServerRefusedError
 from rljax.rollout.servers.pool import Group, Server, ServerPool, json_object, refusal_text
 from rljax.rollout.servers.wire import Completion, Request, Wire, check_completion, join_parts, remaining_request
 from rljax.rollout.types import ClientLimits
@@ -247,12 +248,14 @@ class ServerClient:
         self, index: int, request: Request, vocab_size: int | None, group: Group, metrics: dict[str, float]
     ) -> Completion:
         """Returns the completion of request ``index``. Raises ServerError if it is refused or all attempts failed."""
-        failure, failures = "", 0
+        failure, failures, pauses = "", 0, _Pauses(self.limits.request_timeout_s)
         parts: list[Completion] = []
         while failures < self.limits.max_attempts:
             if failure:
                 metrics["rollout/retries"] += 1
                 await self._back_off(failures)
+            elif pauses.count:
+                await self._back_off(pauses.count)
             server = await self._pool.acquire(group)
             metrics["rollout/requests"] += 1
             try:
@@ -260,6 +263,7 @@ class ServerClient:
                 if parts[-1].finish_reason != "abort":
                     return join_parts(parts)
                 failure = ""
+                pauses.count = 0
                 continue
             except ServerGoneError as error:
                 failure = str(error)
@@ -268,6 +272,9 @@ class ServerClient:
             except ReplyError as error:
                 failure = str(error)
             except ServerRefusedError as error:
+                if pauses.may_end(error):
+                    failure = ""
+                    continue
                 if not _may_pass(error):
                     raise
                 failure = str(error)
@@ -299,16 +306,16 @@ class ServerClient:
     async def _probe(self, server: Server, request: Request) -> Completion:
         """Returns a completion of ``server``, and asks again where the reply is none or a failure may pass."""
         timeout_s = min(_PROBE_S, self.limits.request_timeout_s)
-        for attempt in range(1, self.limits.max_attempts):
+        failures, pauses = 0, _Pauses(timeout_s)
+        while True:
             try:
                 return await self._sample(server, request, timeout_s)
-            except ReplyError:
-                pass
-            except ServerRefusedError as error:
-                if not _may_pass(error):
-                    raise
-            await self._back_off(attempt)
-        return await self._sample(server, request, timeout_s)
+            except (ReplyError, ServerRefusedError) as error:
+                if not pauses.may_end(error):
+                    failures += 1
+                    if failures >= self.limits.max_attempts or not _may_pass(error):
+                        raise
+            await self._back_off(failures + pauses.count)
 
     async def _sample(self, server: Server, request: Request, timeout_s: float, url: str = "") -> Completion:
         """Returns one completion of ``server``, through the router at ``url`` if there is one."""
@@ -341,7 +348,18 @@ class ServerClient:
             await self._exchange(url, "GET", "/health", 10.0)  # raises where the server is gone
         hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
         wanted = hint if reply.status_code == 401 else ""
-        raise ServerRefusedError(f"{url}{path} answered {refusal_text(reply)}{wanted}", reply.status_code)
+        said = f"{url}{path} answered {refusal_text(reply)}{wanted}"
+        if reply.status_code == 503 and path in self._wire.routes and await self._is_paused(url):
+            raise ServerPausedError(said, reply.status_code)
+        raise ServerRefusedError(said, reply.status_code)
+
+    async def _is_paused(self, url: str) -> bool:
+        """Returns whether the server at ``url`` says that it is paused, or any server behind the router there."""
+        for each in (self._pool.urls if url == self._router else (url,)) if self._wire.paused_route else ():
+            with contextlib.suppress(ServerError):
+                if json_object(await self._exchange(each, "GET", self._wire.paused_route, 10.0)).get("is_paused"):
+                    return True
+        return False
 
     async def _back_off(self, attempt: int) -> None:
         """Waits before retry number ``attempt``, which is at least 1."""
@@ -361,6 +379,22 @@ def check_url(url: str) -> None:
         raise ValueError(f"expected URLs such as http://host:port, got {url!r}")
 
 
-def _may_pass(refusal: ServerRefusedError) -> bool:
+class _Pauses:
+    """The refusals of one request by paused servers. They are no failed attempts until ``longest_s`` is over."""
+
+    def __init__(self, longest_s: float) -> None:
+        self.count = 0
+        self._longest_s, self._end = longest_s, math.inf
+
+    def may_end(self, error: ServerError) -> bool:
+        """Returns whether ``error`` is the refusal of a paused server that is still to be waited for. Counts it."""
+        if not isinstance(error, ServerPausedError):
+            return False
+        self._end = min(self._end, time.monotonic() + self._longest_s)
+        self.count += 1
+        return time.monotonic() < self._end
+
+
+def _may_pass(error: ServerError) -> bool:
     """Returns whether the same request may be answered later."""
-    return refusal.status >= 500 or refusal.status in (408, 429)
+    return not isinstance(error, ServerRefusedError) or error.status >= 500 or error.status in (408, 429)

