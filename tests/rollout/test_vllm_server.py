@@ -181,7 +181,7 @@ def test_a_build_for_cpus_is_known_without_an_import(monkeypatch, tmp_path):
 def test_a_build_for_cpus_does_not_serve_beside_a_gpu(monkeypatch, tmp_path):
     plant_gpu(monkeypatch, tmp_path)
     plant_torch(monkeypatch, tmp_path, None)
-    with pytest.raises(ServerFailedError, match=r"for CPUs, .* NVIDIA GPU: run launch/install_vllm.sh --gpu") as error:
+    with pytest.raises(ServerFailedError, match=r"for CPUs, .* NVIDIA GPU: install .*install_vllm --gpu in") as error:
         start(ServerConfig("model", sys.executable, log_path=tmp_path / "log"))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "log").exists()

@@ -60,7 +60,7 @@ class ServerConfig(ABC):
     """The model to serve, and the address and settings of its server. A kind of server is a subclass."""
 
     kind: ClassVar[str]
-    gpu_install: ClassVar[str]  # the command that installs the build for a GPU
+    gpu_install: ClassVar[str]  # the program in launch/ that installs the build for a GPU
     # The status of /health where the engine or a worker ended while the API process goes on; None: all of it ends.
     died_status: ClassVar[int | None] = None
     cpu_environment: ClassVar[Mapping[str, str]]  # for a machine without a GPU; the caller's variables win over these
@@ -159,8 +159,8 @@ class ServerProcess:
         gpu = has_gpu()
         if gpu and is_cpu_build(config.python):
             raise ServerFailedError(
-                f"{config.python} has a build of {config.kind} for CPUs, and this machine has an NVIDIA GPU: run "
-                f"{config.gpu_install}, or set CUDA_VISIBLE_DEVICES to nothing to serve on the CPU"
+                f"{config.python} has a build of {config.kind} for CPUs, and this machine has an NVIDIA GPU: "
+                f"install the build for GPUs ({config.gpu_install} in a checkout), or set CUDA_VISIBLE_DEVICES to nothing to serve on the CPU"
             )
         self.config = config
         self.port = config.port or free_port(config.host)

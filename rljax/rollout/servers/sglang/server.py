@@ -37,7 +37,7 @@ class ServerConfig(process.ServerConfig):
     """The configuration of an SGLang server."""
 
     kind: ClassVar[str] = "SGLang"
-    gpu_install: ClassVar[str] = "launch/install_sglang.sh in a new environment"
+    gpu_install: ClassVar[str] = "install_sglang in a new environment"
     cpu_environment: ClassVar[Mapping[str, str]] = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     needed_environment: ClassVar[Mapping[str, str]] = {
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health samples a token, and waits while it is paused

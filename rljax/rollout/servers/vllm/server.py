@@ -22,7 +22,7 @@ class ServerConfig(process.ServerConfig):
     """The configuration of a vLLM server."""
 
     kind: ClassVar[str] = "vLLM"
-    gpu_install: ClassVar[str] = "launch/install_vllm.sh --gpu"
+    gpu_install: ClassVar[str] = "install_vllm --gpu"
     died_status: ClassVar[int | None] = 503
     cpu_environment: ClassVar[Mapping[str, str]] = {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
