@@ -160,7 +160,8 @@ class ServerProcess:
         if gpu and is_cpu_build(config.python):
             raise ServerFailedError(
                 f"{config.python} has a build of {config.kind} for CPUs, and this machine has an NVIDIA GPU: "
-                f"install the build for GPUs ({config.gpu_install} in a checkout), or set CUDA_VISIBLE_DEVICES to nothing to serve on the CPU"
+                f"install the build for GPUs ({config.gpu_install} in a checkout), "
+                "or set CUDA_VISIBLE_DEVICES to nothing to serve on the CPU"
             )
         self.config = config
         self.port = config.port or free_port(config.host)
