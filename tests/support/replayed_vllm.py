@@ -8,6 +8,7 @@ import os
 import pickle
 from pathlib import Path
 
+from rljax.rollout.engine import Samples
 from rljax.rollout.servers.engine import ServedEngine
 
 
@@ -16,15 +17,17 @@ def install():
     plain, calls = ServedEngine.generate, iter(range(10**6))
 
     def record(self, prompts, n, sampling, *, seed):
-        responses = list(plain(self, prompts, n, sampling, seed=seed))
-        (Path(recorded) / f"{next(calls)}.pickle").write_bytes(pickle.dumps((list(prompts), responses)))
-        return iter(responses)
+        samples = plain(self, prompts, n, sampling, seed=seed)
+        kept = list(prompts), list(samples.responses), samples.metrics
+        (Path(recorded) / f"{next(calls)}.pickle").write_bytes(pickle.dumps(kept))
+        return Samples(iter(kept[1]), samples.metrics)
 
     def replay(self, prompts, n, sampling, *, seed):
-        asked, responses = pickle.loads((Path(replayed) / f"{next(calls)}.pickle").read_bytes())
+        asked, responses, metrics = pickle.loads((Path(replayed) / f"{next(calls)}.pickle").read_bytes())
         assert [list(prompt) for prompt in asked] == [list(prompt) for prompt in prompts]
         if self._config.colocated:  # the server samples all the same, and sleeps then
-            list(plain(self, prompts, n, sampling, seed=seed))
-        return iter(responses)
+            metrics = (samples := plain(self, prompts, n, sampling, seed=seed)).metrics
+            list(samples.responses)
+        return Samples(iter(responses), metrics)
 
     ServedEngine.generate = record if recorded else replay
