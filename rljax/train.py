@@ -28,7 +28,7 @@ from rljax.distributed.files import write_whole
 from rljax.distributed.ownership import Ownership
 from rljax.distributed.processes import Processes, start_processes, unused_gpus
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
-from rljax.plan.dry_run import check_shapes, dry_run
+from rljax.plan.dry_run import check_shapes, dry_run, lacks_at_start
 from rljax.policy.families import read_config
 from rljax.policy.hub import model_directory
 from rljax.policy.kernels import choose_kernels
@@ -132,7 +132,7 @@ def describe_run(config: Config, options: Options) -> None:
     if options.hlo:
         Path(options.hlo).write_text(compiled.text)
     found = report(compiled)
-    print(dry_run(compiled.config))
+    print(dry_run(compiled.config, compiled.machine.card))
     print(describe(found))
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
@@ -153,6 +153,8 @@ def read_inputs(config: Config) -> Inputs:
             raise ConfigError(f"{config.model.path}: {sizes}")
         check_shapes(config, policy, mesh)
         check_offload(config, mesh)
+        for line in lacks_at_start(config, policy, mesh):
+            logging.getLogger(__name__).warning(line)
         # This call refuses kernels that the devices lack.
         choose_kernels(config.policy, policy, config.precision.compute_dtype, mesh)
     return Inputs(config, policy, tokenizer, mesh)

@@ -13,6 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
+from rljax.plan.budget import (
+    Decoding,
+    Demand,
+    device_demands,
+    disk_demands,
+    find_devices,
+    host_demand,
+    plan_decoding,
+    resident_bytes,
+    weight_bytes,
+)
+from rljax.plan.machines import Card
 from rljax.plan.memory import working_bytes
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
@@ -24,9 +36,16 @@ from rljax.run.training import batch_shape, has_separate_forward, is_offloaded, 
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
 from rljax.trainer.state import abstract_state, make_optimizer
 
+ENGINE = "weights of the embedded engine"
+_SMALL = 2**30  # bytes of float32 weights below which a start does not look for room
 
-def dry_run(config: Config) -> str:
-    """Describes each part of a run in one line, from shapes.
+
+def dry_run(config: Config, card: Card | None = None) -> str:
+    """Describes each part of a run in one line, from shapes. The last lines say what does not fit.
+
+    Args:
+      config: The configuration of the run.
+      card: The devices of a machine that is not present, or None for those of this machine.
 
     Raises:
       ValueError: Settings do not fit one another or the model, or the model's shape is unknown.
@@ -37,6 +56,13 @@ def dry_run(config: Config) -> str:
     sizes = planned_bytes(config, policy, mesh)
     lines = _batch(config) | _model(config, policy, mesh) | _recipe(config)
     lines |= _sampling(config, sizes)
+    demands, decoding = find_demands(config, policy, mesh, card)
+    if decoding is not None:
+        lines["decoding"] = (
+            f"{decoding.slots:,} of {decoding.rows:,} responses at once, whose cache of "
+            f"{decoding.slots * decoding.places:,} tokens takes {in_units(decoding.bytes)} of each device"
+        )
+    lines |= {demand.label: _describe(demand) for demand in demands}
     width = max(map(len, lines))
     head = f"dry run of {config.run.dir}: no weights read, no server asked, no run directory made"
     in_all, per_device = map(sum, zip(*sizes.values(), strict=True))
@@ -44,7 +70,32 @@ def dry_run(config: Config) -> str:
     table = [(name, *pair) for name, pair in ({"bytes": ("in all", "per device")} | rows).items()]
     column = max(len(name) for name, *_ in table)
     described = [f"{key:<{width}}  {text}" for key, text in lines.items()]
-    return "\n".join([head, *described, *(f"{name:<{column}}  {whole:>12}  {part:>12}" for name, whole, part in table)])
+    missing = [f"does not fit  {_describe_lack(each)}" for each in demands if not each.fits]
+    bytes_lines = [f"{name:<{column}}  {whole:>12}  {part:>12}" for name, whole, part in table]
+    return "\n".join([head, *described, *bytes_lines, *missing])
+
+
+def find_demands(
+    config: Config, policy: PolicyConfig, mesh: Any, card: Card | None = None
+) -> tuple[list[Demand], Decoding | None]:
+    """Returns what the run needs of a device, of the host and of disks, and the batch of the embedded engine."""
+    sizes, devices = state_bytes(config, policy, mesh), find_devices(mesh, card)
+    training = sum(part for _, part in planned_bytes(config, policy, mesh).values())
+    resident = resident_bytes(sizes)
+    decoding = plan_decoding(config, policy, mesh, devices, resident) if config.rollout.engine == "jax" else None
+    return [
+        *device_demands(config, devices, training, resident, decoding),
+        host_demand(config, policy, sizes, devices, training, decoding),
+        *disk_demands(config, policy, sizes),
+    ], decoding
+
+
+def lacks_at_start(config: Config, policy: PolicyConfig, mesh: Any) -> list[str]:
+    """Returns a line for each place that the run does not fit into; [] for a policy too small to matter."""
+    if weight_bytes(policy, "float32") < _SMALL:
+        return []
+    demands, _ = find_demands(config, policy, mesh)
+    return [f"this run may not fit {_describe_lack(demand)}" for demand in demands if not demand.fits]
 
 
 def shape_mesh(config: MeshConfig) -> AbstractMesh:
@@ -107,9 +158,9 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
     state = abstract_state(policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic, lora=config.lora)
     dtype = jnp.dtype(config.precision.compute_dtype)
 
-    def weights(axes: Params) -> Params:
+    def weights(axes: Params, dtype: Any = dtype) -> Params:
         def place(leaf: Any, names: Any) -> Any:
-            return leaf.update(dtype=dtype, sharding=named_sharding(mesh, names, leaf.shape))
+            return leaf.update(dtype=jnp.dtype(dtype), sharding=named_sharding(mesh, names, leaf.shape))
 
         return jax.tree.map(place, abstract_params(policy), axes)
 
@@ -128,6 +179,8 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
         reference = merged if config.lora.adapter else {}
     if config.loss.kl != "none":
         trees["reference policy"] = reference
+    if config.rollout.engine == "jax":
+        trees[ENGINE] = weights(logical_axes(policy), config.rollout.dtype)
     if versions := max_version_lag(config) if config.diagnosis.behaviour_responses else 0:
         copy = state.params if config.lora.rank else weights(logical_axes(policy))
         trees[f"policies of {versions + 1} versions"] = [copy] * (versions + 1)
@@ -135,10 +188,13 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
 
 
 def beside_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> int:
-    """Returns the bytes on one device that the step does not read: a reference policy, the weights under adapters."""
+    """Returns the bytes on one device that the step does not read.
+
+    These are a reference policy, the weights under adapters, and the weights of the embedded engine.
+    """
     sizes = state_bytes(config, policy, mesh)
     # The weights under the adapters have the shapes and the dtype of the merged weights.
-    names = ("reference policy", f"{jnp.dtype(config.precision.compute_dtype)} merged")
+    names = ("reference policy", ENGINE, f"{jnp.dtype(config.precision.compute_dtype)} merged")
     return sum(sizes[name][1] for name in names if name in sizes)
 
 
@@ -162,6 +218,18 @@ def in_units(count: int) -> str:
     """Formats a number of bytes with a binary unit: 1536 is 1.50 KiB."""
     exponent = max(0, min(3, (count.bit_length() - 1) // 10))
     return f"{count} B" if exponent == 0 else f"{count / 1024**exponent:.2f} {'KMG'[exponent - 1]}iB"
+
+
+def _describe(demand: Demand) -> str:
+    """Describes a demand: its sum, its parts, and what the place has."""
+    parts = ", ".join(f"{name} {in_units(size)}" for name, size in demand.parts.items())
+    whole = f"{in_units(demand.total)} ({parts})" if len(demand.parts) > 1 else parts
+    return whole if demand.free is None else f"{whole}; free: {in_units(demand.free)} {demand.place}"
+
+
+def _describe_lack(demand: Demand) -> str:
+    """Describes a demand that does not fit, and what would help."""
+    return f"{demand.label}: {_describe(demand)}; try {demand.remedy}"
 
 
 def _batch(config: Config) -> dict[str, str]:

@@ -35,6 +35,9 @@ from rljax.rollout.injected import CACHES, quantize, restore
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
 from rljax.sharding import RULES, replicated
 
+DEVICE_SHARE = 0.7  # of a device's free memory, for the cache
+HOST_SHARE = 0.25  # of the host's memory, for the caches of devices that do not say how much is free
+
 
 class EngineFunctions(NamedTuple):
     """The jitted functions of an engine.
@@ -266,9 +269,9 @@ def free_cache_tokens(config: PolicyConfig, mesh: Mesh, dtype: Any) -> int:
     devices = mesh.local_devices
     stats = devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
-        free = 0.7 * (stats["bytes_limit"] - stats["bytes_in_use"])
+        free = DEVICE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
     else:
-        free = 0.25 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(devices)
+        free = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(devices)
     tokens = int(free / cache_token_bytes(config, mesh, dtype))
     if jax.process_count() > 1:
         tokens = int(multihost_utils.process_allgather(np.int64(tokens)).min())

@@ -49,8 +49,12 @@ def test_bytes_of_a_tiny_policy_by_hand():
     assert "reference policy" not in sizes
     kl = changed(config, loss={"kl": "k3", "kl_coefficient": 0.1})
     assert state_bytes(kl, TINY, shape_mesh(kl.mesh))["reference policy"][0] == 4 * TINY_COUNT
-    assert beside_bytes(config, TINY, shape_mesh(config.mesh)) == 0
-    assert beside_bytes(kl, TINY, shape_mesh(kl.mesh)) == 4 * TINY_COUNT
+    assert sizes["weights of the embedded engine"][0] == 2 * TINY_COUNT  # bfloat16
+    assert beside_bytes(config, TINY, shape_mesh(config.mesh)) == 2 * TINY_COUNT
+    assert beside_bytes(kl, TINY, shape_mesh(kl.mesh)) == 6 * TINY_COUNT
+    served = changed(kl, rollout={"engine": "vllm"})
+    assert "weights of the embedded engine" not in state_bytes(served, TINY, shape_mesh(kl.mesh))
+    assert beside_bytes(served, TINY, shape_mesh(kl.mesh)) == 4 * TINY_COUNT
 
 
 def test_bytes_of_adapters_on_a_tiny_policy_by_hand():
@@ -67,8 +71,9 @@ def test_bytes_of_adapters_on_a_tiny_policy_by_hand():
     assert state_bytes(kl, TINY, shape_mesh(kl.mesh))["reference policy"] == (0, 0)
     started = changed(kl, lora={"adapter": "somewhere"})
     assert state_bytes(started, TINY, shape_mesh(kl.mesh))["reference policy"] == sizes["bfloat16 merged"]
-    # The step reads the merged weights, and of the base what has no adapters: the rest lies beside it.
-    assert beside_bytes(config, TINY, shape_mesh(kl.mesh)) == 2 * 3 * (32 * 32 + 64 * 32)
+    # The step reads the merged weights, and of the base what has no adapters: the rest lies beside it. So do the
+    # engine's weights, which are whole.
+    assert beside_bytes(config, TINY, shape_mesh(kl.mesh)) == 2 * 3 * (32 * 32 + 64 * 32) + 2 * TINY_COUNT
 
 
 def test_a_run_on_adapters_is_described(tmp_path):

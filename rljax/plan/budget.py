@@ -1,0 +1,278 @@
+"""Compares what a run would hold with the memory of a device, the memory of the host and the free space on disk."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from rljax.distributed.files import memory_directory
+from rljax.plan.machines import H100, Card
+from rljax.policy.config import PolicyConfig
+from rljax.policy.model import abstract_params
+from rljax.rollout.decoding import batch_sizes, cache_token_bytes
+from rljax.rollout.embedded import DEVICE_SHARE, HOST_SHARE
+from rljax.rollout.injected import CACHES
+from rljax.rollout.types import SERVED
+from rljax.run.config import Config
+from rljax.run.training import is_offloaded
+from rljax.sharding import RULES
+
+Sizes = dict[str, tuple[int, int]]  # by name: bytes in all, bytes on one device
+
+# The bytes of a trainer's process on the host beside its arrays: Python, JAX and the compiled programs. On a CPU the
+# allocator also keeps freed memory. Measured numbers belong here, with the run that gave them.
+PROCESS_BYTES = 2 * 2**30
+# The copies of the training state that a checkpoint holds on the host while it is written.
+CHECKPOINT_COPIES = 1
+# The number of versions of the weights that exist at a time: the next one is written while servers load the last one.
+VERSIONS = 2
+_DEVICES_A_HOST = 8  # of a mesh whose devices are not present
+# The arrays of ``dry_run.state_bytes`` that exist in an update alone.
+_OF_AN_UPDATE = ("gradients", " copy", " gathered")
+
+
+class Decoding(NamedTuple):
+    """The batch that the embedded engine decodes at once.
+
+    Attributes:
+      slots: The number of responses at once, of ``rows``.
+      rows: The number of responses of a step.
+      places: The tokens of the cache for one response.
+      bytes: The bytes of the cache on one device.
+    """
+
+    slots: int
+    rows: int
+    places: int
+    bytes: int
+
+
+class Demand(NamedTuple):
+    """Bytes that a run needs in one place, and what the place has.
+
+    Attributes:
+      label: The name of the place in a table.
+      parts: The bytes by purpose.
+      place: A description of the place, to follow the bytes that it has.
+      free: The bytes that the place has for the run, or None if they are not known.
+      remedy: The settings that would help.
+    """
+
+    label: str
+    parts: dict[str, int]
+    place: str
+    free: int | None
+    remedy: str
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the place has enough; True if that is not known."""
+        return self.free is None or self.total <= self.free
+
+
+class Devices(NamedTuple):
+    """The devices of a run.
+
+    Attributes:
+      number: Their number.
+      is_here: Whether this machine has them.
+      name: The name of one.
+      memory: The bytes of one, or None for a CPU, whose memory is the host's.
+    """
+
+    number: int
+    is_here: bool
+    name: str
+    memory: int | None
+
+    @property
+    def on_host(self) -> int:
+        """The number of devices on one host."""
+        return self.number if self.is_here else min(self.number, _DEVICES_A_HOST)
+
+
+def find_devices(mesh: Any, card: Card | None = None) -> Devices:
+    """Returns the devices of a mesh: each is a ``card``. None: those of this machine, or H100s if it has too few."""
+    count = math.prod(mesh.shape.values())
+    if card is None and count > jax.device_count():
+        card = H100
+    if card is not None:
+        return Devices(count, False, card.name, card.memory_bytes)
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return Devices(count, True, device.device_kind, None if limit is None else int(limit))
+
+
+def host_memory() -> int | None:
+    """Returns the bytes that processes of this host can still take, or None if the system does not say.
+
+    The limit of a container (cgroup v2) counts if it is smaller.
+    """
+    try:
+        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    if found is None:
+        return None
+    free = int(found.group(1)) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return free
+    return min(free, int(limit)) if limit.isdigit() else free
+
+
+def resident_bytes(sizes: Sizes) -> int:
+    """Returns the bytes on one device between updates, from the names of ``dry_run.state_bytes``."""
+    return sum(part for name, (_, part) in sizes.items() if not name.endswith(_OF_AN_UPDATE))
+
+
+def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devices, resident: int) -> Decoding:
+    """Returns the batch that the embedded engine would decode beside ``resident`` bytes on each device.
+
+    ``rollout.decode_tokens: 0`` takes a share of the memory that is then free.
+    """
+    rollout, places, tokens = config.rollout, config.max_sequence_tokens, config.rollout.decode_tokens
+    of_token = cache_token_bytes(policy, mesh, CACHES.get(rollout.kv_cache_dtype) or jnp.dtype(rollout.dtype))
+    if not tokens:
+        free = DEVICE_SHARE * max(0, (devices.memory or 0) - resident)
+        if devices.memory is None:
+            free = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / jax.local_device_count()
+        tokens = int(free / of_token)
+    ways = math.prod(mesh.shape[axis] for axis in RULES["rows"])
+    slots = batch_sizes(config.num_sequences, rollout.group_size, tokens // places, ways).slots
+    return Decoding(slots, config.num_sequences, places, math.ceil(slots * places * of_token))
+
+
+def device_demands(
+    config: Config, devices: Devices, training: int, resident: int, decoding: Decoding | None
+) -> list[Demand]:
+    """Returns what one device needs in an update, and while the embedded engine samples; [] for a CPU.
+
+    Args:
+      config: The configuration of the run.
+      devices: The devices.
+      training: The bytes on one device in an update.
+      resident: The bytes on one device between updates.
+      decoding: The batch of the embedded engine, or None.
+    """
+    if devices.memory is None:
+        return []
+    place = f"on one {devices.name}"
+    remedy = ", ".join(_device_settings(config))
+    demands = [Demand("in training", {"arrays of an update": training}, place, devices.memory, remedy)]
+    if decoding is not None:
+        parts = {"arrays": resident, "cache": decoding.bytes}
+        fewer = f"rollout.decode_tokens below {decoding.slots * decoding.places}, a larger mesh.fsdp"
+        demands.append(Demand("in sampling", parts, place, devices.memory, fewer))
+    return demands
+
+
+def _device_settings(config: Config) -> Iterator[str]:
+    """Yields settings that make an update need less of a device's memory, the cheapest first."""
+    if config.mesh.keep_gathered:
+        yield "mesh.keep_gathered: false"
+    if config.precision.remat_policy in ("none", "dots"):
+        yield "precision.remat: blocks"
+    elif config.precision.remat_policy == "blocks":
+        yield "precision.remat: offload"
+    longest = config.packing.resolve_row_tokens(config.max_sequence_tokens)
+    if config.packing.tokens_per_device >= 2 * longest or not config.packing.tokens_per_device:
+        yield f"packing.tokens_per_device: {longest}"
+    yield "a larger mesh.fsdp"
+    if not config.lora.rank:
+        yield "adapters (lora.rank)"
+
+
+def host_demand(
+    config: Config, policy: PolicyConfig, sizes: Sizes, devices: Devices, training: int, decoding: Decoding | None
+) -> Demand:
+    """Returns what one host needs in its memory.
+
+    Args:
+      config: The configuration of the run.
+      policy: The shape of the policy.
+      sizes: The arrays of ``dry_run.state_bytes``.
+      devices: The devices.
+      training: The bytes on one device in an update.
+      decoding: The batch of the embedded engine, or None.
+    """
+    resident, state = resident_bytes(sizes), saved_bytes(sizes)[1] * devices.on_host
+    served = config.rollout.engine in SERVED
+    weights = weight_bytes(policy, config.rollout.dtype)
+    parts = {"the process": PROCESS_BYTES}
+    remedy = "adapters (lora.rank)"
+    if served and transfer_directory(config) == Path("/dev/shm"):
+        parts[f"{VERSIONS} versions in /dev/shm"] = VERSIONS * weights
+        remedy = "rollout.transfer_dir on a disk"
+    if served and config.publish.store != "shared":
+        parts["the last version for deltas"] = weights
+    if devices.memory is None:
+        sampling = 0 if decoding is None else resident + decoding.bytes
+        parts["arrays of an update"] = devices.number * max(training, sampling)
+        remedy = ", ".join(name for name in _device_settings(config) if "mesh" not in name and "offload" not in name)
+    elif is_offloaded(config):
+        parts["arrays between updates"] = devices.on_host * resident + state  # the state is there twice for a moment
+        remedy = "rollout.offload_state: false"
+    parts["a checkpoint on its way"] = CHECKPOINT_COPIES * state
+    return Demand("on the host", parts, "in the host's memory", host_memory() if devices.is_here else None, remedy)
+
+
+def disk_demands(config: Config, policy: PolicyConfig, sizes: Sizes) -> list[Demand]:
+    """Returns what the run directory and the directory of the weights' versions need."""
+    wanted, state, run_dir = config.checkpoint, saved_bytes(sizes)[0], Path(config.run.dir)
+    parts = {f"{wanted.keep} checkpoints": wanted.keep * state, "the next one": state}
+    remedies = ["a smaller checkpoint.keep"] if wanted.keep > 1 else []
+    if wanted.keep_best:
+        parts["the best and the next best"] = 2 * state
+        remedies.append("checkpoint.keep_best: false")
+    remedy = ", ".join([*remedies, "run.dir on a larger disk"])
+    demands = [Demand("on disk", parts, f"at {run_dir}", free_space(run_dir), remedy)]
+    if config.rollout.engine in SERVED:
+        place, size = transfer_directory(config), VERSIONS * weight_bytes(policy, config.rollout.dtype)
+        remedy = "rollout.transfer_dir on a larger disk"
+        if place == Path("/dev/shm"):
+            remedy += ", a larger /dev/shm (--ipc=host or --shm-size for a container)"
+        demands.append(Demand("to servers", {f"{VERSIONS} versions": size}, f"at {place}", free_space(place), remedy))
+    return demands
+
+
+def saved_bytes(sizes: Sizes) -> tuple[int, int]:
+    """Returns (bytes in all, bytes on one device) of what a checkpoint holds: what is trained, and its moments."""
+    pairs = [pair for name, pair in sizes.items() if name in ("masters", "adapters", "moments")]
+    return sum(whole for whole, _ in pairs), sum(part for _, part in pairs)
+
+
+def weight_bytes(policy: PolicyConfig, dtype: str) -> int:
+    """Returns the bytes of one version of the weights."""
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(policy))) * jnp.dtype(dtype).itemsize
+
+
+def transfer_directory(config: Config) -> Path:
+    """Returns the directory in which the versions of the weights are written."""
+    return memory_directory() if config.rollout.transfer_dir is None else Path(config.rollout.transfer_dir)
+
+
+def free_space(path: Path) -> int | None:
+    """Returns the free bytes where a directory is or would be made, or None if the system does not say."""
+    path = path.absolute()
+    for place in (path, *path.parents):
+        if place.exists():
+            try:
+                return shutil.disk_usage(place).free
+            except OSError:
+                return None
+    return None

@@ -1,0 +1,184 @@
+"""What a run needs of a device, of the host and of disks, worked by hand, and the settings named where it lacks."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from rljax.plan.budget import (
+    PROCESS_BYTES,
+    Devices,
+    device_demands,
+    disk_demands,
+    find_devices,
+    host_demand,
+    plan_decoding,
+    resident_bytes,
+    saved_bytes,
+)
+from rljax.plan.dry_run import dry_run, lacks_at_start, shape_mesh, state_bytes
+from rljax.plan.machines import H100
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hub import KNOWN_SHAPES
+from rljax.rollout.embedded import free_cache_tokens
+from rljax.run.config import Config
+from rljax.sharding import MeshConfig, make_mesh
+
+TINY = PolicyConfig(24, 32, 64, 3, 4, 2, 8, tie_word_embeddings=True)
+COUNT = 24 * 32 + 3 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64 + 2 * 32 + 2 * 8) + 32
+GPU = Devices(4, True, "a GPU", 10**6)
+CPU = Devices(1, True, "a CPU", None)
+QWEN = "Qwen/Qwen3-4B-Base"
+
+
+def changed(config, **sections):
+    parts = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **parts)
+
+
+def tiny(**rollout):
+    sizes = {"group_size": 4, "max_response_tokens": 90, **rollout}
+    return changed(Config(), data={"batch_size": 2, "max_prompt_tokens": 10}, mesh={"fsdp": 1}, rollout=sizes)
+
+
+def sizes_of(config):
+    return state_bytes(config, TINY, shape_mesh(config.mesh))
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(1000, 8), (800, 8), (799, 7), (399, 3), (1, 1)])
+def test_the_cache_that_decode_tokens_allow(tokens, slots):
+    """2 prompts x 4 responses of 10 + 90 tokens; a token has 3 layers x 2 heads x 8 x 2 (k, v) of 2 bytes: 192."""
+    config = tiny(decode_tokens=tokens)
+    found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
+    assert found == (slots, 8, 100, slots * 100 * 192)
+
+
+def test_an_eight_bit_cache_takes_half():
+    config = tiny(decode_tokens=800, kv_cache_dtype="fp8_e5m2")
+    assert plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0).bytes == 8 * 100 * 96
+
+
+def test_without_decode_tokens_a_gpu_gives_seven_tenths():
+    """Of 10^6 bytes 857,000 are taken: 0.7 x 143,000 / 192 are 521 tokens, 5 responses of 100."""
+    config = tiny()
+    assert plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 857_000).slots == 5
+    full = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 2_000_000)
+    assert full.slots == 1  # a batch has one response at least
+
+
+def test_on_a_cpu_the_plan_is_the_engine_s_own_choice():
+    mesh = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
+    places = 2**22
+    config = tiny(group_size=1024, max_response_tokens=places - 10)
+    budget = free_cache_tokens(TINY, make_mesh(MeshConfig(jax.device_count(), 1)), "bfloat16") // jax.device_count()
+    found = plan_decoding(config, TINY, mesh, CPU, 0)
+    assert abs(found.slots - budget // places) <= 1 + budget // places // 8
+
+
+def test_between_updates_there_are_masters_moments_and_engine():
+    kl = changed(tiny(), loss={"kl": "k3", "kl_coefficient": 0.1})
+    for config, per_parameter in ((tiny(), 4 + 8 + 2), (kl, 4 + 8 + 2 + 4)):
+        assert 0 <= resident_bytes(sizes_of(config)) - per_parameter * COUNT <= 32
+    assert 0 <= saved_bytes(sizes_of(kl))[0] - 12 * COUNT <= 32
+
+
+def test_a_device_that_is_too_small_is_told_of_settings():
+    config = changed(tiny(decode_tokens=800), precision={"remat": "dots"}, packing={"tokens_per_device": 128})
+    config = changed(config, mesh={"keep_gathered": True})
+    decoding = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
+    training, sampling = device_demands(config, GPU, 999_999, 10**6 - 8 * 100 * 192 + 1, decoding)
+    assert training.fits
+    assert (sampling.total, sampling.fits) == (10**6 + 1, False)
+    assert "rollout.decode_tokens below 800" in sampling.remedy
+    (training,) = device_demands(config, GPU, 10**6 + 1, 0, None)
+    assert not training.fits
+    assert training.remedy == (
+        "mesh.keep_gathered: false, precision.remat: blocks, a larger mesh.fsdp, adapters (lora.rank)"
+    )
+    assert device_demands(config, CPU, 10**18, 0, None) == []
+
+
+def test_a_host_without_gpus_holds_the_arrays():
+    config = tiny(decode_tokens=800)
+    decoding = plan_decoding(config, TINY, shape_mesh(config.mesh), CPU, 0)
+    sizes = sizes_of(config)
+    found = host_demand(config, TINY, sizes, CPU, 50 * COUNT, decoding).parts
+    state = saved_bytes(sizes)[0]
+    expected = {
+        "the process": PROCESS_BYTES,
+        "arrays of an update": 50 * COUNT,
+        "a checkpoint on its way": state,
+    }
+    assert found == expected
+    sampled = host_demand(config, TINY, sizes, CPU, 0, decoding).parts["arrays of an update"]
+    assert sampled == state + 2 * COUNT + 8 * 100 * 192
+
+
+def test_a_host_of_servers_holds_versions_and_offloaded_state(tmp_path):
+    config = tiny(engine="vllm", colocated=True, transfer_dir="/dev/shm")
+    config = changed(config, publish={"store": "http"})
+    sizes, gpu = sizes_of(config), GPU._replace(number=1)
+    state = saved_bytes(sizes)[0]
+    assert host_demand(config, TINY, sizes, gpu, 0, None).parts == {
+        "the process": PROCESS_BYTES,
+        "2 versions in /dev/shm": 2 * 2 * COUNT,
+        "the last version for deltas": 2 * COUNT,
+        "arrays between updates": 2 * state,
+        "a checkpoint on its way": state,
+    }
+    on_disk = changed(config, rollout={"transfer_dir": str(tmp_path), "colocated": False}, publish={"store": "shared"})
+    assert set(host_demand(on_disk, TINY, sizes, gpu, 0, None).parts) == {"the process", "a checkpoint on its way"}
+
+
+def test_a_host_of_a_larger_mesh_holds_eight_devices():
+    config = changed(tiny(), mesh={"fsdp": 16})
+    devices = find_devices(shape_mesh(config.mesh))
+    assert devices == (16, False, H100.name, H100.memory_bytes)
+    demand = host_demand(config, TINY, sizes_of(config), devices, 0, None)
+    assert demand.free is None
+    assert demand.parts["a checkpoint on its way"] == 8 * saved_bytes(sizes_of(config))[1]
+
+
+def test_disks_hold_checkpoints_and_versions(tmp_path):
+    config = tiny(engine="vllm", transfer_dir=str(tmp_path / "new/weights"))
+    config = changed(config, run={"dir": str(tmp_path / "run")}, checkpoint={"keep": 3, "keep_best": True})
+    state = saved_bytes(sizes_of(config))[0]
+    run, weights = disk_demands(config, TINY, sizes_of(config))
+    assert run.parts == {"3 checkpoints": 3 * state, "the next one": state, "the best and the next best": 2 * state}
+    assert weights.parts == {"2 versions": 2 * 2 * COUNT}
+    assert None not in (run.free, weights.free)
+    assert run.fits
+    assert "checkpoint.keep" in run.remedy
+    assert not list(tmp_path.iterdir())
+    (alone,) = disk_demands(tiny(), TINY, sizes_of(config))
+    assert alone.parts == {"2 checkpoints": 2 * state, "the next one": state}
+
+
+def test_the_dry_run_ends_with_what_does_not_fit(tmp_path):
+    served = {"engine": "vllm", "urls": ("http://nowhere:1",), "transfer_dir": str(tmp_path)}
+    config = changed(Config(), run={"dir": str(tmp_path / "run")}, model={"path": QWEN}, rollout=served)
+    config = changed(config, mesh={"fsdp": 4}, packing={"tokens_per_device": 9216}, precision={"remat": "none"})
+    lines = dry_run(config).splitlines()
+    (line,) = [line for line in lines if line.startswith("does not fit  in training: ")]
+    assert line.endswith(
+        "; free: 79.11 GiB on one NVIDIA H100 SXM 80 GB; "
+        "try precision.remat: blocks, a larger mesh.fsdp, adapters (lora.rank)"
+    )
+    assert lines.index(line) > max(i for i, each in enumerate(lines) if each.startswith("sum "))
+    fitting = changed(config, precision={"remat": "blocks"})
+    assert "does not fit  while" not in dry_run(fitting)
+
+
+def test_a_start_looks_for_room_for_large_policies_alone():
+    config = changed(Config(), model={"path": QWEN}, rollout={"engine": "vllm"}, mesh={"fsdp": 4})
+    config = changed(config, packing={"tokens_per_device": 9216})
+    (line, *_) = lacks_at_start(config, KNOWN_SHAPES[QWEN], shape_mesh(config.mesh))
+    assert line.startswith("this run may not fit in training: arrays of an update ")
+    assert lacks_at_start(config, TINY, shape_mesh(config.mesh)) == []
+
+
+def test_a_card_that_is_given_is_the_device():
+    mesh = shape_mesh(MeshConfig(1, 1))
+    assert find_devices(mesh, H100) == (1, False, H100.name, H100.memory_bytes)
+    here = find_devices(mesh)
+    assert (here.number, here.is_here, here.memory) == (1, True, None)
