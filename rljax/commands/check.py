@@ -1,20 +1,20 @@
-"""Checks rljax on the accelerator of this machine, in about ten minutes, and writes one JSON file to send.
+"""Checks the whole path of a run on this machine, in ten minutes at most, and writes one JSON file to send.
 
     rljax check                              # Qwen3-0.6B's shapes
     rljax check --models 0.6B 1.7B 4B
-    rljax check --json result.json
-    rljax check --tiny                       # tries the program itself, on a CPU too
+    rljax check --only driver packages vllm --json result.json
+    rljax check --tiny                       # tries the kernels and the step too on a CPU
 
-Attention and the head are compared with float32. Nothing of a packed sequence may reach another sequence. A training
-step is compiled and timed, and its memory is compared with the plan. Weights and tokens are random; nothing is
-downloaded. A part that fails is recorded with its error, and the others still run; the exit status is then 1.
+First come the driver, the packages, the compiler and /dev/shm. Then all devices add up an array, and the embedded
+engine, a checkpoint and a vLLM server are tried with the toy base. Attention and the head are compared with float32.
+Nothing of a packed sequence may reach another sequence. A training step is compiled and timed, and its memory is
+compared with the plan. Weights and tokens are random; nothing is downloaded. Each part is ok, failed or skipped, with
+the remedy. A part that fails is recorded with its error, and the others still run; the exit status is then 1.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import importlib.metadata
 import itertools
 import json
 import multiprocessing
@@ -22,12 +22,12 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,9 +37,11 @@ import jax
 from tqdm import tqdm
 
 from rljax.commands import check_kernels as kernels
+from rljax.commands import check_machine as machine
+from rljax.commands import check_run as whole
 from rljax.commands import check_step as training
 from rljax.distributed.files import write_whole
-from rljax.errors import ConfigError
+from rljax.distributed.processes import unused_gpus
 from rljax.plan.dry_run import in_units
 from rljax.policy.attention import choose_attention, find_implementation
 from rljax.policy.config import AttentionName, PolicyConfig
@@ -54,7 +56,26 @@ TINY = PolicyConfig(512, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head
 DEVICE = "device"
 _MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _TRACE = 4000  # characters of a failed part's traceback, or of a lost process's last words
-_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+# The processes of parts by the first word of their names, and the longest time of each (seconds).
+_GROUPS = dict.fromkeys(("driver", "packages", "compiler", "shm"), "machine") | {"leak": "attention"}
+_LIMITS = {"vllm": 300.0, "attention": 240.0, "step": 240.0}
+_LIMIT_S = 120.0
+_ON_ACCELERATOR = ("attention", "leak", "head", "step")
+_REMEDIES = {
+    DEVICE: "reinstall jax for this machine (pip install 'rljax[gpu]' or 'jax[tpu]'), and look at its driver",
+    "driver": "update the driver of this machine",
+    "packages": "pip install 'rljax[train]', or 'rljax[gpu]' for NVIDIA GPUs",
+    "compiler": "install gcc and python3-dev (Debian, Ubuntu) or gcc and python3-devel (Red Hat)",
+    "shm": "start the container with --ipc=host or --shm-size, or set rollout.transfer_dir",
+    "collective": "NCCL_DEBUG=INFO names the link that fails; start containers with --ipc=host",
+    "engine": "sample with vLLM (rollout.engine vllm), and send the file",
+    "checkpoint": "set TMPDIR to a disk that keeps files and has room",
+    "vllm": "repair what the parts before it name; else send the file",
+    "attention": "train with policy.attention xla, and send the file",
+    "leak": "train with policy.attention xla, and send the file",
+    "head": "send the file",
+    "step": "try --remat blocks or smaller --models, and send the file",
+}
 
 
 @dataclass(frozen=True)
@@ -77,10 +98,10 @@ class Arguments:
     tiny: bool = False
     """Shapes that take seconds on a CPU; their speeds mean nothing."""
     separate: bool = True
-    """Run attention, the head and each training step in processes of their own. A crash then loses only what its
+    """Run the parts in processes of their own, those of one kind together. A crash then loses only what its
     process had not finished, and each step's peak of memory is its own."""
-    limit_s: float = 900.0
-    """The longest time of such a process (seconds)."""
+    limit_s: float = 600.0
+    """The longest time of all parts together (seconds). Parts for which none is left are skipped."""
 
 
 def make_parts(arguments: Arguments) -> Parts:
@@ -92,7 +113,18 @@ def make_parts(arguments: Arguments) -> Parts:
     repeats = 2 if tiny else 7
     implementations: tuple[AttentionName, ...] = ("auto", "xla")
     part = functools.partial
-    parts: Parts = {DEVICE: describe_device}
+    largest = max(policies.items(), key=lambda one: one[1].hidden_size, default=("tiny", TINY))
+    parts: Parts = {
+        DEVICE: describe_device,
+        "driver": machine.check_driver,
+        "packages": machine.check_packages,
+        "compiler": machine.check_compiler,
+        "shm": part(machine.check_shm, *largest),
+        "collective": part(machine.check_collective, 1 if tiny else 256, repeats),
+        "engine": whole.check_engine,
+        "checkpoint": part(whole.check_checkpoint, TINY),
+        "vllm": part(whole.check_vllm, 240.0),
+    }
     for dtype in arguments.dtypes:
         for tokens, name in itertools.product((1152,) if tiny else (2048, 9216), implementations):
             given, words = (name, tokens, dtype, smallest), f"{name} {tokens} {dtype}"
@@ -120,12 +152,13 @@ def on_attention(
 def group(name: str) -> str:
     """Returns the name of the process of a part. Kernels of one kind share a process, and each step has its own."""
     first = name.partition(" ")[0]
-    return {"leak": "attention", "step": name}.get(first, first)
+    return name if first == "step" else _GROUPS.get(first, first)
 
 
 def describe_device() -> Found:
     """Returns the devices, their drivers and the versions of JAX."""
     device = jax.devices()[0]
+    unused = unused_gpus(jax.local_device_count() if device.platform == "gpu" else 0)
     return {
         "kind": device.device_kind,
         "platform": device.platform,
@@ -134,26 +167,13 @@ def describe_device() -> Found:
         "memory_bytes": training.device_memory(),
         "compute_capability": getattr(device, "compute_capability", None),
         "runtime": device.client.platform_version,
-        "driver": said(*_NVIDIA_SMI) if device.platform == "gpu" else None,
-        "packages": {name: version(name) for name in ("rljax", "jax", "jaxlib", "libtpu", "nvidia-cudnn-cu12")},
+        "driver": machine.nvidia_smi("name,driver_version,memory.total"),
+        "jax": jax.__version__,
         "python": platform.python_version(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "commit": said("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "commit": machine.said("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "problems": [unused] if unused else [],
     }
-
-
-def said(*words: str) -> str | None:
-    """Returns the standard output of a program, or None where it is not installed or fails."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
-    return None
-
-
-def version(name: str) -> str | None:
-    """Returns the version of an installed package, or None."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(name)
-    return None
 
 
 def run_part(part: Callable[[], Found]) -> Found:
@@ -170,20 +190,39 @@ def run_part(part: Callable[[], Found]) -> Found:
 def run_parts(parts: Parts, arguments: Arguments) -> dict[str, Found]:
     """Runs the parts, each group in a process of its own if that is wanted, and returns what they find.
 
-    Raises ConfigError on a CPU without --tiny, because the check would take hours there.
+    On a CPU without --tiny the kernels and the step are skipped, because they would take hours there.
     """
     found: dict[str, Found] = {}
+    end = time.monotonic() + arguments.limit_s
     with tqdm(total=len(parts), unit="part", file=sys.stderr) as bar:
         for one in dict.fromkeys(map(group, parts)):
             bar.set_postfix_str(one)
             members = {name: part for name, part in parts.items() if group(name) == one}
-            here = ((name, run_part(part)) for name, part in members.items())
-            for name, result in run_apart(members, arguments.limit_s) if arguments.separate else here:
-                found[name] = result
+            left = end - time.monotonic()
+            on_cpu = found.get(DEVICE, {}).get("platform") == "cpu" and not arguments.tiny
+            results: Iterable[tuple[str, Found]]
+            if on_cpu and one.partition(" ")[0] in _ON_ACCELERATOR:
+                why = {"skipped": "JAX finds no accelerator here", "remedy": "--tiny tries the program on a CPU"}
+                results = ((name, why) for name in members)
+            elif left <= 0:
+                why = {"skipped": f"no time is left of --limit-s {arguments.limit_s:g}", "remedy": f"--only '{one}'"}
+                results = ((name, why) for name in members)
+            elif arguments.separate:
+                results = run_apart(members, min(left, _LIMITS.get(one.partition(" ")[0], _LIMIT_S)))
+            else:
+                results = ((name, run_part(part)) for name, part in members.items())
+            for name, result in results:
+                found[name] = judged(name, result)
                 bar.update(1)
-            if one == DEVICE and found[DEVICE].get("platform") == "cpu" and not arguments.tiny:
-                raise ConfigError("JAX finds no accelerator here; --tiny tries the program on a CPU")
     return {name: found[name] for name in parts}
+
+
+def judged(name: str, found: Found) -> Found:
+    """Returns the findings of a part with its status, ok, failed or skipped, and its remedy where it is not ok."""
+    failed = found.get("error") or found.get("problems")
+    status = "failed" if failed else "skipped" if "skipped" in found else "ok"
+    remedy = found.get("remedy") or (_REMEDIES[name.partition(" ")[0]] if failed else None)
+    return {"status": status, **found, "remedy": remedy}
 
 
 def run_apart(parts: Parts, limit_s: float) -> Iterator[tuple[str, Found]]:
@@ -223,18 +262,16 @@ def send_findings(parts: Parts, sender: Connection, log: str) -> None:
 
 
 def line(name: str, found: Found) -> str:
-    """Returns one line about a part."""
-    if "error" in found:
-        return f"FAILED: {found['error'].strip().splitlines()[0][:200]}"
-    if "skipped" in found:
-        return f"skipped: {found['skipped']}"
-    bad = "".join(f"; WRONG: {problem}" for problem in found.get("problems", []))
-    return _LINES[name.partition(" ")[0]](found) + bad
+    """Returns one line about a part: its status, what was found or what is wrong, and the remedy."""
+    problems = [found["error"].strip().splitlines()[0][:200]] if "error" in found else found.get("problems", [])
+    what = "; ".join(problems) or found.get("skipped") or found.get("says") or _LINES[name.partition(" ")[0]](found)
+    remedy = f" -> {found['remedy']}" if found["remedy"] else ""
+    return f"{found['status']}: {what}{remedy}"
 
 
 def _device_line(found: Found) -> str:
     memory = in_units(found["memory_bytes"]) if found["memory_bytes"] else "memory not said"
-    return f"{found['count']} x {found['kind']}, {memory}, jax {found['packages']['jax']}"
+    return f"{found['count']} x {found['kind']}, {memory}, jax {found['jax']}"
 
 
 def _attention_line(found: Found) -> str:
@@ -278,10 +315,14 @@ def main(argv: Sequence[str]) -> int:
     """Checks, prints a table, writes the file; returns the exit status."""
     arguments = parse_arguments(Arguments, argv, prog="rljax check", description=__doc__ or "")
     parts = make_parts(arguments)
+    began = time.monotonic()
     found = run_parts({name: part for name, part in parts.items() if wanted(name, arguments.only)}, arguments)
-    failed = [name for name, one in found.items() if one.get("error") or one.get("problems")]
+    counts = Counter(one["status"] for one in found.values())
+    failed = [name for name, one in found.items() if one["status"] == "failed"]
     width = max(map(len, found))
     print("\n".join(f"{name:<{width}}  {line(name, one)}" for name, one in found.items()))
+    said_of_all = ", ".join(f"{counts[status]} {status}" for status in ("ok", "failed", "skipped"))
+    print(f"{said_of_all} in {time.monotonic() - began:.0f} s")
     path = arguments.json
     if path is None and not arguments.tiny:
         path = Path(f"accelerator_{slug(found[DEVICE].get('kind', 'unknown'))}.json")

