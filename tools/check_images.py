@@ -49,7 +49,7 @@ def container_commands(image: str) -> list[list[str]]:
 def clean_environment(venv: Path) -> dict[str, str]:
     """Returns the variables of a container: the environment's programs come first, and no checkout is on the path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RLJAX", "VIRTUAL"))}
-    return kept | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
+    return kept | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu", "VLLM_TARGET_DEVICE": "cpu"}
 
 
 def execute(what: str, words: list[str], place: Path, venv: Path, seconds: float = 900) -> None:
@@ -124,14 +124,15 @@ def check(image: str, text: str, place: Path, venv: Path, gpu: bool = False) -> 
             subprocess.run(["tar", "-x"], cwd=work, input=archive.stdout, check=True, timeout=60)
         elif instruction == "RUN":
             if not gpu and ".[gpu]" in rest:
-                print("  CUDA's wheels are too large here (5 GB): '.[train]' takes the place of '.[gpu]'")
+                print("  CUDA's wheels are too large: '.[train]' takes the place of '.[gpu]' (--gpu installs them)")
                 rest = rest.replace(".[gpu]", ".[train]")
             execute(f"RUN {rest}", ["/bin/sh", "-c", rest], work, venv)
         elif instruction not in ("FROM", "WORKDIR") and (instruction, rest) != ("ENTRYPOINT", "[]"):
             raise Failed(f"{instruction} {rest}: this program does not know what to do with it")
     execute(IMPORTS[image], ["python3", "-c", IMPORTS[image]], work, venv)
     for words in container_commands(image):
-        execute(f"{shlex.join(words)} --help", [*words, "--help"], work, venv)
+        plain = [*(word for word in words if not word.startswith("/")), "--help"]  # the pods' files are not here
+        execute(shlex.join(plain), plain, work, venv)
 
 
 def base_image(text: str, vllm: Path) -> tuple[Path | None, str]:

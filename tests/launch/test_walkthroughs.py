@@ -1,0 +1,87 @@
+"""The pages of docs/walkthroughs typed as they stand, up to where a GPU, a cluster or the hub is needed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typed_pages import ROOT, blocks, first_words, type_page, uncovered
+
+PAGES = sorted((ROOT / "docs/walkthroughs").glob("*.md"))
+TEXTS = {page.stem: page.read_text(encoding="utf-8") for page in PAGES}
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory):
+    """Returns a function that types a page, once: what was printed, and the stand-ins' words, one call a line."""
+    done = {}
+
+    def typing(page):
+        if page not in done:
+            place = tmp_path_factory.mktemp(page)
+            status, printed, words = type_page(TEXTS[page], place)
+            assert status == 0, printed
+            done[page] = printed, words, (place / "record.manifests").read_text()
+        return done[page]
+
+    return typing
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_command_has_a_rule(page):
+    assert uncovered("\n".join(blocks(TEXTS[page], "bash"))) == set()
+
+
+def test_a_command_without_a_rule_is_found():
+    script = "A=1 curl x | cd y && f 'a; b' \\\n  wget\nf() { nmap; }\ncat - <<END\nssh\nEND\n"
+    assert first_words(script) == ["curl", "cd", "nmap", "cat"]
+    assert uncovered(script) == {"curl", "nmap", "cat"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", TEXTS)
+def test_a_page_is_typed_and_prints_what_it_shows(page, typed):
+    printed = typed(page)[0].splitlines()
+    shown = [line for block in blocks(TEXTS[page], "text") for line in block.splitlines() if line]
+    assert [line for line in shown if line not in printed] == []
+
+
+@pytest.mark.slow
+def test_the_objects_of_the_kubernetes_page_are_there(typed):
+    """Whatever is deleted is made before, by a file or on the page, under that name."""
+    _, words, manifests = typed("kubernetes")
+    files = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "launch/kubernetes").rglob("*.yaml"))]
+    objects = [one for text in [manifests, *files] for one in yaml.safe_load_all(text) if one and "kind" in one]
+    names = {(one["kind"].lower(), one.get("metadata", {}).get("name")) for one in objects}
+    deleted = re.findall(r" delete (\w+) (\w+)", words)
+    assert len(deleted) == 3
+    assert set(deleted) < names
+
+
+@pytest.mark.slow
+def test_every_host_of_the_tpu_page_gets_a_shells_command(typed):
+    remote = re.findall(r"^gcloud compute tpus tpu-vm ssh slice .*--command=(.*) $", typed("tpu")[1], re.MULTILINE)
+    assert len(remote) > 8
+    for word in remote:
+        done = subprocess.run(["bash", "-c", f"sh -n -c {word}"], capture_output=True, text=True, timeout=30)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
+def test_the_options_of_rljax_prepare_are_there():
+    lines = [line for text in TEXTS.values() for line in re.findall(r"rljax prepare (.*)", text)]
+    used = {option for line in lines for option in re.findall(r"--[a-z][\w-]*", line)}
+    command = [sys.executable, "-m", "rljax.cli", "prepare", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert used == {"--model", "--max-prompt-tokens"}
+    assert [option for option in used if option not in told] == []
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_its_links_lead_to_pages_and_headings(page):
+    for path, _, anchor in (link.partition("#") for link in re.findall(r"\]\((\.\./[^)]+)\)", TEXTS[page])):
+        target = Path(PAGES[0].parent / path)
+        heads = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not anchor or anchor in {re.sub(r"[^a-z0-9 -]", "", head.lower()).replace(" ", "-") for head in heads}
