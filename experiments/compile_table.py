@@ -4,7 +4,8 @@
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_options.json --table options
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_mixtures.json --table mixtures
 
-The first table has models on machines. The second has one model's step with options and on other TPUs, as ratios to a
+The first table has models on machines, and the paper's arms as they are written and with the settings that take least
+memory. The second has one model's step with options and on other TPUs, as ratios to a
 base row. The third has a mixture of experts. A row takes one to four minutes of one core. Rows that are in the file
 already are kept unless ``--only`` names them; delete the file to begin again. Prints the table at the end.
 """
@@ -25,6 +26,7 @@ from rljax.plan.dry_run import in_units
 ROOT = Path(__file__).parents[1]
 PAPER = "configs/paper"
 SETUP = f"{PAPER}/qwen3_4b_length_triggered.yaml"
+LEAN = ("--precision.remat", "blocks", "--mesh.keep_gathered", "false")  # the settings that take least of a device
 GIB = 2**30
 Reports = dict[str, dict[str, Any]]
 
@@ -48,19 +50,23 @@ def paper_row(model: str, label: str, machine: str, devices: int, replicas: int 
     mesh: tuple[str, ...] = ("--mesh.fsdp", str(devices // replicas), "--packing.rows_per_micro_batch", str(devices))
     if replicas > 1:
         label, mesh = f"{label}, mesh.replica {replicas}", (*mesh, "--mesh.replica", str(replicas))
-    return Row(f"{model}, {label}", machine, SETUP, ("--model.path", f"Qwen/Qwen3-{model}", *mesh))
+    return Row(f"{model}, {label}", machine, SETUP, ("--model.path", f"Qwen/Qwen3-{model}", *mesh, *LEAN))
 
 
 PLACES = [("8 H100", "h100:1x8", 8), ("64 H100", "h100:8x8", 64), ("v5p-32", "tpu:v5p:2x2x4", 16)]
+ARMS = [
+    ("4B", SETUP),
+    ("8B", f"{PAPER}/qwen3_8b_length_triggered.yaml"),
+    ("4B float16", f"{PAPER}/qwen3_4b_fp16.yaml"),
+    ("1.5B", f"{PAPER}/deepseek_1.5b_sanity_bf16.yaml"),
+]
 MODELS = [
     *(paper_row(model, *place) for model in ("4B", "8B", "14B", "32B") for place in PLACES),
     paper_row("8B", *PLACES[1], replicas=8),
     paper_row("32B", *PLACES[1], replicas=4),
     paper_row("14B", "8 H100, lora.rank 32", "h100:1x8", 8).with_words("--lora.rank", "32"),
+    *(Row(f"{label}, lean", "h100:1x4", config, LEAN) for label, config in ARMS),
     Row("4B as written", "h100:1x4", SETUP),
-    Row("8B as written", "h100:1x4", f"{PAPER}/qwen3_8b_length_triggered.yaml"),
-    Row("4B float16 as written", "h100:1x4", f"{PAPER}/qwen3_4b_fp16.yaml"),
-    Row("1.5B as written", "h100:1x4", f"{PAPER}/deepseek_1.5b_sanity_bf16.yaml"),
 ]
 
 
@@ -68,7 +74,7 @@ def mixture(label: str, machine: str, devices: int, expert: int) -> Row:
     """Returns a row of Qwen3-30B-A3B on all devices of a machine, with its experts split ``expert`` ways."""
     mesh = ("--mesh.fsdp", str(devices // expert), "--mesh.expert", str(expert))
     rows = ("--packing.rows_per_micro_batch", str(devices), "--rollout.router_replay", "none")
-    return Row(f"30B-A3B, {label}", machine, f"{PAPER}/qwen3_30b_a3b_token_tis.yaml", (*mesh, *rows))
+    return Row(f"30B-A3B, {label}", machine, f"{PAPER}/qwen3_30b_a3b_token_tis.yaml", (*mesh, *rows, *LEAN))
 
 
 MIXTURES = [
@@ -89,10 +95,16 @@ OTHER_TPUS = [
 ]
 
 
+def replaced(words: tuple[str, ...], option: str, value: str) -> tuple[str, ...]:
+    """Returns words of a command line in which an option has another value."""
+    place = words.index(option) + 1
+    return (*words[:place], value, *words[place + 1 :])
+
+
 def with_options(place: tuple[str, str, int]) -> list[Row]:
     """Returns rows of the 4B model on a machine, with one option changed at a time."""
     base = paper_row("4B", *place)
-    changed = [(f"{base.name}, {label}", base.words + words) for label, words in OPTIONS_OF_A_STEP]
+    changed = [(f"{base.name}, {label}", replaced(base.words, *words)) for label, words in OPTIONS_OF_A_STEP]
     return [base, *(base._replace(name=name, words=words, base=base.name) for name, words in changed)]
 
 

@@ -72,7 +72,7 @@ class Model(NamedTuple):
 
 
 MODELS = (
-    Model("8B", 8_190_735_360, 8, {4: "8B as written", 0: "8B, 64 H100, mesh.replica 8"}),
+    Model("8B", 8_190_735_360, 8, {4: "8B, lean", 0: "8B, 64 H100, mesh.replica 8"}),
     Model("32B", 32_762_123_264, 16, {0: "32B, 64 H100, mesh.replica 4"}),
 )
 
