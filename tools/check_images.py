@@ -49,7 +49,8 @@ def container_commands(image: str) -> list[list[str]]:
 def clean_environment(venv: Path) -> dict[str, str]:
     """Returns the variables of a container: the environment's programs come first, and no checkout is on the path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RLJAX", "VIRTUAL"))}
-    return kept | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu", "VLLM_TARGET_DEVICE": "cpu"}
+    programs = {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
+    return kept | programs | {"JAX_PLATFORMS": "cpu", "VLLM_TARGET_DEVICE": "cpu"}
 
 
 def execute(what: str, words: list[str], place: Path, venv: Path, seconds: float = 900) -> None:

@@ -107,8 +107,10 @@ def make_checkout(place):
     pyproject = (ROOT / "pyproject.toml").read_bytes()
     done = subprocess.run(["cksum"], input=pyproject, capture_output=True, check=True, timeout=30)
     (trainer / f".rljax-gpu-{done.stdout.split()[0].decode()}").touch()
-    # Its interpreter answers no -m: what pip would install is not installed.
-    program(place / ".venv-vllm/bin/python", f'[ "$1" = -m ] || exec {sys.executable} "$@"')
+    # Its interpreter answers no -m, so pip installs nothing, and it finds Python.h on every machine.
+    program(place / "include/Python.h", "")
+    header = f'case "$*" in *get_path*) echo {place}/include; exit ;; esac'
+    program(place / ".venv-vllm/bin/python", f'{header}\n[ "$1" = -m ] || exec {sys.executable} "$@"')
     (place / ".venv-vllm/.rljax-vllm").write_text("vllm>=0.32,<0.33\n")
 
 
