@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -40,6 +41,23 @@ def memory_directory() -> Path:
     """Returns a directory in this machine's memory, or the directory of temporary files where there is none."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def free_memory() -> int | None:
+    """Returns the bytes that processes of this machine can still take; None if the system does not say.
+
+    The limit of a container (cgroup v2) counts if it is smaller.
+    """
+    with contextlib.suppress(OSError):
+        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        if found is None:
+            return None
+        free, group = int(found.group(1)) * 1024, Path("/sys/fs/cgroup")
+        with contextlib.suppress(OSError, ValueError):  # there is no such group, or it has no limit
+            used = int((group / "memory.current").read_text())
+            free = min(free, int((group / "memory.max").read_text()) - used)
+        return free
+    return None
 
 
 class OwnedDirectory:

@@ -53,8 +53,8 @@ def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, 
       RuntimeError: A tensor holds a value that is not finite in ``dtype``. The message names it.
     """
     leaves, flat = list(policy_leaves(config)), flatten_dict(params)
-    layouts = tuple((leaf.stacked, leaf.inputs) for leaf in leaves)
-    sums = fetch(_leaf_sums([flat[leaf.path] for leaf in leaves], layouts, jnp.dtype(dtype)))
+    # One after the other: the arrays between take eight bytes an element.
+    sums = [fetch(_leaf_sums(flat[leaf.path], leaf.stacked, leaf.inputs, jnp.dtype(dtype))) for leaf in leaves]
     checksums = {}
     for leaf, columns in zip(leaves, sums, strict=True):
         for name, (finite, *of_name) in zip(np.ravel(leaf.names), np.reshape(columns, (4, -1)).T.tolist(), strict=True):
@@ -64,25 +64,19 @@ def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, 
     return checksums
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _leaf_sums(
-    leaves: list[jax.Array], layouts: tuple[tuple[int, int | None], ...], dtype: Any
-) -> list[tuple[jax.Array, ...]]:
-    """Computes for each tensor of each parameter whether all values are finite, and the sums of the checksum (int32).
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _leaf_sums(leaf: jax.Array, stacked: int, inputs: int | None, dtype: Any) -> tuple[jax.Array, ...]:
+    """Computes for each tensor of a parameter whether all values are finite, and the sums of the checksum (int32).
 
-    ``layouts`` has the number of leading axes and the ``HFTensor.inputs`` of each parameter.
+    ``stacked`` is the number of leading axes, and ``inputs`` the ``HFTensor.inputs`` of the parameter.
     """
-
-    def sums(leaf: jax.Array, stacked: int, inputs: int | None) -> tuple[jax.Array, ...]:
-        cast = leaf.astype(dtype)
-        axes = tuple(range(stacked, leaf.ndim))
-        words = jax.lax.bitcast_convert_type(cast, jnp.uint16 if dtype.itemsize == 2 else jnp.int32).astype(jnp.int32)
-        first, second = mixed(words)
-        places = _hf_places(leaf.shape[stacked:], inputs or 0)
-        placed = first * place_weights(places)[(None,) * stacked]
-        return jnp.isfinite(cast).all(axes), *(jnp.sum(each, axes, dtype=jnp.int32) for each in (first, second, placed))
-
-    return [sums(leaf, *layout) for leaf, layout in zip(leaves, layouts, strict=True)]
+    cast = leaf.astype(dtype)
+    axes = tuple(range(stacked, leaf.ndim))
+    words = jax.lax.bitcast_convert_type(cast, jnp.uint16 if dtype.itemsize == 2 else jnp.int32).astype(jnp.int32)
+    first, second = mixed(words)
+    places = _hf_places(leaf.shape[stacked:], inputs or 0)
+    placed = first * place_weights(places)[(None,) * stacked]
+    return jnp.isfinite(cast).all(axes), *(jnp.sum(each, axes, dtype=jnp.int32) for each in (first, second, placed))
 
 
 def _hf_places(shape: tuple[int, ...], inputs: int) -> jax.Array:

@@ -7,10 +7,12 @@ damaged: it is moved aside, never deleted, and the checkpoint before it is used.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import json
 import logging
+import math
 import shutil
 import sys
 import time
@@ -23,6 +25,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+from rljax.distributed.files import free_memory
 from rljax.distributed.processes import is_of_devices
 from rljax.errors import NotWrittenError, StartAgainError, check_at_least
 from rljax.run.fingerprint import array_checksums, array_forms, json_checksum
@@ -36,6 +39,7 @@ ARRAYS, SELF = "array_checksums", "sha256"
 # These words stand in an error when a whole checkpoint cannot be read just now.
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE")
 _LOGGERS = ("absl", "asyncio", "concurrent.futures")  # orbax and its event loops log to these
+ROOM = 0.5  # the share of the free memory that a copy of the state may take while it is written
 _GIVEN_UP_S = 0.2  # the time for reads that were given up to end in their own threads
 
 # The errors of loading JSON that is not the host state of a run; without checksums it may hold anything.
@@ -75,14 +79,25 @@ class CheckpointConfig:
 class Checkpointer:
     """The checkpoints in one directory. A checkpoint holds the device state and the host state, a small JSON."""
 
-    def __init__(self, directory: str | Path, *, keep: int = 2, read_only: bool = False):
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int = 2,
+        read_only: bool = False,
+        free_memory: Callable[[], int | None] = free_memory,
+    ):
         """Opens the directory, makes it if it is missing, and deletes incomplete checkpoints in it.
 
-        The newest ``keep`` checkpoints are kept. With ``read_only`` nothing changes, and ``save`` must not be called.
+        Args:
+          directory: The directory of the checkpoints.
+          keep: The number of newest checkpoints that are kept.
+          read_only: Whether nothing changes. Then ``save`` must not be called.
+          free_memory: A function that returns the free bytes of this machine's memory, or None if they are not known.
         """
         import orbax.checkpoint as ocp  # takes a third of a second, so it is not imported at the start of a command
 
-        self._ocp, self._directory = ocp, Path(directory).absolute()
+        self._ocp, self._directory, self._free_memory = ocp, Path(directory).absolute(), free_memory
         self._best: Checkpointer | None = None
         if not read_only:
             # Orbax would do this in a thread that its close() does not wait for; it fails when the process ends.
@@ -114,7 +129,8 @@ class Checkpointer:
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Starts a save and returns. The run goes on, and may donate ``state``, while files are written.
 
-        ``host`` is the host state as JSON. Older checkpoints are deleted once this one is complete. Raises
+        On a CPU that takes a copy of the state. If the memory has no room for a copy, the files are complete when this
+        returns. ``host`` is the host state as JSON. Older checkpoints are deleted once this one is complete. Raises
         NotWrittenError if the checkpoint before this one could not be written.
         """
         self.wait()
@@ -122,12 +138,16 @@ class Checkpointer:
         place = self._directory / str(step)
         if place.is_symlink() or place.is_file():
             self._set_aside(step, self._damaged(step, "it is no folder"))
-        frozen = jax.tree.map(_kept, state)
+        copied = _on_cpu_bytes(state)
+        goes_on = copied < ROOM * (self._free_memory() or math.inf)
+        frozen = jax.tree.map(jnp.copy, state) if copied and goes_on else state
         content = host | {ARRAYS: array_checksums(frozen)}
         content[SELF] = json_checksum(content)
         args = self._ocp.args
         with self._written(step):
             self._manager.save(step, args=args.Composite(state=args.StandardSave(frozen), host=args.JsonSave(content)))
+        if not goes_on:
+            self.wait()
 
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
         """Saves into ``best/`` beside this directory if no accuracy there is as high; returns whether it did.
@@ -185,6 +205,7 @@ class Checkpointer:
             forms = f"{path} is {there.get(path, 'missing')} there, {here.get(path, 'missing')} here"
             raise RuntimeError(f"{self._place(step)} does not fit this run: {forms}")
         state = self._read(step, "state", self._ocp.args.StandardRestore(abstract_state))
+        _give_back()
         if not saved:
             print(f"warning: {self._place(step)} has no checksums to check: an older rljax saved it", file=sys.stderr)
             return state, host
@@ -226,6 +247,7 @@ class Checkpointer:
         """Waits until the files of the save under way are complete. Raises NotWrittenError if it failed."""
         with self._written(self.latest_step()):
             self._manager.wait_until_finished()
+        _give_back()
 
     def close(self) -> None:
         """Waits until the files are complete, and releases the directory."""
@@ -323,10 +345,17 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _kept(array: jax.Array) -> jax.Array:
-    """Returns an array that orbax may read while it writes, even when a step donates ``array``."""
-    # From an accelerator orbax copies it to the host before its ``save`` returns; on a CPU its copy is only a view.
-    return jnp.copy(array) if any(device.platform == "cpu" for device in array.devices()) else array
+def _give_back() -> None:
+    """Gives memory that was freed back to the system. The C library otherwise keeps several bytes a parameter."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _on_cpu_bytes(state: Any) -> int:
+    """Returns the bytes that orbax would read while it writes, where a step may have donated them: those on a CPU."""
+    # From an accelerator orbax copies to the host before its ``save`` returns; on a CPU its copy is only a view.
+    on_cpu = (leaf for leaf in jax.tree.leaves(state) if any(d.platform == "cpu" for d in leaf.devices()))
+    return sum(shard.data.nbytes for leaf in on_cpu for shard in leaf.addressable_shards)
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def over_micro_batches(
       each: A function of a micro-batch [b, t]. It returns numbers to add up, and token values [b, t, ...] to keep.
       zero: A function that returns the total of no micro-batch, from the ``jax.ShapeDtypeStruct`` of the numbers.
       add: A function that adds the numbers of one micro-batch to a total.
-      span: The first micro-batch, and the first one after the last.
+      span: The first micro-batch, and the first one after the last. Of integers that span at most one there is no loop.
       before: The token values [m, b, t, ...] of the micro-batches outside ``span``; None for zeros.
     """
 
@@ -80,7 +80,10 @@ def over_micro_batches(
     if before is None:
         before = jax.tree.map(lambda part: jnp.zeros((len(batch.tokens), *part.shape), part.dtype), parts)
     before = jax.tree.map(lambda kept: constrain(kept, "micro", *_axes(kept[0])), before)
-    return jax.lax.fori_loop(*span, body, (zero(numbers), before))
+    none = zero(numbers), before
+    if isinstance(span[1], int) and span[1] - span[0] <= 1:
+        return body(span[0], none) if span[0] < span[1] else none
+    return jax.lax.fori_loop(*span, body, none)
 
 
 def _axes(part: Any) -> tuple[str | None, ...]:

@@ -145,6 +145,11 @@ def make_programs(
         # The weights are cast before they are gathered, so that they travel in the compute dtype.
         return constrain_tree(constrain_tree(cast_params(params, dtype), axes), axes_of_copy)
 
+    def casts_alone(batch: PackedBatch) -> bool:
+        # Without a loop over micro-batches, neither the copy of the weights nor the total of the gradients has to be
+        # kept from its beginning to its end. That takes four bytes a parameter less.
+        return len(batch.tokens) == 1
+
     def forward_alone(
         compute: Params, num_sequences: int, diagnosis: DiagnosisConfig | None, with_routes: bool = False
     ) -> Any:
@@ -159,7 +164,19 @@ def make_programs(
     def train_step(
         state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
     ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
-        def work(batch: PackedBatch, compute: Params, needed: Any, noise: Any, *of_loss: Any) -> tuple[Totals, Any]:
+        def work(batch: PackedBatch, *shared: Any) -> tuple[Totals, Any]:
+            if not casts_alone(batch):
+                return sums(batch, (batch.with_loss, batch.used), *shared)
+            params, *others = shared
+            return jax.lax.cond(
+                batch.with_loss > 0,
+                lambda: sums(batch, (1, 1), copy_weights(params), *others),
+                lambda: sums(batch, (0, batch.used), copy_weights(params), *others),
+            )
+
+        def sums(
+            batch: PackedBatch, counts: tuple[Any, Any], compute: Params, needed: Any, noise: Any, *of_loss: Any
+        ) -> tuple[Totals, Any]:
             def score_part(part: Params, micro: PackedBatch) -> Scores:
                 return score(trained.with_targets(compute, part), micro)
 
@@ -175,17 +192,17 @@ def make_programs(
             def zero(shapes: MicroSums) -> Totals:
                 return constrained(zero_totals(*shapes))
 
-            with_loss, rest = (0, batch.with_loss), (batch.with_loss, batch.used)
-            totals, logprobs = over_micro_batches(batch, each, zero, add, with_loss)
+            totals, logprobs = over_micro_batches(batch, each, zero, add, (0, counts[0]))
             alone = forward_alone(compute, objective.num_sequences, diagnosis)
-            measured, logprobs = over_micro_batches(batch, alone, lambda _: totals.measured, merge, rest, logprobs)
+            measured, logprobs = over_micro_batches(batch, alone, lambda _: totals.measured, merge, counts, logprobs)
             return totals._replace(measured=measured), logprobs
 
         def constrained(totals: Totals) -> Totals:
             return totals._replace(grads=constrain_tree(totals.grads, trained.axes()))
 
         with jax.default_matmul_precision(matmul_precision(dtype)):
-            compute = copy_weights(state.params if weights is None else weights)
+            compute = state.params if weights is None else weights
+            compute = compute if casts_alone(batch) else copy_weights(compute)
             of_loss = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
             shared = (compute, trained.residuals(state.params), controls.measure_noise, *of_loss)
             totals, logprobs = on_each_replica(work, add_up_replicas, batch, *shared)

@@ -93,13 +93,16 @@ def update_state(
     """
     rescaling = objective.rescaling(totals.loss, objective.provisional(batch))
     factor = rescaling / state.loss_scale.scale
-    grads = jax.tree.map(lambda g: g * factor, totals.grads)
-    grad_norm = optax.tree.norm(grads)
+
+    def unscaled() -> Params:
+        return jax.tree.map(lambda g: g * factor, totals.grads)
+
+    grad_norm = optax.tree.norm(unscaled())
     finite = jnp.isfinite(grad_norm)
     opt_state = set_learning_rate(state.opt_state, controls.learning_rate)
 
     def update(params: Params, opt_state: Any) -> tuple[Params, Any]:
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = tx.update(unscaled(), opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     wanted = controls.apply_update & (totals.loss["denominator"] > 0)

@@ -11,6 +11,11 @@ from rljax.run.checkpoint import Checkpointer
 SHAPE = (4, 2**18)
 
 
+def live_bytes():
+    """The bytes of all buffers, each once."""
+    return sum({array.unsafe_buffer_pointer(): array.nbytes for array in jax.live_arrays()}.values())
+
+
 @functools.partial(jax.jit, donate_argnums=0)
 def step(state):
     return jax.tree.map(lambda x: x * 2.0 + 1.0, state)
@@ -24,6 +29,21 @@ def test_later_steps_do_not_reach_into_a_save(tmp_path):
     for _ in range(3):
         state = step(state)
     jax.block_until_ready(state)
+    checkpointer.close()
+    restored, _ = Checkpointer(tmp_path / "checkpoints", read_only=True).restore(1, jax.eval_shape(lambda: state))
+    for i in range(8):
+        np.testing.assert_array_equal(restored[f"{i}"], np.full(SHAPE, float(i), np.float32))
+
+
+def test_without_room_for_a_copy_the_save_is_waited_for(tmp_path):
+    state = {f"{i}": jnp.full(SHAPE, float(i)) for i in range(8)}
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    checkpointer = Checkpointer(tmp_path / "checkpoints", free_memory=lambda: size)
+    before = live_bytes()
+    checkpointer.save(1, state, {})
+    assert live_bytes() < before + size / 2
+    assert checkpointer.last_save_s() is not None  # its files are complete
+    state = step(state)
     checkpointer.close()
     restored, _ = Checkpointer(tmp_path / "checkpoints", read_only=True).restore(1, jax.eval_shape(lambda: state))
     for i in range(8):

@@ -1,0 +1,44 @@
+"""The bytes a parameter that a step takes: masters and moments 12, gradients 4 and 2, and a copy of the weights.
+
+XLA on a CPU multiplies in float32, so there the copy of the blocks has four bytes a parameter, not two.
+"""
+
+import math
+
+import jax
+import pytest
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.config import PolicyConfig
+from rljax.policy.model import abstract_params
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.objective import Objective
+from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import OptimizerConfig, make_optimizer
+from rljax.trainer.step import TrainStep
+
+CONFIG = PolicyConfig(4096, 256, 768, 4, 4, 2, 64, tie_word_embeddings=True)
+
+
+def bytes_a_parameter(micro_batches):
+    mesh = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
+    step = TrainStep(
+        CONFIG,
+        make_optimizer(OptimizerConfig()),
+        mesh,
+        precision=PrecisionConfig(remat="blocks"),
+        objective=Objective(LossConfig(), CorrectionConfig(), 2, 8),
+        batch_shape=(micro_batches, 1, 16),
+        diagnosis=None,
+    )
+    memory = step.lower().compile().memory_analysis()
+    assert memory.alias_size_in_bytes > 0.99 * memory.argument_size_in_bytes  # the state is donated
+    parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(CONFIG)))
+    return (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("micro_batches", "most"), [(1, 20.5), (2, 25.0)])
+def test_a_step_keeps_no_copies_that_it_does_not_need(micro_batches, most):
+    assert 18.0 < bytes_a_parameter(micro_batches) < most
