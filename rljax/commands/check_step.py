@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from rljax.commands.check_kernels import memory_analysis
 from rljax.data.prompts import DataConfig
 from rljax.plan.compile import memory_by_kind, model_flops
-from rljax.plan.dry_run import planned_bytes
+from rljax.plan.dry_run import beside_bytes, planned_bytes
 from rljax.plan.machines import card_of_kind
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Remat, init_params, param_shardings
@@ -95,8 +95,9 @@ def peak_bytes() -> int | None:
 
 
 def plan(config: Config, policy: PolicyConfig, mesh: Mesh) -> int:
-    """Returns the bytes on a device that the dry run plans."""
-    return sum(part for _, part in planned_bytes(config, policy, mesh).values())
+    """Returns the bytes on a device that the dry run plans for the step alone."""
+    whole = sum(part for _, part in planned_bytes(config, policy, mesh).values())
+    return whole - beside_bytes(config, policy, mesh)
 
 
 def choose_remat(size: StepSize, dtype: Dtype, policy: PolicyConfig, mesh: Mesh, limit: int | None) -> Config:
