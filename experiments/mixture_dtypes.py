@@ -30,6 +30,7 @@ from rljax.policy.hf import save_params
 from rljax.policy.model import Params, init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.build import connect
+from rljax.rollout.servers.verify import LOOKS
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import SamplingParams, VerifyConfig
 
@@ -94,12 +95,11 @@ def probe_rounds(gaps: np.ndarray, dtype: str, *, mixture: bool) -> dict[str, fl
     The means are in nats. Earlier rounds set the band that judges the rounds of a publish.
     """
     probes, rng = VerifyConfig(), np.random.default_rng(0)
-    looks = probes.looks(mixture=mixture)
-    size = (ROUNDS, looks + probes.rounds, probes.prompts)
+    size = (ROUNDS, LOOKS + probes.rounds, probes.prompts)
     prompts = rng.integers(0, len(gaps), size)
     first = rng.integers(0, gaps.shape[1] - probes.tokens + 1, size)
     means = gaps[prompts[..., None], first[..., None] + np.arange(probes.tokens)].mean(axis=(2, 3))
-    judged, calibration = means[:, :looks].min(axis=1), means[:, looks:].max(axis=1)
+    judged, calibration = means[:, :LOOKS].min(axis=1), means[:, LOOKS:].max(axis=1)
     floor, ceiling = probes.limits(dtype, mixture=mixture)
     bands = np.clip(probes.factor * calibration, floor, ceiling)
     return {

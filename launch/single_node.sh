@@ -208,6 +208,29 @@ forward() {
 trap 'forward 2' INT
 trap 'forward 15' TERM HUP
 
+# Servers take minutes to load, so room for the weights is checked before.
+JAX_PLATFORMS=cpu "$python" - "${pending[@]}" <<'PYTHON' || exit 2
+import sys
+
+from rljax.errors import caller_errors, run_cli
+from rljax.policy.hub import policy_shape
+from rljax.rollout.build import version_bytes
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
+from rljax.weights.store import check_weight_room
+
+
+def main(words):
+    config = load_config(Config, words, prog="single_node")
+    with caller_errors(RuntimeError):
+        size = version_bytes(policy_shape(config.model.path), config.rollout.dtype)
+        check_weight_room(config.rollout.transfer_dir, size)
+    return 0
+
+
+sys.exit(run_cli(main))
+PYTHON
+
 mkdir -p "$logs"
 for i in "${!groups[@]}"; do
   server_environment "${groups[i]}"

@@ -178,7 +178,7 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
         store = start_from_store(config, run_dir, stop)
         prepare_directory(config, run_dir)
         looked = look_at_data(config, problems)
-        engine = make_shared_engine(inputs, stop, processes)
+        engine = make_shared_engine(inputs, stop, processes, problems.prompts)
     with full_disk_errors(), contextlib.ExitStack() as stack:
         stack.callback(engine.close)
         parts, state, progress = Restore(processes, stack).start(inputs, engine, problems, stop)

@@ -60,6 +60,20 @@ def free_memory() -> int | None:
     return None
 
 
+def check_room(directory: Path, num_bytes: int, setting: str) -> None:
+    """Raises RuntimeError where the file system of ``directory`` has less room than ``num_bytes``.
+
+    ``setting`` is the name of the setting that chooses another directory.
+    """
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        has, takes = (f"{count / 2**20:,.1f} MiB" for count in (free, num_bytes))
+        raise RuntimeError(
+            f"{directory} has {has} free, two versions of the weights take {takes}: "
+            f"set {setting} to a larger one; a container gets more /dev/shm by --ipc=host or --shm-size"
+        )
+
+
 class OwnedDirectory:
     """A new directory, ``root`` in ``parent``, that this process owns for one run and removes in :meth:`close`."""
 

@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from rljax.errors import ConfigError
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf, read_config
 from rljax.policy.hf import hf_tensors, load_params
+from rljax.policy.model import abstract_params
 from rljax.policy.published import hf_checksums, hf_parts
 from rljax.policy.score import make_scorer
 from rljax.rollout.embedded import JaxEngine
@@ -29,6 +31,7 @@ from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SERVED, ClientLimits, PublishConfig, RolloutConfig
 from rljax.sharding import MeshConfig, make_mesh, on_devices
+from rljax.weights.store import check_weight_room
 
 
 def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
@@ -44,6 +47,11 @@ def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
         lambda params, sequences: score(on_devices(params, wanted), sequences),
         lambda params: hf_parts(on_devices(params), policy, wanted),
     )
+
+
+def version_bytes(policy: PolicyConfig, dtype: str) -> int:
+    """Returns the size of one version of a policy's weights that is published in ``dtype``."""
+    return jnp.dtype(dtype).itemsize * sum(leaf.size for leaf in jax.tree.leaves(abstract_params(policy)))
 
 
 def check_engine(config: RolloutConfig) -> None:
@@ -107,6 +115,7 @@ def make_engine(
     functions: PolicyFunctions | None = None,
     publish: PublishConfig | None = None,
     stop: Stopping | None = None,
+    probe_prompts: Sequence[np.ndarray] = (),
 ) -> RolloutEngine:
     """Makes the engine that ``config.engine`` names; ``publish`` gives it parameters of ``policy``.
 
@@ -117,16 +126,19 @@ def make_engine(
         and the embedded engine does so in its own. The exact engine's executable has its own setting.
       make_executable: A function that makes the trainer's executable, which only the exact engine needs.
       functions: The functions of the policy for HTTP servers; None for ``policy_functions``.
-      publish, stop: Settings of HTTP servers, as of :class:`ServedEngine`.
+      publish, stop, probe_prompts: Settings of HTTP servers, as of :class:`ServedEngine`.
 
-    It raises ConfigError where no server answers in time or weights cannot be written, and ValueError where settings do
-    not fit the engine or a server does not fit the policy.
+    It raises ConfigError where no server answers in time or there is no room for weights. It raises ValueError where
+    settings do not fit the engine or a server does not fit the policy.
     """
     check_engine(config)
     if config.router_replay != "none" and not policy.num_experts:
         raise ValueError(f"rollout.router_replay = {config.router_replay} is for a mixture of experts; this is dense")
     if config.engine in SERVED:
+        size = version_bytes(policy, config.dtype)
+        shares_writing = functions is not None and functions.writer is not None
         try:
+            check_weight_room(config.transfer_dir, size // jax.process_count() if shares_writing else size)
             return ServedEngine(
                 config,
                 _backend(config.engine, publish),
@@ -136,6 +148,8 @@ def make_engine(
                 publish=publish,
                 head_dtype=config.dtype if lm_head_dtype == "compute" else lm_head_dtype,
                 stop=stop,
+                probe_prompts=probe_prompts,
+                version_bytes=size,
             )
         except RuntimeError as error:
             raise ConfigError(error) from error

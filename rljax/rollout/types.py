@@ -97,7 +97,7 @@ class VerifyConfig:
     """
 
     prompts: int = 4
-    """The number of probe prompts."""
+    """The number of probe prompts of one look. They are made from prompts of the run."""
     tokens: int = 16
     """The number of tokens generated from each prompt. The statistic is a mean over ``prompts * tokens`` tokens."""
     rounds: int = 3
@@ -112,7 +112,7 @@ class VerifyConfig:
     """The highest bands of a mixture of experts, as a multiple of ``ceilings``. Some tokens go to other experts where
     server and trainer round differently."""
     seed: int = 0
-    """The seed of the probe prompts."""
+    """The seed of the choice of the probe prompts."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prompts", "tokens", "rounds", "factor", "mixture_factor")
@@ -122,10 +122,6 @@ class VerifyConfig:
         """Returns the lowest and highest band (nats) of a server in ``dtype``, or of a mixture of experts there."""
         wider = self.mixture_factor if mixture else 1.0
         return getattr(self.floors, dtype), getattr(self.ceilings, dtype) * wider
-
-    def looks(self, *, mixture: bool) -> int:
-        """Returns the number of rounds of probes after a publish, of which one must be in the band."""
-        return 2 if mixture else 1
 
 
 @dataclass(frozen=True)

@@ -336,13 +336,16 @@ class Save(Act[FollowerState], Checkpointer):
 # ---- the engine of several processes ---------------------------------------------------------------------------------
 
 
-def make_shared_engine(inputs: Inputs, stop: StopRequest, processes: Processes) -> RolloutEngine:
+def make_shared_engine(
+    inputs: Inputs, stop: StopRequest, processes: Processes, prompts: Sequence[np.ndarray] = ()
+) -> RolloutEngine:
     """Builds the engine of process 0, on the devices of all processes. It raises what ``make_run_engine`` raises."""
     config, policy, _, mesh = inputs
     if processes.count == 1:
-        return make_run_engine(config, policy, mesh, stop)
+        return make_run_engine(config, policy, mesh, stop, prompts=prompts)
     if config.rollout.engine in SERVED:
-        return make_run_engine(config, policy, mesh, stop, make_publish(config, policy, processes).functions())
+        functions = make_publish(config, policy, processes).functions()
+        return make_run_engine(config, policy, mesh, stop, functions, prompts)
     if config.rollout.max_staleness:
         raise ValueError("rollout.max_staleness: the embedded engine of several processes samples in turn; give 0")
     return SharedEngine(processes, make_run_engine(config, policy, mesh, stop))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
 from rljax.data.files import Tally
@@ -42,6 +43,8 @@ from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
 from rljax.trainer.state import TrainState
 
+PROBED_PROMPTS = 64  # The training prompts from which the probes of servers are made.
+
 
 class Inputs(NamedTuple):
     """The inputs of a run, which every process reads for itself."""
@@ -60,6 +63,7 @@ class Problems:
     fingerprint: str  # the checksum of their prompts and answers, in the order of the data
     evaluation: dict[str, Sequence[Problem]]  # the problems to evaluate on by the name of their dataset
     tallies: Sequence[Tally] = ()  # the counts of each data set that was read from a file
+    prompts: Sequence[np.ndarray] = ()  # the token ids of some training prompts, int32 [s] each
 
 
 def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
@@ -83,8 +87,9 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     stream = PromptStream(training, data.batch_size, config.run.seed)
     fingerprint = json_checksum([[problem["prompt"], problem["answer"]] for problem in training])
     tallies = [tally] if data.path else []
+    prompts = [tokenizer.encode(problem["prompt"]) for problem in training[:PROBED_PROMPTS]]
     if not config.eval.is_wanted:
-        return Problems(stream, fingerprint, {}, tallies)
+        return Problems(stream, fingerprint, {}, tallies, prompts)
     datasets = evaluation_datasets(config.eval.datasets, data, tokenizer)
     for name, problems in datasets.items():
         check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
@@ -92,7 +97,7 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
             tallies.append(Tally(f"eval {name}", problems, len(problems), too_long=0))
     if not datasets:
         print("warning: nothing is evaluated: eval.datasets is empty", file=sys.stderr)
-    return Problems(stream, fingerprint, datasets, tallies)
+    return Problems(stream, fingerprint, datasets, tallies, prompts)
 
 
 def look_at_data(config: Config, problems: Problems) -> str:
@@ -124,11 +129,17 @@ def look_at_data(config: Config, problems: Problems) -> str:
 
 
 def make_run_engine(
-    config: Config, policy: PolicyConfig, mesh: Mesh, stop: StopRequest, functions: PolicyFunctions | None = None
+    config: Config,
+    policy: PolicyConfig,
+    mesh: Mesh,
+    stop: StopRequest,
+    functions: PolicyFunctions | None = None,
+    prompts: Sequence[np.ndarray] = (),
 ) -> RolloutEngine:
     """Builds the engine that ``rollout.engine`` names; the exact engine gets the trainer's executable.
 
-    HTTP servers use ``functions`` of the policy; None: those of a single process. Raises as ``make_engine``.
+    HTTP servers use ``functions`` of the policy; None: those of a single process. They are probed with ``prompts`` of
+    the run. Raises as ``make_engine``.
     """
     return make_engine(
         config.rollout,
@@ -141,6 +152,7 @@ def make_run_engine(
         functions=functions,
         publish=config.publish,
         stop=stop,
+        probe_prompts=prompts,
     )
 
 

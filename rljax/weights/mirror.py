@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rljax.distributed.files import memory_directory, remove_abandoned
+from rljax.distributed.files import check_room, memory_directory, remove_abandoned
 from rljax.distributed.ownership import claim
 from rljax.weights import delta
 from rljax.weights.format import (
@@ -250,12 +250,13 @@ class WorkerWeights:
             raise ValueError("no trainer has shown from where weights are pulled")
         return self._pulls
 
-    def show(self, probe_path: str, probe_text: str, protocol: int, source: str = "") -> None:
+    def show(self, probe_path: str, probe_text: str, protocol: int, source: str = "", version_bytes: int = 0) -> None:
         """Takes the place of a trainer's versions, after a proof that both sides see the same one.
 
         The proof is a file with the text ``probe_text``. With a ``source``, where weights are pulled from, the file is
         read there by its name; otherwise weights are read in its directory. Raises ValueError if the protocols differ,
-        or this process does not see the trainer's file.
+        or this process does not see the trainer's file. It raises RuntimeError where an empty mirror has no room for
+        two versions of ``version_bytes``: a version and the files that it comes in.
         """
         if protocol != PROTOCOL:
             raise ValueError(
@@ -271,6 +272,8 @@ class WorkerWeights:
                 if self._pulls is not None:
                     self._pulls.close()
                 self._pulls = Pulls(source, probe_text)
+            if self._pulls.mirror.version is None:
+                check_room(self._pulls.mirror.root, 2 * version_bytes, MIRROR_DIR)
             return
         if not probe.is_file() or probe.read_text() != probe_text:
             raise ValueError(f"this server does not see the trainer's file {probe}: one shared directory is needed")

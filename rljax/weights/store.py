@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rljax.distributed.files import OwnedDirectory
+from rljax.distributed.files import OwnedDirectory, check_room
 from rljax.errors import NotWrittenError
 from rljax.weights.format import PREFIX, Base, Checksum, TensorRecord, Version, format_of, write_version
 from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
@@ -150,6 +150,16 @@ class WeightDirectory(OwnedDirectory):
 
     def _anchor(self) -> int:
         return max(index for index, each in enumerate(self._chain) if each.dense)
+
+
+def check_weight_room(parent: str | os.PathLike[str] | None, version_bytes: int) -> None:
+    """Raises RuntimeError where ``parent`` cannot be written, or has no room for two versions of the weights.
+
+    What dead runs left there is removed. With None it is this machine's memory.
+    """
+    directory = OwnedDirectory(PREFIX, parent)
+    directory.close()
+    check_room(directory.parent, 2 * version_bytes, "rollout.transfer_dir")
 
 
 def open_weight_directory(

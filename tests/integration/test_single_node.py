@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from small_disk import fill, small_disk
 from toy_runs import ROOT, comparable, environment, wait_for_rows
 from vllm_processes import kill_worker, members
 
@@ -43,6 +44,19 @@ def outcome(*words, **more):
         check=False,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def test_weights_without_room_are_refused_before_the_servers_load(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    words = ("--", "--rollout.transfer-dir", str(disk), "--run.dir", str(tmp_path / "run"))
+    with small_disk(disk, 1):
+        fill(disk)
+        status, out, said = outcome(CONFIG, *words)
+    assert status == 2
+    assert "two versions of the weights take 0.5 MiB" in said
+    assert "--ipc=host" in said
+    assert "waiting" not in out
 
 
 def marked(mark):

@@ -132,8 +132,8 @@ def test_directory_that_the_server_does_not_see(float32):
 
 
 def test_protocol(float32, monkeypatch):
-    monkeypatch.setattr("rljax.rollout.servers.backend.PROTOCOL", 5)
-    assert refused(float32).startswith("the plugin speaks protocol 4, the trainer 5")
+    monkeypatch.setattr("rljax.rollout.servers.backend.PROTOCOL", 6)
+    assert refused(float32).startswith("the plugin speaks protocol 5, the trainer 6")
 
 
 def test_nobody_there():

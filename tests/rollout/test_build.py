@@ -5,11 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from small_disk import small_disk
 
 from rljax.errors import ConfigError, run_cli
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
-from rljax.rollout.build import check_engine, connect, make_engine, policy_functions
+from rljax.rollout.build import check_engine, connect, make_engine, policy_functions, version_bytes
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.injected import InjectedEngine
 from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, SamplingParams, VerifyConfig
@@ -89,6 +90,20 @@ def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
     needs = "error: rollout.engine = vllm needs at least one URL in rollout.urls, or rollout.discovery\n"
     assert capsys.readouterr().err == needs
     assert not run_dir.exists()
+
+
+def test_weights_without_room_are_refused_before_any_server(tmp_path):
+    config = RolloutConfig(engine="vllm", urls=("http://127.0.0.1:1",), dtype="float32", transfer_dir=str(tmp_path))
+    wide = dataclasses.replace(CONFIG, vocab_size=65_536)  # 2 MiB of embeddings
+    size = version_bytes(wide, "float32")
+    assert 2**21 < size < 2**21 + 4096
+    assert version_bytes(wide, "bfloat16") * 2 == size
+    with (
+        small_disk(tmp_path, 3),
+        pytest.raises(ConfigError, match=r"3\.0 MiB free, .* take 4\.0 MiB: .*--ipc") as error,
+    ):
+        make_engine(config, wide, MESH, max_prompt_tokens=6, max_tokens=20)
+    assert "\n" not in str(error.value)
 
 
 def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):

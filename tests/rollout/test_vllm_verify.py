@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rljax.errors import VerificationError
-from rljax.rollout.servers.verify import Verifier, probe_length
+from rljax.rollout.servers.verify import Verifier, joined_prompts, probe_length
 from rljax.rollout.servers.wire import Completion, ServerInfo
 from rljax.rollout.types import VerifyConfig
 
@@ -33,7 +33,7 @@ def verifier(dtype="float32", mixture=False, **config) -> Verifier:
 
 
 def check(made, server):
-    return made.judge("url", made.sample(server, "url"), None)
+    return made.judge(server, "url", made.sample(server, "url"), None)
 
 
 @pytest.mark.parametrize(
@@ -73,16 +73,58 @@ def test_a_mixture_has_a_wider_band_of_its_own():
         check(verifier("bfloat16", mixture_factor=2.0), Server(0.1))
 
 
-def test_of_a_mixture_one_of_two_rounds_must_be_in_the_band():
-    made, server = verifier("bfloat16", mixture=True), Server(0.01)
+class Script:
+    """A client of one server that is off by another gap at each look. It keeps the prompts of each."""
+
+    def __init__(self, *gaps: float) -> None:
+        self.gaps, self.looks = list(gaps), []
+
+    def sample(self, url, requests):
+        server = Server(self.gaps.pop(0))
+        self.looks.append([(tuple(r.prompt), r.seed) for r in requests])
+        return server.sample(url, requests)
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_a_look_out_of_band_is_followed_by_one_with_other_tokens(mixture):
+    made, server = verifier("bfloat16", mixture), Script(0.01, 0.01, 0.01, 0.3, 0.02)
     check(made, server)
-    sound, far = (made.sample(Server(gap), "url") for gap in (0.01, 0.1))
-    assert len(sound) == len(far) == 2
-    assert made.judge("url", [far[0], sound[0]], None).mean == pytest.approx(0.01, rel=1e-3)
-    with pytest.raises(VerificationError, match="the band for bfloat16 is"):
-        made.judge("url", far, None)
-    with pytest.raises(VerificationError, match="the band for bfloat16 is"):
-        made.judge("url", [made.sample(Server(np.nan), "url")[0], far[0]], None)
+    assert made.band == pytest.approx(0.04)
+    assert check(made, server).mean == pytest.approx(0.02, rel=1e-4)
+    first, second = server.looks[-2:]
+    assert len(first) == len(second) == 4
+    assert not {prompt for prompt, _ in first} & {prompt for prompt, _ in second}
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_two_looks_out_of_band_are_refused_with_the_limits(mixture):
+    made, server = verifier("bfloat16", mixture), Script(0.01, 0.01, 0.01, 0.3, np.nan)
+    check(made, server)
+    with pytest.raises(VerificationError, match=r"64 probe tokens is 0\.3, then nan nats") as error:
+        check(made, server)
+    assert "rollout.verify.factor 4 x the first publish, at least floors.bfloat16 0.02" in str(error.value)
+    ceiling = "0.24, rollout.verify.ceilings.bfloat16 x rollout.verify.mixture_factor 3)"
+    assert str(error.value).endswith(ceiling if mixture else "0.08, rollout.verify.ceilings.bfloat16)")
+    assert server.gaps == []
+
+
+def test_a_calibration_above_the_ceiling_is_repeated_once():
+    made = verifier("bfloat16")
+    check(made, Script(0.01, 0.1, 0.01, *[0.015] * 3))
+    assert made.band == pytest.approx(0.06, rel=1e-4)
+    with pytest.raises(VerificationError, match=r"is 0\.1, then 0\.09 nats .*\(rollout\.verify\.ceilings\.bfloat16\)$"):
+        check(verifier("bfloat16"), Script(0.01, 0.1, 0.01, 0.09, 0.01, 0.01))
+
+
+def test_probes_end_with_prompts_of_the_run():
+    prompts = [np.array([1, 2, 3]), np.arange(10, 90)]
+    probes = joined_prompts(prompts, (16, 32))
+    ends = {probe[-1] for probe in probes}
+    assert ends == {3, 89}
+    for probe in probes:
+        assert len(probe) == 32
+        assert probe.tolist() == list(range(58, 90)) or probe[-3:].tolist() == [1, 2, 3]
+        assert set(probe.tolist()) <= {1, 2, 3, *range(10, 90)}
 
 
 def test_not_a_number_is_out_of_band():

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from small_disk import small_disk
 
 from rljax.weights.format import PROTOCOL, read_version, write_version
 from rljax.weights.mirror import MIRROR_DIR, Pulls, WorkerWeights
@@ -71,6 +72,20 @@ def test_the_last_user_takes_the_mirror_with_it(files, pulling):
     assert root.is_dir()
     pulling.close()
     assert not root.exists()
+
+
+def test_a_mirror_without_room_is_refused_before_a_pull(tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    monkeypatch.setenv(MIRROR_DIR, str(disk))
+    with contextlib.closing(open_weight_directory("http", tmp_path)) as files, small_disk(disk, 4):
+        shown = *(str(each) for each in files.probe()), PROTOCOL, files.source
+        weights = WorkerWeights()
+        weights.show(*shown, version_bytes=2**20)
+        with pytest.raises(RuntimeError, match=r"4\.0 MiB: set RLJAX_MIRROR_DIR .*--ipc=host") as error:
+            weights.show(*shown, version_bytes=2**21)
+        assert "\n" not in str(error.value)
+        weights.pulls.close()
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])

@@ -139,7 +139,7 @@ class Backend(Wire):
         path, text = files.probe()
         with handshake.refusals(url, unread):
             probe = {"probe_path": str(path), "probe_text": text, "protocol": PROTOCOL, "source": files.source}
-            self.show(client, url, probe)
+            self.show(client, url, probe | {"version_bytes": expected.version_bytes})
         return handshake.server_info(url, described, self.name.lower())
 
     def prepare(self, client: ServerClient, url: str, version: WeightVersion) -> Mapping[str, Any]:

@@ -28,7 +28,7 @@ from rljax.rollout.engine import Samples, Stopping
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.handshake import Expectation, check_logprobs
-from rljax.rollout.servers.verify import Score, Verifier
+from rljax.rollout.servers.verify import Look, Score, Verifier
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, check_prompts, make_requests, shortest
 from rljax.rollout.types import PublishConfig, Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.weights.access import find_key_file
@@ -38,8 +38,8 @@ from rljax.weights.writer import Part, Writer
 
 log = logging.getLogger(__name__)
 
-_Shown = tuple[ServerInfo | None, Sequence[Sequence[Completion]]]
-"""The proof of a server: its description where it passed a handshake, and its completions of the probes, by round."""
+_Shown = tuple[ServerInfo | None, Sequence[Look]]
+"""The proof of a server: its description where it passed a handshake, and its completions of the probes, by look."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class ServedEngine(Admission):
         publish: PublishConfig | None = None,
         head_dtype: str | None = None,
         stop: Stopping | None = None,
+        probe_prompts: Sequence[np.ndarray] = (),
+        version_bytes: int = 0,
     ) -> None:
         """Waits for the servers and shakes hands with each; ``publish`` must be called before ``generate``.
 
@@ -88,6 +90,8 @@ class ServedEngine(Admission):
           publish: The way in which weights come to the servers; None for ``PublishConfig()``.
           head_dtype: The dtype in which the servers' LM heads must compute, or None for any.
           stop: Whether to stop waiting for servers, and to give up what is sampled; None for neither.
+          probe_prompts: The prompts of the run from which the probes are made, int32 [s] each. None: random tokens.
+          version_bytes: The size of one version of the weights. Mirrors must have room for two. 0: not known.
 
         Raises:
           HandshakeError: A server does not fit. The message has one line for each thing that differs.
@@ -96,8 +100,10 @@ class ServedEngine(Admission):
         """
         self._config, self._backend, self._publish = config, backend, publish or PublishConfig()
         self._functions = functions
-        needs_routes = config.router_replay == "r3"
-        self._expected = Expectation(config.dtype, hf_config, max_tokens, config.verify, head_dtype, needs_routes)
+        needs_routes, checked = config.router_replay == "r3", config.verify
+        self._expected = Expectation(
+            config.dtype, hf_config, max_tokens, checked, head_dtype, needs_routes, version_bytes
+        )
         self._current: _Published | None = None
         self._prepared: _Published | None = None  # the version that is published next
         self._publisher = threading.get_ident()  # the thread that may use the policy of ``_current``
@@ -124,7 +130,9 @@ class ServedEngine(Admission):
                 self.fleet.recover_all()
             opened.pop_all()
         info, mixture = shortest(self._infos.values()), "num_experts" in hf_config
-        self.verifier = Verifier(config.verify, functions.score, info, dtype=config.dtype, mixture=mixture)
+        self.verifier = Verifier(
+            config.verify, functions.score, info, dtype=config.dtype, mixture=mixture, prompts=probe_prompts
+        )
 
     def prepare(self, params: Any, policy_version: int) -> None:
         """Writes the version, and has the servers' machines pull it while responses are sampled."""
@@ -357,7 +365,7 @@ class ServedEngine(Admission):
         if current is None:
             self._client.pause(url)
             return
-        difference = self.verifier.judge(url, probes, current.params)
+        difference = self.verifier.judge(self._client, url, probes, current.params)
         assert self.verifier.band is not None
         self._metrics.highest("publish/verify_abs_diff_mean", difference.mean)
         self._metrics.put("publish/verify_band", self.verifier.band)

@@ -27,6 +27,7 @@ class Expectation:
     verify: VerifyConfig  # the settings of the verification, for whose probes the server must have room
     head_dtype: str | None = None  # in which the server's LM head must compute, or None for any
     needs_routes: bool = False  # whether the server must report the experts of each token
+    version_bytes: int = 0  # the size of one version of the weights, for two of which a mirror must have room
 
     @property
     def routes(self) -> tuple[int, int, int] | None:

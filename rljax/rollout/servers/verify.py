@@ -5,7 +5,8 @@
 *Use*: a fixed set of probe prompts, each longer than two blocks of the server's prefix cache, is sent before an update
 so that its blocks are cached. After the update the server *generates* from them (``prompt_logprobs`` would bypass the
 cache), and the log-probabilities of what it sampled are compared with the trainer's. Keys and values left over from old
-weights, a head that was not repacked and a broken kernel show here and hardly elsewhere.
+weights, a head that was not repacked and a broken kernel show here and hardly elsewhere. One look may be out of band by
+chance, so a second one with other prompts and tokens decides.
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
 
 TOP = 8
 """The number of likeliest tokens that the probe of the temperature compares."""
+LOOKS = 2
+"""The number of times that the probes of a server are judged before it is refused."""
 _SHORTEST = 32  # The fewest tokens of a probe prompt: the blocks of a cache may be of one token.
+
+
+@dataclass(frozen=True)
+class Look:
+    """The probe prompts of one round, and the completion that a server generated from each."""
+
+    prompts: Sequence[np.ndarray]
+    completions: Sequence[Completion]
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,20 @@ def probe_length(block_size: int) -> int:
 def random_prompts(shape: tuple[int, int], vocab_size: int, seed: int = 0) -> list[np.ndarray]:
     """Returns ``shape[0]`` prompts of ``shape[1]`` token ids below ``vocab_size``, int32."""
     return list(np.random.default_rng(seed).integers(0, vocab_size, size=shape).astype(np.int32))
+
+
+def joined_prompts(prompts: Sequence[np.ndarray], shape: tuple[int, int], seed: int = 0) -> list[np.ndarray]:
+    """Returns ``shape[0]`` probes of ``shape[1]`` token ids, int32. Each ends with one of ``prompts``.
+
+    Other prompts stand before a prompt that is shorter than a probe. A longer one loses its beginning.
+    """
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(shape[0]):
+        tokens = np.zeros(0, np.int32)
+        while len(tokens) < shape[1]:
+            tokens = np.concatenate([prompts[int(rng.integers(len(prompts)))], tokens])
+        found.append(tokens[-shape[1] :].astype(np.int32))
+    return found
 
 
 def sharpening(client: ServerClient, url: str, vocab_size: int, temperature: float) -> float:
@@ -71,67 +96,96 @@ class Verifier:
     """The probes of the second half, and the band in which the differences must stay."""
 
     def __init__(
-        self, config: VerifyConfig, score: Score, info: ServerInfo, *, dtype: str, mixture: bool = False
+        self,
+        config: VerifyConfig,
+        score: Score,
+        info: ServerInfo,
+        *,
+        dtype: str,
+        mixture: bool = False,
+        prompts: Sequence[np.ndarray] = (),
     ) -> None:
-        """Draws the probe prompts, for the vocabulary and the cache blocks of ``info``.
+        """Makes the probe prompts, for the vocabulary and the cache blocks of ``info``.
 
         ``score`` is the trainer's side, which computes in the rollout ``dtype`` at temperature 1. The bands of a
-        ``mixture`` of experts are wider.
+        ``mixture`` of experts are wider. ``prompts`` are prompts of the run, int32 [s] each, from which the probes are
+        made. Without any they are random tokens.
         """
         assert info.vocab_size is not None
         assert info.block_size is not None
-        self._config, self._score, self._dtype = config, score, dtype
+        self._config, self._score, self._dtype, self._mixture = config, score, dtype, mixture
         self._floor, self._ceiling = config.limits(dtype, mixture=mixture)
-        # A mixture's rounds have long tails: one that is out of band by chance is sampled once more.
-        self._looks = config.looks(mixture=mixture)
-        shape = (config.prompts, probe_length(info.block_size))
-        self._prompts = random_prompts(shape, info.vocab_size, config.seed)
+        shape = (LOOKS * config.prompts, probe_length(info.block_size))
+        self._prompts = (
+            joined_prompts(prompts, shape, config.seed)
+            if prompts
+            else random_prompts(shape, info.vocab_size, config.seed)
+        )
         self.band: float | None = None  # the largest mean that passes (nats), once the first version was verified
         self._rounds: dict[str, int] = {}  # the rounds that each server has sampled
 
     def warm(self, client: ServerClient, url: str) -> None:
-        """Sends the probes, so that the server caches their blocks under the weights that it has now."""
+        """Sends the probes of all looks, so that the server caches their blocks under the weights that it has now."""
         client.sample(url, [Request(prompt, SamplingParams(1)) for prompt in self._prompts])
 
-    def sample(self, client: ServerClient, url: str) -> list[list[Completion]]:
-        """Returns what the server generates from the probes, in as many rounds as :meth:`judge` needs.
+    def sample(self, client: ServerClient, url: str) -> list[Look]:
+        """Returns what the server generates from the probes: ``rounds`` looks before there is a band, and then one.
 
-        That is ``rounds`` before there is a band. It may be called from several threads, for different servers.
+        Consecutive looks have other prompts. It may be called from several threads, for different servers.
         """
-        sampling = SamplingParams(self._config.tokens)
-        rounds = []
-        for _ in range(self._config.rounds if self.band is None else self._looks):
+        sampling, looks = SamplingParams(self._config.tokens), []
+        for _ in range(self._config.rounds if self.band is None else 1):
             number = self._rounds[url] = self._rounds.get(url, 0) + 1
-            requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(self._prompts)]
-            rounds.append(client.sample(url, requests))
-        return rounds
+            prompts = self._prompts[number % LOOKS :: LOOKS]
+            requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(prompts)]
+            looks.append(Look(prompts, client.sample(url, requests)))
+        return looks
 
-    def judge(self, url: str, rounds: Sequence[Sequence[Completion]], params: Any) -> Difference:
+    def judge(self, client: ServerClient, url: str, looks: Sequence[Look], params: Any) -> Difference:
         """Compares what :meth:`sample` returned with the trainer's ``params``. The first call sets the band.
 
-        It returns the worst of the rounds that set the band, and later the best. It raises VerificationError where that
-        one is out of the band, or at the first call above the dtype's ceiling.
+        Where the worst of ``looks`` is out of the band, or at the first call above the dtype's ceiling, the server
+        samples once more. It returns the difference that passed. It raises VerificationError where that fails, too.
         """
-        name, limit = ("ceiling", self._ceiling) if self.band is None else ("band", self.band)
-        measured = [self._difference(sampled, params) for sampled in rounds]
-        decides = (max if self.band is None else min)(measured, key=lambda d: d.mean if np.isfinite(d.mean) else np.inf)
-        if not decides.mean <= limit:
-            prompts = ", ".join(f"{gap:.3g}" for gap in decides.per_prompt)
-            raise VerificationError(
-                f"{url} does not sample from the trainer's weights: mean |server - trainer| over "
-                f"{self._config.prompts * self._config.tokens} probe tokens is {decides.mean:.3g} nats (largest "
-                f"{decides.largest:.3g}; by prompt {prompts}), the {name} for {self._dtype} is {limit:.3g}"
-            )
+        limit = self._ceiling if self.band is None else self.band
+        measured = [self._worst(looks, params)]
+        while not measured[-1].mean <= limit:
+            if len(measured) == LOOKS:
+                raise VerificationError(f"{url} does not sample from the trainer's weights: {self._said(measured)}")
+            measured.append(self._worst(self.sample(client, url), params))
         if self.band is None:
-            self.band = min(self._ceiling, max(self._floor, self._config.factor * decides.mean))
-        return decides
+            self.band = min(self._ceiling, max(self._floor, self._config.factor * measured[-1].mean))
+        return measured[-1]
 
-    def _difference(self, sampled: Sequence[Completion], params: Any) -> Difference:
-        sequences = [np.concatenate([p, s.token_ids]) for p, s in zip(self._prompts, sampled, strict=True)]
-        scored = self._score(params, sequences)
+    def difference(self, look: Look, params: Any) -> Difference:
+        """Returns the distance of a look's log-probabilities from those of the trainer's ``params``."""
+        pairs = list(zip(look.prompts, look.completions, strict=True))
+        scored = self._score(params, [np.concatenate([prompt, sampled.token_ids]) for prompt, sampled in pairs])
         gaps = [
             np.abs(np.asarray(logprobs, np.float32)[len(p) : len(p) + len(s.token_ids)] - s.logprobs)
-            for p, s, logprobs in zip(self._prompts, sampled, scored, strict=True)
+            for (p, s), logprobs in zip(pairs, scored, strict=True)
         ]
         together = np.concatenate(gaps)
         return Difference(float(together.mean()), float(together.max()), tuple(float(gap.mean()) for gap in gaps))
+
+    def _worst(self, looks: Sequence[Look], params: Any) -> Difference:
+        measured = [self.difference(look, params) for look in looks]
+        return max(measured, key=lambda each: each.mean if np.isfinite(each.mean) else np.inf)
+
+    def _said(self, measured: Sequence[Difference]) -> str:
+        """Says what was measured at each look, and the limit with the keys that set it."""
+        config, name = self._config, self._dtype
+        means = ", then ".join(f"{each.mean:.3g}" for each in measured)
+        prompts = ", ".join(f"{gap:.3g}" for gap in measured[-1].per_prompt)
+        wider = f" x rollout.verify.mixture_factor {config.mixture_factor:g}" if self._mixture else ""
+        ceiling = f"rollout.verify.ceilings.{name}{wider}"
+        limit = f"the ceiling for {name} is {self._ceiling:.3g} ({ceiling})"
+        if self.band is not None:
+            limit = (
+                f"the band for {name} is {self.band:.3g} (rollout.verify.factor {config.factor:g} x the first publish, "
+                f"at least floors.{name} {self._floor:g}, at most the ceiling {self._ceiling:.3g}, {ceiling})"
+            )
+        return (
+            f"mean |server - trainer| over {config.prompts * config.tokens} probe tokens is {means} nats "
+            f"(largest {measured[-1].largest:.3g}; by prompt {prompts}), {limit}"
+        )

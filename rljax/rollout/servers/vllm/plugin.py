@@ -63,6 +63,7 @@ class FileInitInfo(WeightTransferInitInfo):
     probe_text: str
     protocol: int
     source: str = ""
+    version_bytes: int = 0
 
 
 @dataclass
@@ -93,7 +94,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Checks protocol and probe file. Raises ValueError if one of them is not the trainer's."""
         self._stands = False  # a trainer that begins, or has found other bits here, sends all weights once
-        self.weights.show(init_info.probe_path, init_info.probe_text, init_info.protocol, init_info.source)
+        self.weights.show(**dataclasses.asdict(init_info))
 
     def start_weight_update(self) -> None:
         """Forgets what was loaded. How the layers take a version is decided once the version is known."""
