@@ -2,9 +2,10 @@
 
     python experiments/verify_rounds.py --output benchmarks/verify_rounds.json
 
-A real server holds the trainer's weights. Many verifiers, each with probes of its own, take looks at it. The means of
-these looks give the chance that one look is out of band, by an exponential tail above their 95% quantile. A run is
-refused where two looks in a row are out of band. The band comes from the worst of three looks, drawn many times.
+A real server holds the trainer's weights. Many verifiers, each with probes of its own, take looks at it. The prompts of
+a look are independent of each other, so many more looks are drawn from the measured prompts. The chance that one look
+is out of band comes from an exponential tail above the 99.9% quantile of these draws. A run is refused where two looks
+in a row are out of band. The band comes from the worst of three looks, drawn many times, too.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import VerifyConfig
 
 SIDE_BY_SIDE = 8  # verifiers that ask the server at a time
-BANDS = 100_000
+DRAWS = 1_000_000
+TAIL = 1e-3  # the share of the draws that the exponential tail is fitted to
 PUBLISHES, SERVERS = 600, 8  # of the run for which refusals are counted
 
 
 def measure(client: ServerClient, options: argparse.Namespace, kind: str) -> np.ndarray:
-    """Returns the mean |server - trainer| of each look, float64 [verifier, look]."""
+    """Returns the mean |server - trainer| of each probe, float64 [verifier, look, prompt]."""
     policy, tokenizer = read_config(options.path), load_tokenizer(options.path)
     params, score = load_params(options.path, policy), make_scorer(policy, options.dtype)
     (url,) = client.urls
@@ -51,46 +53,51 @@ def measure(client: ServerClient, options: argparse.Namespace, kind: str) -> np.
         verifier = Verifier(config, score, info, dtype=options.dtype, prompts=of_run)
         return [verifier, verifier.sample(client, url)]
 
-    means = []
     with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
-        for verifier, looks in threads.map(looks_of, range(options.verifiers)):
-            means.append([verifier.difference(look, params).mean for look in looks])
-    return np.array(means)
+        taken = list(threads.map(looks_of, range(options.verifiers)))
+    return np.array([[verifier.difference(look, params).per_prompt for look in looks] for verifier, looks in taken])
 
 
-def refusals(means: np.ndarray, dtype: str) -> dict[str, float]:
-    """Returns the figures of the looks and the chance that a run refuses a sound server.
+def pairs_of_looks(measured: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the means of the looks that are followed by another one, and those of the looks that follow."""
+    means = measured.mean(axis=2)
+    return means[:, :-1].ravel(), means[:, 1:].ravel()
 
-    ``means`` are those of :func:`measure`.
+
+def refusals(measured: np.ndarray, dtype: str, prompts: int) -> dict[str, float]:
+    """Returns the figures of looks of so many ``prompts``, and the chance that a run refuses a sound server.
+
+    ``measured`` is what :func:`measure` returns.
     """
-    config, rng, flat = VerifyConfig(), np.random.default_rng(0), means.ravel()
+    config, rng, each = VerifyConfig(), np.random.default_rng(0), measured.ravel()
     floor, ceiling = config.limits(dtype, mixture=False)
-    calibration = rng.choice(flat, (BANDS, config.rounds)).max(axis=1)
+    looks = np.zeros(DRAWS)
+    for _ in range(prompts):
+        looks += rng.choice(each, DRAWS) / prompts
+    calibration = looks[: DRAWS // config.rounds * config.rounds].reshape(-1, config.rounds).max(axis=1)
     bands = np.clip(config.factor * calibration, floor, ceiling)
-    start_of_tail = np.quantile(flat, 0.95)
-    excess = flat[flat > start_of_tail] - start_of_tail
+    start_of_tail = np.quantile(looks, 1 - TAIL)
+    excess = float(np.mean(looks[looks > start_of_tail] - start_of_tail))
 
     def beyond(limit: np.ndarray) -> np.ndarray:
         """The chance that one look is above ``limit``."""
-        return np.minimum(1.0, 0.05 * np.exp(-(limit - start_of_tail) / excess.mean()))
+        within = 1 - np.searchsorted(np.sort(looks), limit) / DRAWS
+        return np.where(limit > start_of_tail, TAIL * np.exp(-(limit - start_of_tail) / excess), within)
 
     def of_run(chance: np.ndarray) -> float:
-        return float(np.mean(-np.expm1(PUBLISHES * SERVERS * np.log1p(-chance))))
+        return float(np.mean(-np.expm1(PUBLISHES * SERVERS * np.log1p(-np.minimum(chance, 1 - 1e-12)))))
 
+    out = beyond(bands)
     return {
-        "looks": flat.size,
-        "mean": float(flat.mean()),
-        "standard_deviation": float(flat.std()),
-        "largest": float(flat.max()),
-        "tail_starts": float(start_of_tail),
-        "tail_mean_excess": float(excess.mean()),
-        "correlation_of_looks": float(np.corrcoef(means[:, :-1].ravel(), means[:, 1:].ravel())[0, 1]),
+        "prompts_of_a_look": prompts,
+        "mean": float(looks.mean()),
+        "standard_deviation": float(looks.std()),
+        "largest": float(looks.max()),
+        "tail_mean_excess": excess,
         "band_smallest": float(bands.min()),
         "band_median": float(np.median(bands)),
-        "looks_out_of_smallest_band": int((flat > bands.min()).sum()),
-        "run_refused_one_look": of_run(beyond(bands)),
-        "run_refused": of_run(beyond(bands) ** LOOKS),
-        "first_publish_refused": float((1 - (1 - beyond(np.array(ceiling))) ** config.rounds) ** LOOKS),
+        "run_refused_by_one_look": of_run(out),
+        "run_refused": of_run(out**LOOKS),
     }
 
 
@@ -99,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", default="configs/toy-base", help="directory of the policy")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of server and trainer")
-    parser.add_argument("--verifiers", type=int, default=128, help="verifiers, each with probes of its own (128)")
+    parser.add_argument("--verifiers", type=int, default=48, help="verifiers, each with probes of its own (48)")
     parser.add_argument("--looks", type=int, default=8, help="looks of each verifier (8)")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     options = parser.parse_args(argv)
@@ -109,9 +116,15 @@ def main(argv: Sequence[str]) -> int:
     whole = ("--max-num-batched-tokens", "65536")
     server_config = ServerConfig(options.path, str(vllm_python()), options.dtype, max_model_len=512, extra_args=whole)
     with start(server_config) as server, contextlib.closing(ServerClient([server.url], VllmBackend())) as client:
-        for kind in ("random tokens", "prompts of the run"):
-            result["kinds"][kind] = refusals(measure(client, options, kind), options.dtype)
-            print(kind, json.dumps(result["kinds"][kind]), flush=True)
+        for kind in ("prompts of the run", "random tokens"):
+            measured = measure(client, options, kind)
+            of_kind = result["kinds"][kind] = {
+                "measured_looks": measured.shape[0] * measured.shape[1],
+                "largest_measured_look": float(measured.mean(axis=2).max()),
+                "correlation_of_looks": float(np.corrcoef(*pairs_of_looks(measured))[0, 1]),
+                "cases": [refusals(measured, options.dtype, prompts) for prompts in (2, 4)],
+            }
+            print(kind, json.dumps(of_kind), flush=True)
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0

@@ -98,7 +98,7 @@ class VerifyConfig:
 
     prompts: int = 4
     """The number of probe prompts of one look. They are made from prompts of the run."""
-    tokens: int = 16
+    tokens: int = 32
     """The number of tokens generated from each prompt. The statistic is a mean over ``prompts * tokens`` tokens."""
     rounds: int = 3
     """The number of times that the probes are sampled for calibration."""

@@ -46,7 +46,7 @@ def outcome(*words, **more):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_weights_without_room_are_refused_before_the_servers_load(tmp_path):
+def test_weights_without_room_are_refused_before_servers_load(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     words = ("--", "--rollout.transfer-dir", str(disk), "--run.dir", str(tmp_path / "run"))

@@ -66,7 +66,7 @@ def test_out_of_band_stops_and_stays_stopped(fake):
     try:
         engine.publish(PARAMS, 0)
         shift[0] = 0.01
-        with pytest.raises(VerificationError, match=r"is 0\.01 nats .* the band for float32 is 1e-05"):
+        with pytest.raises(VerificationError, match=r"is 0\.01, then 0\.01 nats .* the band for float32 is 1e-05"):
             engine.publish(PARAMS, 1)
         with pytest.raises(RuntimeError, match="publish first"):
             engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)
@@ -483,7 +483,7 @@ def test_servers_without_what_is_needed(fake):
     with pytest.raises(HandshakeError, match="set transfer_dir to one that both see"):
         make(fake.url)
     fake.protocol = 3
-    with pytest.raises(HandshakeError, match=r"^http\S+: the plugin speaks protocol 3, the trainer 4: install .*$"):
+    with pytest.raises(HandshakeError, match=r"^http\S+: the plugin speaks protocol 3, the trainer 5: install .*$"):
         make(fake.url)
     fake.protocol = PROTOCOL
     fake.refuse = {"/collective_rpc": 200}

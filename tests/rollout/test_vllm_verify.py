@@ -86,7 +86,7 @@ class Script:
 
 
 @pytest.mark.parametrize("mixture", [False, True])
-def test_a_look_out_of_band_is_followed_by_one_with_other_tokens(mixture):
+def test_a_look_out_of_band_is_followed_by_another_one(mixture):
     made, server = verifier("bfloat16", mixture), Script(0.01, 0.01, 0.01, 0.3, 0.02)
     check(made, server)
     assert made.band == pytest.approx(0.04)
@@ -100,7 +100,7 @@ def test_a_look_out_of_band_is_followed_by_one_with_other_tokens(mixture):
 def test_two_looks_out_of_band_are_refused_with_the_limits(mixture):
     made, server = verifier("bfloat16", mixture), Script(0.01, 0.01, 0.01, 0.3, np.nan)
     check(made, server)
-    with pytest.raises(VerificationError, match=r"64 probe tokens is 0\.3, then nan nats") as error:
+    with pytest.raises(VerificationError, match=r"128 probe tokens is 0\.3, then nan nats") as error:
         check(made, server)
     assert "rollout.verify.factor 4 x the first publish, at least floors.bfloat16 0.02" in str(error.value)
     ceiling = "0.24, rollout.verify.ceilings.bfloat16 x rollout.verify.mixture_factor 3)"
