@@ -221,7 +221,7 @@ from rljax.weights.store import check_weight_room
 
 
 def main(words):
-    config = load_config(Config, words, prog="single_node")
+    config = load_config(Config, words, prog="single_node", description="")
     with caller_errors(RuntimeError):
         size = version_bytes(policy_shape(config.model.path), config.rollout.dtype)
         check_weight_room(config.rollout.transfer_dir, size)

@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from small_disk import fill, small_disk
+from small_disk import small_disk
 from toy_runs import ROOT, comparable, environment, wait_for_rows
 from vllm_processes import kill_worker, members
 
@@ -51,7 +51,7 @@ def test_weights_without_room_are_refused_before_servers_load(tmp_path):
     disk.mkdir()
     words = ("--", "--rollout.transfer-dir", str(disk), "--run.dir", str(tmp_path / "run"))
     with small_disk(disk, 1):
-        fill(disk)
+        (disk / "others").write_bytes(bytes(3 * 2**18))
         status, out, said = outcome(CONFIG, *words)
     assert status == 2
     assert "two versions of the weights take 0.5 MiB" in said
