@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rljax.distributed.files import memory_directory
+from rljax.distributed.files import free_memory, memory_directory
 from rljax.plan.machines import H100, Card
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import abstract_params
@@ -116,25 +115,6 @@ def find_devices(mesh: Any, card: Card | None = None) -> Devices:
     return Devices(count, True, device.device_kind, None if limit is None else int(limit))
 
 
-def host_memory() -> int | None:
-    """Returns the bytes that processes of this host can still take, or None if the system does not say.
-
-    The limit of a container (cgroup v2) counts if it is smaller.
-    """
-    try:
-        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    if found is None:
-        return None
-    free = int(found.group(1)) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return free
-    return min(free, int(limit)) if limit.isdigit() else free
-
-
 def resident_bytes(sizes: Sizes) -> int:
     """Returns the bytes on one device between updates, from the names of ``dry_run.state_bytes``."""
     return sum(part for name, (_, part) in sizes.items() if not name.endswith(_OF_AN_UPDATE))
@@ -227,8 +207,9 @@ def host_demand(
     elif is_offloaded(config):
         parts["arrays between updates"] = devices.on_host * resident + state  # the state is there twice for a moment
         remedy = "rollout.offload_state: false"
-    parts["a checkpoint on its way"] = CHECKPOINT_COPIES * state
-    return Demand("on the host", parts, "in the host's memory", host_memory() if devices.is_here else None, remedy)
+    if devices.memory is not None:  # on a CPU the state is copied only where there is room for it
+        parts["a checkpoint on its way"] = CHECKPOINT_COPIES * state
+    return Demand("on the host", parts, "in the host's memory", free_memory() if devices.is_here else None, remedy)
 
 
 def disk_demands(config: Config, policy: PolicyConfig, sizes: Sizes) -> list[Demand]:

@@ -107,7 +107,6 @@ def test_a_host_without_gpus_holds_the_arrays():
     expected = {
         "the process": PROCESS_BYTES,
         "arrays of an update": 50 * COUNT,
-        "a checkpoint on its way": state,
     }
     assert found == expected
     sampled = host_demand(config, TINY, sizes, CPU, 0, decoding).parts["arrays of an update"]
