@@ -67,7 +67,7 @@ SANITY_ARMS = {
     "lora_": {"lora.rank": 32},
     "pg_sequence_tis_": {"loss.kind": "policy_gradient", "correction.preset": "sequence_tis"},
 }
-LARGER = {"model.path": "Qwen/Qwen3-8B-Base", "precision.remat": "blocks", "mesh.keep_gathered": False}
+LARGER = {"model.path": "Qwen/Qwen3-8B-Base", "precision.remat": "blocks"}
 MIXTURE = {
     "model.path": "Qwen/Qwen3-30B-A3B-Base",
     "rollout.router_replay": "r3",
