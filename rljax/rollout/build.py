@@ -141,7 +141,7 @@ def make_engine(
             check_weight_room(config.transfer_dir, size // jax.process_count() if shares_writing else size)
             return ServedEngine(
                 config,
-                _backend(config.engine, publish),
+                _backend(config.engine, publish, sleeps=config.colocated),
                 functions or policy_functions(policy, config.dtype),
                 hf_config=config_to_hf(policy, config.dtype),
                 max_tokens=max_tokens,
@@ -179,8 +179,10 @@ def load_jax_engine(model: str | Path, dtype: Any, max_prompt_tokens: int) -> Ja
     return engine
 
 
-def _backend(kind: str, publish: PublishConfig | None = None) -> Backend:
-    return VllmBackend(in_place=publish is not None and publish.in_place) if kind == "vllm" else SglangBackend()
+def _backend(kind: str, publish: PublishConfig | None = None, *, sleeps: bool = False) -> Backend:
+    if kind != "vllm":
+        return SglangBackend()
+    return VllmBackend(in_place=publish is not None and publish.in_place, sleeps=sleeps)
 
 
 def connect(

@@ -13,6 +13,7 @@ from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import free_port
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import RolloutConfig, SamplingParams
+from rljax.weights.format import PROTOCOL
 
 pytestmark = pytest.mark.vllm
 
@@ -132,8 +133,8 @@ def test_directory_that_the_server_does_not_see(float32):
 
 
 def test_protocol(float32, monkeypatch):
-    monkeypatch.setattr("rljax.rollout.servers.backend.PROTOCOL", 6)
-    assert refused(float32).startswith("the plugin speaks protocol 5, the trainer 6")
+    monkeypatch.setattr("rljax.rollout.servers.backend.PROTOCOL", PROTOCOL + 1)
+    assert refused(float32).startswith(f"the plugin speaks protocol {PROTOCOL}, the trainer {PROTOCOL + 1}")
 
 
 def test_nobody_there():

@@ -89,6 +89,25 @@ def test_the_example_recounts_what_the_server_holds(bfloat16, pulling, tmp_path)
     assert said.splitlines()[-1] == "model.layers.1.mlp.down_proj.weight"
 
 
+def test_a_version_with_equal_tensors_is_not_loaded_again(bfloat16, pulling):
+    """Not one of its tensors would arrive; the next version, which differs, shows that."""
+    engine = pulling(bfloat16, "http")
+    params = adamw_step(bfloat16.model.params, seed=1)
+    engine.publish(params, 1)
+    rpc(bfloat16, "sabotage_load", "skip", "all")
+    try:
+        metrics = engine.publish(params, 2)
+        assert metrics["publish/changed_fraction"] == 0
+        assert metrics["publish/verified_tensors"] == 24
+        check_use(engine, bfloat16.url, params)
+        with pytest.raises(VerificationError, match=OTHER_BITS):
+            engine.publish(adamw_step(params, seed=2), 3)
+    finally:
+        rpc(bfloat16, "sabotage_load", "off", "")
+    engine.publish(params, 4)  # a server that was refused is given all tensors
+    check_use(engine, bfloat16.url, params)
+
+
 def file_of(mirror, name) -> str:
     (file,) = (piece.file for piece in mirror.version.dense if piece.tensor == name)
     return file
@@ -146,8 +165,11 @@ def test_a_bit_that_no_record_shows_is_seen_in_the_workers(bfloat16, pulling):
     """No delta of this version touches the tensor, so nothing but the proof looks at it."""
     engine = pulling(bfloat16)
     forge(mirror_of(engine), "model.layers.1.mlp.down_proj.weight")
+    params = bfloat16.model.params
+    mlp = params["layers"]["mlp"]
+    other = params | {"layers": params["layers"] | {"mlp": mlp | {"up": 1.5 * mlp["up"]}}}
     with pytest.raises(VerificationError, match=rf"{OTHER_BITS}: 1 tensor differs: \S+1.mlp.down_proj.weight"):
-        engine.publish(bfloat16.model.params, 1)
+        engine.publish(other, 1)
     # The one that was sound before is taken once the mirror is made anew.
     mirror_of(engine).clear()
     assert engine.publish(adamw_step(bfloat16.model.params, seed=1), 2)["publish/verified_tensors"] == 24

@@ -110,9 +110,14 @@ class VllmBackend(Backend):
     version_route = "/weight_info"
     without_version = "it does not say which weights it holds: no /weight_info; a newer vLLM has it"
 
-    def __init__(self, *, in_place: bool = False) -> None:
-        """``in_place``: Whether the workers write what changed into their weights, as ``PublishConfig.in_place``."""
-        self.keeps_deltas = in_place
+    def __init__(self, *, in_place: bool = False, sleeps: bool = False) -> None:
+        """Takes how the workers treat weights.
+
+        Args:
+          in_place: Whether the workers write what changed into their weights, as ``PublishConfig.in_place``.
+          sleeps: Whether servers sleep, and so lose their weights between publishes.
+        """
+        self.keeps_deltas, self._keeps_equal = in_place, not (in_place or sleeps)
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
         """Returns a body with all that shapes the distribution, so that no default of the server can change it.
@@ -240,6 +245,8 @@ class VllmBackend(Backend):
         update: dict[str, Any] = {"path": "" if version.source else str(version.path), "tag": version.tag}
         if self.keeps_deltas:
             update["in_place"] = True
+        if self._keeps_equal and version.source:
+            update["keep_equal"] = True
 
         def post(path: str, **kwargs: Any) -> dict[str, Any]:
             return client.call(url, "POST", path, timeout_s=UPDATE_S, **kwargs)

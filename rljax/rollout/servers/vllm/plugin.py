@@ -34,7 +34,7 @@ from vllm.platforms import current_platform
 from rljax.rollout.servers.loaded import ModelTensors, described_shape
 from rljax.rollout.servers.vllm.server import BACKEND
 from rljax.weights.delta import KeptDelta
-from rljax.weights.format import PROTOCOL, Checksum
+from rljax.weights.format import PROTOCOL, Checksum, TensorRecord, read_version
 from rljax.weights.mirror import WorkerWeights
 from rljax.weights.sums import as_published, tensor_checksum
 
@@ -73,6 +73,7 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     path: str  # the directory of the version; "" for this machine's mirror, which was brought to the version before
     tag: str  # the tag that the version must have
     in_place: bool = False  # whether a delta that the mirror took is written into parameters that stand as loaded
+    keep_equal: bool = False  # whether a version from the mirror that equals the loaded one is not loaded again
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -85,6 +86,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     _in_place = False  # whether the update under way asks for it
     _digest = ""  # the digest of the version that is loaded, or being loaded; "" where it is not known
     _stands = False  # whether the parameters are those that were loaded last, and nothing was packed
+    _records: Mapping[str, TensorRecord] = {}  # of the version that is loaded; empty where it is not known
+    _sums: Mapping[str, Checksum | None] = {}  # the checksums that were taken as it was loaded
 
     @functools.cached_property
     def weights(self) -> WorkerWeights:
@@ -94,6 +97,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Checks protocol and probe file. Raises ValueError if one of them is not the trainer's."""
         self._stands = False  # a trainer that begins, or has found other bits here, sends all weights once
+        self._records = {}
         self.weights.show(**dataclasses.asdict(init_info))
 
     def start_weight_update(self) -> None:
@@ -104,15 +108,19 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """Loads one version. Raises ValueError as ``WorkerWeights.version``."""
         held, self._digest = self._digest, ""
+        known, self._records = self._records, {}
         self._in_place = update_info.in_place and not update_info.path
         with self.weights.version(update_info.path, update_info.tag) as (directory, files):
             digest, delta = self.weights.mirrored() if self._in_place else ("", None)
             fits = delta is not None and self._stands and delta.base_digest == held
+            records = read_version(directory).tensors if update_info.keep_equal and not update_info.path else {}
             self._stands = False
-            if not (fits and delta is not None and self._patch(delta)):
+            if records and records == known:
+                self._loading = EqualWeights(self.model, self.model_config.dtype, self._sums)
+            elif not (fits and delta is not None and self._patch(delta)):
                 self._reload(directory, files)
             assert self._loading is not None
-            self._loading.tag = update_info.tag
+            self._loading.tag, self._loading.records = update_info.tag, records
             self._digest = digest
 
     def _reload(self, directory: Path, files: list[str]) -> None:
@@ -146,13 +154,15 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             is_whole = isinstance(self._loading, LoadedWeights)
             if is_whole:
                 finalize_layerwise_reload(self.model, self.model_config)
-            if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False):
+            is_equal = isinstance(self._loading, EqualWeights)
+            if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False) and not is_equal:
                 repair_tied_head(self.model)
             self._loading.finish()
             self._stands = self._in_place and (
                 not is_whole or stands_as_loaded(self.model, self.model_config.dtype, self._loading.tensors)
             )
             self.loaded = self._loading
+            self._records, self._sums = self._loading.records, self._loading.tensors
         finally:
             self.shutdown()
 
@@ -180,6 +190,7 @@ class PatchedWeights:
         """Takes no checksum yet. ``dtype``: The dtype that is published."""
         self._model, self._dtype = tensors_of(model), dtype
         self.tag = ""  # of the version
+        self.records: Mapping[str, TensorRecord] = {}  # of the version, where the next one is compared with it
         self.tensors: dict[str, Checksum | None] = {}  # by Hugging Face name; None where the layer was not loaded
         self.seconds = 0.0  # the time that the checksums took
 
@@ -191,6 +202,18 @@ class PatchedWeights:
 
     def detach(self) -> None:
         """Leaves the layers as vLLM made them. It may be called twice."""
+
+
+class EqualWeights(PatchedWeights):
+    """The checksums of a version that stays loaded, because the next one has the same tensors."""
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, sums: Mapping[str, Checksum | None]) -> None:
+        """Takes the checksums ``sums`` that were taken as the version was loaded."""
+        super().__init__(model, dtype)
+        self.tensors.update(sums)
+
+    def finish(self) -> None:
+        """Takes no checksum: some layers have packed their parameters, which cannot be read any more."""
 
 
 class LoadedWeights(PatchedWeights):
