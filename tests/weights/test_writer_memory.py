@@ -17,7 +17,7 @@ def version(step):
         yield f"{number}", tensor
 
 
-def test_the_next_version_replaces_the_last_one_tensor_by_tensor():
+def test_the_next_version_replaces_the_last_one_by_tensors():
     writer = PartWriter(whole_parts)
     tracemalloc.start()
     try:
