@@ -67,6 +67,7 @@ MODELS = [
     paper_row("14B", "8 H100, lora.rank 32", "h100:1x8", 8).with_words("--lora.rank", "32"),
     *(Row(f"{label}, lean", "h100:1x4", config, LEAN) for label, config in ARMS),
     *(Row(f"{label} as written", "h100:1x4", config) for label, config in ARMS if label != "4B float16"),
+    Row("30B-A3B, dots", "h100:2x8", f"{PAPER}/qwen3_30b_a3b_token_tis.yaml", ("--precision.remat", "dots")),
 ]
 
 
