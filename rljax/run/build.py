@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     stream = PromptStream(training, data.batch_size, config.run.seed)
     fingerprint = json_checksum([[problem["prompt"], problem["answer"]] for problem in training])
     tallies = [tally] if data.path else []
-    prompts = [tokenizer.encode(problem["prompt"]) for problem in training[:PROBED_PROMPTS]]
+    prompts = [tokenizer.encode(problem["prompt"]) for problem in itertools.islice(training, PROBED_PROMPTS)]
     if not config.eval.is_wanted:
         return Problems(stream, fingerprint, {}, tallies, prompts)
     datasets = evaluation_datasets(config.eval.datasets, data, tokenizer)
