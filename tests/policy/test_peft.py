@@ -148,8 +148,8 @@ def test_each_initialisation_of_peft_is_the_same_or_refused(start, tmp_path):
     more = {"loftq": {"loftq_config": {"loftq_bits": 4, "loftq_iter": 1}}, "lora_ga": {"lora_ga_config": {}}}.get(
         start, {}
     )
-    if start == "loftq":
-        pytest.importorskip("bitsandbytes")
+    if start == "loftq" and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("peft computes LoftQ on a GPU")
     theirs = peft.LoraConfig(
         r=4,
         lora_alpha=8,
@@ -159,10 +159,9 @@ def test_each_initialisation_of_peft_is_the_same_or_refused(start, tmp_path):
         **more,
     )
     if start == "corda":
-        pytest.importorskip("attr")
         corda = pytest.importorskip("peft.tuners.lora.corda")
         theirs.corda_config = peft.tuners.lora.config.CordaConfig()
-        corda.preprocess_corda(model, theirs, run_model=lambda: torch_logits(model, tokens))
+        corda.preprocess_corda(model, theirs, run_model=lambda: torch_logits(model, tokens[:1]))
     adapted = peft.get_peft_model(model, theirs, low_cpu_mem_usage=False).eval()
     adapted.save_pretrained(tmp_path / "adapter")
     config = read_config(tmp_path / "base")
