@@ -23,7 +23,8 @@ def rpc(served, method: str, *arguments: str) -> list:
 
 def check_use(engine, url: str, params):
     """The second half of the verification alone."""
-    return engine.verifier.judge(url, engine.verifier.sample(engine.fleet.client, url), params)
+    client = engine.fleet.client
+    return engine.verifier.judge(client, url, engine.verifier.sample(client, url), params)
 
 
 def adamw_step(params, seed: int):
