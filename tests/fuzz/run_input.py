@@ -37,6 +37,7 @@ PYTHON_WORDS = re.compile(
     r"recursion depth|has no len|must be real number|cannot be interpreted|cannot unpack|^error: :|Errno"
 )
 NOTICES = ("\r", "warning: ", "waiting for ")  # lines before the last one; \r: a progress bar
+TABLE_HEAD = r"data +rows +no answer +over .* tokens +repeated prompts +answers that fail"
 INTERRUPTED = 130  # the status of run_cli after an interrupt
 
 
@@ -199,6 +200,9 @@ def judge(command: Command, status: object, said: str) -> Outcome:
         assert "Traceback" not in said, trouble
         return Outcome(True, said)
     lines = [line for line in said.split("\n") if line.strip() and not line.startswith(NOTICES)]
+    if lines and re.fullmatch(TABLE_HEAD, lines[0]):
+        assert all(map(str.isprintable, lines)), trouble
+        del lines[:-1]  # the table of the data comes before what is wrong with the rest
     assert len(lines) == 1, f"status 2 with {len(lines)} lines: {said[:3000]}"
     (line,) = lines
     assert line.startswith("error: "), trouble
