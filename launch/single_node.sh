@@ -245,7 +245,10 @@ echo "== waiting for ${#servers[@]} $engine server(s) in $dtype, at most $server
 urls=() next=15
 for i in "${!servers[@]}"; do
   while [[ ! -s "$work/$i.url" ]]; do
-    running "${servers[i]}" || die "server $i did not start: $(last_line "$logs/$i.log") (the whole log is $logs/$i.log)"
+    if ! running "${servers[i]}"; then
+      said="$(last_line "$logs/$i.log")"
+      die "server $i did not start${said:+: $said}; see $logs/$i.log"
+    fi
     if ((SECONDS >= next)); then
       echo "  $SECONDS s, server $i: $(last_line "$logs/$i.log")"
       next=$((SECONDS + 15))
