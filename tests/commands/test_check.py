@@ -289,6 +289,7 @@ def test_publishes_that_were_not_verified_are_named():
     ]
 
 
+@pytest.mark.harness
 @pytest.mark.vllm
 def test_a_server_and_two_steps_are_verified(tmp_path):
     if os.environ.get("RLJAX_SKIP_VLLM") == "1" or check_machine.server_python() is None:

@@ -20,7 +20,8 @@ from rljax.rollout.servers.vllm.client import VllmBackend
 
 pytestmark = pytest.mark.vllm
 SOUND = {}
-DTYPES = pytest.mark.parametrize("served", ["bfloat16", "float32"], indirect=True)
+FLOAT32 = pytest.param("float32", marks=pytest.mark.harness)
+DTYPES = pytest.mark.parametrize("served", ["bfloat16", FLOAT32], indirect=True)
 
 
 def publish(served, params):
