@@ -46,6 +46,8 @@ from rljax.run.store import start_from_store, uploading
 from rljax.run.training import check_offload
 from rljax.sharding import make_mesh
 
+log = logging.getLogger(__name__)
+
 PROG = "rljax train"
 DRY_RUN = "--dry-run"
 COMMON_OPTIONS = (
@@ -147,14 +149,14 @@ def read_inputs(config: Config) -> Inputs:
         tokenizer = load_tokenizer(config.model.path)
         mesh = make_mesh(config.mesh)
         if line := unused_gpus(sum(device.platform == "gpu" for device in mesh.local_devices)):
-            logging.getLogger(__name__).warning(line)
+            log.warning(line)
         if len(tokenizer) > policy.vocab_size:
             sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
             raise ConfigError(f"{config.model.path}: {sizes}")
         check_shapes(config, policy, mesh)
         check_offload(config, mesh)
         for line in lacks_at_start(config, policy, mesh):
-            logging.getLogger(__name__).warning(line)
+            log.warning(line)
         # This call refuses kernels that the devices lack.
         choose_kernels(config.policy, policy, config.precision.compute_dtype, mesh)
     return Inputs(config, policy, tokenizer, mesh)

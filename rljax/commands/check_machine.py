@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -24,10 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax.commands.check_kernels import median_ms
-from rljax.distributed.files import memory_directory
+from rljax.distributed.files import VERSIONS, memory_directory
 from rljax.plan.dry_run import in_units
 from rljax.policy.config import PolicyConfig
-from rljax.policy.model import init_params
+from rljax.rollout.build import version_bytes
 from rljax.rollout.servers.process import has_gpu
 from rljax.rollout.servers.vllm.server import vllm_python
 
@@ -136,8 +135,7 @@ def check_compiler() -> Found:
 def check_shm(model: str, policy: PolicyConfig) -> Found:
     """Compares the free space of the directory in memory with the two versions of weights that a publish holds."""
     directory = memory_directory()
-    shapes = jax.tree.leaves(jax.eval_shape(lambda: init_params(policy, 0)))
-    needed = 2 * 2 * sum(math.prod(x.shape) for x in shapes)
+    needed = VERSIONS * version_bytes(policy, "bfloat16")
     space = shutil.disk_usage(directory)
     says = f"{directory} has {in_units(space.free)} free of {in_units(space.total)}"
     says += f", and two versions of {model} in 16 bits take {in_units(needed)}"

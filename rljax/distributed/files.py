@@ -13,6 +13,8 @@ from pathlib import Path
 from rljax.distributed.ownership import claim, provably_dead
 from rljax.errors import writing
 
+VERSIONS = 2
+"""The number of versions of the weights that exist at a time: one is written while servers load the one before."""
 _OWNER = "owner.json"
 
 
@@ -60,14 +62,14 @@ def free_memory() -> int | None:
     return None
 
 
-def check_room(directory: Path, num_bytes: int, setting: str) -> None:
-    """Raises RuntimeError where the file system of ``directory`` has less room than ``num_bytes``.
+def check_room(directory: Path, version_bytes: int, setting: str) -> None:
+    """Raises RuntimeError where the file system of ``directory`` has no room for ``VERSIONS`` of the weights.
 
-    ``setting`` is the name of the setting that chooses another directory.
+    One of them takes ``version_bytes``. ``setting`` is the name of the setting that chooses another directory.
     """
-    free = shutil.disk_usage(directory).free
-    if free < num_bytes:
-        has, takes = (f"{count / 2**20:,.1f} MiB" for count in (free, num_bytes))
+    free, needed = shutil.disk_usage(directory).free, VERSIONS * version_bytes
+    if free < needed:
+        has, takes = (f"{count / 2**20:,.1f} MiB" for count in (free, needed))
         raise RuntimeError(
             f"{directory} has {has} free, two versions of the weights take {takes}: "
             f"set {setting} to a larger one; a container gets more /dev/shm by --ipc=host or --shm-size"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,17 +11,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rljax.distributed.files import free_memory, memory_directory
+from rljax.distributed.files import VERSIONS, free_memory, memory_directory
 from rljax.plan.machines import H100, Card
 from rljax.policy.config import PolicyConfig
-from rljax.policy.model import abstract_params
-from rljax.rollout.decoding import batch_sizes, cache_token_bytes
-from rljax.rollout.embedded import DEVICE_SHARE, HOST_SHARE
+from rljax.rollout.build import version_bytes
+from rljax.rollout.decoding import batch_sizes, cache_token_bytes, row_ways
+from rljax.rollout.embedded import cache_room
 from rljax.rollout.injected import CACHES
 from rljax.rollout.types import SERVED
 from rljax.run.config import Config
 from rljax.run.training import is_offloaded
-from rljax.sharding import RULES
 
 Sizes = dict[str, tuple[int, int]]  # by name: bytes in all, bytes on one device
 
@@ -31,8 +29,6 @@ Sizes = dict[str, tuple[int, int]]  # by name: bytes in all, bytes on one device
 PROCESS_BYTES = 2 * 2**30
 # The copies of the training state that a checkpoint holds on the host while it is written.
 CHECKPOINT_COPIES = 1
-# The number of versions of the weights that exist at a time: the next one is written while servers load the last one.
-VERSIONS = 2
 _DEVICES_A_HOST = 8  # of a mesh whose devices are not present
 # The arrays of ``dry_run.state_bytes`` that exist in an update alone.
 _OF_AN_UPDATE = ("gradients", " copy", " gathered")
@@ -128,12 +124,9 @@ def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devi
     rollout, places, tokens = config.rollout, config.max_sequence_tokens, config.rollout.decode_tokens
     of_token = cache_token_bytes(policy, mesh, CACHES.get(rollout.kv_cache_dtype) or jnp.dtype(rollout.dtype))
     if not tokens:
-        free = DEVICE_SHARE * max(0, (devices.memory or 0) - resident)
-        if devices.memory is None:
-            free = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / jax.local_device_count()
-        tokens = int(free / of_token)
-    ways = math.prod(mesh.shape[axis] for axis in RULES["rows"])
-    slots = batch_sizes(config.num_sequences, rollout.group_size, tokens // places, ways).slots
+        free = None if devices.memory is None else max(0, devices.memory - resident)
+        tokens = int(cache_room(free, jax.local_device_count()) / of_token)
+    slots = batch_sizes(config.num_sequences, rollout.group_size, tokens // places, row_ways(mesh)).slots
     return Decoding(slots, config.num_sequences, places, math.ceil(slots * places * of_token))
 
 
@@ -192,7 +185,7 @@ def host_demand(
     """
     resident, state = resident_bytes(sizes), saved_bytes(sizes)[1] * devices.on_host
     served = config.rollout.engine in SERVED
-    weights = weight_bytes(policy, config.rollout.dtype)
+    weights = version_bytes(policy, config.rollout.dtype)
     parts = {"the process": PROCESS_BYTES}
     remedy = "adapters (lora.rank)"
     if served and transfer_directory(config) == Path("/dev/shm"):
@@ -223,7 +216,7 @@ def disk_demands(config: Config, policy: PolicyConfig, sizes: Sizes) -> list[Dem
     remedy = ", ".join([*remedies, "run.dir on a larger disk"])
     demands = [Demand("on disk", parts, f"at {run_dir}", free_space(run_dir), remedy)]
     if config.rollout.engine in SERVED:
-        place, size = transfer_directory(config), VERSIONS * weight_bytes(policy, config.rollout.dtype)
+        place, size = transfer_directory(config), VERSIONS * version_bytes(policy, config.rollout.dtype)
         remedy = "rollout.transfer_dir on a larger disk"
         if place == Path("/dev/shm"):
             remedy += ", a larger /dev/shm (--ipc=host or --shm-size for a container)"
@@ -235,11 +228,6 @@ def saved_bytes(sizes: Sizes) -> tuple[int, int]:
     """Returns (bytes in all, bytes on one device) of what a checkpoint holds: what is trained, and its moments."""
     pairs = [pair for name, pair in sizes.items() if name in ("masters", "adapters", "moments")]
     return sum(whole for whole, _ in pairs), sum(part for _, part in pairs)
-
-
-def weight_bytes(policy: PolicyConfig, dtype: str) -> int:
-    """Returns the bytes of one version of the weights."""
-    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(policy))) * jnp.dtype(dtype).itemsize
 
 
 def transfer_directory(config: Config) -> Path:

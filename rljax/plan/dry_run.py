@@ -22,7 +22,6 @@ from rljax.plan.budget import (
     host_demand,
     plan_decoding,
     resident_bytes,
-    weight_bytes,
 )
 from rljax.plan.machines import Card
 from rljax.plan.memory import working_bytes
@@ -31,6 +30,7 @@ from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
 from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
+from rljax.rollout.build import version_bytes
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, has_separate_forward, is_offloaded, max_version_lag
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
@@ -92,7 +92,7 @@ def find_demands(
 
 def lacks_at_start(config: Config, policy: PolicyConfig, mesh: Any) -> list[str]:
     """Returns a line for each place that the run does not fit into; [] for a policy too small to matter."""
-    if weight_bytes(policy, "float32") < _SMALL:
+    if version_bytes(policy, "float32") < _SMALL:
         return []
     demands, _ = find_demands(config, policy, mesh)
     return [f"this run may not fit {_describe_lack(demand)}" for demand in demands if not demand.fits]

@@ -73,14 +73,19 @@ class Sampled(NamedTuple):
     routes: Int[Array, "n r l k"] | None
 
 
+def row_ways(mesh: Mesh) -> int:
+    """Returns the number of parts into which ``mesh`` splits rows."""
+    return math.prod(mesh.shape[axis] for axis in RULES["rows"])
+
+
 def cache_token_bytes(config: PolicyConfig, mesh: Mesh, dtype: Any) -> float:
     """Returns the bytes that one token of the cache takes, as a share of each device of ``mesh``.
 
     The mesh splits rows, and heads where their number divides evenly.
     """
-    ways = math.prod(mesh.shape[axis] for axis in RULES["rows"])
     heads = mesh.shape["tp"] if config.num_kv_heads % mesh.shape["tp"] == 0 else 1
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize / (ways * heads)
+    whole = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    return whole / (row_ways(mesh) * heads)
 
 
 class Batch(NamedTuple):

@@ -13,7 +13,6 @@ it.
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -29,14 +28,14 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision
 from rljax.policy.model import Params, cast_params, logical_axes, param_shardings
 from rljax.rollout import decoding
-from rljax.rollout.decoding import Batch, Queue, Sampled, Slots, batch_sizes, cache_token_bytes
+from rljax.rollout.decoding import Batch, Queue, Sampled, Slots, batch_sizes, cache_token_bytes, row_ways
 from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.injected import CACHES, quantize, restore
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
-from rljax.sharding import RULES, replicated
+from rljax.sharding import replicated
 
-DEVICE_SHARE = 0.7  # of a device's free memory, for the cache
-HOST_SHARE = 0.25  # of the host's memory, for the caches of devices that do not say how much is free
+_DEVICE_SHARE = 0.7  # of a device's free memory, for the cache
+_HOST_SHARE = 0.25  # of the host's memory, for the caches of devices that do not say how much is free
 
 
 class EngineFunctions(NamedTuple):
@@ -256,23 +255,30 @@ class JaxEngine(RolloutEngine):
         """Returns the sizes of a batch whose cache of ``places`` tokens a response fits into the budget."""
         if not self._decode_tokens:
             self._decode_tokens = free_cache_tokens(self._config, self._mesh, self._cache_dtype)
-        ways = math.prod(self._mesh.shape[axis] for axis in RULES["rows"])
-        return batch_sizes(rows, n, self._decode_tokens // places, ways)
+        return batch_sizes(rows, n, self._decode_tokens // places, row_ways(self._mesh))
+
+
+def cache_room(free: int | None, devices: int) -> float:
+    """Returns the bytes of one device that the cache may take.
+
+    Args:
+      free: The free bytes of the device. None: it does not say, as a CPU, and counts as its part of the host's memory.
+      devices: The number of devices that share the host's memory.
+    """
+    if free is not None:
+        return _DEVICE_SHARE * free
+    return _HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / devices
 
 
 def free_cache_tokens(config: PolicyConfig, mesh: Mesh, dtype: Any) -> int:
-    """Returns the number of tokens whose keys and values fit into a share of the free memory of all devices.
+    """Returns the number of tokens whose keys and values fit into the ``cache_room`` of all devices.
 
-    The share is 0.7 for a device that says how much memory is free. A device that does not, as a CPU, counts as its
-    part of a quarter of the host's memory. All processes get the number of the one with the least memory.
+    All processes get the number of the one with the least memory.
     """
     devices = mesh.local_devices
     stats = devices[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        free = DEVICE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"])
-    else:
-        free = HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / len(devices)
-    tokens = int(free / cache_token_bytes(config, mesh, dtype))
+    free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+    tokens = int(cache_room(free, len(devices)) / cache_token_bytes(config, mesh, dtype))
     if jax.process_count() > 1:
         tokens = int(multihost_utils.process_allgather(np.int64(tokens)).min())
     return tokens

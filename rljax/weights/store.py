@@ -159,7 +159,7 @@ def check_weight_room(parent: str | os.PathLike[str] | None, version_bytes: int)
     """
     directory = OwnedDirectory(PREFIX, parent)
     directory.close()
-    check_room(directory.parent, 2 * version_bytes, "rollout.transfer_dir")
+    check_room(directory.parent, version_bytes, "rollout.transfer_dir")
 
 
 def open_weight_directory(

@@ -1,15 +1,16 @@
 """Continuous decoding: which responses share a batch, who gets a free place, and that the samples stay the same."""
 
-import jax
+import os
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.policy.config import PolicyConfig, toy_config
+from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.decoding import Batch, Queue, batch_sizes, cache_token_bytes
-from rljax.rollout.embedded import JaxEngine, free_cache_tokens, make_functions
+from rljax.rollout.embedded import JaxEngine, cache_room, free_cache_tokens, make_functions
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
@@ -92,7 +93,7 @@ def test_the_samples_do_not_depend_on_the_budget(config, at_once):
     for a, b in zip(together, refilled, strict=True):
         assert (a.prompt_index, a.sample_index, a.truncated) == (b.prompt_index, b.sample_index, b.truncated)
         np.testing.assert_array_equal(a.token_ids, b.token_ids)
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=6e-6, rtol=0)
         assert a.versions == b.versions
         if config.num_experts:
             np.testing.assert_array_equal(a.routes, b.routes)
@@ -104,7 +105,7 @@ def test_greedy_samples_do_not_depend_on_the_budget():
         np.testing.assert_array_equal(a.token_ids, b.token_ids)
 
 
-def test_refilled_places_compile_two_loops_at_most():
+def test_refilled_places_share_one_compiled_loop():
     make_functions.cache_clear()
     engine = JaxEngine(CONFIG, jnp.float32, WIDTH, mesh=make_mesh(MeshConfig(1, 1)), decode_tokens=3 * (LIMIT + WIDTH))
     engine.publish(init_params(CONFIG, 0), 0)
@@ -123,11 +124,14 @@ def test_a_sharded_cache_holds_the_places_of_its_parts(at_once):
 
 
 def test_a_token_of_the_cache_in_bytes():
-    """Qwen3-4B in bfloat16: 2 x 36 layers x 8 heads x 128 x 2 bytes."""
-    config = toy_config()
+    """Qwen3-4B in bfloat16: keys and values of 36 layers, 8 heads and 128 numbers of 2 bytes."""
+    qwen3_4b = PolicyConfig(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
     mesh = make_mesh(MeshConfig(1, 1))
-    layers, heads, size = config.num_layers, config.num_kv_heads, config.head_dim
-    assert cache_token_bytes(config, mesh, jnp.bfloat16) == 4 * layers * heads * size
-    tokens = free_cache_tokens(config, mesh, jnp.bfloat16)
-    assert tokens == pytest.approx(2 * free_cache_tokens(config, mesh, jnp.float32), rel=1e-6)
-    assert jax.process_count() == 1
+    assert cache_token_bytes(qwen3_4b, mesh, jnp.bfloat16) == 147_456
+    assert free_cache_tokens(qwen3_4b, mesh, jnp.bfloat16) == int(cache_room(None, 1) / 147_456)
+
+
+def test_the_room_of_the_cache_is_a_share_of_what_is_free():
+    assert cache_room(1000, 8) == 700
+    assert cache_room(None, 2) == cache_room(None, 1) / 2
+    assert 0 < cache_room(None, 1) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
