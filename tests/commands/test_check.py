@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packed_rows import reference as float64_reference
 from packed_rows import row
+from programs import program
 from toy_runs import ROOT, outcome
 
 from rljax.commands import check, check_machine, check_run
@@ -225,9 +226,7 @@ def test_kernels_are_skipped_without_an_accelerator(tmp_path):
 @pytest.fixture
 def with_gpu(monkeypatch, tmp_path):
     """Plants an nvidia-smi that shows one GPU with driver 570."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 570.86.10\n")
-    program.chmod(0o755)
+    program(tmp_path / "nvidia-smi", "echo 570.86.10")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
 

@@ -6,14 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from programs import program
 from toy_runs import ROOT
-
-
-def program(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{text}\n")
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from programs import program
 from toy_runs import ROOT
 
 from rljax.distributed.processes import start_processes, unused_gpus
@@ -21,13 +22,6 @@ OPEN_MPI = {
     **{"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911", "OMPI_COMM_WORLD_SIZE": "1"},
     **{"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
 }
-
-
-def program(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{text}\n")
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from programs import program
 
 from rljax.commands.serve import parse
 from rljax.errors import ServerFailedError
@@ -140,10 +141,7 @@ def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
 
 
 def plant_gpu(monkeypatch, tmp_path):
-    tool = tmp_path / "tools" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\necho GPU 0\n")
-    tool.chmod(0o755)
+    tool = program(tmp_path / "tools" / "nvidia-smi", "echo GPU 0")
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from programs import program
+
 ROOT = Path(__file__).parents[2]
 
 # Each command of a page needs a rule: it runs as it stands, or a stand-in takes its place and writes down its words.
@@ -85,13 +87,6 @@ def first_words(script):
 def uncovered(script):
     """The commands of a script that have no rule."""
     return {Path(word).name for word in first_words(script)} - AS_IT_STANDS - set(STAND_INS) - FUNCTIONS
-
-
-def program(path, text):
-    """Writes a program."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/bash\n{text}\n")
-    path.chmod(0o755)
 
 
 def make_checkout(place):
