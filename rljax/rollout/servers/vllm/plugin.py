@@ -151,15 +151,11 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         if self._loading is None:
             return
         try:
-            is_whole = isinstance(self._loading, LoadedWeights)
-            if is_whole:
-                finalize_layerwise_reload(self.model, self.model_config)
-            is_equal = isinstance(self._loading, EqualWeights)
-            if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False) and not is_equal:
-                repair_tied_head(self.model)
+            self._loading.put_back(self.model, self.model_config)
             self._loading.finish()
             self._stands = self._in_place and (
-                not is_whole or stands_as_loaded(self.model, self.model_config.dtype, self._loading.tensors)
+                not isinstance(self._loading, LoadedWeights)
+                or stands_as_loaded(self.model, self.model_config.dtype, self._loading.tensors)
             )
             self.loaded = self._loading
             self._records, self._sums = self._loading.records, self._loading.tensors
@@ -194,6 +190,11 @@ class PatchedWeights:
         self.tensors: dict[str, Checksum | None] = {}  # by Hugging Face name; None where the layer was not loaded
         self.seconds = 0.0  # the time that the checksums took
 
+    def put_back(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Puts the layers back into service: a tied head gets the new embedding."""
+        if getattr(model_config.hf_text_config, "tie_word_embeddings", False):
+            repair_tied_head(model)
+
     def finish(self) -> None:
         """Takes the checksums that are missing."""
         began = time.monotonic()
@@ -211,6 +212,9 @@ class EqualWeights(PatchedWeights):
         """Takes the checksums ``sums`` that were taken as the version was loaded."""
         super().__init__(model, dtype)
         self.tensors.update(sums)
+
+    def put_back(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Changes nothing: all layers are in service."""
 
     def finish(self) -> None:
         """Takes no checksum: some layers have packed their parameters, which cannot be read any more."""
@@ -234,6 +238,11 @@ class LoadedWeights(PatchedWeights):
         self._methods = {id(method): method for method in self._unpacked.values() if method is not None}
         for method in self._methods.values():
             method.process_weights_after_loading = self._before(method.process_weights_after_loading)
+
+    def put_back(self, model: torch.nn.Module, model_config: Any) -> None:
+        """Lets vLLM finish its layers, and gives a tied head the new embedding."""
+        finalize_layerwise_reload(model, model_config)
+        super().put_back(model, model_config)
 
     def detach(self) -> None:
         """Takes the steps out. It may be called twice."""
