@@ -79,9 +79,9 @@ def row_ways(mesh: Mesh) -> int:
 
 
 def cache_token_bytes(config: PolicyConfig, mesh: Mesh, dtype: Any) -> float:
-    """Returns the bytes that one token of the cache takes, as a share of each device of ``mesh``.
+    """Returns the bytes that one token of the cache takes on each device of ``mesh``, on average.
 
-    The mesh splits rows, and heads where their number divides evenly.
+    The mesh splits the rows of the cache. It splits the heads, too, where their number divides evenly.
     """
     heads = mesh.shape["tp"] if config.num_kv_heads % mesh.shape["tp"] == 0 else 1
     whole = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
@@ -263,8 +263,8 @@ def admit(
       prompts: The token ids, padded on the left.
       lengths: The number of tokens of each prompt.
       rows: The numbers of the responses to each prompt that start now.
-      into: The slot of each of them; the number of all slots for a prompt that only fills the group.
-      numbers: The number of each prompt; the number of all prompts for one that only fills the group.
+      into: The slot of each of these responses. A prompt that only fills the group has a number that is no slot's.
+      numbers: The number of each prompt. One that only fills the group has a number that is no prompt's.
     """
     group, width = prompts.shape
     places = slots.valid.shape[1]

@@ -90,7 +90,7 @@ class ServedEngine(Admission):
           publish: The way in which weights come to the servers; None for ``PublishConfig()``.
           head_dtype: The dtype in which the servers' LM heads must compute, or None for any.
           stop: Whether to stop waiting for servers, and to give up what is sampled; None for neither.
-          probe_prompts: The prompts of the run from which the probes are made, int32 [s] each. None: random tokens.
+          probe_prompts: The prompts of the run from which the probes are made, int32 [s] each. Empty: random tokens.
           version_bytes: The size of one version of the weights. Mirrors must have room for two. 0: not known.
 
         Raises:
