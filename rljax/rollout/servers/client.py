@@ -262,8 +262,7 @@ class ServerClient:
                 parts.append(await self._rollout(server, remaining_request(request, parts), vocab_size))
                 if parts[-1].finish_reason != "abort":
                     return join_parts(parts)
-                failure = ""
-                pauses.count = 0
+                failure, pauses.count = "", 0
                 continue
             except ServerGoneError as error:
                 failure = str(error)
@@ -383,12 +382,13 @@ class _Pauses:
     """The refusals of one request by paused servers. They are no failed attempts until ``longest_s`` is over."""
 
     def __init__(self, longest_s: float) -> None:
-        self.count = 0
-        self._longest_s, self._end = longest_s, math.inf
+        self.count, self._waits, self._longest_s, self._end = 0, False, longest_s, math.inf
 
     def may_end(self, error: ServerError) -> bool:
         """Returns whether ``error`` is the refusal of a paused server that is still to be waited for. Counts it."""
-        if not isinstance(error, ServerPausedError):
+        # A server may go on between its refusal and the question whether it is paused: one such refusal counts, too.
+        waits, self._waits = self._waits, isinstance(error, ServerPausedError)
+        if not self._waits and not (waits and isinstance(error, ServerRefusedError) and error.status == 503):
             return False
         self._end = min(self._end, time.monotonic() + self._longest_s)
         self.count += 1
