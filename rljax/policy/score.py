@@ -24,6 +24,8 @@ class Scores(NamedTuple):
     logprobs: Float[Array, "b t"]  # nats; 0 at position 0 of a segment and on padding
     entropy: Float[Array, "b t"]  # nats; 0 at position 0 of a segment and on padding
     stats: ForwardStats
+    tops: Float[Array, "b t k"] | None = None  # log-probabilities of given token ids; -inf where the id is -1
+    collision: Float[Array, "b t"] | None = None  # the sum of squared probabilities, without gradient
 
 
 def packed_logprobs(

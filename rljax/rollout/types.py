@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -205,6 +205,21 @@ class RolloutConfig:
     """The longest response, the end-of-sequence token included (tokens)."""
     temperature: float = 1.0
     """The sampling temperature. It must be positive."""
+    top_logprobs: int = 0
+    """The number of likeliest tokens at each position that the engine reports with their log-probabilities. Score
+    centering and the regions over the likeliest tokens need them. 0: none, or ``top_k`` where that is set."""
+    max_top_bytes: int = 8 * 2**30
+    """The most bytes that the likeliest tokens of one step may take on the host. A run that could need more is
+    refused."""
+    top_p: float = 1.0
+    """Sampling is cut to the smallest set of likeliest tokens that has at least this probability. 1: no cut. It needs
+    ``top_k``."""
+    top_k: int = 0
+    """Sampling is cut to this number of likeliest tokens. The trainer normalises over the tokens that are left. 0: no
+    cut."""
+    min_p: float = 0.0
+    """Sampling is cut to the tokens with at least this share of the likeliest token's probability. 0: no cut. It needs
+    ``top_k``."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, in training and evaluation, besides those of the model's files. A base model with
     a chat template needs the template's end token here."""
@@ -254,6 +269,24 @@ class RolloutConfig:
         if min(self.stop_token_ids, default=0) < 0:
             raise ValueError(f"stop_token_ids must be at least 0, got {list(self.stop_token_ids)}")
         check_at_least(self, 0, "max_staleness", "decode_tokens", "dump_every", "transcript_every")
+        check_at_least(self, 0, "top_logprobs", "top_k")
+        check_at_least(self, 1, "max_top_bytes")
+        if not 0.0 < self.top_p <= 1.0 or not 0.0 <= self.min_p < 1.0:
+            raise ValueError(f"top_p must be in (0, 1] and min_p in [0, 1), got {self.top_p} and {self.min_p}")
+        if self.top_k == 0 and (self.top_p < 1.0 or self.min_p > 0.0):
+            raise ValueError("top_p and min_p need top_k, which bounds the number of tokens that are reported")
+        if self.top_k and self.top_logprobs > self.top_k:
+            raise ValueError(f"top_logprobs must be at most top_k = {self.top_k}, got {self.top_logprobs}")
+
+    @property
+    def reported(self) -> int:
+        """The number of likeliest tokens that the engine reports at each position."""
+        return self.top_k or self.top_logprobs
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether some tokens cannot be sampled, so that the trainer normalises over those that can."""
+        return self.top_k > 0
 
 
 @dataclass(frozen=True)
@@ -264,10 +297,25 @@ class SamplingParams:
     # 0 for greedy. Log-probabilities are of the distribution that is sampled from, and at temperature 1 for greedy.
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of them that is sampled
+    top_p: float = 1.0  # the smallest set of likeliest tokens with at least this probability is sampled from
+    top_k: int = 0  # no more than this number of likeliest tokens is sampled from; 0 for no such bound
+    min_p: float = 0.0  # tokens below this share of the likeliest token's probability are not sampled
+    reported: int = 0  # the number of likeliest tokens that are reported at each position
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_response_tokens")
         check_finite(self, "temperature")
+
+
+class Tops(NamedTuple):
+    """The likeliest tokens at each position of a response, likeliest first, with the sampler's log-probabilities.
+
+    The sampled token is among them only where it is one of the likeliest. Where the distribution is cut (``top_p``,
+    ``top_k``, ``min_p``), these are all tokens that could be sampled.
+    """
+
+    ids: np.ndarray  # the token ids, int32 [t, k]; -1 where fewer than k tokens could be sampled
+    logprobs: np.ndarray  # of the distribution that is sampled from (nats), float32 [t, k]; -inf where the id is -1
 
 
 @dataclass(frozen=True)
@@ -291,6 +339,7 @@ class Response:
     versions: tuple[VersionSpan, ...]  # the policy versions that sampled the tokens, in order and without gaps
     # The experts of each token of prompt (s) and response but the last, uint8 or uint16 [s + t - 1, layers, k].
     routes: np.ndarray | None = None
+    tops: Tops | None = None  # the likeliest tokens at each position, where they were asked for
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.shape != self.logprobs.shape:

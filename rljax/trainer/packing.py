@@ -66,6 +66,8 @@ class TrainSequence(NamedTuple):
     reference_logprobs: np.ndarray | None = None  # float32 [r], of the frozen reference policy
     behaviour_logprobs: np.ndarray | None = None  # float32 [r], of a stale token's own policy; NaN if unknown
     routes: np.ndarray | None = None  # uint8 or uint16 [p + r - 1, l, k], the experts of each token but the last
+    top_ids: np.ndarray | None = None  # int32 [r, k], the sampler's likeliest tokens; -1 where there are fewer
+    top_logprobs: np.ndarray | None = None  # float32 [r, k], the sampler's log-probabilities of them; -inf at id -1
 
 
 class PackedBatch(NamedTuple):
@@ -90,6 +92,8 @@ class PackedBatch(NamedTuple):
     reference_logprobs: Any = None  # float32 [m, b, t], of the reference policy
     behaviour_logprobs: Any = None  # float32 [m, b, t], of the policy that sampled a stale token; NaN where unknown
     routes: Any = None  # uint8 or uint16 [m, b, t, l * k], 1 + the experts that each token goes to; 0 for any
+    top_ids: Any = None  # int32 [m, b, t, k], the sampler's likeliest tokens; -1 where there are fewer
+    top_logprobs: Any = None  # float32 [m, b, t, k], the sampler's log-probabilities of them; -inf where the id is -1
 
 
 def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: int, rows_per_micro_batch: int) -> int:
