@@ -63,6 +63,9 @@ class CorrectionConfig:
     """Drop a sequence if its exp(mean lr) is above this value. 0 turns both bounds off."""
     veto: float = 0.0
     """Drop a sequence if the ratio of any of its tokens is below this value. 0: off."""
+    score_centering: bool = False
+    """Subtract the expected score under the sampler from the loss of each token, over the sampler's likeliest tokens
+    (arXiv 2609.20807). It needs ``rollout.top_logprobs`` or ``rollout.top_k``."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -104,7 +107,18 @@ class CorrectionConfig:
     @property
     def is_off(self) -> bool:
         """Whether this correction changes nothing."""
-        return self.resolved().level == "none" and not self.rejections
+        config = self.resolved()
+        return config.level == "none" and not self.rejections and not config.score_centering
+
+    @property
+    def needs_tops(self) -> bool:
+        """Whether the loss needs the trainer's log-probabilities of the sampler's likeliest tokens."""
+        return self.resolved().score_centering
+
+    @property
+    def needs_collision(self) -> bool:
+        """Whether the loss needs the sum of squared probabilities at each token. No correction does."""
+        return False
 
 
 def correct(
