@@ -13,22 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from rljax.algorithms.presets import PRESETS, Preset
 from rljax.errors import check_at_least, check_choices
 from rljax.mismatch import Statistics, read_tokens
 from rljax.mismatch.correction import correct_tokens, finalize_correction
-
-Preset = Literal["none", "token_tis", "token_mis", "sequence_tis", "sequence_mis", "geometric_band", "icepop", "vexact"]
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "token_tis": {"level": "token", "mode": "truncate", "threshold": 2.0},
-    "token_mis": {"level": "token", "mode": "mask", "threshold": 2.0},
-    "sequence_tis": {"level": "sequence", "mode": "truncate", "threshold": 2.0},
-    "sequence_mis": {"level": "sequence", "mode": "mask", "threshold": 2.0},
-    "geometric_band": {"level": "geometric", "mode": "band", "threshold_low": 0.99, "threshold": 1.01},
-    "icepop": {"level": "token", "mode": "band", "threshold_low": 0.5, "threshold": 5.0},
-    "vexact": {"level": "token", "mode": "truncate", "threshold": 2.0, "reject_k3": 1e-3},
-}
-"""The fields of each preset: equations 4-6 of arXiv 2602.01826, IcePop's band, the best remedy of arXiv 2605.14220."""
+from rljax.mismatch.regions import Region
 
 
 @dataclass(frozen=True)
@@ -36,7 +25,8 @@ class CorrectionConfig:
     """The correction of the loss for the mismatch between trainer and rollout engine."""
 
     preset: Preset = "none"
-    """A named combination of the other fields. With a preset, the other fields must keep their defaults."""
+    """A named combination of the other fields. With a preset, the other fields must keep their defaults. Only part and
+    score_centering may stand beside it."""
     level: Literal["none", "token", "sequence", "geometric"] = "none"
     """The importance ratio that weights the loss of a token. token: its own ratio. sequence: the product over its
     sequence. geometric: the n-th root of that product, for n tokens. none: no weights."""
@@ -63,15 +53,33 @@ class CorrectionConfig:
     """Drop a sequence if its exp(mean lr) is above this value. 0 turns both bounds off."""
     veto: float = 0.0
     """Drop a sequence if the ratio of any of its tokens is below this value. 0: off."""
+    reject_max_k3: float = 0.0
+    """Drop a sequence if exp(lr) - lr - 1 of any of its tokens is above this value (nats). 0: off."""
+    reject_abs_ratio: float = 0.0
+    """Drop a sequence if its mean over tokens of exp(abs(lr)) is above this value, which is at least 1. 0: off."""
+    region: Literal["none", "tv", "kl", "kpop", "smooth"] = "none"
+    """Trust region of single tokens, with p the trained policy's probability of the token and q the rollout's. A token
+    outside weighs 0. tv: abs(p - q) is at most region_threshold. kl: KL(q || p) of the events "this token" and "any
+    other" is. kpop: both of these KLs are. smooth: no mask, but weights times 1 - (p - q) / region_threshold, or
+    1 + (p - q) / region_threshold where the advantage is not positive."""
+    region_threshold: float = 0.0
+    """Largest distance inside the region: a probability, or nats for kl and kpop. 0 without a region."""
+    region_sides: Literal["both", "away"] = "both"
+    """both: every token outside the region weighs 0. away: only if its update would move it further away, that is if p
+    is above q and the advantage positive, or p below q and the advantage not."""
+    region_over: Literal["token", "tops"] = "token"
+    """Distribution whose distance is taken. token: the sampled token and all others together. tops: the sampler's
+    likeliest tokens, the sampled token, and all others together. tops needs ``rollout.top_logprobs`` or
+    ``rollout.top_k``."""
     score_centering: bool = False
-    """Subtract the expected score under the sampler from the loss of each token, over the sampler's likeliest tokens
-    (arXiv 2609.20807). It needs ``rollout.top_logprobs`` or ``rollout.top_k``."""
+    """Subtract the expected score under the sampler from the gradient of each token (arXiv 2609.20807). It may stand
+    beside a preset. It needs ``rollout.top_logprobs`` or ``rollout.top_k``."""
 
     def __post_init__(self) -> None:
         check_choices(self)
-        check_at_least(self, 0, "reject_k3", "veto")
+        check_at_least(self, 0, "reject_k3", "reject_max_k3", "reject_abs_ratio", "veto")
         changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        others = [name for name in changed if name not in ("preset", "part")]
+        others = [name for name in changed if name not in ("preset", "part", "score_centering")]
         if self.preset != "none" and others:
             raise ValueError(f"preset {self.preset!r} sets the other fields, got {', '.join(others)} as well")
         if self.part != "whole" and not others and self.preset == "none":
@@ -91,29 +99,98 @@ class CorrectionConfig:
                 "reject_geometric_low must be in 0 .. reject_geometric_high, "
                 f"got {self.reject_geometric_low} and {self.reject_geometric_high}"
             )
+        self._check_region()
+        self._check_centering()
+
+    def _check_region(self) -> None:
+        """Raises ValueError if the fields of the region do not fit together."""
+        if self.reject_abs_ratio and not self.reject_abs_ratio >= 1:
+            raise ValueError(f"reject_abs_ratio must be 0 or at least 1, got {self.reject_abs_ratio}")
+        region = (self.region_threshold, self.region_sides, self.region_over)
+        if self.region == "none" and region != (0.0, "both", "token"):
+            raise ValueError("region_threshold, region_sides and region_over do nothing without a region")
+        if self.region != "none" and not 0.0 < self.region_threshold < np.inf:
+            raise ValueError(f"region_threshold must be finite and above 0, got {self.region_threshold}")
+        if self.region == "smooth" and self.region_sides != "both":
+            raise ValueError("region smooth has no sides: region_sides must be both, got away")
+        if self.region_over == "tops" and self.region not in ("tv", "kl"):
+            raise ValueError(f"region_over tops is for the regions tv and kl, got {self.region}")
+        if self.region_over == "tops" and self.part != "whole":
+            raise ValueError(
+                f"region_over tops needs part whole, got {self.part}: older policies' likeliest tokens are not kept"
+            )
+
+    def _check_centering(self) -> None:
+        """Raises ValueError if score centering stands beside a correction whose expectation is not known."""
+        config = self.resolved()
+        if not config.score_centering:
+            return
+        if config.level in ("sequence", "geometric"):
+            raise ValueError(
+                f"score_centering needs level token or none, got {config.level}: "
+                "the expectation of a sequence's weight is not known"
+            )
+        if config.rejections:
+            fields = (field.name for field in dataclasses.fields(config))
+            names = ", ".join(name for name in fields if name.startswith(("reject_", "veto")) and getattr(config, name))
+            raise ValueError(
+                f"score_centering cannot stand beside a rejection of sequences, got {names}: "
+                "the expectation over the kept sequences is not known"
+            )
+        if config.part != "whole":
+            raise ValueError(
+                f"score_centering needs part whole, got {config.part}: older policies' likeliest tokens are not kept"
+            )
 
     def resolved(self) -> CorrectionConfig:
         """Returns the same correction with the fields of its preset filled in."""
-        return self if self.preset == "none" else CorrectionConfig(**PRESETS[self.preset], part=self.part)
+        if self.preset == "none":
+            return self
+        return CorrectionConfig(**PRESETS[self.preset], part=self.part, score_centering=self.score_centering)
 
     @property
     def rejections(self) -> tuple[tuple[Any, Any], ...]:
         """The statistic and threshold of each rejection that is on, as ``rejection_mask`` takes them."""
         config = self.resolved()
         bounds = (config.reject_geometric_low, config.reject_geometric_high)
-        every = (("k3", config.reject_k3), ("geometric", bounds), ("veto", config.veto))
+        every: tuple[tuple[Any, Any], ...] = (
+            ("k3", config.reject_k3),
+            ("max_k3", config.reject_max_k3),
+            ("abs_ratio", config.reject_abs_ratio),
+            ("geometric", bounds),
+            ("veto", config.veto),
+        )
         return tuple((statistic, threshold) for statistic, threshold in every if np.any(threshold))
+
+    @property
+    def weighting(self) -> tuple[Any, Any, Any] | None:
+        """The level, mode and threshold of ``importance_weights``; None at level none."""
+        config = self.resolved()
+        if config.level == "none":
+            return None
+        bounds = (config.threshold_low, config.threshold)
+        return config.level, config.mode, bounds if config.mode == "band" else config.threshold
+
+    @property
+    def trust_region(self) -> Region | None:
+        """The trust region of single tokens, or None."""
+        config = self.resolved()
+        if config.region == "none":
+            return None
+        sides, over = config.region_sides == "away", config.region_over == "tops"
+        return Region(config.region, config.region_threshold, one_sided=sides, over_tops=over)
 
     @property
     def is_off(self) -> bool:
         """Whether this correction changes nothing."""
         config = self.resolved()
-        return config.level == "none" and not self.rejections and not config.score_centering
+        return not (config.weighting or config.rejections or config.trust_region or config.score_centering)
 
     @property
     def needs_tops(self) -> bool:
         """Whether the loss needs the trainer's log-probabilities of the sampler's likeliest tokens."""
-        return self.resolved().score_centering
+        config = self.resolved()
+        return config.score_centering or config.region_over == "tops"
 
     @property
     def needs_collision(self) -> bool:
@@ -149,9 +226,7 @@ def correct(
     config = config.resolved()
     arrays = map(jnp.asarray, (logprobs, rollout_logprobs, mask))
     tokens = read_tokens(*arrays, sequence_ids=sequence_ids, num_sequences=num_sequences)
-    threshold = (config.threshold_low, config.threshold) if config.mode == "band" else config.threshold
-    weighting = None if config.level == "none" else (config.level, config.mode, threshold)
-    weights, kept, statistics = correct_tokens(tokens, weighting, config.rejections)
+    weights, kept, statistics = correct_tokens(tokens, config.weighting, config.rejections)
     return weights.astype(jnp.float32), kept, statistics
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,11 @@ class LossConfig:
     """The ratio is clipped below at 1 - clip_low. The GSPO paper uses 3e-4; CISPO has no lower bound (1.0)."""
     clip_high: float = 0.28
     """The ratio is clipped above at 1 + clip_high. The GSPO paper uses 4e-4."""
+    stale_clip_low: float | None = None
+    """``clip_low`` of tokens that an older policy version sampled. None: ``clip_low``. A narrower bound acts on
+    ratios that contain the staleness, with ``old_logprobs`` rollout or several updates."""
+    stale_clip_high: float | None = None
+    """``clip_high`` of tokens that an older policy version sampled. None: ``clip_high``."""
     aggregation: Aggregation = "token_mean"
     """token_mean: mean over all tokens of the batch. sequence_mean: mean over sequences of the mean over tokens.
     sequence_sum: mean over sequences of the sum over tokens, divided by ``sequence_constant``."""
@@ -56,6 +61,14 @@ class LossConfig:
         check_at_least(self, 1, "mini_batches", "epochs")
         if not 0.0 <= self.clip_low <= 1.0:
             raise ValueError(f"clip_low must be in [0, 1], got {self.clip_low}")
+        for name in ("clip_low", "clip_high"):
+            stale, fresh = getattr(self, f"stale_{name}"), getattr(self, name)
+            if stale is not None and not 0.0 <= stale <= fresh:
+                raise ValueError(f"stale_{name} must be in 0 .. {name} = {fresh}, got {stale}")
+        if self.clips_stale and self.kind == "policy_gradient":
+            raise ValueError(
+                "stale_clip_low and stale_clip_high do nothing for kind policy_gradient, which does not clip"
+            )
         if self.sequence_constant < 0 or (self.sequence_constant and self.aggregation != "sequence_sum"):
             raise ValueError(
                 "sequence_constant must not be negative, and 0 unless aggregation is sequence_sum, "
@@ -67,6 +80,20 @@ class LossConfig:
                 f"got {self.kl_coefficient} with {self.kl}"
             )
 
+    @property
+    def clips_stale(self) -> bool:
+        """Whether stale tokens have bounds of their own."""
+        return self.stale_clip_low is not None or self.stale_clip_high is not None
+
+    def bounds(self, staleness: Int[Array, "b t"] | None) -> tuple[Any, Any]:
+        """Returns the lower and upper distance of the clipping bounds from 1: numbers, or arrays [b, t]."""
+        if not self.clips_stale or staleness is None:
+            return self.clip_low, self.clip_high
+        stale = (self.stale_clip_low, self.stale_clip_high)
+        pairs = zip(stale, (self.clip_low, self.clip_high), strict=True)
+        low, high = (fresh if own is None else jnp.where(staleness > 0, own, fresh) for own, fresh in pairs)
+        return low, high
+
 
 def policy_loss(
     config: LossConfig,
@@ -77,6 +104,7 @@ def policy_loss(
     *,
     sequence_ids: Int[Array, "b t"],
     num_sequences: int,
+    staleness: Int[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
     """Computes the loss of each token (lower is better), differentiable in ``logprobs`` only.
 
@@ -84,7 +112,7 @@ def policy_loss(
     reaches the loss, so that the step can count it.
 
     Args:
-      config: The loss. Only ``kind`` and the two bounds are read.
+      config: The loss. Only ``kind`` and the bounds are read.
       logprobs: The log-probabilities of the policy in training (nats).
       old_logprobs: The log-probabilities of the policy before the first update on the batch (nats). "policy_gradient"
         does not use them.
@@ -92,6 +120,8 @@ def policy_loss(
       mask: The tokens in the loss. "gspo" averages over the same tokens.
       sequence_ids: The index of each token's sequence in the batch. Each sequence lies whole in one row.
       num_sequences: The number of sequences in the batch (static).
+      staleness: The number of policy versions between the sampling of each token and this step, for the bounds of
+        stale tokens. None: no token is stale.
 
     Returns:
       The losses, 0 outside the mask; and 1.0 where the bounds replaced the ratio, else 0.0, without gradient.
@@ -106,15 +136,16 @@ def policy_loss(
         log_ratio = jnp.clip(log_ratio, -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
         log_ratio = mean_over_sequence(log_ratio, mask, sequence_ids, num_sequences)
     ratio = jnp.exp(jnp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
+    bounds = config.bounds(staleness)
     if config.kind == "cispo":
-        losses, clipped = cispo(ratio, logprobs, advantages, config.clip_low, config.clip_high)
+        losses, clipped = cispo(ratio, logprobs, advantages, *bounds)
     else:
-        losses, clipped = ppo_clip(ratio, advantages, config.clip_low, config.clip_high)
+        losses, clipped = ppo_clip(ratio, advantages, *bounds)
     return losses, jnp.where(mask, clipped, 0.0)
 
 
 def ppo_clip(
-    ratio: Float[Array, "b t"], advantages: Float[Array, "b t"], clip_low: float, clip_high: float
+    ratio: Float[Array, "b t"], advantages: Float[Array, "b t"], clip_low: Any, clip_high: Any
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
     """Computes PPO's clipped surrogate (arXiv 1707.06347, equation 7) with bounds 1 - clip_low and 1 + clip_high.
 
@@ -133,8 +164,8 @@ def cispo(
     ratio: Float[Array, "b t"],
     logprobs: Float[Array, "b t"],
     advantages: Float[Array, "b t"],
-    clip_low: float,
-    clip_high: float,
+    clip_low: Any,
+    clip_high: Any,
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
     """Computes CISPO (MiniMax-M1, arXiv 2506.13585, equations 4-5): -clip(ratio) A log pi, no gradient by the ratio.
 

@@ -3,7 +3,8 @@
 The distribution of the ratios is recorded at every step, with or without a correction.
 
 Sources: equations 4-6 of arXiv 2602.01826 (sequence ratio; truncated, TIS; masked, MIS). The band is IcePop's. The
-geometric sequence ratio is GSPO's (arXiv 2507.18071). Rejection by per-token k3 is VeXact's (arXiv 2605.14220).
+geometric sequence ratio is GSPO's (arXiv 2507.18071). Rejection by per-token k3 is VeXact's (arXiv 2605.14220). The
+largest k3 of a token is the test of arXiv 2512.23075, and mean exp(abs(lr)) the one of NeMo-RL and tunix.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rljax.mismatch.tokens import Tokens, read_tokens
 
 Level = Literal["token", "sequence", "geometric"]
 Mode = Literal["truncate", "mask", "band"]
-Rejection = Literal["k3", "geometric", "veto"]
+Rejection = Literal["k3", "max_k3", "abs_ratio", "geometric", "veto"]
 
 
 def importance_weights(
@@ -92,8 +93,9 @@ def rejection_mask(
       trainer_logprobs, rollout_logprobs: The log-probability of each token under either engine, [b, t] float, nats.
       response_mask: The response mask, [b, t] bool, int or float.
       statistic: The test of a sequence. "k3" keeps it if the mean over tokens of exp(lr) - lr - 1 is at most
-        ``threshold``. "geometric" keeps it if lo <= exp(mean lr) <= hi. "veto" keeps it if no token's ratio is below
-        ``threshold``.
+        ``threshold``. "max_k3" keeps it if no token has exp(lr) - lr - 1 above ``threshold``. "abs_ratio" keeps it if
+        the mean over tokens of exp(abs(lr)) is at most ``threshold``. "geometric" keeps it if lo <= exp(mean lr) <= hi.
+        "veto" keeps it if no token's ratio is below ``threshold``.
       threshold: A number above 0, or (lo, hi) for "geometric", bounds included. Another one, or an unknown statistic,
         raises ValueError.
       sequence_ids, num_sequences: The sequences of packed rows, as in ``importance_weights``.
@@ -153,6 +155,14 @@ def correct_tokens(
     return weights, kept, statistics
 
 
+def ratio_weight(xp: Any, log_ratio: Any, mode: Mode, threshold: float | tuple[float, float]) -> tuple[Any, Any]:
+    """Returns the weight of each log-ratio under ``importance_weights``, and whether its ratio is within the bounds."""
+    lowest, highest = _bounds(mode == "band", threshold)
+    ratio = xp.exp(xp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
+    inside = (ratio >= lowest) & (ratio <= highest)
+    return (xp.minimum(ratio, highest) if mode == "truncate" else xp.where(inside, ratio, 0)), inside
+
+
 def finalize_correction(statistics: Statistics) -> dict[str, Any]:
     """Computes the scalars of a batch; all of them are 0 without tokens.
 
@@ -180,15 +190,12 @@ def _weigh(
     """Returns the weights [b, t]; those of the level, [b, t] or [b, s]; where these count; where they were changed."""
     _check_choice("level", level, Level)
     _check_choice("mode", mode, Mode)
-    lowest, highest = _bounds(mode == "band", threshold)
     xp, sequences = tokens.xp, tokens.sequences
     log_ratio, counted = tokens.log_ratio, tokens.valid
     if level != "token":
         sums, counted = sequences.sums(log_ratio), sequences.present
         log_ratio = sequences.per_token(sums) if level == "geometric" else sums
-    ratio = xp.exp(xp.clip(log_ratio, -RATIO_BOUND, RATIO_BOUND))
-    inside = (ratio >= lowest) & (ratio <= highest)
-    weight = xp.minimum(ratio, highest) if mode == "truncate" else xp.where(inside, ratio, 0)
+    weight, inside = ratio_weight(xp, log_ratio, mode, threshold)
     weight = xp.where(counted, weight, 0)
     weights = weight if level == "token" else xp.where(tokens.valid, sequences.spread(weight), 0)
     return weights, weight, counted, counted & ~inside
@@ -201,6 +208,12 @@ def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float
     xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences
     if statistic == "k3":
         keep = sequences.means(exp_minus_one_minus_x(xp, lr)) <= highest
+    elif statistic == "max_k3":
+        above = tokens.valid & (exp_minus_one_minus_x(xp, lr) > highest)
+        keep = sequences.means(above.astype(lr.dtype)) == 0
+    elif statistic == "abs_ratio":
+        ratio = xp.exp(xp.minimum(xp.abs(lr), RATIO_BOUND))
+        keep = sequences.means(xp.where(tokens.valid, ratio, 0)) <= highest
     elif statistic == "geometric":
         ratio = xp.exp(xp.clip(sequences.means(lr), -RATIO_BOUND, RATIO_BOUND))
         keep = (ratio >= lowest) & (ratio <= highest)

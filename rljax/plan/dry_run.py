@@ -306,6 +306,11 @@ def _recipe(config: Config) -> dict[str, str]:
         weights += "" if correction.part == "whole" else f" of {correction.part} alone"
     if correction.rejections:
         weights += ", with rejection of responses"
+    if correction.trust_region is not None:
+        over = "" if correction.region_over == "token" else " over the likeliest tokens"
+        weights += f", region {correction.region} at {correction.region_threshold:g}{over}"
+    if correction.score_centering:
+        weights += f", score centering over {config.rollout.reported} tokens"
     wanted = config.eval
     evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
     sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"

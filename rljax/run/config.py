@@ -159,6 +159,7 @@ class Config:
             raise ValueError(
                 "loss.old_logprobs = rollout puts the mismatch into the ratio already; correction.level must be none"
             )
+        self._check_tokens(correction)
         if correction.part != "whole" and self.rollout.max_staleness + self.rollout.inject.staleness == 0:
             raise ValueError(
                 f"correction.part = {correction.part} is for rollouts that may be stale: give rollout.max_staleness"
@@ -172,6 +173,42 @@ class Config:
             )
         if self.publish.in_place and (self.rollout.engine != "vllm" or self.rollout.colocated):
             raise ValueError("publish.in_place is for rollout.engine = vllm without rollout.colocated")
+
+    def _check_tokens(self, correction: CorrectionConfig) -> None:
+        """Raises ValueError for settings that rule out the correction of single tokens or the clip of stale ones."""
+        if correction.needs_tops and self.rollout.reported == 0:
+            wish = "score_centering" if correction.score_centering else "region_over = tops"
+            raise ValueError(
+                f"correction.{wish} needs the sampler's likeliest tokens: set rollout.top_logprobs, such as 20, or "
+                "rollout.top_k"
+            )
+        updates = self.loss.mini_batches * self.loss.epochs
+        if correction.score_centering and self.loss.kind == "gspo":
+            raise ValueError(
+                "correction.score_centering is for losses of single tokens: loss.kind must be policy_gradient, "
+                "ppo_clip or cispo, got gspo"
+            )
+        if correction.score_centering and self.loss.old_logprobs == "rollout":
+            raise ValueError(
+                "correction.score_centering weights tokens by correction.level: loss.old_logprobs must be trainer, got "
+                "rollout"
+            )
+        is_plain = self.loss.kind == "policy_gradient" and correction.level == "none"
+        if correction.score_centering and updates > 1 and not is_plain:
+            raise ValueError(
+                f"correction.score_centering needs one update a batch with loss.kind = {self.loss.kind} and "
+                f"correction.level = {correction.level}: loss.mini_batches and loss.epochs must be 1, got "
+                f"{self.loss.mini_batches} and {self.loss.epochs}"
+            )
+        if self.loss.clips_stale and updates == 1 and self.loss.old_logprobs == "trainer":
+            raise ValueError(
+                "loss.stale_clip_low and stale_clip_high do nothing where the ratio is 1: set loss.old_logprobs = "
+                "rollout, or several mini_batches or epochs"
+            )
+        if self.loss.clips_stale and self.rollout.max_staleness + self.rollout.inject.staleness == 0:
+            raise ValueError(
+                "loss.stale_clip_low and stale_clip_high are for rollouts that may be stale: give rollout.max_staleness"
+            )
 
     def _check_exact(self) -> None:
         """Raises ValueError for settings that one executable, which samples and trains, cannot have."""

@@ -269,7 +269,7 @@ def make_step(
         tx,
         mesh,
         precision=config.precision,
-        objective=make_objective(config, count),
+        objective=make_objective(config, count, policy),
         batch_shape=batch_shape(config, count),
         temperature=config.rollout.temperature,
         diagnosis=None if has_separate_forward(config) else config.diagnosis,
@@ -294,13 +294,18 @@ def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPa
         policy,
         mesh,
         precision=config.precision,
-        objective=make_objective(config, config.num_sequences),
+        objective=make_objective(config, config.num_sequences, policy),
         rows=_micro_batch_rows(config, row_tokens),
         row_tokens=row_tokens,
         options=config.policy,
     )
 
 
-def make_objective(config: Config, num_sequences: int) -> Objective:
-    """Builds the objective that an update of ``num_sequences`` responses minimises."""
-    return Objective(config.loss, config.correction.resolved(), num_sequences, config.rollout.max_response_tokens)
+def make_objective(config: Config, num_sequences: int, policy: PolicyConfig | None = None) -> Objective:
+    """Builds the objective that an update of ``num_sequences`` responses minimises.
+
+    Without the ``policy`` it is not known whether the reported tokens are the whole vocabulary.
+    """
+    rollout, longest = config.rollout, config.rollout.max_response_tokens
+    is_whole = rollout.is_cut or (policy is not None and rollout.reported >= policy.vocab_size)
+    return Objective(config.loss, config.correction.resolved(), num_sequences, longest, has_tail=not is_whole)

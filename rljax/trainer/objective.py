@@ -19,6 +19,14 @@ from jaxtyping import Array, Float
 
 from rljax.algorithms.aggregation import aggregation_weights
 from rljax.algorithms.correction_choice import CorrectionConfig, correct, gradient_divisor
+from rljax.algorithms.likely_tokens import (
+    LikelyTokens,
+    centering_losses,
+    read_likely_tokens,
+    read_sides,
+    region_weights,
+    token_row,
+)
 from rljax.algorithms.losses import LossConfig, kl_penalty, policy_loss
 from rljax.mismatch import Statistics
 from rljax.mismatch.correction import finalize_correction
@@ -34,6 +42,7 @@ class Objective:
     correction: CorrectionConfig  # of the mismatch between sampler and trainer
     num_sequences: int  # the number of responses of a batch
     max_response_tokens: int  # the divisor of a response's sum if loss.sequence_constant is 0
+    has_tail: bool = True  # whether the sampler could sample tokens besides the reported ones
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -42,7 +51,7 @@ class Objective:
 
     def micro_loss(
         self,
-        logprobs: Float[Array, "b t"],
+        scores: Any,
         micro: PackedBatch,
         provisional: Float[Array, ""],
         mean_weight: Float[Array, ""] | float = 1.0,
@@ -56,21 +65,27 @@ class Objective:
         after rejection), and ``denominator``.
 
         Args:
-          logprobs: The log-probabilities under the parameters that are trained.
+          scores: The ``Scores`` of the micro-batch under the parameters that are trained, or an object with the same
+            ``logprobs`` and, where the correction needs them, ``tops``.
           micro: The micro-batch.
           provisional: The value of the method ``provisional``.
           mean_weight: The value of the method ``mean_weight``.
           balance: The ``router.balance_loss`` of the micro-batch. Its weight is the micro-batch's share of the
             denominator.
         """
+        logprobs = scores.logprobs
         where: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}
         before = jax.lax.stop_gradient(logprobs) if micro.old_logprobs is None else micro.old_logprobs
         weights, kept, correction = correct(self.correction, *self._sides(before, micro), micro.loss_mask, **where)
         old = micro.rollout_logprobs if self.loss.old_logprobs == "rollout" else before
-        losses, clipped = policy_loss(self.loss, logprobs, old, micro.advantages, kept, **where)
+        staleness = micro.staleness if self.loss.clips_stale else None
+        losses, clipped = policy_loss(self.loss, logprobs, old, micro.advantages, kept, staleness=staleness, **where)
+        weights, centering, of_tokens = self._correct_tokens(weights, scores, micro, kept)
         constant = self.loss.sequence_constant or self.max_response_tokens
         share, denominator = aggregation_weights(self.loss.aggregation, kept, constant=constant, **where)
-        policy = jnp.sum(jnp.where(kept, share * weights * losses, 0.0)) / provisional
+        terms = share * weights * losses
+        terms = terms if centering is None else terms + share * centering
+        policy = jnp.sum(jnp.where(kept, terms, 0.0)) / provisional
         kl = jnp.float32(0.0)
         if self.loss.kl != "none":
             penalty = kl_penalty(self.loss.kl, logprobs, micro.reference_logprobs, kept)
@@ -84,9 +99,31 @@ class Objective:
             "loss_tokens": jnp.sum(kept).astype(jnp.float32),
             "denominator": denominator,
         }
-        statistics = dataclasses.replace(correction, sums=correction.sums | sums)
+        statistics = dataclasses.replace(correction, sums=correction.sums | sums | of_tokens)
         loss = policy + self.loss.kl_coefficient * kl + self.loss.router_balance * balanced
         return loss, jax.lax.stop_gradient(statistics)
+
+    def _correct_tokens(
+        self, weights: Float[Array, "b t"], scores: Any, micro: PackedBatch, kept: Any
+    ) -> tuple[Float[Array, "b t"], Float[Array, "b t"] | None, dict[str, Any]]:
+        """Returns the weights within the trust region, the losses of score centering or None, and sums for the row."""
+        region, centers = self.correction.trust_region, self.correction.score_centering
+        if region is None and not centers:
+            return weights, None, {}
+        sides = read_sides(*self._sides(jax.lax.stop_gradient(scores.logprobs), micro), kept, micro.advantages)
+        likely: LikelyTokens | None = None
+        if self.correction.needs_tops:
+            lists = (scores.tops, micro.top_logprobs, micro.top_ids)
+            likely = read_likely_tokens(*lists, micro.tokens, kept, has_tail=self.has_tail)
+        sums: dict[str, Any] = {}
+        distance, centering = None, None
+        if region is not None:
+            factor, distance, sums = region_weights(self.correction, sides, likely)
+            weights = weights * factor
+        if centers and likely is not None:
+            centering, of_center = centering_losses(self.correction, sides, likely, distance)
+            sums = sums | of_center
+        return weights, centering, sums
 
     def _sides(self, before: Any, batch: PackedBatch) -> tuple[Any, Any]:
         """Returns the two log-probabilities whose difference is corrected.
@@ -136,4 +173,5 @@ def loss_row(objective: Objective, statistics: Statistics, rescaling: Float[Arra
         row["policy/router_balance"] = statistics["balance"] * rescaling
     if not objective.correction.is_off:
         row |= {f"correction/{name}": value for name, value in finalize_correction(statistics).items()}
+        row |= token_row(objective.correction, statistics)
     return row

@@ -80,7 +80,7 @@ def micro_gradients(
         balance: jax.Array | float = 0.0
         if objective.loss.router_balance and scores.stats.router is not None:
             balance = balance_loss(scores.stats.router)
-        loss, statistics = objective.micro_loss(scores.logprobs, micro, provisional, mean_weight, balance)
+        loss, statistics = objective.micro_loss(scores, micro, provisional, mean_weight, balance)
         return loss * scale, (statistics, scores)
 
     (_, (statistics, scores)), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute)

@@ -87,7 +87,9 @@ LATE = {
 }
 LEVEL_0 = ("errors", "schedule", "mismatch")
 # What other rooms may use of rljax.mismatch beside the names of its __init__.
-MISMATCH_MODULES = {"accurate", "metrics", "histogram", "importance", "correction", "diagnosis", "names"}
+MISMATCH_MODULES = {
+    *("accurate", "metrics", "histogram", "importance", "correction", "diagnosis", "names", "centering", "regions"),
+}
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 
 # Loaded where there may be no jax: the plugins inside servers' worker processes, and the weights beside it.

@@ -16,7 +16,7 @@ from rljax.mismatch import importance_weights, mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
-from rljax.policy.score import make_scorer
+from rljax.policy.score import Scores, make_scorer
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config, ModelConfig
 from rljax.run.training import load_reference, make_update
@@ -403,7 +403,8 @@ def test_a_sequence_sum_is_divided_by_the_length_limit():
     def loss(constant):
         chosen = LossConfig(kind="policy_gradient", aggregation="sequence_sum", sequence_constant=constant)
         objective = Objective(chosen, CorrectionConfig(), COUNT, max_response_tokens=512)
-        return float(objective.micro_loss(-jnp.ones(micro.tokens.shape), micro, jnp.float32(1.0))[0])
+        scores = Scores(-jnp.ones(micro.tokens.shape), jnp.zeros(micro.tokens.shape), stats=None)
+        return float(objective.micro_loss(scores, micro, jnp.float32(1.0))[0])
 
     assert loss(100) != 0.0
     assert loss(0) == pytest.approx(loss(100) * 100 / 512, rel=1e-6)

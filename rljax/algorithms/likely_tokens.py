@@ -1,0 +1,162 @@
+"""The parts of the correction that act on single tokens: trust regions, and score centering.
+
+Both may look at the sampler's likeliest tokens at each place. Their mathematics is in ``rljax.mismatch.regions`` and
+``rljax.mismatch.centering``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.mismatch.centering import center
+from rljax.mismatch.correction import ratio_weight
+from rljax.mismatch.regions import is_finite, region_factor, tops_distance
+
+
+class LikelyTokens(NamedTuple):
+    """The sampler's likeliest tokens at each place, with the log-probabilities of either side (nats)."""
+
+    trainer: Float[Array, "b t k"]  # under the policy in training, differentiable; 0 where ``listed`` is False
+    rollout: Float[Array, "b t k"]  # under the sampler; 0 where ``listed`` is False
+    listed: Bool[Array, "b t k"]  # whether the entry is a token with finite log-probabilities on both sides
+    nonfinite: Bool[Array, "b t k"]  # whether the entry is a token without them
+    has_sampled: Bool[Array, "b t"]  # whether the sampled token is among them
+    has_tail: bool  # whether the sampler could sample other tokens
+
+
+class Sides(NamedTuple):
+    """The two log-probabilities of each sampled token that are compared, without gradient; 0 where not valid."""
+
+    trainer: Float[Array, "b t"]  # under the policy in training, or under the policy that sampled the token
+    rollout: Float[Array, "b t"]  # under the sampler, or under the policy that sampled the token
+    valid: Bool[Array, "b t"]  # whether the token is in the loss and finite on both sides
+    advantages: Float[Array, "b t"]
+
+
+def read_sides(trainer: Any, rollout: Any, mask: Bool[Array, "b t"], advantages: Float[Array, "b t"]) -> Sides:
+    """Checks which tokens of the mask are finite on both sides."""
+    trainer, rollout, advantages = jax.lax.stop_gradient((trainer, rollout, advantages))
+    valid = mask & is_finite(jnp, trainer) & is_finite(jnp, rollout)
+    return Sides(*(jnp.where(valid, side, 0) for side in (trainer, rollout)), valid, jnp.where(mask, advantages, 0))
+
+
+def read_likely_tokens(
+    trainer: Float[Array, "b t k"],
+    rollout: Float[Array, "b t k"],
+    ids: Int[Array, "b t k"],
+    tokens: Int[Array, "b t"],
+    mask: Bool[Array, "b t"],
+    *,
+    has_tail: bool,
+) -> LikelyTokens:
+    """Checks which entries of the lists are finite on both sides.
+
+    Args:
+      trainer, rollout: The log-probabilities of the listed tokens (nats).
+      ids: The listed tokens; -1 where there are fewer.
+      tokens: The sampled tokens.
+      mask: The tokens in the loss. Elsewhere nothing is listed.
+      has_tail: Whether the sampler could sample other tokens than the listed ones.
+    """
+    present = (ids >= 0) & mask[..., None]
+    listed = present & is_finite(jnp, jax.lax.stop_gradient(trainer)) & is_finite(jnp, rollout)
+    sides = (jnp.where(listed, side, 0) for side in (trainer, jax.lax.stop_gradient(rollout)))
+    has_sampled = jnp.any(listed & (ids == tokens[..., None]), axis=-1)
+    return LikelyTokens(*sides, listed, present & ~listed, has_sampled, has_tail)
+
+
+def region_weights(
+    config: CorrectionConfig, sides: Sides, likely: LikelyTokens | None
+) -> tuple[Float[Array, "b t"], Any, dict[str, Any]]:
+    """Computes the factors of the tokens' losses by the trust region, without gradient.
+
+    Args:
+      config: A correction with a trust region.
+      sides: The sampled tokens.
+      likely: The likeliest tokens, if the region is over them.
+
+    Returns:
+      The factors, 0 where a token is not valid; the distances [b, t] if the region is over the likeliest tokens, else
+      None; and the sums that ``token_row`` reads.
+    """
+    region: Any = config.trust_region
+    over_tops = None
+    if region.over_tops and likely is not None:
+        over_tops = _distance_over_tops(region.kind, sides, likely)
+    factor, distance = region_factor(jnp, region, sides.trainer, sides.rollout, sides.advantages, over_tops)
+    outside = sides.valid & (factor <= 0)
+    sums = {
+        "region_tokens": jnp.sum(sides.valid, dtype=jnp.int32),
+        "region_outside": jnp.sum(outside, dtype=jnp.int32),
+        "region_distance": jnp.sum(jnp.where(sides.valid, distance, 0.0)),
+    }
+    return jnp.where(sides.valid, factor, 0.0), over_tops, sums
+
+
+def _distance_over_tops(kind: Any, sides: Sides, likely: LikelyTokens) -> Float[Array, "b t"]:
+    """Computes the distance over the likeliest tokens, the sampled token and all others together."""
+    lists = (likely.trainer, likely.rollout, likely.listed)
+    sampled = (sides.trainer, sides.rollout, sides.valid & ~likely.has_sampled)
+    both = (jnp.concatenate([many, one[..., None]], axis=-1) for many, one in zip(lists, sampled, strict=True))
+    return tops_distance(jnp, kind, *jax.lax.stop_gradient(tuple(both)), has_tail=likely.has_tail)
+
+
+def centering_losses(
+    config: CorrectionConfig, sides: Sides, likely: LikelyTokens, distance: Float[Array, "b t"] | None
+) -> tuple[Float[Array, "b t"], dict[str, Any]]:
+    """Computes the losses whose gradient is the advantage times the expected score under the sampler.
+
+    They are differentiable in ``likely.trainer`` only, and 0 where a token is not valid.
+
+    Args:
+      config: A correction with score centering.
+      sides: The sampled tokens.
+      likely: The likeliest tokens.
+      distance: The distances of ``region_weights``, or None.
+
+    Returns:
+      The losses, and the sums that ``token_row`` reads.
+    """
+    region, weighting = config.trust_region, config.weighting
+    advantages = sides.advantages[..., None]
+    over_tops = None if distance is None else distance[..., None]
+
+    def weigh_ratio(log_ratio: Any) -> Any:
+        return jnp.ones_like(log_ratio) if weighting is None else ratio_weight(jnp, log_ratio, *weighting[1:])[0]
+
+    def weigh(trainer: Any, rollout: Any) -> Any:
+        weights = weigh_ratio(trainer - rollout)
+        if region is not None:
+            weights = weights * region_factor(jnp, region, trainer, rollout, advantages, over_tops)[0]
+        return weights
+
+    lists = jax.lax.stop_gradient((likely.trainer, likely.rollout))
+    # The tokens of the tail are improbable on both sides, so they lie inside every region.
+    found = center(jnp, *lists, likely.listed, weigh, weigh_ratio, has_tail=likely.has_tail)
+    expected = jnp.sum(found.coefficients * likely.trainer, axis=-1)
+    sums = {
+        "center_tokens": jnp.sum(sides.valid, dtype=jnp.int32),
+        "center_nonfinite": jnp.sum(likely.nonfinite, dtype=jnp.int32),
+        "center_head_mass_rollout": jnp.sum(jnp.where(sides.valid, found.rollout_mass, 0.0)),
+        "center_head_mass_trainer": jnp.sum(jnp.where(sides.valid, found.trainer_mass, 0.0)),
+        "center_drift": jnp.sum(jnp.where(sides.valid, found.drift, 0.0)),
+    }
+    return jnp.where(sides.valid, sides.advantages * expected, 0.0), sums
+
+
+def token_row(config: CorrectionConfig, statistics: Any) -> dict[str, Any]:
+    """Returns the metrics of the trust region and of score centering for the row."""
+    row = {}
+    if config.trust_region is not None:
+        row["correction/outside_fraction"] = statistics.mean("region_outside", "region_tokens")
+        row["correction/distance_mean"] = statistics.mean("region_distance", "region_tokens")
+    if config.score_centering:
+        names = ("head_mass_rollout", "head_mass_trainer", "drift")
+        row |= {f"center/{name}": statistics.mean(f"center_{name}", "center_tokens") for name in names}
+        row["center/nonfinite_count"] = statistics["center_nonfinite"]
+    return row
