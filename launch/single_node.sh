@@ -121,11 +121,11 @@ python="$RLJAX_BIN/python"
 # One process trains here, also in a step of Slurm or of Open MPI, of which JAX would take one GPU.
 given=("$config" --run.processes 1 "$@" --rollout.engine "$engine")
 pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and their engine wants a URL
-keys=model.path,rollout.dtype,precision.lm_head_dtype,run.dir,max_engine_tokens,rollout.api_key_file,rollout.colocated
+keys=model.path,rollout.dtype,precision.lm_head_dtype,run.dir,max_engine_tokens,rollout.api_key_file,rollout.colocated,rollout.reported
 settings="$("$python" -m rljax.cli config --show "$keys" "${pending[@]}")" || exit 2
 {
   read -r model && read -r dtype && read -r head && read -r run_dir && read -r longest && read -r key_file &&
-    read -r colocated
+    read -r colocated && read -r reported
 } <<<"$settings"
 ((longest >= 512)) || longest=512
 logs="$run_dir-servers"
@@ -133,6 +133,8 @@ logs="$run_dir-servers"
 server_command=(bash "$here/launch/${engine}_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --timeout "$server_wait" --follow-parent)
 [[ "$head" != float32 ]] || server_command+=(--head-dtype float32)
 [[ "$key_file" == None ]] || server_command+=(--api-key-file "$key_file")
+# The sampled token comes with the likeliest ones.
+((reported < 20)) || server_command+=(--max-logprobs "$((reported + 1))")
 server_args=()
 memory_option=--gpu-memory-utilization
 [[ "$engine" == vllm ]] || memory_option=--mem-fraction-static

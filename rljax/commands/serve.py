@@ -61,6 +61,8 @@ def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--port", type=int, help="The port; 0 takes a free one.")
     parser.add_argument("--max-model-len", type=int, help="The longest prompt plus response, in tokens.")
     parser.add_argument("--max-num-seqs", type=int, help="The most sequences that are decoded at once.")
+    top_help = "The most log-probabilities that a request may ask for at each position (default 20; vLLM alone has it)."
+    parser.add_argument("--max-logprobs", type=int, help=top_help)
     parser.add_argument("--log", dest="log_path", type=Path, help="The file for the server's output.")
     url_help = "The file that the URL is written to once the server is healthy."
     parser.add_argument("--url-file", type=Path, default=None, help=url_help)

@@ -76,6 +76,9 @@ def check_engine(config: RolloutConfig) -> None:
             raise ValueError("rollout.router works with rollout.engine = vllm, not with sglang")
     if config.engine == "sglang" and config.router_replay == "r3":
         raise ValueError("rollout.router_replay = r3 works with rollout.engine = jax or vllm, not with sglang")
+    if config.engine == "sglang" and config.is_cut:
+        said = "whose log-probabilities are of the distribution before the cut"
+        raise ValueError(f"rollout.top_k works with rollout.engine = exact, jax or vllm, not with sglang, {said}")
     if config.engine in SERVED:
         if config.discovery is not None:
             make_lookup(config.discovery)
@@ -134,6 +137,11 @@ def make_engine(
     check_engine(config)
     if config.router_replay != "none" and not policy.num_experts:
         raise ValueError(f"rollout.router_replay = {config.router_replay} is for a mixture of experts; this is dense")
+    if config.reported > policy.vocab_size:
+        name = "top_k" if config.is_cut else "top_logprobs"
+        raise ValueError(
+            f"rollout.{name} = {config.reported} is more than the {policy.vocab_size} tokens of the vocabulary"
+        )
     if config.engine in SERVED:
         size = version_bytes(policy, config.dtype)
         shares_writing = functions is not None and functions.writer is not None

@@ -83,6 +83,7 @@ def test_the_servers_are_started_as_the_configuration_says(overlay, tmp_path):
     assert settings["MODEL"] == config.model.path
     assert settings["DTYPE"] == config.rollout.dtype
     assert int(settings["MAX_MODEL_LEN"]) >= config.max_engine_tokens
+    assert int(settings["MAX_LOGPROBS"]) > config.rollout.reported  # the sampled token comes with the likeliest
     assert config.precision.lm_head_dtype != "float32"  # it would want --head-dtype of the servers
 
 
@@ -93,11 +94,18 @@ def test_an_image_holds_the_checkout_where_the_pods_look_for_it(image):
     assert "COPY . ." in lines
 
 
+def filled(words, **values):
+    """The words with a value in place of each $(NAME)."""
+    for name, value in values.items():
+        words = [word.replace(f"$({name})", value) for word in words]
+    return words
+
+
 def test_a_server_is_started_with_options_that_there_are():
     deployment = yaml.safe_load((FOLDER / "server/deployment.yaml").read_text(encoding="utf-8"))
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["python3", "-m", "rljax.cli", "serve", "vllm"]
-    words = [word.replace("$(DTYPE)", "bfloat16").replace("$(MAX_MODEL_LEN)", "9216") for word in container["args"]]
+    words = filled(container["args"], DTYPE="bfloat16", MAX_MODEL_LEN="9216", MAX_LOGPROBS="21")
     options = parse("vLLM", words)
     assert (options["model"], options["port"], options["host"]) == ("$(MODEL)", 8000, "$(POD_IP)")
     assert options["extra_args"] == ("--tensor-parallel-size=$(TENSOR_PARALLEL)",)
@@ -119,14 +127,15 @@ def test_every_host_of_a_server_has_the_same_arguments():
     templates = lws["spec"]["leaderWorkerTemplate"]
     (leader,) = templates["leaderTemplate"]["spec"]["containers"]
     (worker,) = templates["workerTemplate"]["spec"]["containers"]
-    words = [word.replace("$(DTYPE)", "float16").replace("$(MAX_MODEL_LEN)", "77") for word in leader["args"]]
+    words = filled(leader["args"], DTYPE="float16", MAX_MODEL_LEN="77", MAX_LOGPROBS="21")
     options = {
         key: value
         for key, value in parse("vLLM", words).items()
-        if key in ("model", "dtype", "max_model_len", "extra_args")
+        if key in ("model", "dtype", "max_model_len", "max_logprobs", "extra_args")
     }
     started = pairs(ServerConfig(python=sys.executable, **options).command(8000, gpu=True)[3:])
-    started = {word.replace("=float16", "=$(DTYPE)").replace("=77", "=$(MAX_MODEL_LEN)") for word in started}
+    for name, value in (("DTYPE", "float16"), ("MAX_MODEL_LEN", "77"), ("MAX_LOGPROBS", "21")):
+        started = {word.replace(f"={value}", f"=$({name})") for word in started}
     of_http = {"--port=8000", "--host=127.0.0.1", "--disable-uvicorn-access-log"}
     assert of_http < started
     expected = started - of_http - {"--node-rank=0"} | {"--node-rank=$(LWS_WORKER_INDEX)", "--headless"}

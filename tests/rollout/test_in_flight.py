@@ -25,8 +25,13 @@ def elsewhere():
         yield thread
 
 
-def sampled(engine, n=2):
-    return list(engine.generate(PROMPTS, n, SamplingParams(TOKENS), seed=0))
+def sampled(engine, n=2, reported=0):
+    return list(engine.generate(PROMPTS, n, SamplingParams(TOKENS, reported=reported), seed=0))
+
+
+def tops_of(token):
+    """Of a response of which the token is one: it, and the token 7 later."""
+    return [(token, -1.0), ((token + 7) % 64, -2.0), ((token + 8) % 64, -3.0)]
 
 
 def until(is_so):
@@ -45,12 +50,13 @@ def versions_of(response):
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update):
+    fake.tops = tops_of
     engine = make(fake.url, update=update, max_staleness=1)
     try:
         engine.publish(PARAMS, 0)
         fake.token_s = 0.02
         fake.asked.clear()
-        sampling = elsewhere.submit(sampled, engine)
+        sampling = elsewhere.submit(sampled, engine, 2, 2)
         until(lambda: fake.running == 4)
         time.sleep(0.2)
         engine.publish(PARAMS, 1)
@@ -72,6 +78,7 @@ def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update)
             whole[first:] -= 1
             assert (prompt + response.token_ids[:first].tolist(), TOKENS - first, None) in of_rollouts
         np.testing.assert_array_equal(response.token_ids, whole)
+        np.testing.assert_array_equal(response.tops.ids, np.stack([whole, (whole + 7) % 64], 1))
         assert response.truncated
     assert len(of_rollouts) == (8 if update == "abort" else 4)
 

@@ -55,7 +55,7 @@ def changed(**meta):
 
 
 def test_everything_that_shapes_the_distribution_is_sent():
-    body = WIRE.body(GENERATE, Request(PROMPT, SamplingParams(9, 0.7, (14,)), seed=5, top_logprobs=2), "policy")
+    body = WIRE.body(GENERATE, Request(PROMPT, SamplingParams(9, 0.7, (14,), reported=2), seed=5), "policy")
     assert body["input_ids"] == [3, 4, 5]
     assert (body["return_logprob"], body["logprob_start_len"], body["top_logprobs_num"]) == (True, -1, 2)
     sampling = body["sampling_params"]
@@ -63,31 +63,33 @@ def test_everything_that_shapes_the_distribution_is_sent():
     assert (sampling["top_p"], sampling["top_k"], sampling["min_p"], sampling["repetition_penalty"]) == (1, -1, 0, 1)
     # SGLang passes over stop_token_ids, too, where ignore_eos is true.
     assert (sampling["stop_token_ids"], sampling["ignore_eos"]) == ([14], False)
-    plain = WIRE.body(GENERATE, Request(PROMPT, SamplingParams(1), prompt_logprobs=True), "policy")
+    plain = WIRE.body(GENERATE, Request(PROMPT, SamplingParams(1), prompt_logprobs=0), "policy")
     assert plain["logprob_start_len"] == 0
     assert (plain["sampling_params"]["stop_token_ids"], plain["sampling_params"]["ignore_eos"]) == (None, True)
     assert "sampling_seed" not in plain["sampling_params"]
 
 
 def test_a_reply_is_read():
-    request = Request(PROMPT, SamplingParams(2), top_logprobs=2)
+    request = Request(PROMPT, SamplingParams(2, reported=2))
     got = read(REPLY, request)
     assert got.token_ids.tolist() == [14, 14]
     np.testing.assert_array_equal(got.logprobs, np.float32([-0.0033606071956455708, -0.0020496377255767584]))
     assert (got.finish_reason, got.spans) == ("length", (("run.3", 0, 2),))
-    assert got.top_logprobs[1] == {14: -0.0020496377255767584, 15: -8.02249813079834}
+    assert got.tops.ids.tolist() == [[14, 15], [14, 15]]
+    np.testing.assert_array_equal(got.tops.logprobs[1], np.float32([-0.0020496377255767584, -8.02249813079834]))
     check_completion("u", got, request, 16)
 
 
 def test_tokens_whose_probability_is_0_in_float32_are_left_out():
     """SGLang reports the smallest float32 for them, as the logarithm."""
     tops = [[[-0.003, 14, None], [-98.5, 15, None], [-3.4028234663852886e38, 3, None]], [[-0.002, 14, None]]]
-    got = read(changed(output_top_logprobs=tops), Request(PROMPT, SamplingParams(2), top_logprobs=3))
-    assert got.top_logprobs == ({14: -0.003, 15: -98.5}, {14: -0.002})
+    got = read(changed(output_top_logprobs=tops), Request(PROMPT, SamplingParams(2, reported=3)))
+    assert got.tops.ids.tolist() == [[14, 15, -1], [14, -1, -1]]
+    np.testing.assert_array_equal(got.tops.logprobs, np.float32([[-0.003, -98.5, -np.inf], [-0.002, -np.inf, -np.inf]]))
 
 
 def test_logprobs_of_a_prompt_and_a_stop_token():
-    request = Request(PROMPT, SamplingParams(4, stop_token_ids=(14,)), prompt_logprobs=True)
+    request = Request(PROMPT, SamplingParams(4, stop_token_ids=(14,)), prompt_logprobs=0)
     got = read(SCORED, request)
     assert got.prompt_logprobs == ({}, {4: -7.3416523933410645}, {5: -9.421671867370605})
     assert (got.finish_reason, got.token_ids.tolist()) == ("stop", [14])
@@ -96,7 +98,7 @@ def test_logprobs_of_a_prompt_and_a_stop_token():
 
 def test_the_likeliest_tokens_of_a_prompt_stand_beside_its_own():
     meta = SCORED["meta_info"] | {"input_top_logprobs": [None, [[-0.5, 7, None], [-1.5, 4, None]], [[-0.25, 9, None]]]}
-    request = Request(PROMPT, SamplingParams(4), prompt_logprobs=True, top_logprobs=2)
+    request = Request(PROMPT, SamplingParams(4), prompt_logprobs=2)
     got = read(SCORED | {"meta_info": meta}, request)
     own = {4: -7.3416523933410645}, {5: -9.421671867370605}
     assert got.prompt_logprobs == ({}, {7: -0.5} | own[0], {9: -0.25} | own[1])

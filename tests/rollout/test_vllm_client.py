@@ -51,7 +51,7 @@ def test_both_routes_carry_tokens_and_logprobs(fake, client, route):
 def test_prompt_logprobs_come_only_when_asked_for(fake, client, route):
     client.set_route(fake.url, route)
     asked, not_asked = client.sample(
-        fake.url, [Request(PROMPT, SamplingParams(1), prompt_logprobs=ask) for ask in (True, False)]
+        fake.url, [Request(PROMPT, SamplingParams(1), prompt_logprobs=ask) for ask in (0, None)]
     )
     assert asked.prompt_logprobs == ({}, {4: -0.125}, {5: -0.25})
     assert not_asked.prompt_logprobs == ()
@@ -101,7 +101,7 @@ def test_a_reply_is_read_as_pythons_json_reads_it(route, top):
     """Every bit of 2,000 log-probabilities; fields that no one asked for may be anything."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 2**31 - 1, 2000).tolist()
-    logprobs = (-np.exp(rng.normal(-1, 4, 2000))).tolist()
+    logprobs = (-np.exp(rng.normal(-1, 2, 2000))).tolist()
     tops = [{i: x, (i + 1) % 2**31: 2 * x} for i, x in zip(ids, logprobs, strict=True)]
     if route == GENERATE:
         listed = [[{"token_id": i, "logprob": x, "rank": 1} for i, x in each.items()] for each in tops]
@@ -115,29 +115,37 @@ def test_a_reply_is_read_as_pythons_json_reads_it(route, top):
         scored = {"tokens": [f"token_id:{i}" for i in ids], "token_logprobs": logprobs, "text_offset": [0]}
         scored["top_logprobs"] = named if top else "unread"
     choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": scored, "routed_experts": None}
-    request = Request(PROMPT, SamplingParams(2000), top_logprobs=top)
+    request = Request(PROMPT, SamplingParams(2000, reported=top))
     reply = WIRE.completion(route, json.dumps({"request_id": "é", "choices": [choice]}).encode(), request)
     assert reply.token_ids.tolist() == ids
     np.testing.assert_array_equal(reply.logprobs, np.array(logprobs, np.float32))
     assert reply.logprobs.dtype == np.float32
-    assert reply.top_logprobs == (tuple(tops) if top else ())
+    if not top:
+        assert reply.tops is None
+        return
+    assert reply.tops.ids.tolist() == [list(each) for each in tops]
+    np.testing.assert_array_equal(reply.tops.logprobs, np.array([list(each.values()) for each in tops], np.float32))
 
 
+@pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
-def test_no_python_runs_for_each_token_of_a_reply(route):
+def test_no_python_runs_for_each_token_of_a_reply(route, k):
     """The interpreter makes as many calls for 3,000 tokens as for 3: the event loop is held by compiled code alone."""
 
     def calls(count):
         ids = list(range(count))
-        content = [{"token_id": i, "logprob": -1.0, "rank": 1, "top_logprobs": []} for i in ids]
+        top = [
+            {"token_id": i, "logprob": x, "rank": 1} for i, x in ((count, -0.7), (count + 1, -2.0), (count + 2, -3.0))
+        ]
+        content = [{"token_id": i, "logprob": -5.0, "rank": 9, "top_logprobs": top} for i in ids]
         named = {
             "tokens": [f"token_id:{i}" for i in ids],
-            "token_logprobs": [-1.0] * count,
-            "top_logprobs": [{}] * count,
+            "token_logprobs": [-5.0] * count,
+            "top_logprobs": [{f"token_id:{each['token_id']}": each["logprob"] for each in top}] * count,
         }
         scored = {"content": content} if route == GENERATE else named
         choice = {"token_ids": ids, "finish_reason": "length", "logprobs": scored}
-        reply, request = json.dumps({"choices": [choice]}).encode(), Request(PROMPT, SamplingParams(count))
+        reply, request = json.dumps({"choices": [choice]}).encode(), Request(PROMPT, SamplingParams(count, reported=k))
         counted = Counter()
         sys.setprofile(lambda frame, event, argument: counted.update([event]))
         try:

@@ -1,6 +1,7 @@
 """A stand-in for a vLLM server: the endpoints the client uses, a log-probability of -1 for every token it samples.
 
-The token at place t of a prompt has -t / 8. Top log-probabilities are processed ones unless ``raw``.
+The token at place t of a prompt has -t / 8. Top log-probabilities are processed ones unless ``raw``. Responses of more
+than one token have those of ``tops`` where that is set.
 """
 
 import dataclasses
@@ -41,6 +42,9 @@ class FakeVllm:
         self.after_load_s = 0.0  # that requests which come after an update take longer
         self.pauses: list[str] = []  # the mode of each
         self.asked: list[tuple[list[int], int, int | None]] = []  # prompt, limit and seed of each sample
+        self.sampling: list[dict] = []  # the settings of each sample
+        self.tops = None  # token: its place's (token, log-probability) pairs as vLLM lists them, the sampled one first
+        self.max_logprobs = 20
         self.names_versions = True
         self.fail_next: list[int] = []  # statuses of the next samples
         self.routes = {"/inference/v1/generate", "/v1/completions", "/weight_info"}
@@ -116,7 +120,7 @@ class FakeVllm:
             "dtype": self.dtype,
             "quantization": None,
             "max_model_len": 128,
-            "max_logprobs": 20,
+            "max_logprobs": self.max_logprobs,
             "default_sampling": {},
             "block_size": 16,
             "backend": "rljax_file",
@@ -153,6 +157,7 @@ class FakeVllm:
         sampling = body.get("sampling_params", body)
         prompt = body.get("token_ids", body.get("prompt"))
         self.asked.append((prompt, sampling["max_tokens"], sampling["seed"]))
+        self.sampling.append(sampling)
         tokens, spans, finish = [], [], self.finish
         with self._lock:
             given_up = self._given_up
@@ -169,7 +174,10 @@ class FakeVllm:
                 spans[-1]["end"] = i + 1
         self.events.append("sample")
         sharpness = 1.0 if self.raw else max(sampling["temperature"], 1e-3)
-        tops = {token: -float(token) / sharpness for token in range(sampling["logprobs"])}
+        count = sampling["logprobs"]
+        tops = [{t: -float(t) / sharpness for t in range(count)}] * len(tokens)
+        if self.tops is not None and sampling["max_tokens"] > 1:
+            tops = [dict(self.tops(token)[: count + (path == "/v1/completions")]) for token in tokens]
         scored = None
         if "prompt_logprobs" in sampling:
             if sampling["prompt_logprobs"] > 64:  # the real one's engine ends
@@ -181,9 +189,9 @@ class FakeVllm:
                 {
                     "token_id": token,
                     "logprob": self.logprob,
-                    "top_logprobs": [{"token_id": t, "logprob": v} for t, v in tops.items()],
+                    "top_logprobs": [{"token_id": t, "logprob": v} for t, v in top.items()],
                 }
-                for token in tokens
+                for token, top in zip(tokens, tops, strict=True)
             ]
             choice = {
                 "token_ids": tokens,
@@ -199,7 +207,7 @@ class FakeVllm:
                 "logprobs": {
                     "tokens": [f"token_id:{token}" for token in tokens],
                     "token_logprobs": [self.logprob] * len(tokens),
-                    "top_logprobs": [{f"token_id:{t}": v for t, v in tops.items()} for _ in tokens],
+                    "top_logprobs": [{f"token_id:{t}": v for t, v in top.items()} for top in tops],
                 },
             }
             return 200, {"choices": [choice]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefu
 from rljax.rollout.servers import handshake
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import Expectation
+from rljax.rollout.servers.likeliest import without_ties
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Wire
 from rljax.rollout.types import InFlight
 from rljax.weights.format import PROTOCOL, Checksum
@@ -101,6 +103,9 @@ class Backend(Wire):
         """Reads a reply as :meth:`Wire.completion` says."""
         try:
             completion, are_others = self.read(route, reply, request)
+            if request.sampling.top_k and completion.tops is not None:
+                logprobs, tops = without_ties(completion.logprobs, completion.tops)
+                completion = dataclasses.replace(completion, logprobs=logprobs, tops=tops)
         except (ValueError, ArithmeticError, RecursionError) as error:
             said = f"{type(error).__name__} {error}"
             shown = " ".join(reply[:300].decode(errors="replace").split())

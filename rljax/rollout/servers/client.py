@@ -13,19 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import queue
 import random
 import threading
 import time
 from collections.abc import Coroutine, Generator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import httpx
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerPausedError, ServerRefusedError
 from rljax.rollout.servers.pool import Group, Server, ServerPool, json_object, refusal_text
+from rljax.rollout.servers.retries import Pauses, may_pass
 from rljax.rollout.servers.wire import Completion, Request, Wire, check_completion, join_parts, remaining_request
 from rljax.rollout.types import ClientLimits
 from rljax.weights.access import find_key_file, read_api_key
@@ -35,6 +37,7 @@ _TICK_S = 0.25  # The time between two yields to the caller of a stream (seconds
 _ALIVE_S = 5.0  # The time between two checks that the event loop still runs (seconds).
 _CLOSE_S = 10.0  # The longest that closing connections may take (seconds).
 _PROBE_S = 600.0  # The longest that a probe may take: a few tokens, and what the server compiles for them (seconds).
+_LONG_REPLY = 2**22  # A longer reply is read on a thread, so that the event loop goes on meanwhile (bytes).
 
 
 class ServerClient:
@@ -68,6 +71,7 @@ class ServerClient:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-server-client", daemon=True)
         self._thread.start()
+        self._reader = ThreadPoolExecutor(1, "rljax-reply-reader")  # one: a long reply takes many times its size
         self._http = httpx.AsyncClient(
             # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500,
             # and a response takes so long that opening a connection costs nothing beside it.
@@ -222,6 +226,7 @@ class ServerClient:
             wait([self._start(finish())], timeout=_CLOSE_S)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_S)
+        self._reader.shutdown(wait=False, cancel_futures=True)
         if not self._thread.is_alive():
             self._loop.close()
 
@@ -248,7 +253,7 @@ class ServerClient:
         self, index: int, request: Request, vocab_size: int | None, group: Group, metrics: dict[str, float]
     ) -> Completion:
         """Returns the completion of request ``index``. Raises ServerError if it is refused or all attempts failed."""
-        failure, failures, pauses = "", 0, _Pauses(self.limits.request_timeout_s)
+        failure, failures, pauses = "", 0, Pauses(self.limits.request_timeout_s)
         parts: list[Completion] = []
         while failures < self.limits.max_attempts:
             if failure:
@@ -274,7 +279,7 @@ class ServerClient:
                 if pauses.may_end(error):
                     failure = ""
                     continue
-                if not _may_pass(error):
+                if not may_pass(error):
                     raise
                 failure = str(error)
             except Exception as error:
@@ -305,14 +310,14 @@ class ServerClient:
     async def _probe(self, server: Server, request: Request) -> Completion:
         """Returns a completion of ``server``, and asks again where the reply is none or a failure may pass."""
         timeout_s = min(_PROBE_S, self.limits.request_timeout_s)
-        failures, pauses = 0, _Pauses(timeout_s)
+        failures, pauses = 0, Pauses(timeout_s)
         while True:
             try:
                 return await self._sample(server, request, timeout_s)
             except (ReplyError, ServerRefusedError) as error:
                 if not pauses.may_end(error):
                     failures += 1
-                    if failures >= self.limits.max_attempts or not _may_pass(error):
+                    if failures >= self.limits.max_attempts or not may_pass(error):
                         raise
             await self._back_off(failures + pauses.count)
 
@@ -321,8 +326,9 @@ class ServerClient:
         url = url or server.url
         body = self._wire.body(server.route, request, server.model)
         reply = await self._exchange(url, "POST", server.route, timeout_s, json=body)
+        read = functools.partial(self._wire.completion, server.route, reply.content, request)
         try:
-            return self._wire.completion(server.route, reply.content, request)
+            return await self._loop.run_in_executor(self._reader, read) if len(reply.content) > _LONG_REPLY else read()
         except ReplyError as error:
             raise ReplyError(f"{url}{error}") from error
 
@@ -376,25 +382,3 @@ def check_url(url: str) -> None:
         raise ValueError(f"a URL of {parsed.host} holds a user or a password; URLs are logged")
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"expected URLs such as http://host:port, got {url!r}")
-
-
-class _Pauses:
-    """The refusals of one request by paused servers. They are no failed attempts until ``longest_s`` is over."""
-
-    def __init__(self, longest_s: float) -> None:
-        self.count, self._waits, self._longest_s, self._end = 0, False, longest_s, math.inf
-
-    def may_end(self, error: ServerError) -> bool:
-        """Returns whether ``error`` is the refusal of a paused server that is still to be waited for. Counts it."""
-        # A server may go on between its refusal and the question whether it is paused: one such refusal counts, too.
-        waits, self._waits = self._waits, isinstance(error, ServerPausedError)
-        if not self._waits and not (waits and isinstance(error, ServerRefusedError) and error.status == 503):
-            return False
-        self._end = min(self._end, time.monotonic() + self._longest_s)
-        self.count += 1
-        return time.monotonic() < self._end
-
-
-def _may_pass(error: ServerError) -> bool:
-    """Returns whether the same request may be answered later."""
-    return not isinstance(error, ServerRefusedError) or error.status >= 500 or error.status in (408, 429)

@@ -102,7 +102,7 @@ class ServedEngine(Admission):
         self._functions = functions
         needs_routes, checked = config.router_replay == "r3", config.verify
         self._expected = Expectation(
-            config.dtype, hf_config, max_tokens, checked, head_dtype, needs_routes, version_bytes
+            config.dtype, hf_config, max_tokens, checked, head_dtype, needs_routes, version_bytes, config.reported
         )
         self._current: _Published | None = None
         self._prepared: _Published | None = None  # the version that is published next
@@ -194,7 +194,7 @@ class ServedEngine(Admission):
         check_prompts(prompts, sampling.max_response_tokens, info, sampling.stop_token_ids)
         # When weights come while responses are sampled, that moment decides what is sampled, whatever the seed.
         seed_sent = seed if self._config.seeded and self._config.update == "wait" else None
-        requests = make_requests(prompts, n, sampling, seed_sent, self._expected.routes)
+        requests = make_requests(prompts, n, sampling, seed_sent, self._expected.routes, info.vocab_size)
         metrics: dict[str, float] = {}
         return Samples(self._responses(requests, n, metrics), metrics)
 
@@ -242,7 +242,7 @@ class ServedEngine(Admission):
         if reply.routes is not None and self._expected.routes is not None:
             routes = reply.routes.astype(route_dtype(self._expected.routes[2]), copy=False)
         sampled = reply.token_ids, reply.logprobs
-        return Response(*divmod(index, n), *sampled, reply.finish_reason == "length", versions, routes)
+        return Response(*divmod(index, n), *sampled, reply.finish_reason == "length", versions, routes, reply.tops)
 
     @property
     def version(self) -> WeightVersion:

@@ -28,6 +28,7 @@ class Expectation:
     head_dtype: str | None = None  # in which the server's LM head must compute, or None for any
     needs_routes: bool = False  # whether the server must report the experts of each token
     version_bytes: int = 0  # the size of one version of the weights, for two of which a mirror must have room
+    reported: int = 0  # the number of likeliest tokens that the server must report at each position
 
     @property
     def routes(self) -> tuple[int, int, int] | None:

@@ -74,7 +74,7 @@ class ServedModel(Admission):
         check_prompts(sequences, 1, self.info)
         for start in range(0, len(sequences), at_once):
             requests = [
-                Request(ids, SamplingParams(1), prompt_logprobs=True) for ids in sequences[start : start + at_once]
+                Request(ids, SamplingParams(1), prompt_logprobs=0) for ids in sequences[start : start + at_once]
             ]
             for request, reply in zip(requests, self._scored(requests), strict=True):
                 yield self._logprobs_of(request.prompt, reply)
@@ -88,7 +88,7 @@ class ServedModel(Admission):
         """
         check_prompts([sequence], 1, self.info)
         count = min(count, self.info.vocab_size or count)
-        (reply,) = self._scored([Request(sequence, SamplingParams(1), top_logprobs=count, prompt_logprobs=True)])
+        (reply,) = self._scored([Request(sequence, SamplingParams(1), prompt_logprobs=count)])
         self._logprobs_of(sequence, reply)
         return [dict(top) for top in reply.prompt_logprobs]
 

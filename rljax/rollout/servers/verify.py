@@ -80,16 +80,24 @@ def sharpening(client: ServerClient, url: str, vocab_size: int, temperature: flo
     before the temperature, and NaN when the log-probabilities at 1 are not finite, or all equal.
     """
     prompts = random_prompts((8, 4), vocab_size)
+    how = [SamplingParams(1, t, reported=min(TOP, vocab_size)) for t in (1.0, temperature)]
     replies = [
-        client.sample(url, [Request(prompt, SamplingParams(1, t), seed=1, top_logprobs=TOP) for prompt in prompts])
-        for t in (1.0, temperature)
+        client.sample(url, [Request(prompt, each, seed=1, vocab_size=vocab_size) for prompt in prompts]) for each in how
     ]
     gaps = np.zeros(2)
     for pair in zip(*replies, strict=True):
-        tops = [reply.top_logprobs[0] for reply in pair]
-        common = tops[0].keys() & tops[1].keys()  # which tokens are reported depends on the one that was sampled
+        tops = [_first(reply) for reply in pair]
+        common = tops[0].keys() & tops[1].keys()
         gaps += [np.ptp([top[token] for token in common]) if common else 0.0 for top in tops]
     return float(gaps[1] / gaps[0]) if np.isfinite(gaps).all() and gaps[0] > 0 else float("nan")
+
+
+def _first(reply: Completion) -> dict[int, float]:
+    """Returns the log-probability of each of the likeliest tokens at the first position of a response."""
+    if reply.tops is None or not len(reply.tops.ids):
+        return {}
+    pairs = zip(reply.tops.ids[0].tolist(), reply.tops.logprobs[0].tolist(), strict=True)
+    return {token: logprob for token, logprob in pairs if token >= 0}
 
 
 class Verifier:

@@ -13,9 +13,8 @@ import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError
-from rljax.rollout.types import SamplingParams
-
-_ROUNDING = 1e-3  # How far above 0 a log-probability may be by rounding (nats).
+from rljax.rollout.servers.likeliest import ROUNDING, check_tops, join_tops
+from rljax.rollout.types import SamplingParams, Tops
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,11 @@ class Request:
     prompt: np.ndarray  # the token ids, int32 [s]
     sampling: SamplingParams
     seed: int | None = None  # of this response alone; None leaves it to the server
-    top_logprobs: int = 0  # the number of likeliest tokens whose log-probabilities are reported at each position
-    prompt_logprobs: bool = (
-        False  # whether those of the prompt's tokens and positions are, too, always at temperature 1
-    )
+    # The number of likeliest tokens at each position of the prompt whose log-probabilities are reported beside the
+    # prompt's own token, always at temperature 1. None: nothing of the prompt.
+    prompt_logprobs: int | None = None
     routes: tuple[int, int, int] | None = None  # the (layers, k, experts) of a mixture whose routes are reported
+    vocab_size: int | None = None  # the most tokens that the server can report at a position, where that is known
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Completion:
     logprobs: np.ndarray  # the log-probability of each of these tokens, float32 [t]
     finish_reason: str  # "stop", "length", or "abort" when the server gave the response up
     spans: tuple[tuple[str, int, int], ...] | None  # the (weight version tag, start, end) of each part, if reported
-    top_logprobs: tuple[Mapping[int, float], ...] = ()  # the log-probability of each reported token, by position
+    tops: Tops | None = None  # the ``sampling.reported`` likeliest tokens at each position
     prompt_logprobs: tuple[Mapping[int, float], ...] = ()  # {} and then, by position, the prompt's own token among them
     routes: np.ndarray | None = None  # the experts of each token but the last, uint8 or uint16 [s + t - 1, layers, k]
 
@@ -74,8 +73,8 @@ class Wire(Protocol):
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
         """Reads the reply of ``route`` to ``request``, whatever its bytes are.
 
-        It runs on the event loop, once for each response. So no Python may run for each of the response's tokens. It
-        raises ReplyError where the reply is no completion. The message opens with ``route``.
+        It runs on the event loop, or on a thread beside it, once for each response. So no Python may run for each of
+        the response's tokens. It raises ReplyError where the reply is no completion. The message opens with ``route``.
         """
 
 
@@ -92,22 +91,20 @@ def as_spans(spans: Iterable[Span] | None) -> tuple[tuple[str, int, int], ...] |
     return tuple((span.version, span.start, span.end) for span in spans or ()) or None
 
 
-def as_floats(values: Iterable[float]) -> np.ndarray:
-    """Returns ``Completion.logprobs``, float32 [t]. A number beyond float32 becomes infinite."""
-    with np.errstate(over="ignore"):
-        return np.fromiter(values, np.float64).astype(np.float32)
-
-
 def make_requests(
     prompts: Sequence[np.ndarray],
     n: int,
     sampling: SamplingParams,
     seed: int | None,
     routes: tuple[int, int, int] | None = None,
+    vocab_size: int | None = None,
 ) -> list[Request]:
-    """Returns ``n`` requests for each prompt, in order. Each has a seed of its own unless ``seed`` is None."""
+    """Returns ``n`` requests for each prompt, in order. Each has a seed of its own unless ``seed`` is None.
+
+    The other arguments are the fields of :class:`Request`.
+    """
     return [
-        Request(prompt, sampling, None if seed is None else response_seed(seed, i, j), routes=routes)
+        Request(prompt, sampling, None if seed is None else response_seed(seed, i, j), None, routes, vocab_size)
         for i, prompt in enumerate(prompts)
         for j in range(n)
     ]
@@ -153,6 +150,7 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
         np.concatenate([part.logprobs for part in parts]),
         last.finish_reason,
         tuple(spans),
+        join_tops([part.tops for part in parts]),
     )
 
 
@@ -185,7 +183,7 @@ def check_completion(
     reported = np.concatenate([completion.logprobs, np.array(of_prompt, np.float64)])
     if not np.isfinite(reported).all():
         raise ReplyError(f"{url} gave a log-probability of {reported[~np.isfinite(reported)][0]}")
-    if reported.max() > _ROUNDING:
+    if reported.max() > ROUNDING:
         raise ReplyError(
             f"{url} gives logits (a log-probability of {reported.max():.3g}): it must give log-probabilities of the "
             "distribution sampled from (vLLM: --logprobs-mode processed_logprobs)"
@@ -193,6 +191,8 @@ def check_completion(
     places = [0, *(place for _, start, end in completion.spans or () for place in (start, end)), len(tokens)]
     if completion.spans is not None and (places[::2] != places[1::2] or sorted(set(places)) != places[::2]):
         raise ReplyError(f"{url} gave weight versions of other tokens: {completion.spans}, of {len(tokens)}")
+    if request.sampling.reported:
+        check_tops(url, completion.tops, tokens, completion.logprobs, request.sampling, vocab_size)
     if request.routes is not None:
         _check_routes(url, completion, request, request.routes)
 

@@ -18,7 +18,8 @@ from rljax.errors import ReplyError, ServerRefusedError
 from rljax.rollout.servers.backend import UPDATE_S, Backend
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_differences, find_route, server_info
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_floats, as_spans
+from rljax.rollout.servers.likeliest import as_floats, make_tops
+from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans
 from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
 
@@ -52,7 +53,6 @@ class _Reply(msgspec.Struct):
 
 
 _DECODER = msgspec.json.Decoder(_Reply)
-_NONE = float(np.finfo(np.float32).min)  # Stands for the logarithm of a probability that is 0 in float32.
 
 
 class SglangBackend(Backend):
@@ -90,8 +90,8 @@ class SglangBackend(Backend):
             "input_ids": request.prompt.tolist(),
             "sampling_params": sampling,
             "return_logprob": True,
-            "logprob_start_len": 0 if request.prompt_logprobs else -1,
-            "top_logprobs_num": request.top_logprobs,
+            "logprob_start_len": -1 if request.prompt_logprobs is None else 0,
+            "top_logprobs_num": max(request.sampling.reported, request.prompt_logprobs or 0),
             "stream": False,
         }
 
@@ -100,20 +100,24 @@ class SglangBackend(Backend):
         read = _DECODER.decode(reply)
         meta = read.meta_info
         prompt: tuple[Mapping[int, float], ...] = ()
-        if request.prompt_logprobs:
+        if request.prompt_logprobs is not None:
             scored = meta.input_token_logprobs or ()
-            likely = (meta.input_top_logprobs or ()) if request.top_logprobs else ()
+            likely = (meta.input_top_logprobs or ()) if request.prompt_logprobs else ()
             prompt = tuple(
                 {} if value is None else {other: v for v, other, _ in top or ()} | {token: value}
                 for (value, token, _), top in itertools.zip_longest(scored, likely[: len(scored)])
             )
-        tops = (meta.output_top_logprobs or ()) if request.top_logprobs else ()
+        tops = None
+        if request.sampling.reported:
+            lists = list(filter(None, meta.output_top_logprobs or ()))
+            logprobs, ids = (map(itemgetter(i), itertools.chain.from_iterable(lists)) for i in (0, 1))
+            tops = make_tops(map(len, lists), ids, logprobs, request.sampling.reported)
         completion = Completion(
             token_ids=np.array(read.output_ids, np.int32),
             logprobs=as_floats(map(itemgetter(0), meta.output_token_logprobs)),
             finish_reason="None" if meta.finish_reason is None else meta.finish_reason.type,
             spans=as_spans(meta.weight_versions),
-            top_logprobs=tuple(_known(top or ()) for top in tops),
+            tops=tops,
             prompt_logprobs=prompt,
         )
         return completion, list(map(itemgetter(1), meta.output_token_logprobs)) != read.output_ids
@@ -202,8 +206,3 @@ def _is_paused(client: ServerClient, url: str) -> bool:
     except ServerRefusedError as error:
         return error.status == HTTPStatus.SERVICE_UNAVAILABLE
     return False
-
-
-def _known(top: Sequence[_Scored]) -> dict[int, float]:
-    """Returns the likeliest tokens without those whose probability is 0 in float32."""
-    return {token: value for value, token, _ in top if value > _NONE}

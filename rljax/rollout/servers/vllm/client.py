@@ -10,6 +10,7 @@ import dataclasses
 import io
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -27,10 +28,11 @@ from rljax.rollout.servers.handshake import (
     refusals,
     server_info,
 )
+from rljax.rollout.servers.likeliest import as_floats, make_tops
 from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_floats, as_spans
-from rljax.rollout.types import InFlight
+from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans
+from rljax.rollout.types import InFlight, Tops
 from rljax.weights.store import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -128,19 +130,19 @@ class VllmBackend(Backend):
             "n": 1,
             "max_tokens": request.sampling.max_response_tokens,
             "temperature": request.sampling.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
+            "top_p": request.sampling.top_p,
+            "top_k": request.sampling.top_k,
+            "min_p": request.sampling.min_p,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "logprobs": request.top_logprobs,
+            "logprobs": _asked(request),
             "ignore_eos": True,
             "stop_token_ids": list(request.sampling.stop_token_ids),
             "seed": request.seed,
         }
-        if request.prompt_logprobs:
-            sampling["prompt_logprobs"] = request.top_logprobs
+        if request.prompt_logprobs is not None:
+            sampling["prompt_logprobs"] = request.prompt_logprobs
         tokens = request.prompt.tolist()
         if route == GENERATE:
             return {"model": model, "token_ids": tokens, "sampling_params": sampling}
@@ -149,18 +151,18 @@ class VllmBackend(Backend):
 
     def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
         """Reads a reply of either route."""
-        has_tops = request.top_logprobs > 0
-        read = _DECODERS[route, has_tops].decode(reply)
+        k = request.sampling.reported
+        read = _DECODERS[route, k > 0].decode(reply)
         (choice,) = read.choices
         if choice.index != 0:
             raise ValueError(f"the choice of another place, {choice.index}")
-        are_others, logprobs, tops = (_read_content if route == GENERATE else _read_named)(choice, has_tops)
+        are_others, logprobs, tops = (_read_content if route == GENERATE else _read_named)(choice, k)
         completion = Completion(
             token_ids=np.array(choice.token_ids, np.int32),
             logprobs=logprobs,
             finish_reason=str(choice.finish_reason),
             spans=as_spans(choice.weight_versions),
-            top_logprobs=tops,
+            tops=tops,
             prompt_logprobs=tuple(
                 {token: scored.logprob for token, scored in (top or {}).items()}
                 for top in read.prompt_logprobs or choice.prompt_logprobs or ()
@@ -229,8 +231,13 @@ class VllmBackend(Backend):
         sizes, head_dim = described.get("head_sizes"), described["shape"].get("head_dim")
         if sizes and head_dim not in sizes:
             lines.append(f"head_dim is {head_dim}; vLLM's attention on the server's device takes {sizes}")
-        if described["max_logprobs"] < TOP:
-            lines.append(f"max_logprobs is {described['max_logprobs']}, expected at least {TOP}")
+        most, needed = described["max_logprobs"], max(TOP, expected.reported) + 1
+        needed = min(needed, described["shape"].get("vocab_size") or needed)
+        if 0 <= most < needed:  # -1 is any number
+            lines.append(
+                f"max_logprobs is {most}, expected at least {needed}, for the likeliest tokens "
+                f"and the sampled one (rollout.top_logprobs or rollout.top_k): start it with --max-logprobs {needed}"
+            )
         if described["default_sampling"]:
             said = described["default_sampling"]
             lines.append(f"default sampling is not plain: {said}; start with --generation-config vllm")
@@ -285,26 +292,41 @@ def _read_routes(file: bytes | None) -> np.ndarray | None:
     return found
 
 
-_Parts = tuple[bool, np.ndarray, tuple[Mapping[int, float], ...]]
-"""Whether other tokens are scored than are there, the log-probabilities float32 [t], the likeliest tokens by place."""
+def _asked(request: Request) -> int:
+    """Returns the number of log-probabilities that a request asks for at each position.
+
+    vLLM puts the sampled token first. Where it is not among the likeliest, one of these is cut off by it. So one more
+    is asked for, as long as there are as many tokens: vLLM's engine ends where there are not.
+    """
+    k = request.sampling.reported
+    return min(k + 1, request.vocab_size or k + 1) if k else 0
 
 
-def _read_content(choice: Any, has_tops: bool) -> _Parts:
-    """Reads the scores of a choice of GENERATE."""
+_Parts = tuple[bool, np.ndarray, Tops | None]
+"""Whether other tokens are scored than are there, the log-probabilities float32 [t], and the likeliest tokens."""
+
+
+def _read_content(choice: Any, k: int) -> _Parts:
+    """Reads the scores of a choice of GENERATE, and the ``k`` likeliest tokens."""
     content = choice.logprobs.content if choice.logprobs else []
     are_others = list(map(attrgetter("token_id"), content)) != choice.token_ids
-    tops = ({top.token_id: top.logprob for top in item.top_logprobs} for item in content) if has_tops else ()
-    return are_others, as_floats(map(attrgetter("logprob"), content)), tuple(tops)
+    tops = None
+    if k:
+        lists = list(map(attrgetter("top_logprobs"), content))
+        entries = list(chain.from_iterable(lists))
+        ids, logprobs = map(attrgetter("token_id"), entries), map(attrgetter("logprob"), entries)
+        tops = make_tops(map(len, lists), ids, logprobs, k)
+    return are_others, as_floats(map(attrgetter("logprob"), content)), tops
 
 
-def _read_named(choice: Any, has_tops: bool) -> _Parts:
+def _read_named(choice: Any, k: int) -> _Parts:
     """Reads the scores of a choice of COMPLETIONS, whose tokens are named ``token_id:442``."""
     scored = choice.logprobs
     are_others = scored.tokens != list(map("token_id:{}".format, choice.token_ids))
-    tops = ({_token_id(name): x for name, x in top.items()} for top in scored.top_logprobs) if has_tops else ()
-    return are_others, as_floats(scored.token_logprobs), tuple(tops)
-
-
-def _token_id(name: str) -> int:
-    """Returns 442 for ``token_id:442``."""
-    return int(name.removeprefix("token_id:"))
+    tops = None
+    if k:
+        maps = scored.top_logprobs
+        names = ",".join(chain.from_iterable(maps)).replace("token_id:", "")
+        ids = msgspec.json.decode(f"[{names}]", type=list[int])
+        tops = make_tops(map(len, maps), ids, chain.from_iterable(map(dict.values, maps)), k)
+    return are_others, as_floats(scored.token_logprobs), tops

@@ -38,7 +38,8 @@ class ServerConfig(process.ServerConfig):
         args = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
         args += ["--model", self.model, "--served-model-name", "policy"]
         args += ["--port", str(port), "--dtype", self.dtype]
-        args += ["--max-num-seqs", str(self.max_num_seqs), "--max-logprobs", "20", "--seed", "0"]
+        args += ["--max-num-seqs", str(self.max_num_seqs), "--seed", "0"]
+        args += ["--max-logprobs", str(self.max_logprobs)]
         args += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
         args += ["--enable-scale-out", "--skip-tokenizer-init", "--enable-prefix-caching"]
         args.append("--disable-uvicorn-access-log")

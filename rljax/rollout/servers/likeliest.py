@@ -1,0 +1,132 @@
+"""The likeliest tokens of a response as arrays: read from a reply, checked, and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rljax.errors import ReplyError
+from rljax.rollout.types import SamplingParams, Tops
+
+ROUNDING = 1e-3
+"""The largest error of a log-probability (nats), or of a sum of probabilities, that counts as rounding."""
+_NEVER = -9999.0  # vLLM writes it for the logarithm of 0, and SGLang a lower number.
+_TIES = 16  # The most tokens beyond ``top_k`` that a server keeps because they tie with the last one.
+
+
+def as_floats(values: Iterable[float]) -> np.ndarray:
+    """Returns log-probabilities as float32 [n]. A number beyond float32 becomes infinite."""
+    with np.errstate(over="ignore"):
+        return np.fromiter(values, np.float64).astype(np.float32)
+
+
+def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[float], k: int) -> Tops:
+    """Returns the ``k`` likeliest of the tokens that a server reports at each position. No Python runs for each token.
+
+    Of tokens with equal log-probabilities the one that is reported first is taken.
+
+    Args:
+      counts: The number of reported tokens at each position.
+      ids: The token ids, position by position. The first one of a position may be there twice.
+      logprobs: The log-probability of each of them.
+      k: The number of tokens to keep.
+    """
+    numbers = np.fromiter(counts, np.int64)
+    shape = len(numbers), max(int(numbers.max(initial=0)), k)
+    is_reported = np.arange(shape[1]) < numbers[:, None]
+    tokens, scores = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
+    tokens[is_reported] = np.fromiter(ids, np.int32)
+    scores[is_reported] = as_floats(logprobs)
+    scores[(tokens[:, 1:] == tokens[:, :1]).any(axis=1), 0] = -np.inf
+    scores[scores <= _NEVER] = -np.inf
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    tokens, scores = np.take_along_axis(tokens, order, axis=1), np.take_along_axis(scores, order, axis=1)
+    tokens[np.isneginf(scores)] = -1
+    return Tops(tokens, scores)
+
+
+def join_tops(parts: Sequence[Tops | None]) -> Tops | None:
+    """Returns the likeliest tokens of a response from those of its parts, or None where a part has none."""
+    there = [part for part in parts if part is not None]
+    if len(there) < len(parts):
+        return None
+    return Tops(np.concatenate([part.ids for part in there]), np.concatenate([part.logprobs for part in there]))
+
+
+def without_ties(logprobs: np.ndarray, tops: Tops) -> tuple[np.ndarray, Tops]:
+    """Returns the log-probabilities of sampled tokens, float32 [t], and of the reported ones, normalised over these.
+
+    vLLM's build for a CPU keeps every token that ties with the last one of ``top_k``, so that more tokens could be
+    sampled than are reported. Only positions are changed where the missing probability is that of a few such tokens.
+    """
+    mass = _masses(tops)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ties = (1.0 - mass) / np.exp(tops.logprobs[:, -1], dtype=np.float64)
+        is_tied = (1.0 - mass > ROUNDING) & (np.abs(ties - np.rint(ties)) < 0.05) & (ties < _TIES + 0.5)
+    if not is_tied.any():
+        return logprobs, tops
+    excess = np.where(is_tied, np.log(mass), 0.0).astype(np.float32)
+    return logprobs - excess, Tops(tops.ids, tops.logprobs - excess[:, None])
+
+
+def check_tops(
+    url: str,
+    tops: Tops | None,
+    tokens: np.ndarray,
+    logprobs: np.ndarray,
+    sampling: SamplingParams,
+    vocab_size: int | None,
+) -> None:
+    """Raises ReplyError where the likeliest tokens cannot be those of the distribution that ``tokens`` came from.
+
+    Args:
+      url: The server, for messages.
+      tops: The likeliest tokens that it reported.
+      tokens: The sampled tokens, int32 [t].
+      logprobs: The log-probability of each of them, float32 [t].
+      sampling: The settings that the response was asked for with.
+      vocab_size: The number that token ids are below, where it is known.
+    """
+    shape = len(tokens), sampling.reported
+    if tops is None or tops.ids.shape != shape or tops.logprobs.shape != shape:
+        got = None if tops is None else (tops.ids.shape, tops.logprobs.shape)
+        raise ReplyError(f"{url} gave likeliest tokens of shape {got}, expected {shape}")
+    is_there, is_sampled = tops.ids >= 0, tops.ids == tokens[:, None]
+    if tops.ids.min() < -1 or (vocab_size is not None and tops.ids.max() >= vocab_size):
+        raise ReplyError(
+            f"{url} gave likeliest tokens from {tops.ids.min()} to {tops.ids.max()}, outside the vocabulary"
+        )
+    if (is_there != np.isfinite(tops.logprobs)).any() or (tops.logprobs[:, 1:] > tops.logprobs[:, :-1]).any():
+        raise ReplyError(
+            f"{url} gave likeliest tokens that are not in order, or whose log-probabilities are not finite"
+        )
+    mass, among = _masses(tops), is_sampled.any(axis=1)
+    if mass.max() > 1.0 + ROUNDING:
+        raise ReplyError(f"{url} gave likeliest tokens whose probabilities sum to {mass.max():.4f}, expected at most 1")
+    gaps = np.abs(np.where(is_sampled, tops.logprobs - logprobs[:, None], 0.0)).max()
+    left_out = np.where(among, -np.inf, logprobs - tops.logprobs[:, -1]).max()
+    if gaps > ROUNDING or left_out > ROUNDING:
+        gap = max(gaps, left_out)
+        raise ReplyError(f"{url} gave log-probabilities of sampled tokens {gap:.3g} nats from their likeliest tokens'")
+    _check_support(url, mass, is_there, among, is_cut=sampling.top_k > 0)
+
+
+def _check_support(url: str, mass: np.ndarray, is_there: np.ndarray, among: np.ndarray, *, is_cut: bool) -> None:
+    """Raises ReplyError where reported tokens should be all that could be sampled, and are not."""
+    is_whole = mass >= 1.0 - ROUNDING
+    if not (is_whole | is_there.all(axis=1)).all():
+        fewest = int(is_there.sum(axis=1)[~is_whole].min())
+        raise ReplyError(f"{url} gave {fewest} likeliest tokens at a position, expected {is_there.shape[1]}")
+    if is_cut and not (is_whole & among).all():
+        lowest = float(mass.min())
+        raise ReplyError(
+            f"{url} did not report all tokens that it could sample: the {is_there.shape[1]} likeliest have probability "
+            f"{lowest:.4f}, expected 1 with rollout.top_k (vLLM: --logprobs-mode processed_logprobs; a head in 16 bits "
+            "has ties, which precision.lm_head_dtype = float32 avoids)"
+        )
+
+
+def _masses(tops: Tops) -> np.ndarray:
+    """Returns the sum of the probabilities at each position, float64 [t]."""
+    return np.exp(tops.logprobs).sum(axis=1, dtype=np.float64)

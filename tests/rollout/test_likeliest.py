@@ -1,0 +1,278 @@
+"""The likeliest tokens of responses: what is asked of servers, how replies are read, and which replies are refused."""
+
+import json
+import math
+import threading
+
+import numpy as np
+import pytest
+from served_engines import PARAMS, PROMPTS, make
+
+from rljax.errors import HandshakeError, ReplyError
+from rljax.rollout.build import check_engine
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.likeliest import check_tops, make_tops, without_ties
+from rljax.rollout.servers.sglang.client import SglangBackend
+from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
+from rljax.rollout.servers.wire import Request
+from rljax.rollout.types import RolloutConfig, SamplingParams, Tops
+
+PROMPT = np.array([3, 4, 5], np.int32)
+NONE = -math.inf
+HALF, QUARTER, EIGHTH = -math.log(2), -math.log(4), -math.log(8)
+
+
+def array_tops(*rows):
+    """Each row: (token, log-probability) pairs."""
+    return Tops(
+        np.array([[token for token, _ in row] for row in rows], np.int32),
+        np.array([[value for _, value in row] for row in rows], np.float32),
+    )
+
+
+def made(*rows, k):
+    """``make_tops`` of (token, log-probability) pairs by position."""
+    flat = [pair for row in rows for pair in row]
+    return make_tops(map(len, rows), [token for token, _ in flat], [value for _, value in flat], k)
+
+
+def pairs(tops):
+    return [list(zip(*row, strict=True)) for row in zip(tops.ids.tolist(), tops.logprobs.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("row", "kept"),
+    [
+        # vLLM lists the sampled token first, whatever its rank.
+        ([(9, -4.0), (1, -0.5), (2, -1.5)], [(1, -0.5), (2, -1.5)]),
+        ([(2, -1.5), (1, -0.5), (7, -3.0)], [(1, -0.5), (2, -1.5)]),
+        # It may be there twice.
+        ([(2, -1.5), (1, -0.5), (2, -1.5), (7, -3.0)], [(1, -0.5), (2, -1.5)]),
+        # A sampled token that ties with the last one is kept.
+        ([(9, -1.5), (1, -0.5), (2, -1.5)], [(1, -0.5), (9, -1.5)]),
+        # What could not be sampled is no token, and neither is what is not there.
+        ([(1, 0.0), (2, -9999.0), (3, -3.4028234663852886e38)], [(1, 0.0), (-1, NONE)]),
+        ([(1, 0.0)], [(1, 0.0), (-1, NONE)]),
+        ([], [(-1, NONE), (-1, NONE)]),
+    ],
+)
+def test_the_likeliest_of_what_a_server_lists(row, kept):
+    other = [(5, -0.25), (6, -2.0), (8, -3.0)]
+    tops = made(other, row, k=2)
+    assert pairs(tops) == [[(5, -0.25), (6, -2.0)], kept]
+    assert (tops.ids.dtype, tops.logprobs.dtype) == (np.int32, np.float32)
+
+
+def test_a_response_without_tokens_has_no_positions():
+    assert made(k=3).ids.shape == made(k=3).logprobs.shape == (0, 3)
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("k", "vocab_size", "asked"), [(0, 64, 0), (5, 64, 6), (5, None, 6), (63, 64, 64), (64, 64, 64)]
+)
+def test_one_token_more_is_asked_for_if_there_is_one(route, k, vocab_size, asked):
+    """Where the sampled token is none of the k likeliest, vLLM cuts off the last of these."""
+    request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
+    sent = VllmBackend().body(route, request, "policy")
+    assert sent.get("sampling_params", sent)["logprobs"] == asked
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_the_cut_is_sent(route):
+    sampling = SamplingParams(2, top_p=0.9, top_k=7, min_p=0.05, reported=7)
+    sent = VllmBackend().body(route, Request(PROMPT, sampling), "policy")
+    sent = sent.get("sampling_params", sent)
+    assert (sent["top_p"], sent["top_k"], sent["min_p"], sent["logprobs"]) == (0.9, 7, 0.05, 8)
+
+
+def reply_of(route, tokens, logprobs, tops):
+    if route == GENERATE:
+        listed = [[{"token_id": token, "logprob": value, "rank": 1} for token, value in row] for row in tops]
+        scored = {
+            "content": [
+                {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": top}
+                for token, value, top in zip(tokens, logprobs, listed, strict=True)
+            ]
+        }
+    else:
+        scored = {
+            "tokens": [f"token_id:{token}" for token in tokens],
+            "token_logprobs": logprobs,
+            "top_logprobs": [{f"token_id:{token}": value for token, value in row} for row in tops],
+        }
+    choice = {"index": 0, "token_ids": tokens, "finish_reason": "length", "logprobs": scored}
+    return json.dumps({"choices": [choice]}).encode()
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_a_reply_with_the_likeliest_tokens_is_read(route):
+    tops = [[(9, -4.0), (1, -0.5), (2, -1.5)], [(2, -1.5), (1, -0.5), (7, -3.0)]]
+    request = Request(PROMPT, SamplingParams(2, reported=2))
+    read = VllmBackend().completion(route, reply_of(route, [9, 2], [-4.0, -1.5], tops), request)
+    assert pairs(read.tops) == [[(1, -0.5), (2, -1.5)]] * 2
+    plain = VllmBackend().completion(
+        route, reply_of(route, [9, 2], [-4.0, -1.5], tops), Request(PROMPT, SamplingParams(2))
+    )
+    assert plain.tops is None
+
+
+def test_names_that_are_no_tokens_are_refused():
+    reply = reply_of(COMPLETIONS, [1], [-0.5], [[(1, -0.5)]]).replace(b"token_id:1", b"token_id:1x", 2)
+    with pytest.raises(ReplyError, match="answered with no completion"):
+        VllmBackend().completion(COMPLETIONS, reply, Request(PROMPT, SamplingParams(1, reported=1)))
+
+
+PLAIN = SamplingParams(2, reported=2)
+CUT = SamplingParams(2, reported=2, top_k=2)
+SOUND = array_tops([(1, HALF), (2, QUARTER)], [(1, HALF), (2, QUARTER)])
+WHOLE = array_tops([(1, HALF), (2, HALF)], [(1, 0.0), (-1, NONE)])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tops", "tokens", "logprobs"),
+    [
+        (PLAIN, SOUND, [1, 2], [HALF, QUARTER]),
+        (PLAIN, SOUND, [1, 7], [HALF, EIGHTH]),
+        (PLAIN, WHOLE, [1, 1], [HALF, 0.0]),
+        (CUT, WHOLE, [2, 1], [HALF, 0.0]),
+        (PLAIN, SOUND, [1, 7], [HALF, QUARTER + 5e-4]),  # rounding
+    ],
+)
+def test_sound_likeliest_tokens_pass(sampling, tops, tokens, logprobs):
+    check_tops("u", tops, np.int32(tokens), np.float32(logprobs), sampling, 8)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tops", "tokens", "logprobs", "said"),
+    [
+        (PLAIN, None, [1, 2], [HALF, QUARTER], "shape None, expected (2, 2)"),
+        (PLAIN, SOUND, [1], [HALF], "shape ((2, 2), (2, 2)), expected (1, 2)"),
+        (SamplingParams(2, reported=3), SOUND, [1, 2], [HALF, QUARTER], "expected (2, 3)"),
+        (PLAIN, array_tops([(8, HALF), (2, QUARTER)]), [2], [QUARTER], "from 2 to 8, outside the vocabulary"),
+        (PLAIN, array_tops([(-2, HALF), (2, QUARTER)]), [2], [QUARTER], "from -2 to 2, outside the vocabulary"),
+        (PLAIN, array_tops([(1, QUARTER), (2, HALF)]), [2], [HALF], "not in order"),
+        (PLAIN, array_tops([(1, HALF), (2, NONE)]), [1], [HALF], "not finite"),
+        (PLAIN, array_tops([(1, HALF), (-1, QUARTER)]), [1], [HALF], "not finite"),
+        (PLAIN, array_tops([(1, -0.1), (2, -0.2)]), [1], [-0.1], "sum to 1.7236, expected at most 1"),
+        (PLAIN, SOUND, [1, 2], [HALF, QUARTER + 0.01], "0.01 nats from their likeliest tokens'"),
+        (PLAIN, SOUND, [1, 7], [HALF, HALF], "0.693 nats from their likeliest tokens'"),
+        (PLAIN, array_tops([(1, HALF), (-1, NONE)]), [1], [HALF], "gave 1 likeliest tokens at a position, expected 2"),
+        (CUT, SOUND, [1, 2], [HALF, QUARTER], "have probability 0.7500, expected 1 with rollout.top_k"),
+        (CUT, array_tops([(1, HALF), (2, HALF)]), [3], [-20.0], "did not report all tokens"),
+    ],
+)
+def test_likeliest_tokens_that_cannot_be_are_refused(sampling, tops, tokens, logprobs, said):
+    with pytest.raises(ReplyError) as refused:
+        check_tops("u", tops, np.int32(tokens), np.float32(logprobs), sampling, 8)
+    assert str(refused.value).startswith("u ")
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_token_that_ties_with_the_last_one_is_left_out():
+    """Of probabilities 0.4, 0.3, 0.3 with ``top_k`` 2, a server may sample all three, and two are reported."""
+    tied = array_tops([(1, math.log(0.4)), (2, math.log(0.3))], [(1, HALF), (2, HALF)])
+    logprobs, tops = without_ties(np.float32([math.log(0.3), HALF]), tied)
+    np.testing.assert_allclose(np.exp(tops.logprobs), [[4 / 7, 3 / 7], [0.5, 0.5]], rtol=1e-6)
+    np.testing.assert_allclose(np.exp(logprobs), [3 / 7, 0.5], rtol=1e-6)
+    np.testing.assert_array_equal(tops.ids, tied.ids)
+    check_tops("u", tops, np.int32([2, 1]), logprobs, CUT, 8)
+
+
+def test_a_distribution_that_was_not_cut_stays_refused():
+    """The missing probability 0.2 is that of 0.8 tokens of 0.25: no number of ties."""
+    uncut = array_tops([(1, math.log(0.55)), (2, math.log(0.25))])
+    logprobs, tops = without_ties(np.float32([math.log(0.55)]), uncut)
+    assert tops is uncut
+    with pytest.raises(ReplyError, match=r"have probability 0\.8000, expected 1"):
+        check_tops("u", tops, np.int32([1]), logprobs, CUT, 8)
+
+
+def of_token(token):
+    """What vLLM lists for the stand-in's token, whose log-probability is -1: it is second."""
+    rest = 1.0 - math.exp(-1.0)
+    first = math.log(0.8 * rest)
+    others = [((token + 1) % 64, first), ((token + 2) % 64, math.log(0.2 * rest))]
+    return [(token, -1.0), *others]
+
+
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_an_engine_hands_on_the_likeliest_tokens(fake, route):
+    fake.tops, fake.routes = of_token, fake.routes - ({GENERATE} if route == COMPLETIONS else set())
+    engine = make(fake.url, top_logprobs=2)
+    try:
+        engine.publish(PARAMS, 0)
+        probes = len(fake.sampling)
+        responses = list(engine.generate(PROMPTS, 2, SamplingParams(5, reported=2), seed=0))
+    finally:
+        engine.close()
+    assert {sampling["logprobs"] for sampling in fake.sampling[probes:]} == {3}
+    for response in responses:
+        tokens = response.token_ids
+        np.testing.assert_array_equal(response.tops.ids, np.stack([(tokens + 1) % 64, tokens], 1))
+        np.testing.assert_allclose(response.tops.logprobs, [[math.log(0.8 * (1 - math.exp(-1))), -1.0]] * 5, rtol=1e-6)
+
+
+def test_probes_are_of_the_whole_distribution(fake):
+    fake.tops = of_token
+    cut = {"top_k": 3, "top_p": 0.99, "min_p": 0.01}
+    engine = make(fake.url, **cut)
+    try:
+        engine.publish(PARAMS, 0)
+        probes = len(fake.sampling)
+        (response,) = engine.generate(PROMPTS[:1], 1, SamplingParams(5, **cut, reported=3), seed=0)
+    finally:
+        engine.close()
+    shapes = [{name: sampling[name] for name in cut} for sampling in fake.sampling]
+    assert all(shape == {"top_k": 0, "top_p": 1.0, "min_p": 0.0} for shape in shapes[:probes])
+    assert shapes[probes:] == [cut]
+    np.testing.assert_allclose(np.exp(response.tops.logprobs).sum(1), 1.0, rtol=1e-6)
+
+
+def test_a_server_must_allow_as_many_as_are_reported(fake):
+    with pytest.raises(
+        HandshakeError, match=r"max_logprobs is 20, expected at least 21.*start it with --max-logprobs 21"
+    ):
+        make(fake.url, top_logprobs=20)
+    for allowed in (21, -1):
+        fake.max_logprobs = allowed
+        make(fake.url, top_logprobs=20).close()
+    fake.max_logprobs = 64
+    make(fake.url, top_logprobs=64).close()  # the whole vocabulary, in which the sampled token is
+
+
+def test_sglang_is_asked_for_them():
+    sampling = SamplingParams(2, reported=5)
+    assert SglangBackend().body("/generate", Request(PROMPT, sampling), "policy")["top_logprobs_num"] == 5
+
+
+def test_a_cut_with_sglang_is_refused():
+    """Its log-probabilities are of the distribution before the cut."""
+    with pytest.raises(
+        ValueError, match=r"rollout\.top_k works with rollout\.engine = exact, jax or vllm, not with sglang"
+    ):
+        check_engine(RolloutConfig(engine="sglang", urls=("http://h:1",), top_k=5))
+
+
+def test_a_long_reply_is_read_beside_the_event_loop(fake):
+    """The event loop goes on while a reply of over 4 MiB is read."""
+    threads = {}
+
+    class Backend(VllmBackend):
+        def completion(self, route, reply, request):
+            threads[len(reply) > 2**22] = threading.current_thread().name
+            return super().completion(route, reply, request)
+
+    fake.tops = lambda token: [(token, -1.0), *((64 + i, -9.0 - i) for i in range(300))]
+    client = ServerClient([fake.url], Backend())
+    try:
+        client.open(fake.url, None)
+        for k in (1, 300):
+            request = Request(PROMPT, SamplingParams(500, reported=k))
+            ((_, reply),) = [item for item in client.stream([request]) if item is not None]
+            assert reply.tops.ids.shape == (500, k)
+    finally:
+        client.close()
+    assert threads[False] == "rljax-server-client"
+    assert threads[True].startswith("rljax-reply-reader")
