@@ -184,6 +184,7 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProc
             port=port,
             max_model_len=MAX_LEN,
             max_num_seqs=64,
+            max_logprobs=256,  # the whole vocabulary
             log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
             extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage", "--tensor-parallel-size", str(workers)),
             extra_env=environment,

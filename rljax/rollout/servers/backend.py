@@ -13,7 +13,7 @@ from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefu
 from rljax.rollout.servers import handshake
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import Expectation
-from rljax.rollout.servers.likeliest import without_ties
+from rljax.rollout.servers.tops import without_ties
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Wire
 from rljax.rollout.types import InFlight
 from rljax.weights.format import PROTOCOL, Checksum

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError
-from rljax.rollout.servers.likeliest import ROUNDING, check_tops, join_tops
+from rljax.rollout.servers.tops import ROUNDING, check_tops, join_tops
 from rljax.rollout.types import SamplingParams, Tops
 
 

@@ -18,7 +18,7 @@ from rljax.errors import ReplyError, ServerRefusedError
 from rljax.rollout.servers.backend import UPDATE_S, Backend
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_differences, find_route, server_info
-from rljax.rollout.servers.likeliest import as_floats, make_tops
+from rljax.rollout.servers.tops import as_floats, make_tops
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans
 from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion

@@ -28,7 +28,7 @@ from rljax.rollout.servers.handshake import (
     refusals,
     server_info,
 )
-from rljax.rollout.servers.likeliest import as_floats, make_tops
+from rljax.rollout.servers.tops import as_floats, make_tops
 from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans

@@ -11,8 +11,8 @@ from served_engines import PARAMS, PROMPTS, make
 from rljax.errors import HandshakeError, ReplyError
 from rljax.rollout.build import check_engine
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.likeliest import check_tops, make_tops, without_ties
 from rljax.rollout.servers.sglang.client import SglangBackend
+from rljax.rollout.servers.tops import check_tops, make_tops, without_ties
 from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import RolloutConfig, SamplingParams, Tops

@@ -1,0 +1,114 @@
+"""The likeliest tokens and cut sampling of a real server, against the trainer's own distribution in float32."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.policy.model import hidden_states, lm_head_table
+from rljax.rollout.servers.vllm.client import COMPLETIONS
+from rljax.rollout.types import SamplingParams
+
+pytestmark = pytest.mark.vllm
+VOCABULARY = 256
+TOKENS = 24
+WITHIN = {"float32": 2e-5, "bfloat16": 0.25}  # the largest |server - trainer| of a likeliest token (nats)
+
+
+def distributions(served, prompts, response, temperature) -> np.ndarray:
+    """The trainer's log-probability of every token at each position of a response, [t, v]."""
+    params, prompt = served.model.params, prompts[response.prompt_index]
+    ids = np.concatenate([prompt, response.token_ids])[None]
+    arrays = jnp.asarray(ids), jnp.ones_like(ids), jnp.arange(ids.shape[1])[None]
+    hidden, _ = hidden_states(params, served.model.config, *arrays)
+    rows = np.asarray(hidden[0, len(prompt) - 1 : -1], np.float64)
+    logits = (rows @ np.asarray(lm_head_table(params), np.float64).T) / temperature
+    logits -= logits.max(axis=1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+def support(logprobs: np.ndarray, sampling: SamplingParams) -> np.ndarray:
+    """Which tokens of one position can be sampled: first min_p, then top_k, then top_p, over what is left each time."""
+    stays = logprobs >= logprobs.max() + np.log(max(sampling.min_p, 1e-300))
+    stays &= logprobs >= np.sort(np.where(stays, logprobs, -np.inf))[-sampling.top_k]
+    shares = np.where(stays, np.exp(logprobs), 0.0)
+    order = np.argsort(-shares)
+    likelier = np.concatenate([[0.0], np.cumsum(shares[order] / shares.sum())[:-1]])
+    return stays & np.isin(np.arange(len(logprobs)), order[likelier < sampling.top_p])
+
+
+def sampled(served, prompts, sampling, n=3, *, route=None, **config):
+    """The responses of an engine that has published the policy that the server was started from."""
+    engine = served.engine(**config)
+    try:
+        engine.publish(served.model.params, 0)
+        if route is not None:
+            engine.fleet.client.set_route(served.url, route)
+        return list(engine.generate(prompts, n, sampling, seed=3))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("served", ["float32", "bfloat16"], indirect=True)
+def test_the_five_likeliest_are_the_trainers(served, prompts):
+    sampling = SamplingParams(TOKENS, 0.8, reported=5)
+    responses = sampled(served, prompts, sampling, top_logprobs=5)
+    gaps, found, of_sampled = [], 0, 0
+    for response in responses:
+        tops, trainers = response.tops, distributions(served, prompts, response, 0.8)
+        assert tops.ids.shape == (TOKENS, 5)
+        assert (np.diff(tops.logprobs, axis=1) <= 0).all()
+        gaps.append(np.abs(np.take_along_axis(trainers, tops.ids, 1) - tops.logprobs))
+        found += (np.sort(np.argsort(-trainers, axis=1)[:, :5]) == np.sort(tops.ids)).all(axis=1).sum()
+        of_sampled += (tops.ids == response.token_ids[:, None]).any(axis=1).sum()
+    together = np.concatenate(gaps)
+    print(served.dtype, "mean", together.mean(), "largest", together.max(), "sampled among", of_sampled)
+    assert together.max() < WITHIN[served.dtype]
+    assert 0 < of_sampled < TOKENS * len(responses)  # both kinds of positions were seen
+    if served.dtype == "float32":
+        assert found >= TOKENS * len(responses) - 2  # two tokens may be all but tied
+
+
+@pytest.mark.parametrize("route", [None, COMPLETIONS])
+def test_the_whole_vocabulary_sums_to_1(float32, prompts, route):
+    responses = sampled(
+        float32, prompts, SamplingParams(4, reported=VOCABULARY), 1, route=route, top_logprobs=VOCABULARY
+    )
+    for response in responses:
+        tops, trainers = response.tops, distributions(float32, prompts, response, 1.0)
+        np.testing.assert_array_equal(np.sort(tops.ids), np.tile(np.arange(VOCABULARY), (4, 1)))
+        np.testing.assert_allclose(np.exp(tops.logprobs.astype(np.float64)).sum(1), 1.0, atol=1e-5)
+        np.testing.assert_allclose(np.take_along_axis(trainers, tops.ids, 1), tops.logprobs, atol=WITHIN["float32"])
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"top_k": 6},
+        {"top_k": 15, "top_p": 0.7},
+        {"top_k": 15, "min_p": 0.2},
+        {"top_k": 12, "top_p": 0.8, "min_p": 0.1},
+    ],
+    ids=lambda cut: " ".join(cut),
+)
+@pytest.mark.parametrize("served", ["float32"], indirect=True)
+def test_supports_are_those_of_the_trainers_distribution(served, prompts, cut):
+    sampling = SamplingParams(TOKENS, 0.9, reported=cut["top_k"], **cut)
+    responses = sampled(served, prompts, sampling, **cut)
+    equal, sizes, gaps = [], [], []
+    for response in responses:
+        tops, trainers = response.tops, distributions(served, prompts, response, 0.9)
+        assert (tops.ids == response.token_ids[:, None]).any(axis=1).all()
+        np.testing.assert_allclose(np.exp(tops.logprobs.astype(np.float64)).sum(1), 1.0, atol=1e-5)
+        for ids, reported, logprobs in zip(tops.ids, tops.logprobs, trainers, strict=True):
+            kept = ids[ids >= 0]
+            stays = np.zeros(VOCABULARY, bool)
+            stays[kept] = True
+            equal.append((stays == support(logprobs, sampling)).all())
+            sizes.append(len(kept))
+            normalised = logprobs[kept] - np.log(np.exp(logprobs[kept]).sum())
+            gaps.append(np.abs(normalised - reported[ids >= 0]).max())
+    print(cut, "sizes", min(sizes), max(sizes), "largest gap", max(gaps), "equal", np.mean(equal))
+    assert max(gaps) < WITHIN["float32"]
+    assert np.mean(equal) > 0.98  # a token may lie at the edge of the cut
+    assert max(sizes) <= cut["top_k"]
+    assert (min(sizes) < cut["top_k"]) == (len(cut) > 1)
