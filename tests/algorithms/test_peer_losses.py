@@ -1,0 +1,184 @@
+"""Our losses, weights and masks against what the peers' own functions gave on the same batch, gradients included.
+
+``tools/peer_golden.py`` ran the peers and wrote the numbers. Its table says which function of which version each case
+comes from. The peers' surrogates differ in value where their gradients agree: -A r (ratio) and -A sg(r) log p have the
+same gradient. Where a peer uses the ratio, or a floor that changes the value alone, only the gradient is compared.
+
+Ours differs on purpose in these points:
+
+- Stable-RL takes the sampler's k likeliest tokens as reported, and TRL overwrites the last of them with a missing
+  sampled token. Ours adds the sampled token. The lists of these cases contain it.
+- Where all tokens are listed, miles keeps a floor of 1e-6 for both tails. It changes the value of the loss, but not its
+  gradient. Ours has no tail there.
+- verl adds 1e-8 inside the logarithm of the binary KL, and AReaL bounds probabilities by 1e-8. Ours bounds them.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.algorithms.correction_choice import CorrectionConfig, correct
+from rljax.algorithms.losses import LossConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.packing import PackedBatch
+
+FILE = np.load(Path(__file__).parents[1] / "gold" / "peer_losses.npz")
+CASES = json.loads(str(FILE["about"]))["cases"]
+INPUTS = {name.removeprefix("inputs/"): FILE[name] for name in FILE.files if name.startswith("inputs/")}
+MASK, ADVANTAGES = INPUTS["mask"], INPUTS["advantages"]
+ROWS, TOKENS = MASK.shape
+UNCAPPED = 1e9
+WEIGHTED = {"level": "token", "mode": "truncate", "threshold": UNCAPPED}
+
+
+def named(*starts, result=None):
+    """The cases whose names begin with one of these words, and that have the result."""
+    return [name for name, case in CASES.items() if name.startswith(starts) and (result in (None, *case["results"]))]
+
+
+def log_softmax(logits):
+    return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+
+
+def make_micro(tokens, rollout, ids):
+    zeros = np.zeros(MASK.shape, np.int32)
+    return PackedBatch(
+        tokens=tokens.astype(np.int32),
+        segment_ids=MASK.astype(np.int32),
+        positions=zeros,
+        sequence_ids=np.broadcast_to(np.arange(ROWS, dtype=np.int32)[:, None], MASK.shape),
+        response_mask=MASK,
+        loss_mask=MASK,
+        rollout_logprobs=np.where(MASK, np.take_along_axis(rollout, tokens[..., None], -1)[..., 0], 0),
+        advantages=ADVANTAGES,
+        staleness=zeros,
+        with_loss=1,
+        used=1,
+        top_ids=None if ids is None else np.where(MASK[..., None], ids, -1).astype(np.int32),
+        top_logprobs=None if ids is None else np.where(MASK[..., None], np.take_along_axis(rollout, ids, -1), -np.inf),
+    )
+
+
+def ours(correction, ids=None, *, has_tail=True, cut=False):
+    """The sum of our token losses, its gradient by the logits [b, t, v], and that by the sampled log-probabilities."""
+    support = INPUTS["support"] if cut else None
+    with jax.enable_x64(True):
+        rollout, tokens = INPUTS["sampler_logits"], INPUTS["cut_tokens" if cut else "tokens"]
+        allowed = np.ones(rollout.shape, bool)
+        if cut:
+            allowed = np.any(np.arange(rollout.shape[-1]) == support[..., None], axis=-2)
+            ids = support
+        micro = make_micro(tokens, log_softmax(np.where(allowed, rollout, -np.inf)), ids)
+        objective = Objective(LossConfig(kind="policy_gradient"), correction, ROWS, TOKENS, has_tail=has_tail)
+
+        def loss(logits, shift):
+            normalised = jax.nn.log_softmax(jnp.where(allowed, logits, -jnp.inf))
+            sampled = jnp.take_along_axis(normalised, tokens[..., None], -1)[..., 0] + shift
+            tops = None if ids is None else jnp.take_along_axis(normalised, ids, -1)
+            return objective.micro_loss(SimpleNamespace(logprobs=sampled, tops=tops), micro, jnp.float32(1))[0]
+
+        value, gradients = jax.value_and_grad(loss, (0, 1))(
+            jnp.asarray(INPUTS["trainer_logits"]), jnp.zeros(MASK.shape)
+        )
+    return float(value), *map(np.asarray, gradients)
+
+
+def check(case, result, value, tolerance=2e-6):
+    np.testing.assert_allclose(value, FILE[f"{case}/{result}"], rtol=1e-5, atol=tolerance, err_msg=f"{case}/{result}")
+
+
+def weighting(settings):
+    if settings["mode"] == "none":
+        return {}
+    low = settings["low"] if settings["mode"] == "band" else 0.0
+    return {"level": "token", "mode": settings["mode"], "threshold_low": low, "threshold": settings["high"]}
+
+
+def region(settings, **fields):
+    """The one-sided region of a case of DPPO."""
+    over, kind = settings["kind"].split("_")
+    over = {"binary": "token", "topk": "tops"}[over]
+    fields = {"level": "token", "threshold": settings["cap"]} | fields
+    return CorrectionConfig(
+        region=kind, region_threshold=settings["bound"], region_sides="away", region_over=over, **fields
+    )
+
+
+@pytest.mark.parametrize("case", named("center/none", "center/truncate", "center/band"))
+def test_score_centering_is_the_peers(case):
+    settings, listed = CASES[case]["settings"], INPUTS["head"]
+    if settings["head"] == "all":
+        listed = np.broadcast_to(np.arange(INPUTS["sampler_logits"].shape[-1]), INPUTS["sampler_logits"].shape)
+    plain = weighting(settings)
+    has_tail = settings["head"] == "top"
+    loss, gradient, _ = ours(CorrectionConfig(**plain, score_centering=True), listed, has_tail=has_tail)
+    if settings["style"] != "loss":  # The peer's function is the term that centering adds.
+        without, of_plain, _ = ours(CorrectionConfig(**plain))
+        loss, gradient = loss - without, gradient - of_plain
+    check(case, "gradient", gradient)
+    if has_tail:
+        check(case, "loss", loss, 5e-6)
+
+
+@pytest.mark.parametrize("case", named("dppo", result="loss"))
+def test_a_one_sided_region_is_the_peers(case):
+    settings, ids = CASES[case]["settings"], INPUTS["head_with_token"]
+    uncapped = {"threshold": UNCAPPED} if settings["style"] == "skyrl" else {}  # SkyRL does not cap the ratio.
+    loss, gradient, _ = ours(region(settings, **uncapped), ids)
+    check(case, "gradient", gradient)
+    if settings["style"] != "skyrl":
+        check(case, "loss", loss)
+
+
+@pytest.mark.parametrize("case", named("dppo", result="keep"))
+def test_a_one_sided_region_keeps_what_trl_keeps(case):
+    coefficients = ours(region(CASES[case]["settings"]), INPUTS["head_with_token"])[2]
+    np.testing.assert_array_equal(coefficients != 0, FILE[f"{case}/keep"] > 0)
+
+
+@pytest.mark.parametrize("case", named("region/", "band/prime-rl", "gate/", "penalty/"))
+def test_the_gradient_of_a_region_is_the_peers(case):
+    settings, cut = CASES[case]["settings"], "cut" in case
+    if "eps" in settings:  # prime-rl's region
+        fields = {"threshold": settings["max_importance_ratio"], "region": "tv", "region_threshold": settings["eps"]}
+    elif "epsilon" in settings:
+        fields = {"region": "smooth", "region_threshold": settings["epsilon"]}
+    elif settings.get("gating", "ratio") == "ratio":
+        low, high = settings.get("ratio_low", settings.get("low")), settings.get("ratio_high", settings.get("high"))
+        fields = {"mode": "band", "threshold_low": low, "threshold": high}
+    else:
+        fields = {"region": settings["gating"].removeprefix("binary_"), "region_threshold": settings["high"]}
+    correction = CorrectionConfig(**WEIGHTED | fields, score_centering=cut)
+    check(case, "gradient", ours(correction, has_tail=not cut, cut=cut)[1])
+
+
+@pytest.mark.parametrize("case", named("kpop/", "band/slime", "band/miles"))
+def test_the_weight_of_a_token_is_the_peers(case):
+    settings = CASES[case]["settings"]
+    fields = {"region": "kpop", "region_threshold": settings.get("bound", 0.0)}
+    if "low" in settings:
+        fields = {"mode": "band", "threshold_low": settings["low"], "threshold": settings["high"]}
+    coefficients = ours(CorrectionConfig(**WEIGHTED | fields))[2]
+    check(case, "weights", -coefficients / ADVANTAGES)
+
+
+@pytest.mark.parametrize("case", named("reject/"))
+def test_a_rejected_sequence_is_the_peers(case):
+    settings = CASES[case]["settings"]
+    field = {"seq_max_k3": "reject_max_k3", "seq_mean_k3": "reject_k3"}.get(settings.get("option"), "reject_abs_ratio")
+    p, q = (log_softmax(INPUTS[f"{side}_logits"]) for side in ("trainer", "sampler"))
+    trainer, rollout = (np.take_along_axis(x, INPUTS["tokens"][..., None], -1)[..., 0] for x in (p, q))
+    ids = np.broadcast_to(np.arange(ROWS)[:, None], MASK.shape)
+    config = CorrectionConfig(**{field: settings["bound"]})
+    kept = correct(config, trainer, rollout, MASK, sequence_ids=ids, num_sequences=ROWS)[1]
+    np.testing.assert_array_equal(kept, FILE[f"{case}/keep"] > 0)
+
+
+def test_every_case_decides_some_tokens_each_way():
+    kept = {name: FILE[f"{name}/keep"][MASK] > 0 for name in CASES if "keep" in CASES[name]["results"]}
+    assert {name for name, values in kept.items() if values.all() or not values.any()} == set()
