@@ -294,7 +294,8 @@ class ServedEngine(Admission):
 
     def _renew(self, published: _Published, url: str) -> _Shown:
         """Sends weights that the server's machine has, and asks for the proof. The probes are cached before."""
-        if not self._wake(url):  # all of it before the weights come: what wakes later cannot change them
+        slept = self._wake(url)  # all of it before the weights come: what wakes later cannot change them
+        if not slept and published.version.changed_fraction != 0:  # Keys and values of equal weights are not stale.
             self.verifier.warm(self._client, url)
         self._load(published, url)
         return self._prove(published, url)
