@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 _Shown = tuple[ServerInfo | None, Sequence[Look]]
 """The proof of a server: its description where it passed a handshake, and its completions of the probes, by look.
 
-There are no looks before the first publish, and where the server has passed with the same tensors and loaded nothing."""
+There are no looks before the first publish, and where the server has passed with the same tensors and loaded none."""
 
 
 @dataclass(frozen=True)
