@@ -24,10 +24,10 @@ HEALTHY = """
     import http.server, os, pathlib, subprocess, sys
     socket = pathlib.Path(os.environ["VLLM_RPC_BASE_PATH"], "socket")
     socket.touch()
-    print("socket", socket, flush=True)
     port = int(sys.argv[sys.argv.index("--port") + 1])
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print("helper", child.pid, flush=True)
+    print("socket", socket, flush=True)
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
