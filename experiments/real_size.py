@@ -5,13 +5,14 @@
 The weights are random, and the tokenizer is the toy's. ``launch/single_node.sh`` starts the server and the trainer,
 both in bfloat16: blocks recomputed, 4 x 4 responses of 64 tokens, weights pulled over HTTP. Three steps are trained.
 The same command then goes on to the fourth. The toy's reward of random weights is 0, so that no step changes them.
-``--moving`` takes a reward that random weights earn. The program needs 21 GB of free memory and 25 GB of disk, and runs
+``--moving`` rewards every other response instead. The program needs 21 GB of free memory and 25 GB of disk, and runs
 for about ten minutes on two cores. It prints Markdown tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -40,6 +41,7 @@ SETTINGS = {
     "eval.every": "0",
 }
 PARAMETERS = 596_049_920
+_SCORED = itertools.count()
 LONGEST_S = 1800.0
 PROGRAMS = {"trainer": ("rljax.train",), "server": ("vllm.entrypoints", "VLLM::")}  # the signs of their processes
 COLUMNS = {
@@ -56,7 +58,7 @@ COLUMNS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs both parts and prints what they took; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--moving", action="store_true", help="reward responses of an odd length, so that weights move")
+    parser.add_argument("--moving", action="store_true", help="reward every other response, so that the weights change")
     parser.add_argument("--directory", type=Path, help="parent of the run's files (default: the temporary directory)")
     parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = SETTINGS | {"model.path": str(directory / "model"), "run.dir": str(directory / "run")}
         settings["rollout.transfer-dir"] = str(directory)
         if options.moving:
-            settings |= {"data.reward": "real_size:odd_length", "optimizer.learning-rate": "1e-6"}
+            settings |= {"data.reward": "real_size:every_other", "optimizer.learning-rate": "1e-6"}
         parts = [run(directory, settings | {"run.steps": steps}) for steps in ("3", "4")]
         rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
     found = {
@@ -84,9 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(len(rows) != 4 or any(part["status"] for part in parts))
 
 
-def odd_length(problem: dict[str, Any], response: str, truncated: bool) -> float:
-    """Returns 1 for a text of an odd number of characters, which random weights write about half of the time."""
-    return float(len(response) % 2)
+def every_other(problem: dict[str, Any], response: str, truncated: bool) -> float:
+    """Returns 1 for every other response that this process scores, because the texts of random weights are empty."""
+    return float(next(_SCORED) % 2)
 
 
 def make_model(directory: Path) -> None:
