@@ -111,11 +111,17 @@ def refusals(key: str) -> list[str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     found = [f"unless it is {text}" for text in _checks(tree, name)]
     found += [text for text in _raised(tree) if re.match(rf"{name}\b", text)]
-    for path in sorted(Path(str(rljax.__path__[0])).rglob("*.py")):
-        source = path.read_text(encoding="utf-8")
+    for source in _package_sources():
         if key in source:
             found += [text for text in _raised(ast.parse(source)) if re.search(rf"(?<![\w.]){re.escape(key)}\b", text)]
     return list(dict.fromkeys(found))
+
+
+@functools.cache
+def _package_sources() -> tuple[str, ...]:
+    """Returns the text of every module of the package, in the order of their paths."""
+    paths = sorted(Path(str(rljax.__path__[0])).rglob("*.py"))
+    return tuple(path.read_text(encoding="utf-8") for path in paths)
 
 
 def _checks(tree: ast.AST, name: str) -> Iterator[str]:

@@ -64,9 +64,9 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     The roles of two columns (``TokenDump.role``) decide their places: a trainer comes first, then a column without a
     role, then a rollout engine. Two columns of the same role keep their order, and the pair says that the roles are
     unknown. The order of the columns in a file changes no number. A pair with the sampler's column is refused if top_p,
-    top_k or min_p cut the distribution. ``sampling`` names that column; otherwise it is every column with the role
-    "rollout". With ``same_weights`` columns with different weight hashes have the same weights, as before and after a
-    conversion.
+    top_k or min_p cut the distribution, unless both columns are normalised over the tokens that were left
+    (``ColumnSource.cut``). ``sampling`` names that column; otherwise it is every column with the role "rollout". With
+    ``same_weights`` columns with different weight hashes have the same weights, as before and after a conversion.
 
     Raises ValueError if a named column is missing, there are fewer than two, or a number is above 0.
     """
@@ -85,7 +85,7 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     pairs = []
     for a, b in itertools.combinations(names, 2):
         both, origins = (arrays[a], arrays[b], mask), (dump.sources[a], dump.sources[b])
-        verdict = judge(*both, *origins, cut=cuts[a] or cuts[b], same_weights=same_weights)
+        verdict = judge(*both, *origins, cut=_cut_of_pair(*origins, cuts[a] or cuts[b]), same_weights=same_weights)
         pairs.append(Pair(a, b, roles[a] != roles[b], mismatch_metrics(*both), _growth(*both), verdict))
     seconds = {name: arrays[name + SECOND_RUN] for name in names if name + SECOND_RUN in arrays}
     floors = {name: mismatch_metrics(arrays[name], second, mask) for name, second in seconds.items()}
@@ -116,6 +116,13 @@ def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
         )
 
 
+def _cut_of_pair(a: ColumnSource, b: ColumnSource, cut: str) -> str:
+    """Returns the cut that makes two columns incomparable: ``cut`` is that of the sampler's column, if it is one."""
+    if a.cut != b.cut:
+        return cut or "top_k, top_p or min_p"
+    return "" if a.cut else cut
+
+
 def _cut(sampling: Mapping[str, Any]) -> str:
     """Names the settings of the sampling that excluded some tokens; empty if there are none."""
     off = {"top_p": lambda value: value >= 1, "top_k": lambda value: value < 1, "min_p": lambda value: value <= 0}
@@ -125,7 +132,8 @@ def _cut(sampling: Mapping[str, Any]) -> str:
 
 def to_json(comparison: Comparison) -> str:
     """Formats the whole comparison as one JSON object; numbers that are not finite become null."""
-    plain = {"passed": comparison.passed, **dataclasses.asdict(comparison)}
+    columns = {name: source.document() for name, source in comparison.columns.items()}
+    plain = {"passed": comparison.passed, **dataclasses.asdict(comparison), "columns": columns}
     finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
     return json.dumps(finite, indent=1, allow_nan=False) + "\n"
 

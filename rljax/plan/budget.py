@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from rljax.distributed.files import VERSIONS, free_memory, memory_directory
 from rljax.plan.machines import H100, Card
+from rljax.plan.memory import TOP_BYTES
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.build import version_bytes
 from rljax.rollout.decoding import batch_sizes, cache_token_bytes, row_ways
@@ -20,7 +21,7 @@ from rljax.rollout.embedded import cache_room
 from rljax.rollout.injected import CACHES
 from rljax.rollout.types import SERVED
 from rljax.run.config import Config
-from rljax.run.training import is_offloaded
+from rljax.run.training import batch_shape, is_offloaded
 
 Sizes = dict[str, tuple[int, int]]  # by name: bytes in all, bytes on one device
 
@@ -130,6 +131,11 @@ def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devi
     return Decoding(slots, config.num_sequences, places, math.ceil(slots * places * of_token))
 
 
+def top_bytes(config: Config) -> int:
+    """Returns the largest number of bytes of the likeliest tokens of one step's responses."""
+    return config.num_sequences * config.rollout.max_response_tokens * config.rollout.reported * TOP_BYTES
+
+
 def device_demands(
     config: Config, devices: Devices, training: int, resident: int, decoding: Decoding | None
 ) -> list[Demand]:
@@ -149,6 +155,8 @@ def device_demands(
     demands = [Demand("in training", {"arrays of an update": training}, place, devices.memory, remedy)]
     if decoding is not None:
         parts = {"arrays": resident, "cache": decoding.bytes}
+        if tops := top_bytes(config):
+            parts["likeliest tokens"] = tops  # Every device has those of all responses.
         fewer = f"rollout.decode_tokens below {decoding.slots * decoding.places}, a larger mesh.fsdp"
         demands.append(Demand("in sampling", parts, place, devices.memory, fewer))
     return demands
@@ -193,8 +201,12 @@ def host_demand(
         remedy = "rollout.transfer_dir on a disk"
     if served and config.publish.store != "shared":
         parts["the last version for deltas"] = weights
+    if tops := top_bytes(config):
+        batches = 1 + config.rollout.max_staleness  # of responses, and one more that is packed into rows
+        packed = math.prod(batch_shape(config)) * config.rollout.reported * TOP_BYTES
+        parts["likeliest tokens"] = batches * tops + packed
     if devices.memory is None:
-        sampling = 0 if decoding is None else resident + decoding.bytes
+        sampling = 0 if decoding is None else resident + decoding.bytes + top_bytes(config)
         parts["arrays of an update"] = devices.number * max(training, sampling)
         remedy = ", ".join(name for name in _device_settings(config) if "mesh" not in name and "offload" not in name)
     elif is_offloaded(config):

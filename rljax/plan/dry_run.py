@@ -22,9 +22,10 @@ from rljax.plan.budget import (
     host_demand,
     plan_decoding,
     resident_bytes,
+    top_bytes,
 )
 from rljax.plan.machines import Card
-from rljax.plan.memory import working_bytes
+from rljax.plan.memory import working_bytes, working_top_bytes
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
@@ -121,6 +122,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
         find_targets(policy, config.lora)
     ways = mesh.shape["replica"] * mesh.shape["fsdp"] * mesh.shape["expert"]
     _check_routes(config, policy)
+    _check_tops(config, policy)
     if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
@@ -150,6 +152,22 @@ def _check_routes(config: Config, policy: PolicyConfig) -> None:
 def route_bytes(config: Config, policy: PolicyConfig) -> int:
     """Returns the largest number of bytes of one step's routes, for every place of its rows."""
     return 0 if config.rollout.router_replay == "none" else policy.route_bytes * math.prod(batch_shape(config))
+
+
+def _check_tops(config: Config, policy: PolicyConfig) -> None:
+    """Raises ValueError if the likeliest tokens are more than the vocabulary has, or than the host may hold."""
+    rollout = config.rollout
+    name = "top_k" if rollout.is_cut else "top_logprobs"
+    if rollout.reported > policy.vocab_size:
+        raise ValueError(
+            f"rollout.{name} = {rollout.reported} must be at most the model's vocabulary, {policy.vocab_size} tokens"
+        )
+    if top_bytes(config) > rollout.max_top_bytes:
+        raise ValueError(
+            f"the likeliest tokens of a step (rollout.{name} = {rollout.reported}) can take "
+            f"{in_units(top_bytes(config))} of the host's memory, rollout.max_top_bytes allows "
+            f"{in_units(rollout.max_top_bytes)}"
+        )
 
 
 def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
@@ -204,6 +222,8 @@ def planned_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     devices = math.prod(mesh.shape.values())
     if routes := route_bytes(config, policy):
         working["routes"] = routes // (mesh.shape["replica"] * mesh.shape["fsdp"] * mesh.shape["expert"])
+    if tops := working_top_bytes(config, mesh):
+        working["likeliest tokens"] = tops
     return state_bytes(config, policy, mesh) | {name: (size * devices, size) for name, size in working.items()}
 
 

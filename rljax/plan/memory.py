@@ -30,6 +30,8 @@ from rljax.sharding import named_sharding
 
 # Of a place of the batch: seven arrays of four bytes for policy and loss, two masks, two arrays of log-probabilities.
 _BATCH_BYTES = 38
+# Of a likeliest token: its id and its log-probability.
+TOP_BYTES = 8
 _FLOAT32 = 4
 _HOPPER = SimpleNamespace(platform="gpu", device_kind="Hopper GPU", compute_capability=CAPABILITY)
 _LAYERS = 1009  # a size that no other dimension has; no array of it is allocated
@@ -61,6 +63,18 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
         "kept for the backward pass": kept * policy.num_layers,
         "at work in a micro-batch": max(block, head),
     }
+
+
+def working_top_bytes(config: Config, mesh: Any) -> int:
+    """Returns the bytes on one device of the likeliest tokens of a batch, and of a micro-batch at work.
+
+    At work, every device has the arrays of all rows of the micro-batch (``trainer.micro_batches.with_all_rows``). To
+    them come the trainer's log-probabilities of these tokens, and their gradients.
+    """
+    micro, rows, tokens = batch_shape(config)
+    (local_rows,) = named_sharding(mesh, ("rows",), (rows,)).shard_shape((rows,))
+    places = micro * local_rows + 2 * rows
+    return places * tokens * config.rollout.reported * TOP_BYTES
 
 
 def local_policy(policy: PolicyConfig, mesh: Any) -> PolicyConfig:

@@ -2,9 +2,10 @@
 
 Each sequence is a row: ``sequence_id`` string, ``token_ids`` ``list<int32>`` (prompt and response), ``response_mask``
 ``list<bool>`` and ``logprobs/<column>`` ``list<float32>``. All lists of a row have one length. ``logprobs[t]`` is the
-log-probability **of** ``token_ids[t]`` given everything before it (nats), or NaN if it is unknown. The schema's
-metadata has a JSON object under ``rljax.dump``: ``version``, ``columns`` (the source of each column) and ``sampling``
-(how the tokens were sampled). Reading a dump executes nothing in it.
+log-probability **of** ``token_ids[t]`` given everything before it (nats), or NaN if it is unknown. Where the sampler
+reported its k likeliest tokens, ``top_ids`` and ``top_logprobs`` have k of them for each token, lists of lists. The
+schema's metadata has a JSON object under ``rljax.dump``: ``version``, ``columns`` (the source of each column) and
+``sampling`` (how the tokens were sampled). Reading a dump executes nothing in it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ ROLES = ("trainer", "rollout")
 _KEY = b"rljax.dump"
 _PREFIX = "logprobs/"
 _SOURCE_TEXTS = ("engine", "dtype", "weights_hash", "role")
+_TOPS = {"top_ids": pa.int32(), "top_logprobs": pa.float32()}
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,14 @@ class ColumnSource:
     weights_hash: str = ""  # "sha256:...", or another name; hashes are compared with hashes, and names with names
     temperature: float | None = None  # 1 for raw log-probabilities, the sampling temperature for processed ones
     role: str = ""  # the column's role in the formulas of the mismatch: "trainer" or "rollout"
+    cut: bool = False  # whether the numbers are normalised over the tokens that could be sampled (top_k, top_p, min_p)
 
     def __post_init__(self) -> None:
         for name in _SOURCE_TEXTS:
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name} of a column must be text, got {getattr(self, name)!r:.60}")
+        if not isinstance(self.cut, bool):
+            raise ValueError(f"cut of a column must be true or false, got {self.cut!r:.60}")
         if self.role and self.role not in ROLES:
             raise ValueError(f"role of a column must be one of {', '.join(ROLES)} or empty, got {self.role!r}")
         is_number = type(self.temperature) in (int, float)
@@ -65,6 +70,11 @@ class ColumnSource:
         if not isinstance(document, dict) or not set(document) <= set(known):
             raise ValueError(f"the source of a column has the keys {', '.join(known)}, got {document!r:.80}")
         return cls(**document)
+
+    def document(self) -> dict[str, Any]:
+        """Returns the JSON object of a file; ``cut`` is in it only where it is true."""
+        fields = dataclasses.asdict(self)
+        return fields if self.cut else {name: value for name, value in fields.items() if name != "cut"}
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,9 @@ class TokenDump:
     logprobs: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)  # n float32 [t] (nats), NaN if unknown
     sources: Mapping[str, ColumnSource] = field(default_factory=dict)  # by the column's name
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    # The sampler's likeliest tokens at each token, n int32 [t, k], or () if unknown; -1 where there are fewer than k.
+    top_ids: tuple[np.ndarray, ...] = ()
+    top_logprobs: tuple[np.ndarray, ...] = ()  # the sampler's numbers (nats), n float32 [t, k]; -inf where the id is -1
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, Mapping):
@@ -96,6 +109,7 @@ class TokenDump:
             if not column:
                 raise ValueError("a column must have a name, got an empty string")
             _check_vectors(f"column {column!r}", vectors, self.sequence_ids, self.token_ids)
+        _check_tops(self)
 
     def role(self, name: str) -> str:
         """Returns the role of a column: "trainer", "rollout", or an empty string if it is unknown.
@@ -126,8 +140,11 @@ def make_dump(
     logprobs: Mapping[str, Sequence[Sequence[float | None] | np.ndarray]],
     sources: Mapping[str, ColumnSource] | None = None,
     sampling: Mapping[str, Any] | None = None,
+    tops: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> TokenDump:
     """Makes a dump from plain lists or arrays. None in a column becomes NaN; a missing source becomes an unknown one.
+
+    ``tops`` has the ids and log-probabilities of the likeliest tokens of each sequence, [t, k] each, or is empty.
 
     Raises ValueError if lengths do not match, ids repeat, a token id does not fit int32, or a source has no column.
     """
@@ -142,6 +159,8 @@ def make_dump(
         },
         sources={name: ColumnSource() for name in logprobs} | dict(sources or {}),
         sampling={} if sampling is None else sampling,
+        top_ids=tuple(np.asarray(ids, np.int32) for ids, _ in tops),
+        top_logprobs=tuple(np.asarray(values, np.float32) for _, values in tops),
     )
 
 
@@ -152,11 +171,13 @@ def dump_of_responses(
     logprobs: Mapping[str, Sequence[np.ndarray]],
     sources: Mapping[str, ColumnSource],
     sampling: Mapping[str, Any],
+    tops: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> TokenDump:
     """Makes a dump of sampled responses, one row each; the log-probabilities of prompt tokens are unknown.
 
     The prompts are int32 vectors [s], the responses [r], and the columns float32 vectors [r], n each. The other
-    arguments are the fields of ``TokenDump``.
+    arguments are the fields of ``TokenDump``. ``tops`` has the ids and log-probabilities of the likeliest tokens of
+    each response, [r, k] each, or is empty.
     """
     pairs = list(zip(prompts, responses, strict=True))
     return make_dump(
@@ -166,7 +187,13 @@ def dump_of_responses(
         {name: after_prompts(prompts, vectors) for name, vectors in logprobs.items()},
         sources,
         sampling,
+        [_tops_after(prompt, *each) for prompt, each in zip(prompts, tops, strict=True)] if tops else (),
     )
+
+
+def _tops_after(prompt: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    none = len(prompt), ids.shape[1]
+    return np.concatenate([np.full(none, -1), ids]), np.concatenate([np.full(none, -np.inf), logprobs])
 
 
 def after_prompts(prompts: Sequence[np.ndarray], vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -186,10 +213,12 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = (dump.sequence_ids, dump.token_ids, dump.response_mask, *dump.logprobs.values())
-    sources = {name: dataclasses.asdict(source) for name, source in dump.sources.items()}
+    sources = {name: source.document() for name, source in dump.sources.items()}
     note = {"version": FORMAT_VERSION, "columns": sources, "sampling": dict(dump.sampling)}
     schema = pa.schema(_types(dump.logprobs), {_KEY: json.dumps(note, sort_keys=True)})
     table = pa.table([list(values) for values in columns], schema=schema)
+    for name in _TOPS if dump.top_ids else ():
+        table = table.append_column(name, _nested(getattr(dump, name), _TOPS[name]))
     with replacing(out) as partial:
         pq.write_table(table, partial, compression="zstd")
     return out
@@ -214,7 +243,8 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
     if note.get("version") != FORMAT_VERSION:
         raise ValueError(f"{path} has dump version {note.get('version')!r:.60}, expected {FORMAT_VERSION}")
     columns = [name.removeprefix(_PREFIX) for name in table.column_names if name.startswith(_PREFIX)]
-    for name, kind in _types(columns).items():
+    tops = [name for name in _TOPS if name in table.column_names]
+    for name, kind in (_types(columns) | {name: pa.list_(pa.list_(_TOPS[name])) for name in tops}).items():
         got = table.schema.field(name).type if name in table.column_names else None
         if got != kind:
             raise ValueError(f"{path}: column {name!r} must be {kind}, got {got or 'none'}")
@@ -226,6 +256,7 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
             logprobs={name: _vectors(table[_PREFIX + name], np.dtype(np.float32)) for name in columns},
             sources={name: ColumnSource.read(source) for name, source in note["columns"].items()},
             sampling=note["sampling"],
+            **{name: _matrices(table[name], _TOPS[name].to_pandas_dtype()) for name in tops},
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -265,6 +296,21 @@ def _check_vectors(what: str, vectors: Sequence[Any], names: Sequence[str], toke
             raise ValueError(f"sequence {name!r}: token ids must be a vector of at least one, got shape {ids.shape}")
         if vector.shape != ids.shape:
             raise ValueError(f"sequence {name!r}: {what} must have {len(ids)} entries, got shape {vector.shape}")
+
+
+def _check_tops(dump: TokenDump) -> None:
+    shapes = [[array.shape for array in arrays] for arrays in (dump.top_ids, dump.top_logprobs)]
+    if shapes[0] != shapes[1]:
+        raise ValueError("top_ids and top_logprobs must have the same shapes")
+    if not dump.top_ids:
+        return
+    if len(dump.top_ids) != len(dump.token_ids):
+        raise ValueError(f"top_ids must have {len(dump.token_ids)} sequences, got {len(dump.top_ids)}")
+    k = dump.top_ids[0].shape[-1]
+    for name, ids, tokens in zip(dump.sequence_ids, dump.top_ids, dump.token_ids, strict=True):
+        if ids.shape != (len(tokens), k) or not k:
+            expected = f"{len(tokens)} lists of {k or 'at least 1'} tokens"
+            raise ValueError(f"sequence {name!r}: top_ids must have {expected}, got shape {ids.shape}")
 
 
 def _to_int32(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -312,3 +358,24 @@ def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray,
     if dtype.kind != "f" and any(chunk.flatten().null_count for chunk in column.chunks):
         raise ValueError("a row has a null in its token ids or its mask")
     return tuple(np.asarray(row.values.to_numpy(zero_copy_only=False), dtype) for row in column)
+
+
+def _nested(matrices: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
+    """Returns matrices [t, k] as lists of lists, without a Python object for each token."""
+    k = matrices[0].shape[1]
+    flat = np.concatenate([matrix.ravel() for matrix in matrices])
+    inner = pa.ListArray.from_arrays(pa.array(np.arange(0, len(flat) + 1, k), pa.int32()), pa.array(flat, kind))
+    starts = np.cumsum([0, *map(len, matrices)])
+    return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), inner)
+
+
+def _matrices(column: pa.ChunkedArray, dtype: Any) -> tuple[np.ndarray, ...]:
+    """Returns the lists of lists of each row as a matrix. Raises ValueError if they have several lengths."""
+    found = []
+    for row in column:
+        tokens = row.values
+        lengths = np.unique(tokens.value_lengths().to_numpy(zero_copy_only=False))
+        if len(lengths) != 1:
+            raise ValueError(f"the likeliest tokens of a row have lists of several lengths: {lengths[:4].tolist()}")
+        found.append(np.asarray(tokens.flatten().to_numpy(zero_copy_only=False), dtype).reshape(len(tokens), -1))
+    return tuple(found)

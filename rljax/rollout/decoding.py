@@ -25,6 +25,7 @@ from rljax.policy.config import PolicyConfig, route_dtype
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.model import ForwardStats, Params, embed_tokens, lm_head_table, run_blocks
 from rljax.rollout.injected import to_cache
+from rljax.rollout.likeliest import ALL, NextTokens, Selection, likeliest, sample_support
 from rljax.sharding import RULES, constrain
 
 Cache = tuple[Array, ...]  # keys and values, [layers, b, s, kv heads, head_dim]
@@ -63,6 +64,8 @@ class Sampled(NamedTuple):
       stopped: Whether a stop token ended the response.
       prompt_routes: The experts of each prompt's tokens, padded on the left, or None for a dense policy.
       routes: The experts of each response's tokens, or None for a dense policy.
+      top_ids: The likeliest tokens at each position, -1 where there are fewer than k, or None where none are reported.
+      top_logprobs: The log-probabilities of the likeliest tokens, -inf where the id is -1, or None.
     """
 
     tokens: Int[Array, "n r"]
@@ -71,6 +74,8 @@ class Sampled(NamedTuple):
     stopped: Bool[Array, " n"]
     prompt_routes: Int[Array, "p s l k"] | None
     routes: Int[Array, "n r l k"] | None
+    top_ids: Int[Array, "n r k"] | None
+    top_logprobs: Float[Array, "n r k"] | None
 
 
 def row_ways(mesh: Mesh) -> int:
@@ -182,10 +187,12 @@ def next_tokens(
     greedy: bool,
     forced: Int[Array, " b"] | None,
     lm_head_dtype: Any,
-) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
+    selection: Selection = ALL,
+) -> NextTokens:
     """Returns next tokens and their log-probabilities under the distribution sampled from (temperature 1 if greedy).
 
-    The last hidden states ``hidden`` give the logits. Where ``forced`` holds tokens, these are taken instead.
+    The last hidden states ``hidden`` give the logits. Where ``forced`` holds tokens, these are taken instead; they have
+    no cut distribution. ``selection`` names the tokens that can be sampled and those that are reported.
     """
     hidden, table = head_operands(hidden, lm_head_table(params), lm_head_dtype)
     exactness = matmul_precision(table.dtype)
@@ -197,9 +204,12 @@ def next_tokens(
         tokens = jnp.argmax(logits, axis=-1)
     else:
         logits = logits / temperature
+        if selection.top_k:
+            return sample_support(keys, logits, selection)
         tokens = jax.vmap(jax.random.categorical)(keys, logits) if forced is None else forced
     logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
-    return tokens.astype(jnp.int32), logprobs
+    tops = likeliest(logits, selection.reported) if selection.reported else ()
+    return NextTokens(tokens.astype(jnp.int32), logprobs, *tops)
 
 
 def empty(
@@ -213,6 +223,7 @@ def empty(
     limit: int,
     slots: int,
     with_routes: bool,
+    reported: int = 0,
 ) -> tuple[Slots, Sampled]:
     """Returns free slots and no samples.
 
@@ -226,6 +237,7 @@ def empty(
       limit: The longest response.
       slots: The number of slots.
       with_routes: Whether the experts of the tokens are kept.
+      reported: The number of likeliest tokens that are kept at each position.
     """
     rows, places = prompts * n, width + limit
     shape = (config.num_layers, slots, places, config.num_kv_heads, config.head_dim)
@@ -239,7 +251,11 @@ def empty(
         for size in ((prompts, width), (rows, limit))
     ]
     tokens, counts = jnp.zeros((rows, limit), jnp.int32), jnp.zeros((rows,), jnp.int32)
-    return free, Sampled(tokens, jnp.zeros((rows, limit), jnp.float32), counts, counts > 0, *routes)
+    tops: tuple[Array | None, ...] = (None, None)
+    if reported:
+        size = (rows, limit, reported)
+        tops = jnp.full(size, -1, jnp.int32), jnp.full(size, -jnp.inf, jnp.float32)
+    return free, Sampled(tokens, jnp.zeros((rows, limit), jnp.float32), counts, counts > 0, *routes, *tops)
 
 
 def admit(
@@ -315,6 +331,7 @@ def decode(
     *,
     greedy: bool,
     lm_head_dtype: Any,
+    selection: Selection = ALL,
 ) -> tuple[Slots, Sampled, Bool[Array, " b"]]:
     """Samples one token for each slot after another until enough slots are free.
 
@@ -330,6 +347,7 @@ def decode(
       enough: The number of free slots at which the loop ends.
       greedy: Whether the likeliest token is taken.
       lm_head_dtype: The dtype in which the LM head computes, or None for that of ``params``.
+      selection: The tokens that can be sampled and those that are reported.
 
     Returns:
       The slots, the samples, and whether each slot is free.
@@ -344,9 +362,10 @@ def decode(
         slots, sampled = state
         at = slots.row, slots.step  # A free slot's row is out of bounds, and what it samples is dropped.
         given = None if forced is None else forced[jnp.minimum(slots.row, total - 1), slots.step]
-        token, logprob = next_tokens(
-            params, slots.hidden, jax.vmap(key)(*at), temperature, greedy, given, lm_head_dtype
+        new = next_tokens(
+            params, slots.hidden, jax.vmap(key)(*at), temperature, greedy, given, lm_head_dtype, selection
         )
+        token = new.tokens
         stopped = jnp.any(token[:, None] == stops[None, :], axis=1)
         valid = slots.valid | (places == slots.time)[None]
         embedded = constrain(embed_tokens(params, token[:, None]), "rows", "tokens", "act_embed")
@@ -360,13 +379,18 @@ def decode(
         )
         sampled = sampled._replace(
             tokens=sampled.tokens.at[at].set(token, mode="drop"),
-            logprobs=sampled.logprobs.at[at].set(logprob, mode="drop"),
+            logprobs=sampled.logprobs.at[at].set(new.logprobs, mode="drop"),
             counts=sampled.counts.at[slots.row].set(slots.step + 1, mode="drop"),
             stopped=sampled.stopped.at[slots.row].set(stopped, mode="drop"),
         )
         if sampled.routes is not None:
             routes = sampled.routes.at[at].set(_routes(stats, config)[:, 0], mode="drop")
             sampled = sampled._replace(routes=routes)
+        if sampled.top_ids is not None and sampled.top_logprobs is not None:
+            sampled = sampled._replace(
+                top_ids=sampled.top_ids.at[at].set(new.top_ids, mode="drop"),
+                top_logprobs=sampled.top_logprobs.at[at].set(new.top_logprobs, mode="drop"),
+            )
         step = slots.step + 1
         row = jnp.where(stopped | (step >= limit), total, slots.row)
         time = (slots.time + 1) % len(places)

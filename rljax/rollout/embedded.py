@@ -31,7 +31,8 @@ from rljax.rollout import decoding
 from rljax.rollout.decoding import Batch, Queue, Sampled, Slots, batch_sizes, cache_token_bytes, row_ways
 from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.injected import CACHES, quantize, restore
-from rljax.rollout.types import Response, SamplingParams, VersionSpan
+from rljax.rollout.likeliest import Selection, selection_of
+from rljax.rollout.types import Response, SamplingParams, Tops, VersionSpan
 from rljax.sharding import replicated
 
 _DEVICE_SHARE = 0.7  # of a device's free memory, for the cache
@@ -92,11 +93,12 @@ def make_functions(
         with jax.default_matmul_precision(matmul_precision(dtype)):
             return decoding.admit(params, config, *args)
 
-    def decode(params: Params, *args: Any, greedy: bool) -> tuple[Slots, Sampled, jax.Array]:
+    def decode(params: Params, *args: Any, greedy: bool, selection: Selection) -> tuple[Slots, Sampled, jax.Array]:
+        chosen: Any = {"greedy": greedy, "lm_head_dtype": lm_head_dtype, "selection": selection}
         with jax.default_matmul_precision(matmul_precision(dtype)):
-            return decoding.decode(params, config, *args, greedy=greedy, lm_head_dtype=lm_head_dtype)
+            return decoding.decode(params, config, *args, **chosen)
 
-    sizes = ("prompts", "width", "n", "limit", "slots", "with_routes")
+    sizes = ("prompts", "width", "n", "limit", "slots", "with_routes", "reported")
     whole = replicated(mesh)
     return EngineFunctions(
         cast,
@@ -104,7 +106,9 @@ def make_functions(
         restored,
         jax.jit(empty, static_argnames=sizes, out_shardings=(None, whole)),
         jax.jit(admit, donate_argnums=(1, 2), out_shardings=(None, whole)),
-        jax.jit(decode, static_argnames="greedy", donate_argnums=(1, 2), out_shardings=(None, whole, whole)),
+        jax.jit(
+            decode, static_argnames=("greedy", "selection"), donate_argnums=(1, 2), out_shardings=(None, whole, whole)
+        ),
     )
 
 
@@ -151,7 +155,8 @@ class JaxEngine(RolloutEngine):
     def compilations(self) -> int:
         """The number of decoding loops compiled so far, those of other engines of this kind included.
 
-        There is one for each number of slots, of responses and of prompts, each length limit and each greediness.
+        There is one for each number of slots, of responses and of prompts, each length limit, each greediness and each
+        selection of tokens.
         """
         return int(self._functions.decode._cache_size())
 
@@ -175,11 +180,14 @@ class JaxEngine(RolloutEngine):
         for row, length in enumerate(sampled.counts.tolist()):
             versions = (VersionSpan(self._version, 0, length),)
             tokens, logprobs = np.asarray(sampled.tokens[row, :length]), np.asarray(sampled.logprobs[row, :length])
-            of_row = None
+            of_row = tops = None
             if sampled.routes is not None and sampled.prompt_routes is not None:
                 of_prompt, of_response = sampled.prompt_routes[row // n], sampled.routes[row]
                 of_row = np.concatenate([of_prompt[-len(prompts[row // n]) :], of_response[: length - 1]])
-            responses.append(Response(*divmod(row, n), tokens, logprobs, not sampled.stopped[row], versions, of_row))
+            if sampled.top_ids is not None and sampled.top_logprobs is not None:
+                tops = Tops(np.asarray(sampled.top_ids[row, :length]), np.asarray(sampled.top_logprobs[row, :length]))
+            truncated = not sampled.stopped[row]
+            responses.append(Response(*divmod(row, n), tokens, logprobs, truncated, versions, of_row, tops))
         return Samples(iter(responses), metrics)
 
     def score(
@@ -231,6 +239,7 @@ class JaxEngine(RolloutEngine):
                 raise ValueError(f"a prompt has {len(prompt)} tokens, expected 1 to max_prompt_tokens = {self._width}")
             row[self._width - len(prompt) :] = prompt
         lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+        selection = selection_of(sampling)
         limit, greedy = sampling.max_response_tokens, sampling.temperature == 0.0
         # -1 is no token: a response without stop tokens runs to the limit.
         stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
@@ -238,14 +247,15 @@ class JaxEngine(RolloutEngine):
         with jax.set_mesh(self._mesh):
             batch = self._batch(len(prompts) * n, n, self._width + limit)
             sizes = {"prompts": len(prompts), "width": self._width, "n": n, "limit": limit, "slots": batch.slots}
-            slots, sampled = self._functions.empty(**sizes, with_routes=with_routes)
+            slots, sampled = self._functions.empty(**sizes, with_routes=with_routes, reported=selection.reported)
             waiting = Queue(padded, lengths, n, batch)
             free = np.arange(batch.slots)
             while True:
                 for group in waiting.admitted(free):
                     slots, sampled = self._functions.admit(self._params, slots, sampled, *group)
+                enough = np.int32(waiting.enough)
                 slots, sampled, is_free = self._functions.decode(
-                    self._params, slots, sampled, *given, np.int32(waiting.enough), greedy=greedy
+                    self._params, slots, sampled, *given, enough, greedy=greedy, selection=selection
                 )
                 if not waiting.left:
                     return Sampled(*jax.device_get(sampled))

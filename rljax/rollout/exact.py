@@ -2,7 +2,8 @@
 
 For each token of a response it runs the whole forward-and-backward on the rows so far. It samples from each row's
 distribution at the row's last place, and keeps that very number as the token's log-probability. Nothing is scored
-again. Sequence i of a request is in row i % b, as it is when it is trained on.
+again. Sequence i of a request is in row i % b, as it is when it is trained on. A cut distribution is made of that row,
+by the function that the trainer uses, too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from rljax.policy.model import Params
 from rljax.rollout.engine import RolloutEngine, Samples
-from rljax.rollout.types import InjectConfig, Response, SamplingParams, VersionSpan
+from rljax.rollout.likeliest import ALL, NextTokens, Selection, sample_support, selection_of
+from rljax.rollout.types import InjectConfig, Response, SamplingParams, Tops, VersionSpan
 from rljax.sharding import replicated
 
 
@@ -54,21 +56,29 @@ def sample_tokens(
     temperature: Float[Array, ""],
     *,
     greedy: bool,
+    selection: Selection = ALL,
     inject: InjectConfig | None = None,
-) -> tuple[Int[Array, " b"], Float[Array, " b"]]:
+) -> NextTokens:
     """Samples the next tokens, and reads their log-probabilities from the rows that they are sampled from.
 
     Row i is the log-softmax of the last place of response ``sample_index[i]`` to prompt ``prompt_index[i]``, made with
     ``temperature``. The token has ``position`` in its response, from 0. The noise that ``inject`` puts on the logits
-    first is divided by the temperature, too. With ``greedy`` the likeliest token is taken.
+    first is divided by the temperature, too. With ``greedy`` the likeliest token is taken. ``selection`` names the
+    tokens that can be sampled and those that are reported.
     """
     keys = jax.vmap(token_key, (None, 0, 0, 0))(seed, prompt_index, sample_index, position)
     if inject is not None and inject.logit_noise:
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, np.uint32(inject.seed))
         normal = jax.vmap(lambda key: jax.random.normal(key, log_softmax.shape[1:]))(own)
         log_softmax = jax.nn.log_softmax(log_softmax + inject.logit_noise / temperature * normal)
+    if selection.top_k:
+        return sample_support(keys, log_softmax, selection)
     tokens = jnp.argmax(log_softmax, axis=-1) if greedy else jax.vmap(jax.random.categorical)(keys, log_softmax)
-    return tokens.astype(jnp.int32), jnp.take_along_axis(log_softmax, tokens[:, None], axis=-1)[:, 0]
+    logprobs = jnp.take_along_axis(log_softmax, tokens[:, None], axis=-1)[:, 0]
+    if not selection.reported:
+        return NextTokens(tokens.astype(jnp.int32), logprobs)
+    top_logprobs, top_ids = jax.lax.top_k(log_softmax, selection.reported)
+    return NextTokens(tokens.astype(jnp.int32), logprobs, top_ids.astype(jnp.int32), top_logprobs)
 
 
 class ExactEngine(RolloutEngine):
@@ -78,11 +88,12 @@ class ExactEngine(RolloutEngine):
         """Samples once ``publish`` was called. ``inject``: The noise that the logits get, or None."""
         self._executable = executable
 
-        def sample(log_softmax: Array, last: Array, *rest: Array, greedy: bool) -> tuple[Array, Array]:
+        def sample(log_softmax: Array, last: Array, *rest: Array, greedy: bool, selection: Selection) -> NextTokens:
             rows = jnp.take_along_axis(log_softmax, last[:, None, None], axis=1)[:, 0]
-            return sample_tokens(rows, *rest, greedy=greedy, inject=inject)
+            return sample_tokens(rows, *rest, greedy=greedy, selection=selection, inject=inject)
 
-        self._sample = jax.jit(sample, static_argnames="greedy", out_shardings=replicated(executable.mesh))
+        static = ("greedy", "selection")
+        self._sample = jax.jit(sample, static_argnames=static, out_shardings=replicated(executable.mesh))
         self._params: Params | None = None
         self._version = 0
 
@@ -115,7 +126,7 @@ class ExactEngine(RolloutEngine):
         metrics: dict[str, float],
     ) -> Iterator[Response]:
         """Yields the responses of each batch, which runs the executable once for each token of its longest response."""
-        executable, greedy = self._executable, sampling.temperature == 0.0
+        executable, greedy, selection = self._executable, sampling.temperature == 0.0, selection_of(sampling)
         temperature = 1.0 if greedy else sampling.temperature
         wanted = [(i, j) for i in range(len(prompts)) for j in range(n)]
         for first in range(0, len(wanted), executable.rows):
@@ -123,6 +134,8 @@ class ExactEngine(RolloutEngine):
             batch = wanted[first : first + executable.rows]
             tokens = np.zeros((executable.rows, executable.row_tokens), np.int32)
             logprobs = np.zeros(tokens.shape, np.float32)
+            size = (*tokens.shape, selection.reported)
+            top_ids, top_logprobs = np.full(size, -1, np.int32), np.full(size, -np.inf, np.float32)
             lengths, prompt_index, sample_index = (np.zeros(executable.rows, np.int32) for _ in range(3))
             for row, (i, j) in enumerate(batch):
                 tokens[row, : len(prompts[i])] = prompts[i]
@@ -142,19 +155,25 @@ class ExactEngine(RolloutEngine):
                         np.full(executable.rows, position, np.int32),
                         np.float32(temperature),
                         greedy=greedy,
+                        selection=selection,
                     )
-                token, logprob = jax.device_get(sampled)
+                new = jax.device_get(sampled)
                 at = unfinished.nonzero()[0]
-                tokens[at, lengths[at]], logprobs[at, lengths[at]] = token[at], logprob[at]
+                places = at, lengths[at]
+                tokens[places], logprobs[places] = new.tokens[at], new.logprobs[at]
+                if selection.reported:
+                    top_ids[places], top_logprobs[places] = new.top_ids[at], new.top_logprobs[at]
                 lengths[at] += 1
-                unfinished &= ~np.isin(token, sampling.stop_token_ids)
+                unfinished &= ~np.isin(new.tokens, sampling.stop_token_ids)
                 if not unfinished.any():
                     break
             metrics["time/generate_s"] += time.perf_counter() - start
             for row, (i, j) in enumerate(batch):
-                new = slice(starts[row], lengths[row])
+                own = slice(starts[row], lengths[row])
                 versions = (VersionSpan(self._version, 0, int(lengths[row] - starts[row])),)
-                yield Response(i, j, tokens[row, new], logprobs[row, new], bool(unfinished[row]), versions)
+                of_row = tokens[row, own], logprobs[row, own], bool(unfinished[row]), versions
+                tops = Tops(top_ids[row, own], top_logprobs[row, own]) if selection.reported else None
+                yield Response(i, j, *of_row, tops=tops)
 
     def close(self) -> None:
         """Drops the parameters."""

@@ -176,7 +176,15 @@ def build(
     with caller_errors():
         rewards = RewardPool(config.data.reward_name, config.data.reward_workers, config.data.reward_timeout_s)
     trainer = make_trainer(config, policy, mesh)
-    sampled = SamplingParams(rollout.max_response_tokens, rollout.temperature, stops)
+    sampled = SamplingParams(
+        rollout.max_response_tokens,
+        rollout.temperature,
+        stops,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        reported=rollout.reported,
+    )
     sampler = Sampler(
         engine,
         tokenizer,

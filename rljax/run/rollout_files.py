@@ -56,8 +56,10 @@ def write_tokens(
     """Writes the token dump ``rollouts/step_<step>.parquet`` with the columns ``rollout`` and ``trainer``.
 
     Under ``sampling`` the header has the settings of ``rollout.inject`` that are on, and any 8-bit form of the engine's
-    weights or cache. Weights that such a setting changes have a name of their own. Weights of an older version, or of
-    several versions, have no name. The arguments are those of ``write_rollouts``.
+    weights or cache, and the settings that cut the sampling. Weights that such a setting changes have a name of their
+    own. Weights of an older version, or of several versions, have no name. The arguments are those of
+    ``write_rollouts``. The likeliest tokens are in the dump where the sequences have them. Both columns of a cut
+    sampling are normalised over its tokens.
     """
     from rljax.record.token_dumps import ColumnSource, dump_of_responses, write_dump  # pyarrow, for few runs
 
@@ -71,7 +73,10 @@ def write_tokens(
     eight_bits = {name: kind for name, kind in forms.items() if kind not in ("none", "auto")}
     changes += [f"{name} {kind}" for name, kind in eight_bits.items() if name == "weight_quantization"]
     rollout_weights = "" if stale else ", ".join([weights, *changes])
-    temperature = config.rollout.temperature
+    temperature, is_cut = config.rollout.temperature, config.rollout.is_cut
+    cuts = {name: getattr(config.rollout, name) for name in ("top_k", "top_p", "min_p")} if is_cut else {}
+    pairs = [(s.top_ids, s.top_logprobs) for s in sequences]
+    tops = [(ids, values) for ids, values in pairs if ids is not None and values is not None]
     engine = f"jax {jax.__version__} decode" if config.rollout.engine == "jax" else config.rollout.engine
     dump = dump_of_responses(
         [f"step{step}/{i}" for i in range(len(sequences))],
@@ -79,12 +84,16 @@ def write_tokens(
         [s.response for s in sequences],
         {ROLLOUT: [s.rollout_logprobs for s in sequences], TRAINER: trainer_logprobs},
         {
-            ROLLOUT: ColumnSource(engine, config.rollout.dtype, rollout_weights, temperature),
-            TRAINER: ColumnSource(f"jax {jax.__version__}", config.precision.compute_dtype, weights, temperature),
+            ROLLOUT: ColumnSource(engine, config.rollout.dtype, rollout_weights, temperature, cut=is_cut),
+            TRAINER: ColumnSource(
+                f"jax {jax.__version__}", config.precision.compute_dtype, weights, temperature, cut=is_cut
+            ),
         },
         {"temperature": temperature, "max_response_tokens": config.rollout.max_response_tokens}
         | eight_bits
+        | cuts
         | ({"inject": injected} if injected else {}),
+        tops,
     )
     write_dump(_path(config, step, "parquet"), dump)
 

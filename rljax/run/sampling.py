@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from rljax.trainer.packing import TrainSequence
 
 _TICK_S = 0.25  # between two questions whether to give up
 _VECTORS = ("prompt", "response", "rollout_logprobs", "staleness")
+_OPTIONAL = ("routes", "top_ids", "top_logprobs")
 
 
 class Scored(NamedTuple):
@@ -178,11 +179,16 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
     """Returns each response with its advantage, and whether its group carries loss.
 
     The staleness of its tokens is counted up to ``policy_version``, the version that is trained from.
+
+    Raises RuntimeError if ``rollout.top_logprobs`` or ``top_k`` asked for likeliest tokens and a response has none.
     """
     lengths = np.asarray([[response.length for response in group] for group in rollouts.responses])
-    longest = config.rollout.max_response_tokens
+    longest, reported = config.rollout.max_response_tokens, config.rollout.reported
     advantages = compute_advantages(rollouts.rewards, config.advantage, lengths=lengths, max_response_tokens=longest)
     signal = groups_with_loss(advantages)
+    lacking = sum(response.tops is None for response in rollouts.all())
+    if reported and lacking:
+        raise RuntimeError(f"the engine reported no likeliest tokens for {lacking} of {lengths.size} responses")
     return [
         TrainSequence(
             prompt,
@@ -192,6 +198,8 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
             bool(signal[i]),
             staleness_of(response, policy_version),
             routes=response.routes if config.rollout.router_replay == "r3" else None,
+            top_ids=response.tops.ids if reported and response.tops is not None else None,
+            top_logprobs=response.tops.logprobs if reported and response.tops is not None else None,
         )
         for i, (prompt, group) in enumerate(zip(rollouts.prompts, rollouts.responses, strict=True))
         for j, response in enumerate(group)
@@ -214,8 +222,9 @@ def sequence_arrays(sequences: Sequence[TrainSequence]) -> dict[str, np.ndarray]
     }
     for name in _VECTORS:
         arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
-    if sequences and sequences[0].routes is not None:
-        arrays |= ragged("routes", [s.routes for s in sequences if s.routes is not None])
+    for name in _OPTIONAL:
+        if sequences and getattr(sequences[0], name) is not None:
+            arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
     return arrays
 
 
@@ -224,7 +233,7 @@ def sequences_of(arrays: Mapping[str, np.ndarray]) -> list[TrainSequence]:
     prompts, responses, logprobs, staleness = (vectors_of(name, arrays) for name in _VECTORS)
     advantages, in_loss = arrays["advantage"].tolist(), arrays["in_loss"].tolist()
     sequences = list(map(TrainSequence, prompts, responses, logprobs, advantages, in_loss, staleness))
-    if "routes" not in arrays:
-        return sequences
-    routes = vectors_of("routes", arrays)
-    return [sequence._replace(routes=each) for sequence, each in zip(sequences, routes, strict=True)]
+    for name in (name for name in _OPTIONAL if name in arrays):
+        values: Sequence[Any] = vectors_of(name, arrays)
+        sequences = [s._replace(**{name: each}) for s, each in zip(sequences, values, strict=True)]
+    return sequences

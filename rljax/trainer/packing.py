@@ -112,7 +112,7 @@ def pack(
     in which responses arrived.
 
     Raises:
-      ValueError: The sequences do not fit, or only some of them have one of the optional log-probabilities.
+      ValueError: The sequences do not fit, or only some of them have one of the optional arrays.
     """
     lengths = [len(s.prompt) + len(s.response) for s in sequences]
     shape = (micro_batches, rows_per_micro_batch, row_tokens)
@@ -131,7 +131,7 @@ def fill(
       shape: The shape (m, b, t) of the batch.
 
     Raises:
-      ValueError: Only some of the sequences have one of the optional log-probabilities.
+      ValueError: Only some of the sequences have one of the optional arrays.
     """
     optional = [name for name in get_args(OptionalLogprobs) if _have(sequences, name)]
     ints = ("tokens", "segment_ids", "positions", "sequence_ids", "staleness")
@@ -141,6 +141,11 @@ def fill(
     if _have(sequences, "routes"):
         like: Any = sequences[0].routes
         arrays["routes"] = np.zeros((*shape, math.prod(like.shape[1:])), like.dtype)  # 0 for any expert
+    tops = [name for name in ("top_ids", "top_logprobs") if _have(sequences, name)]
+    if tops:
+        like = sequences[0].top_ids
+        empty = {"top_ids": np.int32(-1), "top_logprobs": np.float32(-np.inf)}
+        arrays |= {name: np.full((*shape, like.shape[1]), empty[name]) for name in tops}
     for row, members in rows.items():
         place = {name: array[row] for name, array in arrays.items()}
         start = 0
@@ -157,7 +162,7 @@ def fill(
             place["loss_mask"][middle:end] = s.in_loss
             place["advantages"][middle:end] = s.advantage
             place["staleness"][middle:end] = 0 if s.staleness is None else s.staleness
-            for name in ("rollout_logprobs", *optional):
+            for name in ("rollout_logprobs", *optional, *tops):
                 place[name][middle:end] = getattr(s, name)
             if s.routes is not None:
                 place["routes"][start : end - 1] = s.routes.reshape(len(s.routes), -1) + 1

@@ -196,6 +196,18 @@ def test_only_pairs_with_the_sampling_column_refuse_a_cut(sampling, refused):
     assert cut == [pair for pair in itertools.combinations(["a", "b", "rollout"], 2) if set(refused) & set(pair)]
 
 
+def test_columns_that_are_cut_alike_are_compared():
+    """The trainer's and the sampler's numbers are over the surviving tokens, and those of a scorer over all."""
+    rng = np.random.default_rng(0)
+    values = -rng.exponential(1.0, (1, 40))
+    columns = {name: values + 1e-4 * rng.standard_normal(values.shape) for name in ("a", "rollout", "trainer")}
+    sources = {name: ColumnSource(cut=True) for name in ("rollout", "trainer")}
+    pairs = compare_columns(make_dump(["x"], [[1] * 40], [[True] * 40], columns, sources, {"top_k": 5})).pairs
+    assert {(p.trainer, p.rollout): p.verdict.cause == "truncated_sampling" for p in pairs} == {
+        **{("trainer", "a"): True, ("trainer", "rollout"): False, ("a", "rollout"): True}
+    }
+
+
 def test_an_interrupt_keeps_what_was_scored(model, tmp_path, monkeypatch, capsys):
     path = write_dump(tmp_path / "t", noisy_dump())
     real = compare.score_column

@@ -16,7 +16,8 @@ from rljax.run.sampling import sequence_arrays, sequences_of
 from rljax.trainer.packing import TrainSequence
 
 
-def test_sequences_come_out_as_they_went_in():
+@pytest.mark.parametrize("optional", [False, True])
+def test_sequences_come_out_as_they_went_in(optional):
     rng = np.random.default_rng(0)
     lengths = [(3, 5), (1, 1), (4, 2)]
     sequences = [
@@ -27,6 +28,9 @@ def test_sequences_come_out_as_they_went_in():
             float(rng.normal()),
             bool(r % 2),
             rng.integers(0, 3, r).astype(np.int32),
+            routes=rng.integers(0, 9, (p + r - 1, 2, 3)).astype(np.uint8) if optional else None,
+            top_ids=rng.integers(0, 9, (r, 4)).astype(np.int32) if optional else None,
+            top_logprobs=rng.normal(size=(r, 4)).astype(np.float32) if optional else None,
         )
         for p, r in lengths
     ]
@@ -36,7 +40,11 @@ def test_sequences_come_out_as_they_went_in():
     assert len(found) == len(sequences)
     for one, other in zip(found, sequences, strict=True):
         assert (one.advantage, one.in_loss) == (other.advantage, other.in_loss)
-        for name in ("prompt", "response", "rollout_logprobs", "staleness"):
+        names = ("routes", "top_ids", "top_logprobs")
+        if not optional:
+            assert [getattr(one, name) for name in names] == [None] * 3
+            names = ()
+        for name in ("prompt", "response", "rollout_logprobs", "staleness", *names):
             got, expected = getattr(one, name), getattr(other, name)
             assert got.dtype == expected.dtype
             np.testing.assert_array_equal(got, expected)

@@ -92,7 +92,7 @@ def test_the_wheel_installs_and_its_commands_load(installed, tmp_path):
     assert all((programs / name).is_file() for name in found[2])
 
 
-@pytest.mark.slow
+@pytest.mark.harness
 def test_the_wheel_stands_alone_in_an_empty_directory(installed, tmp_path):
     """Trains, compares and replays without a checkout: the configuration and the model are in the wheel."""
     programs, clean = installed

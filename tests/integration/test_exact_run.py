@@ -115,6 +115,7 @@ def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, tmp_pa
         assert buckets == {str(behind)}
 
 
+@pytest.mark.harness
 def test_evaluation_goes_through_the_same_engine(toy_base, tmp_path):
     options = ["--run.steps", "1", "--eval.at-start", "true", "--eval.max-response-tokens", "6"]
     (row,) = run(toy_base, tmp_path / "run", "float32", *options)

@@ -169,6 +169,7 @@ def test_with_the_exact_engine_the_mismatch_is_zero(dtype, start_from, toy_base,
     assert rows[1]["policy/reference_kl"] > 0.0
 
 
+@pytest.mark.harness
 def test_mini_batches_and_epochs_train_adapters_too(toy_base, tmp_path):
     several = ("--loss.mini-batches", "2", "--loss.epochs", "2", "--rollout.inject.weight-noise", "0.01")
     code, output = complete(words(toy_base, tmp_path / "run", *several, steps=3))

@@ -40,6 +40,7 @@ def rows(directory):
     return [{k: v for k, v in row.items() if not k.startswith(times)} for row in read_rows(directory / "metrics.jsonl")]
 
 
+@pytest.mark.harness
 def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path):
     status, output = complete(tiny(base, tmp_path / "whole", 4, *REPLAY))
     assert status == 0, output

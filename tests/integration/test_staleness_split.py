@@ -33,6 +33,7 @@ def test_sampled_ahead_in_float32_all_mismatch_is_drift(toy_base, tmp_path):
     assert np.mean(moved) > 1e-3
 
 
+@pytest.mark.harness
 def test_injected_noise_and_staleness_are_recovered(toy_base, tmp_path):
     noise = ("--rollout.inject.weight-noise", "0.05", "--rollout.inject.seed", "3")
     stale = ("--rollout.inject.staleness", "2")

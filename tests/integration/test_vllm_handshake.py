@@ -57,7 +57,7 @@ def test_dtype(float32):
 OPTION = '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\''
 
 
-@pytest.mark.parametrize("served", ["bfloat16", "float16"], indirect=True)
+@pytest.mark.parametrize("served", ["bfloat16", pytest.param("float16", marks=pytest.mark.harness)], indirect=True)
 def test_head_dtype(served, served_rpc, prompts):
     """With blocks that add nothing only the heads can differ, and in float32 theirs is the trainer's."""
     flat = {**served.model.params, "layers": jax.tree.map(jnp.zeros_like, served.model.params["layers"])}

@@ -53,6 +53,7 @@ def test_float32_engines_agree_after_updates_and_a_resume(server, toy_base, tmp_
         assert row["publish/changed_fraction"] > 0.5
 
 
+@pytest.mark.harness
 def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "5", "--optimizer.learning-rate", "2e-4", "--eval.every", "2"]
     options += ["--eval.max-response-tokens", "8", "--rollout.max-staleness", "1"]

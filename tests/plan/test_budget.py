@@ -15,6 +15,7 @@ from rljax.plan.budget import (
     plan_decoding,
     resident_bytes,
     saved_bytes,
+    top_bytes,
 )
 from rljax.plan.dry_run import dry_run, lacks_at_start, shape_mesh, state_bytes
 from rljax.plan.machines import H100
@@ -111,6 +112,19 @@ def test_a_host_without_gpus_holds_the_arrays():
     assert found == expected
     sampled = host_demand(config, TINY, sizes, CPU, 0, decoding).parts["arrays of an update"]
     assert sampled == state + 2 * COUNT + 8 * 100 * 192
+
+
+def test_likeliest_tokens_are_on_the_host_and_on_devices():
+    """8 responses of 90 tokens with 5 of 8 bytes are 28,800; two batches of them, and 128 x 8 x 40 packed."""
+    config = changed(tiny(decode_tokens=800, top_logprobs=5, max_staleness=1), packing={"row_tokens": 128})
+    mesh = shape_mesh(config.mesh)
+    assert top_bytes(config) == 28_800
+    decoding = plan_decoding(config, TINY, mesh, GPU, 0)
+    _, sampling = device_demands(config, GPU, 0, 0, decoding)
+    assert sampling.parts["likeliest tokens"] == 28_800
+    host = host_demand(config, TINY, sizes_of(config), GPU, 0, decoding)
+    assert host.parts["likeliest tokens"] == 2 * 28_800 + 128 * 8 * 40
+    assert "likeliest tokens" not in host_demand(tiny(), TINY, sizes_of(config), GPU, 0, decoding).parts
 
 
 def test_a_host_of_servers_holds_versions_and_offloaded_state(tmp_path):

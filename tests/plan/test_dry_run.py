@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from rljax.plan.dry_run import beside_bytes, check_shapes, dry_run, in_units, shape_mesh, state_bytes
+from rljax.plan.dry_run import beside_bytes, check_shapes, dry_run, in_units, planned_bytes, shape_mesh, state_bytes
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES, is_hub_id, model_directory, policy_shape
 from rljax.run.config import Config, RunConfig
@@ -226,3 +226,36 @@ def test_the_profile_is_of_the_steps_asked_for(tmp_path):
     assert len(list((tmp_path / "cut").rglob("*.xplane.pb"))) == 1
     assert profiled(tmp_path / "never", (), [1, 2]) == []
     assert not (tmp_path / "never").exists()
+
+
+def with_tops(**rollout):
+    """2 prompts x 4 responses of 90 tokens after at most 10: one micro-batch of 8 rows of 128 tokens."""
+    sizes = {"group_size": 4, "max_response_tokens": 90, **rollout}
+    config = changed(Config(), data={"batch_size": 2, "max_prompt_tokens": 10}, mesh={"fsdp": 1}, rollout=sizes)
+    return changed(config, packing={"row_tokens": 128, "rows_per_micro_batch": 8})
+
+
+def test_likeliest_tokens_are_bounded_in_bytes():
+    """8 responses of 90 tokens with 5 likeliest ones of 8 bytes: 28,800 bytes."""
+    for k in ({"top_logprobs": 5}, {"top_k": 5, "top_p": 0.9}):
+        fits, exceeds = (with_tops(max_top_bytes=most, **k) for most in (28_800, 28_799))
+        check_shapes(fits, TINY, shape_mesh(fits.mesh))
+        with pytest.raises(ValueError, match=r"can take 28.12 KiB of the host's memory, rollout.max_top_bytes allows"):
+            check_shapes(exceeds, TINY, shape_mesh(exceeds.mesh))
+    off = with_tops(max_top_bytes=1)
+    check_shapes(off, TINY, shape_mesh(off.mesh))
+
+
+@pytest.mark.parametrize("key", ["top_logprobs", "top_k"])
+def test_no_more_likeliest_tokens_than_the_vocabulary_has(key):
+    config = with_tops(**{key: 25})
+    with pytest.raises(ValueError, match=f"rollout.{key} = 25 must be at most the model's vocabulary, 24 tokens"):
+        check_shapes(config, TINY, shape_mesh(config.mesh))
+
+
+def test_likeliest_tokens_are_counted_on_a_device():
+    """8 rows of 128 tokens in the batch, and twice 8 rows at work, with 5 tokens of 8 bytes."""
+    config = with_tops(top_logprobs=5)
+    mesh = shape_mesh(config.mesh)
+    assert planned_bytes(config, TINY, mesh)["likeliest tokens"] == (3 * 8 * 128 * 40,) * 2
+    assert "likeliest tokens" not in planned_bytes(with_tops(), TINY, mesh)

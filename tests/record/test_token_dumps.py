@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rljax.compare.importers import read_tokens
-from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump, write_dump
+from rljax.record.token_dumps import ColumnSource, TokenDump, dump_of_responses, make_dump, read_dump, write_dump
 
 
 def small_dump():
@@ -54,6 +54,52 @@ def test_the_columns_are_typed_and_another_reader_sees_them(tmp_path):
     assert table.schema.field("logprobs/rollout").type == pa.list_(pa.float32())
     assert table["logprobs/rollout"].to_pylist() == [[0.0, -0.5, -3.0], [0.0, -1.0]]
     assert json.loads(table.schema.metadata[b"rljax.dump"])["version"] == 1
+
+
+def dump_with_tops():
+    """Two responses of 2 and 1 tokens, with two likeliest tokens at each; at the last one only one can be sampled."""
+    ids = [np.asarray([[7, 3], [2, 9]], np.int32), np.asarray([[4, -1]], np.int32)]
+    values = [np.asarray([[-0.1, -2.5], [-0.7, -0.8]], np.float32), np.asarray([[0.0, -np.inf]], np.float32)]
+    return dump_of_responses(
+        ["a", "b"],
+        [np.asarray([5], np.int32), np.asarray([6, 8], np.int32)],
+        [np.asarray([7, 2], np.int32), np.asarray([4], np.int32)],
+        {"rollout": [np.asarray([-0.1, -0.7], np.float32), np.zeros(1, np.float32)]},
+        {"rollout": ColumnSource(cut=True)},
+        {"top_k": 2},
+        list(zip(ids, values, strict=True)),
+    )
+
+
+def test_the_likeliest_tokens_are_read_back(tmp_path):
+    dump = dump_with_tops()
+    assert dump.top_ids[1].tolist() == [[-1, -1], [-1, -1], [4, -1]]
+    found = read_dump(write_dump(tmp_path / "x.parquet", dump))
+    assert_same(found, dump)
+    for name in ("top_ids", "top_logprobs"):
+        for a, b in zip(getattr(found, name), getattr(dump, name), strict=True):
+            np.testing.assert_array_equal(a, b, strict=True)
+    assert found.sources["rollout"].cut
+    table = pq.read_table(tmp_path / "x.parquet")
+    assert table["top_ids"].to_pylist() == [[[-1, -1], [7, 3], [2, 9]], [[-1, -1], [-1, -1], [4, -1]]]
+    assert table["top_logprobs"].to_pylist()[1][2] == [0.0, -np.inf]
+
+
+def test_a_dump_without_likeliest_tokens_is_as_before(tmp_path):
+    table = pq.read_table(write_dump(tmp_path / "x.parquet", small_dump()))
+    assert not {"top_ids", "top_logprobs"} & set(table.column_names)
+    assert "cut" not in json.loads(table.schema.metadata[b"rljax.dump"])["columns"]["rollout"]
+    assert read_dump(tmp_path / "x.parquet").top_ids == ()
+
+
+def test_likeliest_tokens_of_another_shape_are_refused():
+    ids, values = np.zeros((2, 3), np.int32), np.zeros((2, 3), np.float32)
+    with pytest.raises(ValueError, match=r"top_ids must have 2 lists of 3 tokens, got shape \(1, 3\)"):
+        make_dump(["a"], [[1, 2]], [[True, True]], {}, tops=[(ids[:1], values[:1])])
+    with pytest.raises(ValueError, match="top_ids and top_logprobs must have the same shapes"):
+        make_dump(["a"], [[1, 2]], [[True, True]], {}, tops=[(ids, values[:, :2])])
+    with pytest.raises(ValueError, match="top_ids must have 2 sequences, got 1"):
+        make_dump(["a", "b"], [[1, 2]] * 2, [[True, True]] * 2, {}, tops=[(ids, values)])
 
 
 def test_an_empty_dump_and_one_without_columns_survive(tmp_path):

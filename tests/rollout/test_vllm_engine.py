@@ -50,6 +50,28 @@ def test_publish_keeps_its_order(fake):
         engine.close()
 
 
+def test_a_server_that_loaded_nothing_keeps_its_proof(fake):
+    """Its bits are compared. Probes are sampled again only where it has not passed with them."""
+    shift = [0.0]
+    engine = make(fake.url, score_shift=lambda: shift[0])
+    try:
+        shift[0] = 2e-6
+        passed = engine.publish(PARAMS, 0)["publish/verify_abs_diff_mean"]
+        assert passed == pytest.approx(2e-6, abs=1e-7)
+        shift[0], fake.loads_nothing = 1.0, True
+        metrics = engine.publish(PARAMS, 1)
+        assert metrics["publish/verify_abs_diff_mean"] == passed
+        assert metrics["publish/verified_tensors"] == len(PARAMS)
+        fake.loads_nothing = False
+        with pytest.raises(VerificationError, match="is 1, then 1 nats"):
+            engine.publish(PARAMS, 2)
+        fake.loads_nothing = True
+        with pytest.raises(VerificationError, match="is 1, then 1 nats"):
+            engine.publish(PARAMS, 3)
+    finally:
+        engine.close()
+
+
 def test_nothing_is_sampled_before_a_publish(fake):
     engine = make(fake.url)
     try:

@@ -21,10 +21,13 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = ("-m", "rljax.cli", "serve", "vllm")
 HEALTHY = """
-    import http.server, subprocess, sys
+    import http.server, os, pathlib, subprocess, sys
+    socket = pathlib.Path(os.environ["VLLM_RPC_BASE_PATH"], "socket")
+    socket.touch()
     port = int(sys.argv[sys.argv.index("--port") + 1])
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print("helper", child.pid, flush=True)
+    print("socket", socket, flush=True)
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -82,9 +85,12 @@ def test_kill_ends_it_at_once(script, tmp_path):
     log = tmp_path / "log"
     server = start(ServerConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30)
     helper = helper_of(log)
+    socket = Path(log.read_text().split("socket ")[1].split()[0])
+    assert socket.exists()
     server.kill()
     assert gone(helper)
     assert not server.healthy()
+    assert not socket.parent.exists()
 
 
 def test_a_server_that_ends_shows_its_log(script, tmp_path):

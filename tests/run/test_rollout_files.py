@@ -51,3 +51,18 @@ def test_a_dump_names_the_eight_bits_of_the_engine(tmp_path):
     assert dump.sources["rollout"].weights_hash == f"{tmp_path} version 3, weight_quantization int8"
     assert dump.sources["trainer"].weights_hash == f"{tmp_path} version 3"
     assert (dump.sampling["weight_quantization"], dump.sampling["kv_cache_dtype"]) == ("int8", "fp8_e4m3")
+
+
+def test_a_dump_of_a_cut_sampling_has_its_support(tmp_path):
+    rollout = RolloutConfig(top_k=2, top_p=0.9)
+    config = Config(run=RunConfig(dir=str(tmp_path)), rollout=rollout)
+    ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
+    tops = np.asarray([[0, 4], [1, -1], [2, 5]], np.int32), np.asarray([[-1, -2], [0, -np.inf], [-1, -2]], np.float32)
+    sequence = TrainSequence(ids, ids, logprobs, 0.5, True, np.zeros(3, np.int32), None, None, None, None, *tops)
+    write_tokens(config, 4, 3, [sequence], [logprobs])
+    dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
+    assert {name: dump.sampling[name] for name in ("top_k", "top_p", "min_p")} == {"top_k": 2, "top_p": 0.9, "min_p": 0}
+    assert dump.sources["rollout"].cut
+    assert dump.sources["trainer"].cut
+    assert dump.top_ids[0].tolist() == [[-1, -1]] * 3 + tops[0].tolist()
+    np.testing.assert_array_equal(dump.top_logprobs[0][3:], tops[1])

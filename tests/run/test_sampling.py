@@ -1,11 +1,12 @@
 """The host's side of a step: what it counts, what it watches, what it seeds."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
-from rljax.rollout.types import Response, VersionSpan
+from rljax.rollout.types import Response, RolloutConfig, Tops, VersionSpan
 from rljax.run.config import Config
 from rljax.run.sampling import (
     Rollouts,
@@ -71,3 +72,20 @@ def test_steps_and_runs_have_seeds_of_their_own():
     assert len(seeds) == 20 * 500
     assert step_seed(3, 7) == step_seed(3, 7)
     assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_the_likeliest_tokens_come_to_the_trainer_where_asked(rollouts):
+    def with_tops(each):
+        shape = (each.length, 2)
+        ids = np.full(shape, each.prompt_index, np.int32)
+        return dataclasses.replace(each, tops=Tops(ids, np.full(shape, -0.5, np.float32)))
+
+    config = Config(rollout=RolloutConfig(top_logprobs=2))
+    told = dataclasses.replace(rollouts, responses=[[with_tops(one) for one in group] for group in rollouts.responses])
+    sequences = training_sequences(told, config, policy_version=4)
+    assert [s.top_ids.tolist() for s in sequences] == [[[0, 0]] * 2, [[0, 0]] * 4, [[1, 1]], [[1, 1]] * 3]
+    assert [s.top_logprobs.tolist() for s in sequences] == [[[-0.5, -0.5]] * n for n in (2, 4, 1, 3)]
+    assert {s.top_ids is None for s in training_sequences(told, Config(), policy_version=4)} == {True}
+    told.responses[1][0] = rollouts.responses[1][0]
+    with pytest.raises(RuntimeError, match="reported no likeliest tokens for 1 of 4 responses"):
+        training_sequences(told, config, policy_version=4)

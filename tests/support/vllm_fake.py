@@ -61,6 +61,7 @@ class FakeVllm:
         self.seen: Counter[str] = Counter()
         self.events: list[str] = []
         self.running, self.most_running = 0, 0
+        self.loads_nothing = False  # whether it says that the last version equals the one before
         self._lock = threading.Condition()
         self._holds, self._given_up = False, 0
         self._httpd = _Server(("127.0.0.1", port), _handler(self))
@@ -132,7 +133,8 @@ class FakeVllm:
         for file in Path(self.weights_path).glob("*.safetensors"):
             tensors |= {name: dataclasses.astuple(array_checksum(array)) for name, array in load_file(file).items()}
         left_out = dict.fromkeys(self.not_loaded)
-        return {"tag": self.version, "tensors": {**tensors, **left_out}, "seconds": 0.25}
+        tensors |= left_out
+        return {"tag": self.version, "tensors": tensors, "seconds": 0.25, "equal": self.loads_nothing}
 
     def _sample(self, path: str, body: dict) -> tuple[int, dict]:
         with self._lock:

@@ -124,3 +124,34 @@ def test_row_length_is_checked_and_defaults_to_the_longest():
 def test_a_budget_of_tokens_fills_every_part_of_the_mesh(tokens, ways, rows):
     config = PackingConfig(rows_per_micro_batch=6, tokens_per_device=tokens)
     assert config.resolve_rows(9_216, ways) == rows
+
+
+def test_the_likeliest_tokens_lie_with_their_tokens():
+    """Two sequences in a row of 8; prompts and padding have id -1 and -inf."""
+    rng = np.random.default_rng(0)
+    sequences = [
+        sequence(rng, prompt, response)._replace(
+            top_ids=rng.integers(0, 32, (response, 2)).astype(np.int32),
+            top_logprobs=rng.normal(-2, 1, (response, 2)).astype(np.float32),
+        )
+        for prompt, response in ((2, 3), (1, 1))
+    ]
+    batch = pack(sequences, row_tokens=8, rows_per_micro_batch=1, micro_batches=2)
+    assert (batch.top_ids.dtype, batch.top_logprobs.dtype) == (np.int32, np.float32)
+    assert batch.top_ids.shape == batch.top_logprobs.shape == (2, 1, 8, 2)
+    for name, empty in (("top_ids", -1), ("top_logprobs", -np.inf)):
+        found, nothing = getattr(batch, name), np.full((2, 2), empty)
+        values = [getattr(s, name) for s in sequences]
+        np.testing.assert_array_equal(
+            found[0, 0], np.concatenate([nothing, values[0], nothing[:1], values[1], nothing[:1]])
+        )
+        np.testing.assert_array_equal(found[1], np.full((1, 8, 2), empty))
+        for a, b in zip(unpack(found, batch, sequences), values, strict=True):
+            np.testing.assert_array_equal(a, b)
+    plain = pack(
+        [s._replace(top_ids=None, top_logprobs=None) for s in sequences],
+        row_tokens=8,
+        rows_per_micro_batch=1,
+        micro_batches=2,
+    )
+    assert plain.top_ids is plain.top_logprobs is None

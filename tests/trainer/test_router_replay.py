@@ -158,6 +158,7 @@ def test_an_update_measures_free_routing_on_request():
     assert step.compilations == 1
 
 
+@pytest.mark.harness
 def test_r2_replays_the_forward_before_the_first_update():
     """After a large step the router would choose otherwise; later updates of a batch keep the first one's routes."""
     taken = {}

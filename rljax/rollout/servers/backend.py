@@ -32,6 +32,7 @@ class WorkerChecksums:
     tensors: Mapping[str, Checksum | None]  # of each tensor, or the worker's part of it, as it stood loaded, if it was
     seconds: float  # the time that the checksums took
     in_place: bool = False  # whether only the changed elements were written
+    equal: bool = False  # whether nothing was written, because the version before had the same tensors
 
 
 class Backend(Wire):
@@ -202,6 +203,7 @@ class Backend(Wire):
                     {name: sums and Checksum(*sums) for name, sums in each["tensors"].items()},
                     each["seconds"],
                     bool(each.get("in_place")),
+                    bool(each.get("equal")),
                 )
                 for each in answers
             ]

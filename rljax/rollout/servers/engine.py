@@ -39,7 +39,9 @@ from rljax.weights.writer import Part, Writer
 log = logging.getLogger(__name__)
 
 _Shown = tuple[ServerInfo | None, Sequence[Look]]
-"""The proof of a server: its description where it passed a handshake, and its completions of the probes, by look."""
+"""The proof of a server: its description where it passed a handshake, and its completions of the probes, by look.
+
+There are no looks before the first publish, and where the server has passed with the same tensors and loaded none."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ class ServedEngine(Admission):
         self._publisher = threading.get_ident()  # the thread that may use the policy of ``_current``
         self._verified = self._warned = False
         self._rejected: dict[str, Exception] = {}  # the servers that failed under the current version, and how
+        self._passed: dict[str, float] = {}  # what the probes of a server measured when it last passed (nats), by URL
         self._infos: dict[str, ServerInfo] = {}
         self._asleep: set[str] = set()
         self.fleet = Fleet(config, backend, self, stop)
@@ -291,7 +294,8 @@ class ServedEngine(Admission):
 
     def _renew(self, published: _Published, url: str) -> _Shown:
         """Sends weights that the server's machine has, and asks for the proof. The probes are cached before."""
-        if not self._wake(url):  # all of it before the weights come: what wakes later cannot change them
+        slept = self._wake(url)  # all of it before the weights come: what wakes later cannot change them
+        if not slept and published.version.changed_fraction != 0:  # Keys and values of equal weights are not stale.
             self.verifier.warm(self._client, url)
         self._load(published, url)
         return self._prove(published, url)
@@ -308,6 +312,8 @@ class ServedEngine(Admission):
         self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
         if self._publish.in_place:
             self._metrics.add("publish/servers_in_place", all(worker.in_place for worker in workers))
+        if url in self._passed and all(worker.equal for worker in workers):
+            return info, ()  # nothing changed in the server since its probes passed
         return info, self.verifier.sample(self._client, url)
 
     # ---- What a server must show (Admission) ----
@@ -322,6 +328,7 @@ class ServedEngine(Admission):
         """
         if url in self._rejected:
             raise ServerGoneError(str(self._rejected[url]))
+        self._passed.pop(url, None)
         published = self._current
         if published is None:
             try:
@@ -365,9 +372,10 @@ class ServedEngine(Admission):
         if current is None:
             self._client.pause(url)
             return
-        difference = self.verifier.judge(self._client, url, probes, current.params)
+        if probes:
+            self._passed[url] = self.verifier.judge(self._client, url, probes, current.params).mean
         assert self.verifier.band is not None
-        self._metrics.highest("publish/verify_abs_diff_mean", difference.mean)
+        self._metrics.highest("publish/verify_abs_diff_mean", self._passed[url])
         self._metrics.put("publish/verify_band", self.verifier.band)
         self._client.open(url, current.version.tag)
         if info is not None:
@@ -380,6 +388,7 @@ class ServedEngine(Admission):
         if self._current is None and self.fleet.discovery is None:
             raise error
         self._rejected[url] = error
+        self._passed.pop(url, None)
         self._metrics.add("rollout/servers_rejected", 1.0)
         if url in self._client.down():
             log.warning("a %s server is left out: %s", self._backend.name, error)

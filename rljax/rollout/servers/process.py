@@ -280,21 +280,23 @@ def _guard(argv: Sequence[str]) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
     signal.signal(signal.SIGTERM, lambda number, frame: at_once.set())
-    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
-    while child.poll() is None and not at_once.is_set() and not select.select([0], [], [], 0.2)[0]:
-        pass
-    if child.poll() is not None:
-        print(f"the server ended by itself with status {child.returncode}", flush=True)
-    elif not at_once.is_set():
-        child.terminate()
-        _until(lambda: child.poll() is not None or at_once.is_set(), _GRACE_S)
-        _until(lambda: not _others_in_group() or at_once.is_set(), _CLEANUP_S)
-    # Resource trackers outlive the rest for a moment, to remove its shared memory.
-    for pid, name in _others_in_group().items():
-        if "resource_tracker" not in name:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    _until(lambda: child.poll() is not None and not _others_in_group(), _CLEANUP_S)
+    # vLLM leaves the sockets of processes that were killed.
+    with tempfile.TemporaryDirectory(prefix="rljax-", ignore_cleanup_errors=True) as sockets:
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env={"VLLM_RPC_BASE_PATH": sockets, **os.environ})
+        while child.poll() is None and not at_once.is_set() and not select.select([0], [], [], 0.2)[0]:
+            pass
+        if child.poll() is not None:
+            print(f"the server ended by itself with status {child.returncode}", flush=True)
+        elif not at_once.is_set():
+            child.terminate()
+            _until(lambda: child.poll() is not None or at_once.is_set(), _GRACE_S)
+            _until(lambda: not _others_in_group() or at_once.is_set(), _CLEANUP_S)
+        # Resource trackers outlive the rest for a moment, to remove its shared memory.
+        for pid, name in _others_in_group().items():
+            if "resource_tracker" not in name:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        _until(lambda: child.poll() is not None and not _others_in_group(), _CLEANUP_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -380,13 +380,16 @@ class WorkerExtension:
         return self.weight_transfer_engine.weights.pulls.result(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
-        """Returns the fields of ``PatchedWeights`` after the last update, as plain JSON. Before it the tag is empty."""
+        """Returns the fields of ``PatchedWeights`` after the last update, as plain JSON. Before it the tag is empty.
+
+        It also returns how the update was done: whether in place, and whether nothing was loaded.
+        """
         loaded: PatchedWeights | None = self.weight_transfer_engine.loaded
         if loaded is None:
             return {"tag": "", "tensors": {}, "seconds": 0.0}
         tensors = {name: sums and dataclasses.astuple(sums) for name, sums in loaded.tensors.items()}
-        in_place = not isinstance(loaded, LoadedWeights)
-        return {"tag": loaded.tag, "tensors": tensors, "seconds": loaded.seconds, "in_place": in_place}
+        done = {"in_place": not isinstance(loaded, LoadedWeights), "equal": isinstance(loaded, EqualWeights)}
+        return {"tag": loaded.tag, "tensors": tensors, "seconds": loaded.seconds, **done}
 
     def rljax_end_update(self) -> None:
         """Ends an update that broke off, which vLLM would otherwise take for one that goes on."""

@@ -1,0 +1,114 @@
+"""The likeliest tokens of a distribution, and the tokens that can be sampled where sampling is cut."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from rljax.rollout.types import SamplingParams
+
+
+class Selection(NamedTuple):
+    """The tokens that can be sampled and those that are reported. Each value has compiled programs of its own.
+
+    Attributes:
+      reported: The number of likeliest tokens that are reported at each position.
+      top_k: The most tokens that can be sampled at a position, or 0 where all can.
+      top_p: The probability that the tokens that can be sampled reach together, of those that ``top_k`` leaves.
+      min_p: The least probability of a token that can be sampled, as a share of the likeliest token's.
+    """
+
+    reported: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+ALL = Selection()
+"""All tokens can be sampled, and none is reported."""
+
+
+def selection_of(sampling: SamplingParams) -> Selection:
+    """Returns the selection of a request. Greedy sampling takes the likeliest token, so it is never cut.
+
+    Raises:
+      ValueError: ``top_p`` or ``min_p`` has no ``top_k``, or more tokens are reported than can be sampled.
+    """
+    if sampling.temperature == 0.0:
+        return Selection(sampling.reported)
+    top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
+    if not top_k and (top_p < 1.0 or min_p > 0.0):
+        raise ValueError(f"top_p and min_p need top_k here, got top_p = {top_p}, min_p = {min_p} and top_k = 0")
+    if top_k and sampling.reported > top_k:
+        raise ValueError(f"reported must be at most top_k = {top_k}, got {sampling.reported}")
+    return Selection(sampling.reported, top_k, top_p, min_p)
+
+
+def likeliest(logits: Float[Array, "b v"], k: int) -> tuple[Int[Array, "b k"], Float[Array, "b k"]]:
+    """Returns the ``k`` likeliest tokens, likeliest first, and their log-probabilities under the whole distribution."""
+    values, ids = jax.lax.top_k(logits, k)
+    return ids.astype(jnp.int32), values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def support(logits: Float[Array, "b v"], selection: Selection) -> tuple[Int[Array, "b k"], Float[Array, "b k"]]:
+    """Returns the tokens that can be sampled, likeliest first, and their renormalised log-probabilities.
+
+    The cut has three steps, in vLLM's order and with its definitions:
+
+    1. ``min_p``: A token stays if its probability is at least ``min_p`` times the likeliest token's.
+    2. ``top_k``: The ``top_k`` likeliest of these tokens stay. Of equal tokens the one with the lower id comes first.
+       vLLM keeps all tokens that are equal to the last one.
+    3. ``top_p``: The distribution is renormalised over these tokens. A token stays if the tokens that are likelier have
+       less than ``top_p`` together. The likeliest token always stays.
+
+    The result is normalised over the tokens that stay. In the places of the others the id is -1 and the log-probability
+    is -inf.
+
+    Args:
+      logits: The logits over the temperature, or log-probabilities.
+      selection: The cut, whose ``top_k`` is k, above 0.
+    """
+    values, ids = jax.lax.top_k(logits, selection.top_k)
+    stays = jnp.ones(values.shape, bool)
+    if selection.min_p > 0.0:
+        stays = values >= values[:, :1] + math.log(selection.min_p)
+    if selection.top_p < 1.0:
+        probabilities = jax.nn.softmax(jnp.where(stays, values, -jnp.inf))
+        likelier = jnp.pad(jnp.cumsum(probabilities, axis=-1)[:, :-1], ((0, 0), (1, 0)))
+        stays &= likelier < selection.top_p
+    return jnp.where(stays, ids, -1).astype(jnp.int32), renormalised(jnp.where(stays, values, -jnp.inf))
+
+
+def renormalised(values: Float[Array, "*n k"]) -> Float[Array, "*n k"]:
+    """Returns log-probabilities over k tokens from their logits, of which the first is finite. -inf stays -inf."""
+    return jax.nn.log_softmax(values, axis=-1)
+
+
+class NextTokens(NamedTuple):
+    """The next token of each row, and the likeliest tokens.
+
+    Attributes:
+      tokens: The token ids.
+      logprobs: The log-probabilities of the tokens in the distribution that is sampled from.
+      top_ids: The ids of the likeliest tokens, -1 where fewer can be sampled; None where none are reported.
+      top_logprobs: The log-probabilities of the likeliest tokens, -inf where the id is -1, or None.
+    """
+
+    tokens: Int[Array, " b"]
+    logprobs: Float[Array, " b"]
+    top_ids: Int[Array, "b k"] | None = None
+    top_logprobs: Float[Array, "b k"] | None = None
+
+
+def sample_support(keys: Array, logits: Float[Array, "b v"], selection: Selection) -> NextTokens:
+    """Samples tokens from the distributions that ``support`` leaves of ``logits``, with a random key for each row."""
+    ids, logprobs = support(logits, selection)
+    places = jax.vmap(jax.random.categorical)(keys, logprobs)
+    token, logprob = (jnp.take_along_axis(x, places[:, None], axis=-1)[:, 0] for x in (ids, logprobs))
+    if not selection.reported:
+        return NextTokens(token, logprob)
+    return NextTokens(token, logprob, ids[:, : selection.reported], logprobs[:, : selection.reported])

@@ -1,0 +1,187 @@
+"""The likeliest tokens that the embedded and the exact engine report, and cut sampling in them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.config import PolicyConfig
+from rljax.policy.model import hidden_states, init_params, lm_head_table
+from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.exact import ExactEngine
+from rljax.rollout.types import InjectConfig, SamplingParams
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.exact import ExactPass
+from rljax.trainer.objective import Objective
+from rljax.trainer.precision import PrecisionConfig
+
+CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.25)
+PARAMS = init_params(CONFIG, 0)
+PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
+LIMIT, WIDTH, TEMPERATURE = 10, 6, 0.8
+MESH = make_mesh(MeshConfig(1, 1))
+TOPS = {"reported": 4}
+CUT = {"top_k": 5, "top_p": 0.9, "reported": 5}
+
+
+def embedded(dtype=jnp.float32, **options):
+    engine = JaxEngine(CONFIG, dtype, WIDTH, mesh=MESH, **options)
+    engine.publish(PARAMS, 0)
+    return engine
+
+
+def exact(noise=0.0):
+    objective = Objective(LossConfig(), CorrectionConfig(), 12, LIMIT)
+    executable = ExactPass(
+        CONFIG, MESH, precision=PrecisionConfig("float32"), objective=objective, rows=4, row_tokens=16
+    )
+    engine = ExactEngine(executable, inject=InjectConfig(logit_noise=noise))
+    engine.publish(PARAMS, 0)
+    return engine
+
+
+def sample(engine, n=3, *, seed=0, temperature=TEMPERATURE, **asked):
+    responses = engine.generate(PROMPTS, n, SamplingParams(LIMIT, temperature, (0, 1), **asked), seed=seed)
+    return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
+
+
+@jax.jit
+def whole_logits(tokens):
+    """The logits after each place of one sequence, float32 [t, v], by the policy's own forward."""
+    ones, places = jnp.ones((1, len(tokens)), jnp.int32), jnp.arange(len(tokens))[None]
+    with jax.default_matmul_precision("highest"):
+        hidden, _ = hidden_states(PARAMS, CONFIG, tokens[None], ones, places)
+        return hidden[0] @ lm_head_table(PARAMS).T
+
+
+def log_softmax_of(response, temperature=TEMPERATURE):
+    """The log-softmax that each token of a response was sampled from, [r, v]."""
+    prompt = PROMPTS[response.prompt_index]
+    tokens = np.zeros(WIDTH + LIMIT, np.int32)
+    known = np.concatenate([prompt, response.token_ids])
+    tokens[: len(known)] = known
+    logits = whole_logits(tokens)[len(prompt) - 1 : len(known) - 1]
+    return np.asarray(jax.nn.log_softmax(logits / temperature))
+
+
+def assert_same(first, second):
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        assert a.truncated == b.truncated
+
+
+@pytest.mark.parametrize("make", [embedded, exact])
+def test_the_likeliest_tokens_are_those_of_the_full_forward(make):
+    for r in sample(make(), **TOPS):
+        expected = log_softmax_of(r)
+        assert r.tops.ids.dtype == np.int32
+        assert r.tops.logprobs.dtype == np.float32
+        assert r.tops.ids.shape == r.tops.logprobs.shape == (r.length, 4)
+        np.testing.assert_allclose(r.tops.logprobs, -np.sort(-expected)[:, :4], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(np.take_along_axis(expected, r.tops.ids, 1), r.tops.logprobs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("make", [embedded, exact])
+def test_reporting_changes_no_token(make):
+    engine = make()
+    plain, told = sample(engine, seed=5), sample(engine, seed=5, **TOPS)
+    assert_same(plain, told)
+    for a, b in zip(plain, told, strict=True):
+        assert a.tops is None
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-6, rtol=0)
+        hit = b.tops.ids == b.token_ids[:, None]
+        assert hit.sum() > 0
+        np.testing.assert_allclose(b.tops.logprobs[hit], b.logprobs[hit.any(axis=1)], atol=1e-6, rtol=0)
+
+
+def test_greedy_reports_at_temperature_1_and_is_not_cut():
+    for r in sample(embedded(), n=1, temperature=0.0, **CUT):
+        np.testing.assert_array_equal(r.token_ids, r.tops.ids[:, 0])
+        np.testing.assert_allclose(r.tops.logprobs[:, 0], r.logprobs, atol=1e-6)
+        np.testing.assert_allclose(r.tops.logprobs, -np.sort(-log_softmax_of(r, 1.0))[:, :5], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("make", [embedded, exact])
+def test_a_cut_response_has_its_whole_support(make):
+    sizes = set()
+    for r in sample(make(), **CUT):
+        whole = log_softmax_of(r)
+        for place, token in enumerate(r.token_ids):
+            ids, logprobs = r.tops.ids[place], r.tops.logprobs[place]
+            stays = ids >= 0
+            sizes.add(int(stays.sum()))
+            assert np.isneginf(logprobs).tolist() == (~stays).tolist()
+            five = np.sort(np.exp(whole[place]))[::-1][:5]
+            likelier = np.cumsum(five / five.sum()) - five / five.sum()
+            assert stays.sum() == np.sum(likelier < 0.9)
+            own = np.exp(whole[place][ids[stays]])
+            np.testing.assert_allclose(logprobs[stays], np.log(own / own.sum()), atol=3e-5, rtol=0)
+            assert r.logprobs[place] == logprobs[ids == token]
+    assert len(sizes) > 1
+
+
+@pytest.mark.parametrize("make", [embedded, exact])
+def test_first_tokens_follow_the_cut_distribution(make):
+    """The 99.9% quantiles of chi-squared with 1 to 4 degrees of freedom."""
+    quantiles = {2: 10.83, 3: 13.82, 4: 16.27, 5: 18.47}
+    engine, count = make(), 2000 if make is embedded else 300
+    asked = SamplingParams(1, TEMPERATURE, (), **CUT)
+    responses = list(engine.generate(PROMPTS[:1], count, asked, seed=2))
+    ids, logprobs = responses[0].tops.ids[0], responses[0].tops.logprobs[0]
+    stays = ids >= 0
+    expected = count * np.exp(logprobs[stays])
+    counts = np.bincount([r.token_ids[0] for r in responses], minlength=CONFIG.vocab_size)
+    assert counts[ids[stays]].sum() == count
+    assert np.sum((counts[ids[stays]] - expected) ** 2 / expected) < quantiles[int(stays.sum())]
+
+
+@pytest.mark.parametrize("asked", [TOPS, CUT], ids=["tops", "cut"])
+@pytest.mark.parametrize("at_once", [1, 3, 7])
+def test_the_tops_do_not_depend_on_the_budget(asked, at_once):
+    together = sample(embedded(), **asked)
+    refilled = sample(embedded(decode_tokens=at_once * (LIMIT + WIDTH)), **asked)
+    assert_same(together, refilled)
+    for a, b in zip(together, refilled, strict=True):
+        np.testing.assert_array_equal(a.tops.ids, b.tops.ids)
+        np.testing.assert_allclose(a.tops.logprobs, b.tops.logprobs, atol=6e-6, rtol=0)
+
+
+def test_the_exact_engine_reports_bits_of_its_executable():
+    """The token's number among the likeliest ones has the bits of its log-probability."""
+    for asked in (TOPS, CUT):
+        for r in sample(exact(), **asked):
+            hit = r.tops.ids == r.token_ids[:, None]
+            np.testing.assert_array_equal(r.tops.logprobs[hit], r.logprobs[hit.any(axis=1)])
+
+
+def test_noise_is_in_the_reported_numbers():
+    noisy = sample(exact(noise=2.0), **TOPS)
+    assert_same(noisy, sample(exact(noise=2.0)))
+    gaps = []
+    for r in noisy:
+        hit = r.tops.ids == r.token_ids[:, None]
+        np.testing.assert_allclose(r.tops.logprobs[hit], r.logprobs[hit.any(axis=1)], atol=1e-6)
+        gaps.append(np.abs(np.take_along_axis(log_softmax_of(r), r.tops.ids, 1) - r.tops.logprobs).max())
+    assert min(gaps) > 0.1
+
+
+def test_all_tokens_of_the_vocabulary_sum_to_one():
+    for r in sample(embedded(jnp.bfloat16), n=1, reported=CONFIG.vocab_size):
+        assert {tuple(sorted(ids)) for ids in r.tops.ids.tolist()} == {tuple(range(CONFIG.vocab_size))}
+        np.testing.assert_allclose(np.exp(r.tops.logprobs).sum(axis=1), 1.0, atol=1e-5)
+
+
+@pytest.mark.mesh
+def test_a_sharded_engine_reports_the_same():
+    engine = JaxEngine(CONFIG, jnp.float32, WIDTH, mesh=make_mesh(MeshConfig(2, 2, 2)))
+    engine.publish(PARAMS, 0)
+    for r in sample(engine, **CUT):
+        assert (
+            (r.logprobs[:, None] == np.where(r.tops.ids == r.token_ids[:, None], r.tops.logprobs, 1.0))
+            .any(axis=1)
+            .all()
+        )
+    for r in sample(engine, **TOPS):
+        np.testing.assert_allclose(r.tops.logprobs, -np.sort(-log_softmax_of(r))[:, :4], atol=2e-5, rtol=0)
