@@ -1,0 +1,246 @@
+"""Score centering: a constant reward has no gradient under the sampler, and the tail is worked out by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.mismatch.centering import center
+from rljax.policy.score import Scores
+from rljax.trainer.objective import Objective, loss_row
+from rljax.trainer.packing import PackedBatch
+
+V = 6
+WEIGHTS = {
+    "none": {},
+    "token_tis": {"level": "token", "threshold": 1.3},
+    "token_mis": {"level": "token", "mode": "mask", "threshold": 1.3},
+    "token_band": {"level": "token", "mode": "band", "threshold_low": 0.8, "threshold": 1.3},
+    "normalized": {"level": "token", "threshold": 1.3, "normalize": True},
+    "two_sided_tv": {"level": "token", "region": "tv", "region_threshold": 0.05},
+    "one_sided_tv": {"level": "token", "region": "tv", "region_threshold": 0.02, "region_sides": "away"},
+    "one_sided_kl": {"region": "kl", "region_threshold": 0.005, "region_sides": "away"},
+    "two_sided_kl": {"level": "token", "threshold": 1e9, "region": "kpop", "region_threshold": 0.005},
+    "smooth_tv": {"level": "token", "threshold": 1e9, "region": "smooth", "region_threshold": 0.2},
+    "tops_tv": {"region": "tv", "region_threshold": 0.05, "region_sides": "away", "region_over": "tops"},
+    "tops_kl": {"region": "kl", "region_threshold": 10.0, "region_over": "tops"},
+}
+
+
+def distributions(seed, size):
+    """The trainer's logits and the sampler's log-probabilities over V tokens."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal(V)
+    return logits.astype(np.float32), np.asarray(jax.nn.log_softmax(logits + size * rng.standard_normal(V)), np.float32)
+
+
+def every_token(rollout, advantages, head):
+    """A micro-batch of V responses, one for each token; ``head`` has the ids of the likeliest tokens."""
+    shape = (V, 2)
+    second = np.broadcast_to([False, True], shape)
+    tokens = np.stack([np.zeros(V, np.int32), np.arange(V, dtype=np.int32)], axis=1)
+    return PackedBatch(
+        tokens=tokens,
+        segment_ids=np.ones(shape, np.int32),
+        positions=np.broadcast_to(np.arange(2), shape),
+        sequence_ids=np.broadcast_to(np.arange(V, dtype=np.int32)[:, None], shape),
+        response_mask=second,
+        loss_mask=second,
+        rollout_logprobs=np.where(second, rollout[tokens], 0).astype(np.float32),
+        advantages=np.where(second, np.asarray(advantages)[:, None], 0).astype(np.float32),
+        staleness=np.zeros(shape, np.int32),
+        with_loss=None,
+        used=None,
+        top_ids=np.where(second[..., None], np.asarray(head, np.int32), -1),
+        top_logprobs=np.where(second[..., None], rollout[np.asarray(head)], -np.inf).astype(np.float32),
+    )
+
+
+def scores_of(logits, micro):
+    logprobs = jax.nn.log_softmax(logits)
+    tops = jnp.where(micro.top_ids >= 0, logprobs[jnp.maximum(micro.top_ids, 0)], -jnp.inf)
+    of_tokens = jnp.where(micro.loss_mask, logprobs[micro.tokens], 0.0)
+    return Scores(of_tokens, jnp.zeros_like(of_tokens), None, tops)
+
+
+@functools.cache
+def compiled(correction, kind, has_tail):
+    objective = Objective(LossConfig(kind=kind), correction, V, 2, has_tail=has_tail)
+
+    def loss(logits, micro):
+        return objective.micro_loss(scores_of(logits, micro), micro, jnp.float32(1.0))
+
+    return objective, jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def gradient(correction, logits, micro, kind="ppo_clip", has_tail=False):
+    """The gradient with respect to the logits of the summed loss, and the row."""
+    objective, run = compiled(CorrectionConfig(**correction), kind, has_tail)
+    (_, statistics), found = run(jnp.asarray(logits), micro)
+    return np.asarray(found), {k: float(v) for k, v in loss_row(objective, statistics, jnp.float32(1.0)).items()}
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0])
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_constant_reward_has_no_gradient(name, advantage, size):
+    """The loss is linear in the advantage, so advantages times q sum up the expectation over the V tokens."""
+    logits, rollout = distributions(1, size)
+    micro = every_token(rollout, advantage * np.exp(rollout), np.arange(V))
+    centered, _ = gradient({**WEIGHTS[name], "score_centering": True}, logits, micro)
+    np.testing.assert_allclose(centered, 0, atol=1e-6)
+    if size == 1.0:
+        plain, _ = gradient(WEIGHTS[name], logits, micro)
+        assert np.abs(plain).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["policy_gradient", "ppo_clip", "cispo"])
+def test_the_facts_of_two_tokens(kind):
+    """p = (0.6, 0.4), q = (0.5, 0.5): the mean score under q is q - p = (-0.1, 0.1)."""
+    found = center(
+        np,
+        np.log([0.6, 0.4]),
+        np.log([0.5, 0.5]),
+        np.ones(2, bool),
+        lambda p, q: np.ones(2),
+        np.ones_like,
+        has_tail=False,
+    )
+    np.testing.assert_allclose(found.coefficients - np.array([0.6, 0.4]) * found.coefficients.sum(), [-0.1, 0.1])
+    assert found.drift == pytest.approx(0.2)
+    logits, rollout = (np.full(V, -80.0, np.float32) for _ in range(2))
+    logits[:2], rollout[:2] = np.log([0.6, 0.4]), np.log([0.5, 0.5])
+    micro = every_token(rollout, [0.5, 0.5, 0, 0, 0, 0], np.arange(V))
+    plain, _ = gradient({}, logits, micro, kind)
+    np.testing.assert_allclose(plain[:2], [0.1, -0.1], atol=1e-6)
+    centered, row = gradient({"score_centering": True}, logits, micro, kind)
+    np.testing.assert_allclose(centered, 0, atol=1e-6)
+    assert row["center/drift"] == pytest.approx(0.2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weigh", "coefficients"),
+    [
+        (np.ones_like, [0.3, 0.2]),  # rho 0.2 / 0.4, alpha 0.5: 0.5 - 0.5 x 0.4, 0.3 - 0.5 x 0.2
+        (lambda lr: np.minimum(np.exp(lr), 1.2), [0.16, 0.08]),  # alpha 0.5 x 1.2: 0.4 - 0.6 x 0.4, 0.2 - 0.6 x 0.2
+        (lambda lr: np.where(np.exp(lr) <= 1.2, np.exp(lr), 0), [0.4, 0.2]),  # the tail's ratio 2 is masked
+        (np.exp, [0.0, 0.0]),
+    ],
+)
+def test_a_tail_by_hand(weigh, coefficients):
+    """q = (0.5, 0.3) and a tail of 0.2; p = (0.4, 0.2) and a tail of 0.4."""
+    lists = np.log([0.4, 0.2, 1.0]), np.log([0.5, 0.3, 1.0])
+    listed = np.array([True, True, False])
+    found = center(np, *lists, listed, lambda p, q: weigh(p - q), weigh, has_tail=True)
+    np.testing.assert_allclose(found.coefficients, [*coefficients, 0], atol=1e-12)
+    assert found.rollout_mass == pytest.approx(0.8)
+    assert found.trainer_mass == pytest.approx(0.6)
+    total = sum(coefficients)
+    assert found.drift == pytest.approx(abs(coefficients[0] - 0.4 * total) + abs(coefficients[1] - 0.2 * total))
+    on_device = center(jnp, *map(jnp.asarray, lists), listed, lambda p, q: 1 + 0 * p, jnp.ones_like, has_tail=True)
+    np.testing.assert_allclose(on_device.coefficients, [0.3, 0.2, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("head", [[0, 1], [5, 2, 4], [3]])
+def test_the_tail_is_the_trainers_rescaled(head):
+    """The gradient of one token is -A (onehot(y) - q^), with q^ = q on the list and rho p off it."""
+    logits, rollout = distributions(8, 0.7)
+    p, q = np.asarray(jax.nn.softmax(logits)), np.exp(rollout)
+    expected = p * (1 - q[head].sum()) / (1 - p[head].sum())
+    expected[head] = q[head]
+    for y in range(V):
+        micro = every_token(rollout, 1.5 * np.eye(V)[y], head)
+        found, row = gradient({"score_centering": True}, logits, micro, has_tail=True)
+        np.testing.assert_allclose(found, -1.5 * (np.eye(V)[y] - expected), atol=2e-6)
+    assert row["center/head_mass_rollout"] == pytest.approx(q[head].sum(), rel=1e-5)
+    assert row["center/head_mass_trainer"] == pytest.approx(p[head].sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("head", "has_tail"), [(range(V), False), (range(V), True), ([1, 3], True)])
+def test_importance_weights_need_no_centering(head, has_tail):
+    """With f = r the expected score is 0 already, so that centering changes nothing, with a tail or without."""
+    logits, rollout = distributions(5, 1.0)
+    advantages = np.random.default_rng(0).standard_normal(V)
+    micro = every_token(rollout, advantages * np.exp(rollout), list(head))
+    weights = {"level": "token", "threshold": 1e9}
+    plain, _ = gradient(weights, logits, micro)
+    centered, row = gradient({**weights, "score_centering": True}, logits, micro, has_tail=has_tail)
+    np.testing.assert_allclose(centered, plain, atol=1e-6)
+    p = np.asarray(jax.nn.softmax(logits))
+    np.testing.assert_allclose(plain, -p * (advantages - p @ advantages), atol=1e-6)
+    assert row["center/drift"] == pytest.approx(0, abs=2e-6)
+
+
+def test_centering_changes_no_covariance():
+    """For unequal rewards the centred mean is cov_q(A, score): what equation 3 has, without its drift."""
+    logits, rollout = distributions(5, 1.0)
+    advantages = np.random.default_rng(0).standard_normal(V)
+    q = np.exp(rollout)
+    micro = every_token(rollout, advantages * q, np.arange(V))
+    centered, _ = gradient({"score_centering": True}, logits, micro)
+    np.testing.assert_allclose(centered, -q * (advantages - q @ advantages), atol=1e-6)
+
+
+def test_places_that_are_not_finite_are_counted():
+    logits, rollout = distributions(2, 0.3)
+    micro = every_token(rollout, np.ones(V), np.arange(V))
+    lists = micro.top_logprobs.copy()
+    lists[0, 1, 2], lists[1, 1, 0], lists[2, 1, 4] = np.nan, -np.inf, np.inf
+    ids = micro.top_ids.copy()
+    ids[3, 1, 1] = -1
+    broken = micro._replace(top_logprobs=lists, top_ids=ids)
+    for correction in ({"score_centering": True}, WEIGHTS["tops_tv"], WEIGHTS["tops_kl"]):
+        found, row = gradient(correction, logits, broken, has_tail=True)
+        assert np.isfinite(found).all()
+        assert all(np.isfinite(list(row.values())))
+    _, row = gradient({"score_centering": True}, logits, broken, has_tail=True)
+    assert row["center/nonfinite_count"] == 3
+    rollout_logprobs = micro.rollout_logprobs.copy()
+    rollout_logprobs[4, 1] = np.nan
+    found, row = gradient({"score_centering": True}, logits, micro._replace(rollout_logprobs=rollout_logprobs))
+    assert np.isfinite(found).all()
+    assert row["correction/nonfinite_count"] == 1
+
+
+@pytest.mark.parametrize("name", ["none", "token_tis", "one_sided_tv", "tops_kl"])
+def test_micro_batches_change_nothing(name):
+    logits, rollout = distributions(7, 0.5)
+    correction = {**WEIGHTS[name], "score_centering": True}
+    micro = every_token(rollout, np.random.default_rng(1).standard_normal(V), [0, 2, 5])
+    whole, row = gradient(correction, logits, micro, has_tail=True)
+    parts, drifts = [], []
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        part = PackedBatch(*(None if array is None else array[rows] for array in micro))
+        found, part_row = gradient(correction, logits, part, has_tail=True)
+        parts.append(found)
+        drifts.append(part_row["center/drift"] * len(part.tokens))
+    np.testing.assert_allclose(sum(parts), whole, atol=2e-6)
+    assert sum(drifts) / V == pytest.approx(row["center/drift"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"level": "sequence"}, "score_centering needs level token or none, got sequence"),
+        ({"preset": "geometric_band"}, "score_centering needs level token or none, got geometric"),
+        ({"preset": "vexact"}, "score_centering cannot stand beside a rejection of sequences, got reject_k3"),
+        ({"veto": 0.1, "reject_max_k3": 1.0}, "got veto, reject_max_k3"),
+        ({"level": "token", "part": "drift"}, "score_centering needs part whole, got drift"),
+    ],
+)
+def test_unknown_expectations_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        CorrectionConfig(**fields, score_centering=True)
+
+
+def test_centering_stands_beside_a_preset():
+    config = CorrectionConfig(preset="token_tis", score_centering=True)
+    assert config.resolved() == CorrectionConfig(level="token", threshold=2.0, score_centering=True)
+    assert config.needs_tops
+    assert not config.is_off
+    assert not CorrectionConfig(score_centering=True).is_off
+    assert not CorrectionConfig(preset="token_tis").needs_tops

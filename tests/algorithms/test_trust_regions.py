@@ -1,0 +1,262 @@
+"""Trust regions of single tokens and masks of sequences, by hand and against numpy texts of their sources."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig, policy_loss
+from rljax.algorithms.presets import PRESETS
+from rljax.mismatch import rejection_mask
+from rljax.mismatch.regions import binary_kl, probability_gap, tops_distance
+from rljax.policy.score import Scores
+from rljax.trainer.objective import Objective, loss_row
+from rljax.trainer.packing import PackedBatch
+
+B, T, K, V = 3, 8, 3, 7
+
+
+def batch(seed, spread=1.2):
+    """Three sequences of eight tokens, with the distributions of both sides at each place."""
+    rng = np.random.default_rng(seed)
+    p = jax.nn.log_softmax(2 * rng.standard_normal((B, T, V)))
+    q = jax.nn.log_softmax(p + spread * rng.standard_normal((B, T, V)))
+    p, q = np.asarray(p, np.float32), np.asarray(q, np.float32)
+    tokens = np.where(rng.random((B, T)) < 0.5, rng.integers(0, V, (B, T)), np.argmax(q, axis=-1)).astype(np.int32)
+    ids = np.argsort(-q, axis=-1)[..., :K].astype(np.int32)
+    mask = rng.random((B, T)) < 0.8
+    micro = PackedBatch(
+        tokens=tokens,
+        segment_ids=np.ones((B, T), np.int32),
+        positions=np.broadcast_to(np.arange(T), (B, T)),
+        sequence_ids=np.broadcast_to(np.arange(B, dtype=np.int32)[:, None], (B, T)),
+        response_mask=mask,
+        loss_mask=mask,
+        rollout_logprobs=np.take_along_axis(q, tokens[..., None], -1)[..., 0],
+        advantages=np.broadcast_to(rng.standard_normal((B, 1)), (B, T)).astype(np.float32),
+        staleness=np.zeros((B, T), np.int32),
+        with_loss=None,
+        used=None,
+        top_ids=ids,
+        top_logprobs=np.take_along_axis(q, ids, -1),
+    )
+    return micro, np.take_along_axis(p, tokens[..., None], -1)[..., 0], np.take_along_axis(p, ids, -1)
+
+
+def weights_of(correction, micro, logprobs, tops, loss=None):
+    """The factor of -A grad log p at each token, and the row."""
+    objective = Objective(loss or LossConfig(kind="policy_gradient"), correction.resolved(), B, T)
+
+    def run(logprobs):
+        return objective.micro_loss(Scores(logprobs, 0 * logprobs, None, tops), micro, jnp.float32(1.0))
+
+    (_, statistics), found = jax.jit(jax.value_and_grad(run, has_aux=True))(jnp.asarray(logprobs))
+    return np.asarray(found) / -micro.advantages, loss_row(objective, statistics, jnp.float32(1.0))
+
+
+def dppo_mask(kind, lp, lq, advantages, threshold):
+    """verl 0.9, core_algos: compute_policy_loss_dppo_tv and _kl."""
+    p, q = np.exp(lp), np.exp(lq)
+    if kind == "tv":
+        return np.where(advantages > 0, p - q <= threshold, p - q >= -threshold)
+    kl = q * (lq - lp) + (1 - q) * np.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    return np.where(advantages > 0, (kl <= threshold) | (p <= q), (kl <= threshold) | (p >= q))
+
+
+def both_kls(lp, lq):
+    """prime-rl, pull request 3283: KPop."""
+    p, q = (np.clip(np.exp(side), 1e-6, 1 - 1e-6) for side in (lp, lq))
+
+    def kl(a, b):
+        return a * np.log(a / b) + (1 - a) * np.log((1 - a) / (1 - b))
+
+    return np.maximum(kl(p, q), kl(q, p))
+
+
+def tops_mask(kind, micro, lp, tops, threshold):
+    """TRL's DPPOTrainer with the sampled token among the listed ones, in a list of its own where it is not."""
+    lq, rows = micro.rollout_logprobs, []
+    for place in np.ndindex(B, T):
+        ids, first, second = micro.top_ids[place], tops[place], micro.top_logprobs[place]
+        if micro.tokens[place] not in ids:
+            first, second = np.append(first, lp[place]), np.append(second, lq[place])
+        p, q = np.exp(first.astype(float)), np.exp(second.astype(float))
+        rest_p, rest_q = max(1 - p.sum(), 1e-12), max(1 - q.sum(), 1e-12)
+        if kind == "tv":
+            rows.append((np.abs(p - q).sum() + abs(rest_p - rest_q)) / 2)
+        else:
+            rows.append((q * (second - first)).sum() + rest_q * np.log(rest_q / rest_p))
+    divergence = np.array(rows).reshape(B, T)
+    away = np.where(micro.advantages > 0, lp > lq, lp < lq)
+    return ~((divergence > threshold) & away)
+
+
+def expected(name, micro, lp, tops):
+    lq, ratio = micro.rollout_logprobs, np.exp(lp - micro.rollout_logprobs)
+    fields = PRESETS[name]
+    if name.startswith("one_sided_tops"):
+        return np.minimum(ratio, 20) * tops_mask(fields["region"], micro, lp, tops, fields["region_threshold"])
+    if name.startswith("one_sided"):
+        mask = dppo_mask(fields["region"], lp, lq, micro.advantages, fields["region_threshold"])
+        return np.minimum(ratio, 20) * mask
+    if name == "two_sided_tv":  # prime-rl, IPOLoss
+        return np.minimum(ratio, 1e4) * (np.abs(np.exp(lp) - np.exp(lq)) <= 0.3)
+    if name == "two_sided_kl":
+        return ratio * (both_kls(lp, lq) <= 0.1)
+    if name == "smooth_tv":  # UniRL, the gradient of -A r + abs(A) q (r - 1)^2 / (2 eps), over -A
+        return ratio - np.sign(micro.advantages) * np.exp(lq) * (ratio - 1) * ratio / 12.5
+    low, high = fields["threshold_low"], fields["threshold"]
+    return ratio * ((ratio >= low) & (ratio <= high))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("one_sided_tv", "one_sided_kl", "one_sided_tops_tv", "one_sided_tops_kl", "two_sided_tv", "two_sided_kl"),
+        *("smooth_tv", "icepop", "icepop_wide", "icepop_narrow"),
+    ],
+)
+def test_presets_are_their_sources(name):
+    share = 0.0
+    for seed in range(4):
+        micro, lp, tops = batch(seed)
+        found, row = weights_of(CorrectionConfig(preset=name), micro, lp, tops)
+        wanted = np.where(micro.loss_mask, expected(name, micro, lp, tops), 0)
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
+        if "region" in PRESETS[name]:
+            dropped = (wanted == 0)[micro.loss_mask].mean()
+            assert float(row["correction/outside_fraction"]) == pytest.approx(dropped, abs=1e-6)
+            share += dropped / 4
+    assert (0 < share < 1) == ("region" in PRESETS[name] and name != "smooth_tv")
+
+
+def test_a_smooth_region_pulls_tokens_back():
+    """Beyond the threshold the factor is negative: 1 - 0.3 / 0.2 for p = 0.6, q = 0.3 and a positive advantage."""
+    micro, lp, tops = batch(0)
+    lp = np.full_like(lp, np.log(0.6))
+    micro = micro._replace(
+        rollout_logprobs=np.full((B, T), np.log(0.3), np.float32), advantages=np.ones((B, T), np.float32)
+    )
+    smooth = CorrectionConfig(region="smooth", region_threshold=0.2)
+    found, row = weights_of(smooth, micro, lp, tops)
+    np.testing.assert_allclose(found[micro.loss_mask], -0.5, atol=1e-5)
+    assert float(row["correction/outside_fraction"]) == 1.0
+    assert float(row["correction/distance_mean"]) == pytest.approx(0.3, rel=1e-5)
+    negative = micro._replace(advantages=-micro.advantages)
+    np.testing.assert_allclose(weights_of(smooth, negative, lp, tops)[0][micro.loss_mask], 2.5, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["numerics", "drift"])
+def test_a_region_of_one_part(part):
+    """The policy that sampled a stale token is in the middle: 0.5, between a rollout of 0.3 and a policy of 0.8."""
+    micro, lp, tops = batch(0)
+    lp = np.full_like(lp, np.log(0.8))
+    stale = np.arange(B)[:, None] + np.zeros((B, T), np.int32) > 0
+    micro = micro._replace(
+        rollout_logprobs=np.full((B, T), np.log(0.3), np.float32),
+        behaviour_logprobs=np.full((B, T), np.log(0.5), np.float32),
+        staleness=stale.astype(np.int32),
+        loss_mask=np.ones((B, T), bool),
+    )
+    found, _ = weights_of(CorrectionConfig(region="tv", region_threshold=0.25, part=part), micro, lp, tops)
+    # A token that is not stale has no drift, and all of its mismatch is numerics.
+    np.testing.assert_allclose(found, stale == (part == "numerics"), atol=1e-6)
+
+
+def test_tokens_that_are_not_finite_are_outside():
+    micro, lp, tops = batch(1)
+    rollout = micro.rollout_logprobs.copy()
+    rollout[0, :4] = np.nan, -np.inf, np.inf, -3.4e38
+    mask = micro.loss_mask.copy()
+    mask[0, :4] = True
+    micro = micro._replace(rollout_logprobs=rollout, loss_mask=mask)
+    for name in ("one_sided_tops_kl", "two_sided_tv", "smooth_tv"):
+        found, row = weights_of(CorrectionConfig(preset=name), micro, lp, tops)
+        assert not found[0, :4].any()
+        assert np.isfinite(found).all()
+        assert np.isfinite(list(map(float, row.values()))).all()
+
+
+def test_sequence_masks_by_hand():
+    """lr of 0.1, 1.0, -1.0 in one token each: k3 0.00517, 0.718, 0.368; exp(abs(lr)) has the means 1.05, 1.86."""
+    lr = np.array([[0.1, 0.0], [1.0, 0.0], [-1.0, 0.0], [np.nan, 0.0], [np.nan, np.nan]])
+    zeros, mask = np.zeros_like(lr), np.ones_like(lr)
+    for statistic, threshold, kept in [
+        ("max_k3", 0.5, [1, 0, 1, 1, 0]),
+        ("max_k3", 0.3, [1, 0, 0, 1, 0]),
+        ("max_k3", 0.72, [1, 1, 1, 1, 0]),
+        ("abs_ratio", 1.86, [1, 1, 1, 1, 0]),
+        ("abs_ratio", 1.85, [1, 0, 0, 1, 0]),
+    ]:
+        found, stats = rejection_mask(lr, zeros, mask, statistic=statistic, threshold=threshold)
+        np.testing.assert_array_equal(found[:, 0], kept)
+        assert stats["rejected_sequence_fraction"] == pytest.approx(1 - sum(kept) / 4)  # the last has no token
+        on_device, _ = rejection_mask(jnp.asarray(lr), zeros, mask, statistic=statistic, threshold=threshold)
+        np.testing.assert_array_equal(on_device, found)
+    assert CorrectionConfig(preset="max_k3").rejections == (("max_k3", 0.05),)
+    assert CorrectionConfig(preset="abs_ratio").rejections == (("abs_ratio", 2.0),)
+
+
+def test_distances_keep_their_digits():
+    """Probabilities near 1 that differ by 1e-6, in float32; nothing where both are 0."""
+    p, q = np.log1p(-np.float32(2e-6)), np.log1p(-np.float32(1e-6))
+    assert float(probability_gap(jnp, jnp.float32(p), jnp.float32(q))) == pytest.approx(-1e-6, rel=1e-3)
+    assert probability_gap(np, np.array(-np.inf), np.array(-np.inf)) == 0
+    assert probability_gap(np, np.array(0.0), np.array(-np.inf)) == 1
+    assert probability_gap(np, np.log(0.2), np.log(0.5)) == pytest.approx(-0.3)
+    assert binary_kl(np, np.log(0.5), np.log(0.25)) == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(2 / 3))
+    assert np.isfinite(binary_kl(jnp, jnp.float32(0.0), jnp.float32(-jnp.inf)))
+
+
+def test_distances_over_lists_by_hand():
+    """p = (0.5, 0.3 and 0.2), q = (0.4, 0.2 and 0.4): total variation 0.2."""
+    lists = np.log([0.5, 0.3, 1.0]), np.log([0.4, 0.2, 1.0])
+    listed = np.array([True, True, False])
+    assert tops_distance(np, "tv", *lists, listed, has_tail=True) == pytest.approx(0.2)
+    assert tops_distance(np, "tv", *lists, listed, has_tail=False) == pytest.approx(0.1)
+    kl = 0.4 * np.log(0.4 / 0.5) + 0.2 * np.log(0.2 / 0.3)
+    assert tops_distance(np, "kl", *lists, listed, has_tail=False) == pytest.approx(kl)
+    assert tops_distance(np, "kl", *lists, listed, has_tail=True) == pytest.approx(kl + 0.4 * np.log(2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"region_threshold": 0.1}, "do nothing without a region"),
+        ({"region_over": "tops"}, "do nothing without a region"),
+        ({"region": "tv"}, r"region_threshold must be finite and above 0, got 0\.0"),
+        ({"region": "smooth", "region_threshold": 1.0, "region_sides": "away"}, "region smooth has no sides"),
+        ({"region": "kpop", "region_threshold": 1.0, "region_over": "tops"}, "region_over tops is for the regions tv"),
+        ({"preset": "one_sided_tops_tv", "part": "drift"}, "region_over tops needs part whole, got drift"),
+        ({"preset": "two_sided_tv", "region_threshold": 0.1}, "sets the other fields, got region_threshold as well"),
+        ({"reject_abs_ratio": 0.9}, r"reject_abs_ratio must be 0 or at least 1, got 0\.9"),
+        ({"reject_max_k3": -1.0}, "reject_max_k3 must not be negative"),
+    ],
+)
+def test_regions_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        CorrectionConfig(**fields)
+
+
+def test_stale_tokens_have_bounds_of_their_own():
+    """Ratios 1.25 and 0.85 with A = 1 and -1: fresh tokens stay within 0.2 / 0.28, stale ones leave 0.1 / 0.05."""
+    ratios, advantages = np.array([[1.25, 1.25, 0.85, 0.85]]), np.array([[1.0, 1.0, -1.0, -1.0]])
+    staleness = np.array([[0, 2, 0, 1]], np.int32)
+    where = {"sequence_ids": np.zeros((1, 4), np.int32), "num_sequences": 1, "staleness": staleness}
+    for kind, wanted in (("ppo_clip", [-1.25, -1.05, 0.85, 0.9]), ("cispo", [-1.25, -1.05, 0.85, 0.9])):
+        config = LossConfig(kind=kind, stale_clip_low=0.1, stale_clip_high=0.05)
+        logprobs = np.log(ratios) if kind == "ppo_clip" else np.ones((1, 4))
+        old = logprobs - np.log(ratios)
+        losses, clipped = policy_loss(config, logprobs, old, advantages, np.ones((1, 4), bool), **where)
+        np.testing.assert_allclose(losses[0], wanted, rtol=1e-5)
+        np.testing.assert_array_equal(clipped[0], [0, 1, 0, 1])
+        fresh, _ = policy_loss(LossConfig(kind=kind), logprobs, old, advantages, np.ones((1, 4), bool), **where)
+        np.testing.assert_allclose(fresh[0], [-1.25, -1.25, 0.85, 0.85], rtol=1e-5)
+    assert not LossConfig().clips_stale
+    for fields, message in (
+        ({"stale_clip_high": 0.3}, r"stale_clip_high must be in 0 .. clip_high = 0\.28, got 0\.3"),
+        ({"kind": "policy_gradient", "stale_clip_low": 0.1}, "do nothing for kind policy_gradient"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LossConfig(**fields)
