@@ -185,7 +185,7 @@ def naive_logprobs(hidden: Any, table: Any, targets: Any) -> tuple[jax.Array, ja
 
 def _head_gradients(head: Callable[..., Any]) -> Any:
     def run(hidden: Any, table: Any, targets: Any, cotangents: Any) -> tuple[jax.Array, ...]:
-        values, pull = jax.vjp(lambda hidden, table: head(hidden, table, targets), hidden, table)
+        values, pull = jax.vjp(lambda hidden, table: head(hidden, table, targets)[:2], hidden, table)
         return *values, *pull(cotangents)
 
     return run

@@ -8,7 +8,8 @@ vocabulary shard, so a table that is split over ``tp`` is never gathered.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,27 @@ from rljax.sharding import axis_size, constrain
 
 # The vocabulary of Qwen is 151,936 = 16 x 9,496. A vocabulary of up to this size is one chunk.
 MAX_CHUNK = 9_496
-_Sums = tuple[Array, Array, Array, Array]
-_Static = tuple[float, int, int]  # temperature, number of chunks, number of vocabulary shards
+_Static = tuple[float, int, int, bool]  # temperature, chunks, vocabulary shards, whether to add up squares
+
+
+class TokenScores(NamedTuple):
+    """The scores of tokens, float32."""
+
+    logprobs: Float[Array, "*b"]  # the log-probability of each target (nats)
+    entropy: Float[Array, "*b"]  # the entropy of its distribution (nats)
+    tops: Float[Array, "*b k"] | None = None  # the log-probabilities of given ids (nats); -inf for no token
+    collision: Float[Array, "*b"] | None = None  # the sum of the squared probabilities of all tokens, without gradient
+
+
+class _Sums(NamedTuple):
+    """The sums over the chunks so far, for each token; None where they were not asked for."""
+
+    top: Array  # the largest logit so far
+    total: Array  # the sum of exp(l - top)
+    weighted: Array  # the sum of exp(l - top) * (l - top)
+    picked: Array  # the logit of the target
+    tops: Array | None  # the logits of the ids [n, k]
+    squares: Array | None  # the sum of exp(l - top) ** 2
 
 
 def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
@@ -73,12 +93,50 @@ def _gathered(rows: Array) -> Array:
     return constrain(rows, "vocab", None)
 
 
-def _forward(hidden: Array, table: Array, targets: Array, static: _Static) -> tuple[Array, Array, Array]:
-    """Computes the log-probability of the target, the entropy and the log-sum-exp, float32 [n] each."""
-    temperature, chunks, shards = static
+def _places(ids: Array, index: Array, vocab_size: int, shards: int) -> Array:
+    """Returns the place of each id in each shard's part of the chunk of tokens ``index`` [c].
+
+    A chunk has the tokens from ``index[0]`` of each shard, one shard after another. The result is int32 [n, shards, k].
+    It is the width of a part where the part lacks the id.
+    """
+    of_shard, width = vocab_size // shards, len(index) // shards
+    shard, within = ids // of_shard, ids % of_shard - index[0]
+    is_here = _known(ids, vocab_size) & (within >= 0) & (within < width)
+    is_in = is_here[:, None, :] & (shard[:, None, :] == jnp.arange(shards)[None, :, None])
+    return jnp.where(is_in, within[:, None, :], width)
+
+
+def _known(ids: Array, vocab_size: int) -> Array:
+    return (ids >= 0) & (ids < vocab_size)
+
+
+def _pick(logits: Array, places: Array) -> Array:
+    """Returns the logit [n, k] of each id at its place in the chunk; 0 where it has none."""
+    # No operation crosses the parts. XLA's partitioner ends the process at a gather from parts of several devices if
+    # another mesh axis is manual.
+    parts = logits.reshape(*places.shape[:2], -1)
+    return _over_parts(lambda part, at: part.at[at].get(mode="fill", fill_value=0.0))(parts, places).sum(axis=1)
+
+
+def _add_at(logits: Array, places: Array, values: Array) -> Array:
+    """Adds ``values`` [n, k] to the logits of the ids at their places in the chunk."""
+    parts, every = logits.reshape(*places.shape[:2], -1), jnp.broadcast_to(values[:, None, :], places.shape)
+    added = _over_parts(lambda part, at, value: part.at[at].add(value, mode="drop"))(parts, places, every)
+    return added.reshape(logits.shape)
+
+
+def _over_parts(f: Callable[..., Array]) -> Callable[..., Array]:
+    return jax.vmap(jax.vmap(f))
+
+
+def _forward(
+    hidden: Array, table: Array, targets: Array, ids: Array | None, static: _Static
+) -> tuple[TokenScores, Array]:
+    """Computes the scores of the targets and the log-sum-exp, float32 [n]."""
+    temperature, chunks, shards, collision = static
 
     def body(state: _Sums, chunk: tuple[Array, Array]) -> tuple[_Sums, None]:
-        top, total, weighted, picked = state
+        top, total, weighted, picked, tops, squares = state
         rows, index = _gathered(chunk[0]), chunk[1]
         logits = _logits(hidden, rows, temperature)
         new_top = jnp.maximum(top, logits.max(axis=-1))
@@ -90,29 +148,52 @@ def _forward(hidden: Array, table: Array, targets: Array, static: _Static) -> tu
         weighted = before + jnp.sum(weights * shifted, -1)
         total = total * scale + weights.sum(axis=-1)
         picked += jnp.sum(jnp.where(targets[:, None] == index[None, :], logits, 0.0), axis=-1)
-        return (new_top, total, weighted, picked), None
+        if ids is not None and tops is not None:
+            tops = tops + _pick(logits, _places(ids, index, table.shape[0], shards))
+        if squares is not None:
+            squares = squares * scale**2 + jnp.sum(weights**2, axis=-1)
+        return _Sums(new_top, total, weighted, picked, tops, squares), None
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
-    start = (jnp.full(targets.shape, -jnp.finfo(jnp.float32).max), zeros, zeros, zeros)
-    (top, total, weighted, picked), _ = jax.lax.scan(body, start, _split(table, chunks, shards))
-    log_total = jnp.log(total)
-    return picked - top - log_total, log_total - weighted / total, top + log_total
+    start = _Sums(
+        jnp.full(targets.shape, -jnp.finfo(jnp.float32).max),
+        *(zeros, zeros, zeros),
+        tops=None if ids is None else jnp.zeros(ids.shape, jnp.float32),
+        squares=zeros if collision else None,
+    )
+    sums, _ = jax.lax.scan(body, start, _split(table, chunks, shards))
+    log_total = jnp.log(sums.total)
+    logprobs, entropy = sums.picked - sums.top - log_total, log_total - sums.weighted / sums.total
+    lse = sums.top + log_total
+    scores = TokenScores(logprobs, entropy)
+    if ids is not None and sums.tops is not None:
+        tops = sums.tops - sums.top[:, None] - log_total[:, None]
+        scores = scores._replace(tops=jnp.where(_known(ids, table.shape[0]), tops, -jnp.inf))
+    if sums.squares is not None:
+        scores = scores._replace(collision=sums.squares / sums.total**2)
+    return scores, lse
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _token_logprobs(hidden: Array, table: Array, targets: Array, static: _Static) -> tuple[Array, Array]:
-    return _forward(hidden, table, targets, static)[:2]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _token_logprobs(hidden: Array, table: Array, targets: Array, ids: Array | None, static: _Static) -> TokenScores:
+    return _forward(hidden, table, targets, ids, static)[0]
 
 
-def _token_logprobs_fwd(hidden: Array, table: Array, targets: Array, static: _Static) -> tuple[Any, tuple[Array, ...]]:
-    logprobs, entropy, lse = _forward(hidden, table, targets, static)
-    return (logprobs, entropy), (hidden, table, targets, entropy, lse)
+def _token_logprobs_fwd(
+    hidden: Array, table: Array, targets: Array, ids: Array | None, static: _Static
+) -> tuple[TokenScores, tuple[Any, ...]]:
+    scores, lse = _forward(hidden, table, targets, ids, static)
+    return scores, (hidden, table, targets, ids, scores.entropy, lse)
 
 
-def _token_logprobs_bwd(static: _Static, saved: tuple[Array, ...], cotangents: Any) -> tuple[Array, Array, None]:
-    temperature, chunks, shards = static
-    hidden, table, targets, entropy, lse = saved
-    d_logprob, d_entropy = cotangents
+def _token_logprobs_bwd(
+    static: _Static, saved: tuple[Any, ...], cotangents: TokenScores
+) -> tuple[Array, Array, None, None]:
+    temperature, chunks, shards, _ = static
+    hidden, table, targets, ids, entropy, lse = saved
+    d_logprob, d_entropy = cotangents.logprobs, cotangents.entropy
+    # An id that is not in the vocabulary has no gradient, whatever its cotangent is.
+    d_tops = None if cotangents.tops is None else jnp.where(_known(ids, table.shape[0]), cotangents.tops, 0.0)
 
     def body(d_hidden: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
         rows, index = _gathered(chunk[0]), chunk[1]
@@ -121,6 +202,9 @@ def _token_logprobs_bwd(static: _Static, saved: tuple[Array, ...], cotangents: A
         hit = targets[:, None] == index[None, :]
         # d logp(target)/d logit = 1[target] - p;  d entropy/d logit = -p * (log p + entropy).
         d_logits = d_logprob[:, None] * (hit - p) - d_entropy[:, None] * p * (logp + entropy[:, None])
+        if d_tops is not None:
+            d_logits = d_logits - d_tops.sum(axis=-1, keepdims=True) * p
+            d_logits = _add_at(d_logits, _places(ids, index, table.shape[0], shards), d_tops)
         d_logits = (d_logits / temperature).astype(rows.dtype)
         d_hidden += _product("nc,cd->nd", d_logits, rows)
         d_rows = constrain(_product("nc,nd->cd", d_logits, hidden), "vocab", "embed")
@@ -129,7 +213,7 @@ def _token_logprobs_bwd(static: _Static, saved: tuple[Array, ...], cotangents: A
     zeros = jnp.zeros(hidden.shape, jnp.float32)
     d_hidden, d_rows = jax.lax.scan(body, zeros, _split(table, chunks, shards))
     d_table = jnp.moveaxis(d_rows.reshape(chunks, shards, -1, table.shape[1]), 0, 1)
-    return d_hidden.astype(hidden.dtype), d_table.reshape(table.shape), None
+    return d_hidden.astype(hidden.dtype), d_table.reshape(table.shape), None, None
 
 
 _token_logprobs.defvjp(_token_logprobs_fwd, _token_logprobs_bwd)
@@ -139,20 +223,29 @@ def token_logprobs(
     hidden: Float[Array, "*b d"],
     table: Float[Array, "v d"],
     targets: Int[Array, "*b"],
+    ids: Int[Array, "*b k"] | None = None,
     *,
     temperature: float = 1.0,
     dtype: Any = None,
     max_chunk: int = MAX_CHUNK,
-) -> tuple[Float[Array, "*b"], Float[Array, "*b"]]:
+    collision: bool = False,
+) -> TokenScores:
     """Computes the log-probability of each target and the entropy of its distribution, both float32 (nats).
 
     Args:
       hidden: The states after the final norm.
       table: The rows of the LM head, one for each vocabulary entry.
+      targets: The ids of the tokens to score.
+      ids: The ids of k more tokens to score in each distribution. An id that is not in the vocabulary, such as -1,
+        gets -inf and no gradient. None: no others.
       temperature: The divisor of the logits, positive.
       dtype: The dtype of the operands of forward and backward products (``precision.lm_head_dtype``), cast by
         ``head_operands``. None: the dtypes of the inputs. Sums and logits are always float32.
       max_chunk: The largest number of vocabulary rows, on each vocabulary shard, whose logits are in memory at once.
+      collision: Whether to compute the sum of the squared probabilities of each distribution.
+
+    Returns:
+      The scores. ``tops`` is None without ``ids``, and ``collision`` is None unless it was asked for.
 
     Raises:
       ValueError: The temperature is not positive.
@@ -164,5 +257,7 @@ def token_logprobs(
     if table.shape[0] % shards:  # The table is not split.
         shards = 1
     chunks = vocabulary_chunks(table.shape[0] // shards, max_chunk)
-    logprobs, entropy = _token_logprobs(flat, table, targets.reshape(-1), (float(temperature), chunks, shards))
-    return logprobs.reshape(targets.shape), entropy.reshape(targets.shape)
+    others = None if ids is None else ids.reshape(-1, ids.shape[-1])
+    static = float(temperature), chunks, shards, collision
+    scores = _token_logprobs(flat, table, targets.reshape(-1), others, static)
+    return jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[1:]), scores)

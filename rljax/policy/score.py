@@ -12,10 +12,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.head import matmul_precision, token_logprobs
+from rljax.policy.head import TokenScores, matmul_precision, token_logprobs
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
 from rljax.policy.model import ForwardStats, Params, Remat, cast_params, hidden_states, lm_head_table
 from rljax.sharding import fetch
+
+_NEVER = -1e30  # The log-probability of a token outside the support: exp gives 0.
 
 
 class Scores(NamedTuple):
@@ -26,6 +28,51 @@ class Scores(NamedTuple):
     stats: ForwardStats
     tops: Float[Array, "b t k"] | None = None  # log-probabilities of given token ids; -inf where the id is -1
     collision: Float[Array, "b t"] | None = None  # the sum of squared probabilities, without gradient
+
+
+def over_support(
+    logprobs: Float[Array, "*b"], tops: Float[Array, "*b k"], ids: Int[Array, "*b k"], *, collision: bool = False
+) -> TokenScores:
+    """Normalises the scores of tokens over the support of a cut distribution, which are the tokens in ``ids``.
+
+    A position without any id has log-probability, entropy and collision 0.
+
+    Args:
+      logprobs: The log-probability of the sampled token under the whole distribution (nats).
+      tops: The log-probability of each of ``ids`` under the whole distribution (nats).
+      ids: The ids of all tokens that could be sampled; negative where there are fewer than k.
+      collision: Whether to compute the sum of the squared probabilities, without gradient.
+    """
+    is_in = ids >= 0
+    is_cut = is_in.any(axis=-1)
+    # Infinite numbers would make the gradient of the sum NaN.
+    finite = jnp.where(is_in, tops, _NEVER)
+    mass = jax.nn.logsumexp(finite, axis=-1)
+    inside = finite - mass[..., None]
+    p = jnp.where(is_in, jnp.exp(inside), 0.0)
+    squares = jax.lax.stop_gradient(jnp.sum(p**2, axis=-1)) if collision else None
+    return TokenScores(
+        jnp.where(is_cut, logprobs - mass, 0.0),
+        -jnp.sum(p * inside, axis=-1),
+        jnp.where(is_in, inside, -jnp.inf),
+        squares,
+    )
+
+
+def align(scored: TokenScores, positions: Int[Array, "b t"], segment_ids: Int[Array, "b t"]) -> TokenScores:
+    """Moves the scores [b, t - 1] of the distributions after each token to the tokens that they belong to [b, t].
+
+    Position 0 of a segment and padding get 0, and -inf in ``tops``.
+    """
+    inside = (positions > 0) & (segment_ids > 0)
+    logprobs, entropy = (jnp.where(inside, jnp.pad(x, ((0, 0), (1, 0))), 0.0) for x in scored[:2])
+    tops, collision = scored[2:]
+    if tops is not None:
+        padded = jnp.pad(tops, ((0, 0), (1, 0), (0, 0)))
+        tops = jnp.where(inside[..., None], padded, -jnp.inf)
+    if collision is not None:
+        collision = jnp.where(inside, jnp.pad(collision, ((0, 0), (1, 0))), 0.0)
+    return TokenScores(logprobs, entropy, tops, collision)
 
 
 def packed_logprobs(
@@ -40,6 +87,9 @@ def packed_logprobs(
     remat: Remat = "none",
     kernels: Kernels = ON_ANY_BACKEND,
     choices: Int[Array, "b t l k"] | None = None,
+    top_ids: Int[Array, "b t k"] | None = None,
+    cut: bool = False,
+    collision: bool = False,
 ) -> Scores:
     """Computes the log-probability of each token given the tokens before it in its segment, and the entropy there.
 
@@ -48,19 +98,36 @@ def packed_logprobs(
     Args:
       temperature: The temperature of the scored distribution, positive.
       lm_head_dtype: The dtype of the operands of the LM head's products. None: the dtypes of hidden states and table.
+      top_ids: The ids of k more tokens to score at each position; -1 where there are fewer. None: no others.
+      cut: Whether the scored distributions are cut to ``top_ids`` and normalised over them. A token without any of them
+        has log-probability and entropy 0.
+      collision: Whether to compute the sum of squared probabilities of each distribution.
 
     Returns:
-      The scores. ``logprobs[b, t]`` belongs to ``tokens[b, t]``.
+      The scores. ``logprobs[b, t]`` belongs to ``tokens[b, t]``, and ``tops[b, t]`` to ``top_ids[b, t]``.
+
+    Raises:
+      ValueError: The distributions are cut, and ``top_ids`` is None.
     """
+    if cut and top_ids is None:
+        raise ValueError("top_ids must be given to score a cut distribution, got None")
     rows = (tokens, segment_ids, positions)
     hidden, stats = hidden_states(params, config, *rows, remat=remat, kernels=kernels, choices=choices)
     # The state at t-1 predicts token t. The last state of a row predicts nothing.
-    logprobs, entropy = token_logprobs(
-        hidden[:, :-1], lm_head_table(params), tokens[:, 1:], temperature=temperature, dtype=lm_head_dtype
+    ids = None if top_ids is None else top_ids[:, 1:]
+    scored = token_logprobs(
+        hidden[:, :-1],
+        lm_head_table(params),
+        tokens[:, 1:],
+        ids,
+        temperature=temperature,
+        dtype=lm_head_dtype,
+        collision=collision and not cut,
     )
-    inside = (positions > 0) & (segment_ids > 0)
-    logprobs, entropy = (jnp.where(inside, jnp.pad(x, ((0, 0), (1, 0))), 0.0) for x in (logprobs, entropy))
-    return Scores(logprobs, entropy, stats)
+    if cut and scored.tops is not None and ids is not None:
+        scored = over_support(scored.logprobs, scored.tops, ids, collision=collision)
+    scored = align(scored, positions, segment_ids)
+    return Scores(scored.logprobs, scored.entropy, stats, scored.tops, scored.collision)
 
 
 @functools.lru_cache(maxsize=8)

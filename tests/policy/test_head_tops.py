@@ -1,0 +1,169 @@
+"""The chunked head's log-probabilities of given token ids, and its sums of squared probabilities."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.policy.head import token_logprobs
+
+# The state 1 has these probabilities over a vocabulary of four.
+PROBABILITIES = np.asarray([1 / 2, 1 / 4, 1 / 8, 1 / 8])
+ONE, FOUR = jnp.ones((1, 1)), jnp.asarray(np.log(PROBABILITIES)[:, None], jnp.float32)
+N, V, D, K = 13, 60, 24, 7
+
+
+def example(dtype=jnp.float32):
+    """Some ids are twice in a row, some are targets, and some places have none."""
+    rng = np.random.default_rng(0)
+    hidden, table = (jnp.asarray(rng.normal(size=(n, D)), dtype) for n in (N, V))
+    ids = rng.integers(0, V, (N, K)).astype(np.int32)
+    ids[:, 1] = ids[:, 0]
+    ids[3:, -1] = -1
+    ids[5] = -1
+    targets = rng.integers(0, V, N).astype(np.int32)
+    ids[0, 2] = targets[0]
+    return hidden, table, jnp.asarray(targets), jnp.asarray(ids)
+
+
+def weights():
+    rng = np.random.default_rng(1)
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((N,), (N,), (N, K))]
+
+
+def summed(head, hidden, table, targets, ids):
+    """A weighted sum of all that has a gradient. Places without an id are left out of it."""
+    of_logprobs, of_entropy, of_tops = weights()
+    scores = head(hidden, table, targets, ids)
+    tops = jnp.where(ids >= 0, scores[2], 0.0)
+    return jnp.sum(of_logprobs * scores[0]) + jnp.sum(of_entropy * scores[1]) + jnp.sum(of_tops * tops)
+
+
+def plain(hidden, table, targets, ids, temperature=1.0):
+    logp = jax.nn.log_softmax(hidden @ table.T / temperature)
+    picked = jnp.take_along_axis(logp, targets[:, None], axis=-1)[:, 0]
+    tops = jnp.take_along_axis(logp, jnp.maximum(ids, 0), axis=-1)
+    p = jnp.exp(logp)
+    return picked, -jnp.sum(p * logp, -1), jnp.where(ids >= 0, tops, -jnp.inf), jnp.sum(p**2, -1)
+
+
+def test_values_of_four_tokens_by_hand():
+    ids = jnp.asarray([[0, 3, -1, 3]])
+    for max_chunk in (4, 2, 1):
+        scores = token_logprobs(ONE, FOUR, jnp.asarray([1]), ids, max_chunk=max_chunk, collision=True)
+        assert scores.logprobs == pytest.approx(np.log(1 / 4), abs=1e-6)
+        assert scores.entropy == pytest.approx(1.75 * np.log(2), abs=1e-6)
+        np.testing.assert_allclose(scores.tops[0], [np.log(1 / 2), np.log(1 / 8), -np.inf, np.log(1 / 8)], atol=1e-6)
+        assert scores.collision == pytest.approx(1 / 4 + 1 / 16 + 2 / 64, abs=1e-6)
+
+
+def test_gradients_of_four_tokens_by_hand():
+    """With the state 1, d log p_v / d table is 1[v] - p."""
+
+    def value(table, ids, weights):
+        return jnp.sum(token_logprobs(ONE, table, jnp.asarray([1]), jnp.asarray([ids]), max_chunk=2).tops * weights)
+
+    for ids, weights, of_each in (
+        ([0], [[1.0]], [1, 0, 0, 0]),
+        ([3, 1], [[1.0, 2.0]], [0, 2, 0, 1]),
+        ([2, 2], [[1.0, 2.0]], [0, 0, 3, 0]),  # an id that is there twice gets both
+    ):
+        expected = np.asarray(of_each) - np.sum(of_each) * PROBABILITIES
+        np.testing.assert_allclose(jax.grad(value)(FOUR, ids, jnp.asarray(weights))[:, 0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_chunk", [60, 12, 7])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_match_the_plain_form(max_chunk, temperature):
+    arrays = example()
+    head = functools.partial(token_logprobs, temperature=temperature, max_chunk=max_chunk, collision=True)
+    reference = functools.partial(plain, temperature=temperature)
+    with jax.default_matmul_precision("highest"):
+        for found, expected in zip(head(*arrays), reference(*arrays), strict=True):
+            assert found.dtype == jnp.float32
+            np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
+        ours, theirs = (jax.grad(functools.partial(summed, way), (0, 1))(*arrays) for way in (head, reference))
+    for found, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(None, 1e-2), (jnp.float32, 2.0**-8)])
+def test_a_sixteen_bit_head_is_near_the_exact_one(dtype, error):
+    arrays = example(jnp.bfloat16)
+    wide = [x.astype(jnp.float32) for x in arrays[:2]]
+    head = functools.partial(token_logprobs, dtype=dtype, max_chunk=12)
+    with jax.default_matmul_precision("highest"):
+        expected = plain(*wide, *arrays[2:])
+        exact = jax.grad(functools.partial(summed, plain), (0, 1))(*wide, *arrays[2:])
+    # Log-probabilities are not rounded to 16 bits.
+    np.testing.assert_allclose(head(*arrays).tops, expected[2], atol=2e-5, rtol=1e-5)
+    for found, wanted in zip(jax.grad(functools.partial(summed, head), (0, 1))(*arrays), exact, strict=True):
+        assert found.dtype == jnp.bfloat16
+        apart = jnp.linalg.norm(found.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
+        assert 0 < float(apart) < error
+
+
+def test_a_missing_id_never_gives_nan():
+    hidden, table, targets, ids = example()
+    nowhere = jnp.full_like(ids, -1)
+    assert np.array_equal(token_logprobs(hidden, table, targets, nowhere).tops, np.full((N, K), -np.inf))
+    for cotangent in (0.0, 1.0, jnp.nan):
+        _, pull = jax.vjp(lambda *two: token_logprobs(*two, targets, nowhere, max_chunk=12).tops, hidden, table)
+        assert not any(jnp.any(part) for part in pull(jnp.full((N, K), cotangent)))
+    # Probabilities, and the terms p log p, of places without an id are 0 in the loss.
+    for value in (jnp.exp, lambda x: jnp.where(x > -jnp.inf, jnp.exp(x) * x, 0.0)):
+        grads = jax.grad(lambda *two: jnp.sum(value(token_logprobs(*two, targets, ids).tops)), (0, 1))(hidden, table)  # noqa: B023
+        assert all(np.isfinite(part).all() for part in grads)
+
+
+def test_an_id_past_the_vocabulary_is_none():
+    assert token_logprobs(ONE, FOUR, jnp.asarray([0]), jnp.asarray([[4, 9, 0]])).tops[0, :2].tolist() == [-np.inf] * 2
+
+
+def test_collision_has_no_gradient():
+    hidden, table, targets, _ = example()
+    grads = jax.grad(lambda *two: jnp.sum(token_logprobs(*two, targets, collision=True).collision), (0, 1))
+    assert not any(jnp.any(part) for part in grads(hidden, table))
+
+
+def test_collision_survives_logits_far_apart():
+    """Each chunk raises the running maximum by 100, and the last one decides."""
+    table = jnp.asarray([[0.0], [0.0], [100.0], [100.0], [200.0], [200.0]])
+    scores = token_logprobs(ONE, table, jnp.asarray([0]), jnp.asarray([[5]]), max_chunk=2, collision=True)
+    assert scores.collision == pytest.approx(0.5, abs=1e-6)
+    assert float(scores.tops[0, 0]) == pytest.approx(np.log(0.5), abs=1e-5)
+
+
+def test_leading_axes_are_kept():
+    hidden, table, targets, ids = example()
+    scores = token_logprobs(
+        hidden[:12].reshape(3, 4, D), table, targets[:12].reshape(3, 4), ids[:12].reshape(3, 4, K), collision=True
+    )
+    flat = token_logprobs(hidden[:12], table, targets[:12], ids[:12], collision=True)
+    assert [x.shape for x in scores] == [(3, 4), (3, 4), (3, 4, K), (3, 4)]
+    for found, expected in zip(scores, flat, strict=True):
+        np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+
+
+def test_nothing_else_is_computed_unless_asked():
+    hidden, table, targets, ids = example()
+    assert token_logprobs(hidden, table, targets)[2:] == (None, None)
+    assert token_logprobs(hidden, table, targets, ids).collision is None
+
+    def text(*more):
+        return str(jax.make_jaxpr(jax.grad(lambda h: jnp.sum(token_logprobs(h, table, targets, *more)[0])))(hidden))
+
+    assert "scatter" in text(ids)
+    assert "scatter" not in text()
+
+
+def test_no_pass_keeps_all_logits():
+    """Values of the size [n, v] are neither saved for the backward pass nor made in it."""
+    hidden, table, targets, ids = example()
+    loss = functools.partial(summed, functools.partial(token_logprobs, max_chunk=12, collision=True))
+    text = str(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(hidden, table, targets, ids))
+    assert f"f32[{N},12]" in text
+    assert f"[{N},{V}]" not in text
+    assert f"[{V // 12},{N}," not in text
