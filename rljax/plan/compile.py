@@ -73,7 +73,9 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
         "behaviour_logprobs": config.correction.part != "whole",
     }
     with compiled_for_hopper() if machine.platform == "cuda" else contextlib.nullcontext():
-        lowered = step.lower(*(name for name, is_wanted in wanted.items() if is_wanted))
+        lowered = step.lower(
+            *(name for name, is_wanted in wanted.items() if is_wanted), reported=config.rollout.reported
+        )
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program would take no time
     start = time.perf_counter()
     try:

@@ -277,6 +277,7 @@ def make_step(
         options=config.policy,
         lora=config.lora,
         merged=merged,
+        cut=config.rollout.is_cut,
     )
 
 
@@ -298,6 +299,8 @@ def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPa
         rows=_micro_batch_rows(config, row_tokens),
         row_tokens=row_tokens,
         options=config.policy,
+        reported=config.rollout.reported,
+        cut=config.rollout.is_cut,
     )
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from rljax.mismatch import Statistics
 from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
-from rljax.policy.head import head_operands, matmul_precision
+from rljax.policy.head import TokenScores, head_operands, matmul_precision
 from rljax.policy.kernels import Kernels, choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams
 from rljax.policy.model import (
@@ -34,6 +34,7 @@ from rljax.policy.model import (
     lm_head_table,
     param_shardings,
 )
+from rljax.policy.score import align, over_support
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
@@ -52,6 +53,8 @@ class FullScores(NamedTuple):
     logprobs: Float[Array, "b t"]  # the log-probability of each token; 0 at position 0 and on padding
     entropy: Float[Array, "b t"]  # the entropy of each token's distribution (nats); 0 at position 0 and on padding
     stats: ForwardStats
+    tops: Float[Array, "b t k"] | None = None  # the log-probabilities of the sampler's likeliest tokens (nats)
+    collision: Float[Array, "b t"] | None = None  # the sum of squared probabilities, without gradient
 
 
 class ExactOutput(NamedTuple):
@@ -69,10 +72,15 @@ def full_scores(
     temperature: Array,
     precision: PrecisionConfig,
     kernels: Kernels,
+    *,
+    cut: bool = False,
+    tops: bool = False,
+    collision: bool = False,
 ) -> FullScores:
     """Scores a micro-batch [b, t], which has one sequence in a row, at a positive float32 temperature.
 
-    The whole log-softmax is computed before any token is picked from it.
+    The whole log-softmax is computed before any token is picked from it. ``trainer.step.make_score`` describes the last
+    three arguments. The log-softmax is never cut.
     """
     rows = (micro.tokens, micro.segment_ids, micro.positions)
     hidden, stats = hidden_states(compute, config, *rows, remat=precision.remat_policy, kernels=kernels)
@@ -84,10 +92,16 @@ def full_scores(
     log_softmax = jax.lax.optimization_barrier(jax.nn.log_softmax(logits / temperature))
     picked = jnp.take_along_axis(log_softmax[:, :-1], micro.tokens[:, 1:, None], axis=-1)[..., 0]
     known = jax.lax.stop_gradient(log_softmax[:, :-1])
-    entropy = -jnp.sum(jnp.exp(known) * known, axis=-1)
-    inside = (micro.positions > 0) & (micro.segment_ids > 0)
-    logprobs, entropy = (jnp.where(inside, jnp.pad(x, ((0, 0), (1, 0))), 0.0) for x in (picked, entropy))
-    return FullScores(jax.lax.stop_gradient(log_softmax), logprobs, entropy, stats)
+    scored = TokenScores(picked, -jnp.sum(jnp.exp(known) * known, axis=-1))
+    if collision:
+        scored = scored._replace(collision=jnp.sum(jnp.exp(2.0 * known), axis=-1))
+    if cut or tops:
+        ids = micro.top_ids[:, 1:]
+        of_ids = jnp.take_along_axis(log_softmax[:, :-1], jnp.maximum(ids, 0), axis=-1)
+        scored = scored._replace(tops=jnp.where(ids >= 0, of_ids, -jnp.inf))
+        scored = over_support(picked, of_ids, ids, collision=collision) if cut else scored
+    scored = align(scored, micro.positions, micro.segment_ids)
+    return FullScores(jax.lax.stop_gradient(log_softmax), *scored[:2], stats, *scored[2:])
 
 
 class ExactPass:
@@ -103,6 +117,8 @@ class ExactPass:
         rows: int,
         row_tokens: int,
         options: PolicyOptions = DEFAULTS,
+        reported: int = 0,
+        cut: bool = False,
     ):
         """Prepares the executable, which is compiled at the first call. Another shape is an error, not a compilation.
 
@@ -110,22 +126,30 @@ class ExactPass:
           rows: The number b of rows of a micro-batch, and of sequences that are sampled at the same time.
           row_tokens: The number t of tokens of a row: the longest prompt with its response.
           options: The choice of kernels, which ``choose_kernels`` refuses if the devices lack one.
+          reported: The number of the sampler's likeliest tokens that every micro-batch has at each position.
+          cut: Whether the rollouts are sampled from a cut distribution, over ``PackedBatch.top_ids``.
         """
         dtype = jnp.dtype(precision.compute_dtype)
         kernels = choose_kernels(options, config, precision.compute_dtype, mesh)
+        correction = objective.correction
+        asked = {"cut": cut, "tops": correction.needs_tops, "collision": correction.needs_collision}
 
         def run(params: Params, micro: PackedBatch, scale: Array, provisional: Array, temperature: Array) -> Any:
             def score(compute: Params, micro: PackedBatch) -> FullScores:
-                return full_scores(compute, config, micro, temperature, precision, kernels)
+                return full_scores(compute, config, micro, temperature, precision, kernels, **asked)
 
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 output: Any = micro_gradients(cast_params(params, dtype), micro, objective, score, scale, provisional)
-                return ExactOutput(*output)
+                grads, loss, scores = output
+                return ExactOutput(grads, loss, scores._replace(tops=None, collision=None))
 
         self.rows, self.row_tokens, self.objective, self.mesh = rows, row_tokens, objective, mesh
         nothing = fill([], {}, (1, rows, row_tokens))
         if objective.loss.kl != "none":
             nothing = nothing._replace(reference_logprobs=nothing.rollout_logprobs)
+        if reported:
+            ids = np.full((*nothing.tokens.shape, reported), -1, np.int32)
+            nothing = nothing._replace(top_ids=ids, top_logprobs=np.full(ids.shape, -np.inf, np.float32))
         self._empty = micro_of(nothing, 0)
         by_param: Any = param_shardings(config, mesh)
         everywhere: Any = replicated(mesh)

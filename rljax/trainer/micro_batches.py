@@ -17,6 +17,8 @@ from rljax.trainer.packing import PackedBatch, fill
 
 POLICY_ARRAYS = ("tokens", "segment_ids", "positions", "routes")
 """The names of the arrays of a batch that the policy reads."""
+TOP_ARRAYS = ("top_ids", "top_logprobs")
+"""The names of the arrays [m, b, t, k] of the sampler's likeliest tokens."""
 _AXIS = "replica"
 
 
@@ -31,15 +33,29 @@ def batch_shardings(batch: PackedBatch, by_rows: NamedSharding, everywhere: Name
 
 
 def abstract_batch(
-    shape: tuple[int, int, int], by_rows: NamedSharding, everywhere: NamedSharding, optional: Sequence[str] = ()
+    shape: tuple[int, int, int],
+    by_rows: NamedSharding,
+    everywhere: NamedSharding,
+    optional: Sequence[str] = (),
+    reported: int = 0,
 ) -> PackedBatch:
     """Returns a ``jax.ShapeDtypeStruct`` with a sharding for each array of a batch of the ``shape`` (m, b, t).
 
-    ``optional`` names the optional log-probabilities that the batch has.
+    Args:
+      optional: The names of the optional log-probabilities that the batch has.
+      reported: The number k of likeliest tokens of each position; 0 if the batch has none.
     """
     empty = fill([], {}, (0, 0, 0))._replace(**dict.fromkeys(optional, np.zeros(0, np.float32)))
+    if reported:
+        none = np.zeros((0, 0, 0, reported))
+        empty = empty._replace(top_ids=none.astype(np.int32), top_logprobs=none.astype(np.float32))
+
+    def of_shape(array: np.ndarray, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        whole = (*shape, *array.shape[3:]) if array.ndim else ()
+        return jax.ShapeDtypeStruct(whole, array.dtype, sharding=sharding)
+
     return jax.tree.map(
-        lambda array, sharding: jax.ShapeDtypeStruct(shape if array.ndim else (), array.dtype, sharding=sharding),
+        of_shape,
         empty,
         batch_shardings(empty, by_rows, everywhere),
     )
@@ -92,21 +108,31 @@ def _axes(part: Any) -> tuple[str | None, ...]:
 
 
 def with_all_rows(micro: PackedBatch) -> PackedBatch:
-    """Gathers all rows of a micro-batch on each device, except in the arrays that the policy reads.
+    """Gathers all rows of a micro-batch on each device, except in the arrays that only the policy reads.
 
     Losses, corrections and measurements take few operations per token and many sums. If every device computes them for
     all tokens, they need no collectives. On simulated CPU devices the order of independent collectives is not fixed, so
     many of them can wait for each other forever. The arrays travel together, as one array.
+
+    Losses look for the tokens among the likeliest ones, so a micro-batch with likeliest tokens has its tokens gathered.
     """
-    kept = {name: getattr(micro, name) for name in POLICY_ARRAYS}
-    arrays, structure = jax.tree.flatten(micro._replace(**dict.fromkeys(POLICY_ARRAYS)))
+    tops = {name: getattr(micro, name) for name in TOP_ARRAYS if micro.top_ids is not None}
+    kept = {name: getattr(micro, name) for name in POLICY_ARRAYS if not (tops and name == "tokens")}
+    arrays, structure = jax.tree.flatten(micro._replace(**dict.fromkeys((*kept, *TOP_ARRAYS))))
 
     def convert(x: jax.Array, dtype: Any) -> jax.Array:
         is_mask = jnp.bool_ in (x.dtype, dtype)
         return x.astype(dtype) if is_mask else jax.lax.bitcast_convert_type(x, dtype)
 
-    whole = constrain(jnp.stack([convert(x, jnp.int32) for x in arrays]), None, None, None)
-    gathered = [convert(part, x.dtype) for part, x in zip(whole, arrays, strict=True)]
+    layers = jnp.stack([convert(x, jnp.int32) for x in arrays])
+    if tops:
+        layers = jnp.concatenate([layers, *(jnp.moveaxis(convert(x, jnp.int32), 2, 0) for x in tops.values())])
+    whole = constrain(layers, None, None, None)
+    gathered = [convert(part, x.dtype) for x, part in zip(arrays, whole, strict=False)]
+    first = len(arrays)
+    for name, x in tops.items():
+        kept[name] = convert(jnp.moveaxis(whole[first : first + x.shape[2]], 0, 2), x.dtype)
+        first += x.shape[2]
     return jax.tree.unflatten(structure, gathered)._replace(**kept)
 
 

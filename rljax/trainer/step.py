@@ -87,22 +87,49 @@ def micro_gradients(
     return grads, statistics, scores
 
 
-def make_score(config: PolicyConfig, precision: PrecisionConfig, temperature: float, kernels: Kernels) -> Any:
-    """Returns a function ``score(compute, micro) -> Scores``. Each device gets the scores of all tokens."""
+def make_score(
+    config: PolicyConfig,
+    precision: PrecisionConfig,
+    temperature: float,
+    kernels: Kernels,
+    *,
+    cut: bool = False,
+    tops: bool = False,
+    collision: bool = False,
+) -> Any:
+    """Returns a function ``score(compute, micro) -> Scores``. Each device gets the scores of all tokens.
+
+    Args:
+      cut: Whether the sampled distributions are cut to ``PackedBatch.top_ids``, and scored as such.
+      tops: Whether the scores have the log-probabilities of ``PackedBatch.top_ids``.
+      collision: Whether the scores have the sums of squared probabilities.
+    """
 
     def score(compute: Params, micro: PackedBatch) -> Scores:
+        tokens, top_ids = micro.tokens, micro.top_ids
+        if top_ids is not None:
+            # Losses need both whole. The policy works on the rows of each device.
+            tokens, top_ids = constrain(tokens, "rows", "tokens"), constrain(top_ids, "rows", "tokens", None)
+        elif cut or tops:
+            raise ValueError("the batch must have the sampler's likeliest tokens (top_ids) to be scored, got none")
         scores = packed_logprobs(
             compute,
             config,
-            *(micro.tokens, micro.segment_ids, micro.positions),
+            *(tokens, micro.segment_ids, micro.positions),
             temperature=temperature,
             lm_head_dtype=precision.head_dtype,
             remat=precision.remat_policy,
             kernels=kernels,
             choices=replayed_choices(micro, config),
+            top_ids=top_ids if cut or tops else None,
+            cut=cut,
+            collision=collision,
         )
-        logprobs, entropy = (constrain(x, None, None) for x in (scores.logprobs, scores.entropy))
-        return scores._replace(logprobs=logprobs, entropy=entropy)
+        of_tokens: dict[str, Any] = {
+            name: x for name, x in scores._asdict().items() if name != "stats" and x is not None
+        }
+        whole: dict[str, Any] = {name: constrain(x, *[None] * x.ndim) for name, x in of_tokens.items()}
+        return scores._replace(**whole)
 
     return score
 
@@ -129,6 +156,7 @@ def make_programs(
     keep_gathered: bool,
     options: PolicyOptions,
     lora: LoraConfig,
+    cut: bool,
 ) -> Programs:
     """Makes the programs of a ``TrainStep`` from the arguments of the step.
 
@@ -137,7 +165,10 @@ def make_programs(
     """
     dynamic = precision.compute_dtype == "float16"
     dtype = jnp.dtype(precision.compute_dtype)
-    score = make_score(config, precision, temperature, choose_kernels(options, config, precision.compute_dtype, mesh))
+    kernels, correction = choose_kernels(options, config, precision.compute_dtype, mesh), objective.correction
+    make = functools.partial(make_score, config, precision, temperature, kernels, cut=cut)
+    score_alone = make()
+    score = make(tops=correction.needs_tops, collision=correction.needs_collision)
     trained, axes = TrainedParams(config, lora), logical_axes(config)
     axes_of_copy = gathered_axes(config) if keep_gathered else axes
 
@@ -154,7 +185,7 @@ def make_programs(
         compute: Params, num_sequences: int, diagnosis: DiagnosisConfig | None, with_routes: bool = False
     ) -> Any:
         def each(micro: PackedBatch) -> tuple[dict[str, Statistics], Any]:
-            scores = score(compute, micro)
+            scores = score_alone(compute, micro)
             routes = routes_of(scores.stats.router, config) if with_routes else None
             kept = (scores.logprobs, routes) if with_routes else scores.logprobs
             return measure(scores, micro, num_sequences, diagnosis), kept
@@ -256,6 +287,7 @@ class TrainStep:
         options: PolicyOptions = DEFAULTS,
         lora: LoraConfig = OFF,
         merged: MergedPolicy | None = None,
+        cut: bool = False,
     ):
         """Prepares the step. It is compiled at the first call; a step with equal arguments is not compiled again.
 
@@ -268,10 +300,11 @@ class TrainStep:
           options: The choice of kernels, which ``choose_kernels`` refuses if the devices lack one.
           lora: The choice of adapters. If there are any, the state has the adapters.
           merged: A function that returns the weights that the adapters make. ``lower`` does not need it.
+          cut: Whether the rollouts were sampled from a cut distribution. All log-probabilities and entropies are then
+            of the distributions over ``PackedBatch.top_ids``, which each batch must have.
         """
-        self._programs = make_programs(
-            config, tx, mesh, precision, objective, batch_shape, temperature, diagnosis, keep_gathered, options, lora
-        )
+        settings = (temperature, diagnosis, keep_gathered, options, lora, cut)
+        self._programs = make_programs(config, tx, mesh, precision, objective, batch_shape, *settings)
         self._mesh, self._merged, self._batch_shape = mesh, merged, batch_shape
         self._everywhere = replicated(mesh)
         self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
@@ -306,13 +339,13 @@ class TrainStep:
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._programs.step(state, placed, controls, *weights)
 
-    def lower(self, *optional: OptionalLogprobs) -> jax.stages.Lowered:
+    def lower(self, *optional: OptionalLogprobs, reported: int = 0) -> jax.stages.Lowered:
         """Lowers the step for the devices of the mesh, which need not exist: shapes replace state and batch.
 
         Its ``.compile()`` returns the executable that ``__call__`` runs. ``optional`` names the optional
-        log-probabilities that the batches have.
+        log-probabilities that the batches have. ``reported`` is the number of likeliest tokens that they have.
         """
-        batch = abstract_batch(self._batch_shape, self._by_rows, self._everywhere, optional)
+        batch = abstract_batch(self._batch_shape, self._by_rows, self._everywhere, optional, reported)
         scalars = Controls(jnp.float32, jnp.bool_, jnp.bool_)
         controls = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=self._everywhere), scalars)
         programs = self._programs

@@ -1,0 +1,45 @@
+"""The step on cut distributions: the same on several meshes as on one device."""
+
+import jax
+import numpy as np
+import pytest
+from cut_batches import with_supports
+from sharded_step import CONFIG, CORRECTION, COUNT, LOSS, batch, gradient_keeper, shape
+
+from rljax.policy.model import init_params
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import create_state
+from rljax.trainer.step import TrainStep
+
+pytestmark = [pytest.mark.mesh, pytest.mark.slow]
+
+
+def run(fsdp, tp, replica=1):
+    mesh, tx = make_mesh(MeshConfig(fsdp, tp, replica)), gradient_keeper()
+    step = TrainStep(
+        CONFIG,
+        tx,
+        mesh,
+        precision=PrecisionConfig(compute_dtype="float32"),
+        objective=Objective(LOSS, CORRECTION, COUNT, 16),
+        batch_shape=shape(),
+        diagnosis=DiagnosisConfig(),
+        cut=True,
+    )
+    state = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=False)
+    state, metrics, logprobs = step(state, with_supports(batch(), CONFIG.vocab_size, 6), 0.1, True)
+    return jax.device_get((state.opt_state.inner_state.trace, metrics, logprobs))
+
+
+@pytest.mark.parametrize(("fsdp", "tp", "replica"), [(2, 4, 1), (2, 2, 2)])
+def test_a_cut_step_does_not_depend_on_the_mesh(fsdp, tp, replica):
+    (grads, metrics, logprobs), (expected, row, values) = run(fsdp, tp, replica), run(1, 1)
+    for g, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        assert np.abs(wanted).max() > 0
+        assert np.abs(g - wanted).max() / np.abs(wanted).max() <= 1e-5
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, row[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(logprobs, values, atol=2e-5, rtol=0)
