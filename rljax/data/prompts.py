@@ -263,10 +263,10 @@ def _too_long(lengths: Sequence[int], limit: int, remedy: str) -> ValueError:
 
 
 class PromptStream:
-    """An endless, shuffled stream of batches, reshuffled each epoch; the same seed gives the same stream."""
+    """An endless, shuffled stream of problems, reshuffled each epoch; the same seed gives the same stream."""
 
     def __init__(self, problems: Sequence[Problem], batch_size: int, seed: int):
-        """Starts at the first batch.
+        """Starts at the first problem.
 
         Args:
           problems: The problems to shuffle and repeat.
@@ -279,7 +279,7 @@ class PromptStream:
         if len(problems) < batch_size:
             raise ValueError(f"a batch takes {batch_size} problems, but there are only {len(problems)}")
         self._problems, self._seed, self._batch_size = problems, seed, batch_size
-        self._batches = 0
+        self._drawn = 0
 
     @functools.cached_property
     def _dataset(self) -> Any:
@@ -289,17 +289,18 @@ class PromptStream:
 
     def next_batch(self) -> list[Problem]:
         """Returns the next ``batch_size`` problems."""
-        start = self._batches * self._batch_size
-        self._batches += 1
-        return [self._dataset[start + i] for i in range(self._batch_size)]
+        return self.take(self._batch_size)
+
+    def take(self, count: int) -> list[Problem]:
+        """Returns the next ``count`` problems."""
+        start = self._drawn
+        self._drawn += count
+        return [self._dataset[start + i] for i in range(count)]
 
     def state_dict(self) -> dict[str, int]:
         """Returns the position, which is the number of problems drawn."""
-        return {"problems_drawn": self._batches * self._batch_size}
+        return {"problems_drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continues at the position of ``state_dict``. Raises ValueError if another batch size led to it."""
-        drawn = int(state["problems_drawn"])
-        if drawn % self._batch_size:
-            raise ValueError(f"{drawn} problems were taken so far, not a multiple of batch_size = {self._batch_size}")
-        self._batches = drawn // self._batch_size
+        """Continues at the position of ``state_dict``."""
+        self._drawn = int(state["problems_drawn"])

@@ -33,7 +33,7 @@ from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
 from rljax.rollout.build import version_bytes
 from rljax.run.config import Config
-from rljax.run.training import batch_shape, has_separate_forward, is_offloaded, max_version_lag
+from rljax.run.training import batch_shape, exact_shape, has_separate_forward, is_offloaded, max_version_lag
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
 from rljax.trainer.state import abstract_state, make_optimizer
 
@@ -130,7 +130,17 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
         )
     batch_shape(config)
     if config.rollout.engine == "exact":  # its executable also scores the responses of evaluations
-        config.packing.resolve_row_tokens(config.max_engine_tokens)
+        _check_rows(exact_shape(config)[0], config)
+
+
+def _check_rows(rows: int, config: Config) -> None:
+    """Raises ValueError if groups that move to other places of a batch are trained in other rows of a micro-batch."""
+    if config.rollout.refill and config.rollout.group_size % rows:
+        raise ValueError(
+            "rollout.refill with rollout.engine = exact: each response is trained in the row that sampled it, so "
+            f"rollout.group_size = {config.rollout.group_size} must be a multiple of the {rows} rows of a micro-batch; "
+            "set packing.rows_per_micro_batch"
+        )
 
 
 def _check_routes(config: Config, policy: PolicyConfig) -> None:
@@ -261,10 +271,13 @@ def _batch(config: Config) -> dict[str, str]:
     source = config.data.path or f"the embedded task {config.data.task}"
     absent = "" if config.data.path is None or Path(config.data.path).exists() else " (not here)"
     share = f", {config.data.fraction:.1%} of it" if config.data.fraction < 1.0 else ""
+    at_most = prompts * (1 + config.rollout.refill_limit)
+    refill = {"refill": f"a step samples {prompts} to {at_most} prompts"} if config.rollout.refill else {}
     return {
         "steps": f"{config.run.steps}, seed {config.run.seed}",
         "data": f"{source}{absent}{share}, reward {config.data.reward_name}",
         "a step": f"{prompts} prompts x {group} responses = {count:,} responses{each}",
+        **refill,
         "tokens a step": f"at most {count * config.max_sequence_tokens:,}: {config.data.max_prompt_tokens:,} + "
         f"{config.rollout.max_response_tokens:,} each",
         "packing": f"at most {micro} micro-batches of {rows} rows of {tokens:,} tokens",

@@ -119,6 +119,7 @@ def make_engine(
     publish: PublishConfig | None = None,
     stop: Stopping | None = None,
     probe_prompts: Sequence[np.ndarray] = (),
+    step_prompts: int = 0,
 ) -> RolloutEngine:
     """Makes the engine that ``config.engine`` names; ``publish`` gives it parameters of ``policy``.
 
@@ -130,6 +131,7 @@ def make_engine(
       make_executable: A function that makes the trainer's executable, which only the exact engine needs.
       functions: The functions of the policy for HTTP servers; None for ``policy_functions``.
       publish, stop, probe_prompts: Settings of HTTP servers, as of :class:`ServedEngine`.
+      step_prompts: The number of prompts of a step, where requests for a part of them follow, as of :class:`JaxEngine`.
 
     It raises ConfigError where no server answers in time or there is no room for weights. It raises ValueError where
     settings do not fit the engine or a server does not fit the policy.
@@ -170,6 +172,7 @@ def make_engine(
             lm_head_dtype=jnp.float32 if lm_head_dtype == "float32" else None,
             weight_quantization=config.weight_quantization,
             decode_tokens=config.decode_tokens,
+            step_prompts=step_prompts,
             kv_cache_dtype=config.kv_cache_dtype,
             with_routes=config.router_replay == "r3",
         )

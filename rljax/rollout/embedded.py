@@ -127,6 +127,7 @@ class JaxEngine(RolloutEngine):
         kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto",
         with_routes: bool = False,
         decode_tokens: int = 0,
+        step_prompts: int = 0,
     ):
         """Builds the engine; ``publish`` must be called before ``generate``.
 
@@ -140,9 +141,11 @@ class JaxEngine(RolloutEngine):
           kv_cache_dtype: The dtype of the cache, as ``RolloutConfig.kv_cache_dtype``.
           with_routes: Whether responses have the experts of their tokens, for a mixture of experts.
           decode_tokens: The most tokens that the cache holds, as ``RolloutConfig.decode_tokens``.
+          step_prompts: The number of prompts of a step. Requests for fewer are padded, so that they share compilations.
+            0: no request is padded.
         """
         self._config, self._cache_dtype = config, CACHES.get(kv_cache_dtype) or jnp.dtype(dtype)
-        self._decode_tokens = decode_tokens
+        self._decode_tokens, self._step_prompts = decode_tokens, step_prompts
         self._with_routes = with_routes
         self._mesh, self._width = mesh, max_prompt_tokens
         self._functions = make_functions(
@@ -177,7 +180,7 @@ class JaxEngine(RolloutEngine):
         sampled = self._run(prompts, n, sampling, seed, with_routes=self._with_routes)
         metrics = {"time/generate_s": time.perf_counter() - start}
         responses = []
-        for row, length in enumerate(sampled.counts.tolist()):
+        for row, length in enumerate(sampled.counts[: len(prompts) * n].tolist()):
             versions = (VersionSpan(self._version, 0, length),)
             tokens, logprobs = np.asarray(sampled.tokens[row, :length]), np.asarray(sampled.logprobs[row, :length])
             of_row = tops = None
@@ -214,7 +217,7 @@ class JaxEngine(RolloutEngine):
         for row, response in zip(forced, responses, strict=True):
             row[: len(response)] = response
         logprobs = self._run(prompts, 1, SamplingParams(limit, temperature), 0, forced).logprobs
-        return [row[: len(response)] for row, response in zip(logprobs, responses, strict=True)]
+        return [row[: len(response)] for row, response in zip(logprobs[: len(responses)], responses, strict=True)]
 
     def close(self) -> None:
         """Drops the weights."""
@@ -230,7 +233,7 @@ class JaxEngine(RolloutEngine):
         *,
         with_routes: bool = False,
     ) -> Sampled:
-        """Returns what the published policy samples, on the host."""
+        """Returns what the published policy samples, on the host. The rows of the prompts come first."""
         if self._params is None:
             raise RuntimeError("no policy was published to the embedded engine yet")
         padded = np.zeros((len(prompts), self._width), np.int32)
@@ -245,8 +248,9 @@ class JaxEngine(RolloutEngine):
         stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
         given = stops, np.float32(1.0 if greedy else sampling.temperature), np.uint32(seed), forced
         with jax.set_mesh(self._mesh):
-            batch = self._batch(len(prompts) * n, n, self._width + limit)
-            sizes = {"prompts": len(prompts), "width": self._width, "n": n, "limit": limit, "slots": batch.slots}
+            count = padded_count(len(prompts), self._step_prompts)
+            batch = self._batch(count * n, n, self._width + limit)
+            sizes = {"prompts": count, "width": self._width, "n": n, "limit": limit, "slots": batch.slots}
             slots, sampled = self._functions.empty(**sizes, with_routes=with_routes, reported=selection.reported)
             waiting = Queue(padded, lengths, n, batch)
             free = np.arange(batch.slots)
@@ -266,6 +270,14 @@ class JaxEngine(RolloutEngine):
         if not self._decode_tokens:
             self._decode_tokens = free_cache_tokens(self._config, self._mesh, self._cache_dtype)
         return batch_sizes(rows, n, self._decode_tokens // places, row_ways(self._mesh))
+
+
+def padded_count(count: int, step_prompts: int) -> int:
+    """Returns the number of prompts that a request for ``count`` is padded to.
+
+    It is a power of two, at most ``step_prompts``. A request for as many or more is not padded.
+    """
+    return max(count, min(step_prompts, 1 << (count - 1).bit_length()))
 
 
 def cache_room(free: int | None, devices: int) -> float:

@@ -201,6 +201,12 @@ class RolloutConfig:
     hand back what they have of them, and the rest is asked of whichever server has room."""
     group_size: int = 16
     """The number of responses to each prompt, at least 2 for the leave-one-out baseline."""
+    refill: bool = False
+    """Whether groups whose rewards are all equal are replaced by groups of new prompts. They carry no loss. A further
+    round of sampling asks for as many prompts as groups are missing."""
+    refill_limit: int = 4
+    """The most further rounds of a step with ``refill``, at least 1. After them the earliest groups without signal fill
+    the batch up. So a step samples up to 1 + ``refill_limit`` batches."""
     max_response_tokens: int = 8192
     """The longest response, the end-of-sequence token included (tokens)."""
     temperature: float = 1.0
@@ -263,6 +269,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 2, "group_size")
+        check_at_least(self, 1, "refill_limit")
         check_at_least(self, 1, "max_response_tokens", "max_route_bytes")
         check_finite(self, "temperature")
         check_positive(self, "temperature", "server_wait_s")

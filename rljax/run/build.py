@@ -38,7 +38,8 @@ from rljax.run.fingerprint import json_checksum
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.rate import make_rate_controller
-from rljax.run.sampling import Sampler
+from rljax.run.refill import RefillingSampler
+from rljax.run.sampling import BatchSampler, Sampler
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
@@ -125,6 +126,9 @@ def look_at_data(config: Config, problems: Problems) -> str:
             "correct the answers, or set data.check_answers = 0"
         )
     text = table(list(zip(problems.tallies, found, strict=True)), data.max_prompt_tokens)
+    if config.rollout.refill:
+        most = data.batch_size * (1 + config.rollout.refill_limit)
+        text += f"\nrollout.refill: a step takes {data.batch_size} to {most} problems"
     print(text, file=sys.stderr)
     return text
 
@@ -154,6 +158,7 @@ def make_run_engine(
         publish=config.publish,
         stop=stop,
         probe_prompts=prompts,
+        step_prompts=config.data.batch_size if config.rollout.refill else 0,
     )
 
 
@@ -185,7 +190,7 @@ def build(
         min_p=rollout.min_p,
         reported=rollout.reported,
     )
-    sampler = Sampler(
+    plain = Sampler(
         engine,
         tokenizer,
         rewards,
@@ -195,6 +200,7 @@ def build(
         stop=stop,
         counts_mixed=rollout.update != "wait",
     )
+    sampler: BatchSampler = RefillingSampler(plain, problems.stream, config) if rollout.refill else plain
     batches = Batches(problems.stream, sampler)
     if rollout.max_staleness:
         batches = BatchesAhead(

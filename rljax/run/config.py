@@ -154,6 +154,11 @@ class Config:
         size, parts = self.data.batch_size, self.loss.mini_batches
         if size % parts:
             raise ValueError(f"data.batch_size = {size} does not divide into loss.mini_batches = {parts}")
+        if self.rollout.refill and self.advantage.estimator == "reinforce":
+            raise ValueError(
+                "rollout.refill replaces groups whose rewards are all equal, but with advantage.estimator = reinforce "
+                "they carry loss, too: choose another estimator, or set rollout.refill = false"
+            )
         correction = self.correction.resolved()
         if self.loss.old_logprobs == "rollout" and correction.level != "none":
             raise ValueError(

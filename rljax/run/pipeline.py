@@ -20,7 +20,7 @@ from rljax.data.prompts import Problem, PromptStream
 from rljax.errors import ServersLostError
 from rljax.policy.model import Params
 from rljax.rollout.engine import RolloutEngine
-from rljax.run.sampling import Sampled, Sampler
+from rljax.run.sampling import BatchSampler, Sampled
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 
@@ -30,8 +30,8 @@ _END_S = 60.0  # the longest wait for a batch to end once it is given up
 class Batches:
     """The batches of the steps, in their order and each once. They are sampled when they are asked for."""
 
-    def __init__(self, stream: PromptStream, sampler: Sampler) -> None:
-        """Samples nothing yet; ``stream`` has the problems in their order."""
+    def __init__(self, stream: PromptStream, sampler: BatchSampler) -> None:
+        """Samples nothing yet; ``stream`` has the problems in their order, of which ``sampler`` may take more."""
         self._stream, self._sampler, self._taken = stream, sampler, 0
 
     def start(self, step: int) -> None:
@@ -70,7 +70,7 @@ class _Job(NamedTuple):
 
     step: int
     problems: Sequence[Problem]
-    data: dict[str, Any]  # the state of the stream after the problems
+    data: dict[str, Any]  # the state of the stream after them; once they are sampled, after all that replaced some
     version: int  # the newest policy version when its sampling began
 
 
@@ -85,7 +85,7 @@ class BatchesAhead(Batches):
     def __init__(
         self,
         stream: PromptStream,
-        sampler: Sampler,
+        sampler: BatchSampler,
         engine: RolloutEngine,
         stop: StopRequest,
         *,
@@ -209,6 +209,7 @@ class BatchesAhead(Batches):
         """Samples the batch that is under way, on the caller's thread."""
         began = time.perf_counter()
         outcome: Sampled | BaseException
+        self._stream.load_state_dict(job.data)  # A lost batch may have taken further problems, which come again.
         try:
             outcome = self._sampler.sample(job.problems, job.step)
             outcome.row["time/rollout_s"] = time.perf_counter() - began
@@ -217,7 +218,7 @@ class BatchesAhead(Batches):
         with self._changed:
             self._under_way = None
             if isinstance(outcome, Sampled):
-                self._ready[job.step] = (outcome, job, began)
+                self._ready[job.step] = (outcome, job._replace(data=self._stream.state_dict()), began)
             elif isinstance(outcome, ServersLostError) and threading.current_thread() is self._thread:
                 self._lost = job
             else:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,34 +41,70 @@ class Scored(NamedTuple):
         return self.response.prompt_index, self.response.sample_index
 
 
+class Outcomes(NamedTuple):
+    """The rewards and lengths of sampled groups."""
+
+    rewards: np.ndarray  # float32 [b, g]
+    lengths: np.ndarray  # the numbers of sampled tokens, int64 [b, g]
+    truncated: np.ndarray  # whether the length limit ended the response, bool [b, g]
+
+    def select(self, groups: np.ndarray) -> Outcomes:
+        """Returns the outcomes of the groups with these numbers, in this order."""
+        return Outcomes(*(part[groups] for part in self))
+
+    def join(self, other: Outcomes) -> Outcomes:
+        """Returns the outcomes of both; the groups of ``other`` come last."""
+        return Outcomes(*(np.concatenate(parts) for parts in zip(self, other, strict=True)))
+
+
 @dataclass
 class Rollouts:
-    """The responses of a step."""
+    """The responses that a step trains on."""
 
     prompts: list[np.ndarray]  # token ids, b vectors int32 [p]
     responses: list[list[Response]]  # [b][g]
     rewards: np.ndarray  # float32 [b, g]
+    dropped: Outcomes | None = None  # of the groups that were sampled for the step and replaced; None: there are none
 
     def all(self) -> list[Response]:
         """Returns all responses, prompt by prompt."""
         return [response for group in self.responses for response in group]
 
+    def outcomes(self) -> Outcomes:
+        """Returns the outcomes of the groups that are trained on."""
+        lengths = np.asarray([[response.length for response in group] for group in self.responses])
+        truncated = np.asarray([[response.truncated for response in group] for group in self.responses])
+        return Outcomes(self.rewards, lengths, truncated)
+
+    def all_outcomes(self) -> Outcomes:
+        """Returns the outcomes of all groups that were sampled for the step; replaced groups come last."""
+        return self.outcomes() if self.dropped is None else self.outcomes().join(self.dropped)
+
     @property
     def num_tokens(self) -> int:
-        """The number of sampled tokens."""
-        return sum(response.length for response in self.all())
+        """The number of tokens that were sampled for the step, in replaced groups, too."""
+        return int(self.all_outcomes().lengths.sum())
 
 
 class Sampled(NamedTuple):
     """The rollouts of one step, and what sampling them took."""
 
-    rollouts: Rollouts  # in the order of the problems
-    row: Row  # the counts and seconds of their sampling, for the row of the step
+    rollouts: Rollouts  # in the order of the problems, unless groups were replaced
+    row: Row  # the counts, seconds and fractions of their sampling, for the row of the step
 
 
-def step_seed(seed: int, step: int) -> int:
-    """Returns an independent 32-bit seed for each step of a run."""
-    return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
+class BatchSampler(Protocol):
+    """An object that samples the batch of a step."""
+
+    def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
+        """Samples the rollouts of ``step``, those of ``problems`` first. Raises as ``RolloutEngine.generate``."""
+        ...
+
+
+def step_seed(seed: int, step: int, round_number: int = 0) -> int:
+    """Returns an independent 32-bit seed for each step of a run, and for each further round of its sampling."""
+    numbers = [seed, step, round_number] if round_number else [seed, step]
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 class Sampler:
@@ -95,10 +131,13 @@ class Sampler:
         self._params, self._n, self._seed = params, n, seed
         self._stop, self._counts_mixed = stop or StopRequest(), counts_mixed
 
-    def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
-        """Samples the rollouts of ``step``, which decides their seed. Raises as ``RolloutEngine.generate``."""
-        prompts = self._encoded(problems)
-        samples = self._engine.generate(prompts, self._n, self._params, seed=step_seed(self._seed, step))
+    def sample(self, problems: Sequence[Problem], step: int, round_number: int = 0) -> Sampled:
+        """Samples the rollouts of ``step``, which decides their seed together with the number of the round.
+
+        Raises as ``RolloutEngine.generate``.
+        """
+        prompts, seed = self._encoded(problems), step_seed(self._seed, step, round_number)
+        samples = self._engine.generate(prompts, self._n, self._params, seed=seed)
         by_place = {one.place: one for one in self._scored(problems, prompts, samples)}
         if len(by_place) != len(problems) * self._n:
             raise RuntimeError(f"the engine returned {len(by_place)} responses, expected {len(problems) * self._n}")
@@ -146,15 +185,17 @@ class Sampler:
 
 
 def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
-    """Returns the metrics of a batch, over all responses; ``policy_version`` is the version that is trained from."""
-    responses = rollouts.all()
-    lengths = np.asarray([response.length for response in responses], np.float64)
-    truncated = np.asarray([response.truncated for response in responses])
-    staleness = np.asarray([policy_version - response.oldest_version for response in responses])
+    """Returns the metrics of a batch; ``policy_version`` is the version that is trained from.
+
+    Rewards and lengths are those of all sampled responses, replaced groups included. Versions are those of the
+    responses that are trained on.
+    """
+    rewards, lengths, truncated = rollouts.all_outcomes()
+    staleness = np.asarray([policy_version - response.oldest_version for response in rollouts.all()])
     return {
-        "reward/mean": float(rollouts.rewards.mean()),
-        "reward/std": float(rollouts.rewards.std()),
-        "reward/groups_with_signal": float(groups_with_signal(rollouts.rewards).mean()),
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/groups_with_signal": float(groups_with_signal(rewards).mean()),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/truncated_fraction": float(truncated.mean()),

@@ -121,8 +121,9 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
     """Makes the next step of a run, all but its record. ``newest`` becomes this step once its update is made.
 
     1. Take ``batch_size`` problems.
-    2. Sample ``group_size`` responses to each with a published policy, and score each response as it arrives.
-    3. Observe the mean response length over all of them; the rate of this very update follows.
+    2. Sample ``group_size`` responses to each with a published policy, and score each response as it arrives. With
+       ``rollout.refill`` groups whose rewards are all equal are replaced by groups of further problems.
+    3. Observe the mean length of all responses, replaced ones included; the rate of this very update follows.
     4. Compute the advantages. A group whose rewards are all equal carries no loss.
     5. Pack the responses into rows.
     6. Make the update: one compiled step, or several mini-batches. If no group carries loss it is skipped.

@@ -287,16 +287,22 @@ def has_separate_forward(config: Config) -> bool:
     return several or make_objective(config, responses_per_update(config)).needs_old_logprobs
 
 
+def exact_shape(config: Config) -> tuple[int, int]:
+    """Returns (rows, tokens) of a micro-batch of ``rollout.engine: exact``, which also samples for evaluations."""
+    row_tokens = config.packing.resolve_row_tokens(config.max_engine_tokens)
+    return _micro_batch_rows(config, row_tokens), row_tokens
+
+
 @functools.lru_cache(maxsize=1)
 def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPass:
     """Builds the executable of ``rollout.engine: exact``, which the engine and the update share."""
-    row_tokens = config.packing.resolve_row_tokens(config.max_engine_tokens)
+    rows, row_tokens = exact_shape(config)
     return ExactPass(
         policy,
         mesh,
         precision=config.precision,
         objective=make_objective(config, config.num_sequences, policy),
-        rows=_micro_batch_rows(config, row_tokens),
+        rows=rows,
         row_tokens=row_tokens,
         options=config.policy,
         reported=config.rollout.reported,

@@ -10,7 +10,7 @@ from rljax.policy.head import token_logprobs
 from rljax.policy.model import cast_params, init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.decoding import next_tokens
-from rljax.rollout.embedded import JaxEngine, make_functions
+from rljax.rollout.embedded import JaxEngine, make_functions, padded_count
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
@@ -130,6 +130,28 @@ def test_new_weights_seeds_and_temperatures_compile_nothing():
         responses = sample(engine, seed=version, temperature=1.0 / version)
         assert {r.oldest_version for r in responses} == {version}
     assert engine.compilations == 1
+
+
+def test_requests_for_a_part_of_a_step_share_programs():
+    """A step of 5 prompts: requests for 1 to 5 of them take 1, 2, 4, 4 and 5 rows, and 6 are not padded."""
+    assert [padded_count(count, 5) for count in range(1, 7)] == [1, 2, 4, 4, 5, 6]
+    assert [padded_count(count, 0) for count in range(1, 4)] == [1, 2, 3]
+    make_functions.cache_clear()
+    plain, params = make()
+    padded = JaxEngine(CONFIG, jnp.float32, 6, mesh=make_mesh(MeshConfig(1, 1)), step_prompts=4)
+    padded.publish(params, 0)
+    limits = SamplingParams(12, 1.0, (0, 1))
+    for seed in range(3):
+        of_three = [list(engine.generate(PROMPTS[:3], 3, limits, seed=seed)) for engine in (plain, padded)]
+        assert [len(responses) for responses in of_three] == [9, 9]
+        for one, other in zip(*of_three, strict=True):
+            assert (one.prompt_index, one.sample_index) == (other.prompt_index, other.sample_index)
+            np.testing.assert_array_equal(one.token_ids, other.token_ids)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5, rtol=0)
+    assert plain.compilations == 2
+    for count in (4, 2, 1, 3):
+        assert len(list(padded.generate(PROMPTS[:count], 3, limits, seed=0))) == 3 * count
+    assert padded.compilations == 4
 
 
 def test_engines_of_one_kind_share_only_their_programs():

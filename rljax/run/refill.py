@@ -1,0 +1,100 @@
+"""Batches whose groups without signal are replaced by groups of further problems (``rollout.refill``).
+
+A group without signal carries no loss, so a batch with such groups makes a noisier update. A further *round* samples
+exactly as many new problems as groups are missing: no group with signal is thrown away, and the order in which
+responses arrive decides nothing. What the replaced groups say about the policy stays in the row of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rljax.algorithms.advantages import compute_advantages, groups_with_loss
+from rljax.data.prompts import Problem, PromptStream
+from rljax.record.rows import Row
+from rljax.run.config import Config
+from rljax.run.sampling import Rollouts, Sampled, Sampler
+
+
+class RefillingSampler:
+    """Samples batches as ``Sampler`` does, and replaces their groups without signal."""
+
+    def __init__(self, sampler: Sampler, stream: PromptStream, config: Config) -> None:
+        """Samples nothing yet; the problems that replace others are the next ones of ``stream``."""
+        self._sampler, self._stream, self._config = sampler, stream, config
+
+    def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
+        """Samples the rollouts of ``step``, with one group for each of ``problems`` in number.
+
+        The groups with signal come first, in the order of their problems. If ``rollout.refill_limit`` further rounds
+        leave places, the earliest groups without signal take them. Raises as ``RolloutEngine.generate``.
+        """
+        rollouts, row = self._sampler.sample(problems, step)
+        signal, rows, counts = self.has_signal(rollouts), [row], [len(problems)]
+        while not signal.all() and len(rows) <= self._config.rollout.refill_limit:
+            more, row = self._sampler.sample(self._stream.take(int((~signal).sum())), step, len(rows))
+            rows.append(row)
+            counts.append(len(more.prompts))
+            signal = np.concatenate([signal, self.has_signal(more)])
+            order = np.argsort(~signal, kind="stable")
+            rollouts = split(join(rollouts, more), order[: len(problems)], order[len(problems) :])
+            signal = signal[order[: len(problems)]]
+        dropped = rollouts.dropped
+        replaced: Row = {
+            "rollout/refilled_groups": 0 if dropped is None else len(dropped.rewards),
+            "rollout/refill_rounds": len(rows) - 1,
+            "rollout/refilled_tokens": 0 if dropped is None else int(dropped.lengths.sum()),
+        }
+        return Sampled(rollouts, sum_rows(rows, counts) | replaced)
+
+    def has_signal(self, rollouts: Rollouts) -> np.ndarray:
+        """Marks the groups that carry loss, bool [b]: their rewards differ, with the penalty of long responses."""
+        longest, outcomes = self._config.rollout.max_response_tokens, rollouts.outcomes()
+        return groups_with_loss(
+            compute_advantages(
+                outcomes.rewards, self._config.advantage, lengths=outcomes.lengths, max_response_tokens=longest
+            )
+        )
+
+
+def join(first: Rollouts, second: Rollouts) -> Rollouts:
+    """Returns the groups of both, and what was dropped of the first."""
+    return Rollouts(
+        [*first.prompts, *second.prompts],
+        [*first.responses, *second.responses],
+        np.concatenate([first.rewards, second.rewards]),
+        first.dropped,
+    )
+
+
+def split(rollouts: Rollouts, kept: np.ndarray, dropped: np.ndarray) -> Rollouts:
+    """Returns the groups with the numbers ``kept``, in that order, and drops those with the numbers ``dropped``.
+
+    Only rewards and lengths are kept of a dropped group, because its tokens may take much memory.
+    """
+    gone = rollouts.outcomes().select(dropped)
+    return replace(
+        rollouts,
+        prompts=[rollouts.prompts[i] for i in kept],
+        responses=[rollouts.responses[i] for i in kept],
+        rewards=rollouts.rewards[kept],
+        dropped=gone if rollouts.dropped is None else rollouts.dropped.join(gone),
+    )
+
+
+def sum_rows(rows: Sequence[Row], counts: Sequence[int]) -> Row:
+    """Returns the row of all rounds: counts and seconds are added up, and a fraction becomes that of all responses.
+
+    Args:
+      rows: The row of each round.
+      counts: The number of groups of each round.
+    """
+    summed: Row = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = [row.get(key, 0) for row in rows]
+        is_fraction = key.endswith("_fraction")
+        summed[key] = float(np.average(values, weights=counts)) if is_fraction else sum(values)
+    return summed

@@ -1,0 +1,374 @@
+"""Groups without signal are replaced: the problems of each batch, the counts of its row, and resumes."""
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from row_list import RowList
+from scripted_engine import ScriptedEngine
+from toy_problems import load_once
+from toy_runs import TOY_BASE
+
+from rljax.algorithms.advantages import AdvantageConfig
+from rljax.data.prompts import DataConfig, PromptStream
+from rljax.data.toy import build_tokenizer
+from rljax.errors import ServersLostError
+from rljax.policy.config import toy_config
+from rljax.rewards.pool import RewardPool
+from rljax.rollout.types import RolloutConfig, SamplingParams
+from rljax.run.build import build, starting_point
+from rljax.run.checkpoint import CheckpointConfig, Checkpointer
+from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
+from rljax.run.loop import train
+from rljax.run.pipeline import Batches, BatchesAhead
+from rljax.run.refill import RefillingSampler, sum_rows
+from rljax.run.sampling import Sampler, rollout_row, step_seed
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
+from rljax.run.training import make_update
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.packing import PackingConfig
+from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import OptimizerConfig, make_optimizer
+
+TOKENIZER, POLICY, MESH = build_tokenizer(), toy_config(), make_mesh(MeshConfig(1, 1))
+PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(100, 117)]
+SEED, SIZE = 5, 4
+
+
+def in_order(count):
+    """The first problems of the stream by their prompts; the list of problems ends within them."""
+    return [problem["prompt"] for problem in PromptStream(PROBLEMS, SIZE, SEED).take(count)]
+
+
+class Shuffled(ScriptedEngine):
+    """Groups with the prompts of ``with_signal`` have a right answer of 4 tokens and a wrong one of 2, others two of 8.
+
+    The responses of each request arrive in an order of its own. The calls in ``lost`` fail in their middle.
+    """
+
+    def __init__(self, with_signal, lost=()):
+        super().__init__(TOKENIZER, self.answer)
+        self.with_signal, self.lost, self.seeds, self.published = with_signal, list(lost), [], [0]
+
+    def answer(self, prompt, sample, seed):
+        if prompt not in self.with_signal:
+            return "7777777$"
+        return "7$" if sample else f"{prompt[:3]}$"
+
+    def respond(self, prompts, n, sampling, seed, metrics):
+        self.seeds.append(seed)
+        responses = list(super().respond(prompts, n, sampling, seed, metrics))
+        for count, k in enumerate(np.random.default_rng(len(self.asked)).permutation(len(responses))):
+            if count == 1 and len(self.asked) in self.lost:
+                raise ServersLostError("none is left")
+            yield responses[k]
+
+
+def refilling(engine, limit=2, **advantage):
+    """A sampler that refills, and its stream."""
+    rollout = RolloutConfig(group_size=2, max_response_tokens=8, refill=True, refill_limit=limit)
+    config = Config(rollout=rollout, advantage=AdvantageConfig(**advantage))
+    stream = PromptStream(PROBLEMS, SIZE, SEED)
+    sampler = Sampler(engine, TOKENIZER, RewardPool("addition", 0), SamplingParams(8, 1.0, (14,)), 2, seed=SEED)
+    return RefillingSampler(sampler, stream, config), stream
+
+
+def prompts_of(sampled):
+    return [TOKENIZER.decode(prompt) for prompt in sampled.rollouts.prompts]
+
+
+def sample(signal, limit=2, size=SIZE, **advantage):
+    """Samples step 3; the characters of ``signal`` say which problems have signal, in the order of the stream."""
+    prompts = in_order(len(signal))
+    engine = Shuffled({prompt for prompt, mark in zip(prompts, signal, strict=True) if mark == "S"})
+    sampler, stream = refilling(engine, limit, **advantage)
+    sampled = sampler.sample(stream.take(size), 3)
+    places = [prompts.index(prompt) for prompt in prompts_of(sampled)]
+    return sampled, places, engine, stream.state_dict()["problems_drawn"]
+
+
+def test_further_rounds_replace_groups_until_none_lacks():
+    """Of problems 0 to 3 two lack signal. Problems 4 and 5 replace them, but 4 has none either, so 6 replaces it."""
+    sampled, places, engine, drawn = sample("S.S..SS")
+    assert places == [0, 2, 5, 6]
+    assert [len(prompts) for prompts in engine.asked] == [4, 2, 1]
+    assert engine.seeds == [step_seed(SEED, 3), step_seed(SEED, 3, 1), step_seed(SEED, 3, 2)]
+    assert drawn == 7
+    assert sampled.row["rollout/refilled_groups"] == 3
+    assert sampled.row["rollout/refill_rounds"] == 2
+    assert sampled.row["rollout/refilled_tokens"] == 3 * 2 * 8
+    assert sampled.row["rollout/requests"] == 14
+    assert sampled.row["reward/errors"] == 0
+    np.testing.assert_array_equal(sampled.rollouts.rewards, [[1.0, 0.0]] * 4)
+
+
+def test_the_row_measures_all_that_was_sampled():
+    """4 groups of 4 and 2 tokens, and 3 of 8 and 8: 14 responses of 72 tokens, of which 4 are right."""
+    rollouts = sample("S.S..SS")[0].rollouts
+    row = rollout_row(rollouts, policy_version=0)
+    assert row["response_length/mean"] == pytest.approx(72 / 14)
+    assert row["response_length/max"] == 8.0
+    assert row["response_length/truncated_fraction"] == 0.0
+    assert row["reward/mean"] == pytest.approx(4 / 14)
+    assert row["reward/groups_with_signal"] == pytest.approx(4 / 7)
+    assert rollouts.num_tokens == 72
+    assert len(rollouts.all()) == 8
+
+
+def test_at_the_limit_the_earliest_groups_fill_the_batch():
+    """One round after problems 0 to 3: of 4, 5 and 6 one has signal, and places are left for 0 and 2."""
+    sampled, places, engine, drawn = sample(".S....S", limit=1)
+    assert places == [1, 6, 0, 2]
+    assert (drawn, len(engine.asked)) == (7, 2)
+    assert sampled.row["rollout/refilled_groups"] == 3
+    assert rollout_row(sampled.rollouts, 0)["reward/groups_with_signal"] == pytest.approx(2 / 7)
+
+
+def test_no_signal_at_all_gives_the_first_batch_back():
+    sampled, places, engine, drawn = sample("." * 12)
+    assert places == [0, 1, 2, 3]
+    assert (drawn, [len(prompts) for prompts in engine.asked]) == (12, [4, 4, 4])
+    assert sampled.row["rollout/refilled_groups"] == 8
+
+
+def test_a_batch_with_signal_is_sampled_as_without_refilling():
+    sampled, places, engine, drawn = sample("SSSS")
+    assert (places, drawn, engine.seeds) == ([0, 1, 2, 3], 4, [step_seed(SEED, 3)])
+    counts = ("refilled_groups", "refill_rounds", "refilled_tokens")
+    assert [sampled.row[f"rollout/{name}"] for name in counts] == [0, 0, 0]
+    assert sampled.rollouts.dropped is None
+
+
+def test_a_group_that_the_penalty_gives_loss_is_kept():
+    """All rewards are 0, and responses of 8 tokens are above a buffer of 4: alone equal lengths leave no signal."""
+
+    class Uneven(Shuffled):
+        def answer(self, prompt, sample, seed):
+            return "7$" if sample and prompt in self.with_signal else "7777777$"
+
+    prompts = in_order(5)
+    sampler, stream = refilling(Uneven({prompts[0], prompts[3], prompts[4]}), overlong_buffer_tokens=4)
+    sampled = sampler.sample(stream.take(3), 1)
+    assert prompts_of(sampled) == [prompts[0], prompts[3], prompts[4]]
+    assert sampled.row["rollout/refilled_groups"] == 2
+
+
+def test_rounds_add_up_and_fractions_are_of_all_responses():
+    rows = [{"time/generate_s": 1.0, "rollout/mixed_fraction": 0.5}, {"time/generate_s": 0.25, "rollout/retries": 2}]
+    rows[1]["rollout/mixed_fraction"] = 0.0
+    summed = {"time/generate_s": 1.25, "rollout/mixed_fraction": 0.375, "rollout/retries": 2}
+    assert sum_rows(rows, [3, 1]) == summed
+
+
+def test_seeds_of_rounds_are_those_of_no_step():
+    steps = {step_seed(SEED, step) for step in range(500)}
+    rounds = {step_seed(SEED, step, number) for step in range(100) for number in range(1, 5)}
+    assert len(rounds) == 400
+    assert not rounds & steps
+    assert step_seed(SEED, 7, 0) == step_seed(SEED, 7)
+
+
+def test_any_number_of_problems_goes_on_across_epochs():
+    stream = PromptStream(PROBLEMS, SIZE, SEED)
+    counts = [4, 3, 1, 15, 2, 20]
+    taken = [stream.take(count) for count in counts]
+    assert [problem["prompt"] for batch in taken for problem in batch] == in_order(sum(counts))
+    for epoch in range(2):
+        drawn = in_order(45)[17 * epoch : 17 * (epoch + 1)]
+        assert sorted(drawn) == [problem["prompt"] for problem in PROBLEMS]
+    resumed = PromptStream(PROBLEMS, SIZE, SEED)
+    resumed.load_state_dict({"problems_drawn": 8})
+    assert [resumed.take(count) for count in counts[3:]] == taken[3:]
+
+
+# ---- batches ahead of training ---------------------------------------------------------------------------------------
+
+WITH_SIGNAL = {prompt for i, prompt in enumerate(in_order(17)) if i % 3 != 1}
+STEPS = 5
+
+
+def expected_batches(steps=STEPS, limit=2, size=SIZE):
+    """The rule written out once more: the prompts of each batch, and the number of problems drawn after it."""
+    order, at, batches = in_order(300), 0, []
+    for _ in range(steps):
+        signal, silent, rounds, asked = [], [], 0, size
+        while True:
+            for prompt in order[at : at + asked]:
+                (signal if prompt in WITH_SIGNAL else silent).append(prompt)
+            at, asked = at + asked, size - len(signal)
+            if not asked or rounds == limit:
+                break
+            rounds += 1
+        batches.append((signal + silent[: size - len(signal)], at))
+    return batches
+
+
+def go_on(engine, k, first=1, at=0):
+    """Returns (prompts, problems drawn) of each batch from step ``first`` on."""
+    sampler, stream = refilling(engine)
+    stop = StopRequest()
+    batches = Batches(stream, sampler)
+    if k:
+        batches = BatchesAhead(stream, sampler, engine, stop, steps=STEPS, max_staleness=k)
+    batches.load_state_dict({"problems_drawn": at})
+    batches.start(first - 1)
+    found = []
+    try:
+        for step in range(first, STEPS + 1):
+            sampled = batches.take(Timers(stop))
+            found.append((prompts_of(sampled), batches.state_dict()["problems_drawn"]))
+            with batches.paused({}, step, Timers(stop), drains=False):
+                engine.publish({}, step)
+    finally:
+        batches.close()
+    return found
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_batches_are_those_of_the_rule(k):
+    expected = expected_batches()
+    assert any(drawn % SIZE for _, drawn in expected)
+    engine = Shuffled(WITH_SIGNAL)
+    assert go_on(engine, k) == expected
+    assert [prompt for prompts in engine.asked for prompt in prompts] == in_order(expected[-1][1])
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_a_resume_loses_no_problem_and_uses_none_twice(k):
+    expected = expected_batches()
+    assert go_on(Shuffled(WITH_SIGNAL), k, first=3, at=expected[1][1]) == expected[2:]
+
+
+@pytest.mark.parametrize("lost", [[1], [2], [3], [4]])
+def test_a_lost_batch_takes_its_own_problems_again(lost):
+    """Whichever round is lost, the batch begins again with its first problems, and the next batch follows it."""
+    engine = Shuffled(WITH_SIGNAL, lost)
+    assert go_on(engine, 1) == expected_batches()
+    assert len(engine.asked) > len(lost) + STEPS
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def settings(directory, **rollout):
+    return Config(
+        run=RunConfig(dir=str(directory), steps=4),
+        model=ModelConfig(path=str(TOY_BASE)),
+        data=DataConfig(batch_size=2, max_prompt_tokens=8),
+        rollout=RolloutConfig(group_size=2, max_response_tokens=8, dtype="float32", refill=True, **rollout),
+        precision=PrecisionConfig(compute_dtype="float32"),
+        packing=PackingConfig(row_tokens=16, rows_per_micro_batch=2),
+        mesh=MeshConfig(1, 1),
+        optimizer=OptimizerConfig(learning_rate=1e-3),
+        eval=EvalConfig(every=2),
+        checkpoint=CheckpointConfig(every=3),
+    )
+
+
+def odd_sums_have_signal(prompt, sample, seed):
+    total = sum(int(term) for term in prompt.rstrip("=").split("+"))
+    return f"{total}$" if total % 2 and sample == 0 else "7777777$"
+
+
+@pytest.fixture(scope="module")
+def update(tmp_path_factory):
+    """The compiled step that all these runs share."""
+    config = settings(tmp_path_factory.mktemp("update"))
+    return make_update(config, POLICY, make_optimizer(config.optimizer), MESH, None)
+
+
+class Stop(StopRequest):
+    """A request to stop that comes after a number of rows."""
+
+    def __init__(self, rows, stop_after):
+        super().__init__(0.0)
+        self.rows, self.stop_after = rows, stop_after
+
+    def is_requested(self):
+        return super().is_requested() or len(self.rows) == self.stop_after
+
+
+@pytest.fixture
+def go(update, tmp_path):
+    """Runs ``train`` from where a directory stands; returns its rows, the engine and the weights at the end."""
+
+    def run(name, *, stop_after=None, last_row=None, **rollout):
+        config, rows = settings(tmp_path / name, **rollout), RowList()
+        engine, stop = ScriptedEngine(TOKENIZER, odd_sums_have_signal), Stop(rows, stop_after)
+        with contextlib.ExitStack() as stack:
+            checkpointer = stack.enter_context(contextlib.closing(Checkpointer(tmp_path / name / "checkpoints")))
+            parts = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, load_once(config, TOKENIZER), stop)
+            stack.callback(parts.rewards.close)
+            parts = dataclasses.replace(parts, update=update)
+            with stop:
+                state = train(parts, *starting_point(parts, MESH), rows, last_row)
+        return rows, engine, jax.device_get(state.params)
+
+    return run
+
+
+def without_clock(rows):
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def test_a_run_trains_on_full_batches_and_resumes(go):
+    whole, engine, weights = go("whole")
+    assert {2} < {len(prompts) for prompts in engine.asked}
+    assert any(row["rollout/refilled_groups"] for row in whole)
+    for row in whole:
+        groups = 2 + row["rollout/refilled_groups"]
+        assert row["reward/groups_with_signal"] == pytest.approx(2 / groups)
+        assert row["reward/mean"] == pytest.approx(1 / groups)
+        assert row["rollout/requests"] == 2 * groups
+        # The trained batch: two groups with signal, each with a wrong answer of 8 tokens.
+        assert row["mismatch/sequence_count"] == 4
+        assert row["rollout/refilled_tokens"] == 16 * row["rollout/refilled_groups"]
+        sampled = row["mismatch/token_count"] + row["rollout/refilled_tokens"]
+        assert row["response_length/mean"] == pytest.approx(sampled / (2 * groups))
+        assert row["perf/response_tokens_per_s"] * row["time/rollout_s"] == pytest.approx(sampled)
+        assert row["optimizer/skipped_updates"] == 0
+    first, before, _ = go("run", stop_after=2)
+    second, after, resumed = go("run", last_row=first[-1])
+    assert [row["step"] for row in second] == [3, 4]
+    assert without_clock([*first, *second]) == without_clock(whole)
+    assert before.asked + after.asked == engine.asked
+    jax.tree.map(np.testing.assert_array_equal, resumed, weights)
+
+
+def values(row):
+    names = ("reward/mean", "response_length/mean", "rollout/refilled_groups", "mismatch/token_count")
+    return [row[name] for name in names]
+
+
+def without_evaluations(engine):
+    return [prompts for prompts in engine.asked if len(prompts) <= 2]
+
+
+def test_ahead_of_training_the_batches_are_the_same(go):
+    whole, engine, _ = go("whole")
+    ahead, other, _ = go("ahead", max_staleness=1)
+    assert [values(row) for row in ahead] == [values(row) for row in whole]
+    assert [row["rollout/staleness"] for row in ahead] == [0, 1, 1, 1]
+    assert without_evaluations(other) == without_evaluations(engine)
+    first, _, _ = go("run", stop_after=2, max_staleness=1)
+    second, after, _ = go("run", last_row=first[-1], max_staleness=1)
+    assert [values(row) for row in [*first, *second]] == [values(row) for row in whole]
+    # The batches of steps 1 and 2 were asked for before.
+    asked = without_evaluations(after)
+    assert asked == without_evaluations(engine)[-len(asked) :]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_the_mean_of_the_batch_is_refused():
+    with pytest.raises(ValueError, match=r"^rollout\.refill .* advantage\.estimator = reinforce they carry loss"):
+        Config(rollout=RolloutConfig(refill=True), advantage=AdvantageConfig(estimator="reinforce"))
+
+
+def test_no_further_round_is_no_limit():
+    with pytest.raises(ValueError, match="refill_limit must be at least 1, got 0"):
+        RolloutConfig(refill=True, refill_limit=0)
