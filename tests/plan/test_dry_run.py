@@ -114,6 +114,11 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
     lines = dict(line.split("  ", 1) for line in text.splitlines()[1:])
     lines = {key: value.strip() for key, value in lines.items()}
     assert lines["a step"] == "6 prompts x 4 responses = 24 responses, 2 updates of 12"
+    assert "refill" not in lines
+    refilled = dry_run(changed(config, rollout={"refill": True, "refill_limit": 3})).splitlines()
+    assert [line.split("  ", 1)[1].strip() for line in refilled if line.strip().startswith("refill")] == [
+        "a step samples 6 to 24 prompts"
+    ]
     assert lines["tokens a step"] == "at most 24,000: 100 + 900 each"
     # A row takes two of the longest sequences: 12 of them are 6 rows, 2 micro-batches of 4.
     assert lines["packing"] == "at most 2 micro-batches of 4 rows of 2,048 tokens"
@@ -132,6 +137,13 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
         ({"rollout": {"max_response_tokens": 40_000}}, "is longer than the model's max_position_embeddings = 32768"),
         ({"mesh": {"fsdp": 3}}, "must be a multiple of the 3 ways that the mesh splits rows"),
         ({"packing": {"row_tokens": 64}}, "row_tokens = 64 is shorter than the longest possible sequence"),
+        (
+            {
+                "rollout": {"engine": "exact", "refill": True, "group_size": 12},
+                "packing": {"rows_per_micro_batch": 8},
+            },
+            "rollout.group_size = 12 must be a multiple of the 8 rows of a micro-batch",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sections, part):

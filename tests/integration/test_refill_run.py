@@ -1,0 +1,78 @@
+"""Whole runs whose groups without signal are replaced: resumed, with the exact engine, and on two processes."""
+
+import json
+
+import numpy as np
+import pytest
+from process_runs import FLOAT32, TINY, complete_together, largest_differences
+from toy_runs import comparable, complete, tiny
+
+pytestmark = pytest.mark.slow
+
+STEPS, PROMPTS, GROUP = 5, 4, 2
+# A reward that half of the responses earn, so that half of the groups have no signal.
+REFILL = [
+    *("--rollout.refill", "true", "--data.batch-size", str(PROMPTS), "--rollout.group-size", str(GROUP)),
+    *("--data.reward", "parity_reward:reward", "--rollout.transcript-every", "1"),
+]
+
+
+def trained_rewards(run_dir):
+    """The rewards of each step's trained batch, [b, g]."""
+    steps = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    lines = [[json.loads(line)["reward"] for line in path.read_text().splitlines()] for path in steps]
+    return [np.reshape(rewards, (-1, GROUP)) for rewards in lines]
+
+
+def assert_refilled(run_dir):
+    """Each batch is full, and all groups have signal unless the limit was reached; returns the rows."""
+    rows, batches = comparable(run_dir), trained_rewards(run_dir)
+    assert len(rows) == len(batches) == STEPS
+    assert sum(row["rollout/refilled_groups"] for row in rows) > STEPS
+    for row, rewards in zip(rows, batches, strict=True):
+        assert rewards.shape == (PROMPTS, GROUP)
+        with_signal = (rewards != rewards[:, :1]).any(axis=1)
+        assert with_signal.all() or row["rollout/refill_rounds"] == 4
+        sampled = PROMPTS + row["rollout/refilled_groups"]
+        assert row["reward/groups_with_signal"] == pytest.approx(with_signal.sum() / sampled)
+        tokens = row["mismatch/token_count"] + row["rollout/refilled_tokens"]
+        assert row["response_length/mean"] == pytest.approx(tokens / (GROUP * sampled))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def whole(toy_base, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    code, output = complete(tiny(toy_base, run_dir, STEPS, *FLOAT32, *REFILL))
+    assert code == 0, output
+    return run_dir
+
+
+def test_every_batch_is_full_of_signal_and_resumes(whole, toy_base, tmp_path):
+    rows = assert_refilled(whole)
+    run_dir = tmp_path / "run"
+    for steps in (2, STEPS):
+        code, output = complete(tiny(toy_base, run_dir, steps, *FLOAT32, *REFILL))
+        assert code == 0, output
+    assert comparable(run_dir) == rows
+
+
+def test_the_exact_engine_stays_at_zero_mismatch(toy_base, tmp_path):
+    exact = ("--rollout.engine", "exact", "--rollout.dtype", "bfloat16", "--precision.compute-dtype", "bfloat16")
+    code, output = complete(tiny(toy_base, tmp_path / "run", STEPS, *REFILL, *exact))
+    assert code == 0, output
+    assert {row["mismatch/logprob_abs_diff_max"] for row in assert_refilled(tmp_path / "run")} == {0.0}
+    rows = ("--packing.rows-per-micro-batch", "3")
+    code, output = complete(tiny(toy_base, tmp_path / "other", STEPS, *REFILL, *exact, *rows))
+    assert code == 2
+    assert "rollout.group_size = 2 must be a multiple of the 3 rows of a micro-batch" in output
+
+
+@pytest.mark.processes
+def test_two_processes_make_the_rows_of_one(toy_base, tmp_path):
+    for count in (1, 2):
+        words = tiny(toy_base, tmp_path / f"run_{count}", STEPS, *FLOAT32, *TINY, *REFILL)
+        complete_together(words, count, tmp_path / f"printed_{count}")
+    differences = largest_differences(*(comparable(tmp_path / f"run_{count}") for count in (1, 2)))
+    assert max(differences.values(), default=0.0) < 1e-5, differences
+    assert_refilled(tmp_path / "run_2")
