@@ -112,3 +112,21 @@ def test_supports_are_those_of_the_trainers_distribution(served, prompts, cut):
     assert np.mean(equal) > 0.98  # a token may lie at the edge of the cut
     assert max(sizes) <= cut["top_k"]
     assert (min(sizes) < cut["top_k"]) == (len(cut) > 1)
+
+
+@pytest.mark.parametrize("served", ["bfloat16"], indirect=True)
+def test_a_head_in_16_bits_has_ties(served, prompts):
+    """Without Triton the server keeps all tokens that tie with the last one of ``top_k``."""
+    sampling = SamplingParams(TOKENS, 1.5, reported=20, top_k=20)
+    responses = sampled(served, prompts, sampling, 6, top_k=20)
+    gaps = []
+    for response in responses:
+        tops, trainers = response.tops, distributions(served, prompts, response, 1.5)
+        assert (tops.ids == response.token_ids[:, None]).any(axis=1).all()
+        np.testing.assert_allclose(np.exp(tops.logprobs.astype(np.float64)).sum(1), 1.0, atol=2e-3)
+        kept = np.take_along_axis(trainers, tops.ids, 1)
+        gaps.append(np.abs(kept - np.log(np.exp(kept).sum(1, keepdims=True)) - tops.logprobs))
+    together = np.concatenate(gaps)
+    print("mean", together.mean(), "largest", together.max())
+    assert together.mean() < 0.02
+    assert together.max() < WITHIN["bfloat16"]

@@ -146,6 +146,17 @@ def test_a_slurm_job_writes_what_changed():
     assert "--publish.store directory" not in pulled
 
 
+@pytest.mark.parametrize(
+    ("reported", "allowed"), [(["--rollout.top-logprobs", "19"], ""), (["--rollout.top-k", "20"], "21")]
+)
+@pytest.mark.parametrize("script", ["launch/single_node.sh", "launch/slurm.sbatch"])
+def test_servers_allow_what_the_configuration_reports(script, reported, allowed):
+    """The sampled token comes with the likeliest ones, and vLLM allows 20 unless it is told."""
+    served = ["--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0"] if "slurm" in script else []
+    server = plan(script, "--", *served, *reported)[-2]
+    assert server.partition("--max-logprobs ")[2].partition(" ")[0].strip() == allowed
+
+
 def test_one_machine_refuses_an_old_driver(gpu_machine):
     process = start("launch/single_node.sh", PATH=gpu_machine("535.183.01"))
     assert "needs 580 or newer" in process.communicate(timeout=60)[1]
