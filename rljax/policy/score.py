@@ -44,18 +44,19 @@ def over_support(
       collision: Whether to compute the sum of the squared probabilities, without gradient.
     """
     is_in = ids >= 0
-    is_cut = is_in.any(axis=-1)
     # Infinite numbers would make the gradient of the sum NaN.
     finite = jnp.where(is_in, tops, _NEVER)
-    mass = jax.nn.logsumexp(finite, axis=-1)
-    inside = finite - mass[..., None]
+    # These are the operations of log_softmax, so a token in the support gets the bits of its entry there.
+    top = jax.lax.stop_gradient(finite.max(axis=-1))
+    shifted = finite - top[..., None]
+    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    inside = shifted - log_sum[..., None]
     p = jnp.where(is_in, jnp.exp(inside), 0.0)
-    squares = jax.lax.stop_gradient(jnp.sum(p**2, axis=-1)) if collision else None
     return TokenScores(
-        jnp.where(is_cut, logprobs - mass, 0.0),
+        jnp.where(is_in.any(axis=-1), logprobs - top - log_sum, 0.0),
         -jnp.sum(p * inside, axis=-1),
         jnp.where(is_in, inside, -jnp.inf),
-        squares,
+        jax.lax.stop_gradient(jnp.sum(p**2, axis=-1)) if collision else None,
     )
 
 

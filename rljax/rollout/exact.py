@@ -3,7 +3,7 @@
 For each token of a response it runs the whole forward-and-backward on the rows so far. It samples from each row's
 distribution at the row's last place, and keeps that very number as the token's log-probability. Nothing is scored
 again. Sequence i of a request is in row i % b, as it is when it is trained on. A cut distribution is made of that row,
-by the function that the trainer uses, too.
+by the operations that the trainer makes, too.
 """
 
 from __future__ import annotations
