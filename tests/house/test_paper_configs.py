@@ -41,6 +41,7 @@ TINY = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True)
 # What each arm of arXiv 2602.01826 changes of Table 1.
 CONSTANT, TRIGGERED = {"schedule.kind": "constant"}, {"schedule.kind": "length_triggered"}
 FLOAT16 = {"rollout.dtype": "float16", "precision.compute_dtype": "float16"}
+CENTERED = {"rollout.top_logprobs": 20, "correction.score_centering": True}
 SLOW = {"optimizer.learning_rate": 1e-7, "run.steps": 2000}
 
 
@@ -61,6 +62,7 @@ SANITY = {
 # Of the FP16 paper: (Dr.)GRPO alone, with token TIS and with sequence MIS, GSPO, and policy gradient with sequence TIS.
 SANITY_ARMS = {
     "": {},
+    "grpo_": {"advantage.estimator": "grpo", "loss.aggregation": "sequence_mean"},
     "token_tis_": {"correction.preset": "token_tis"},
     "sequence_mis_": {"correction.preset": "sequence_mis"},
     "gspo_": {"loss.kind": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
@@ -68,6 +70,13 @@ SANITY_ARMS = {
     "pg_sequence_tis_": {"loss.kind": "policy_gradient", "correction.preset": "sequence_tis"},
 }
 LARGER = {"model.path": "Qwen/Qwen3-8B-Base", "precision.remat": "blocks"}
+DENSE = {
+    "model.path": "Qwen/Qwen3-14B-Base",
+    "correction.preset": "token_tis",
+    "mesh.fsdp": 8,
+    "mesh.keep_gathered": False,
+    "precision.remat": "blocks",
+}
 MIXTURE = {
     "model.path": "Qwen/Qwen3-30B-A3B-Base",
     "rollout.router_replay": "r3",
@@ -89,6 +98,10 @@ EXPECTED = {
         **{f"{p}_schedule": TRIGGERED | {"correction.preset": p} for p in ("token_tis", "token_mis")},
         "fp16": CONSTANT | FLOAT16,
         "fp16_schedule": TRIGGERED | FLOAT16,
+        "score_centering": CONSTANT | CENTERED,
+        "score_centering_schedule": TRIGGERED | CENTERED,
+        "two_sided_tv": CONSTANT | {"correction.preset": "two_sided_tv"},
+        "two_sided_tv_schedule": TRIGGERED | {"correction.preset": "two_sided_tv"},
         "data_25": CONSTANT | {"data.fraction": 0.25},
         "data_2.5": CONSTANT | {"data.fraction": 0.025},
         **{f"multiplier_{m}": TRIGGERED | {"schedule.multiplier": m} for m in (1.5, 2.0)},
@@ -103,7 +116,9 @@ EXPECTED = {
         f"sanity_{arm}{dtype}": SANITY | changes | of_dtype
         for arm, changes in SANITY_ARMS.items()
         for dtype, of_dtype in (("bf16", {}), ("fp16", FLOAT16))
-    },
+    }
+    | {"sanity_fp16_train": SANITY | {"precision.compute_dtype": "float16"}},
+    "qwen3_14b": {"token_tis": DENSE, "token_tis_fp16": DENSE | FLOAT16},
     "qwen3_30b_a3b": {
         "token_tis": MIXTURE | {"correction.preset": "token_tis"},
         "token_tis_fp16": MIXTURE | {"correction.preset": "token_tis"} | FLOAT16,
@@ -273,7 +288,8 @@ def test_a_toy_sized_step_is_built_and_lowered(full):
     update = make_update(config, TINY, tx, mesh, None)
     dynamic = config.precision.compute_dtype == "float16"
     state = abstract_state(TINY, tx, mesh, dynamic_scale=dynamic)
-    lowered = update.step.lower(*([] if isinstance(update, SingleUpdate) else ["old_logprobs"]))
+    optional = [] if isinstance(update, SingleUpdate) else ["old_logprobs"]
+    lowered = update.step.lower(*optional, reported=config.rollout.reported)
     text = lowered.as_text()
     assert ("xf16>" in text, "xbf16>" in text) == (dynamic, not dynamic)
     new_state, row, _ = lowered.out_info
