@@ -136,6 +136,11 @@ def top_bytes(config: Config) -> int:
     return config.num_sequences * config.rollout.max_response_tokens * config.rollout.reported * TOP_BYTES
 
 
+def held_batches(config: Config) -> int:
+    """Returns the most batches of responses that one step holds; with refilling a further round beside the batch."""
+    return 2 if config.rollout.refill else 1
+
+
 def device_demands(
     config: Config, devices: Devices, training: int, resident: int, decoding: Decoding | None
 ) -> list[Demand]:
@@ -202,7 +207,8 @@ def host_demand(
     if served and config.publish.store != "shared":
         parts["the last version for deltas"] = weights
     if tops := top_bytes(config):
-        batches = 1 + config.rollout.max_staleness  # of responses, and one more that is packed into rows
+        # Those that are sampled for the step, those of the steps after it, and one more that is packed into rows.
+        batches = held_batches(config) + config.rollout.max_staleness
         packed = math.prod(batch_shape(config)) * config.rollout.reported * TOP_BYTES
         parts["likeliest tokens"] = batches * tops + packed
     if devices.memory is None:

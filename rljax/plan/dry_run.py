@@ -19,6 +19,7 @@ from rljax.plan.budget import (
     device_demands,
     disk_demands,
     find_devices,
+    held_batches,
     host_demand,
     plan_decoding,
     resident_bytes,
@@ -152,9 +153,10 @@ def _check_routes(config: Config, policy: PolicyConfig) -> None:
         raise ValueError(f"rollout.router_replay = {replay} is for a mixture of experts; this policy is dense")
     if replay == "r2" and not has_separate_forward(config):
         raise ValueError("rollout.router_replay = r2 is for several updates a batch (loss.mini_batches, loss.epochs)")
-    if route_bytes(config, policy) > config.rollout.max_route_bytes:
+    needed = route_bytes(config, policy) * held_batches(config)
+    if needed > config.rollout.max_route_bytes:
         raise ValueError(
-            f"the routes of a step can take {in_units(route_bytes(config, policy))} of the host's memory, "
+            f"the routes of a step can take {in_units(needed)} of the host's memory, "
             f"rollout.max_route_bytes allows {in_units(config.rollout.max_route_bytes)}"
         )
 
@@ -172,10 +174,11 @@ def _check_tops(config: Config, policy: PolicyConfig) -> None:
         raise ValueError(
             f"rollout.{name} = {rollout.reported} must be at most the model's vocabulary, {policy.vocab_size} tokens"
         )
-    if top_bytes(config) > rollout.max_top_bytes:
+    needed = top_bytes(config) * held_batches(config)
+    if needed > rollout.max_top_bytes:
         raise ValueError(
             f"the likeliest tokens of a step (rollout.{name} = {rollout.reported}) can take "
-            f"{in_units(top_bytes(config))} of the host's memory, rollout.max_top_bytes allows "
+            f"{in_units(needed)} of the host's memory, rollout.max_top_bytes allows "
             f"{in_units(rollout.max_top_bytes)}"
         )
 

@@ -254,6 +254,9 @@ def test_likeliest_tokens_are_bounded_in_bytes():
         check_shapes(fits, TINY, shape_mesh(fits.mesh))
         with pytest.raises(ValueError, match=r"can take 28.12 KiB of the host's memory, rollout.max_top_bytes allows"):
             check_shapes(exceeds, TINY, shape_mesh(exceeds.mesh))
+    refilled = with_tops(max_top_bytes=57_599, top_logprobs=5, refill=True)  # with a further round beside the batch
+    with pytest.raises(ValueError, match=r"can take 56.25 KiB of the host's memory"):
+        check_shapes(refilled, TINY, shape_mesh(refilled.mesh))
     off = with_tops(max_top_bytes=1)
     check_shapes(off, TINY, shape_mesh(off.mesh))
 
