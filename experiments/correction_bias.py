@@ -1,11 +1,15 @@
 """Computes the bias and the variance of each correction exactly on a tabular policy.
 
-    python experiments/correction_bias.py                                       # the table of docs/theory.md
+    python experiments/correction_bias.py              # the tables of docs/theory.md and docs/algorithms.md
     python experiments/correction_bias.py --json benchmarks/correction_bias.json
 
 The vocabulary has 3 tokens and a response 3 tokens, so there are 27 responses and 39 logits. The trainer's logits are
 normal with deviation 1. The rollout policy's logits differ from them by normal noise of deviation ``size``. Rewards are
-0 or 1, and the baseline is their mean under the rollout policy. It takes a few seconds on one core.
+0 or 1, and the baseline is their mean under the rollout policy.
+
+The remedies that look at a whole distribution have a table of their own, with 5 tokens, 125 responses and 155 logits.
+There the sampler is biased: its logits are the trainer's times a factor, besides the noise. The computation takes about
+half a minute on one core.
 """
 
 from __future__ import annotations
@@ -21,10 +25,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rljax.mismatch import importance_weights, rejection_mask
+from rljax.mismatch.centering import center
+from rljax.mismatch.correction import ratio_weight
+from rljax.mismatch.regions import Region, region_factor, tops_distance
 
 VOCABULARY, LENGTH = 3, 3
 SIZES = (0.03, 0.1, 0.3, 1.0)
 NUMBERS = ("bias", "cosine", "variance")
+WIDE_VOCABULARY = 5
+SAMPLERS = {"small": (0.1, 0.97), "large": (0.5, 0.8)}
+"""The noise of the wide sampler's logits, and the factor of them, by name."""
 Weigh = Callable[["Pair"], np.ndarray]
 
 
@@ -36,6 +46,9 @@ class Pair(NamedTuple):
     mask: np.ndarray  # shape=(n, t), bool
     scores: np.ndarray  # shape=(n, t, p): d trainer / d logits
     advantages: np.ndarray  # shape=(n,)
+    trainer_tables: np.ndarray  # shape=(n, t, v), nats: all tokens that may stand at each place
+    rollout_tables: np.ndarray  # shape=(n, t, v), nats
+    table_scores: np.ndarray  # shape=(n, t, v, p): d trainer_tables / d logits
 
     @property
     def drawn(self) -> np.ndarray:
@@ -52,25 +65,28 @@ class Pair(NamedTuple):
         return np.einsum("nt,n,ntp->np", weights, self.advantages, self.scores)
 
 
-def make_pair(seed: int, size: float) -> Pair:
+def make_pair(seed: int, size: float, vocabulary: int = VOCABULARY, factor: float = 1.0) -> Pair:
     """Makes a pair of policies; the seed alone decides the trainer, the rewards and the direction of the noise."""
     rng = np.random.default_rng(seed)
-    prefixes = [p for t in range(LENGTH) for p in itertools.product(range(VOCABULARY), repeat=t)]
-    shape = (len(prefixes), VOCABULARY)
+    prefixes = [p for t in range(LENGTH) for p in itertools.product(range(vocabulary), repeat=t)]
+    shape = (len(prefixes), vocabulary)
     logits = rng.standard_normal(shape)
-    both = logits, logits + size * rng.standard_normal(shape)
+    both = logits, factor * logits + size * rng.standard_normal(shape)
     tables = [table - np.log(np.exp(table).sum(axis=1, keepdims=True)) for table in both]
-    responses = list(itertools.product(range(VOCABULARY), repeat=LENGTH))
+    responses = list(itertools.product(range(vocabulary), repeat=LENGTH))
     rows = np.array([[prefixes.index(y[:t]) for t in range(LENGTH)] for y in responses])
     tokens = np.array(responses)
     trainer, rollout = (table[rows, tokens] for table in tables)
-    scores = np.zeros((*tokens.shape, *shape))
+    table_scores = np.zeros((*tokens.shape, vocabulary, *shape))
     for n, t in np.ndindex(tokens.shape):
-        scores[n, t, rows[n, t]] = np.eye(VOCABULARY)[tokens[n, t]] - np.exp(tables[0][rows[n, t]])
+        table_scores[n, t, :, rows[n, t]] = np.eye(vocabulary) - np.exp(tables[0][rows[n, t]])
+    table_scores = table_scores.reshape(*tokens.shape, vocabulary, -1)
+    scores = np.take_along_axis(table_scores, tokens[..., None, None], axis=2)[:, :, 0]
     rewards = rng.permutation(np.arange(len(responses)) % 3 == 0).astype(float)
     mask = np.ones(tokens.shape, bool)
     baseline = np.exp(rollout.sum(axis=1)) @ rewards
-    return Pair(trainer, rollout, mask, scores.reshape(*tokens.shape, -1), rewards - baseline)
+    wide = tables[0][rows], tables[1][rows], table_scores
+    return Pair(trainer, rollout, mask, scores, rewards - baseline, *wide)
 
 
 def plain(pair: Pair) -> np.ndarray:
@@ -126,6 +142,103 @@ CORRECTIONS: dict[str, Weigh] = {
 }
 
 
+class Remedy(NamedTuple):
+    """A correction of single tokens, as ``CorrectionConfig`` describes it."""
+
+    mode: Any = None  # the mode of the importance weight, or None
+    threshold: Any = np.inf  # the threshold of the importance weight
+    region: Region | None = None  # the trust region
+    tops: int = 0  # the number of likeliest tokens for score centering, or 0
+
+
+def with_remedy(pair: Pair, remedy: Remedy, advantages: np.ndarray) -> np.ndarray:
+    """Returns the estimate of the gradient from each response alone, [n, p]."""
+    region, each = remedy.region, advantages[:, None]
+
+    def weigh_ratio(log_ratio: Any) -> Any:
+        return np.ones_like(log_ratio) if remedy.mode is None else _weight(log_ratio, remedy)
+
+    distance = None
+    if region is not None and region.over_tops:
+        lists = pair.trainer_tables, pair.rollout_tables
+        every = np.ones(lists[0].shape, bool)
+        distance = tops_distance(np, region.kind, *lists, every, has_tail=False)
+
+    def weigh(trainer: Any, rollout: Any, advantages: Any, distance: Any) -> Any:
+        weights = weigh_ratio(trainer - rollout)
+        return (
+            weights
+            if region is None
+            else weights * region_factor(np, region, trainer, rollout, advantages, distance)[0]
+        )
+
+    estimates = np.einsum("nt,n,ntp->np", weigh(pair.trainer, pair.rollout, each, distance), advantages, pair.scores)
+    if remedy.tops:
+        likeliest = np.argsort(-pair.rollout_tables, axis=-1)[..., : remedy.tops]
+        lists = [np.take_along_axis(table, likeliest, -1) for table in (pair.trainer_tables, pair.rollout_tables)]
+        wider = None if distance is None else distance[..., None]
+        found = center(
+            np,
+            *lists,
+            np.ones(likeliest.shape, bool),
+            lambda trainer, rollout: weigh(trainer, rollout, each[..., None], wider),
+            weigh_ratio,
+            has_tail=remedy.tops < pair.rollout_tables.shape[-1],
+        )
+        scores = np.take_along_axis(pair.table_scores, likeliest[..., None], axis=2)
+        estimates -= np.einsum("n,ntk,ntkp->np", advantages, found.coefficients, scores)
+    return estimates
+
+
+def _weight(log_ratio: Any, remedy: Remedy) -> Any:
+    return ratio_weight(np, log_ratio, remedy.mode, remedy.threshold)[0]
+
+
+_DPPO = Remedy("truncate", 20.0)
+REMEDIES: dict[str, Remedy] = {
+    "no correction": Remedy(),
+    "`score_centering`, whole vocabulary": Remedy(tops=WIDE_VOCABULARY),
+    "`score_centering`, k = 2": Remedy(tops=2),
+    "`token_tis`": Remedy("truncate", 2.0),
+    "`token_tis` with `score_centering`, k = 2": Remedy("truncate", 2.0, tops=2),
+    "`token_mis`": Remedy("mask", 2.0),
+    "`token_mis` with `score_centering`, k = 2": Remedy("mask", 2.0, tops=2),
+    "`icepop`": Remedy("band", (0.5, 5.0)),
+    "`icepop_wide`": Remedy("band", (0.2, 5.0)),
+    "`icepop_narrow`": Remedy("band", (0.5, 2.0)),
+    "`icepop_narrow` with `score_centering`, k = 2": Remedy("band", (0.5, 2.0), tops=2),
+    "`one_sided_tv`": _DPPO._replace(region=Region("tv", 0.15, one_sided=True)),
+    "`one_sided_kl`": _DPPO._replace(region=Region("kl", 0.05, one_sided=True)),
+    "`one_sided_tops_tv`": _DPPO._replace(region=Region("tv", 0.15, one_sided=True, over_tops=True)),
+    "`one_sided_tops_kl`": _DPPO._replace(region=Region("kl", 0.05, one_sided=True, over_tops=True)),
+    "`two_sided_tv`": Remedy("truncate", 1e4, Region("tv", 0.3)),
+    "`two_sided_tv` at 0.1": Remedy("truncate", 1e4, Region("tv", 0.1)),
+    "`two_sided_tv` at 0.1 with `score_centering`, k = 2": Remedy("truncate", 1e4, Region("tv", 0.1), tops=2),
+    "`two_sided_kl`": Remedy("truncate", np.inf, Region("kpop", 0.1)),
+    "`smooth_tv`": Remedy("truncate", np.inf, Region("smooth", 12.5)),
+    "`smooth_tv` at 0.2": Remedy("truncate", np.inf, Region("smooth", 0.2)),
+}
+MASKS: dict[str, Weigh] = {
+    "`max_k3`": partial(kept, statistic="max_k3", threshold=0.05),
+    "`abs_ratio`": partial(kept, statistic="abs_ratio", threshold=2.0),
+}
+
+
+def judge_remedies(pair: Pair) -> dict[str, dict[str, float]]:
+    """Judges every remedy on a pair. ``drift`` is |E g| / |gradient| where all advantages are one deviation."""
+    deviation = np.full(pair.advantages.shape, np.sqrt(pair.drawn @ pair.advantages**2))
+    judged = {}
+    for name in (*REMEDIES, *MASKS):
+        if name in MASKS:
+            weights = MASKS[name](pair)
+            estimates, constant = (pair._replace(advantages=a).estimates(weights) for a in (pair.advantages, deviation))
+        else:
+            estimates, constant = (with_remedy(pair, REMEDIES[name], a) for a in (pair.advantages, deviation))
+        drift = np.linalg.norm(pair.drawn @ constant) / np.linalg.norm(pair.gradient)
+        judged[name] = {"drift": float(drift), **judge(pair.gradient, estimates, pair.drawn)}
+    return judged
+
+
 def judge(gradient: np.ndarray, estimates: np.ndarray, drawn: np.ndarray) -> dict[str, float]:
     """Computes bias and variance of the estimate from one response, relative to the true gradient.
 
@@ -171,12 +284,20 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 def study(seeds: int) -> dict[str, Any]:
     """Computes medians over the seeds: the mismatch by size, and the numbers by correction and size."""
     pairs = {size: [make_pair(seed, size) for seed in range(seeds)] for size in SIZES}
+    wide = {
+        name: [judge_remedies(make_pair(seed, size, WIDE_VOCABULARY, factor)) for seed in range(seeds)]
+        for name, (size, factor) in SAMPLERS.items()
+    }
     judged = {size: [judge_all(pair) for pair in pairs[size]] for size in SIZES}
     return {
         "seeds": seeds,
         "mismatch": {f"{size:g}": medians([mismatch_of(pair) for pair in pairs[size]]) for size in SIZES},
         "corrections": {
             name: {f"{size:g}": medians([row[name] for row in judged[size]]) for size in SIZES} for name in CORRECTIONS
+        },
+        "remedies": {
+            name: {sampler: medians([row[name] for row in rows]) for sampler, rows in wide.items()}
+            for name in (*REMEDIES, *MASKS)
         },
     }
 
@@ -189,16 +310,19 @@ def as_markdown(result: dict[str, Any]) -> str:
         for name in result["mismatch"][sizes[0]]
     }
     corrections = {name: [cell(row[size]) for size in sizes] for name, row in result["corrections"].items()}
+    remedies = {name: [drift_cell(row[sampler]) for sampler in SAMPLERS] for name, row in result["remedies"].items()}
+    columns, samplers = [f"size {size}" for size in sizes], [f"{name} mismatch" for name in SAMPLERS]
+    tables = (("mismatch", columns, policies), ("correction", columns, corrections), ("remedy", samplers, remedies))
     return "\n\n".join(
         "\n".join(
             f"| {' | '.join(row)} |"
             for row in [
-                [corner, *(f"size {size}" for size in sizes)],
-                ["---"] * (len(sizes) + 1),
+                [corner, *names],
+                ["---"] * (len(names) + 1),
                 *([name, *cells] for name, cells in table.items()),
             ]
         )
-        for corner, table in (("mismatch", policies), ("correction", corrections))
+        for corner, names, table in tables
     )
 
 
@@ -208,7 +332,14 @@ def cell(numbers: dict[str, float]) -> str:
     return f"{bias} / {numbers['cosine']:.3f} / {numbers['variance']:.1f}"
 
 
+def drift_cell(numbers: dict[str, float]) -> str:
+    """Formats drift, bias and variance in one cell."""
+    drift, bias = (f"{numbers[name]:.2g}" if numbers[name] > 1e-12 else "0" for name in ("drift", "bias"))
+    return f"{drift} / {bias} / {numbers['variance']:.1f}"
+
+
 def main() -> None:
+    """Prints the tables, and writes the numbers where a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=100, help="pairs of policies at each size (100)")
     parser.add_argument("--json", type=Path, help="JSON file for the result")

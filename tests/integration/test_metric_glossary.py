@@ -23,7 +23,8 @@ SMALL = [
     *("--data.batch-size", "6", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "4"),
     *("--packing.row-tokens", "44", "--run.steps", "2", "--eval.every", "2", "--eval.at-start", "true"),
     *("--eval.n", "2", "--eval.pass-k", "1", "2", "--eval.temperature", "1", "--eval.max-response-tokens", "6"),
-    *("--loss.kl", "k3", "--loss.kl-coefficient", "0.01", "--correction.preset", "token_tis"),
+    *("--loss.kl", "k3", "--loss.kl-coefficient", "0.01", "--correction.preset", "one_sided_tv"),
+    *("--correction.score-centering", "true", "--rollout.top-logprobs", "4"),
     *("--diagnosis.reference-steps", "1"),
 ]
 

@@ -1,0 +1,80 @@
+"""Corrections of single tokens beside the other settings of a run: what fits, and what is refused in words."""
+
+import pytest
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.config import PolicyConfig
+from rljax.rollout.types import RolloutConfig
+from rljax.run.config import Config
+from rljax.run.training import make_objective
+
+CENTERED = CorrectionConfig(score_centering=True)
+TOPS = RolloutConfig(top_logprobs=20)
+POLICY = {
+    "hidden_size": 8,
+    "num_layers": 1,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout": RolloutConfig()}, "score_centering needs the sampler's likeliest tokens: set rollout.top_log"),
+        ({"loss": LossConfig(kind="gspo")}, "loss.kind must be policy_gradient, ppo_clip or cispo, got gspo"),
+        ({"loss": LossConfig(old_logprobs="rollout")}, "loss.old_logprobs must be trainer, got rollout"),
+        ({"loss": LossConfig(mini_batches=2)}, "needs one update a batch with loss.kind = ppo_clip"),
+        ({"loss": LossConfig(kind="cispo", epochs=2)}, "needs one update a batch with loss.kind = cispo"),
+        (
+            {
+                "loss": LossConfig(kind="policy_gradient", epochs=2),
+                "correction": CorrectionConfig(preset="token_tis", score_centering=True),
+            },
+            "loss.mini_batches and loss.epochs must be 1, got 1 and 2",
+        ),
+        (
+            {"correction": CorrectionConfig(preset="one_sided_tops_kl"), "rollout": RolloutConfig()},
+            "correction.region_over = tops needs the sampler's likeliest tokens",
+        ),
+        (
+            {"correction": CorrectionConfig(), "loss": LossConfig(stale_clip_low=0.1)},
+            "stale_clip_low and stale_clip_high do nothing where the ratio is 1",
+        ),
+        (
+            {"correction": CorrectionConfig(), "loss": LossConfig(stale_clip_low=0.1, old_logprobs="rollout")},
+            "are for rollouts that may be stale: give rollout.max_staleness",
+        ),
+    ],
+)
+def test_settings_that_rule_a_correction_out(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Config(**{"rollout": TOPS, "correction": CENTERED, **settings})
+
+
+def test_settings_that_fit():
+    Config(rollout=TOPS, correction=CENTERED)
+    Config(rollout=RolloutConfig(top_k=20, top_p=0.9), correction=CENTERED)
+    Config(rollout=TOPS, correction=CENTERED, loss=LossConfig(kind="policy_gradient", epochs=2))
+    Config(rollout=TOPS, correction=CorrectionConfig(preset="one_sided_tops_tv", score_centering=True))
+    Config(correction=CorrectionConfig(preset="two_sided_tv"), loss=LossConfig(mini_batches=2))
+    rollout = RolloutConfig(engine="vllm", urls=("http://127.0.0.1:1",), max_staleness=1)
+    Config(rollout=rollout, loss=LossConfig(stale_clip_low=0.1, old_logprobs="rollout"))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "vocabulary", "has_tail"),
+    [
+        (RolloutConfig(top_logprobs=20), 64, True),
+        (RolloutConfig(top_logprobs=64), 64, False),
+        (RolloutConfig(top_logprobs=100), 64, False),
+        (RolloutConfig(top_k=20), 64, False),
+    ],
+)
+def test_where_the_tail_is(rollout, vocabulary, has_tail):
+    config = Config(rollout=rollout, correction=CENTERED)
+    policy = PolicyConfig(vocab_size=vocabulary, **POLICY)
+    assert make_objective(config, 8, policy).has_tail == has_tail
