@@ -17,7 +17,7 @@ def record():
 
 
 def recomputed(name, pair):
-    """The mean gradient under the sampler, place by place, from a text that shares nothing with the tool but the pair."""
+    """The mean gradient under the sampler, from a text that shares nothing with the tool but the pair."""
     p, q = np.exp(pair.trainer_tables), np.exp(pair.rollout_tables)
     f = {
         "no correction": np.ones_like(p),

@@ -11,6 +11,7 @@ from rljax.run.training import make_objective
 
 CENTERED = CorrectionConfig(score_centering=True)
 TOPS = RolloutConfig(top_logprobs=20)
+STALE = RolloutConfig(engine="vllm", urls=("http://127.0.0.1:1",), max_staleness=1)
 POLICY = {
     "hidden_size": 8,
     "num_layers": 1,
@@ -55,14 +56,19 @@ def test_settings_that_rule_a_correction_out(settings, message):
         Config(**{"rollout": TOPS, "correction": CENTERED, **settings})
 
 
-def test_settings_that_fit():
-    Config(rollout=TOPS, correction=CENTERED)
-    Config(rollout=RolloutConfig(top_k=20, top_p=0.9), correction=CENTERED)
-    Config(rollout=TOPS, correction=CENTERED, loss=LossConfig(kind="policy_gradient", epochs=2))
-    Config(rollout=TOPS, correction=CorrectionConfig(preset="one_sided_tops_tv", score_centering=True))
-    Config(correction=CorrectionConfig(preset="two_sided_tv"), loss=LossConfig(mini_batches=2))
-    rollout = RolloutConfig(engine="vllm", urls=("http://127.0.0.1:1",), max_staleness=1)
-    Config(rollout=rollout, loss=LossConfig(stale_clip_low=0.1, old_logprobs="rollout"))
+@pytest.mark.parametrize(
+    ("settings", "needs_tops"),
+    [
+        ({"rollout": TOPS, "correction": CENTERED}, True),
+        ({"rollout": RolloutConfig(top_k=20, top_p=0.9), "correction": CENTERED}, True),
+        ({"rollout": TOPS, "correction": CENTERED, "loss": LossConfig(kind="policy_gradient", epochs=2)}, True),
+        ({"rollout": TOPS, "correction": CorrectionConfig(preset="one_sided_tops_tv", score_centering=True)}, True),
+        ({"correction": CorrectionConfig(preset="two_sided_tv"), "loss": LossConfig(mini_batches=2)}, False),
+        ({"rollout": STALE, "loss": LossConfig(stale_clip_low=0.1, old_logprobs="rollout")}, False),
+    ],
+)
+def test_settings_that_fit(settings, needs_tops):
+    assert Config(**settings).correction.needs_tops == needs_tops
 
 
 @pytest.mark.parametrize(
