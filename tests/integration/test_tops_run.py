@@ -1,0 +1,73 @@
+"""Whole runs with likeliest tokens and with cut sampling: the same tokens, a tiny mismatch, and dumps to compare."""
+
+import numpy as np
+import pytest
+from toy_runs import comparable, complete, tiny
+
+from rljax.compare.report import compare_columns
+from rljax.record.token_dumps import read_dump
+
+pytestmark = pytest.mark.slow
+
+FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32", "--rollout.dump-every", "1")
+CUT = ("--rollout.top-k", "5", "--rollout.top-p", "0.9")
+EXACT = ("--rollout.engine", "exact", "--packing.row-tokens", "24", "--packing.rows-per-micro-batch", "8")
+
+
+def run(base, run_dir, *options, steps=2):
+    code, output = complete(tiny(base, run_dir, steps, *FLOAT32, *options))
+    assert code == 0, output
+    return comparable(run_dir), [read_dump(path) for path in sorted((run_dir / "rollouts").glob("*.parquet"))]
+
+
+def assert_reported(dump, k):
+    """Each sampled token that is among the likeliest ones has its log-probability there."""
+    found = 0
+    for ids, logprobs, tokens, values, mask in zip(
+        dump.top_ids, dump.top_logprobs, dump.token_ids, dump.logprobs["rollout"], dump.response_mask, strict=True
+    ):
+        assert ids.shape == logprobs.shape == (len(tokens), k)
+        assert (ids[~mask] == -1).all()
+        hit = (ids == tokens[:, None]) & mask[:, None]
+        np.testing.assert_allclose(logprobs[hit], values[hit.any(axis=1)], atol=1e-6)
+        found += int(hit.sum())
+    assert found > 0
+    return found
+
+
+def test_a_run_that_reports_tops_trains_on_the_same_tokens(toy_base, tmp_path):
+    plain, dumps = run(toy_base, tmp_path / "plain")
+    told, with_tops = run(toy_base, tmp_path / "told", "--rollout.top-logprobs", "4")
+    assert [set(row) for row in told] == [set(row) for row in plain]
+    for row, other in zip(told, plain, strict=True):
+        for name in ("reward/mean", "response_length/mean", "mismatch/token_count"):
+            assert row[name] == other[name]
+        assert row["policy/entropy"] == pytest.approx(other["policy/entropy"], abs=1e-5)
+    for dump, other in zip(with_tops, dumps, strict=True):
+        assert other.top_ids == ()
+        assert_reported(dump, 4)
+        for a, b in zip(dump.token_ids, other.token_ids, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_a_run_of_cut_sampling_has_float32_s_mismatch(toy_base, tmp_path):
+    rows, dumps = run(toy_base, tmp_path / "run", *CUT)
+    for row in rows:
+        assert row["mismatch/k3_kl"] < 1e-8
+        assert row["mismatch/logprob_abs_diff_max"] < 1e-4
+        assert 0 < row["policy/entropy"] < np.log(5)
+        assert row["optimizer/skipped_updates"] == 0
+    for dump in dumps:
+        assert dump.sampling["top_k"] == 5
+        assert assert_reported(dump, 5) == sum(mask.sum() for mask in dump.response_mask)
+        assert any((ids[mask] < 0).any() for ids, mask in zip(dump.top_ids, dump.response_mask, strict=True))
+        (pair,) = compare_columns(dump).pairs
+        assert pair.verdict.status == "pass", pair.verdict
+
+
+def test_the_exact_engine_has_no_mismatch_in_a_cut_run(toy_base, tmp_path):
+    rows, dumps = run(toy_base, tmp_path / "run", *CUT, *EXACT)
+    for row in rows:
+        assert row["mismatch/k3_kl"] == row["mismatch/kl"] == row["mismatch/logprob_abs_diff_max"] == 0.0
+        assert row["is/token_ratio_max"] == row["is/token_ratio_min"] == 1.0
+    assert_reported(dumps[0], 5)
