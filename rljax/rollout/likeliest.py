@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rljax.policy.score import over_support
 from rljax.rollout.types import SamplingParams
 
 
@@ -55,7 +56,7 @@ def likeliest(logits: Float[Array, "b v"], k: int) -> tuple[Int[Array, "b k"], F
 
 
 def support(logits: Float[Array, "b v"], selection: Selection) -> tuple[Int[Array, "b k"], Float[Array, "b k"]]:
-    """Returns the tokens that can be sampled, likeliest first, and their renormalised log-probabilities.
+    """Returns the tokens that can be sampled, likeliest first, and their logits.
 
     The cut has three steps, in vLLM's order and with its definitions:
 
@@ -65,8 +66,7 @@ def support(logits: Float[Array, "b v"], selection: Selection) -> tuple[Int[Arra
     3. ``top_p``: The distribution is renormalised over these tokens. A token stays if the tokens that are likelier have
        less than ``top_p`` together. The likeliest token always stays.
 
-    The result is normalised over the tokens that stay. In the places of the others the id is -1 and the log-probability
-    is -inf.
+    In the places of the tokens that do not stay, the id is -1 and the logit is -inf.
 
     Args:
       logits: The logits over the temperature, or log-probabilities.
@@ -80,12 +80,7 @@ def support(logits: Float[Array, "b v"], selection: Selection) -> tuple[Int[Arra
         probabilities = jax.nn.softmax(jnp.where(stays, values, -jnp.inf))
         likelier = jnp.pad(jnp.cumsum(probabilities, axis=-1)[:, :-1], ((0, 0), (1, 0)))
         stays &= likelier < selection.top_p
-    return jnp.where(stays, ids, -1).astype(jnp.int32), renormalised(jnp.where(stays, values, -jnp.inf))
-
-
-def renormalised(values: Float[Array, "*n k"]) -> Float[Array, "*n k"]:
-    """Returns log-probabilities over k tokens from their logits, of which the first is finite. -inf stays -inf."""
-    return jax.nn.log_softmax(values, axis=-1)
+    return jnp.where(stays, ids, -1).astype(jnp.int32), jnp.where(stays, values, -jnp.inf)
 
 
 class NextTokens(NamedTuple):
@@ -105,10 +100,16 @@ class NextTokens(NamedTuple):
 
 
 def sample_support(keys: Array, logits: Float[Array, "b v"], selection: Selection) -> NextTokens:
-    """Samples tokens from the distributions that ``support`` leaves of ``logits``, with a random key for each row."""
-    ids, logprobs = support(logits, selection)
-    places = jax.vmap(jax.random.categorical)(keys, logprobs)
-    token, logprob = (jnp.take_along_axis(x, places[:, None], axis=-1)[:, 0] for x in (ids, logprobs))
+    """Samples tokens from the distributions that ``support`` leaves of ``logits``, with a random key for each row.
+
+    The log-probabilities are normalised over the tokens that stay, by the trainer's own function.
+    """
+    ids, values = support(logits, selection)
+    places = jax.vmap(jax.random.categorical)(keys, values)
+    token, value = (jnp.take_along_axis(x, places[:, None], axis=-1)[:, 0] for x in (ids, values))
+    scored = over_support(value, values, ids)
+    tops = scored.tops
+    assert tops is not None
     if not selection.reported:
-        return NextTokens(token, logprob)
-    return NextTokens(token, logprob, ids[:, : selection.reported], logprobs[:, : selection.reported])
+        return NextTokens(token, scored.logprobs)
+    return NextTokens(token, scored.logprobs, ids[:, : selection.reported], tops[:, : selection.reported])

@@ -56,7 +56,7 @@ def test_a_run_of_cut_sampling_has_float32_s_mismatch(toy_base, tmp_path):
         assert row["mismatch/k3_kl"] < 1e-8
         assert row["mismatch/logprob_abs_diff_max"] < 1e-4
         assert 0 < row["policy/entropy"] < np.log(5)
-        assert row["optimizer/skipped_updates"] == 0
+
     for dump in dumps:
         assert dump.sampling["top_k"] == 5
         assert assert_reported(dump, 5) == sum(mask.sum() for mask in dump.response_mask)

@@ -12,6 +12,13 @@ from rljax.rollout.types import SamplingParams
 LOGITS = jnp.log(jnp.asarray([[0.3, 0.1, 0.4, 0.2]]))
 
 
+def cut(logits, selection):
+    """The ids of the support and its log-probabilities, as they are reported of one sample."""
+    keys = jax.random.split(jax.random.key(0), len(logits))
+    new = sample_support(keys, logits, selection._replace(reported=selection.top_k))
+    return new.top_ids, new.top_logprobs
+
+
 @pytest.mark.parametrize(
     ("selection", "ids", "probabilities"),
     [
@@ -29,16 +36,18 @@ LOGITS = jnp.log(jnp.asarray([[0.3, 0.1, 0.4, 0.2]]))
     ],
 )
 def test_supports_by_hand(selection, ids, probabilities):
-    found, logprobs = support(LOGITS, selection)
+    found, logits = support(LOGITS, selection)
     assert found.tolist() == [ids]
+    assert np.isneginf(logits[0]).tolist() == [token < 0 for token in ids]
+    again, logprobs = cut(LOGITS, selection)
+    assert again.tolist() == [ids]
     np.testing.assert_allclose(np.exp(logprobs[0]), probabilities, atol=1e-6)
     assert np.isneginf(logprobs[0]).tolist() == [token < 0 for token in ids]
 
 
 def test_of_equal_tokens_the_lower_ids_stay():
-    ids, logprobs = support(jnp.asarray([[0.0, 1.0, 1.0, 1.0]]), Selection(0, 2))
-    assert ids.tolist() == [[1, 2]]
-    np.testing.assert_allclose(logprobs, [[np.log(0.5)] * 2], rtol=1e-6)
+    ids, logits = support(jnp.asarray([[0.0, 1.0, 1.0, 1.0]]), Selection(0, 2))
+    assert (ids.tolist(), logits.tolist()) == ([[1, 2]], [[1.0, 1.0]])
 
 
 def test_the_likeliest_tokens_keep_their_whole_probabilities():
@@ -53,7 +62,7 @@ def test_the_likeliest_tokens_keep_their_whole_probabilities():
 def test_supports_are_those_of_vllm(top_p, min_p):
     """As in vLLM 0.32: from the bottom, tokens are dropped while their summed probability is at most 1 - top_p."""
     logits = np.random.default_rng(0).normal(0, 2, (200, 50)).astype(np.float32)
-    ids, logprobs = support(jnp.asarray(logits), Selection(0, 12, top_p, min_p))
+    ids, logprobs = cut(jnp.asarray(logits), Selection(0, 12, top_p, min_p))
     for row, found, values in zip(logits.astype(np.float64), np.asarray(ids), np.asarray(logprobs), strict=True):
         p = np.exp(row - row.max())
         kept = np.where((p < min_p) | (row < np.sort(row)[-12]), 0.0, p)

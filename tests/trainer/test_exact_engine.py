@@ -51,12 +51,16 @@ class Recording:
         return said
 
 
-def make(dtype="bfloat16", *, mesh=(1, 1), loss=None, tx=None, temperature=0.8, head="compute"):
-    """(the pass, the update around it, a fresh state, the optimizer)."""
+CUT = {"top_k": 5, "top_p": 0.9, "reported": 5}
+
+
+def make(dtype="bfloat16", *, mesh=(1, 1), loss=None, tx=None, temperature=0.8, head="compute", **sampled):
+    """(the pass, the update around it, a fresh state, the optimizer). ``sampled``: what is reported, and any cut."""
     mesh, precision = make_mesh(MeshConfig(*mesh)), PrecisionConfig(dtype, lm_head_dtype=head)
     objective = Objective(loss or LossConfig(), CorrectionConfig(), COUNT, LIMIT)
     rows = max(ROWS, mesh.shape["fsdp"])
-    exact = ExactPass(CONFIG, mesh, precision=precision, objective=objective, rows=rows, row_tokens=ROW_TOKENS)
+    shape = {"rows": rows, "row_tokens": ROW_TOKENS}
+    exact = ExactPass(CONFIG, mesh, precision=precision, objective=objective, **shape, **sampled)
     tx = tx or make_optimizer(OptimizerConfig(learning_rate=1e-2))
     reference = None if objective.loss.kl == "none" else init_params(CONFIG, 0)
     update = ExactUpdate(
@@ -72,17 +76,21 @@ def make(dtype="bfloat16", *, mesh=(1, 1), loss=None, tx=None, temperature=0.8, 
     return exact, update, state
 
 
-def draw(engine, n=N, *, seed=0, temperature=0.8, limit=LIMIT, stops=STOPS):
-    responses = list(engine.generate(PROMPTS, n, SamplingParams(limit, temperature, stops), seed=seed))
+def draw(engine, n=N, *, seed=0, temperature=0.8, limit=LIMIT, stops=STOPS, **asked):
+    responses = list(engine.generate(PROMPTS, n, SamplingParams(limit, temperature, stops, **asked), seed=seed))
     return sorted(responses, key=lambda r: (r.prompt_index, r.sample_index))
 
 
 def to_train(responses, seed=0):
     draws = np.random.default_rng(seed).normal(size=len(responses))
-    return [
+    sequences = [
         TrainSequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, float(a), i % 5 != 4)
         for i, (r, a) in enumerate(zip(responses, draws, strict=True))
     ]
+    if responses[0].tops is None:
+        return sequences
+    pairs = zip(sequences, responses, strict=True)
+    return [s._replace(top_ids=r.tops.ids, top_logprobs=r.tops.logprobs) for s, r in pairs]
 
 
 def not_exact(row):
@@ -93,13 +101,15 @@ def not_exact(row):
     return wrong | ({} if names["ppl_ratio"] == 1.0 else {"ppl_ratio": names["ppl_ratio"]})
 
 
-def trained(dtype, steps, mesh=(1, 1), loss=None, head="compute"):
-    """Rows of some steps of drawing and training."""
-    exact, update, state = make(dtype, mesh=mesh, loss=loss, head=head)
+def trained(dtype, steps, mesh=(1, 1), loss=None, head="compute", asked=None):
+    """Rows of some steps of drawing and training; ``asked`` has the cut and the number of reported tokens."""
+    asked = asked or {}
+    sampled = {"reported": asked["reported"], "cut": "top_k" in asked} if asked else {}
+    exact, update, state = make(dtype, mesh=mesh, loss=loss, head=head, **sampled)
     engine, rows = ExactEngine(exact), []
     for step in range(steps):
         engine.publish(state.params, step)
-        sequences = to_train(draw(engine, seed=step), step)
+        sequences = to_train(draw(engine, seed=step, **asked), step)
         state, row, _, logprobs = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, step == 0))
         for sequence, trainer in zip(sequences, logprobs(), strict=True):
             np.testing.assert_array_equal(trainer, sequence.rollout_logprobs)
@@ -126,6 +136,13 @@ def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype):
 
 def test_the_mismatch_is_exactly_zero_with_a_float32_head():
     assert [not_exact(row) for row in trained("bfloat16", 2, head="float32")] == [{}, {}]
+
+
+@pytest.mark.parametrize("asked", [CUT, {"reported": 3}], ids=["cut", "tops"])
+def test_the_mismatch_is_exactly_zero_with_a_cut_and_with_tops(asked):
+    rows = trained("bfloat16", 3, asked=asked)
+    assert [not_exact(row) for row in rows] == [{}] * 3
+    assert all(0.5 < row["policy/entropy"] < (np.log(5) if "top_k" in asked else 3.0) for row in rows)
 
 
 @pytest.mark.mesh
