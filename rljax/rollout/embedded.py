@@ -188,7 +188,8 @@ class JaxEngine(RolloutEngine):
                 of_prompt, of_response = sampled.prompt_routes[row // n], sampled.routes[row]
                 of_row = np.concatenate([of_prompt[-len(prompts[row // n]) :], of_response[: length - 1]])
             if sampled.top_ids is not None and sampled.top_logprobs is not None:
-                tops = Tops(np.asarray(sampled.top_ids[row, :length]), np.asarray(sampled.top_logprobs[row, :length]))
+                # Copies: views would keep the padding of all responses in memory.
+                tops = Tops(np.array(sampled.top_ids[row, :length]), np.array(sampled.top_logprobs[row, :length]))
             truncated = not sampled.stopped[row]
             responses.append(Response(*divmod(row, n), tokens, logprobs, truncated, versions, of_row, tops))
         return Samples(iter(responses), metrics)

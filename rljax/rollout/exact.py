@@ -172,7 +172,7 @@ class ExactEngine(RolloutEngine):
                 own = slice(starts[row], lengths[row])
                 versions = (VersionSpan(self._version, 0, int(lengths[row] - starts[row])),)
                 of_row = tokens[row, own], logprobs[row, own], bool(unfinished[row]), versions
-                tops = Tops(top_ids[row, own], top_logprobs[row, own]) if selection.reported else None
+                tops = Tops(top_ids[row, own].copy(), top_logprobs[row, own].copy()) if selection.reported else None
                 yield Response(i, j, *of_row, tops=tops)
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ def support(logits: Float[Array, "b v"], selection: Selection) -> tuple[Int[Arra
 
     1. ``min_p``: A token stays if its probability is at least ``min_p`` times the likeliest token's.
     2. ``top_k``: The ``top_k`` likeliest of these tokens stay. Of equal tokens the one with the lower id comes first.
-       vLLM keeps all tokens that are equal to the last one.
+       vLLM without Triton keeps all tokens that are equal to the last one.
     3. ``top_p``: The distribution is renormalised over these tokens. A token stays if the tokens that are likelier have
        less than ``top_p`` together. The likeliest token always stays.
 
