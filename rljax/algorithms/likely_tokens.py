@@ -42,7 +42,8 @@ def read_sides(trainer: Any, rollout: Any, mask: Bool[Array, "b t"], advantages:
     """Checks which tokens of the mask are finite on both sides."""
     trainer, rollout, advantages = jax.lax.stop_gradient((trainer, rollout, advantages))
     valid = mask & is_finite(jnp, trainer) & is_finite(jnp, rollout)
-    return Sides(*(jnp.where(valid, side, 0) for side in (trainer, rollout)), valid, jnp.where(mask, advantages, 0))
+    trainer, rollout = jnp.where(valid, trainer, 0), jnp.where(valid, rollout, 0)
+    return Sides(trainer, rollout, valid, jnp.where(mask, advantages, 0))
 
 
 def read_likely_tokens(
@@ -65,9 +66,9 @@ def read_likely_tokens(
     """
     present = (ids >= 0) & mask[..., None]
     listed = present & is_finite(jnp, jax.lax.stop_gradient(trainer)) & is_finite(jnp, rollout)
-    sides = (jnp.where(listed, side, 0) for side in (trainer, jax.lax.stop_gradient(rollout)))
+    trainer, rollout = jnp.where(listed, trainer, 0), jnp.where(listed, jax.lax.stop_gradient(rollout), 0)
     has_sampled = jnp.any(listed & (ids == tokens[..., None]), axis=-1)
-    return LikelyTokens(*sides, listed, present & ~listed, has_sampled, has_tail)
+    return LikelyTokens(trainer, rollout, listed, present & ~listed, has_sampled, has_tail)
 
 
 def region_weights(
