@@ -1,7 +1,8 @@
-"""Advantages from rewards, on the host: one number for each response."""
+"""Advantages from rewards, on the host: one number for each response, or one for each of its tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,9 +11,10 @@ from jaxtyping import Bool, Float, Int
 
 from rljax.errors import check_at_least, check_choices, check_finite
 
-Estimator = Literal["rloo", "grpo", "grpo_no_std", "reinforce"]
+Estimator = Literal["rloo", "grpo", "grpo_no_std", "reinforce", "optimal_token"]
 
 STD_EPSILON = 1e-6  # added to a group's standard deviation, as verl does; TRL adds 1e-4
+ENERGY_EPSILON = 1e-8  # added to the summed energies of a place, as verl does
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class AdvantageConfig:
     estimator: Estimator = "rloo"
     """rloo: subtract the mean reward of the other responses in the group. grpo: subtract the mean of the group and
     divide by its standard deviation. grpo_no_std (Dr.GRPO): only subtract the mean of the group. reinforce: subtract
-    the mean of the whole batch."""
+    the mean of the whole batch. optimal_token: like grpo_no_std, and subtract a baseline of each token, the mean of the
+    group's responses at that place, weighted by the energy of their gradients (arXiv 2602.07078). It costs one forward
+    of the batch before the update."""
     overlong_buffer_tokens: int = 0
     """Number of tokens before the length limit over which the penalty of a long response grows linearly, as in DAPO.
     0: no penalty."""
@@ -51,7 +55,8 @@ def compute_advantages(
       max_response_tokens: The limit on the length of a response.
 
     Returns:
-      The advantages, float32. They are exactly 0 in a group of equal rewards, except under "reinforce".
+      The advantages, float32. They are exactly 0 in a group of equal rewards, except under "reinforce". Under
+      "optimal_token" they are the returns from which ``optimal_token_advantages`` subtracts its baselines.
 
     Raises:
       ValueError: A group has fewer than two responses under an estimator that compares them, the shapes are wrong,
@@ -96,6 +101,41 @@ def grpo(rewards: Float[np.ndarray, "b g"], *, divide_by_std: bool) -> Float[np.
         std = np.sqrt(np.sum(centered**2, axis=1, keepdims=True) / (g - 1))
         centered = centered / (std + STD_EPSILON)
     return centered.astype(np.float32)
+
+
+def optimal_token_advantages(
+    returns: Float[np.ndarray, " g"],
+    logprobs: Sequence[Float[np.ndarray, " r"]],
+    collisions: Sequence[Float[np.ndarray, " r"]],
+    ratios: Sequence[Float[np.ndarray, " r"]] | None = None,
+) -> list[Float[np.ndarray, " r"]]:
+    """Computes the advantages of the tokens of one group under the optimal token baseline (arXiv 2602.07078).
+
+    The energy of a token is 1 - 2 p + sum_v p_v^2, the squared norm of the gradient of log p by the logits. The
+    baseline at place t is the mean of the returns of the responses that reach t, weighted by their energies up to t.
+    Where a single response is longer than all others, its baseline beyond them is 0, as in verl.
+
+    Args:
+      returns: The return of each response. Adding a constant to all of them changes the advantages only where the
+        baseline is 0.
+      logprobs: The trainer's log-probability of each sampled token before the update (nats).
+      collisions: The sum of the squared probabilities of all tokens at each place.
+      ratios: The importance weight of each token. Energies are multiplied by its square. None: 1.
+
+    Returns:
+      The advantages of the tokens of each response, float32.
+    """
+    lengths = np.array([len(each) for each in logprobs])
+    energy = np.zeros((len(lengths), lengths.max(initial=0)))
+    for i, (own, collision) in enumerate(zip(logprobs, collisions, strict=True)):
+        ratio = 1.0 if ratios is None else np.asarray(ratios[i], np.float64)
+        each = 1 - 2 * np.exp(np.asarray(own, np.float64)) + np.asarray(collision, np.float64)
+        energy[i, : lengths[i]] = np.cumsum(each * np.square(ratio))
+    gains = np.asarray(returns, np.float64)
+    baselines = gains @ energy / (np.sum(energy, axis=0) + ENERGY_EPSILON)
+    reached = np.sort(lengths)[-2] if len(lengths) > 1 else 0
+    baselines[reached:] = 0.0  # Beyond it at most one response goes on.
+    return [(gain - baselines[:n]).astype(np.float32) for gain, n in zip(gains, lengths, strict=True)]
 
 
 def overlong_penalty(

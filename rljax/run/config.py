@@ -171,6 +171,11 @@ class Config:
             )
         if self.rollout.engine == "exact":
             self._check_exact()
+        if self.advantage.estimator == "optimal_token" and correction.part != "whole":
+            raise ValueError(
+                f"advantage.estimator = optimal_token needs correction.part = whole, got {correction.part}: its "
+                "energies are weighted by the whole ratio"
+            )
         if self.publish.store != "shared" and self.rollout.engine not in SERVED:
             raise ValueError(
                 f"publish.store = {self.publish.store} is for servers: rollout.engine must be vllm or sglang, got "
@@ -225,6 +230,11 @@ class Config:
         if self.loss.mini_batches * self.loss.epochs > 1:
             raise ValueError(
                 "rollout.engine = exact makes one update a step: loss.mini_batches and loss.epochs must be 1"
+            )
+        if self.advantage.estimator == "optimal_token":
+            raise ValueError(
+                "advantage.estimator = optimal_token needs a forward before the update, which rollout.engine = exact "
+                "does not make: choose another estimator"
             )
         if self.correction.part != "whole":
             raise ValueError(

@@ -22,6 +22,7 @@ from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.fingerprint import array_checksums, json_checksum
 from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
+from rljax.trainer.baseline import subtract_baselines
 from rljax.trainer.behaviour import SplitUpdate, make_copy
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.objective import Objective
@@ -29,6 +30,7 @@ from rljax.trainer.packing import PackedBatch, max_micro_batches, pack
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import (
+    Baseline,
     Forward,
     MultipleUpdates,
     OffloadedUpdate,
@@ -226,8 +228,17 @@ def make_update(
             group_size=config.rollout.group_size,
             reference=score,
             replays_own=config.rollout.router_replay == "r2",
+            baseline=make_baseline(config),
         )
     return _with_split_mismatch(config, update, forward_of_state)
+
+
+def make_baseline(config: Config) -> Baseline | None:
+    """Returns the function that subtracts a baseline of each token, if the configuration has one."""
+    if config.advantage.estimator != "optimal_token":
+        return None
+    size, correction = config.rollout.group_size, config.correction.resolved()
+    return functools.partial(subtract_baselines, group_size=size, correction=correction)
 
 
 def _with_split_mismatch(config: Config, update: Update, forward: Forward) -> Update:
@@ -284,6 +295,7 @@ def make_step(
 def has_separate_forward(config: Config) -> bool:
     """Returns whether a forward of its own gives a batch's old log-probabilities, before the updates."""
     several = config.loss.mini_batches * config.loss.epochs > 1
+    several = several or config.advantage.estimator == "optimal_token"
     return several or make_objective(config, responses_per_update(config)).needs_old_logprobs
 
 

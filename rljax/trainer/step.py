@@ -167,7 +167,7 @@ def make_programs(
     dtype = jnp.dtype(precision.compute_dtype)
     kernels, correction = choose_kernels(options, config, precision.compute_dtype, mesh), objective.correction
     make = functools.partial(make_score, config, precision, temperature, kernels, cut=cut)
-    score_alone = make()
+    score_alone, score_collision = make(), make(collision=True)
     score = make(tops=correction.needs_tops, collision=correction.needs_collision)
     trained, axes = TrainedParams(config, lora), logical_axes(config)
     axes_of_copy = gathered_axes(config) if keep_gathered else axes
@@ -182,13 +182,18 @@ def make_programs(
         return len(batch.tokens) == 1
 
     def forward_alone(
-        compute: Params, num_sequences: int, diagnosis: DiagnosisConfig | None, with_routes: bool = False
+        compute: Params,
+        num_sequences: int,
+        diagnosis: DiagnosisConfig | None,
+        with_routes: bool = False,
+        with_collision: bool = False,
     ) -> Any:
         def each(micro: PackedBatch) -> tuple[dict[str, Statistics], Any]:
-            scores = score_alone(compute, micro)
-            routes = routes_of(scores.stats.router, config) if with_routes else None
-            kept = (scores.logprobs, routes) if with_routes else scores.logprobs
-            return measure(scores, micro, num_sequences, diagnosis), kept
+            scores = (score_collision if with_collision else score_alone)(compute, micro)
+            kept: tuple[Any, ...] = (scores.logprobs,)
+            kept += (routes_of(scores.stats.router, config),) if with_routes else ()
+            kept += (scores.collision,) if with_collision else ()
+            return measure(scores, micro, num_sequences, diagnosis), kept if len(kept) > 1 else scores.logprobs
 
         return each
 
@@ -241,10 +246,16 @@ def make_programs(
         return state, row | finalize_measured(totals.measured, diagnosis), logprobs
 
     def forward(
-        params: Params, batch: PackedBatch, *, num_sequences: int, diagnosis: DiagnosisConfig, with_routes: bool
+        params: Params,
+        batch: PackedBatch,
+        *,
+        num_sequences: int,
+        diagnosis: DiagnosisConfig,
+        with_routes: bool,
+        with_collision: bool,
     ) -> tuple[dict[str, jax.Array], Any]:
         def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], Any]:
-            each = forward_alone(compute, num_sequences, diagnosis, with_routes)
+            each = forward_alone(compute, num_sequences, diagnosis, with_routes, with_collision)
             return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
 
         with jax.default_matmul_precision(matmul_precision(dtype)):
@@ -264,7 +275,9 @@ def make_programs(
         donate_argnums=(0,),
     )
     alone = jax.jit(
-        forward, static_argnames=("num_sequences", "diagnosis", "with_routes"), out_shardings=(everywhere, by_rows)
+        forward,
+        static_argnames=("num_sequences", "diagnosis", "with_routes", "with_collision"),
+        out_shardings=(everywhere, by_rows),
     )
     return Programs(step, alone, abstract, weights)
 
@@ -360,17 +373,24 @@ class TrainStep:
         num_sequences: int,
         diagnosis: DiagnosisConfig,
         with_routes: bool = False,
+        with_collision: bool = False,
     ) -> tuple[dict[str, jax.Array], Any]:
         """Measures the mismatch of a batch under the whole policy's parameters, without a gradient.
 
         The batch may have another number of micro-batches than the steps.
 
         Returns:
-          The metrics of the row, and the log-probabilities [m, b, t]. With routes, a pair of the log-probabilities and
-          the ``PackedBatch.routes`` that this forward chose replaces the log-probabilities.
+          The metrics of the row, and the log-probabilities [m, b, t]. With routes or collision, a tuple replaces the
+          log-probabilities. It has the log-probabilities, then the ``PackedBatch.routes`` that this forward chose, then
+          the sums of the squared probabilities [m, b, t], as far as they are asked for.
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
             return self._programs.forward(
-                params, placed, num_sequences=num_sequences, diagnosis=diagnosis, with_routes=with_routes
+                params,
+                placed,
+                num_sequences=num_sequences,
+                diagnosis=diagnosis,
+                with_routes=with_routes,
+                with_collision=with_collision,
             )

@@ -17,6 +17,9 @@ from rljax.trainer.step import TrainStep
 
 Pack = Callable[[Sequence[TrainSequence]], PackedBatch]
 Forward = Callable[..., tuple[dict[str, jax.Array], Any]]  # The type of ``TrainStep.forward``.
+# A function that gives sequences with ``old_logprobs`` the advantages of their tokens, from the sums of the squared
+# probabilities, float32 [r] for each sequence.
+Baseline = Callable[[Sequence[TrainSequence], Sequence[np.ndarray]], list[TrainSequence]]
 Reference = Callable[[PackedBatch], np.ndarray]  # It returns the reference policy's log-probabilities [m, b, t].
 
 # The row of a step has the last mini-batch's value of these metrics, and the mean of the others.
@@ -123,6 +126,7 @@ class MultipleUpdates:
         group_size: int,
         reference: Reference | None = None,
         replays_own: bool = False,
+        baseline: Baseline | None = None,
     ):
         """Stores the parts.
 
@@ -134,23 +138,29 @@ class MultipleUpdates:
           group_size: The number of responses to a prompt.
           reference: The log-probabilities of the reference policy of a KL penalty; None without a penalty.
           replays_own: Whether the updates route each token as the separate forward did (``rollout.router_replay: r2``).
+          baseline: The advantages of single tokens. None: all tokens of a response have its advantage.
         """
         self.step, self._forward, self.pack, self.pack_mini = step, forward, pack, pack_mini
         self._mini_batches, self._epochs, self._group_size = mini_batches, epochs, group_size
-        self._reference, self._replays_own = reference, replays_own
+        self._reference, self._replays_own, self._baseline = reference, replays_own, baseline
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
         """Measures the whole batch with one forward, then makes one update for each mini-batch."""
         free = free_routing_row(self._forward, state.params, batch, options)
-        measured, kept = self._forward(state.params, batch, with_routes=self._replays_own)
-        logprobs, routes = kept if self._replays_own else (kept, None)
+        options_of_forward = {"with_routes": self._replays_own, "with_collision": self._baseline is not None}
+        wanted = {name: True for name, is_wanted in options_of_forward.items() if is_wanted}
+        measured, kept = self._forward(state.params, batch, **wanted)
+        logprobs, *others = kept if wanted else (kept,)
+        routes = others[0] if self._replays_own else None
         old = unpack(fetch(logprobs), batch, sequences)
         known = [s._replace(old_logprobs=values) for s, values in zip(sequences, old, strict=True)]
         if routes is not None:
             of_sequences = unpack_routes(fetch(routes), batch, sequences)
             known = [s._replace(routes=values) for s, values in zip(known, of_sequences, strict=True)]
+        if self._baseline is not None:
+            known = self._baseline(known, unpack(fetch(others[-1]), batch, sequences))
         if self._reference is not None:
             of_reference = unpack(self._reference(batch), batch, sequences)
             known = [s._replace(reference_logprobs=values) for s, values in zip(known, of_reference, strict=True)]
@@ -158,12 +168,12 @@ class MultipleUpdates:
         for mini in self._split(known, options.seed):
             mini_batch = self.pack_mini(mini)
             mini_batch = mini_batch._replace(used=mini_batch.with_loss)  # The forward has measured the others.
-            wanted = options.noise and not results and int(mini_batch.used) > 1
+            noise = options.noise and not results and int(mini_batch.used) > 1
             has_loss = any(s.in_loss for s in mini)
-            state, metrics, _ = self.step(state, mini_batch, options.learning_rate, has_loss, wanted)
-            results.append((metrics, wanted))
+            state, metrics, _ = self.step(state, mini_batch, options.learning_rate, has_loss, noise)
+            results.append((metrics, noise))
         of_batch, histograms = fetch_metrics(measured, noise=False)
-        minis = [fetch_metrics(metrics, noise=wanted)[0] for metrics, wanted in results]
+        minis = [fetch_metrics(metrics, noise=noise)[0] for metrics, noise in results]
         return Updated(state, _combine(minis) | of_batch | free, histograms, lambda: old)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:

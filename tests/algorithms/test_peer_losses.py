@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rljax.algorithms.advantages import optimal_token_advantages
 from rljax.algorithms.correction_choice import CorrectionConfig, correct
 from rljax.algorithms.losses import LossConfig
 from rljax.trainer.objective import Objective
@@ -177,6 +178,25 @@ def test_a_rejected_sequence_is_the_peers(case):
     config = CorrectionConfig(**{field: settings["bound"]})
     kept = correct(config, trainer, rollout, MASK, sequence_ids=ids, num_sequences=ROWS)[1]
     np.testing.assert_array_equal(kept, FILE[f"{case}/keep"] > 0)
+
+
+@pytest.mark.parametrize("case", named("baseline/"))
+def test_the_optimal_token_baseline_is_verls(case):
+    settings = CASES[case]["settings"]
+    p, q = (log_softmax(INPUTS[f"{side}_logits"]) for side in ("trainer", "sampler"))
+    trainer, rollout = (np.take_along_axis(x, INPUTS["tokens"][..., None], -1)[..., 0] for x in (p, q))
+    collision, ratio = np.sum(np.exp(p) ** 2, axis=-1), np.minimum(np.exp(trainer - rollout), 2.0)
+    mask, groups = INPUTS["holes" if settings["holes"] else "mask"], np.array(settings["groups"])
+    result = np.zeros(mask.shape)
+    for group in np.unique(groups):
+        rows = np.flatnonzero(groups == group)
+        own, collisions, ratios = ([x[row][mask[row]] for row in rows] for x in (trainer, collision, ratio))
+        ratios = ratios if settings["weighted"] else None
+        for row, each in zip(
+            rows, optimal_token_advantages(INPUTS["rewards"][rows], own, collisions, ratios), strict=True
+        ):
+            result[row, mask[row]] = each
+    check(case, "advantages", result)
 
 
 def test_every_case_decides_some_tokens_each_way():

@@ -44,7 +44,10 @@ def keep_gradient():
 
 
 def expected_gradient(batch_sequences, params=None):
-    """Equation 3 written out: -sum_i A_i sum_t grad log pi(token) / tokens in the loss, one sequence at a time."""
+    """Equation 3 written out: -sum_i sum_t A_i grad log pi(token) / tokens in the loss, one sequence at a time.
+
+    An advantage may be an array with one number for each token of the response.
+    """
     total = sum(len(s.response) for s in batch_sequences if s.in_loss)
 
     @jax.jit
@@ -61,7 +64,7 @@ def expected_gradient(batch_sequences, params=None):
             tokens = np.concatenate([s.prompt, s.response])
             padding = (0, LONGEST - len(tokens))
             picked = token_logprobs(params, *(np.pad(x, padding)[None] for x in (tokens, np.ones_like(tokens))))
-            value -= s.advantage * jnp.sum(picked[len(s.prompt) - 1 : len(tokens) - 1])
+            value -= jnp.sum(s.advantage * picked[len(s.prompt) - 1 : len(tokens) - 1])
         return value / total
 
     with jax.default_matmul_precision("highest"):

@@ -1,0 +1,153 @@
+"""The optimal token baseline: numbers worked by hand, the gradient of a whole update, and what it refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_step import CONFIG, COUNT, LONGEST, MESH, batch_shape, expected_gradient, keep_gradient, packed, sequences
+
+from rljax.algorithms.advantages import AdvantageConfig, compute_advantages, optimal_token_advantages
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.model import hidden_states, init_params, lm_head_table
+from rljax.rollout.types import RolloutConfig
+from rljax.run.config import Config
+from rljax.run.training import has_separate_forward
+from rljax.trainer.baseline import subtract_baselines
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.packing import TrainSequence
+from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import create_state
+from rljax.trainer.step import TrainStep
+from rljax.trainer.update import MultipleUpdates, UpdateOptions
+
+GROUP = 3
+
+
+def test_advantages_worked_by_hand():
+    # Energies 1 - 2p + sum p^2: 0.5 and then 1 more; 1 and then 0.25 more. The first response is the only one to go on.
+    logprobs = [np.log([0.5, 0.25, 0.5]), np.log([0.125, 0.5])]
+    collisions = [[0.5, 0.5, 0.5], [0.25, 0.25]]
+    first, second = optimal_token_advantages(np.array([1.0, 0.0]), logprobs, collisions)
+    baselines = [0.5 / 1.5, 1.5 / 2.75]
+    np.testing.assert_allclose(first, [1 - baselines[0], 1 - baselines[1], 1.0], rtol=1e-6)
+    np.testing.assert_allclose(second, [-baselines[0], -baselines[1]], rtol=1e-6)
+    assert first.dtype == np.float32
+
+
+def test_equal_energies_give_the_mean_of_those_that_go_on():
+    logprobs, collisions = [np.full(n, np.log(0.25)) for n in (1, 2, 2)], [np.full(n, 0.25) for n in (1, 2, 2)]
+    result = optimal_token_advantages(np.array([3.0, 0.0, 6.0]), logprobs, collisions)
+    np.testing.assert_allclose(np.concatenate(result), [0.0, -3.0, -3.0, 3.0, 3.0], atol=1e-6)
+
+
+def test_a_constant_reward_moves_no_compared_token():
+    rng = np.random.default_rng(0)
+    logprobs, collisions = [-rng.exponential(size=4) for _ in range(5)], [rng.uniform(0.1, 1, 4) for _ in range(5)]
+    returns = rng.normal(size=5)
+    a, b = (optimal_token_advantages(returns + shift, logprobs, collisions) for shift in (0.0, 7.0))
+    np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_returns_are_centred_and_a_silent_group_is_zero():
+    config = AdvantageConfig(estimator="optimal_token")
+    returns = compute_advantages(
+        np.array([[1.0, 0, 0, 1], [1, 1, 1, 1]]), config, lengths=np.ones((2, 4), int), max_response_tokens=9
+    )
+    np.testing.assert_array_equal(returns, [[0.5, -0.5, -0.5, 0.5], [0, 0, 0, 0]])
+
+
+def of_group(i):
+    return (i // GROUP) % 2 == 0
+
+
+def weighed(logprobs, rollout, threshold):
+    return [np.minimum(np.exp(a - b), threshold) for a, b in zip(logprobs, rollout, strict=True)]
+
+
+def test_importance_weights_weigh_the_energies():
+    rng = np.random.default_rng(1)
+    given, own = [], []
+    for i in range(2 * GROUP):
+        n = int(rng.integers(2, 6))
+        own.append(-rng.exponential(size=n).astype(np.float32))
+        rollout = (own[-1] + rng.normal(0, 0.5, n)).astype(np.float32)
+        given.append(TrainSequence(np.zeros(1), np.zeros(n), rollout, float(i), of_group(i), old_logprobs=own[-1]))
+    collisions = [rng.uniform(0.2, 0.9, len(each)) for each in own]
+    config = CorrectionConfig(level="token", threshold=1.2)
+    result = subtract_baselines(given, collisions, group_size=GROUP, correction=config)
+    ratios = weighed(own, [s.rollout_logprobs for s in given], 1.2)
+    expected = optimal_token_advantages(np.arange(3.0), own[:GROUP], collisions[:GROUP], ratios[:GROUP])
+    for s, each in zip(result[:GROUP], expected, strict=True):
+        np.testing.assert_allclose(s.advantage, each, rtol=1e-6, atol=1e-7)
+    assert [s.advantage for s in result[GROUP:]] == [3.0, 4.0, 5.0]  # The group carries no loss.
+
+
+def scored(given):
+    """The log-probability of each response token, and the sum of the squared probabilities, under the first policy."""
+    params = init_params(CONFIG, 0)
+    with jax.default_matmul_precision("highest"):
+        for s in given:
+            tokens = np.concatenate([s.prompt, s.response])
+            row = np.pad(tokens, (0, LONGEST - len(tokens)))[None]
+            segments = (np.arange(LONGEST) < len(tokens)).astype(np.int32)[None]
+            hidden, _ = hidden_states(params, CONFIG, row, segments, jnp.arange(LONGEST)[None])
+            logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))[0]
+            logp = np.asarray(logp, np.float64)[len(s.prompt) - 1 : len(tokens) - 1]
+            yield logp[np.arange(len(logp)), s.response], np.sum(np.exp(logp) ** 2, axis=1)
+
+
+@pytest.mark.slow
+def test_the_update_has_the_gradient_of_token_advantages():
+    given = sequences(of_group)
+    logprobs, collisions = zip(*scored(given), strict=True)
+    expected = list(given)
+    for start in range(0, COUNT, GROUP):
+        group = slice(start, start + GROUP)
+        returns = np.array([s.advantage for s in given[group]])
+        if given[start].in_loss:
+            each = optimal_token_advantages(returns, logprobs[group], collisions[group])
+            expected[group] = [s._replace(advantage=a) for s, a in zip(given[group], each, strict=True)]
+    step = TrainStep(
+        CONFIG,
+        keep_gradient(),
+        MESH,
+        precision=PrecisionConfig(compute_dtype="float32"),
+        objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
+        batch_shape=batch_shape(20, 2),
+        diagnosis=None,
+    )
+    update = MultipleUpdates(
+        step,
+        functools.partial(step.forward, num_sequences=COUNT, diagnosis=DiagnosisConfig()),
+        packed,
+        packed,
+        mini_batches=1,
+        epochs=1,
+        group_size=GROUP,
+        baseline=functools.partial(subtract_baselines, group_size=GROUP, correction=CorrectionConfig()),
+    )
+    state = create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
+    updated = update(state, update.pack(given), given, UpdateOptions(0.0, 0, False))
+    gradient = updated.state.opt_state.inner_state.trace
+    for ours, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient(expected)), strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=2e-6 * float(np.abs(wanted).max()) + 1e-9, rtol=2e-4)
+    for ours, wanted in zip(updated.trainer_logprobs(), logprobs, strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-5)
+
+
+def test_it_takes_a_forward_before_the_update():
+    assert has_separate_forward(Config(advantage=AdvantageConfig(estimator="optimal_token")))
+    assert not has_separate_forward(Config())
+
+
+def test_what_it_cannot_stand_beside_is_refused():
+    advantage = AdvantageConfig(estimator="optimal_token")
+    with pytest.raises(ValueError, match="needs a forward before the update"):
+        Config(advantage=advantage, rollout=RolloutConfig(engine="exact"))
+    stale = RolloutConfig(engine="vllm", max_staleness=1, urls=("http://127.0.0.1:1",))
+    with pytest.raises(ValueError, match="part = whole, got drift"):
+        Config(advantage=advantage, rollout=stale, correction=CorrectionConfig(preset="token_tis", part="drift"))
