@@ -281,23 +281,24 @@ def update(tmp_path_factory):
 
 
 class Stop(StopRequest):
-    """A request to stop that comes after a number of rows."""
+    """A request to stop that comes after a number of rows, or when the servers are gone."""
 
-    def __init__(self, rows, stop_after):
+    def __init__(self, rows, stop_after, engine):
         super().__init__(0.0)
-        self.rows, self.stop_after = rows, stop_after
+        self.rows, self.stop_after, self.engine = rows, stop_after, engine
 
     def is_requested(self):
-        return super().is_requested() or len(self.rows) == self.stop_after
+        return super().is_requested() or self.engine.is_gone or len(self.rows) == self.stop_after
 
 
 @pytest.fixture
 def go(update, tmp_path):
     """Runs ``train`` from where a directory stands; returns its rows, the engine and the weights at the end."""
 
-    def run(name, *, stop_after=None, last_row=None, **rollout):
+    def run(name, *, stop_after=None, gone_after=None, last_row=None, **rollout):
         config, rows = settings(tmp_path / name, **rollout), RowList()
-        engine, stop = ScriptedEngine(TOKENIZER, odd_sums_have_signal), Stop(rows, stop_after)
+        engine = ScriptedEngine(TOKENIZER, odd_sums_have_signal, gone_after=gone_after)
+        stop = Stop(rows, stop_after, engine)
         with contextlib.ExitStack() as stack:
             checkpointer = stack.enter_context(contextlib.closing(Checkpointer(tmp_path / name / "checkpoints")))
             parts = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, load_once(config, TOKENIZER), stop)
@@ -335,6 +336,19 @@ def test_a_run_trains_on_full_batches_and_resumes(go):
     assert [row["step"] for row in second] == [3, 4]
     assert without_clock([*first, *second]) == without_clock(whole)
     assert before.asked + after.asked == engine.asked
+    jax.tree.map(np.testing.assert_array_equal, resumed, weights)
+
+
+def test_a_run_that_ends_in_a_further_round_begins_the_step_again(go):
+    whole, engine, weights = go("whole")
+    rounds = [i for i, prompts in enumerate(engine.asked) if len(prompts) == 1]
+    first, before, _ = go("run", gone_after=rounds[-1])
+    assert 0 < len(first) < len(whole)
+    assert before.asked == engine.asked[: rounds[-1]]
+    second, after, resumed = go("run", last_row=first[-1])
+    assert without_clock([*first, *second]) == without_clock(whole)
+    assert after.asked == engine.asked[-len(after.asked) :]
+    assert len(before.asked) + len(after.asked) > len(engine.asked)
     jax.tree.map(np.testing.assert_array_equal, resumed, weights)
 
 
