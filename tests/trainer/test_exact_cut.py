@@ -28,7 +28,7 @@ N = 2
 COUNT = N * len(PROMPTS)
 
 
-def test_a_cut_run_has_no_mismatch_and_learns_the_cut_distribution():
+def test_a_cut_run_has_no_mismatch_and_learns_what_is_left():
     tx, mesh, precision = keep_gradient(), make_mesh(MeshConfig(1, 1)), PrecisionConfig("float32")
     objective = Objective(LossConfig(), CorrectionConfig(), COUNT, LIMIT)
     where = {"precision": precision, "objective": objective}
