@@ -164,6 +164,8 @@ def as_parquet(table: Any) -> bytes:
             column = pa.array(values)
         except (pa.ArrowException, OverflowError, UnicodeError):
             column = pa.array([ascii(value) for value in values])
+        if "struct<>" in str(column.type):  # Parquet has no place for it.
+            column = pa.array([ascii(value) for value in values])
         column = column.cast(NARROW.get(column.type, column.type), safe=False)
         columns[name.encode("utf-8", "replace").decode()] = column
     rows, out = min(map(len, columns.values()), default=0), io.BytesIO()
@@ -486,12 +488,17 @@ EXTRA = ("0", "x", "9", "05", "-1", "²", "٣", "3.tmp", "tmp_4", "copy_of_3", "
 CHECKPOINTS = f"{RUN}/checkpoints"
 
 
+def is_object(name: str, data: bytes) -> bool:
+    """Returns whether a file holds one JSON object."""
+    return data.startswith(b"{") and not name.endswith(".jsonl")
+
+
 def checkpoint_cases() -> Iterator[st.SearchStrategy[Case]]:
     """Yields run directories whose checkpoints are damaged, for training that would go on there."""
     files = inside(RUN, sound_run().files)
     folders = [f"{CHECKPOINTS}/{step}" for step in STEPS]
     below = {folder: [name for name in files if name.startswith(f"{folder}/")] for folder in folders}
-    documents = {name: Document(json.loads(data)) if data.startswith(b"{") else data for name, data in files.items()}
+    documents = files | {name: Document(json.loads(data)) for name, data in files.items() if is_object(name, data)}
     extra = [f"{CHECKPOINTS}/{name}" for name in EXTRA]
     hosts = [f"{folder}/host/metadata" for folder in folders]
     largest = [max(names, key=lambda name: len(files[name])) for names in below.values()]
