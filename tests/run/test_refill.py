@@ -339,7 +339,7 @@ def test_a_run_trains_on_full_batches_and_resumes(go):
     jax.tree.map(np.testing.assert_array_equal, resumed, weights)
 
 
-def test_a_run_that_ends_in_a_further_round_begins_the_step_again(go):
+def test_a_run_ended_in_a_further_round_begins_the_step_again(go):
     whole, engine, weights = go("whole")
     rounds = [i for i, prompts in enumerate(engine.asked) if len(prompts) == 1]
     first, before, _ = go("run", gone_after=rounds[-1])
