@@ -22,10 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig, route_dtype
-from rljax.policy.head import head_operands, matmul_precision
-from rljax.policy.model import ForwardStats, Params, embed_tokens, lm_head_table, run_blocks
+from rljax.policy.model import ForwardStats, Params, embed_tokens, run_blocks
 from rljax.rollout.injected import to_cache
-from rljax.rollout.likeliest import ALL, NextTokens, Selection, likeliest, sample_support
+from rljax.rollout.likeliest import ALL, Selection, next_tokens
 from rljax.sharding import RULES, constrain
 
 Cache = tuple[Array, ...]  # keys and values, [layers, b, s, kv heads, head_dim]
@@ -177,39 +176,6 @@ def attention_with_cache(
         return attend(q, k_all.astype(k.dtype), v_all.astype(v.dtype), mask), (keys, values)
 
     return attention_fn
-
-
-def next_tokens(
-    params: Params,
-    hidden: Float[Array, "b d"],
-    keys: Array,
-    temperature: Array,
-    greedy: bool,
-    forced: Int[Array, " b"] | None,
-    lm_head_dtype: Any,
-    selection: Selection = ALL,
-) -> NextTokens:
-    """Returns next tokens and their log-probabilities under the distribution sampled from (temperature 1 if greedy).
-
-    The last hidden states ``hidden`` give the logits. Where ``forced`` holds tokens, these are taken instead; they have
-    no cut distribution. ``selection`` names the tokens that can be sampled and those that are reported.
-    """
-    hidden, table = head_operands(hidden, lm_head_table(params), lm_head_dtype)
-    exactness = matmul_precision(table.dtype)
-    logits = jnp.einsum("bd,vd->bv", hidden, table, precision=exactness, preferred_element_type=jnp.float32)
-    # Not a pair of casts: XLA may drop those (xla_allow_excess_precision).
-    kept = jnp.finfo(hidden.dtype)
-    logits = jax.lax.reduce_precision(logits, kept.nexp, kept.nmant)
-    if greedy:
-        tokens = jnp.argmax(logits, axis=-1)
-    else:
-        logits = logits / temperature
-        if selection.top_k:
-            return sample_support(keys, logits, selection)
-        tokens = jax.vmap(jax.random.categorical)(keys, logits) if forced is None else forced
-    logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
-    tops = likeliest(logits, selection.reported) if selection.reported else ()
-    return NextTokens(tokens.astype(jnp.int32), logprobs, *tops)
 
 
 def empty(

@@ -1,14 +1,16 @@
-"""The likeliest tokens of a distribution, and the tokens that can be sampled where sampling is cut."""
+"""The next token of each row: all tokens or those that a cut leaves can be sampled, and the likeliest are reported."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rljax.policy.head import head_operands, matmul_precision
+from rljax.policy.model import Params, lm_head_table
 from rljax.policy.score import over_support
 from rljax.rollout.types import SamplingParams
 
@@ -113,3 +115,36 @@ def sample_support(keys: Array, logits: Float[Array, "b v"], selection: Selectio
     if not selection.reported:
         return NextTokens(token, scored.logprobs)
     return NextTokens(token, scored.logprobs, ids[:, : selection.reported], tops[:, : selection.reported])
+
+
+def next_tokens(
+    params: Params,
+    hidden: Float[Array, "b d"],
+    keys: Array,
+    temperature: Array,
+    greedy: bool,
+    forced: Int[Array, " b"] | None,
+    lm_head_dtype: Any,
+    selection: Selection = ALL,
+) -> NextTokens:
+    """Returns next tokens and their log-probabilities under the distribution sampled from (temperature 1 if greedy).
+
+    The last hidden states ``hidden`` give the logits. Where ``forced`` holds tokens, these are taken instead; they have
+    no cut distribution. ``selection`` names the tokens that can be sampled and those that are reported.
+    """
+    hidden, table = head_operands(hidden, lm_head_table(params), lm_head_dtype)
+    exactness = matmul_precision(table.dtype)
+    logits = jnp.einsum("bd,vd->bv", hidden, table, precision=exactness, preferred_element_type=jnp.float32)
+    # Not a pair of casts: XLA may drop those (xla_allow_excess_precision).
+    kept = jnp.finfo(hidden.dtype)
+    logits = jax.lax.reduce_precision(logits, kept.nexp, kept.nmant)
+    if greedy:
+        tokens = jnp.argmax(logits, axis=-1)
+    else:
+        logits = logits / temperature
+        if selection.top_k:
+            return sample_support(keys, logits, selection)
+        tokens = jax.vmap(jax.random.categorical)(keys, logits) if forced is None else forced
+    logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
+    tops = likeliest(logits, selection.reported) if selection.reported else ()
+    return NextTokens(tokens.astype(jnp.int32), logprobs, *tops)
