@@ -92,7 +92,7 @@ def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
         sampling = elsewhere.submit(list, samples)
         until(lambda: fake.running == 4)
         fake.after_load_s = 2.0  # before which the probes are not answered
-        engine.publish(PARAMS, 1)
+        engine.publish(PARAMS | {"a": PARAMS["a"] + 1}, 1)
         responses = sampling.result(timeout=30)
         metrics = engine.fleet.report() | samples.metrics
     finally:
