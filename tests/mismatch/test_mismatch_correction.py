@@ -184,7 +184,8 @@ def test_mistakes_in_weights_say_what_was_expected(options, message):
 
 
 def test_mistakes_in_rejections_say_what_was_expected():
-    with pytest.raises(ValueError, match=r"statistic must be one of \('k3', 'geometric', 'veto'\), got 'k2'"):
+    named = r"statistic must be one of \('k3', 'max_k3', 'abs_ratio', 'geometric', 'veto'\), got 'k2'"
+    with pytest.raises(ValueError, match=named):
         rejection_mask(TRAINER, ROLLOUT, MASK, statistic="k2", threshold=1.0)
     with pytest.raises(ValueError, match="a band needs"):
         rejection_mask(TRAINER, ROLLOUT, MASK, statistic="geometric", threshold=1.0)
