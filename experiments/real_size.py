@@ -12,6 +12,7 @@ for about ten minutes on two cores. It prints Markdown tables.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -43,7 +44,7 @@ SETTINGS = {
 PARAMETERS = 596_049_920
 _SCORED = itertools.count()
 LONGEST_S = 1800.0
-PROGRAMS = {"trainer": ("rljax.train",), "server": ("vllm.entrypoints", "VLLM::")}  # the signs of their processes
+TRAINER = "rljax.train"  # stands in the command line of the trainer's processes
 COLUMNS = {
     "step": "time/step_s",
     "rollout": "time/rollout_s",
@@ -107,7 +108,7 @@ def make_model(directory: Path) -> None:
 
 
 def run(directory: Path, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Runs server and trainer once, shows what they print, and returns the times and the most memory of each."""
+    """Runs server and trainer once, shows what they print, and returns its time and the trainer's most memory."""
     words = [word for key, value in settings.items() for word in (f"--{key}", value)]
     command = ["bash", "launch/single_node.sh", "configs/quickstart.yaml", "--engine", "vllm", "--", *words]
     paths = [str(ROOT / "experiments"), os.environ.get("PYTHONPATH", "")]
@@ -126,37 +127,27 @@ def run(directory: Path, settings: Mapping[str, str]) -> dict[str, Any]:
     return {
         "status": status,
         "seconds": round(time.monotonic() - began, 1),
-        "trainer_gb": watch.most["trainer"],
-        "server_gb": watch.most["server"],
-        "least_available_gb": watch.least_available,
+        "trainer_gb": watch.most,
     }
 
 
 class Watch:
-    """The most memory that the trainer and the server's processes have held, and the least that was left (GB)."""
+    """The most memory that the trainer and its workers have held (GB)."""
 
     def __init__(self) -> None:
         """Has seen nothing yet."""
-        self.most = dict.fromkeys(PROGRAMS, 0.0)
-        self.least_available = float("inf")
+        self.most = 0.0
 
     def follow(self, process: subprocess.Popen[str]) -> None:
         """Looks twice a second until ``process`` has ended."""
         while process.poll() is None:
-            held = dict.fromkeys(self.most, 0.0)
+            held = 0.0
             for place in Path("/proc").glob("[0-9]*"):
-                try:
-                    words = (place / "cmdline").read_text().replace("\0", " ") + (place / "comm").read_text()
+                with contextlib.suppress(OSError):
                     size = re.search(r"^Pss:\s+(\d+)", (place / "smaps_rollup").read_text(), re.MULTILINE)
-                except OSError:
-                    continue
-                for name, signs in PROGRAMS.items():
-                    if size and any(sign in words for sign in signs):
-                        held[name] += int(size[1]) * 1024 / 1e9
-            self.most = {name: round(max(self.most[name], held[name]), 2) for name in held}
-            memory = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-            assert memory is not None
-            self.least_available = round(min(self.least_available, int(memory[1]) * 1024 / 1e9), 2)
+                    if size and TRAINER in (place / "cmdline").read_text():
+                        held += int(size[1]) * 1024 / 1e9
+            self.most = round(max(self.most, held), 2)
             time.sleep(0.5)
 
 
@@ -167,15 +158,10 @@ def table(found: dict[str, Any]) -> str:
     for number, row in enumerate(found["steps"], 1):
         cells = ["" if value is None else f"{value:.3g}" for value in row.values()]
         lines.append("| " + " | ".join([str(number), *cells]) + " |")
-    lines += [
-        "",
-        "| part | seconds | trainer GB | bytes a parameter | server GB | least left GB |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines += ["", "| part | seconds | trainer GB | bytes a parameter |", "|---|---|---|---|"]
     for name, part in zip(("steps 1 to 3", "step 4, resumed"), found["parts"], strict=True):
         each = part["trainer_gb"] * 1e9 / found["parameters"]
-        sizes = f"{part['trainer_gb']:.1f} | {each:.1f} | {part['server_gb']:.1f} | {part['least_available_gb']:.1f}"
-        lines.append(f"| {name} | {part['seconds']:.0f} | {sizes} |")
+        lines.append(f"| {name} | {part['seconds']:.0f} | {part['trainer_gb']:.1f} | {each:.1f} |")
     return "\n".join(lines)
 
 
