@@ -32,7 +32,7 @@ from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
 from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
-from rljax.rollout.build import version_bytes
+from rljax.rollout.build import check_reported, version_bytes
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, exact_shape, has_separate_forward, is_offloaded, max_version_lag
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding
@@ -169,13 +169,10 @@ def route_bytes(config: Config, policy: PolicyConfig) -> int:
 def _check_tops(config: Config, policy: PolicyConfig) -> None:
     """Raises ValueError if the likeliest tokens are more than the vocabulary has, or than the host may hold."""
     rollout = config.rollout
-    name = "top_k" if rollout.is_cut else "top_logprobs"
-    if rollout.reported > policy.vocab_size:
-        raise ValueError(
-            f"rollout.{name} = {rollout.reported} must be at most the model's vocabulary, {policy.vocab_size} tokens"
-        )
+    check_reported(rollout, policy.vocab_size)
     needed = top_bytes(config) * held_batches(config)
     if needed > rollout.max_top_bytes:
+        name = "top_k" if rollout.is_cut else "top_logprobs"
         raise ValueError(
             f"the likeliest tokens of a step (rollout.{name} = {rollout.reported}) can take "
             f"{in_units(needed)} of the host's memory, rollout.max_top_bytes allows "

@@ -106,6 +106,15 @@ def _check_in_flight(config: RolloutConfig) -> None:
         raise ValueError(f"{said}: the experts of tokens before new weights are not reported; give wait")
 
 
+def check_reported(config: RolloutConfig, vocab_size: int) -> None:
+    """Raises ValueError if more tokens are to be reported at each position than the vocabulary has."""
+    if config.reported > vocab_size:
+        name = "top_k" if config.is_cut else "top_logprobs"
+        raise ValueError(
+            f"rollout.{name} = {config.reported} must be at most the model's vocabulary, {vocab_size} tokens"
+        )
+
+
 def make_engine(
     config: RolloutConfig,
     policy: PolicyConfig,
@@ -139,11 +148,7 @@ def make_engine(
     check_engine(config)
     if config.router_replay != "none" and not policy.num_experts:
         raise ValueError(f"rollout.router_replay = {config.router_replay} is for a mixture of experts; this is dense")
-    if config.reported > policy.vocab_size:
-        name = "top_k" if config.is_cut else "top_logprobs"
-        raise ValueError(
-            f"rollout.{name} = {config.reported} is more than the {policy.vocab_size} tokens of the vocabulary"
-        )
+    check_reported(config, policy.vocab_size)
     if config.engine in SERVED:
         size = version_bytes(policy, config.dtype)
         shares_writing = functions is not None and functions.writer is not None
