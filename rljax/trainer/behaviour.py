@@ -53,7 +53,7 @@ class SplitUpdate:
         """Wraps the update that trains.
 
         Args:
-          forward: A function that returns the log-probabilities of a batch under a policy that ``copy`` returned.
+          forward: A function that scores a batch under a policy that ``copy`` returned.
           pack_sample: A function that packs ``sample`` responses.
           copy: A function that copies the parameters of a state, so that an update does not change the copy.
           versions: The number of older policies that are kept.
@@ -103,8 +103,8 @@ class SplitUpdate:
         by_versions = {}
         for versions in sorted(behind & set(range(1, len(self._kept)))):
             batch = batch or self._pack_sample(sampled)
-            logprobs: Any = self._forward(self._kept[versions], batch)[1]
-            by_versions[versions] = unpack(fetch(logprobs), batch, sampled)
+            values = self._forward(self._kept[versions], batch)[1]
+            by_versions[versions] = unpack(fetch(values.logprobs), batch, sampled)
         return by_versions
 
 

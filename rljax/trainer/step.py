@@ -134,11 +134,19 @@ def make_score(
     return score
 
 
+class TokenValues(NamedTuple):
+    """The values of the tokens of a batch that a forward keeps. Those that were not asked for are None."""
+
+    logprobs: Any  # float32 [m, b, t], the trainer's log-probabilities
+    routes: Any = None  # the ``PackedBatch.routes`` that the forward chose
+    collision: Any = None  # float32 [m, b, t], the sums of the squared probabilities
+
+
 class Programs(NamedTuple):
     """The jitted functions of a ``TrainStep``, and the shapes of their arguments."""
 
     step: Any  # a function (state, batch, controls, merged weights of adapters) -> (new state, row, log-probabilities)
-    forward: Any  # a function (parameters, batch) -> (row, token values)
+    forward: Any  # a function (parameters, batch) -> (row, ``TokenValues``)
     abstract_state: TrainState  # the state, with a jax.ShapeDtypeStruct and a sharding at each leaf
     abstract_weights: list[Params]  # the merged weights of adapters, in the same form; empty without adapters
 
@@ -188,12 +196,11 @@ def make_programs(
         with_routes: bool = False,
         with_collision: bool = False,
     ) -> Any:
-        def each(micro: PackedBatch) -> tuple[dict[str, Statistics], Any]:
+        def each(micro: PackedBatch) -> tuple[dict[str, Statistics], TokenValues]:
             scores = (score_collision if with_collision else score_alone)(compute, micro)
-            kept: tuple[Any, ...] = (scores.logprobs,)
-            kept += (routes_of(scores.stats.router, config),) if with_routes else ()
-            kept += (scores.collision,) if with_collision else ()
-            return measure(scores, micro, num_sequences, diagnosis), kept if len(kept) > 1 else scores.logprobs
+            routes = routes_of(scores.stats.router, config) if with_routes else None
+            values = TokenValues(scores.logprobs, routes, scores.collision)
+            return measure(scores, micro, num_sequences, diagnosis), values
 
         return each
 
@@ -216,11 +223,11 @@ def make_programs(
             def score_part(part: Params, micro: PackedBatch) -> Scores:
                 return score(trained.with_targets(compute, part), micro)
 
-            def each(micro: PackedBatch) -> tuple[MicroSums, jax.Array]:
+            def each(micro: PackedBatch) -> tuple[MicroSums, TokenValues]:
                 targets = trained.targets(compute)
                 grads, loss, scores = micro_gradients(targets, micro, objective, score_part, *of_loss)
                 measured = measure(scores, micro, objective.num_sequences, diagnosis)
-                return (trained.gradients(needed, grads), loss, measured), scores.logprobs
+                return (trained.gradients(needed, grads), loss, measured), TokenValues(scores.logprobs)
 
             def add(totals: Totals, sums: MicroSums) -> Totals:
                 return constrained(add_micro_batch(totals, *sums, noise))
@@ -228,10 +235,10 @@ def make_programs(
             def zero(shapes: MicroSums) -> Totals:
                 return constrained(zero_totals(*shapes))
 
-            totals, logprobs = over_micro_batches(batch, each, zero, add, (0, counts[0]))
+            totals, values = over_micro_batches(batch, each, zero, add, (0, counts[0]))
             alone = forward_alone(compute, objective.num_sequences, diagnosis)
-            measured, logprobs = over_micro_batches(batch, alone, lambda _: totals.measured, merge, counts, logprobs)
-            return totals._replace(measured=measured), logprobs
+            measured, values = over_micro_batches(batch, alone, lambda _: totals.measured, merge, counts, values)
+            return totals._replace(measured=measured), values
 
         def constrained(totals: Totals) -> Totals:
             return totals._replace(grads=constrain_tree(totals.grads, trained.axes()))
@@ -241,9 +248,9 @@ def make_programs(
             compute = compute if casts_alone(batch) else copy_weights(compute)
             of_loss = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
             shared = (compute, trained.residuals(state.params), controls.measure_noise, *of_loss)
-            totals, logprobs = on_each_replica(work, add_up_replicas, batch, *shared)
+            totals, values = on_each_replica(work, add_up_replicas, batch, *shared)
         state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
-        return state, row | finalize_measured(totals.measured, diagnosis), logprobs
+        return state, row | finalize_measured(totals.measured, diagnosis), values.logprobs
 
     def forward(
         params: Params,
@@ -253,15 +260,15 @@ def make_programs(
         diagnosis: DiagnosisConfig,
         with_routes: bool,
         with_collision: bool,
-    ) -> tuple[dict[str, jax.Array], Any]:
-        def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], Any]:
+    ) -> tuple[dict[str, jax.Array], TokenValues]:
+        def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], TokenValues]:
             each = forward_alone(compute, num_sequences, diagnosis, with_routes, with_collision)
             return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
 
         with jax.default_matmul_precision(matmul_precision(dtype)):
             compute = copy_weights(params)
-            measured, kept = on_each_replica(work, merge_over_replicas, batch, compute)
-        return finalize_measured(measured, diagnosis), kept
+            measured, values = on_each_replica(work, merge_over_replicas, batch, compute)
+        return finalize_measured(measured, diagnosis), values
 
     abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic, lora=lora)
     everywhere, by_rows = replicated(mesh), named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
@@ -374,15 +381,13 @@ class TrainStep:
         diagnosis: DiagnosisConfig,
         with_routes: bool = False,
         with_collision: bool = False,
-    ) -> tuple[dict[str, jax.Array], Any]:
+    ) -> tuple[dict[str, jax.Array], TokenValues]:
         """Measures the mismatch of a batch under the whole policy's parameters, without a gradient.
 
-        The batch may have another number of micro-batches than the steps.
+        The batch may have another number of micro-batches than the steps. The flags ask for more values of its tokens.
 
         Returns:
-          The metrics of the row, and the log-probabilities [m, b, t]. With routes or collision, a tuple replaces the
-          log-probabilities. It has the log-probabilities, then the ``PackedBatch.routes`` that this forward chose, then
-          the sums of the squared probabilities [m, b, t], as far as they are asked for.
+          The metrics of the row, and the values of the tokens.
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):

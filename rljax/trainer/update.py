@@ -13,10 +13,10 @@ from rljax.policy.model import Params
 from rljax.sharding import fetch, on_devices, on_host
 from rljax.trainer.packing import PackedBatch, TrainSequence, unpack, unpack_routes
 from rljax.trainer.state import TrainState
-from rljax.trainer.step import TrainStep
+from rljax.trainer.step import TokenValues, TrainStep
 
 Pack = Callable[[Sequence[TrainSequence]], PackedBatch]
-Forward = Callable[..., tuple[dict[str, jax.Array], Any]]  # The type of ``TrainStep.forward``.
+Forward = Callable[..., tuple[dict[str, jax.Array], TokenValues]]  # The type of ``TrainStep.forward``.
 # A function that gives sequences with ``old_logprobs`` the advantages of their tokens, from the sums of the squared
 # probabilities, float32 [r] for each sequence.
 Baseline = Callable[[Sequence[TrainSequence], Sequence[np.ndarray]], list[TrainSequence]]
@@ -69,7 +69,7 @@ def reference_logprobs(forward: Forward, params: Params, batch: PackedBatch) -> 
     The routes of the trained policy are not replayed. If ``params`` are in the host's memory, a copy is on the devices
     until this returns. The result is float32 [m, b, t], and 0 outside the responses.
     """
-    logprobs = fetch(forward(on_devices(params), batch._replace(routes=None))[1])
+    logprobs = fetch(forward(on_devices(params), batch._replace(routes=None))[1].logprobs)
     return np.where(batch.response_mask, logprobs, np.float32(0.0))
 
 
@@ -149,21 +149,18 @@ class MultipleUpdates:
     ) -> Updated:
         """Measures the whole batch with one forward, then makes one update for each mini-batch."""
         free = free_routing_row(self._forward, state.params, batch, options)
-        options_of_forward = {"with_routes": self._replays_own, "with_collision": self._baseline is not None}
-        wanted = {name: True for name, is_wanted in options_of_forward.items() if is_wanted}
-        measured, kept = self._forward(state.params, batch, **wanted)
-        logprobs, *others = kept if wanted else (kept,)
-        routes = others[0] if self._replays_own else None
-        old = unpack(fetch(logprobs), batch, sequences)
-        known = [s._replace(old_logprobs=values) for s, values in zip(sequences, old, strict=True)]
-        if routes is not None:
-            of_sequences = unpack_routes(fetch(routes), batch, sequences)
-            known = [s._replace(routes=values) for s, values in zip(known, of_sequences, strict=True)]
+        flags = {"with_routes": self._replays_own, "with_collision": self._baseline is not None}
+        measured, values = self._forward(state.params, batch, **flags)
+        old = unpack(fetch(values.logprobs), batch, sequences)
+        known = [s._replace(old_logprobs=own) for s, own in zip(sequences, old, strict=True)]
+        if values.routes is not None:
+            of_sequences = unpack_routes(fetch(values.routes), batch, sequences)
+            known = [s._replace(routes=own) for s, own in zip(known, of_sequences, strict=True)]
         if self._baseline is not None:
-            known = self._baseline(known, unpack(fetch(others[-1]), batch, sequences))
+            known = self._baseline(known, unpack(fetch(values.collision), batch, sequences))
         if self._reference is not None:
             of_reference = unpack(self._reference(batch), batch, sequences)
-            known = [s._replace(reference_logprobs=values) for s, values in zip(known, of_reference, strict=True)]
+            known = [s._replace(reference_logprobs=own) for s, own in zip(known, of_reference, strict=True)]
         results: list[tuple[dict[str, jax.Array], bool]] = []
         for mini in self._split(known, options.seed):
             mini_batch = self.pack_mini(mini)

@@ -9,6 +9,7 @@ from rljax.policy.model import init_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh, put
 from rljax.trainer.behaviour import SplitUpdate, make_copy, split_metrics
 from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.step import TokenValues
 from rljax.trainer.update import Updated, UpdateOptions
 
 OPTIONS = UpdateOptions(1e-3, 0, noise=False)
@@ -52,7 +53,7 @@ class Inner:
 
     def forward(self, params, batch):
         self.asked.append((params, int(batch.response_mask.sum())))
-        return {}, np.full(batch.tokens.shape, -float(params), np.float32)
+        return {}, TokenValues(np.full(batch.tokens.shape, -float(params), np.float32))
 
     def __call__(self, state, batch, sequences, options):
         return Updated(State(state.params + 1), {}, {}, lambda: [np.full(len(s.response), -9.0) for s in sequences])

@@ -86,7 +86,7 @@ def test_the_engine_reports_the_experts_that_its_tokens_went_to():
     sequences = sampled(CONFIG, "float32")
     step, state = make(dtype="float32")
     batch = batches(sequences)
-    _, (_, routes) = forward(step, state.params, batch._replace(routes=None), with_routes=True)
+    routes = forward(step, state.params, batch._replace(routes=None), with_routes=True)[1].routes
     own = unpack_routes(np.asarray(routes), batch, sequences)
     assert len({len(s.prompt) for s in sequences}) > 2
     for s, expected in zip(sequences, own, strict=True):

@@ -86,9 +86,9 @@ def test_a_cut_step_learns_the_cut_distribution(remat, temperature):
 def test_the_forward_alone_scores_the_cut_distribution():
     batch, step = with_supports(packed(sequences()), CONFIG.vocab_size, K), make_step(True)
     params = jax.device_put(init_params(CONFIG, 0))
-    row, logprobs = step.forward(params, batch, num_sequences=COUNT, diagnosis=DiagnosisConfig())
+    row, values = step.forward(params, batch, num_sequences=COUNT, diagnosis=DiagnosisConfig())
     _, of_step, expected = run(step, batch)
-    np.testing.assert_allclose(logprobs, expected, atol=2e-6, rtol=0)
+    np.testing.assert_allclose(values.logprobs, expected, atol=2e-6, rtol=0)
     assert float(row["policy/entropy"]) == pytest.approx(float(of_step["policy/entropy"]), rel=1e-6)
 
 
