@@ -1,13 +1,18 @@
-"""The length-triggered learning rate for any JAX training loop. It needs only jax, optax and numpy."""
+"""The length-triggered learning rate for any training loop.
 
-from rljax.schedule.inject import get_learning_rate, inject_learning_rate, set_learning_rate
-from rljax.schedule.length_decay import (
-    LengthTriggeredLR,
-    decay_period_from_surge,
-    length_decay_schedule,
-    length_triggered_schedule,
-)
+The tracker and the controller need numpy alone. The schedules and the functions for optax load jax and optax when they
+are first used. ``rljax.schedule.torch`` has the scheduler for torch, and only it needs torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rljax.schedule.length_decay import LengthTriggeredLR, decay_period_from_surge
 from rljax.schedule.surge import SurgeConfig, SurgeTracker
+
+if TYPE_CHECKING:
+    from rljax.schedule.in_graph import length_decay_schedule, length_triggered_schedule
+    from rljax.schedule.inject import get_learning_rate, inject_learning_rate, set_learning_rate
 
 __all__ = [
     "LengthTriggeredLR",
@@ -20,3 +25,29 @@ __all__ = [
     "length_triggered_schedule",
     "set_learning_rate",
 ]
+
+_WITH_OPTAX = {
+    "get_learning_rate": "inject",
+    "inject_learning_rate": "inject",
+    "length_decay_schedule": "in_graph",
+    "length_triggered_schedule": "in_graph",
+    "set_learning_rate": "inject",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_OPTAX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"{__name__}.{_WITH_OPTAX[name]}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("jax", "jaxlib", "optax"):
+            raise
+        message = f"{__name__}.{name} needs {error.name}, which is not installed: pip install 'rljax[optax]'."
+        raise ModuleNotFoundError(message, name=error.name) from error
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

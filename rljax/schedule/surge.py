@@ -1,4 +1,4 @@
-"""The rule that calls a surge of the mean response length, on the host and inside a compiled graph.
+"""The rule that calls a surge of the mean response length, on the host.
 
 "Beyond Precision" (arXiv 2602.01826) sets its decay period from the step at which the mean response length grows about
 three-fold within a narrow window. The rule looks at the last ``window`` usable lengths:
@@ -12,20 +12,18 @@ three-fold within a narrow window. The rule looks at the last ``window`` usable 
    that rises over a few steps is called without delay.
 
 Both levels are order statistics, and the only arithmetic is one float32 product. So numpy and XLA decide alike on every
-stream of lengths, ties included.
+stream of lengths, ties included. ``rljax.schedule.in_graph`` has the same rule inside a compiled graph.
 """
 
 import collections
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 # A backend may flush anything below the smallest normal float32 to zero, so such a length is ignored.
-_SMALLEST_LENGTH = float(np.finfo(np.float32).tiny)
+SMALLEST_LENGTH = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class SurgeTracker:
             _as_float32("truncated_fraction", truncated_fraction) > self._max_truncated
         )
         self.step += 1
-        if not (math.isfinite(value) and value >= _SMALLEST_LENGTH):
+        if not (math.isfinite(value) and value >= SMALLEST_LENGTH):
             self.ignored += 1
             return False
         if truncated:
@@ -199,81 +197,3 @@ def _as_float32(name: str, value: Any) -> np.float32:
         raise ValueError(f"{name} must be a scalar, got {value!r}.")
     with np.errstate(over="ignore"):
         return np.float32(value)
-
-
-class SurgeState(NamedTuple):
-    """The state of the rule inside a graph. A step of 0 means none."""
-
-    step: jax.Array  # shape=(), dtype=jnp.int32
-    lengths: jax.Array  # shape=(window,), dtype=jnp.float32, oldest to newest; only the last `seen` are set
-    seen: jax.Array  # shape=(), dtype=jnp.int32
-    crossing_since: jax.Array  # shape=(), dtype=jnp.int32, kept after the call
-    surge_step: jax.Array  # shape=(), dtype=jnp.int32
-    ignored: jax.Array  # shape=(), dtype=jnp.int32
-    held_out: jax.Array  # shape=(), dtype=jnp.int32
-
-
-def init_surge_state(config: SurgeConfig) -> SurgeState:
-    """Returns the state before the first batch."""
-
-    def zero() -> jax.Array:
-        return jnp.zeros([], jnp.int32)
-
-    lengths = jnp.zeros([config.window], jnp.float32)
-    return SurgeState(zero(), lengths, zero(), zero(), zero(), zero(), zero())
-
-
-def update_surge_state(
-    config: SurgeConfig,
-    state: SurgeState,
-    length: jax.typing.ArrayLike,
-    truncated_fraction: jax.typing.ArrayLike | None = None,
-) -> SurgeState:
-    """Observes one batch, as a pure function of arrays for use under jit, scan and vmap.
-
-    It decides exactly as ``SurgeTracker.update`` does.
-
-    Args:
-      config: The rules, fixed at trace time.
-      state: The state before this batch.
-      length: The mean response length of the batch, shape (), cast to float32.
-      truncated_fraction: The share of responses that reached the length limit, shape (), cast to float32; or None.
-
-    Returns:
-      The state after this batch. On the step of the call ``surge_step == step``.
-
-    Raises:
-      ValueError: An argument is not a scalar.
-    """
-    value = jnp.asarray(length, jnp.float32)
-    truncated = jnp.asarray(0.0 if truncated_fraction is None else truncated_fraction, jnp.float32)
-    if value.shape or truncated.shape:
-        raise ValueError(f"length and truncated_fraction must be scalars, got {value.shape} and {truncated.shape}.")
-    usable = jnp.isfinite(value) & (value >= _SMALLEST_LENGTH)
-    held_out = usable & (truncated > jnp.float32(config.max_truncated))
-    counts = usable & ~held_out & (state.surge_step == 0)
-
-    step = state.step + 1
-    lengths = jnp.where(counts, jnp.append(state.lengths[1:], value), state.lengths)
-    seen = jnp.minimum(state.seen + counts, config.window)
-    smoothed = jnp.sort(lengths[-config.smooth :])[config.smooth // 2]
-    baseline = _baseline(config, lengths, seen)
-    crosses = (seen >= config.warmup) & (smoothed >= jnp.float32(config.ratio) * baseline)
-    held = jnp.min(lengths[-config.persistence :]) >= jnp.float32(config.held_ratio) * baseline
-    since = jnp.where(crosses, jnp.where(state.crossing_since == 0, step, state.crossing_since), 0)
-    return SurgeState(
-        step=step,
-        lengths=lengths,
-        seen=seen,
-        crossing_since=jnp.where(counts, since, state.crossing_since),
-        surge_step=jnp.where(counts & crosses & held, step, state.surge_step),
-        ignored=state.ignored + ~usable,
-        held_out=state.held_out + held_out,
-    )
-
-
-def _baseline(config: SurgeConfig, lengths: jax.Array, seen: jax.Array) -> jax.Array:
-    ranks = jnp.asarray([config.baseline_rank(n) for n in range(config.window + 1)], jnp.int32)
-    is_set = jnp.arange(config.window, dtype=jnp.int32) >= config.window - seen
-    older = jnp.where(is_set, lengths, jnp.inf)[: -config.smooth]
-    return jnp.sort(older)[ranks[seen]]

@@ -1,0 +1,237 @@
+"""The schedules inside a compiled graph: the surge rule, the triggered rate and the rate of a known period, for optax.
+
+They decide as ``SurgeTracker`` and ``LengthTriggeredLR`` do on every stream. This module needs jax and optax.
+"""
+
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rljax.schedule.length_decay import DENOMINATOR, decay_rates, scaled_multiplier
+from rljax.schedule.surge import SMALLEST_LENGTH, SurgeConfig
+
+_INT32_MAX = 2**31 - 1
+
+
+def length_decay_schedule(
+    init_value: float,
+    decay_period: int | None,
+    *,
+    decay_factor: float = 0.5,
+    floor_ratio: float = 0.1,
+) -> optax.Schedule:
+    """Builds Algorithm 1 with a known period as an optax schedule.
+
+    Args:
+      init_value: The rate of the first update, positive.
+      decay_period: The number of updates from one decay to the next, at least 1. None: the rate stays at
+        ``init_value``.
+      decay_factor: The factor of each decay, in (0, 1).
+      floor_ratio: The lowest rate as a fraction of ``init_value``, in [0, 1].
+
+    Returns:
+      A function from the optax count c (of update c + 1) to the rate. The count is an integer or an integer array; the
+      rate is float32 of the same shape. It works under jit and vmap.
+
+    Raises:
+      ValueError: An argument is out of range.
+    """
+    rates = np.asarray(decay_rates(init_value, decay_factor, floor_ratio), np.float32)
+    if decay_period is not None and operator.index(decay_period) < 1:
+        raise ValueError(f"decay_period must be at least 1 or None, got decay_period = {decay_period}.")
+    period = _INT32_MAX if decay_period is None else min(decay_period, _INT32_MAX)
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        count = jnp.asarray(count, jnp.int32)
+        # (count + 1) // period, without overflow when optax's saturating count is the largest int32.
+        decays = count // period + (count % period == period - 1)
+        return _look_up(rates, jnp.where(decay_period is None, 0, decays))
+
+    return schedule
+
+
+class SurgeState(NamedTuple):
+    """The state of the rule inside a graph. A step of 0 means none."""
+
+    step: jax.Array  # shape=(), dtype=jnp.int32
+    lengths: jax.Array  # shape=(window,), dtype=jnp.float32, oldest to newest; only the last `seen` are set
+    seen: jax.Array  # shape=(), dtype=jnp.int32
+    crossing_since: jax.Array  # shape=(), dtype=jnp.int32, kept after the call
+    surge_step: jax.Array  # shape=(), dtype=jnp.int32
+    ignored: jax.Array  # shape=(), dtype=jnp.int32
+    held_out: jax.Array  # shape=(), dtype=jnp.int32
+
+
+def init_surge_state(config: SurgeConfig) -> SurgeState:
+    """Returns the state before the first batch."""
+
+    def zero() -> jax.Array:
+        return jnp.zeros([], jnp.int32)
+
+    lengths = jnp.zeros([config.window], jnp.float32)
+    return SurgeState(zero(), lengths, zero(), zero(), zero(), zero(), zero())
+
+
+def update_surge_state(
+    config: SurgeConfig,
+    state: SurgeState,
+    length: jax.typing.ArrayLike,
+    truncated_fraction: jax.typing.ArrayLike | None = None,
+) -> SurgeState:
+    """Observes one batch, as a pure function of arrays for use under jit, scan and vmap.
+
+    It decides exactly as ``SurgeTracker.update`` does.
+
+    Args:
+      config: The rules, fixed at trace time.
+      state: The state before this batch.
+      length: The mean response length of the batch, shape (), cast to float32.
+      truncated_fraction: The share of responses that reached the length limit, shape (), cast to float32; or None.
+
+    Returns:
+      The state after this batch. On the step of the call ``surge_step == step``.
+
+    Raises:
+      ValueError: An argument is not a scalar.
+    """
+    value = jnp.asarray(length, jnp.float32)
+    truncated = jnp.asarray(0.0 if truncated_fraction is None else truncated_fraction, jnp.float32)
+    if value.shape or truncated.shape:
+        raise ValueError(f"length and truncated_fraction must be scalars, got {value.shape} and {truncated.shape}.")
+    usable = jnp.isfinite(value) & (value >= SMALLEST_LENGTH)
+    held_out = usable & (truncated > jnp.float32(config.max_truncated))
+    counts = usable & ~held_out & (state.surge_step == 0)
+
+    step = state.step + 1
+    lengths = jnp.where(counts, jnp.append(state.lengths[1:], value), state.lengths)
+    seen = jnp.minimum(state.seen + counts, config.window)
+    smoothed = jnp.sort(lengths[-config.smooth :])[config.smooth // 2]
+    baseline = _baseline(config, lengths, seen)
+    crosses = (seen >= config.warmup) & (smoothed >= jnp.float32(config.ratio) * baseline)
+    held = jnp.min(lengths[-config.persistence :]) >= jnp.float32(config.held_ratio) * baseline
+    since = jnp.where(crosses, jnp.where(state.crossing_since == 0, step, state.crossing_since), 0)
+    return SurgeState(
+        step=step,
+        lengths=lengths,
+        seen=seen,
+        crossing_since=jnp.where(counts, since, state.crossing_since),
+        surge_step=jnp.where(counts & crosses & held, step, state.surge_step),
+        ignored=state.ignored + ~usable,
+        held_out=state.held_out + held_out,
+    )
+
+
+def _baseline(config: SurgeConfig, lengths: jax.Array, seen: jax.Array) -> jax.Array:
+    ranks = jnp.asarray([config.baseline_rank(n) for n in range(config.window + 1)], jnp.int32)
+    is_set = jnp.arange(config.window, dtype=jnp.int32) >= config.window - seen
+    older = jnp.where(is_set, lengths, jnp.inf)[: -config.smooth]
+    return jnp.sort(older)[ranks[seen]]
+
+
+class LengthTriggeredState(NamedTuple):
+    """The state of ``length_triggered_schedule``. A period of 0 means that none is set."""
+
+    surge: SurgeState
+    decay_period: jax.Array  # shape=(), dtype=jnp.int32
+    # The period that a call on this step would set: multiplier * step, rounded half up, summed up in billionths.
+    next_period: jax.Array  # shape=(), dtype=jnp.int32
+    next_remainder: jax.Array  # shape=(), dtype=jnp.int32
+
+
+class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
+    """The stateful schedule that ``length_triggered_schedule`` builds."""
+
+    def __init__(self, config: SurgeConfig, multiplier: float, rates: tuple[float, ...]) -> None:
+        self._config = config
+        self._rates = np.asarray(rates, np.float32)
+        whole, self._part = divmod(scaled_multiplier(multiplier), DENOMINATOR)
+        self._whole = min(whole, _INT32_MAX)
+
+    def init(self) -> LengthTriggeredState:
+        """Returns the state before the first update."""
+        return LengthTriggeredState(
+            surge=init_surge_state(self._config),
+            decay_period=jnp.zeros([], jnp.int32),
+            next_period=jnp.zeros([], jnp.int32),
+            next_remainder=jnp.asarray(DENOMINATOR // 2, jnp.int32),
+        )
+
+    def update(self, state: LengthTriggeredState, **extra_args: Any) -> LengthTriggeredState:
+        """Observes one batch.
+
+        Args:
+          state: The state before this batch.
+          **extra_args: The scalars ``response_length`` (required) and ``truncated_fraction`` (optional).
+
+        Returns:
+          The state after this batch.
+
+        Raises:
+          ValueError: ``response_length`` is missing.
+        """
+        if extra_args.get("response_length") is None:
+            raise ValueError(
+                "the length-triggered schedule needs response_length=, the mean response length of this batch, "
+                f"in every update; got the extra arguments {sorted(extra_args)}."
+            )
+        surge = update_surge_state(
+            self._config, state.surge, extra_args["response_length"], extra_args.get("truncated_fraction")
+        )
+        remainder = state.next_remainder + self._part
+        carry = remainder >= DENOMINATOR
+        grown = jnp.minimum(state.next_period, _INT32_MAX - self._whole) + self._whole
+        next_period = jnp.minimum(grown, _INT32_MAX - carry) + carry
+        return LengthTriggeredState(
+            surge=surge,
+            decay_period=jnp.where(surge.surge_step == surge.step, next_period, state.decay_period),
+            next_period=next_period,
+            next_remainder=remainder - jnp.where(carry, DENOMINATOR, 0),
+        )
+
+    def __call__(self, state: LengthTriggeredState, **extra_args: Any) -> jax.Array:
+        """Returns the rate of the update whose batch is described; the initial rate without ``response_length``."""
+        # inject_hyperparams reads the rate before it updates the state, so this method observes the new batch as well.
+        if extra_args.get("response_length") is None:
+            return _look_up(self._rates, jnp.zeros([], jnp.int32))
+        state = self.update(state, **extra_args)
+        decays = state.surge.step // jnp.maximum(state.decay_period, 1)
+        return _look_up(self._rates, jnp.where(state.decay_period == 0, 0, decays))
+
+
+def length_triggered_schedule(
+    init_value: float,
+    *,
+    config: SurgeConfig = SurgeConfig(),  # noqa: B008 (frozen)
+    multiplier: float = 1.8,
+    decay_factor: float = 0.5,
+    floor_ratio: float = 0.1,
+) -> LengthTriggeredSchedule:
+    """Builds the in-graph form, for ``inject_learning_rate`` or ``optax.inject_hyperparams``.
+
+    The optimizer's ``update`` then takes ``response_length=``, the mean response length of the batch (tokens, shape
+    ()), and optionally ``truncated_fraction=`` (shape ()), once per update. ``optax.MultiSteps`` passes on only the
+    arguments of the last mini-batch of each group: pass the mean over the group there.
+
+    Args:
+      init_value: The rate until the first decay, positive.
+      config: The rules by which the surge is called.
+      multiplier: The ratio of decay period to surge step, at least 1.
+      decay_factor: The factor of each decay, in (0, 1).
+      floor_ratio: The lowest rate as a fraction of ``init_value``, in [0, 1].
+
+    Returns:
+      An ``optax.schedules.StatefulSchedule`` whose value is float32, shape (). Its ``update`` raises ValueError if
+      ``response_length`` is missing.
+
+    Raises:
+      ValueError: An argument is out of range.
+    """
+    return LengthTriggeredSchedule(config, multiplier, decay_rates(init_value, decay_factor, floor_ratio))
+
+
+def _look_up(rates: np.ndarray, decays: jax.Array) -> jax.Array:
+    return jnp.asarray(rates)[jnp.minimum(decays, rates.size - 1)]

@@ -1,0 +1,77 @@
+"""The mean length over ranks, by two processes with gloo, and the rates of a model under DDP and FSDP2."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.slow
+
+RANK = """
+import datetime, json, sys
+import torch
+from torch import distributed
+from rljax.schedule import SurgeConfig, SurgeTracker
+from rljax.schedule.torch import LengthTriggeredScheduler, mean_over_ranks
+
+rank, port, wrapper = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+distributed.init_process_group(
+    "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+)
+model = torch.nn.Linear(4, 4, bias=False)
+if wrapper == "ddp":
+    model = torch.nn.parallel.DistributedDataParallel(model)
+elif wrapper == "fsdp2":
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+tracker = SurgeTracker(SurgeConfig(window=12, warmup=6, smooth=3, persistence=1))
+scheduler = LengthTriggeredScheduler(optimizer, tracker=tracker, multiplier=1.2)
+means, rates = [], []
+for step in range(13):
+    # Rank 0 has one response, rank 1 has three: only their common mean triples at step 9.
+    length_sum, count = [(100, 1), (300, 3)][rank] if step < 8 else [(100, 1), (1500, 3)][rank]
+    means.append(mean_over_ranks(length_sum, count))
+    scheduler.observe(means[-1])
+    model(torch.ones(2, 4)).sum().backward()
+    rates.append(optimizer.param_groups[0]["lr"])
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+print(json.dumps([means, rates, scheduler.surge_step, mean_over_ranks(0, 0) != mean_over_ranks(0, 0)]))
+distributed.destroy_process_group()
+"""
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_two_ranks_take_the_same_rates(wrapper):
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(port), wrapper],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=180) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    assert first == second
+    assert first == [[100.0] * 8 + [400.0] * 5, [1.0] * 11 + [0.5] * 2, 10, True]

@@ -1,0 +1,233 @@
+"""The torch scheduler: the optax form's rates to the bit of a float32, and what torch expects of a scheduler."""
+
+import io
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_schedule_forms import CONFIGS, STEPS, compiled, streams
+
+from rljax.schedule import SurgeConfig, SurgeTracker
+
+torch = pytest.importorskip("torch")
+from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, SequentialLR  # noqa: E402
+
+from rljax.schedule.torch import LengthTriggeredScheduler, mean_over_ranks  # noqa: E402
+
+# Called at the second long length: six short ones and a median of three.
+QUICK = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
+LENGTHS = [100.0] * 8 + [400.0] * 40  # called at step 10, so multiplier 1.2 gives the period 12
+
+
+def optimizer_of(*rates):
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": rate} for rate in rates]
+    return torch.optim.SGD(groups)
+
+
+def scheduler_of(optimizer, config=QUICK, **settings):
+    return LengthTriggeredScheduler(optimizer, tracker=SurgeTracker(config), **settings)
+
+
+def rates_used(optimizer, scheduler, lengths, fractions=None):
+    """The rate of each group at each update, read from the optimizer when it updates."""
+    used = []
+    for length, fraction in zip(lengths, fractions or [None] * len(lengths), strict=True):
+        scheduler.observe(length, fraction)
+        used.append([float(group["lr"]) for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return used
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(
+    arguments=st.tuples(
+        st.floats(1e-12, 1e3),
+        st.sampled_from(CONFIGS),
+        st.sampled_from([1.0, 1.5, 1.8, 2.1, 1e12]),
+        st.sampled_from([0.5, 0.37, 0.99]),
+        st.sampled_from([0.0, 0.1, 1.0]),
+    ),
+    stream=streams(),
+)
+def test_rates_equal_the_optax_form_to_the_bit(arguments, stream):
+    init_value, config, multiplier, factor, floor = arguments
+    lengths, fractions = stream
+    optimizer = optimizer_of(init_value)
+    scheduler = scheduler_of(optimizer, config, multiplier=multiplier, decay_factor=factor, floor_ratio=floor)
+    used = rates_used(optimizer, scheduler, lengths, [None if math.isnan(f) else f for f in fractions])
+    with np.errstate(over="ignore"):
+        batches = (np.asarray(lengths, np.float32), np.asarray(fractions, np.float32))
+    _, (rates, periods, _) = compiled(arguments)(batches)
+    np.testing.assert_array_equal(np.float32(used)[:, 0], np.asarray(rates))
+    assert int(periods[-1]) == min(scheduler.decay_period or 0, 2**31 - 1)
+    assert len(used) == STEPS
+
+
+def test_each_group_decays_from_its_own_rate():
+    optimizer = optimizer_of(1e-2, 4e-3, 0.0)
+    scheduler = scheduler_of(optimizer, multiplier=1.2)
+    used = rates_used(optimizer, scheduler, LENGTHS)
+    assert isinstance(scheduler, LRScheduler)
+    assert (scheduler.surge_step, scheduler.decay_period) == (10, 12)
+    assert used[10] == [1e-2, 4e-3, 0.0]
+    assert used[11] == [5e-3, 2e-3, 0.0]
+    assert used[23] == [2.5e-3, 1e-3, 0.0]
+    assert used[47] == [1e-3, 4e-4, 0.0]  # a sixteenth is below the floor of a tenth
+    assert scheduler.get_last_lr() == [1e-3, 4e-4, 0.0]
+
+
+def test_multiplier_1_decays_the_update_of_the_call():
+    optimizer = optimizer_of(1.0)
+    used = rates_used(optimizer, scheduler_of(optimizer, multiplier=1.0), LENGTHS[:10])
+    assert [rate for (rate,) in used] == [1.0] * 9 + [0.5]
+
+
+def test_updates_of_one_batch_share_its_rate():
+    optimizer = optimizer_of(1.0)
+    scheduler = scheduler_of(optimizer, multiplier=1.2)
+    used = []
+    for length in LENGTHS[:13]:
+        scheduler.observe(length)
+        for _ in range(3):
+            optimizer.step()
+            used.append(optimizer.param_groups[0]["lr"])
+            scheduler.step()
+    assert used == [1.0] * 33 + [0.5] * 6
+
+
+def test_a_rate_in_a_tensor_is_written_in_place():
+    rate = torch.tensor(1.0)
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2))], lr=rate, capturable=True)
+    group_rate = optimizer.param_groups[0]["lr"]
+    scheduler = scheduler_of(optimizer, multiplier=1.0)
+    for length in LENGTHS[:10]:
+        scheduler.observe(length)
+    assert optimizer.param_groups[0]["lr"] is group_rate
+    assert group_rate.item() == 0.5
+    assert scheduler.get_last_lr()[0] is not group_rate
+
+
+@pytest.mark.parametrize("cut", [0, 5, 9, 10, 11, 30])
+def test_a_resumed_run_has_the_same_rates(cut):
+    optimizer = optimizer_of(1e-2, 4e-3)
+    whole = rates_used(optimizer, scheduler_of(optimizer, multiplier=1.2), LENGTHS)
+    optimizer = optimizer_of(1e-2, 4e-3)
+    scheduler = scheduler_of(optimizer, multiplier=1.2)
+    rates_used(optimizer, scheduler, LENGTHS[:cut])
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert json.loads(json.dumps(saved["scheduler"])) == saved["scheduler"]
+
+    optimizer = optimizer_of(1e-2, 4e-3)
+    resumed = scheduler_of(optimizer, multiplier=1.2)
+    optimizer.load_state_dict(saved["optimizer"])
+    resumed.load_state_dict(saved["scheduler"])
+    assert resumed.get_last_lr() == scheduler.get_last_lr()
+    assert rates_used(optimizer, resumed, LENGTHS[cut:]) == whole[cut:]
+
+
+def test_another_schedulers_state_is_refused():
+    optimizer = optimizer_of(1.0)
+    with pytest.raises(ValueError, match="the state must have the keys"):
+        scheduler_of(optimizer).load_state_dict(LinearLR(optimizer).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"multiplier": 0.9}, "multiplier"), ({"decay_factor": 1.0}, "decay_factor")]
+)
+def test_an_argument_out_of_range_is_refused(settings, message):
+    with pytest.raises(ValueError, match=f"{message} must be"):
+        scheduler_of(optimizer_of(1.0), **settings)
+
+
+def test_the_states_stay_small():
+    optimizer = optimizer_of(1e-6)
+    scheduler = LengthTriggeredScheduler(optimizer)
+    rates_used(optimizer, scheduler, [1234.567] * 300)
+    assert len(json.dumps(scheduler.state_dict())) < 4096
+
+
+def warmed(lengths, save_at=None):
+    """Rates of a warm-up over 4 updates from a quarter of the rate, then the length-triggered ones."""
+
+    def build():
+        optimizer = optimizer_of(1.0)
+        warmup = LinearLR(optimizer, start_factor=0.25, total_iters=4)
+        own = scheduler_of(optimizer, multiplier=1.2)
+        return optimizer, own, SequentialLR(optimizer, [warmup, own], milestones=[4])
+
+    optimizer, own, both = build()
+    used = []
+    for t, length in enumerate(lengths):
+        if t == save_at:
+            states = optimizer.state_dict(), both.state_dict()
+            optimizer, own, both = build()
+            optimizer.load_state_dict(states[0])
+            both.load_state_dict(states[1])
+        own.observe(length)
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        both.step()
+    return used, own
+
+
+@pytest.mark.parametrize("save_at", [None, 2, 4, 20])
+def test_a_warm_up_by_sequential_lr(save_at):
+    """Lengths of the warm-up count: the call is at update 10 with and without it."""
+    used, own = warmed(LENGTHS[:24], save_at)
+    assert own.surge_step == 10
+    assert used == pytest.approx([0.25, 0.4375, 0.625, 0.8125] + [1.0] * 7 + [0.5] * 12 + [0.25])
+    assert used[4:] == [1.0] * 7 + [0.5] * 12 + [0.25]
+
+
+def test_in_a_chained_scheduler_the_own_rate_replaces_a_warm_up():
+    optimizer = optimizer_of(1.0)
+    warmup = LinearLR(optimizer, start_factor=0.25, total_iters=4)
+    own = scheduler_of(optimizer)
+    chained = ChainedScheduler([warmup, own])
+    used = []
+    for length in LENGTHS[:4]:
+        own.observe(length)
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        chained.step()
+    assert used == [1.0] * 4
+
+
+def test_no_warning_of_torch_in_the_usual_order():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = optimizer_of(1.0)
+        rates_used(optimizer, scheduler_of(optimizer), LENGTHS)
+
+
+def test_in_accelerate_more_steps_of_the_wrapper_change_nothing():
+    accelerate = pytest.importorskip("accelerate")
+    optimizer = optimizer_of(1.0)
+    own = scheduler_of(optimizer, multiplier=1.2)
+    accelerator = accelerate.Accelerator(cpu=True)
+    wrapped_optimizer, wrapped = accelerator.prepare(optimizer, own)
+    used = []
+    for length in LENGTHS[:13]:
+        own.observe(length)
+        used.append(wrapped_optimizer.param_groups[0]["lr"])
+        wrapped_optimizer.step()
+        wrapped.step()
+    assert used == [1.0] * 11 + [0.5] * 2
+    assert wrapped.get_last_lr() == [0.5]
+    fresh = scheduler_of(optimizer_of(1.0), multiplier=1.2)
+    accelerator.prepare(fresh).load_state_dict(wrapped.state_dict())
+    assert fresh.decay_period == 12
+
+
+def test_the_mean_of_one_process_needs_no_process_group():
+    assert mean_over_ranks(10, 4) == 2.5
+    assert math.isnan(mean_over_ranks(0, 0))

@@ -1,0 +1,172 @@
+"""The callback in transformers' own Trainer, which trains a tiny model on a CPU and logs as TRL's trainers do."""
+
+import json
+import math
+
+import pytest
+
+from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from rljax.schedule.torch import LengthTriggeredCallback  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+QUICK = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
+LENGTHS = [100.0] * 8 + [400.0] * 18  # called at step 10; 1.2 times that is 12
+KEY = "completions/mean_length"
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x, labels=None):
+        return {"loss": (self.weight * x).sum() ** 2}
+
+
+class Used(transformers.TrainerCallback):
+    """Notes the rate that the optimizer has when it updates."""
+
+    def __init__(self):
+        self.rates = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+class LoggingTrainer(transformers.Trainer):
+    """Adds a length to the log of each update that begins a batch, by TRL's way of doing it: an override of log."""
+
+    def __init__(self, *args, lengths=(), updates_per_batch=1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.lengths, self.every = lengths, updates_per_batch
+
+    def log(self, logs, start_time=None):
+        batch, rest = divmod(self.state.global_step - 1, self.every)
+        if "loss" in logs and rest == 0:
+            logs |= {KEY: self.lengths[batch], "completions/clipped_ratio": 0.0}
+        super().log(logs, start_time)
+
+
+def trained(tmp_path, callback, steps, lengths=LENGTHS, updates_per_batch=1, resume=None, **settings):
+    used = Used()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=steps,
+        per_device_train_batch_size=1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        **{"learning_rate": 1e-6, "lr_scheduler_type": "constant", "save_strategy": "no"} | settings,
+    )
+    trainer = LoggingTrainer(
+        model=Tiny(),
+        args=arguments,
+        train_dataset=[{"x": torch.ones(3)}] * 64,
+        callbacks=[callback, used],
+        lengths=lengths,
+        updates_per_batch=updates_per_batch,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return used.rates, trainer
+
+
+def callback_of(**settings):
+    return LengthTriggeredCallback(tracker=SurgeTracker(QUICK), **{"multiplier": 1.2} | settings)
+
+
+def law(lengths, multiplier=1.2):
+    controller = LengthTriggeredLR(1e-6, tracker=SurgeTracker(QUICK), multiplier=multiplier)
+    return [controller.step(math.nan if length is None else length) for length in lengths]
+
+
+def test_every_rate_is_the_laws(tmp_path):
+    callback = callback_of()
+    rates, trainer = trained(tmp_path, callback, 26)
+    assert rates == law(LENGTHS) == [1e-6] * 11 + [5e-7] * 12 + [2.5e-7] * 3
+    assert (callback.surge_step, callback.decay_period) == (10, 12)
+    logged = [row["learning_rate"] for row in trainer.state.log_history if KEY in row]
+    assert logged == rates
+
+
+def test_multiplier_1_decays_from_the_update_after_the_call(tmp_path):
+    rates, _ = trained(tmp_path, callback_of(multiplier=1.0), 12)
+    expected = law(LENGTHS[:12], multiplier=1.0)
+    assert (expected[9], rates[9]) == (5e-7, 1e-6)
+    assert rates[:9] + rates[10:] == expected[:9] + expected[10:]
+
+
+def test_a_length_of_none_counts_as_a_step(tmp_path):
+    lengths = [*LENGTHS[:4], None, *LENGTHS[4:]]
+    callback = callback_of()
+    rates, _ = trained(tmp_path, callback, 20, lengths=lengths)
+    assert callback.surge_step == 11
+    assert callback.tracker.ignored == 1
+    assert rates == law(lengths)[:20]
+
+
+def test_a_warm_up_of_the_trainer_stays(tmp_path):
+    settings = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
+    rates, _ = trained(tmp_path, callback_of(), 14, **settings)
+    assert rates == pytest.approx([0.0, 2.5e-7, 5e-7, 7.5e-7] + [1e-6] * 7 + [5e-7] * 3)
+
+
+def test_a_resumed_run_reads_the_lengths_from_its_log(tmp_path):
+    whole, _ = trained(tmp_path / "whole", callback_of(), 26)
+    settings = {"save_strategy": "steps", "save_steps": 11}
+    first, _ = trained(tmp_path / "cut", callback_of(), 11, **settings)
+    rows = json.loads((tmp_path / "cut/checkpoint-11/trainer_state.json").read_text())["log_history"]
+    assert [row[KEY] for row in rows if KEY in row] == LENGTHS[:11]
+    callback = callback_of()
+    second, _ = trained(tmp_path / "cut", callback, 26, resume=str(tmp_path / "cut/checkpoint-11"), **settings)
+    assert first + second == whole
+    assert callback.surge_step == 10
+
+
+def test_several_updates_on_one_batch_share_its_rate(tmp_path):
+    rates, _ = trained(tmp_path, callback_of(updates_per_batch=2), 26, updates_per_batch=2)
+    assert rates == [rate for rate in law(LENGTHS[:13]) for _ in range(2)]
+
+
+def test_the_updates_of_a_batch_come_from_trls_arguments(tmp_path):
+    """Two generations of four micro-steps each at an accumulation of two: four updates on one batch."""
+
+    class Arguments:
+        steps_per_generation, num_iterations, gradient_accumulation_steps, learning_rate = 4, 2, 2, 1.0
+
+    class State:
+        log_history, global_step = (), 0
+
+    class Control:
+        should_log = False
+
+    callback = callback_of()
+    group = {"lr": 1.0, "initial_lr": 1.0}
+    optimizer = type("Optimizer", (), {"param_groups": [group]})
+    state, used = State(), []
+    callback.on_train_begin(Arguments, state, Control)
+    for batch in range(13):
+        for update in range(4):
+            callback.on_step_begin(Arguments, state, Control, optimizer=optimizer)
+            used.append(group["lr"])
+            state.global_step += 1
+            assert callback.on_step_end(Arguments, state, Control()).should_log
+            callback.on_log(Arguments, state, Control, logs={KEY: LENGTHS[batch]} if update == 0 else {"loss": 0.0})
+    assert used == [1.0] * 44 + [0.5] * 8
+
+
+def test_a_callback_may_train_twice(tmp_path):
+    callback = callback_of()
+    first, _ = trained(tmp_path / "first", callback, 13)
+    second, _ = trained(tmp_path / "second", callback, 13)
+    assert first == second == law(LENGTHS[:13])
+
+
+def test_a_wrong_number_of_updates_is_refused():
+    with pytest.raises(ValueError, match="updates_per_batch must be at least 1 or None, got 0"):
+        callback_of(updates_per_batch=0)
