@@ -1,6 +1,6 @@
 """Uses the length-triggered schedule in a plain optax loop.
 
-    pip install . && python examples/optax_loop.py
+    pip install '.[optax]' && python examples/optax_loop.py
 
 This needs only jax, optax and numpy. The policy is one number: the logit of going on after each token. A response earns
 1 if it has at least 24 tokens and stays below the limit of 64, so REINFORCE makes responses longer. The tracker calls

@@ -20,11 +20,11 @@ fi
 packages() {
   case $1 in
     peft) echo "peft==0.21.2 torch .[train]" ;;
-    tunix) echo "google-tunix==0.1.7 ." ;;
+    tunix) echo "google-tunix==0.1.7 .[optax]" ;;
     skyrl_tx) echo "skyrl-tx==0.3.0 jax flax optax torch ." ;;
     trl) echo "trl==1.16.0 transformers==5.23.0 torch .[train]" ;;
-    verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools fastapi uvicorn ." ;; # the last three undeclared
-    easydel) echo "easydel==0.3.0 pillow torch ." ;; # likewise
+    verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools fastapi uvicorn .[optax]" ;; # the last three undeclared
+    easydel) echo "easydel==0.3.0 pillow torch .[optax]" ;; # likewise
     maxtext) echo "maxtext==0.2.5 jax flax optax ." ;; # its extras for TPUs and CUDA alone declare what it needs
     *) echo "error: unknown package $1" >&2; return 2 ;;
   esac

@@ -10,11 +10,13 @@ from pages import run_block
 from rljax.commands import compare
 from rljax.compare.importers import read_tokens
 from rljax.errors import run_cli
+from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 
 trl = pytest.importorskip("trl")
 torch = pytest.importorskip("torch")
 
 TEMPERATURE = 0.7
+KEY = "completions/mean_length"
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "configs" / "toy-base"
 
@@ -158,3 +160,60 @@ def test_truncated_responses_that_trl_masks_are_left_out(tmp_path, tiny_model):
     (dump,) = exported(tmp_path, tiny_model, num_iterations=2, mask_truncated_completions=True)
     assert dump.sequence_ids
     assert all(ids[-1] in (0, 1) for ids in dump.token_ids)
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_the_callback_sets_the_rate_of_every_update(tmp_path, tiny_model, iterations):
+    """The lengths that the trainer logged give the rates that its optimizer had: one batch, one rate."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, TrainerCallback
+
+    names = run_block("schedule.md", "# TRL\n", GRPOTrainer=dict, model=None, config=None, others={})
+    # Any growth over the smallest length so far is a surge, so that a random model's lengths make the call.
+    rules = SurgeConfig(
+        ratio=1.001,
+        held_ratio=0.001,
+        window=16,
+        warmup=2,
+        smooth=1,
+        persistence=1,
+        baseline_quantile=0,
+        max_truncated=1,
+    )
+    callback = names["LengthTriggeredCallback"](tracker=SurgeTracker(rules), multiplier=2.0)
+    used = []
+
+    class Used(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+            used.append(optimizer.param_groups[0]["lr"])
+
+    trainer = trl.GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
+        args=trl.GRPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=4,
+            num_generations=2,
+            num_iterations=iterations,
+            max_completion_length=24,
+            max_steps=16 * iterations,
+            learning_rate=1e-4,
+            lr_scheduler_type="constant",
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            seed=0,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]}),
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        callbacks=[callback, Used()],
+    )
+    trainer.train()
+    lengths = [row[KEY] for row in trainer.state.log_history if KEY in row]
+    assert len(lengths) == 16
+    law = LengthTriggeredLR(1e-4, tracker=SurgeTracker(rules), multiplier=2.0)
+    rates = [law.step(length) for length in lengths]
+    assert used == [rate for rate in rates for _ in range(iterations)]
+    assert callback.surge_step == law.surge_step
+    assert law.surge_step is not None
+    assert used[-1] < used[0]

@@ -1,4 +1,4 @@
-"""The core of `rljax.schedule` needs numpy alone: a process in which jax, optax and torch cannot be imported uses it."""
+"""The core of `rljax.schedule` needs numpy alone: a process that can import neither jax nor optax nor torch uses it."""
 
 import json
 import subprocess
@@ -54,7 +54,8 @@ def test_tracker_and_controller_run_with_numpy_alone():
 
 
 def test_replay_runs_without_jax(tmp_path):
-    pytest.importorskip("tensorboardX")
+    for package in ("tensorboardX", "tyro", "matplotlib"):
+        pytest.importorskip(package)
     log = tmp_path / "metrics.jsonl"
     rows = [{"step": step, "response_length/mean": 1000.0 if step <= 60 else 3500.0} for step in range(1, 121)]
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
