@@ -170,16 +170,8 @@ def test_the_callback_sets_the_rate_of_every_update(tmp_path, tiny_model, iterat
 
     names = run_block("schedule.md", "# TRL\n", GRPOTrainer=dict, model=None, config=None, others={})
     # Any growth over the smallest length so far is a surge, so that a random model's lengths make the call.
-    rules = SurgeConfig(
-        ratio=1.001,
-        held_ratio=0.001,
-        window=16,
-        warmup=2,
-        smooth=1,
-        persistence=1,
-        baseline_quantile=0,
-        max_truncated=1,
-    )
+    one_length = {"smooth": 1, "persistence": 1, "warmup": 2, "window": 16}
+    rules = SurgeConfig(ratio=1.001, held_ratio=0.001, baseline_quantile=0.0, max_truncated=1.0, **one_length)
     callback = names["LengthTriggeredCallback"](tracker=SurgeTracker(rules), multiplier=2.0)
     used = []
 
