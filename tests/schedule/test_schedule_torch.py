@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_schedule_forms import CONFIGS, STEPS, compiled, streams
+from length_streams import CONFIGS, STEPS, compiled, streams
 
 from rljax.schedule import SurgeConfig, SurgeTracker
 
