@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import rljax.schedule
 package = pathlib.Path(rljax.schedule.__file__).parents[1]
 scripts = metadata.distribution("rljax").entry_points.select(group="console_scripts")
 print(json.dumps([str(package), (package / "py.typed").is_file(), sorted(s.name for s in scripts)]))
-assert "flax" not in sys.modules
+assert not {"jax", "optax", "torch", "flax"} & set(sys.modules)
 for script in scripts:
     assert callable(script.load()), script
 """
@@ -82,6 +83,25 @@ def installed(built, tmp_path_factory):
     variables = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "XLA_FLAGS")
     kept = {name: os.environ[name] for name in variables if name in os.environ}
     return place / "bin", {"PATH": str(place / "bin"), "JAX_PLATFORMS": "cpu", "HOME": str(place)} | kept
+
+
+def test_an_extra_brings_what_its_half_needs(built):
+    """The core of the schedule is installed with numpy alone."""
+    with zipfile.ZipFile(built[0]) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = archive.read(name).decode().splitlines()
+    needed: dict[str, set[str]] = {}
+    for line in lines:
+        if line.startswith("Requires-Dist: "):
+            requirement, _, marker = line.removeprefix("Requires-Dist: ").partition(";")
+            package = re.match(r"[A-Za-z0-9._-]+", requirement)[0]
+            needed.setdefault(marker.strip(), set()).add(package)
+    by_extra = {re.sub(r"\W*extra\W+|\W+$", "", marker): packages for marker, packages in needed.items()}
+    assert by_extra[""] == {"numpy"}
+    assert by_extra["optax"] == {"jax", "optax"}
+    assert by_extra["torch"] == {"torch"}
+    assert {"jax", "optax", "flax", "transformers"} <= by_extra["train"]
+    assert {"rljax", "jax"} == by_extra["gpu"]
 
 
 def test_the_wheel_installs_and_its_commands_load(installed, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from length_streams import CONFIGS, STEPS, compiled, streams
+from pages import run_block
 
 from rljax.schedule import SurgeConfig, SurgeTracker
 
@@ -231,3 +232,21 @@ def test_in_accelerate_more_steps_of_the_wrapper_change_nothing():
 def test_the_mean_of_one_process_needs_no_process_group():
     assert mean_over_ranks(10, 4) == 2.5
     assert math.isnan(mean_over_ranks(0, 0))
+
+
+def test_the_recipe_of_the_docs():
+    class Batch:
+        def __init__(self, mean):
+            self.length_sum, self.responses = 4 * mean, 4
+
+    optimizer = optimizer_of(1e-6)
+    used = []
+    run_block(
+        "schedule.md",
+        "# torch\n",
+        optimizer=optimizer,
+        batches=[Batch(mean) for mean in [1000.0] * 60 + [3500.0] * 60],
+        backward=lambda batch: used.append(optimizer.param_groups[0]["lr"]),
+    )
+    # Called at step 66, so the period is 119. The rate of an update is written after its backward pass.
+    assert used == [1e-6] * 119 + [5e-7]

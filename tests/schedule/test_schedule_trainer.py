@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from pages import run_block
 
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 
@@ -170,3 +171,8 @@ def test_a_callback_may_train_twice(tmp_path):
 def test_a_wrong_number_of_updates_is_refused():
     with pytest.raises(ValueError, match="updates_per_batch must be at least 1 or None, got 0"):
         callback_of(updates_per_batch=0)
+
+
+def test_the_recipe_of_the_docs():
+    given = run_block("schedule.md", "# TRL\n", GRPOTrainer=dict, model=None, config=None, others={})["trainer"]
+    assert [type(callback) for callback in given["callbacks"]] == [LengthTriggeredCallback]
