@@ -12,8 +12,8 @@ from rljax.schedule.torch import group_rate, write_rate
 class LengthTriggeredCallback(TrainerCallback):
     """A callback that reads the response length from the trainer's log and sets the rate of the next update.
 
-    The log of update t comes after update t, so the surge acts from the next update on. Where the first decay comes after
-    the call, as with the multiplier 1.8, every rate is the one of ``LengthTriggeredLR``.
+    The log of update t comes after update t, so the surge acts from the next update on. Where the first decay comes
+    after the call, as with the multiplier 1.8, every rate is the one of ``LengthTriggeredLR``.
 
     Before each update the callback lowers the rate that the trainer's own scheduler wrote to its own rate, where its
     own is lower. So a warm-up or a linear decay stays what it is. The trainer's scheduler must compute its rate from
