@@ -17,7 +17,7 @@ from rljax.schedule.surge import SurgeTracker
 if TYPE_CHECKING:
     from rljax.schedule.trainer_callback import LengthTriggeredCallback
 
-__all__ = ["LengthTriggeredCallback", "LengthTriggeredScheduler", "group_rate", "mean_over_ranks", "write_rate"]
+__all__ = ["LengthTriggeredCallback", "LengthTriggeredScheduler", "mean_over_ranks"]
 
 _STATE_KEYS = ("base_lrs", "controller", "last_epoch", "last_lr", "step_count")
 _cached_rates = functools.lru_cache(maxsize=64)(decay_rates)
