@@ -207,7 +207,8 @@ def test_no_warning_of_torch_in_the_usual_order():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer = optimizer_of(1.0)
-        rates_used(optimizer, scheduler_of(optimizer), LENGTHS)
+        used = rates_used(optimizer, scheduler_of(optimizer), LENGTHS)
+    assert len(used) == len(LENGTHS)
 
 
 def test_in_accelerate_more_steps_of_the_wrapper_change_nothing():
