@@ -83,7 +83,8 @@ def compare_distributions(
     token and token of the vocabulary.
 
     Args:
-      specs, model: The scorers, and the Hugging Face directory for specs that name none.
+      specs: The scorers.
+      model: The Hugging Face directory for specs that name none.
       dump: The sequences; their columns are not read.
       temperature: The temperature of the distributions; it must be 1 with a server.
       top_k: The number of likeliest tokens that a server returns, at most its --max-logprobs (20 by default). A smaller

@@ -43,7 +43,8 @@ def importance_weights(
     of its sequence. The exponent is clipped at +-20.
 
     Args:
-      trainer_logprobs, rollout_logprobs: The log-probability of each token under either engine, [b, t] float, nats.
+      trainer_logprobs: The trainer's log-probability of each token, [b, t] float, nats.
+      rollout_logprobs: The inference engine's log-probability of each token, [b, t] float, nats.
       response_mask: The response mask, [b, t] bool, int or float.
       level: The level of the ratio: "token" (rho_t), "sequence" (product over the sequence) or "geometric" (the n-th
         root of that product).
@@ -90,7 +91,8 @@ def rejection_mask(
     Tokens that are not finite on either side do not enter the statistic. A sequence without other tokens is rejected.
 
     Args:
-      trainer_logprobs, rollout_logprobs: The log-probability of each token under either engine, [b, t] float, nats.
+      trainer_logprobs: The trainer's log-probability of each token, [b, t] float, nats.
+      rollout_logprobs: The inference engine's log-probability of each token, [b, t] float, nats.
       response_mask: The response mask, [b, t] bool, int or float.
       statistic: The test of a sequence. "k3" keeps it if the mean over tokens of exp(lr) - lr - 1 is at most
         ``threshold``. "max_k3" keeps it if no token has exp(lr) - lr - 1 above ``threshold``. "abs_ratio" keeps it if
@@ -98,7 +100,8 @@ def rejection_mask(
         "veto" keeps it if no token's ratio is below ``threshold``.
       threshold: A number above 0, or (lo, hi) for "geometric", bounds included. Another one, or an unknown statistic,
         raises ValueError.
-      sequence_ids, num_sequences: The sequences of packed rows, as in ``importance_weights``.
+      sequence_ids: The index of each token's sequence, [b, t] int, or None if each row is one sequence.
+      num_sequences: The number of sequences, a static int. It is required exactly with ``sequence_ids``.
 
     Returns:
       The mask, [b, t] in the dtype of ``response_mask``, and the scalars ``rejected_sequence_fraction``,

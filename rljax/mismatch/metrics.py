@@ -54,7 +54,8 @@ def mismatch_metrics(
     Tokens that are not finite on either side are left out and counted in ``nonfinite_count``. A mean over nothing is 0.
 
     Args:
-      trainer_logprobs, rollout_logprobs: The log-probability of each token under either engine, [b, t] float, nats.
+      trainer_logprobs: The trainer's log-probability of each token, [b, t] float, nats.
+      rollout_logprobs: The inference engine's log-probability of each token, [b, t] float, nats.
       response_mask: The response mask, [b, t] bool, int or float. Response tokens are not 0. Holes are allowed.
       entropy: The trainer's entropy at each token, [b, t] float, nats. None: no ``kl_entropy_ratio``.
 

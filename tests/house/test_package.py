@@ -77,7 +77,8 @@ def installed(built, tmp_path_factory):
     place = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(place, with_pip=False)
     python = place / "bin/python"
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", built[0])
+    into = [sys.executable, "-m", "pip", "--python", python, "install"]
+    run(*into, "--ignore-installed", "--no-deps", "--no-index", built[0])
     (packages,) = place.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     variables = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "XLA_FLAGS")
