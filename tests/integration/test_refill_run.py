@@ -1,11 +1,13 @@
 """Whole runs whose groups without signal are replaced: resumed, with the exact engine, and on two processes."""
 
 import json
+import signal
+import time
 
 import numpy as np
 import pytest
 from process_runs import FLOAT32, TINY, complete_together, largest_differences
-from toy_runs import comparable, complete, tiny
+from toy_runs import ROOT, comparable, complete, start, tiny, wait_for_rows
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +57,26 @@ def test_every_batch_is_full_of_signal_and_resumes(whole, toy_base, tmp_path):
         code, output = complete(tiny(toy_base, run_dir, steps, *FLOAT32, *REFILL))
         assert code == 0, output
     assert comparable(run_dir) == rows
+
+
+@pytest.mark.harness
+def test_killed_while_groups_are_replaced_it_goes_on(whole, toy_base, tmp_path):
+    run_dir, counted = tmp_path / "run", tmp_path / "rewards"
+    words = tiny(toy_base, run_dir, STEPS, *FLOAT32, *REFILL, "--data.reward-workers", "1")
+    process = start(words, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}", RLJAX_TEST_REWARDS=str(counted))
+    wait_for_rows(process, run_dir, 2)
+    counted.touch()
+    deadline = time.monotonic() + 60
+    while len(counted.read_text()) <= PROMPTS * GROUP:  # more rewards than the first round of a step has
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(comparable(run_dir)) < STEPS
+    code, output = complete(words)
+    assert code == 0, output
+    assert comparable(run_dir) == comparable(whole)
 
 
 def test_the_exact_engine_stays_at_zero_mismatch(toy_base, tmp_path):

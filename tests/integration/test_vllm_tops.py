@@ -1,10 +1,9 @@
 """The likeliest tokens and cut sampling of a real server, against the trainer's own distribution in float32."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact_distributions import distributions
 
-from rljax.policy.model import hidden_states, lm_head_table
 from rljax.rollout.servers.vllm.client import COMPLETIONS
 from rljax.rollout.types import SamplingParams
 
@@ -12,18 +11,6 @@ pytestmark = pytest.mark.vllm
 VOCABULARY = 256
 TOKENS = 24
 WITHIN = {"float32": 2e-5, "bfloat16": 0.25}  # the largest |server - trainer| of a likeliest token (nats)
-
-
-def distributions(served, prompts, response, temperature) -> np.ndarray:
-    """The trainer's log-probability of every token at each position of a response, [t, v]."""
-    params, prompt = served.model.params, prompts[response.prompt_index]
-    ids = np.concatenate([prompt, response.token_ids])[None]
-    arrays = jnp.asarray(ids), jnp.ones_like(ids), jnp.arange(ids.shape[1])[None]
-    hidden, _ = hidden_states(params, served.model.config, *arrays)
-    rows = np.asarray(hidden[0, len(prompt) - 1 : -1], np.float64)
-    logits = (rows @ np.asarray(lm_head_table(params), np.float64).T) / temperature
-    logits -= logits.max(axis=1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
 
 def support(logprobs: np.ndarray, sampling: SamplingParams) -> np.ndarray:
@@ -54,7 +41,7 @@ def test_the_five_likeliest_are_the_trainers(served, prompts):
     responses = sampled(served, prompts, sampling, top_logprobs=5)
     gaps, found, of_sampled = [], 0, 0
     for response in responses:
-        tops, trainers = response.tops, distributions(served, prompts, response, 0.8)
+        tops, trainers = response.tops, distributions(served.model.params, served.model.config, prompts, response, 0.8)
         assert tops.ids.shape == (TOKENS, 5)
         assert (np.diff(tops.logprobs, axis=1) <= 0).all()
         gaps.append(np.abs(np.take_along_axis(trainers, tops.ids, 1) - tops.logprobs))
@@ -74,7 +61,10 @@ def test_the_whole_vocabulary_sums_to_1(float32, prompts, route):
         float32, prompts, SamplingParams(4, reported=VOCABULARY), 1, route=route, top_logprobs=VOCABULARY
     )
     for response in responses:
-        tops, trainers = response.tops, distributions(float32, prompts, response, 1.0)
+        tops, trainers = (
+            response.tops,
+            distributions(float32.model.params, float32.model.config, prompts, response, 1.0),
+        )
         np.testing.assert_array_equal(np.sort(tops.ids), np.tile(np.arange(VOCABULARY), (4, 1)))
         np.testing.assert_allclose(np.exp(tops.logprobs.astype(np.float64)).sum(1), 1.0, atol=1e-5)
         np.testing.assert_allclose(np.take_along_axis(trainers, tops.ids, 1), tops.logprobs, atol=WITHIN["float32"])
@@ -96,7 +86,7 @@ def test_supports_are_those_of_the_trainers_distribution(served, prompts, cut):
     responses = sampled(served, prompts, sampling, **cut)
     equal, sizes, gaps = [], [], []
     for response in responses:
-        tops, trainers = response.tops, distributions(served, prompts, response, 0.9)
+        tops, trainers = response.tops, distributions(served.model.params, served.model.config, prompts, response, 0.9)
         assert (tops.ids == response.token_ids[:, None]).any(axis=1).all()
         np.testing.assert_allclose(np.exp(tops.logprobs.astype(np.float64)).sum(1), 1.0, atol=1e-5)
         for ids, reported, logprobs in zip(tops.ids, tops.logprobs, trainers, strict=True):
@@ -121,7 +111,7 @@ def test_a_head_in_16_bits_has_ties(served, prompts):
     responses = sampled(served, prompts, sampling, 6, top_k=20)
     gaps = []
     for response in responses:
-        tops, trainers = response.tops, distributions(served, prompts, response, 1.5)
+        tops, trainers = response.tops, distributions(served.model.params, served.model.config, prompts, response, 1.5)
         assert (tops.ids == response.token_ids[:, None]).any(axis=1).all()
         np.testing.assert_allclose(np.exp(tops.logprobs.astype(np.float64)).sum(1), 1.0, atol=2e-3)
         kept = np.take_along_axis(trainers, tops.ids, 1)

@@ -90,6 +90,27 @@ def test_responses_go_on_with_new_weights_token_by_token(server, toy_base, tmp_p
 
 
 @pytest.mark.harness
+@pytest.mark.parametrize("update", ["keep", "abort"])
+def test_groups_are_refilled_ahead_of_training(server, toy_base, tmp_path, update):
+    options = [*FLOAT32, "--optimizer.learning-rate", "2e-4", "--eval.every", "0", "--rollout.refill", "true"]
+    options += ["--rollout.max-staleness", "1", "--rollout.update", update, "--rollout.group-size", "2"]
+    options += ["--data.reward", "parity_reward:reward", "--checkpoint.every", "1"]
+    for steps in ("3", "5"):
+        code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options, "--run.steps", steps))
+        assert code == 0, output
+    rows = comparable(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert sum(row["rollout/refilled_groups"] for row in rows) > 5
+    for row in rows:
+        sampled = 8 + row["rollout/refilled_groups"]
+        tokens = row["mismatch/token_count"] + row["rollout/refilled_tokens"]
+        assert row["response_length/mean"] == pytest.approx(tokens / (2 * sampled))
+        assert 0 <= row["rollout/staleness"] <= 1
+        numerics = "mismatch_numerics" if row["rollout/staleness"] else "mismatch"
+        assert row[f"{numerics}/logprob_abs_diff_max"] < 1e-4
+
+
+@pytest.mark.harness
 def test_adapters_are_served_merged_and_proven(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "3", "--optimizer.learning-rate", "2e-3", "--eval.every", "0"]
     code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options, "--lora.rank", "4"))

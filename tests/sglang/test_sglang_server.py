@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from exact_distributions import distributions
 from in_flight import GROUP, check_versions, sampled_across_publishes
 from sglang_policy import Policy
 from weight_training import change_after_writing
@@ -99,6 +100,24 @@ def test_published_weights_are_proven_and_sampled_from(served, opened, store):
         assert response.versions == (VersionSpan(2, 0, response.length),)
         assert response.truncated or response.token_ids[-1] == 14
     assert {response.truncated for response in responses} != {True}
+
+
+@pytest.mark.parametrize("k", [5, 16])
+def test_the_likeliest_tokens_are_the_trainers(served, opened, k):
+    """With k = 16 the whole vocabulary is reported."""
+    policy = served.policy
+    engine = opened(top_logprobs=k)
+    found = positions = 0
+    for response in engine.generate(PROMPTS, 3, SamplingParams(24, 0.8, reported=k), seed=3):
+        trainers = distributions(policy.params, policy.config, PROMPTS, response, 0.8)
+        ids, logprobs = response.tops.ids, response.tops.logprobs
+        assert ids.shape == (response.length, k)
+        assert (np.diff(logprobs, axis=1) <= 0).all()
+        np.testing.assert_allclose(np.take_along_axis(trainers, ids, 1), logprobs, atol=5e-5)
+        found += (np.sort(np.argsort(-trainers, axis=1)[:, :k]) == np.sort(ids)).all(axis=1).sum()
+        positions += response.length
+    assert positions - 2 <= found <= positions  # Two tokens may be all but tied.
+    assert positions > 50
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
