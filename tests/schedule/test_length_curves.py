@@ -1,0 +1,140 @@
+"""The recorded length curves: the form of each entry, the rules of the kinds, and what the scoring program counts."""
+
+import dataclasses
+import json
+
+import detector_table
+import length_curves
+import numpy as np
+import pytest
+
+CURVES = length_curves.load_curves()
+
+
+def curve_of(lengths, steps=None, truncated=None, cap=None):
+    steps = range(1, len(lengths) + 1) if steps is None else steps
+    setting = dict.fromkeys(length_curves.SETTING_KEYS) | {"max_tokens": cap}
+    share = np.full(len(lengths), np.nan) if truncated is None else np.asarray(truncated, float)
+    return dataclasses.replace(
+        CURVES[0], setting=setting, surge=None, steps=np.array(steps), lengths=np.array(lengths, float), truncated=share
+    )
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+def test_a_curve_is_well_formed(curve):
+    assert len(curve.steps) == len(curve.lengths) == len(curve.truncated) >= 3
+    assert np.all(np.isfinite(curve.lengths))
+    assert np.all(curve.lengths > 0)
+    assert np.all(np.diff(curve.steps) > 0)
+    assert curve.steps[0] >= 0
+    shares = curve.truncated[np.isfinite(curve.truncated)]
+    assert np.all((shares >= 0) & (shares <= 1))
+    assert curve.kind in length_curves.KINDS
+    assert curve.obtained in length_curves.OBTAINED
+    assert tuple(curve.source) == length_curves.SOURCE_KEYS
+    assert tuple(curve.setting) == length_curves.SETTING_KEYS
+    assert curve.source["project"]
+    assert curve.source["repository"] or curve.source["index_file"] or curve.source["address"]
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+def test_a_kind_is_by_rule_or_says_by_eye(curve):
+    assert length_curves.kind_by_rule(curve) == curve.kind or "By eye" in curve.reason
+    assert curve.kind != "surge" or curve.surge
+    if curve.surge:
+        assert curve.steps[0] <= curve.surge[0] < curve.surge[1] <= curve.steps[-1]
+
+
+def test_there_are_enough_curves_of_many_sources():
+    assert len({curve.name for curve in CURVES}) == len(CURVES) >= 60
+    assert length_curves.independent(CURVES) >= 30
+    assert {curve.kind for curve in CURVES} == set(length_curves.KINDS)
+
+
+@pytest.mark.parametrize(
+    ("curve", "kind"),
+    [
+        (curve_of([100, 100, 104, 106]), "flat"),
+        (curve_of([100, 105, 115, 120]), "slow growth"),
+        (curve_of([100, 90, 85, 80]), "shrinking"),
+        (curve_of([100, 80, 60, 40]), "collapse"),
+        (curve_of([100, 100, 300, 300]), "surge"),
+        (curve_of([100, 100, 300, 300], steps=[1, 2, 60, 120]), "slow growth"),
+        (curve_of([100, 200, 180, 110]), "rise and fall"),
+        (curve_of([100, 400, 900, 950], cap=1000), "truncated"),
+        (curve_of([100, 100, 100, 100], truncated=[0, 0.2, 0.4, 0.5]), "truncated"),
+    ],
+)
+def test_the_rules_of_the_kinds(curve, kind):
+    assert length_curves.kind_by_rule(curve) == kind
+
+
+def test_a_spike_is_not_a_surge():
+    assert length_curves.find_surge(curve_of([100, 300, 100, 100])) is None
+    assert length_curves.find_surge(curve_of([100, 110, 280, 290, 300])) == (2, 3)
+    assert length_curves.find_surge(curve_of([100] * 20 + [900] + [100] * 20)) is None
+
+
+def test_unknown_steps_are_filled_along_lines():
+    lengths, truncated = length_curves.every_step(curve_of([10, 30, 20], steps=[2, 4, 6], truncated=[0, np.nan, 1]))
+    np.testing.assert_array_equal(lengths, [10, 10, 20, 30, 25, 20])
+    np.testing.assert_array_equal(truncated, [0, 0, 0.25, 0.5, 0.75, 1])
+
+
+def test_another_format_is_refused(tmp_path):
+    (tmp_path / "curves.json").write_text(json.dumps({"format": 2, "curves": []}))
+    with pytest.raises(ValueError, match="must have format 1, got 2"):
+        length_curves.load_curves(tmp_path / "curves.json")
+
+
+def test_the_runs_of_the_study_are_read():
+    runs = length_curves.load_runs()
+    assert len(runs) == 110
+    assert sum(run.setting["algorithm"] == "constant" for run in runs) == 8
+
+
+@pytest.mark.parametrize(
+    ("surge", "call", "first", "expected"),
+    [
+        (None, None, 1, "quiet"),
+        (None, 7, 1, "false"),
+        ((50, 60), None, 1, "missed"),
+        ((50, 60), 49, 1, "early"),
+        ((50, 60), 110, 1, "called"),
+        ((50, 60), 111, 1, "late"),
+        ((50, 60), None, 51, "quiet"),
+    ],
+)
+def test_outcomes(surge, call, first, expected):
+    curve = dataclasses.replace(CURVES[0], surge=surge)
+    assert detector_table.outcome(curve, call, first) == expected
+
+
+def test_the_changes_of_a_stream():
+    stream = (np.arange(1, 9), np.arange(1.0, 9.0), np.full(8, 0.5))
+    np.testing.assert_array_equal(detector_table.thinned(stream, 3)[0], [1, 4, 7])
+    np.testing.assert_array_equal(detector_table.averaged(stream, 3)[1], [1, 1.5, 2, 3, 4, 5, 6, 7])
+    np.testing.assert_array_equal(detector_table.restarted(stream)[0], [5, 6, 7, 8])
+    np.testing.assert_array_equal(detector_table.uncut(stream)[2], np.zeros(8))
+    many = (np.arange(20000), np.full(20000, 100.0), np.zeros(20000))
+    assert detector_table.noisy(many, 49, 0)[1].std() == pytest.approx(10, rel=0.03)
+
+
+def test_three_times_the_first_ten():
+    stream = (np.arange(1, 14), np.array([1.0] * 10 + [2.9, 3.0, 1.0]), np.zeros(13))
+    assert detector_table.three_times(stream) == 12
+
+
+def test_a_surge_within_the_window_is_called():
+    curve = dataclasses.replace(curve_of([100.0] * 60 + [400.0] * 20), surge=(60, 61))
+    assert detector_table.RULES["shipped"](detector_table.stream_of(curve)) == 66
+
+
+def test_the_recorded_table_is_of_these_curves():
+    record = json.loads((length_curves.CURVES.parent / "detector_table.json").read_text())
+    assert record["sizes"] == {"curves": len(CURVES), "runs": 110}
+    assert set(record["by_variation"]["curves"]["as it is"]) == set(detector_table.RULES)
+    for curve in CURVES[:4]:
+        calls = record["calls"][curve.name]
+        assert calls["kind"] == curve.kind
+        assert calls["shipped"] == detector_table.RULES["shipped"](detector_table.stream_of(curve))
