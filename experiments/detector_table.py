@@ -2,7 +2,7 @@
 
     python experiments/detector_table.py --json benchmarks/detector_table.json
 
-It takes about half a minute on one core. The curves are those of ``length_curves``. Every rule sees one value a step, with
+It takes half a minute on one core. The curves are those of ``length_curves``. Every rule sees one value a step, with
 straight lines between the known steps. A curve with a surge is called when the call lies between its beginning and 50
 steps after its end. Any call on another curve is false.
 """

@@ -148,7 +148,7 @@ def find_surge(curve: LengthCurve, growth: float = 2.5, within: int = 50) -> tup
 
 
 def kind_by_rule(curve: LengthCurve) -> str:
-    """Returns the kind that the rules of ``KINDS`` give. The levels of the ends are means of a quarter of the samples."""
+    """Returns the kind by the rules of ``KINDS``. The level of an end is the mean of a quarter of the samples."""
     levels, quarter = smoothed(curve), max(1, len(curve.steps) // 4)
     first, last, peak = levels[:quarter].mean(), levels[-quarter:].mean(), levels.max()
     cut = curve.truncated[-quarter:]
