@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -114,7 +115,7 @@ VARIATIONS: dict[str, list[Callable[[Stream], Stream]]] = {
     "every 5th step": [lambda stream: thinned(stream, 5)],
     "mean of 10 steps": [averaged],
     **{
-        f"noise of {n} responses": [lambda stream, n=n, seed=seed: noisy(stream, n, seed) for seed in range(SEEDS)]
+        f"noise of {n} responses": [functools.partial(noisy, sequences=n, seed=seed) for seed in range(SEEDS)]
         for n in (8, 64, 1024)
     },
     "restart in the middle": [restarted],

@@ -92,7 +92,7 @@ def load_runs(path: Path = CURVES) -> list[LengthCurve]:
     curves = []
     for (arm, seed), rows in study_rows.read_table(path.parent / runs["file"]).items():
         rows = [row for row in rows if row["response_length/mean"]]
-        entry = {
+        entry: dict[str, Any] = {
             "name": f"study-{arm}-{seed}",
             "source": {"project": "rljax", "path": f"benchmarks/{runs['file']}"},
             "setting": {"model": "1.2M parameters", "algorithm": arm},
