@@ -39,7 +39,7 @@ OBTAINED = {
 }
 """How the numbers were obtained."""
 
-SOURCE_KEYS = ("project", "repository", "path", "commit", "index_file", "address", "date")
+SOURCE_KEYS = ("project", "repository", "path", "commit", "address", "date")
 SETTING_KEYS = ("model", "algorithm", "sequences", "max_tokens", "learning_rate")
 
 
@@ -182,12 +182,9 @@ def every_step(curve: LengthCurve) -> tuple[np.ndarray, np.ndarray]:
 def source_name(curve: LengthCurve) -> str:
     """Returns where the numbers stand, in a few words."""
     source = curve.source
-    if source["repository"]:
-        place = source["path"] or f"file {source['index_file']}"
-        return f"{source['repository']}: {place}"
-    if source["address"]:
-        return str(source["address"])
-    return f"file {source['index_file']}" if source["index_file"] else str(source["path"])
+    if source["repository"] and source["path"]:
+        return f"{source['repository']}: {source['path']}"
+    return str(source["repository"] or source["address"] or source["path"])
 
 
 def independent(curves: Sequence[LengthCurve]) -> int:

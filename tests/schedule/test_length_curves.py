@@ -34,7 +34,7 @@ def test_a_curve_is_well_formed(curve):
     assert tuple(curve.source) == length_curves.SOURCE_KEYS
     assert tuple(curve.setting) == length_curves.SETTING_KEYS
     assert curve.source["project"]
-    assert curve.source["repository"] or curve.source["index_file"] or curve.source["address"]
+    assert curve.source["repository"] or curve.source["address"]
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
