@@ -183,7 +183,7 @@ def source_name(curve: LengthCurve) -> str:
     """Returns where the numbers stand, in a few words."""
     source = curve.source
     if source["repository"] and source["path"]:
-        return f"{source['repository']}: {source['path']}"
+        return f"{source['repository']}/{source['path']}"
     return str(source["repository"] or source["address"] or source["path"])
 
 
