@@ -38,7 +38,8 @@ from study_rows import Runs, read_table, write_table
 from tqdm import tqdm
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.record.figure import COLORS, plot_report
+from rljax.record.figure import plot_report
+from rljax.record.panel_style import COLORS
 from rljax.record.rows import Row, read_rows
 
 

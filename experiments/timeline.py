@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.record.figure import save_figure
+from rljax.record.panel_style import save_figure
 from rljax.record.rows import Row, read_rows
 
 WORK = {"pack": "train", "train": "train", "prepare": "publish", "publish": "publish", "eval": "evaluate"}

@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rljax.errors import ConfigError, caller_errors
-from rljax.record import figure as record
-from rljax.record.figure import Panel, PanelGrid, Run, plot_grid, read_runs
+from rljax.record import panel_style as style
+from rljax.record.figure import PANELS, Panel, PanelGrid, Run, plot_grid, plot_report, read_runs
 from rljax.record.rows import Row, collapse_step, trailing_mean
 from rljax.record.token_dumps import TokenDump, read_dump
 from rljax.run.options import parse_arguments
@@ -37,22 +37,22 @@ def slope_of_ratio(lengths: np.ndarray, ratios: np.ndarray) -> float:
 
 def plot_kl_by_position(axis: Axes, runs: Sequence[Run], _: float) -> None:
     """Plots k3_kl of each bucket of positions: thick for the last tenth of a run's rows, thin for the first."""
-    record.head(axis, "KL by position in the response", "k3_kl, nats per token")
+    style.head(axis, "KL by position in the response", "k3_kl, nats per token")
     axis.set_xlabel("position, tokens from 1; thick: last tenth of the steps, thin: first")
     found = [(run, bucket_means(run.rows, last=False), bucket_means(run.rows, last=True)) for run in runs]
     buckets = sorted({bucket for _, *both in found for means in both for bucket in means})
     values = np.asarray([value for _, *both in found for means in both for value in means.values()], np.float64)
     if not buckets or not (values > 0).any():
-        record.note(axis, "no mismatch_position/*/k3_kl above 0 in the record")
+        style.note(axis, "no mismatch_position/*/k3_kl above 0 in the record")
         return
     for run, first, last in found:
         for means, width, alpha in ((first, 0.9, 0.5), (last, 1.9, 1.0)):
             heights = [means.get(bucket, np.nan) or np.nan for bucket in buckets]
-            style = {"color": run.color, "linestyle": run.line, "marker": "o", "markersize": 3 * width**0.5}
-            axis.plot(range(len(buckets)), heights, linewidth=width, alpha=alpha, **style)
+            look = {"color": run.color, "linestyle": run.line, "marker": "o", "markersize": 3 * width**0.5}
+            axis.plot(range(len(buckets)), heights, linewidth=width, alpha=alpha, **look)
     axis.set_xlim(-0.4, len(buckets) - 0.6)
     axis.set_xticks(range(len(buckets)), [name for _, _, name in buckets], rotation=20 if len(buckets) > 6 else 0)
-    record.log_axis(axis, values)
+    style.log_axis(axis, values)
 
 
 def bucket_means(rows: Sequence[Row], *, last: bool) -> dict[tuple[float, bool, str], float]:
@@ -77,7 +77,7 @@ def bucket_means(rows: Sequence[Row], *, last: bool) -> dict[tuple[float, bool, 
 
 def plot_ratio_by_length(axis: Axes, runs: Sequence[Run], _: float) -> None:
     """Plots the log of trainer / rollout probability of whole responses by length, from each run's newest dump."""
-    record.head(axis, "Sequence log-ratio by length", "sum of trainer - rollout, nats")
+    style.head(axis, "Sequence log-ratio by length", "sum of trainer - rollout, nats")
     axis.set_xlabel("response length, tokens")
     longest = 1.0
     for run in runs:
@@ -91,7 +91,7 @@ def plot_ratio_by_length(axis: Axes, runs: Sequence[Run], _: float) -> None:
         axis.scatter(lengths, ratios, s=9, color=run.color, alpha=0.5, linewidths=0, label=label)
         axis.plot([0, lengths.max()], [0, slope * lengths.max() / 1000], color=run.color, linestyle=run.line)
     if not axis.collections:
-        record.note(axis, "no rollouts/step_*.parquet in the run")
+        style.note(axis, "no rollouts/step_*.parquet in the run")
         return
     axis.axhline(0, color="black", linewidth=0.9, linestyle="--")
     axis.set_xlim(0, 1.03 * longest)
@@ -113,7 +113,7 @@ def sequence_ratios(dump: TokenDump) -> tuple[np.ndarray, np.ndarray]:
 
 
 ALL_PANELS: Mapping[str, Panel] = {
-    **record.PANELS,
+    **PANELS,
     "kl_by_position": Panel(plot_kl_by_position, "mismatch_position/*/k3_kl"),
     "ratio_by_length": Panel(plot_ratio_by_length, "rollouts/step_*.parquet"),
 }
@@ -208,7 +208,7 @@ class Arguments:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """The run directories, each with a metrics.jsonl."""
     out: Path | None = None
-    """The PNG to write. None: report.png or figure_NAME.png, in the run's directory if there is one run."""
+    """The PNG (or .svg) to write. None: report.png or figure_NAME.png, in the run's directory if there is one run."""
     figure: str | None = None
     """One of the figures of the papers (the list is above). None: the report."""
     labels: str | None = None
@@ -231,9 +231,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         with caller_errors():
             if given.figure:
-                record.save_figure(plot_figure(given.figure, read_runs(given.runs, labels), given.smooth), out)
+                style.save_figure(plot_figure(given.figure, read_runs(given.runs, labels), given.smooth), out)
             else:
-                record.plot_report(given.runs, out, smooth=given.smooth, labels=labels)
+                plot_report(given.runs, out, smooth=given.smooth, labels=labels)
     except RuntimeError as error:  # a damaged record means that the argument is no run
         raise ConfigError(error) from error
     print(out)

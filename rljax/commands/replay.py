@@ -1,241 +1,57 @@
-"""Replays a training log through the surge tracker and prints what the length-triggered schedule would have done.
+"""Shows what the length-triggered schedule would have done on training logs, under several rules that call a surge.
 
-    rljax replay runs/my_run/metrics.jsonl --png surge.png --sweep
+    rljax replay runs/my_run/metrics.jsonl --picture surge.png
+    rljax replay one.csv two.jsonl tb_of_a_third_run --json -
 
-It prints the step at which the tracker reports the surge of the response length, the decay period that follows from it,
-and every change of the learning rate. LOG is a JSONL, JSON or CSV file, console output (.log or .txt), a TensorBoard
-event file, or a directory that contains one of them. The event files of a run that was resumed are read as one log. The
+For one log it prints the step at which the surge of the response length is called, the decay period that follows
+from it, every change of the learning rate, and a table of what neighbour rules would have done. Several logs become one
+table with a row for each. LOG is a JSONL, JSON or CSV file, console output (.log, .txt or .out), a TensorBoard event
+file, or a directory that contains one of them. The event files of a run that was resumed are read as one log. The
 program knows the name of the length column in the logs of verl, TRL, prime-rl, NeMo-RL, slime, Miles, SkyRL, tunix and
-rljax; with ``--column`` you choose any other column of positive numbers. A step that is missing in the log counts as a
-step without a length.
+rljax. With --column you choose any other column of positive numbers. A step that is missing in the log counts as a step
+without a length.
+
+A log that cannot be read is one line on stderr. The other logs are replayed, and the exit status is 2.
 """
 
+from __future__ import annotations
+
 import dataclasses
-import itertools
+import importlib
+import json
 import math
-import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
-import tyro
-from google.protobuf.message import DecodeError
-from matplotlib.figure import Figure
-from tensorboardX.proto import event_pb2
+from rljax.commands.plain_options import read_words
+from rljax.errors import ConfigError, caller_errors, print_end
+from rljax.record.text_tables import text_table
+from rljax.record.training_logs import STEP_COLUMNS, LengthLog, read_lengths
+from rljax.schedule import LengthTriggeredLR, SurgeConfig
+from rljax.schedule.neighbours import Outcome, RateLaw, largest_ratio, neighbours_of, replay_rule
 
-from rljax.errors import ConfigError, caller_errors
-from rljax.record import training_logs
-from rljax.record.training_logs import Rows, columns_of, number_of
-from rljax.run.options import parse_arguments
-from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
-
-# The formats of a number in the bytes of a tensor, by the number of its dtype.
-TENSOR_FORMATS = {1: "<f", 2: "<d", 3: "<i", 4: "<B", 5: "<h", 6: "<b", 9: "<q", 17: "<H", 19: "<e", 22: "<I", 23: "<Q"}
-BFLOAT16 = 14
 SWEEP = {"ratio": (2.0, 2.5, 3.0, 3.5, 4.0), "window": (60, 80, 100, 150, 200), "persistence": (1, 3, 6, 9, 12)}
-
-
-class Replay(NamedTuple):
-    """The result of a replay."""
-
-    lengths: list[float]  # of steps 1, 2, ...
-    rates: list[float]  # the learning rates of the same steps
-    controller: LengthTriggeredLR  # after the last step
-
-
-def read_log(path: Path, column: str | None, truncated_column: str | None) -> tuple[Rows, str, str | None]:
-    """Reads a log; returns its rows, its length column, and the column with the share of truncated responses or None.
-
-    In a directory, the first kind of log that has a length is read: metrics.jsonl, TensorBoard, metrics.jsonl in a
-    folder, trainer_state.json, other text files. Several folders are one log if each starts after the one before it.
-    """
-    reason: ConfigError | None = None
-    for kind in find_logs(path) if path.is_dir() else iter([[[path]]]):
-        logs = []
-        for files in kind:
-            rows = [row for file in files for row in read_rows(file)]
-            try:
-                logs.append((files[0], rows, *training_logs.choose_columns(columns_of(rows), column, truncated_column)))
-            except ConfigError as error:
-                reason = reason or (error if rows else ConfigError(f"{files[0]}: the log is empty"))
-        if logs:
-            starts = [first_step(rows, chosen) for _, rows, chosen, _ in logs]
-            same = len({chosen for _, _, chosen, _ in logs}) == 1
-            if not same or any(later <= earlier for earlier, later in itertools.pairwise(starts)):
-                names = ", ".join(str(file) for file, *_ in logs)
-                raise ConfigError(f"{path} has the logs of several runs; choose one: {names}")
-            return [row for _, rows, _, _ in logs for row in rows], logs[0][2], logs[-1][3]
-    raise reason or ConfigError(f"{path}: neither metrics.jsonl nor a TensorBoard event file in it")
-
-
-def first_step(rows: Rows, column: str) -> float:
-    """Returns the lowest step with a value of the column, in the log's own numbers; 0 without a step column."""
-    name = training_logs.choose_step_column(rows, column)
-    steps = [number_of(row.get(name or "")) for row in rows if column in row]
-    return min((step for step in steps if math.isfinite(step)), default=0.0)
-
-
-def find_logs(directory: Path) -> Iterator[list[list[Path]]]:
-    """Yields the logs of each kind in a directory. Each log is a list of files."""
-
-    def files(pattern: str) -> list[Path]:
-        return [path for path in sorted(directory.rglob(pattern)) if path.is_file()]
-
-    top = directory / "metrics.jsonl"
-    yield [[top]] if top.is_file() else []
-    folders: dict[Path, list[Path]] = {}
-    for path in sorted(files("*tfevents*"), key=lambda path: (first_time(path), path.name)):
-        if training_logs.NOT_TRAINING.isdisjoint(path.parent.relative_to(directory).parts):
-            folders.setdefault(path.parent, []).append(path)
-    yield list(folders.values())
-    yield [[path] for path in files("metrics.jsonl") if path != top]
-    states = sorted(files("trainer_state.json"), key=lambda path: (path.parent == directory, path.stat().st_mtime))
-    yield [states[-1:]] if states else []
-    texts = [path for path in directory.iterdir() if path.suffix in (".jsonl", ".csv") and path.is_file()]
-    yield [[path] for path in sorted(texts) if path != top]
-
-
-def read_rows(path: Path) -> Rows:
-    """Reads one dictionary for each record of a log file, in the order of the file."""
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
-    if "tfevents" in path.name:
-        return list(tensorboard_rows(path))
-    return training_logs.read_text_log(path)
-
-
-def events_of(path: Path) -> Iterator[event_pb2.Event]:
-    """Yields the events of an event file, in which a record is a length, a checksum, the event and a checksum."""
-    data, start = path.read_bytes(), 0
-    while start + 12 <= len(data):
-        (size,) = struct.unpack_from("<Q", data, start)
-        record = data[start + 12 : start + 12 + size]
-        if len(record) < size:
-            return  # the program that wrote the file ended inside the last record
-        try:
-            yield event_pb2.Event.FromString(record)
-        except DecodeError as error:
-            raise ConfigError(f"{path}: not a TensorBoard event file, or a damaged one") from error
-        start += 12 + size + 4
-
-
-def first_time(path: Path) -> float:
-    """Returns the time of the first event of an event file; 0 for an empty file."""
-    return next((event.wall_time for event in events_of(path)), 0.0)
-
-
-def tensorboard_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields each scalar of an event file, with its step, as one row."""
-    for event in events_of(path):
-        for value in event.summary.value:
-            if (number := scalar_of(value)) is not None:
-                yield {"step": event.step, value.tag: number}
-
-
-def scalar_of(value: Any) -> float | None:
-    """Returns the number in a summary value, which is either a plain number or a tensor with one element."""
-    if value.HasField("simple_value"):
-        return value.simple_value
-    tensor = value.tensor
-    if not value.HasField("tensor") or any(dim.size != 1 for dim in tensor.tensor_shape.dim):
-        return None
-    numbers = [*tensor.float_val, *tensor.double_val, *tensor.int_val, *tensor.int64_val]
-    if numbers:
-        return numbers[0]
-    content = tensor.tensor_content or b"".join(struct.pack("<H", bits & 0xFFFF) for bits in tensor.half_val)
-    form = TENSOR_FORMATS.get(tensor.dtype)
-    if tensor.dtype == BFLOAT16:
-        form, content = "<f", bytes(2) + content
-    return struct.unpack(form, content)[0] if form and len(content) == struct.calcsize(form) else None
-
-
-def replay(lengths: list[float], truncated: list[float], config: SurgeConfig, rate: dict[str, float]) -> Replay:
-    """Gives the steps to the host controller, one after the other."""
-    controller = LengthTriggeredLR(tracker=SurgeTracker(config), **rate)
-    rates = [controller.step(length, fraction) for length, fraction in zip(lengths, truncated, strict=True)]
-    return Replay(lengths, rates, controller)
-
-
-def verdict(result: Replay) -> str:
-    """Returns the step at which the tracker reported the surge, in one line."""
-    controller = result.controller
-    if controller.surge_step is None:
-        return f"no surge in {len(result.lengths)} steps"
-    called = f"surge called at step {controller.surge_step} (crossing since step {controller.tracker.crossing_step})"
-    return f"{called}, decay period {controller.decay_period}"
-
-
-def step_note(step_column: str | None, columns: Sequence[str]) -> str:
-    """Returns what the first line says of the steps: nothing if ``step`` is the only known name in the log."""
-    if step_column is None:
-        return ", each row with a length is a step"
-    others = set(training_logs.STEP_COLUMNS).intersection(columns) - {step_column}
-    return f", steps by {step_column!r}" if others or step_column != "step" else ""
-
-
-def report(result: Replay, column: str, truncated_column: str | None, note: str) -> list[str]:
-    """Returns the printed report: the columns, the unused steps, the surge, and every change of the rate."""
-    tracker, rates = result.controller.tracker, result.rates
-    also = (f", truncated fraction {truncated_column!r}" if truncated_column else "") + note
-    lines = [f"{len(result.lengths)} steps of {column!r}{also}"]
-    if tracker.ignored:
-        lines.append(
-            f"{tracker.ignored} of them have no finite, positive length: they count as steps, but are not used"
-        )
-    if tracker.held_out:
-        lines.append(f"{tracker.held_out} of them have a truncated fraction above max_truncated: not used")
-    lines.append(verdict(result))
-    for step, (before, rate) in enumerate(zip([None, *rates], rates, strict=False), 1):
-        if rate != before:
-            lines.append(f"  from step {step:>5}: learning rate {rate:.6g}")
-    return lines
-
-
-def sweep(lengths: list[float], truncated: list[float], config: SurgeConfig, rate: dict[str, float]) -> list[str]:
-    """Returns the step of the surge when one rule at a time has another value; * marks the value in use."""
-    lines = []
-    for rule, values in SWEEP.items():
-        for value in sorted({*values, getattr(config, rule)}):
-            try:
-                said = verdict(replay(lengths, truncated, dataclasses.replace(config, **{rule: value}), rate))
-            except ValueError as error:
-                said = str(error)
-            lines.append(f"{'*' if value == getattr(config, rule) else ' '} {rule} {value:g}: {said}")
-    return lines
-
-
-def plot(result: Replay, column: str, path: Path) -> None:
-    """Plots the length and the learning rate over the steps, and marks the step of the surge."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    steps = range(1, len(result.lengths) + 1)
-    top.plot(steps, result.lengths, color="tab:blue", linewidth=1)
-    top.set_ylabel(column, parse_math=False)
-    bottom.step(steps, result.rates, where="mid", color="tab:orange")
-    bottom.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
-    if result.controller.surge_step is not None:
-        for axis in (top, bottom):
-            axis.axvline(result.controller.surge_step, color="tab:red", linewidth=1, label="surge called")
-        top.legend()
-    top.set_title(verdict(result))
-    figure.savefig(path, dpi=120)
+FORMAT = 1  # of the JSON
+_MOST_CHANGES = 12  # of the rate, in the printed report
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """The arguments of the replay."""
+class Arguments(SurgeConfig):
+    """The options of the replay. Those of ``SurgeConfig`` are the rule in use."""
 
-    log: tyro.conf.Positional[Path]
-    """The log file of a run, or the directory that contains it."""
     column: str | None = None
     """The length column, where its name is not known."""
     truncated_column: str | None = None
     """The column with the share of truncated responses."""
-    png: Path = Path("surge.png")
-    """The file for the figure."""
-    sweep: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Show how ratio, window and persistence change the result."""
+    picture: Path | None = None
+    """The file for one picture of all logs, .png or .svg. It needs matplotlib."""
+    json: Path | None = None
+    """The file for all numbers as JSON; - prints them to standard output, in place of the report."""
+    sweep: bool = False
+    """Add rules with other values of ratio, window and persistence."""
     learning_rate: float = 1e-6
     """The initial rate."""
     multiplier: float = 1.8
@@ -244,24 +60,231 @@ class Arguments:
     """The factor of the rate at each decay."""
     floor_ratio: float = 0.1
     """The lowest rate divided by the initial one."""
-    surge: Annotated[SurgeConfig, tyro.conf.arg(name="")] = field(default_factory=SurgeConfig)
-    """The rules of the surge tracker."""
+
+    def rule(self) -> SurgeConfig:
+        """Returns the rule in use."""
+        return SurgeConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(SurgeConfig)})
+
+    def law(self) -> RateLaw:
+        """Returns the rates."""
+        return RateLaw(self.learning_rate, self.multiplier, self.decay_factor, self.floor_ratio)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A log and what each rule does on it.
+
+    Attributes:
+      path: The log, as it was named.
+      log: The lengths.
+      outcomes: The outcome under each rule. The first one is that of the rule in use.
+      largest: The largest ratio with which the rule in use would have called, and the step of that call; or None.
+    """
+
+    path: Path
+    log: LengthLog
+    outcomes: list[Outcome]
+    largest: tuple[float, int] | None
+
+    @property
+    def in_use(self) -> Outcome:
+        """The outcome under the rule in use."""
+        return self.outcomes[0]
+
+
+def replay_log(path: Path, options: Arguments) -> Replay:
+    """Reads a log and replays it. Raises ConfigError, whose message names the log."""
+    try:
+        with caller_errors():
+            log = read_lengths(path, options.column, options.truncated_column)
+    except ConfigError as error:
+        named = str(error).startswith(str(path))
+        raise ConfigError(error if named else f"{path}: {error}") from error
+    rules = neighbours_of(options.rule(), SWEEP if options.sweep else None)
+    outcomes = [replay_rule(rule, log.lengths, log.truncated, options.law()) for rule in rules]
+    largest = largest_ratio(log.lengths, log.truncated, options.rule())
+    return Replay(path, log, outcomes, largest)
+
+
+def verdict(outcome: Outcome) -> str:
+    """Returns the step at which the rule calls the surge, in one line."""
+    if outcome.surge_step is None:
+        return f"no surge in {len(outcome.rates)} steps"
+    called = f"surge called at step {outcome.surge_step} (crossing since step {outcome.crossing_step})"
+    return f"{called}, decay period {outcome.decay_period}"
+
+
+def step_note(log: LengthLog) -> str:
+    """Returns what the first line says of the steps: nothing if ``step`` is the only known name in the log."""
+    if log.step_column is None:
+        return ", each row with a length is a step"
+    others = set(STEP_COLUMNS).intersection(log.columns) - {log.step_column}
+    return f", steps by {log.step_column!r}" if others or log.step_column != "step" else ""
+
+
+def report(result: Replay) -> list[str]:
+    """Returns the report of one log: the columns, the unused steps, the call, the changes of the rate, the rules."""
+    log, outcome = result.log, result.in_use
+    also = f", truncated fraction {log.truncated_column!r}" if log.truncated_column else ""
+    lines = [f"{len(log.lengths)} steps of {log.column!r}{also}{step_note(log)}"]
+    if outcome.ignored:
+        lines.append(
+            f"{outcome.ignored} of them have no finite, positive length: they count as steps, but are not used"
+        )
+    if outcome.held_out:
+        lines.append(f"{outcome.held_out} of them have a truncated fraction above max_truncated: not used")
+    lines.append(verdict(outcome))
+    if outcome.surge_step is None:
+        lines += near_misses(result)
+    shown = outcome.changes if len(outcome.changes) <= _MOST_CHANGES else outcome.changes[:_MOST_CHANGES]
+    for step, rate in shown:
+        after = " (after the end of the log)" if step > len(log.lengths) else ""
+        lines.append(f"  from step {step:>5}: learning rate {rate:.6g}{after}")
+    if len(shown) < len(outcome.changes):
+        step, rate = outcome.changes[-1]
+        lines.append(f"  and so on, down to {rate:.6g} at step {step}")
+    return [*lines, "", text_table(rules_table(result))]
+
+
+def near_misses(result: Replay) -> list[str]:
+    """Returns what came nearest to a call, and what would have called."""
+    outcome, config = result.in_use, result.in_use.rule.config
+    assert config is not None  # the rule in use has one
+    level = outcome.nearest
+    if level is None:
+        used = len(outcome.rates) - outcome.ignored - outcome.held_out
+        lines = [f"nearest: none, because {used} usable steps are fewer than the warm-up of {config.warmup}"]
+    else:
+        where = f"{level.ratio:.3g} times the baseline at step {level.step}"
+        lines = [f"nearest: {where} ({level.smoothed:.5g} against {level.baseline:.5g}); a call needs {config.ratio:g}"]
+        if level.ratio >= config.ratio:
+            lines[0] += f" with the newest {config.persistence} lengths at {config.held_ratio:g} or more"
+    if result.largest:
+        lines.append(f"the largest ratio that would have called: {result.largest[0]:g}, at step {result.largest[1]}")
+    else:
+        lines.append(f"no ratio of {config.held_ratio:g} or more would have called")
+    calls = [f"{one.rule.name} at step {one.surge_step}" for one in result.outcomes if one.surge_step is not None]
+    return [*lines, f"neighbour rules that would have called: {', '.join(calls) or 'none'}"]
+
+
+def number(value: float | None, form: str = "") -> str:
+    """Returns a cell: the number, or - for None."""
+    return "-" if value is None else format(value, form)
+
+
+def rules_table(result: Replay) -> list[list[str]]:
+    """Returns the table of one log, a row for each rule; * marks the rules that equal the one in use."""
+    rows = [["rule", "called", "crossing since", "decay period", "first decay", "last rate", "nearest ratio"]]
+    for one in result.outcomes:
+        mark = "* " if one.rule.config == result.in_use.rule.config and not one.rule.error else "  "
+        if one.rule.error:
+            rows.append([f"{mark}{one.rule.name}", *["-"] * 5, one.rule.error])
+            continue
+        first = one.changes[1][0] if len(one.changes) > 1 else None
+        cells = [number(value) for value in (one.surge_step, one.crossing_step, one.decay_period, first)]
+        nearest = number(one.nearest.ratio if one.nearest else None, ".3g")
+        rows.append([f"{mark}{one.rule.name}", *cells, f"{one.rates[-1]:.3g}", nearest])
+    return rows
+
+
+def logs_table(results: Sequence[Replay]) -> list[list[str]]:
+    """Returns the table of several logs, a row for each: the rule in use, and the steps at which other rules call."""
+    names = [outcome.rule.name for outcome in results[0].outcomes[1:]]
+    rows = [["log", "steps", "called", "decay period", "first decay", "last rate", "nearest ratio", *names]]
+    for result in results:
+        _, called, _, *cells = rules_table(result)[1]
+        others = [number(outcome.surge_step) for outcome in result.outcomes[1:]]
+        rows.append([str(result.path), str(len(result.log.lengths)), called, *cells, *others])
+    return rows
+
+
+def known(values: Sequence[float]) -> list[float | None]:
+    """Returns the values with None for those that are not finite, as JSON needs it."""
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def outcome_numbers(outcome: Outcome) -> dict[str, Any]:
+    """Returns the entry of a rule in the JSON."""
+    config, level = outcome.rule.config, outcome.nearest
+    return {
+        "rule": outcome.rule.name,
+        "config": None if config is None or outcome.rule.error else dataclasses.asdict(config),
+        "error": outcome.rule.error,
+        "surge_step": outcome.surge_step,
+        "crossing_step": outcome.crossing_step,
+        "decay_period": outcome.decay_period,
+        "rates": [{"step": step, "learning_rate": rate} for step, rate in outcome.changes],
+        "nearest": None if level is None else level._asdict(),
+        "ignored": outcome.ignored,
+        "held_out": outcome.held_out,
+    }
+
+
+def log_numbers(result: Replay) -> dict[str, Any]:
+    """Returns the entry of a log in the JSON."""
+    log = result.log
+    return {
+        "log": str(result.path),
+        "error": None,
+        "length_column": log.column,
+        "truncated_column": log.truncated_column,
+        "step_column": log.step_column,
+        "steps": len(log.lengths),
+        "lengths": known(log.lengths),
+        "truncated_fractions": known(log.truncated),
+        "ratios": known(result.in_use.ratios),
+        "learning_rates": list(result.in_use.rates),
+        "largest_ratio": result.largest and {"ratio": result.largest[0], "step": result.largest[1]},
+        "rules": [outcome_numbers(outcome) for outcome in result.outcomes],
+    }
+
+
+def numbers(found: dict[Path, Replay | str], options: Arguments) -> dict[str, Any]:
+    """Returns the whole JSON. A log that cannot be read has its path and its error alone."""
+    given = dataclasses.asdict(options)
+    rate = {name: given[name] for name in ("learning_rate", "multiplier", "decay_factor", "floor_ratio")}
+    logs = [
+        {"log": str(path), "error": result} if isinstance(result, str) else log_numbers(result)
+        for path, result in found.items()
+    ]
+    return {"format": FORMAT, **rate, "logs": logs}
+
+
+def pictures() -> ModuleType:
+    """Returns the module that draws. Raises ConfigError if matplotlib is missing."""
+    try:
+        return importlib.import_module("rljax.commands.replay_picture")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        raise ConfigError(f"--picture needs the package {missing}: pip install 'rljax[replay]'") from error
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replays a log, prints the report and plots it; returns the exit status."""
-    given = parse_arguments(Arguments, argv, prog="rljax replay", description=__doc__ or "")
-    rate = {name: getattr(given, name) for name in ("multiplier", "decay_factor", "floor_ratio")}
-    rate["init_value"] = given.learning_rate
+    """Replays the logs, prints the report, and writes the picture and the JSON; returns the exit status."""
+    paths, options = read_words(Arguments, argv, paths="LOG", prog="rljax replay", description=__doc__ or "")
+    draw = pictures().draw if options.picture else None
     with caller_errors():
-        rows, column, truncated_column = read_log(given.log, given.column, given.truncated_column)
-        step_column = training_logs.choose_step_column(rows, column)
-        lengths, truncated = training_logs.series(rows, column, truncated_column, step_column)
-        result = replay(lengths, truncated, given.surge, rate)
-    print("\n".join(report(result, column, truncated_column, step_note(step_column, columns_of(rows)))))
-    if given.sweep:
-        print("\n".join(sweep(lengths, truncated, given.surge, rate)))
+        LengthTriggeredLR(**options.law()._asdict())  # checks the rates
+    found: dict[Path, Replay | str] = {}
+    for path in paths:
+        try:
+            found[path] = replay_log(path, options)
+        except ConfigError as error:
+            print_end(error)
+            found[path] = str(error)
+    results = [result for result in found.values() if isinstance(result, Replay)]
+    prints_json = options.json == Path("-")
     with caller_errors():
-        plot(result, column, given.png)
-    print(f"figure: {given.png}")
-    return 0
+        if draw and results:
+            draw(results, options.picture)
+        if options.json:
+            text = json.dumps(numbers(found, options), allow_nan=False)
+            if prints_json:
+                print(text)
+            else:
+                options.json.write_text(text + "\n", encoding="utf-8")
+    if results and not prints_json:
+        print("\n".join(report(results[0])) if len(found) == 1 else text_table(logs_table(results)))
+        if draw:
+            print(f"picture: {options.picture}")
+    return 0 if len(results) == len(found) else ConfigError.exit_status

@@ -15,6 +15,7 @@ from rljax.compare.distributions import DistributionPair
 from rljax.compare.verdict import Verdict, judge
 from rljax.mismatch import mismatch_metrics, read_tokens
 from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position
+from rljax.record.text_tables import text_table
 from rljax.record.token_dumps import ColumnSource, TokenDump
 
 SECOND_RUN = "@2"
@@ -145,7 +146,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 def to_text(comparison: Comparison) -> str:
     """Formats the tables for a terminal."""
-    return _join(comparison, "{}\n{}", _text_table)
+    return _join(comparison, "{}\n{}", text_table)
 
 
 def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]) -> str:
@@ -234,12 +235,6 @@ def _distributions_table(comparison: Comparison) -> tuple[str, _Rows]:
         known = "all tokens" if pair.is_complete else "listed tokens and the rest"
         rows.append([f"{pair.trainer} / {pair.rollout}", known, *(f"{pair.metrics[name]:.3g}" for name in numbers)])
     return "Whole distributions at each response token (kl: of the second against the first, nats)", rows
-
-
-def _text_table(rows: _Rows) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
-    return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
 def _markdown_table(rows: _Rows) -> str:

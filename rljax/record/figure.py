@@ -13,15 +13,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
+from rljax.record.panel_style import INK, LINES, QUIET, head, log_axis, note, save_figure, style_axis
 from rljax.record.rows import Row, is_accuracy, last_value, read_rows
 
-# Readers with any colour vision can tell these apart. In this order a grey print shows them, too.
-COLORS = ("#1f5fa8", "#d55e00", "#00916e", "#a8428c", "#b8860b", "#555555")
-_STYLES = tuple(itertools.product(("-", "--", ":"), COLORS))
-
-INK, QUIET, GRID = "#22262b", "#6b7280", "#e6e8eb"
 _MARKERS = "osD^v"
 _MAX_PERIOD_LINES = 30  # more lines per run would hide the curve
 
@@ -58,19 +53,6 @@ class Panel:
 
     plot: Callable[[Axes, Sequence[Run], float], None]
     needs: str  # the metric key that it shows, a pattern of keys, or a pattern of token dumps (*.parquet)
-
-
-def head(axis: Axes, title: str, unit: str) -> None:
-    """Sets a panel's title and the unit of its y axis."""
-    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
-    axis.set_ylabel(unit, fontsize=8.5, color=QUIET)
-
-
-def note(axis: Axes, text: str) -> None:
-    """Writes a text in place of curves."""
-    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=9, color=QUIET)
-    axis.set_yticks([])
-    axis.grid(visible=False)
 
 
 def curve_panel(key: str, title: str, unit: str, *, log: bool = False) -> Panel:
@@ -188,17 +170,6 @@ def _surges(axis: Axes, runs: Sequence[Run], *, labels: bool) -> None:
             )
 
 
-def log_axis(axis: Axes, values: np.ndarray) -> None:
-    """Sets a log scale around the positive values, with limits, because autoscaling fails on equal values."""
-    positive = values[np.isfinite(values) & (values > 0)]
-    low, high = positive.min(), positive.max()
-    margin = max((high / low) ** 0.05, 1.1)
-    axis.set_ylim(low / margin, high * margin)
-    axis.set_yscale("log")
-    axis.grid(which="minor", color=GRID, linewidth=0.4)
-    axis.tick_params(which="minor", labelsize=7.5, colors=QUIET)
-
-
 PANELS: dict[str, Panel] = {
     "reward": curve_panel("reward/mean", "Reward", "mean per response"),
     "accuracy": Panel(plot_accuracy, "eval/*/accuracy"),
@@ -252,7 +223,7 @@ def read_runs(run_dirs: Sequence[str | os.PathLike[str]], labels: Sequence[str] 
     if len(names) != len(directories):
         raise ValueError(f"expected {len(directories)} labels, one per run, got {len(names)}")
     runs = []
-    for directory, label, (line, color) in zip(directories, names, itertools.cycle(_STYLES), strict=False):
+    for directory, label, (line, color) in zip(directories, names, itertools.cycle(LINES), strict=False):
         rows = read_rows(directory / "metrics.jsonl")
         if not rows:
             raise ValueError(f"{directory / 'metrics.jsonl'}: no rows to plot")
@@ -301,24 +272,3 @@ def plot_grid(
         style_axis(axis, first_step, last_step)
         panels[panel].plot(axis, runs, smooth)
     return figure
-
-
-def save_figure(figure: Figure, out: str | os.PathLike[str]) -> Path:
-    """Writes a figure as a PNG and returns its path; the directory is made."""
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, facecolor="white", format="png")
-    return path
-
-
-def style_axis(axis: Axes, first_step: int, last_step: int) -> None:
-    """Sets the look of a panel over steps."""
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color("#b6bac0")
-    axis.tick_params(labelsize=8.5, colors=QUIET, length=3)
-    axis.grid(color=GRID, linewidth=0.8)
-    axis.set_axisbelow(True)
-    margin = max(1.0, 0.015 * (last_step - first_step))
-    axis.set_xlim(first_step - margin, last_step + margin)
-    axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axis.set_xlabel("step", fontsize=8.5, color=QUIET)

@@ -1,15 +1,20 @@
-"""Reads training logs in text form, finds the column of the response length, and puts the values into order of steps.
+"""Reads training logs, finds the column of the response length, and puts the values into order of steps.
 
-A log is a list of rows, one dictionary for each record. JSONL, JSON, CSV and console output are read here.
+A log is a list of rows, one dictionary for each record. JSONL, JSON, CSV and console output need no further package.
+Event files of TensorBoard need tensorboardX (``event_files``).
 """
 
 import bisect
 import codecs
 import contextlib
 import csv
+import itertools
 import math
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rljax.errors import ConfigError, parse_json
@@ -45,6 +50,131 @@ _CONSOLE_STEP = re.compile(r"\bstep:(\d+) - |\b(?:rollout|perf) (\d+): \{")
 _CONSOLE_VALUE = re.compile(r"""(?: - |['"])([\w./@-]+)['"]?: ?['"]?(?:[\w.]+\()?(-?\d[\d.]*(?:e[+-]?\d+)?|nan)\b""")
 
 Rows = list[dict[str, Any]]
+
+
+class MissingPackageError(ConfigError):
+    """A form of log needs a package that is not installed."""
+
+
+@dataclass(frozen=True)
+class LengthLog:
+    """The lengths in a log.
+
+    Attributes:
+      column: The length column.
+      truncated_column: The column with the share of truncated responses, or None.
+      step_column: The column that numbers the steps, or None: each row with a length is a step.
+      columns: All columns of the log.
+      lengths: The length of each step 1, 2, ... (tokens); NaN where a step has none.
+      truncated: The share of truncated responses of each step; NaN where a step has none.
+    """
+
+    column: str
+    truncated_column: str | None
+    step_column: str | None
+    columns: list[str]
+    lengths: list[float]
+    truncated: list[float]
+
+
+def read_lengths(path: Path, column: str | None = None, truncated_column: str | None = None) -> LengthLog:
+    """Reads the lengths of a log.
+
+    Args:
+      path: The log file, or the directory that contains it.
+      column: The name of the length column, where it is not a known one.
+      truncated_column: The name of the column with the share of truncated responses.
+
+    Returns:
+      The lengths, and where they stand.
+
+    Raises:
+      ConfigError: The log cannot be read, or it has no length. OSError: A file cannot be opened.
+    """
+    rows, column, truncated_column = read_log(path, column, truncated_column)
+    step_column = choose_step_column(rows, column)
+    lengths, truncated = series(rows, column, truncated_column, step_column)
+    return LengthLog(column, truncated_column, step_column, columns_of(rows), lengths, truncated)
+
+
+def read_log(path: Path, column: str | None, truncated_column: str | None) -> tuple[Rows, str, str | None]:
+    """Reads a log; returns its rows, its length column, and the column with the share of truncated responses or None.
+
+    In a directory, the first kind of log that has a length is read: metrics.jsonl, TensorBoard, metrics.jsonl in a
+    folder, trainer_state.json, other text files. Several folders are one log if each starts after the one before it.
+    """
+    reason: ConfigError | None = None
+    for kind in find_logs(path) if path.is_dir() else iter([[[path]]]):
+        logs = []
+        for files in kind:
+            try:
+                rows = [row for file in files for row in read_rows(file)]
+            except MissingPackageError as error:
+                reason = reason or error
+                continue
+            try:
+                logs.append((files[0], rows, *choose_columns(columns_of(rows), column, truncated_column)))
+            except ConfigError as error:
+                reason = reason or (error if rows else ConfigError(f"{files[0]}: the log is empty"))
+        if logs:
+            starts = [first_step(rows, chosen) for _, rows, chosen, _ in logs]
+            same = len({chosen for _, _, chosen, _ in logs}) == 1
+            if not same or any(later <= earlier for earlier, later in itertools.pairwise(starts)):
+                names = ", ".join(str(file) for file, *_ in logs)
+                raise ConfigError(f"{path} has the logs of several runs; name them one by one: {names}")
+            return [row for _, rows, _, _ in logs for row in rows], logs[0][2], logs[-1][3]
+    raise reason or ConfigError(f"{path}: neither metrics.jsonl nor a TensorBoard event file in it")
+
+
+def first_step(rows: Rows, column: str) -> float:
+    """Returns the lowest step with a value of the column, in the log's own numbers; 0 without a step column."""
+    name = choose_step_column(rows, column)
+    steps = [number_of(row.get(name or "")) for row in rows if column in row]
+    return min((step for step in steps if math.isfinite(step)), default=0.0)
+
+
+def find_logs(directory: Path) -> Iterator[list[list[Path]]]:
+    """Yields the logs of each kind in a directory. Each log is a list of files."""
+
+    def files(pattern: str) -> list[Path]:
+        return [path for path in sorted(directory.rglob(pattern)) if path.is_file()]
+
+    def start(path: Path) -> tuple[float, str]:
+        with contextlib.suppress(MissingPackageError):
+            return event_files(path).first_time(path), path.name
+        return 0.0, path.name
+
+    top = directory / "metrics.jsonl"
+    yield [[top]] if top.is_file() else []
+    folders: dict[Path, list[Path]] = {}
+    for path in sorted(files("*tfevents*"), key=start):
+        if NOT_TRAINING.isdisjoint(path.parent.relative_to(directory).parts):
+            folders.setdefault(path.parent, []).append(path)
+    yield list(folders.values())
+    yield [[path] for path in files("metrics.jsonl") if path != top]
+    states = sorted(files("trainer_state.json"), key=lambda path: (path.parent == directory, path.stat().st_mtime))
+    yield [states[-1:]] if states else []
+    texts = [path for path in directory.iterdir() if path.suffix in (".jsonl", ".csv") and path.is_file()]
+    yield [[path] for path in sorted(texts) if path != top]
+
+
+def read_rows(path: Path) -> Rows:
+    """Reads one dictionary for each record of a log file, in the order of the file."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    if "tfevents" in path.name:
+        return list(event_files(path).scalar_rows(path))
+    return read_text_log(path)
+
+
+def event_files(path: Path) -> ModuleType:
+    """Returns the module that reads ``path``, an event file. Raises MissingPackageError if its package is missing."""
+    try:
+        from rljax.record import event_files as module
+    except ModuleNotFoundError as error:
+        message = f"{path}: an event file of TensorBoard needs the package tensorboardX: pip install 'rljax[replay]'"
+        raise MissingPackageError(message) from error
+    return module
 
 
 def read_text_log(path: Path) -> Rows:

@@ -3,14 +3,17 @@
 import csv
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from pictures import coloured_share
+from toy_runs import outcome
 
 from rljax.commands import replay
-from rljax.errors import ConfigError
 
 SummaryWriter = pytest.importorskip("tensorboardX").SummaryWriter
 Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
@@ -28,15 +31,21 @@ def tool():
 
 
 def run(tool, capsys, tmp_path, log, *arguments):
-    tool.main([str(log), "--png", str(tmp_path / "out.png"), *arguments])
+    assert tool.main([str(log), *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
 
 def refused(tool, log, *arguments):
-    with pytest.raises(ConfigError) as error_info:
-        tool.main([str(log), *arguments])
-    assert "\n" not in str(error_info.value)
-    return str(error_info.value)
+    status, out, err = outcome(tool.main, [log, *arguments])
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    return err
+
+
+def table(lines):
+    """The cells of the table of rules, by the rule's name without its mark."""
+    start = next(number for number, line in enumerate(lines) if line.startswith("rule "))
+    rows = [re.split(r" {2,}", line[2:]) for line in lines[start + 1 :]]
+    return {name: cells for name, *cells in rows}
 
 
 def write_jsonl(path, rows):
@@ -70,11 +79,26 @@ def test_the_length_column_is_found(tool, capsys, tmp_path, column):
     assert lines[:2] == [f"300 steps of {column!r}", CALL]
 
 
-def test_changes_of_the_rate_are_printed_and_a_figure_written(tool, capsys, tmp_path):
+def test_changes_of_the_rate_are_printed_down_to_the_floor(tool, capsys, tmp_path):
     lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows_of("response_length/mean")))
-    assert lines[2:4] == ["  from step     1: learning rate 1e-06", "  from step   153: learning rate 5e-07"]
-    assert len(lines) == 5
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    # 85 x 1.8 = 153; the log has 300 steps, and an eighth is above the floor of a tenth.
+    assert lines[2:8] == [
+        "  from step     1: learning rate 1e-06",
+        "  from step   153: learning rate 5e-07",
+        "  from step   306: learning rate 2.5e-07 (after the end of the log)",
+        "  from step   459: learning rate 1.25e-07 (after the end of the log)",
+        "  from step   612: learning rate 1e-07 (after the end of the log)",
+        "",
+    ]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "log.jsonl"]
+
+
+def test_a_long_way_to_the_floor_is_cut(tool, capsys, tmp_path):
+    log = write_jsonl(tmp_path / "log.jsonl", rows_of("response_length/mean"))
+    lines = run(tool, capsys, tmp_path, log, "--decay-factor", "0.9")
+    # 0.9 ** 21 = 0.109 is above the floor of 0.1 and 0.9 ** 22 = 0.098 is not: 22 decays, 22 x 153 = 3366.
+    assert sum(line.startswith("  from step") for line in lines) == 12
+    assert "  and so on, down to 1e-07 at step 3366" in lines
 
 
 def test_csv(tool, capsys, tmp_path):
@@ -143,13 +167,14 @@ def test_sweep_shows_how_the_call_moves(tool, capsys, tmp_path):
     ramp = [1000.0] * 79 + [1000.0 + 125 * step for step in range(1, 21)] + [3500.0] * 200
     log = write_jsonl(tmp_path / "log.jsonl", rows_of("response_length/mean", ramp))
     lines = run(tool, capsys, tmp_path, log, "--sweep")
-    swept = [line for line in lines if line.startswith(("* ", "  ratio", "  window", "  persistence"))]
+    rules = table(lines)
+    swept = [name for name in rules if name.startswith(("ratio", "window", "persistence"))]
     assert len(swept) == 15
-    assert sum(line.startswith("* ") for line in swept) == 3
-    steps = [int(line.split("step ")[1].split()[0]) for line in swept if "ratio" in line and "no surge" not in line]
+    # In use, shipped, and one value of each field are the rule in use.
+    assert sum(line.startswith("* ") for line in lines) == 5
     # 1000 + 125 n reaches 2000, 2500, 3000, 3500 at n = 8, 12, 16, 20, two steps before the median of five.
-    assert steps == [79 + n + 2 for n in (8, 12, 16, 20)]
-    assert "  ratio 4: no surge in 299 steps" in swept
+    called = [rules[f"ratio {ratio}"][0] for ratio in (2, 2.5, 3, 3.5, 4)]
+    assert called == [str(79 + n + 2) for n in (8, 12, 16, 20)] + ["-"]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +189,8 @@ def test_sweep_shows_how_the_call_moves(tool, capsys, tmp_path):
         ("[1, 2]\n", (), "line 1 is not a JSON object"),
         ('{"response_length/mean": 1}\n', ("--ratio", "0.5"), "ratio = 0.5"),
         ('{"response_length/mean": 1}\n', ("--multiplier", "0.5"), "multiplier = 0.5"),
+        ('{"response_length/mean": 1}\n', ("--warmpu", "9"), "unknown option --warmpu; did you mean --warmup?"),
+        ('{"response_length/mean": 1}\n', ("--window", "x"), "argument --window: invalid int value: 'x'"),
     ],
 )
 def test_what_cannot_be_replayed_is_one_clear_line(tool, tmp_path, content, arguments, message):
@@ -175,6 +202,7 @@ def test_what_cannot_be_replayed_is_one_clear_line(tool, tmp_path, content, argu
 def test_a_log_that_is_not_there(tool, tmp_path):
     assert "no such file" in refused(tool, tmp_path / "nothing.jsonl")
     assert "neither metrics.jsonl nor" in refused(tool, tmp_path)
+    assert "expected at least one LOG" in refused(tool, "--sweep")
 
 
 def test_the_program_exits_with_one_line_on_stderr(tmp_path):
@@ -368,3 +396,175 @@ def test_console_output(tool, capsys, tmp_path, line):
     )
     (tmp_path / "train.log").write_text(text)
     assert CALL in run(tool, capsys, tmp_path, tmp_path / "train.log")
+
+
+def curve(path, lengths, column=LENGTH, **more):
+    return write_jsonl(path, [row | more for row in rows_of(column, lengths)])
+
+
+def test_the_table_has_what_each_rule_would_have_done(tool, capsys, tmp_path):
+    rules = table(run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", LENGTHS)))
+    names = ["in use", "shipped", "study", "three times", "ratio 2", "ratio 2.5", "ratio 3", "warmup 10"]
+    assert list(rules) == [*names, "max_truncated 1"]
+    assert rules["in use"] == rules["ratio 2"] == ["85", "82", "153", "153", "5e-07", "3.5"]
+    # The first ten steps have 1000, and step 80 has 3500. The period is 144, and step 300 is behind the second decay.
+    assert rules["three times"] == ["80", "80", "144", "144", "2.5e-07", "3.5"]
+
+
+def test_a_log_without_a_call_says_what_was_nearest(tool, capsys, tmp_path):
+    log = curve(tmp_path / "log.jsonl", [1000.0] * 60 + [2400.0] * 60)
+    lines = run(tool, capsys, tmp_path, log)
+    # The median of five is 2400 from step 63 on, and six lengths in a row are from step 66 on.
+    assert lines[1:6] == [
+        "no surge in 120 steps",
+        "nearest: 2.4 times the baseline at step 63 (2400 against 1000); a call needs 3",
+        "the largest ratio that would have called: 2.4, at step 66",
+        "neighbour rules that would have called: ratio 2 at step 66",
+        "  from step     1: learning rate 1e-06",
+    ]
+
+
+def test_a_surge_within_the_warmup_is_called_by_neighbours(tool, capsys, tmp_path):
+    lines = run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", [1000.0] * 8 + [3500.0] * 100))
+    # Six long lengths in a row end at step 14. At step 40 only 8 of the 35 older lengths are short, which is less than
+    # the quantile of 0.3, so the baseline of the shipped rule is 3500.
+    assert lines[2] == "nearest: 1 times the baseline at step 40 (3500 against 3500); a call needs 3"
+    assert lines[3] == "no ratio of 1.5 or more would have called"
+    assert lines[4] == "neighbour rules that would have called: study at step 14, warmup 10 at step 14"
+
+
+def test_a_spike_that_is_not_held_is_named(tool, capsys, tmp_path):
+    lines = run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", [1000.0] * 60 + [4000.0] * 4 + [1000.0] * 30))
+    assert lines[2].startswith("nearest: 4 times the baseline at step 63 (4000 against 1000); a call needs 3 with ")
+    assert lines[2].endswith(" with the newest 6 lengths at 1.5 or more")
+    assert lines[4] == "neighbour rules that would have called: three times at step 61"
+
+
+def test_truncated_batches_and_short_logs_say_why(tool, capsys, tmp_path):
+    rows = [row | {"response_length/clip_ratio": 0.5 * (row["step"] >= 80)} for row in rows_of(LENGTH)]
+    lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
+    assert "neighbour rules that would have called: three times at step 80, max_truncated 1 at step 85" in lines
+    lines = run(tool, capsys, tmp_path, curve(tmp_path / "short.jsonl", [1000.0] * 30))
+    assert "nearest: none, because 30 usable steps are fewer than the warm-up of 40" in lines
+
+
+def test_a_neighbour_that_is_no_rule_says_why(tool, capsys, tmp_path):
+    rules = table(run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", LENGTHS), "--held-ratio", "2.2"))
+    assert rules["ratio 2"][-1] == "held_ratio must be in (0, ratio], got held_ratio = 2.2 and ratio = 2.0."
+    assert rules["ratio 2.5"][0] == "85"
+
+
+def test_several_logs_are_one_table_and_bad_ones_a_line_each(tool, tmp_path):
+    surge = curve(tmp_path / "surge.jsonl", LENGTHS)
+    trl = curve(tmp_path / "trl.jsonl", [1000.0] * 60 + [2400.0] * 60, "completions/mean_length")
+    loss = write_jsonl(tmp_path / "loss.jsonl", [{"step": 1, "loss": 1.0}])
+    gone = tmp_path / "gone.csv"
+    status, out, err = outcome(tool.main, [surge, loss, gone, trl])
+    assert status == 2
+    assert [line.split(": ")[:2] for line in err.splitlines()] == [["error", str(loss)], ["error", str(gone)]]
+    head, *rows = (re.split(r" {2,}", line) for line in out.splitlines())
+    assert head[:8] == [
+        "log",
+        "steps",
+        "called",
+        "decay period",
+        "first decay",
+        "last rate",
+        "nearest ratio",
+        "shipped",
+    ]
+    cells = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
+    assert list(cells) == [str(surge), str(trl)]
+    assert list(cells[str(surge)].values())[:6] == ["300", "85", "153", "153", "5e-07", "3.5"]
+    assert (cells[str(trl)]["called"], cells[str(trl)]["ratio 2"], cells[str(trl)]["ratio 2.5"]) == ("-", "66", "-")
+    assert outcome(tool.main, [surge, trl])[0] == 0
+
+
+def test_the_json_has_every_number_under_documented_keys(tool, tmp_path):
+    rows = rows_of(LENGTH, [1000.0] * 60 + [2400.0] * 60)
+    rows[10][LENGTH] = math.nan
+    log = write_jsonl(tmp_path / "log.jsonl", rows)
+    status, out, err = outcome(tool.main, [log, tmp_path / "gone.csv", "--json", "-", "--learning-rate", "2e-6"])
+    assert (status, err.count("\n")) == (2, 1)
+    found = json.loads(out, parse_constant=pytest.fail)
+    whole, gone = found.pop("logs")
+    assert found == {"format": 1, "learning_rate": 2e-6, "multiplier": 1.8, "decay_factor": 0.5, "floor_ratio": 0.1}
+    assert gone == {"log": str(tmp_path / "gone.csv"), "error": f"{tmp_path / 'gone.csv'}: no such file"}
+    assert whole["lengths"] == [1000.0] * 10 + [None] + [1000.0] * 49 + [2400.0] * 60
+    assert whole["largest_ratio"] == {"ratio": 2.4, "step": 66}
+    rule = {one["rule"]: one for one in whole["rules"]}["ratio 2"]
+    # The period is 66 x 1.8 = 118.8, rounded to 119.
+    assert [rule[key] for key in ("surge_step", "crossing_step", "decay_period", "ignored")] == [66, 63, 119, 1]
+    assert [one["step"] for one in rule["rates"]] == [1, 119, 238, 357, 476]
+    assert [one["learning_rate"] for one in rule["rates"]] == [2e-6, 1e-6, 5e-7, 2.5e-7, 2e-7]
+    assert whole["rules"][0]["nearest"] == {"step": 63, "ratio": 2.4, "smoothed": 2400.0, "baseline": 1000.0}
+    page = (Path(__file__).parents[2] / "docs/schedule.md").read_text(encoding="utf-8")
+    rows_of_page = re.findall(r"^\| `(logs\[\](?:\.rules\[\])?\.)(\w+)` \|", page, re.MULTILINE)
+    assert [key for place, key in rows_of_page if place == "logs[]."] == list(whole)
+    assert [key for place, key in rows_of_page if place == "logs[].rules[]."] == list(rule)
+    assert outcome(tool.main, [log, "--json", tmp_path / "out.json"])[0] == 0
+    assert json.loads((tmp_path / "out.json").read_text())["logs"][0]["steps"] == 120
+
+
+def test_one_picture_shows_all_logs(tool, tmp_path):
+    logs = [curve(tmp_path / "surge.jsonl", LENGTHS), curve(tmp_path / "flat.jsonl", [1000.0] * 120)]
+    picture, drawing = tmp_path / "new/all.png", tmp_path / "one.svg"
+    status, out, _ = outcome(tool.main, [*logs, "--picture", picture])
+    assert (status, out.splitlines()[-1]) == (0, f"picture: {picture}")
+    assert coloured_share(picture) > 1e-3
+    assert outcome(tool.main, [logs[0], "--picture", drawing])[0] == 0
+    assert drawing.read_text().startswith("<?xml")
+
+
+ALONE = """
+import sys
+import numpy
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in sys.stdlib_module_names and top not in ("rljax", "numpy"):
+            raise ModuleNotFoundError(f"No module named {top!r}", name=top)
+
+sys.meta_path.insert(0, Refuse())
+from rljax.errors import run_cli
+from rljax.cli import main
+sys.exit(run_cli(main))
+"""
+
+
+def alone(*words):
+    """The command, in a process that can import numpy and the standard library alone."""
+    done = subprocess.run([sys.executable, "-c", ALONE, "replay", *map(str, words)], capture_output=True, text=True)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_text_logs_need_numpy_alone(tmp_path):
+    forms = {
+        "verl.jsonl": "".join(json.dumps({"step": i, "data": {LENGTH: n}}) + "\n" for i, n in enumerate(LENGTHS, 1)),
+        "trainer_state.json": json.dumps({"log_history": rows_of("completions/mean_length")}),
+        "log.csv": f"step,{LENGTH}\n" + "".join(f"{i},{n}\n" for i, n in enumerate(LENGTHS, 1)),
+        "train.log": "".join(f"step:{i} - a/b:1.0 - {LENGTH}:{n}\n" for i, n in enumerate(LENGTHS, 1)),
+    }
+    for name, text in forms.items():
+        (tmp_path / name).write_text(text)
+    status, lines, err = alone(*(tmp_path / name for name in forms))
+    assert (status, err) == (0, "")
+    assert [line.split()[1:3] for line in lines[1:]] == [["300", "85"]] * 4
+    status, lines, err = alone(tmp_path / "log.csv", "--sweep", "--json", "-")
+    assert (status, err, json.loads(lines[0])["logs"][0]["rules"][0]["surge_step"]) == (0, "", 85)
+
+
+def test_a_missing_package_is_one_line_with_its_extra(tmp_path):
+    write_events(tmp_path / "tb", LENGTHS, 1)
+    (events,) = (tmp_path / "tb").iterdir()
+    expected = (
+        f"error: {events}: an event file of TensorBoard needs the package tensorboardX: pip install 'rljax[replay]'\n"
+    )
+    assert alone(events) == (2, [], expected)
+    assert alone(tmp_path / "tb") == (2, [], expected)
+    # A directory that also has a log in text is read without the package.
+    write(tmp_path / "tb/trainer_state.json", {"log_history": rows_of("completions/mean_length")})
+    assert CALL in alone(tmp_path / "tb")[1]
+    status, _, err = alone(tmp_path / "tb", "--picture", tmp_path / "x.png")
+    assert (status, err) == (2, "error: --picture needs the package matplotlib: pip install 'rljax[replay]'\n")

@@ -446,7 +446,7 @@ def log_cases() -> Iterator[st.SearchStrategy[Case]]:
     options = [*[()] * 100, *[("--sweep",)] * 50, *((f"{rule}={value}",) for rule in RULES for value in VALUES)]
     for name, content in (names | {file: events(), f"run/tb/{file}": events()}).items():
         files = {name: content, "out": Special.DIRECTORY}
-        yield spoilt("replay", (name.split("/")[0], "--png", "out/surge.png"), files, [name], options)
+        yield spoilt("replay", (name.split("/")[0], "--picture", "out/surge.png"), files, [name], options)
 
 
 RECORD = [

@@ -95,7 +95,9 @@ def sequence(**changed):
 
 
 def log(name, content, *words):
-    return Case("replay", (name.split("/")[0], "--png", "out/x.png", *words), {name: content, "out": Special.DIRECTORY})
+    return Case(
+        "replay", (name.split("/")[0], "--picture", "out/x.png", *words), {name: content, "out": Special.DIRECTORY}
+    )
 
 
 def logged(**changed):

@@ -101,6 +101,7 @@ def test_an_extra_brings_what_its_half_needs(built):
     assert by_extra[""] == {"numpy"}
     assert by_extra["optax"] == {"jax", "optax"}
     assert by_extra["torch"] == {"torch"}
+    assert by_extra["replay"] == {"matplotlib", "tensorboardX"}
     assert {"jax", "optax", "flax", "transformers"} <= by_extra["train"]
     assert {"rljax", "jax"} == by_extra["gpu"]
 

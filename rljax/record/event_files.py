@@ -1,0 +1,60 @@
+"""Reads the numbers of TensorBoard event files. It needs the package tensorboardX."""
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from tensorboardX.proto import event_pb2
+
+from rljax.errors import ConfigError
+
+# The formats of a number in the bytes of a tensor, by the number of its dtype.
+TENSOR_FORMATS = {1: "<f", 2: "<d", 3: "<i", 4: "<B", 5: "<h", 6: "<b", 9: "<q", 17: "<H", 19: "<e", 22: "<I", 23: "<Q"}
+BFLOAT16 = 14
+
+
+def events_of(path: Path) -> Iterator[event_pb2.Event]:
+    """Yields the events of an event file, in which a record is a length, a checksum, the event and a checksum."""
+    data, start = path.read_bytes(), 0
+    while start + 12 <= len(data):
+        (size,) = struct.unpack_from("<Q", data, start)
+        record = data[start + 12 : start + 12 + size]
+        if len(record) < size:
+            return  # the program that wrote the file ended inside the last record
+        try:
+            yield event_pb2.Event.FromString(record)
+        except DecodeError as error:
+            raise ConfigError(f"{path}: not a TensorBoard event file, or a damaged one") from error
+        start += 12 + size + 4
+
+
+def first_time(path: Path) -> float:
+    """Returns the time of the first event of an event file; 0 for an empty file."""
+    return next((event.wall_time for event in events_of(path)), 0.0)
+
+
+def scalar_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields each scalar of an event file, with its step, as one row."""
+    for event in events_of(path):
+        for value in event.summary.value:
+            if (number := scalar_of(value)) is not None:
+                yield {"step": event.step, value.tag: number}
+
+
+def scalar_of(value: Any) -> float | None:
+    """Returns the number in a summary value, which is either a plain number or a tensor with one element."""
+    if value.HasField("simple_value"):
+        return value.simple_value
+    tensor = value.tensor
+    if not value.HasField("tensor") or any(dim.size != 1 for dim in tensor.tensor_shape.dim):
+        return None
+    numbers = [*tensor.float_val, *tensor.double_val, *tensor.int_val, *tensor.int64_val]
+    if numbers:
+        return numbers[0]
+    content = tensor.tensor_content or b"".join(struct.pack("<H", bits & 0xFFFF) for bits in tensor.half_val)
+    form = TENSOR_FORMATS.get(tensor.dtype)
+    if tensor.dtype == BFLOAT16:
+        form, content = "<f", bytes(2) + content
+    return struct.unpack(form, content)[0] if form and len(content) == struct.calcsize(form) else None

@@ -1,0 +1,65 @@
+"""The look of all figures: colors, titles, axes, and the file that a figure becomes. It needs matplotlib and numpy."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+# Readers with any colour vision can tell these apart. In this order a grey print shows them, too.
+COLORS = ("#1f5fa8", "#d55e00", "#00916e", "#a8428c", "#b8860b", "#555555")
+LINES = tuple(itertools.product(("-", "--", ":"), COLORS))
+"""The line style and the color of each curve, in the order in which curves take them."""
+
+INK, QUIET, GRID = "#22262b", "#6b7280", "#e6e8eb"
+
+
+def head(axis: Axes, title: str, unit: str) -> None:
+    """Sets a panel's title and the unit of its y axis."""
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=8)
+    axis.set_ylabel(unit, fontsize=8.5, color=QUIET)
+
+
+def note(axis: Axes, text: str) -> None:
+    """Writes a text in place of curves."""
+    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", fontsize=9, color=QUIET)
+    axis.set_yticks([])
+    axis.grid(visible=False)
+
+
+def log_axis(axis: Axes, values: np.ndarray) -> None:
+    """Sets a log scale around the positive values, with limits, because autoscaling fails on equal values."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    low, high = positive.min(), positive.max()
+    margin = max((high / low) ** 0.05, 1.1)
+    axis.set_ylim(low / margin, high * margin)
+    axis.set_yscale("log")
+    axis.grid(which="minor", color=GRID, linewidth=0.4)
+    axis.tick_params(which="minor", labelsize=7.5, colors=QUIET)
+
+
+def save_figure(figure: Figure, out: str | os.PathLike[str]) -> Path:
+    """Writes a figure and returns its path; the directory is made. A name that ends in .svg gets SVG, any other PNG."""
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    form = "svg" if path.suffix.lower() == ".svg" else "png"
+    figure.savefig(path, dpi=150, facecolor="white", format=form)
+    return path
+
+
+def style_axis(axis: Axes, first_step: int, last_step: int) -> None:
+    """Sets the look of a panel over steps."""
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color("#b6bac0")
+    axis.tick_params(labelsize=8.5, colors=QUIET, length=3)
+    axis.grid(color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    margin = max(1.0, 0.015 * (last_step - first_step))
+    axis.set_xlim(first_step - margin, last_step + margin)
+    axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axis.set_xlabel("step", fontsize=8.5, color=QUIET)

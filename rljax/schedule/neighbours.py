@@ -1,0 +1,216 @@
+"""Replays the lengths of a finished run under several rules that call a surge. It needs numpy alone.
+
+Two rules are neighbours when they differ a little. Where all neighbours call near the same step, the call is safe.
+Where they disagree, the curve is near the limit of what a rule can tell from noise or from slow growth.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rljax.schedule.length_decay import LengthTriggeredLR, decay_rates
+from rljax.schedule.surge import SurgeConfig, SurgeTracker
+
+STUDY = SurgeConfig(ratio=2.5, warmup=10)
+"""The rules of the project's study of short runs."""
+IN_USE = "in use"
+FIRST_LENGTHS = 10
+TIMES = 3
+# The ratios that ``largest_ratio`` tries are whole numbers of hundredths.
+_HUNDREDTHS = 100
+
+
+class Rule(NamedTuple):
+    """A rule with its name. A rule without a configuration is ``FirstLengthsTracker``."""
+
+    name: str
+    config: SurgeConfig | None
+    error: str | None = None  # why the rule is none, in a line
+
+    def tracker(self) -> SurgeTracker:
+        """Returns a new tracker of the rule."""
+        return FirstLengthsTracker() if self.config is None else SurgeTracker(self.config)
+
+
+class RateLaw(NamedTuple):
+    """The arguments of ``LengthTriggeredLR`` beside its tracker."""
+
+    init_value: float = 1e-6
+    multiplier: float = 1.8
+    decay_factor: float = 0.5
+    floor_ratio: float = 0.1
+
+
+class Level(NamedTuple):
+    """The smoothed length and the baseline of a step."""
+
+    step: int  # 1-based
+    ratio: float  # smoothed length / baseline
+    smoothed: float
+    baseline: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a replay under one rule.
+
+    Attributes:
+      rule: The rule.
+      surge_step: The 1-based step of the call, or None.
+      crossing_step: The first step of the crossing that led to the call, or None.
+      decay_period: The period that follows from the call (steps), or None.
+      changes: The steps at which the rate changes, each with its new rate, from (1, initial rate) down to the floor.
+        The last ones may lie behind the end of the log.
+      rates: The rate of each step of the log.
+      ratios: The ratio of each step up to the call, NaN where the rule has none.
+      nearest: The level with the largest ratio up to the call, or None if the rule has no level.
+      ignored: The number of steps without a finite, positive length.
+      held_out: The number of steps with a truncated fraction above ``max_truncated``.
+    """
+
+    rule: Rule
+    surge_step: int | None = None
+    crossing_step: int | None = None
+    decay_period: int | None = None
+    changes: tuple[tuple[int, float], ...] = ()
+    rates: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
+    nearest: Level | None = None
+    ignored: int = 0
+    held_out: int = 0
+
+
+class FirstLengthsTracker(SurgeTracker):
+    """The rule that the paper's words suggest: a length three times the level at the start.
+
+    The level is the mean of the first ten usable lengths. The surge is called at the first later step whose length is
+    at least three times the level. A single spike is enough, and truncated batches count.
+    """
+
+    def __init__(self) -> None:
+        """Starts before the first batch."""
+        super().__init__()
+        self._first: list[float] = []
+
+    @property
+    def crossing_step(self) -> int | None:
+        """The step of the call: this rule does not wait after a crossing."""
+        return self.surge_step
+
+    def update(self, length: Any, truncated_fraction: Any = None) -> bool:
+        """Observes one batch; returns whether the surge is called. ``truncated_fraction`` is not used."""
+        self.step += 1
+        value = float(length)
+        if not (math.isfinite(value) and value > 0):
+            self.ignored += 1
+        elif len(self._first) < FIRST_LENGTHS:
+            self._first.append(value)
+        elif self.surge_step is None:
+            self.smoothed, self.baseline = value, sum(self._first) / FIRST_LENGTHS
+            if value >= TIMES * self.baseline:
+                self.surge_step = self.step
+                return True
+        return False
+
+
+def neighbours_of(config: SurgeConfig, more: Mapping[str, Sequence[float]] | None = None) -> list[Rule]:
+    """Returns the rule in use and its neighbours.
+
+    Args:
+      config: The rule in use.
+      more: Further values of fields of the rule, by name. Each makes a rule that differs in this field alone.
+
+    Returns:
+      The rule in use, the shipped rule, the study's rule and three times the first lengths. Then follow the rule in use
+      with other ratios, with a shorter warm-up, with truncated batches, and with the further values.
+    """
+    rules = [Rule(IN_USE, config), Rule("shipped", SurgeConfig()), Rule("study", STUDY), Rule("three times", None)]
+    changed: dict[str, tuple[float, ...]] = {"ratio": (2.0, 2.5, 3.0), "warmup": (10,), "max_truncated": (1.0,)}
+    for name, values in (more or {}).items():
+        changed[name] = tuple(dict.fromkeys([*changed.get(name, ()), *values]))
+    for name, values in changed.items():
+        for value in sorted(values):
+            other: dict[str, Any] = {name: value}
+            try:
+                rules.append(Rule(f"{name} {value:g}", dataclasses.replace(config, **other)))
+            except ValueError as error:
+                rules.append(Rule(f"{name} {value:g}", config, str(error)))
+    return rules
+
+
+def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float], law: RateLaw) -> Outcome:
+    """Gives the steps of a log to a controller with the tracker of a rule, one after the other.
+
+    Args:
+      rule: The rule.
+      lengths: The mean response length of each step from 1 on (tokens); NaN where it is not known.
+      truncated: The truncated fraction of each step; NaN where it is not known.
+      law: The rates.
+
+    Returns:
+      The outcome. It is empty if the rule has an error.
+
+    Raises:
+      ValueError: The law is out of range, or the two sequences differ in length.
+    """
+    if rule.error is not None:
+        return Outcome(rule)
+    tracker = rule.tracker()
+    controller = LengthTriggeredLR(tracker=tracker, **law._asdict())
+    rates: list[float] = []
+    levels: list[Level] = []
+    for step, (length, fraction) in enumerate(zip(lengths, truncated, strict=True), 1):
+        tracker.smoothed = tracker.baseline = None
+        rates.append(controller.step(length, fraction))
+        smoothed, baseline = tracker.smoothed, tracker.baseline
+        if smoothed is not None and baseline is not None:
+            levels.append(Level(step, smoothed / baseline, smoothed, baseline))
+    ratios = {level.step: level.ratio for level in levels}
+    return Outcome(
+        rule=rule,
+        surge_step=tracker.surge_step,
+        crossing_step=tracker.crossing_step,
+        decay_period=controller.decay_period,
+        changes=rate_changes(tracker.surge_step, controller.decay_period, law),
+        rates=tuple(rates),
+        ratios=tuple(ratios.get(step, math.nan) for step in range(1, len(rates) + 1)),
+        nearest=max(levels, key=lambda level: level.ratio, default=None),
+        ignored=tracker.ignored,
+        held_out=tracker.held_out,
+    )
+
+
+def rate_changes(surge_step: int | None, decay_period: int | None, law: RateLaw) -> tuple[tuple[int, float], ...]:
+    """Returns the steps at which the rate changes, each with its new rate, from step 1 down to the floor."""
+    first, *later = decay_rates(law.init_value, law.decay_factor, law.floor_ratio)
+    changes = {1: first}
+    if surge_step is not None and decay_period is not None:
+        for decays, rate in enumerate(later, 1):
+            changes[max(surge_step, decays * decay_period)] = rate
+    return tuple(changes.items())
+
+
+def largest_ratio(
+    lengths: Sequence[float], truncated: Sequence[float], config: SurgeConfig
+) -> tuple[float, int] | None:
+    """Returns the largest ratio up to ``config.ratio`` with which the rule calls, and the step of that call.
+
+    The ratio is a whole number of hundredths, at least ``held_ratio`` and above 1. None if no such ratio calls. With a
+    lower ratio more steps cross, so the search halves the range of ratios until one is left.
+    """
+
+    def call(hundredths: int) -> int | None:
+        rule = Rule("", dataclasses.replace(config, ratio=hundredths / _HUNDREDTHS))
+        return replay_rule(rule, lengths, truncated, RateLaw()).surge_step
+
+    low = max(_HUNDREDTHS + 1, math.ceil(_HUNDREDTHS * config.held_ratio))
+    high, found = math.floor(_HUNDREDTHS * config.ratio), None
+    while low <= high:
+        middle = (low + high) // 2
+        if (step := call(middle)) is None:
+            high = middle - 1
+        else:
+            low, found = middle + 1, (middle / _HUNDREDTHS, step)
+    return found

@@ -1,0 +1,100 @@
+"""Replays under several rules: by hand, and against brute force on random streams."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
+from rljax.schedule.neighbours import (
+    FirstLengthsTracker,
+    RateLaw,
+    Rule,
+    largest_ratio,
+    neighbours_of,
+    rate_changes,
+    replay_rule,
+)
+
+SMALL = SurgeConfig(window=20, warmup=8, smooth=3, persistence=3)
+
+
+def streams(count):
+    """Lengths with a jump of up to 4 times, noise, and a few steps without a length."""
+    rng = np.random.default_rng(7)
+    for _ in range(count):
+        levels = np.where(np.arange(60) < rng.integers(10, 50), 100.0, 100 * rng.uniform(1, 4))
+        lengths = levels * rng.uniform(0.8, 1.25, 60)
+        lengths[rng.integers(60, size=3)] = math.nan
+        yield lengths.tolist()
+
+
+def test_three_times_the_first_ten_lengths():
+    """Ten lengths have the mean 100, with one step between them that has none. A batch at the limit counts."""
+    tracker = FirstLengthsTracker()
+    lengths = [90.0, 110.0] * 4 + [math.nan, 80.0, 120.0] + [299.0, 300.0, 900.0]
+    calls = [tracker.update(length, 0.9) for length in lengths]
+    assert calls == [False] * 12 + [True, False]
+    assert (tracker.step, tracker.surge_step, tracker.crossing_step, tracker.ignored) == (14, 13, 13, 1)
+
+
+@pytest.mark.parametrize(
+    ("law", "surge", "period", "expected"),
+    [
+        (RateLaw(8.0, 1.8, 0.5, 0.1), None, None, [(1, 8.0)]),
+        (RateLaw(8.0, 1.8, 0.5, 0.1), 10, 18, [(1, 8.0), (18, 4.0), (36, 2.0), (54, 1.0), (72, 0.8)]),
+        # With the multiplier 1 the very update of the call is decayed.
+        (RateLaw(8.0, 1.0, 0.5, 0.25), 10, 10, [(1, 8.0), (10, 4.0), (20, 2.0)]),
+        (RateLaw(8.0, 1.8, 0.5, 1.0), 10, 18, [(1, 8.0)]),
+    ],
+)
+def test_the_rate_changes_at_multiples_of_the_period(law, surge, period, expected):
+    assert rate_changes(surge, period, law) == tuple(expected)
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 1.3, 1.8])
+def test_changes_and_rates_agree_with_the_controller(multiplier):
+    law, called = RateLaw(1e-3, multiplier, 0.5, 0.1), 0
+    for lengths in streams(20):
+        outcome = replay_rule(Rule("", SMALL), lengths, [math.nan] * 60, law)
+        controller = LengthTriggeredLR(1e-3, tracker=SurgeTracker(SMALL), multiplier=multiplier)
+        rates = [controller.step(length) for length in lengths]
+        assert outcome.rates == tuple(rates)
+        by_changes = [[rate for at, rate in outcome.changes if at <= step][-1] for step in range(1, 61)]
+        assert by_changes == rates
+        assert outcome.ignored == sum(map(math.isnan, lengths))
+        called += outcome.surge_step is not None
+    assert 5 < called < 20
+
+
+def test_the_largest_ratio_is_the_one_of_an_exhaustive_search():
+    config, seen = dataclasses.replace(SMALL, ratio=4.0), set()
+    for lengths in streams(12):
+        truncated = [0.0] * 60
+        calls = {}
+        for hundredths in range(150, 401):
+            rule = Rule("", dataclasses.replace(config, ratio=hundredths / 100))
+            calls[hundredths / 100] = replay_rule(rule, lengths, truncated, RateLaw()).surge_step
+        ratio = max((ratio for ratio, step in calls.items() if step is not None), default=None)
+        assert largest_ratio(lengths, truncated, config) == (ratio and (ratio, calls[ratio]))
+        seen.add(ratio is None)
+    assert seen == {True, False}
+
+
+def test_the_nearest_level_of_a_rule_that_never_calls():
+    """At step 11 the median of three is 200, and the baseline is 100."""
+    outcome = replay_rule(Rule("", SMALL), [100.0] * 9 + [200.0] * 5, [0.0] * 14, RateLaw())
+    assert outcome.nearest == (11, 2.0, 200.0, 100.0)
+    assert [step for step, ratio in enumerate(outcome.ratios, 1) if math.isnan(ratio)] == list(range(1, 8))
+    assert (outcome.surge_step, outcome.changes) == (None, ((1, 1e-6),))
+
+
+def test_neighbours_are_named_and_further_values_join_them():
+    names = [rule.name for rule in neighbours_of(SurgeConfig(warmup=12), {"ratio": (4.0, 2.0), "window": (5,)})]
+    first = ["in use", "shipped", "study", "three times", "ratio 2", "ratio 2.5", "ratio 3", "ratio 4", "warmup 10"]
+    assert names == [*first, "max_truncated 1", "window 5"]
+    rules = {rule.name: rule for rule in neighbours_of(SurgeConfig(warmup=12), {"window": (5,)})}
+    assert rules["ratio 2"].config == SurgeConfig(warmup=12, ratio=2.0)
+    assert rules["window 5"].error == "window must be at least warmup, got window = 5 and warmup = 12 (steps)."
+    assert replay_rule(rules["window 5"], [1.0], [0.0], RateLaw()).rates == ()
