@@ -19,6 +19,7 @@ WAITING = {
 }
 # Markers of tests that need more than an environment of this package, and what runs them.
 OF_A_SCRIPT = {
+    "browser": "tools/test_view.sh",
     "compilers": "tools/test_compilers.sh",
     "harness": "tools/test_harnesses.sh",
     "launch_files": "tools/test_kubernetes.sh",

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rljax.data.files import Row, json_lines
 from rljax.errors import parse_json
 from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, parquet_rows, read_dump
@@ -100,9 +102,10 @@ def _read_generic(place: Path, lines: list[_Line]) -> TokenDump:
 
     A sequence is ``{"sequence_id": ..., "token_ids": [...], "response_mask": [...], "logprobs": {column: [...]}}``. It
     may have ``prompt_ids`` and ``response_ids`` instead of ``token_ids`` and ``response_mask``; then its columns may
-    cover the response alone. ``sequence_id`` defaults to the sequence's number, from 0. null is an unknown number. The
-    header is ``{"rljax_tokens": 1, "columns": {column: {engine, dtype, weights_hash, temperature, role}}, "sampling":
-    {...}}``; all its parts but the first are optional.
+    cover the response alone. ``values`` may have further numbers of the tokens by name, in the form of ``logprobs``.
+    ``sequence_id`` defaults to the sequence's number, from 0. null is an unknown number. The header is
+    ``{"rljax_tokens": 1, "columns": {column: {engine, dtype, weights_hash, temperature, role}}, "sampling": {...}}``;
+    all its parts but the first are optional.
     """
     header = lines.pop(0)[2] if lines and lines[0][2].get(_HEADER) == 1 else {}
     columns = header.get("columns", {})
@@ -145,11 +148,13 @@ def _jsonl_sequence(record: Row, number: int) -> TokenDump:
         front = len(record["prompt_ids"])
         token_ids = record["prompt_ids"] + record["response_ids"]
         mask = [False] * front + record.get("response_mask", [True] * len(record["response_ids"]))
-    columns = {}
-    for name, values in record.get("logprobs", {}).items():
-        padding = [None] * front if len(values) == len(token_ids) - front else []
-        columns[name] = [_pick(padding + values, token_ids)]
-    return make_dump([str(record.get("sequence_id", number))], [token_ids], [mask], columns)
+
+    def padded(values: list[Any]) -> list[Any]:
+        return [None] * front + values if len(values) == len(token_ids) - front else values
+
+    columns = {name: [_pick(padded(values), token_ids)] for name, values in record.get("logprobs", {}).items()}
+    more = {name: [padded(values)] for name, values in record.get("values", {}).items()}
+    return make_dump([str(record.get("sequence_id", number))], [token_ids], [mask], columns, values=more)
 
 
 def _pick(values: Sequence[Any], token_ids: Sequence[int]) -> list[Any]:
@@ -213,7 +218,9 @@ def _nemo_rl_sequence(record: Row, number: int) -> TokenDump:
     is_used = bool(record.get("sample_loss_mask", 1))
     mask = [bool(mark) and is_used for mark in record["token_loss_mask"][:length]]
     found = {name: [record[key][:length]] for name, key in _NEMO_RL.items() if key in record}
-    return make_dump([str(number)], [record["token_ids"][:length]], [mask], found)
+    advantages = record.get("advantages")
+    more = {"advantage": [advantages[:length]]} if isinstance(advantages, list) else {}
+    return make_dump([str(number)], [record["token_ids"][:length]], [mask], found, values=more)
 
 
 def _read_parquet(place: Path) -> TokenDump:
@@ -282,7 +289,12 @@ def _assemble(
     rows = ((part.sequence_ids[0], part.token_ids[0], part.response_mask[0]) for part in parts)
     names, ids, masks = zip(*rows, strict=True)
     columns = {name: [part.logprobs[name][0] for part in parts] for name in parts[0].logprobs}
+    unknown = [(np.full(len(part.token_ids[0]), np.nan, np.float32),) for part in parts]
+    further = sorted({name for part in parts for name in part.values})
+    values = {
+        name: [part.values.get(name, none)[0] for part, none in zip(parts, unknown, strict=True)] for name in further
+    }
     try:
-        return make_dump(names, ids, masks, columns, sources, sampling)
+        return make_dump(names, ids, masks, columns, sources, sampling, values=values)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error

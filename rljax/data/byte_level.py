@@ -32,6 +32,10 @@ class ByteLevelDecoder:
         places = np.minimum(token_ids, len(self._bytes) - 1)
         return b"".join(map(self._bytes.__getitem__, places.tolist())).decode("utf-8", "replace")
 
+    def piece(self, token_id: int) -> str:
+        """Decodes one token; bytes that are not UTF-8 become ``\\xe2``, and an id without a token gives ""."""
+        return self._bytes[min(token_id, len(self._bytes) - 1)].decode("utf-8", "backslashreplace")
+
 
 def _bytes_of(token: str) -> bytes:
     """Returns the bytes that a token's characters stand for; an added token with other characters is plain text."""

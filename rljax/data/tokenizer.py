@@ -73,6 +73,17 @@ class Tokenizer:
             return self._by_bytes(np.asarray(token_ids, np.int32))
         return str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
 
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token alone; an id without a token gives "".
+
+        Special tokens have their names. Bytes that are not whole characters are written as ``\\xe2``.
+        """
+        special = {key: token.content for key, token in self._tokenizer.get_added_tokens_decoder().items()}
+        if self._by_bytes is not None:
+            return [special.get(token) or self._by_bytes.piece(token) for token in token_ids]
+        names = (special.get(token) or self._tokenizer.id_to_token(token) or "" for token in token_ids)
+        return [name.replace("\u2581", " ") for name in names]
+
     @functools.cached_property
     def _by_bytes(self) -> ByteLevelDecoder | None:
         """The fast decoder; None if the vocabulary is not byte-level."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
+import re
 from pathlib import Path
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -17,6 +20,9 @@ LINES = tuple(itertools.product(("-", "--", ":"), COLORS))
 """The line style and the color of each curve, in the order in which curves take them."""
 
 INK, QUIET, GRID = "#22262b", "#6b7280", "#e6e8eb"
+_EDGE = "#b6bac0"
+# The colors of a figure that become CSS variables in an SVG, so that a page can show it dark and light.
+_VARIABLES = {INK: "ink", QUIET: "quiet", GRID: "grid", _EDGE: "line", "#ffffff": "paper", COLORS[0]: "run"}
 
 
 def head(axis: Axes, title: str, unit: str) -> None:
@@ -52,10 +58,22 @@ def save_figure(figure: Figure, out: str | os.PathLike[str]) -> Path:
     return path
 
 
+def svg_text(figure: Figure) -> str:
+    """Returns a figure as an SVG element for an HTML page. Its plain colors are CSS variables, such as ``--ink``."""
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "rljax"}):
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", file.getvalue())  # HTML knows both
+    for color, name in _VARIABLES.items():
+        text = text.replace(color, f"var(--{name})")
+    return text[text.index("<svg") :]
+
+
 def style_axis(axis: Axes, first_step: int, last_step: int) -> None:
     """Sets the look of a panel over steps."""
     axis.spines[["top", "right"]].set_visible(False)
-    axis.spines[["left", "bottom"]].set_color("#b6bac0")
+    axis.spines[["left", "bottom"]].set_color(_EDGE)
     axis.tick_params(labelsize=8.5, colors=QUIET, length=3)
     axis.grid(color=GRID, linewidth=0.8)
     axis.set_axisbelow(True)

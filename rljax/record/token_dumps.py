@@ -3,9 +3,10 @@
 Each sequence is a row: ``sequence_id`` string, ``token_ids`` ``list<int32>`` (prompt and response), ``response_mask``
 ``list<bool>`` and ``logprobs/<column>`` ``list<float32>``. All lists of a row have one length. ``logprobs[t]`` is the
 log-probability **of** ``token_ids[t]`` given everything before it (nats), or NaN if it is unknown. Where the sampler
-reported its k likeliest tokens, ``top_ids`` and ``top_logprobs`` have k of them for each token, lists of lists. The
-schema's metadata has a JSON object under ``rljax.dump``: ``version``, ``columns`` (the source of each column) and
-``sampling`` (how the tokens were sampled). Reading a dump executes nothing in it.
+reported its k likeliest tokens, ``top_ids`` and ``top_logprobs`` have k of them for each token, lists of lists. Further
+numbers of the tokens stand in columns ``values/<name>``, ``list<float32>``. The schema's metadata has a JSON object
+under ``rljax.dump``: ``version``, ``columns`` (the source of each column) and ``sampling`` (how the tokens were
+sampled). Reading a dump executes nothing in it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ ROLES = ("trainer", "rollout")
 
 _KEY = b"rljax.dump"
 _PREFIX = "logprobs/"
+_VALUES = "values/"
 _SOURCE_TEXTS = ("engine", "dtype", "weights_hash", "role")
 _TOPS = {"top_ids": pa.int32(), "top_logprobs": pa.float32()}
 
@@ -94,6 +96,8 @@ class TokenDump:
     # The sampler's likeliest tokens at each token, n int32 [t, k], or () if unknown; -1 where there are fewer than k.
     top_ids: tuple[np.ndarray, ...] = ()
     top_logprobs: tuple[np.ndarray, ...] = ()  # the sampler's numbers (nats), n float32 [t, k]; -inf where the id is -1
+    # Further numbers of the tokens by name, n float32 [t] each, NaN if unknown: advantage, version, in_loss, entropy.
+    values: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, Mapping):
@@ -109,6 +113,8 @@ class TokenDump:
             if not column:
                 raise ValueError("a column must have a name, got an empty string")
             _check_vectors(f"column {column!r}", vectors, self.sequence_ids, self.token_ids)
+        for name, vectors in self.values.items():
+            _check_vectors(f"values {name!r}", vectors, self.sequence_ids, self.token_ids)
         _check_tops(self)
 
     def role(self, name: str) -> str:
@@ -141,26 +147,35 @@ def make_dump(
     sources: Mapping[str, ColumnSource] | None = None,
     sampling: Mapping[str, Any] | None = None,
     tops: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+    values: Mapping[str, Sequence[Sequence[float | None] | np.ndarray]] | None = None,
 ) -> TokenDump:
     """Makes a dump from plain lists or arrays. None in a column becomes NaN; a missing source becomes an unknown one.
 
     ``tops`` has the ids and log-probabilities of the likeliest tokens of each sequence, [t, k] each, or is empty.
+    ``values`` has the further numbers of the tokens, by name.
 
     Raises ValueError if lengths do not match, ids repeat, a token id does not fit int32, or a source has no column.
     """
     names = [f"sequence {name!r}" for name in sequence_ids]
+
+    def numbers(
+        kind: str, columns: Mapping[str, Sequence[Sequence[float | None] | np.ndarray]]
+    ) -> dict[str, tuple[np.ndarray, ...]]:
+        return {
+            column: tuple(_to_float32(f"{name}: {kind} {column!r}", v) for name, v in zip(names, vectors, strict=True))
+            for column, vectors in columns.items()
+        }
+
     return TokenDump(
         sequence_ids=tuple(map(str, sequence_ids)),
         token_ids=tuple(_to_int32(name, ids) for name, ids in zip(names, token_ids, strict=True)),
         response_mask=tuple(map(_to_mask, names, response_mask)),
-        logprobs={
-            column: tuple(_to_float32(f"{name}: column {column!r}", v) for name, v in zip(names, vectors, strict=True))
-            for column, vectors in logprobs.items()
-        },
+        logprobs=numbers("column", logprobs),
         sources={name: ColumnSource() for name in logprobs} | dict(sources or {}),
         sampling={} if sampling is None else sampling,
         top_ids=tuple(np.asarray(ids, np.int32) for ids, _ in tops),
-        top_logprobs=tuple(np.asarray(values, np.float32) for _, values in tops),
+        top_logprobs=tuple(np.asarray(logprobs, np.float32) for _, logprobs in tops),
+        values=numbers("values", values or {}),
     )
 
 
@@ -172,12 +187,13 @@ def dump_of_responses(
     sources: Mapping[str, ColumnSource],
     sampling: Mapping[str, Any],
     tops: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+    values: Mapping[str, Sequence[np.ndarray]] | None = None,
 ) -> TokenDump:
     """Makes a dump of sampled responses, one row each; the log-probabilities of prompt tokens are unknown.
 
     The prompts are int32 vectors [s], the responses [r], and the columns float32 vectors [r], n each. The other
     arguments are the fields of ``TokenDump``. ``tops`` has the ids and log-probabilities of the likeliest tokens of
-    each response, [r, k] each, or is empty.
+    each response, [r, k] each, or is empty. ``values`` has further numbers of the responses by name, float vectors [r].
     """
     pairs = list(zip(prompts, responses, strict=True))
     return make_dump(
@@ -188,6 +204,7 @@ def dump_of_responses(
         sources,
         sampling,
         [_tops_after(prompt, *each) for prompt, each in zip(prompts, tops, strict=True)] if tops else (),
+        {name: after_prompts(prompts, vectors) for name, vectors in (values or {}).items()},
     )
 
 
@@ -219,6 +236,8 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     table = pa.table([list(values) for values in columns], schema=schema)
     for name in _TOPS if dump.top_ids else ():
         table = table.append_column(name, _nested(getattr(dump, name), _TOPS[name]))
+    for name, vectors in dump.values.items():
+        table = table.append_column(_VALUES + name, pa.array(list(vectors), pa.list_(pa.float32())))
     with replacing(out) as partial:
         pq.write_table(table, partial, compression="zstd")
     return out
@@ -244,7 +263,9 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
         raise ValueError(f"{path} has dump version {note.get('version')!r:.60}, expected {FORMAT_VERSION}")
     columns = [name.removeprefix(_PREFIX) for name in table.column_names if name.startswith(_PREFIX)]
     tops = [name for name in _TOPS if name in table.column_names]
-    for name, kind in (_types(columns) | {name: pa.list_(pa.list_(_TOPS[name])) for name in tops}).items():
+    values = [name for name in table.column_names if name.startswith(_VALUES)]
+    more = {name: pa.list_(pa.list_(_TOPS[name])) for name in tops} | dict.fromkeys(values, pa.list_(pa.float32()))
+    for name, kind in (_types(columns) | more).items():
         got = table.schema.field(name).type if name in table.column_names else None
         if got != kind:
             raise ValueError(f"{path}: column {name!r} must be {kind}, got {got or 'none'}")
@@ -256,6 +277,7 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
             logprobs={name: _vectors(table[_PREFIX + name], np.dtype(np.float32)) for name in columns},
             sources={name: ColumnSource.read(source) for name, source in note["columns"].items()},
             sampling=note["sampling"],
+            values={name.removeprefix(_VALUES): _vectors(table[name], np.dtype(np.float32)) for name in values},
             **{name: _matrices(table[name], _TOPS[name].to_pandas_dtype()) for name in tops},
         )
     except ValueError as error:

@@ -59,7 +59,8 @@ def write_tokens(
     weights or cache, and the settings that cut the sampling. Weights that such a setting changes have a name of their
     own. Weights of an older version, or of several versions, have no name. The arguments are those of
     ``write_rollouts``. The likeliest tokens are in the dump where the sequences have them. Both columns of a cut
-    sampling are normalised over its tokens.
+    sampling are normalised over its tokens. Further values of each response token are its advantage, the policy version
+    that sampled it, and whether it is in the loss (1 or 0).
     """
     from rljax.record.token_dumps import ColumnSource, dump_of_responses, write_dump  # pyarrow, for few runs
 
@@ -78,6 +79,7 @@ def write_tokens(
     pairs = [(s.top_ids, s.top_logprobs) for s in sequences]
     tops = [(ids, values) for ids, values in pairs if ids is not None and values is not None]
     engine = f"jax {jax.__version__} decode" if config.rollout.engine == "jax" else config.rollout.engine
+    behind = [np.zeros(len(s.response)) if s.staleness is None else s.staleness for s in sequences]
     dump = dump_of_responses(
         [f"step{step}/{i}" for i in range(len(sequences))],
         [s.prompt for s in sequences],
@@ -94,6 +96,11 @@ def write_tokens(
         | cuts
         | ({"inject": injected} if injected else {}),
         tops,
+        {
+            "advantage": [np.broadcast_to(s.advantage, len(s.response)) for s in sequences],
+            "version": [policy_version - each for each in behind],
+            "in_loss": [np.full(len(s.response), float(s.in_loss)) for s in sequences],
+        },
     )
     write_dump(_path(config, step, "parquet"), dump)
 

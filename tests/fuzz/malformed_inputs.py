@@ -411,12 +411,13 @@ CHOSEN = (("--columns", "trainer"), ("--columns", "trainer", "x"), ("--trainer",
 
 
 def token_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields damaged dumps, JSONL and exports of tokens for ``rljax compare``."""
+    """Yields damaged dumps, JSONL and exports of tokens for ``rljax compare`` and ``rljax view``."""
     options = [*[()] * 12, *CHOSEN, *(("--scorer", spec) for spec in SCORERS)]
     dump, rows, prime = Document(DUMP, as_parquet), Document(SEQUENCES, as_lines), Document(PRIME, as_lines)
     files = (*[("t.parquet", dump)] * 3, ("t.jsonl", rows), ("t.jsonl", prime), ("export/rank_0.jsonl", prime))
     for name, file in files:
         yield spoilt("compare", (name.split("/")[0], "--out", "out"), {name: file}, [name], options)
+        yield spoilt("view", (name.split("/")[0], "-o", "out/page.html"), {name: file}, [name], [(), *CHOSEN[2:]])
 
 
 # --- logs and records -------------------------------------------------------------------------------------------------
@@ -461,12 +462,14 @@ RECORD = [
 
 
 def record_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields damaged records of a run for ``rljax plot``."""
+    """Yields damaged records of a run for ``rljax plot`` and ``rljax view``."""
     dump = {"run/rollouts/step_000001.parquet": as_parquet(DUMP)}
     for count in (1, 3, 20):
         files = {"run/metrics.jsonl": Document(RECORD[:count], as_lines)}
         yield spoilt("plot", ("run",), files, [*files], [(), ("--figure", "6"), ("--figure", "7")])
         yield spoilt("plot", ("run", "--figure", "ratio-by-length"), {**files, **dump}, [*files, *dump])
+        config = {"run/config.yaml": Document(HELD_CONFIG, as_yaml)}
+        yield spoilt("view", ("run", "-o", "out/page.html"), {**files, **dump, **config}, [*files, *dump, *config])
 
 
 def resume_cases() -> Iterator[st.SearchStrategy[Case]]:

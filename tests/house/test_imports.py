@@ -53,7 +53,10 @@ DOORS = {
     "huggingface_hub": {"policy.hub", "commands.prepare"},
     "transformers": {"data.tokenizer", "compare.scorers", "schedule.trainer_callback"},
     "tensorboardX": {"record.writers", "record.event_files"},
-    "tqdm": {"record.writers", "run.data_check", "evaluate", "commands.check", "commands.compare", "commands.prepare"},
+    "tqdm": {
+        *("record.writers", "run.data_check", "evaluate"),
+        *("commands.check", "commands.compare", "commands.prepare", "commands.view"),
+    },
     "jinja2": {"data.tokenizer"},
     "tyro": {
         "run.options",
@@ -61,6 +64,7 @@ DOORS = {
         "commands.export",
         "commands.plot",
         "commands.prepare",
+        "commands.view",
     },
     "pydantic": {"run.config_file"},
     "yaml": {"run.config_file"},

@@ -1,0 +1,189 @@
+"""Makes one HTML page of a token dump or of a run: tokens coloured by log-ratio, the largest contributions first.
+
+    rljax view comparison/tokens.parquet -o report.html
+    rljax view runs/my_run
+
+DUMP_OR_RUN is a token dump, any other file of tokens that ``rljax compare`` reads, or a run directory. The page is one
+static file that needs no network. Sequences are sorted by what they contribute to the mismatch. Hover over a token, or
+tap it, to see both log-probabilities and what else the dump knows of it. The filters and the charts select tokens.
+
+The page of a run also has the curves of report.png and the dumps in rollouts/. It knows the run's tokenizer and shows
+the weight of each token under the run's correction. A dump in the rollouts/ of a run is shown in the same way.
+
+The page of a run is written to report.html in its directory, and any other page to report.html in the current one,
+unless --out names another file. An older page there is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.compare.importers import read_tokens
+from rljax.data.tokenizer import Tokenizer, load_tokenizer
+from rljax.distributed.files import write_whole
+from rljax.errors import ConfigError, caller_errors
+from rljax.policy.hub import model_directory
+from rljax.run.config import Config
+from rljax.run.directory import recorded_config
+from rljax.run.options import parse_arguments
+from rljax.view.measure import choose_columns, measure
+from rljax.view.page import Page
+
+CURVES = (("mismatch",), ("length", "learning_rate", "reward"), ("accuracy", "grad_norm", "entropy"))
+"""The panels of report.png in fewer rows."""
+SMOOTH = 0.9  # the decay per step of the smoothed curves, as in report.png
+TOKENIZER_FILES = ("tokenizer*", "*.jinja", "config.json", "special_tokens_map.json", "vocab*", "merges.txt")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of the page."""
+
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DUMP_OR_RUN")]
+    """The token dump, another file of tokens, or the run directory."""
+    out: Annotated[Path | None, tyro.conf.arg(aliases=("-o",))] = None
+    """The HTML file to write. None: report.html, in the run's directory if DUMP_OR_RUN is a run."""
+    trainer: str | None = None
+    """The column in the trainer's place. None: the roles of the columns decide."""
+    rollout: str | None = None
+    """The column in the rollout engine's place. None: the roles of the columns decide."""
+    model: str | None = None
+    """The Hugging Face directory, or OWNER/NAME, whose tokenizer gives the text of the tokens. None: the run's own;
+    without one the page shows token ids."""
+    max_tokens: int = 300_000
+    """The most tokens that the page shows one by one. The sequences that contribute most are shown."""
+    dumps: int = 6
+    """The most dumps of a run on the page, evenly spread up to the newest one."""
+    alternatives: int = 5
+    """The most likely tokens that are shown at each token."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_tokens", 1), ("dumps", 1), ("alternatives", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
+
+
+def is_run(path: Path) -> bool:
+    """Returns whether a path is a run directory: it has rows, or a configuration."""
+    return (path / "metrics.jsonl").is_file() or (path / "config.yaml").is_file()
+
+
+def find_run(source: Path) -> Path | None:
+    """Returns the run directory that DUMP_OR_RUN is, or in whose rollouts/ it lies; None without one."""
+    if source.is_dir():
+        return source if is_run(source) else None
+    above = source.absolute().parent
+    return above.parent if above.name == "rollouts" and is_run(above.parent) else None
+
+
+def dump_files(run: Path, most: int) -> tuple[list[Path], int]:
+    """Returns the dumps of a run, evenly spread up to the newest, and the number of all of them."""
+    files = sorted((run / "rollouts").glob("step_*.parquet"))
+    chosen = np.unique(np.linspace(len(files) - 1, 0, min(most, len(files))).round().astype(int))
+    return [files[place] for place in chosen], len(files)
+
+
+def read_config(run: Path | None, facts: list[str]) -> Config | None:
+    """Reads the configuration of a run; None without one. A fact is added if it cannot be read."""
+    if run is None or not (run / "config.yaml").is_file():
+        return None
+    try:
+        with caller_errors():
+            return recorded_config(run)
+    except ConfigError as error:
+        facts.append(f"The run's configuration cannot be read, so tokenizer and weights are unknown: {error}")
+        return None
+
+
+def read_tokenizer(name: str | None, config: Config | None, facts: list[str]) -> Tokenizer | None:
+    """Returns the tokenizer of --model or of the run; None without one. A fact is added if the run's is missing."""
+    try:
+        if name or config is not None:
+            return load_tokenizer(model_directory(name or config.model.path, TOKENIZER_FILES))  # type: ignore[union-attr]
+    except (ValueError, OSError) as error:
+        if name:
+            raise
+        facts.append(f"Tokens are shown by their ids: {error}")
+    return None
+
+
+def run_facts(run: Path) -> tuple[list[str], str]:
+    """Returns sentences on a run and its curves as SVG, "" if it has no rows."""
+    from rljax.record.figure import plot_grid, read_runs  # matplotlib, for runs alone
+    from rljax.record.panel_style import svg_text
+
+    if not (run / "metrics.jsonl").is_file() or not (run / "metrics.jsonl").stat().st_size:
+        return ["The run has no rows yet."], ""
+    runs = read_runs([run])
+    surge, period = runs[0].last("schedule/surge_step"), runs[0].last("schedule/decay_period")
+    called = f"The surge was called at step {surge}." if surge else "No surge was called."
+    facts = [f"{len(runs[0].rows)} steps. {called}" + (f" The decay period is {period}." if period else "")]
+    return facts, svg_text(plot_grid(CURVES, runs, SMOOTH, title=" "))
+
+
+def correction_text(correction: CorrectionConfig) -> str:
+    """Describes the correction of a run in a sentence."""
+    if correction.is_off:
+        return "The run has no correction: each token in the loss weighs 1."
+    default = CorrectionConfig()
+    changed = {name: value for name, value in vars(correction).items() if value != getattr(default, name)}
+    return "The run's correction: " + ", ".join(f"{name} {value}" for name, value in changed.items()) + "."
+
+
+def add_dumps(page: Page, files: Sequence[Path], given: Arguments, correction: CorrectionConfig | None) -> list[str]:
+    """Adds the dumps to the page; returns a line for each that cannot be shown. A single one raises ValueError."""
+    failed: list[str] = []
+    for path in tqdm(files, desc="reading", unit="dump", delay=1, disable=len(files) < 2):
+        try:
+            dump = read_tokens(path)
+            columns = choose_columns(dump, given.trainer, given.rollout)
+            with tqdm(total=len(dump.sequence_ids), desc=path.name, unit="seq", delay=1, leave=False) as bar:
+                measured = measure(dump, columns, correction, progress=bar.update)
+            limit = given.max_tokens // len(files)
+            page.add(path.name, dump, measured, tokens=limit, alternatives=given.alternatives)
+        except (ValueError, OSError) as error:
+            if len(files) == 1:
+                raise
+            failed.append(f"{path.name} is left out: {error}")
+    return failed
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the page, prints its path; returns the exit status."""
+    given = parse_arguments(Arguments, argv, prog="rljax view", description=__doc__ or "")
+    if not given.source.exists():
+        raise ConfigError(f"{given.source}: no such file or directory")
+    run = find_run(given.source)
+    out = given.out or (run / "report.html" if run == given.source else Path("report.html"))
+    if out.exists() and (out.is_dir() or out.samefile(given.source)):
+        raise ConfigError(f"--out: expected a file to write, other than DUMP_OR_RUN, got {out}")
+    with caller_errors(RuntimeError):  # a damaged record
+        facts, curves = run_facts(run) if run == given.source and run is not None else ([], "")
+        files, count = dump_files(run, given.dumps) if run == given.source and run is not None else ([given.source], 1)
+        config = read_config(run, facts)
+        page = Page(given.source.resolve().name, read_tokenizer(given.model, config, facts), facts, curves)
+        if count > len(files):
+            facts.append(f"{len(files)} of its {count} token dumps are here.")
+        if not files:
+            facts.append("The run has no token dumps. Its configuration writes them with rollout.dump_every.")
+        if config is not None and files:
+            facts.append(correction_text(config.correction))
+        failed = add_dumps(page, files, given, config.correction if config is not None else None)
+        if not page.dumps and not curves:
+            raise ConfigError(failed[0] if failed else f"{given.source} has neither rows nor token dumps to show")
+        facts += failed
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, page.text())
+    for line in failed:
+        print(line, file=sys.stderr)
+    print(out)
+    return 0

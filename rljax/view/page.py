@@ -1,0 +1,183 @@
+"""One HTML file with dumps of tokens and the curves of a run: no network, any browser."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import numpy as np
+
+from rljax.data.tokenizer import Tokenizer
+from rljax.mismatch.metrics import EXTREME_LOG_RATIO
+from rljax.record.token_dumps import TokenDump
+from rljax.view.measure import EDGES, Measured
+
+LISTED = 2000
+"""The most sequences in the list of a dump."""
+
+_NONE = 2**32 - 1  # the place of a token that is absent
+_COLUMNS = ("share", "sum", "mean", "largest", "tokens", "position")
+Tops = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
+"""The ids and log-probabilities of the likeliest tokens of each sequence, [t, k] each."""
+_HIDDEN = {"entropy", "in_loss"}  # values that the page shows in another form
+
+
+@dataclass
+class Page:
+    """The parts of a page, to which dumps are added one by one."""
+
+    title: str
+    tokenizer: Tokenizer | None = None  # None: the page shows token ids
+    facts: list[str] = field(default_factory=list)  # sentences under the title
+    curves: str = ""  # the figure of a run as SVG
+    dumps: list[dict[str, Any]] = field(default_factory=list)
+    _ids: list[np.ndarray] = field(default_factory=list)  # the token ids that the page needs the texts of
+
+    def add(self, name: str, dump: TokenDump, measured: Measured, *, tokens: int, alternatives: int) -> None:
+        """Adds a dump.
+
+        Args:
+          name: The name of the dump on the page.
+          dump: The dump.
+          measured: The numbers of ``measure``.
+          tokens: The most tokens that are shown one by one, those of the sequences that contribute most. The first of
+            these is always shown.
+          alternatives: The most likely tokens that are shown at each token.
+        """
+        lengths = np.asarray([len(dump.token_ids[row]) for row in measured.order])
+        shown = max(int((np.cumsum(lengths) <= tokens).sum()), min(len(lengths), 1))
+        rows, listed = measured.order[:shown], measured.order[:LISTED]
+        facts = [*measured.notes]
+        if shown < len(lengths):
+            facts.append(
+                f"The {shown} sequences that contribute most are here token by token, {lengths[:shown].sum():,} of "
+                f"{lengths.sum():,} tokens. Numbers and light bars are of all {len(lengths)} sequences."
+            )
+        if len(listed) < len(lengths):
+            facts.append(f"The list has the first {len(listed)} of {len(lengths)} sequences.")
+        self._ids += [np.unique(dump.token_ids[row]) for row in rows]
+        self.dumps.append(
+            {
+                "name": name,
+                "facts": facts,
+                "isPair": bool(measured.trainer),
+                "columns": {place: _source(dump, getattr(measured, place)) for place in ("trainer", "rollout")},
+                "sampling": json.dumps(dict(dump.sampling), default=str),
+                "metrics": [[key, _short(value)] for key, value in measured.metrics.items()],
+                "edges": {key: edges.tolist() for key, edges in EDGES.items()},
+                "counts": {key: counts.tolist() for key, counts in measured.histograms.items()},
+                "growth": [_short(value) for value in measured.growth],
+                "entropyOf": measured.entropy_of,
+                "names": [dump.sequence_ids[row] for row in listed],
+                "sequences": {key: [_short(measured.sequences[key][row]) for row in listed] for key in _COLUMNS},
+                "lengths": lengths[:shown].tolist(),
+                "tokens": self._tokens(dump, measured, rows, alternatives),
+            }
+        )
+
+    def _tokens(self, dump: TokenDump, measured: Measured, rows: np.ndarray, alternatives: int) -> dict[str, Any]:
+        """Returns the arrays of the shown tokens, sequence after sequence."""
+
+        def joined(vectors: Sequence[np.ndarray], dtype: str) -> dict[str, str]:
+            return packed(np.concatenate([np.asarray(vectors[row], dtype) for row in rows] or [np.zeros(0, dtype)]))
+
+        values = {name: joined(each, "<f4") for name, each in sorted(dump.values.items()) if name not in _HIDDEN}
+        if measured.entropy:
+            values["entropy"] = joined(measured.entropy, "<f4")
+        if measured.weights:
+            values["weight"] = joined(measured.weights, "<f4")
+        if "turn" not in dump.values:
+            turns = {row: _turns(dump.response_mask[row]) for row in rows}
+            if any(turn.max(initial=0) > 1 for turn in turns.values()):
+                values["turn"] = packed(np.concatenate([turns[row] for row in rows]).astype("<f4"))
+        found: dict[str, Any] = {
+            "ids": joined(dump.token_ids, "<u4"),
+            "mask": joined(dump.response_mask, "<u1"),
+            "rollout": joined(dump.logprobs[measured.rollout], "<f4"),
+            "values": values,
+        }
+        if measured.trainer:
+            found["trainer"] = joined(dump.logprobs[measured.trainer], "<f4")
+        sides = {"rollout": (dump.top_ids, dump.top_logprobs)} if dump.top_ids else {}
+        found["tops"] = {
+            side: self._tops(rows, dump, tops, alternatives)
+            for side, tops in sides.items()
+            if len(rows) and alternatives
+        }
+        return found
+
+    def _tops(self, rows: np.ndarray, dump: TokenDump, tops: Tops, alternatives: int) -> dict[str, Any]:
+        """Returns the likeliest tokens of one side at the shown tokens, and the rank of each token among them."""
+        ids = np.concatenate([tops[0][row][:, :alternatives] for row in rows])
+        logprobs = np.concatenate([tops[1][row][:, :alternatives] for row in rows])
+        ranks = np.concatenate([_ranks(dump.token_ids[row], tops[0][row]) for row in rows])
+        self._ids.append(np.unique(ids[ids >= 0]))
+        return {
+            "k": ids.shape[1],
+            "of": tops[0][0].shape[1],
+            "rank": packed(ranks.astype("<u2")),
+            "ids": packed(np.where(ids < 0, _NONE, ids).astype("<u4")),
+            "logprobs": packed(logprobs.astype("<f4")),
+        }
+
+    def text(self) -> str:
+        """Returns the page."""
+        ids = np.unique(np.concatenate([np.zeros(0, np.int32), *self._ids])).tolist()
+        texts = [] if self.tokenizer is None else self.tokenizer.pieces(ids)
+        data = {"dumps": self.dumps, "ids": ids, "texts": texts, "extreme": EXTREME_LOG_RATIO}
+        summary = "<summary>Curves of the run</summary>"
+        parts = {
+            "title": html.escape(self.title),
+            "facts": "".join(f"<p>{html.escape(fact)}</p>" for fact in self.facts),
+            "curves": f'<details id="curves" open>{summary}{self.curves}</details>' if self.curves else "",
+            "style": _file("page.css"),
+            "script": _file("page.js"),
+            # Inside a script element "<" alone could end it, or begin a comment.
+            "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        }
+        before, *pieces = _file("page.html").split("{{")
+        names = (piece.partition("}}") for piece in pieces)
+        return before + "".join(parts[name] + after for name, _, after in names)
+
+
+def packed(array: np.ndarray) -> dict[str, str]:
+    """Returns an array as its dtype and the text of its bytes: little-endian, gzip, base64."""
+    content = gzip.compress(array.tobytes(), compresslevel=6, mtime=0)
+    return {"dtype": array.dtype.str[1:], "bytes": base64.b64encode(content).decode()}
+
+
+def _file(name: str) -> str:
+    return resources.files("rljax.view").joinpath(name).read_text(encoding="utf-8")
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.6g}") if np.isfinite(value) else None
+
+
+def _source(dump: TokenDump, name: str) -> dict[str, str]:
+    if not name:
+        return {"name": ""}
+    source = dump.sources[name]
+    about = [source.engine, source.dtype, source.weights_hash[:40], dump.role(name)]
+    if source.temperature is not None:
+        about.append(f"temperature {source.temperature:g}")
+    return {"name": name, "about": ", ".join(word for word in about if word)}
+
+
+def _turns(mask: np.ndarray) -> np.ndarray:
+    """Numbers the runs of response tokens from 1, int64 [t]; 0 at other tokens."""
+    begins = mask & ~np.concatenate([[False], mask[:-1]])
+    return np.where(mask, np.cumsum(begins), 0)
+
+
+def _ranks(token_ids: np.ndarray, tops: np.ndarray) -> np.ndarray:
+    """Returns the place of each token among the k likeliest, from 1; k + 1 if it is none of them; 0: unknown."""
+    hits = tops == token_ids[:, None]
+    ranks = np.where(hits.any(axis=1), hits.argmax(axis=1) + 1, tops.shape[1] + 1)
+    return np.where((tops >= 0).any(axis=1), ranks, 0)

@@ -1,0 +1,274 @@
+"""The page of a token dump in a real Chromium: what it shows, selects and answers to a pointer, dark and light."""
+
+import json
+import math
+import os
+
+import pytest
+from records import record_row, write_record
+from toy_runs import outcome
+
+from rljax.commands.view import main
+from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
+
+pytestmark = pytest.mark.browser
+
+EVIL = "</script><img src=x onerror=alert(1)>"
+IDS = [[14, 1, 2, 3, 4], [14, 5, 6, 7], [14, 1]]
+TRAINER = [[None, -1.0, -0.5, -2.0, -0.125], [None, -0.25, -1.0, None], [None, -1.0]]
+ROLLOUT = [[None, -1.5, -0.5, -1.0, -0.1875], [None, -0.25, -1.125, -1.0], [None, -1.0]]
+
+
+def write_page(tmp_path):
+    """A page whose log-ratios are 0.5, 0, -1 and 0.0625; 0, 0.125 and no number; 0."""
+    mask = [[False, True, False, True, True], [False, True, True, True], [False, True]]
+    advantage = [[None, 1.0, None, 1.0, 1.0], [None, -1.0, -1.0, -1.0], [None, 0.0]]
+    version = [[None, 3, None, 3, 4], [None, 4, 4, 4], [None, 4]]
+    entropy = [[None, 0.75, None, 2.5, 0.02], [None, 0.75, 0.02, 0.02], [None, 0.75]]
+    dump = make_dump(
+        ["long", EVIL, "short"],
+        IDS,
+        mask,
+        {"trainer": TRAINER, "rollout": ROLLOUT},
+        {"trainer": ColumnSource("jax", role="trainer"), "rollout": ColumnSource("vllm", role="rollout")},
+        values={"advantage": advantage, "version": version, "entropy": entropy},
+    )
+    path = write_dump(tmp_path / "tokens.parquet", dump)
+    status, _, err = outcome(main, [path, "-o", tmp_path / "page.html"])
+    assert status == 0, err
+    return (tmp_path / "page.html").as_uri()
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=os.environ.get("RLJAX_CHROMIUM", "/usr/bin/chromium"), args=["--no-sandbox"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(chromium):
+    """A function that opens a page; at the end no page may have said anything on the console or asked a network."""
+    said, contexts = [], []
+
+    def open_page(address, **options):
+        contexts.append(chromium.new_context(viewport={"width": 1200, "height": 900}, **options))
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on(
+            "request",
+            lambda request: said.append(request.url) if not request.url.startswith(("file:", "data:")) else None,
+        )
+        page.on("dialog", lambda dialog: said.append(dialog.message))
+        page.goto(address)
+        page.wait_for_selector("body[data-ready]", timeout=30_000)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert said == []
+
+
+def card(page):
+    """The lines of the open card, by their names."""
+    rows = page.locator("#card table").first.locator("tr")
+    return dict(row.locator("td").all_inner_texts() for row in rows.all())
+
+
+def token(page, place):
+    return page.locator("#tokens span").nth(place)
+
+
+def kept(page):
+    return page.inner_text("#kept").split(" response")[0]
+
+
+def test_hovering_shows_the_numbers_of_the_dump(tmp_path, opened):
+    page = opened(write_page(tmp_path))
+    assert page.inner_text("#tokens") == "141234"
+    token(page, 3).hover()
+    assert card(page) == {
+        **{"token id": "3", "position": "2 in the response", "advantage": "1", "turn": "2", "version": "3"},
+        **{"trainer log-probability": "-2 (p 0.135)", "rollout log-probability": "-1 (p 0.368)"},
+        **{"log-ratio": f"-1 (ratio {math.exp(-1):.4f})", "entropy": "2.5"},
+    }
+    token(page, 4).hover()
+    assert card(page)["log-ratio"] == "0.0625 (ratio 1.064)"
+    token(page, 0).hover()
+    assert card(page)["position"] == "not sampled by the policy"
+    page.mouse.move(5, 5)
+    assert page.is_hidden("#card")
+
+
+def test_tapping_opens_and_closes_the_card(tmp_path, opened):
+    page = opened(write_page(tmp_path), has_touch=True)
+    token(page, 1).tap()
+    assert card(page)["log-ratio"] == "0.5 (ratio 1.649)"
+    token(page, 3).tap()
+    assert card(page)["log-ratio"].startswith("-1 ")
+    token(page, 3).tap()
+    assert page.is_hidden("#card")
+
+
+def test_the_keyboard_walks_from_token_to_token(tmp_path, opened):
+    page = opened(write_page(tmp_path))
+    token(page, 3).click()
+    page.focus("#tokens")
+    page.keyboard.press("ArrowRight")
+    assert card(page)["token id"] == "4"
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#card")
+
+
+def test_colours_tell_sign_and_size(tmp_path, opened):
+    page = opened(write_page(tmp_path))
+    # The 99th percentile of the sizes is below 1, so the steps are 0.01, 0.03, 0.1, 0.3, 1.
+    classes = [span.get_attribute("class") for span in page.locator("#tokens span").all()]
+    assert classes == ["prompt", "p4", "prompt", "n5", "p2"]
+    assert page.locator("#steps i").all_inner_texts() == [
+        *("≤ −1", "≤ −0.3", "≤ −0.1", "≤ −0.03", "≤ −0.01", "within ±0.01"),
+        *("≥ 0.01", "≥ 0.03", "≥ 0.1", "≥ 0.3", "≥ 1"),
+    ]
+    page.select_option("#scale", label="up to 10")
+    assert token(page, 1).get_attribute("class") == "p2"
+
+
+@pytest.mark.parametrize(
+    ("filters", "left", "sequences"),
+    [
+        ({}, "6 of 7", ["long", EVIL, "short"]),
+        ({"#size-low": "0.5"}, "2 of 7", ["long"]),
+        ({"#value-low": "0.1", "#value-high": "0.5"}, "1 of 7", [EVIL]),
+        ({"#position-low": "2", "#position-high": "3"}, "2 of 7", ["long", EVIL]),
+        ({"#entropy-low": "0.5", "#entropy-high": "1"}, "3 of 7", ["long", EVIL, "short"]),
+        ({"#turn": "2"}, "2 of 7", ["long"]),
+        ({"#version": "4"}, "4 of 7", ["long", EVIL, "short"]),
+        ({"#advantage": "-1"}, "2 of 7", [EVIL]),
+        ({"#advantage": "1", "#version": "4"}, "1 of 7", ["long"]),
+    ],
+)
+def test_a_filter_leaves_what_it_should(tmp_path, opened, filters, left, sequences):
+    page = opened(write_page(tmp_path))
+    for name, value in filters.items():
+        page.select_option(name, value) if name in ("#turn", "#version", "#advantage") else page.fill(name, value)
+    assert kept(page) == left
+    rows = [row for row in page.locator("#sequences tbody tr").all() if row.is_visible()]
+    assert [row.locator("td").first.inner_text() for row in rows] == sequences
+    page.click("button[type=reset]")
+    page.wait_for_function("document.getElementById('kept').textContent.startsWith('6 of 7')")
+
+
+def test_filtered_tokens_fade_and_extremes_are_listed(tmp_path, opened):
+    page = opened(write_page(tmp_path))
+    page.click("#extreme")
+    assert page.input_value("#size-low") == "0.5"
+    faded = ["off" in (span.get_attribute("class") or "") for span in page.locator("#tokens span").all()]
+    assert faded == [False, False, False, False, True]
+    rows = [row.locator("td").all_inner_texts() for row in page.locator("#worst tbody tr").all()]
+    assert rows == [["long", "2", "3", "-1", "-2", "-1"], ["long", "1", "1", "0.5", "-1", "-1.5"]]
+    page.locator("#worst tbody tr").nth(1).click()
+    assert card(page)["token id"] == "1"
+
+
+def test_brushing_a_chart_selects_tokens(tmp_path, opened):
+    page = opened(write_page(tmp_path))
+    bars = page.locator("section[data-chart=value] svg g")
+    titles = [bar.locator("title").text_content() for bar in bars.all()]
+    assert titles[0] == "-1 to -0.3: 1 tokens, 1 selected on this page"
+    assert titles[-1] == "0.3 to 1: 1 tokens, 1 selected on this page"
+    last = bars.last.bounding_box()
+    page.mouse.move(last["x"] + last["width"] / 2, last["y"] + 30)
+    page.mouse.down()
+    page.mouse.move(last["x"] - last["width"] / 2, last["y"] + 30)
+    page.mouse.up()
+    assert [page.input_value(f"#value-{end}") for end in ("low", "high")] == ["0.1", "1"]
+    assert kept(page) == "2 of 7"
+    page.locator("section[data-chart=value] svg").click(position={"x": 100, "y": 30})
+    assert kept(page) == "6 of 7"
+
+
+def test_sequences_are_sorted_and_chosen(tmp_path, opened):
+    page = opened(write_page(tmp_path))
+
+    def names():
+        return [row.locator("td").first.inner_text() for row in page.locator("#sequences tbody tr").all()]
+
+    assert names() == ["long", EVIL, "short"]
+    page.select_option("#sort", "kept")
+    assert names() == ["long", EVIL, "short"]
+    page.locator("#sequences tbody tr").nth(1).click()
+    assert page.inner_text("#name") == EVIL
+    assert page.inner_text("#tokens") == "14567"
+    assert token(page, 3).get_attribute("class") == "lost"
+    token(page, 3).hover()
+    assert card(page)["trainer log-probability"] == "none"
+
+
+def test_dark_and_light_follow_the_system(tmp_path, opened):
+    address = write_page(tmp_path)
+    grounds = []
+    for scheme in ("light", "dark"):
+        page = opened(address, color_scheme=scheme)
+        read = "(element) => [getComputedStyle(element).color, getComputedStyle(element).backgroundColor]"
+        ink, paper = page.locator("body").evaluate(read)
+        grounds.append(paper)
+        for place in (1, 3, 4):
+            assert contrast(*token(page, place).evaluate(read)) >= 4.5
+        assert contrast(ink, paper) >= 7
+    assert grounds == ["rgb(255, 255, 255)", "rgb(20, 23, 27)"]
+
+
+def contrast(*colours):
+    """The ratio of the luminances of two colours, as WCAG defines it."""
+
+    def luminance(colour):
+        parts = [int(part) / 255 for part in colour.split("(")[1].rstrip(")").split(",")[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(map(luminance, colours))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_a_page_fits_a_telephone(tmp_path, opened):
+    page = opened(write_page(tmp_path))
+    page.set_viewport_size({"width": 390, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_a_run_shows_texts_curves_and_each_dump(tmp_path, opened):
+    run = write_record(tmp_path / "run", [record_row(step, surge=3, period=5) for step in range(1, 13)])
+    (run / "config.yaml").write_text(json.dumps({"model": {"path": "toy-base"}, "run": {"dir": str(run)}}))
+    for step, gap in ((1, 0.5), (2, 0.25)):
+        columns = {"trainer": [[None, -1.0]], "rollout": [[None, -1.0 - gap]]}
+        write_dump(run / f"rollouts/step_{step:06d}.parquet", make_dump(["a"], [[11, 14]], [[False, True]], columns))
+    status, _, err = outcome(main, [run])
+    assert status == 0, err
+    page = opened((run / "report.html").as_uri())
+    assert "surge at 3, period 5" in page.locator("#curves svg text").all_text_contents()
+    assert page.locator("#curves").evaluate("(element) => element.getBoundingClientRect().height") > 300
+    token(page, 1).hover()
+    assert card(page)["log-ratio"].startswith("0.25 ")
+    assert card(page)["weight"] == "1"
+    assert page.inner_text("#tokens") == "=$"
+    page.select_option("#dumps", label="step_000001.parquet")
+    page.wait_for_function("document.title.startsWith('step_000001')")
+    token(page, 1).hover()
+    assert card(page)["log-ratio"].startswith("0.5 ")
+
+
+def test_a_single_column_is_coloured_by_its_logprobs(tmp_path, opened):
+    dump = make_dump(["a"], [[5, 6, 7]], [[False, True, True]], {"rollout": [[None, -0.01, -4.0]]})
+    path = write_dump(tmp_path / "x.parquet", dump)
+    assert outcome(main, [path, "-o", tmp_path / "page.html"])[0] == 0
+    page = opened((tmp_path / "page.html").as_uri())
+    classes = [span.get_attribute("class") for span in page.locator("#tokens span").all()]
+    assert classes == ["prompt", "", "n5"]
+    token(page, 2).hover()
+    assert card(page)["log-probability"] == "-4 (p 0.0183)"

@@ -1,0 +1,300 @@
+"""The page of a token dump or run: its numbers against ones worked out by hand, and what it says of broken dumps."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from records import record_row, small_dump, write_record
+from toy_runs import outcome
+from view_pages import numbers, page_data
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.commands.view import main
+from rljax.mismatch import mismatch_metrics
+from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
+from rljax.view.measure import choose_columns, measure
+
+K3 = [math.exp(-0.25) - 1 + 0.25, math.exp(0.5) - 1.5 + math.exp(-1)]  # of the two sequences of ``small_dump``
+
+
+def viewed(tmp_path, source, *words):
+    """The data of the page of a source."""
+    status, out, err = outcome(main, [source, "-o", tmp_path / "page.html", *words])
+    assert (status, out.strip()) == (0, str(tmp_path / "page.html")), err
+    return page_data(tmp_path / "page.html")
+
+
+def dump_of(tmp_path, dump):
+    return write_dump(tmp_path / "tokens.parquet", dump)
+
+
+def test_the_sequences_stand_by_what_they_contribute(tmp_path):
+    (dump,) = viewed(tmp_path, dump_of(tmp_path, small_dump()))["dumps"]
+    assert dump["names"] == ["b", "a"]
+    np.testing.assert_allclose(dump["sequences"]["share"], np.asarray(K3[::-1]) / sum(K3), rtol=1e-5)
+    assert dump["sequences"] | {"share": None} == {
+        **{"share": None, "sum": [-0.5, -0.25], "mean": [0.75, 0.25], "largest": [1.0, 0.25]},
+        **{"tokens": [2, 1], "position": [2, 1]},
+    }
+    assert dict(dump["metrics"])["k3_kl"] == pytest.approx(sum(K3) / 3, rel=1e-5)
+    assert dict(dump["metrics"])["logprob_abs_diff_max"] == 1.0
+    assert dict(dump["metrics"])["nonfinite_count"] == 1
+
+
+def test_the_tokens_have_the_numbers_of_the_dump(tmp_path):
+    (dump,) = viewed(tmp_path, dump_of(tmp_path, small_dump()))["dumps"]
+    tokens, nan = dump["tokens"], math.nan
+    assert dump["lengths"] == [4, 2]
+    assert numbers(tokens["ids"]) == [5, 6, 7, 8, 5, 6]
+    assert numbers(tokens["mask"]) == [0, 1, 1, 1, 0, 1]
+    np.testing.assert_equal(numbers(tokens["trainer"]), [nan, -0.5, -2.0, -1.0, nan, -1.25])
+    np.testing.assert_equal(numbers(tokens["rollout"]), [nan, -1.0, -1.0, nan, nan, -1.0])
+
+
+def test_the_buckets_count_all_tokens():
+    found = measure(small_dump(), ("trainer", "rollout"))
+    edges = np.concatenate([[-math.inf], [-10, -3, -1, -0.3, -0.1], [0.3, 1]])
+    places = {-1.0: 3, -0.25: 4}  # -1 <= x < -0.3 and -0.3 <= x < -0.1
+    assert [found.histograms["value"][place] for place in places.values()] == [1, 1]
+    assert edges[places[-1.0]] == -1.0
+    assert found.histograms["value"].sum() == 3
+    assert found.histograms["position"].tolist()[:2] == [3, 0]
+    assert found.growth[0] == 0.25 + 0.5 + 1.0
+
+
+def test_the_metrics_are_those_of_a_comparison():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(3, 60, 200)
+    sides = [[-rng.exponential(1, n).astype(np.float32) for n in lengths] for _ in range(2)]
+    ids, masks = [np.zeros(n, np.int32) for n in lengths], [np.arange(n) > 1 for n in lengths]
+    dump = make_dump([str(i) for i in range(200)], ids, masks, dict(zip(("trainer", "rollout"), sides, strict=True)))
+    found = measure(dump, ("trainer", "rollout"))
+
+    def padded(vectors, fill):
+        return np.asarray([[*vector, *[fill] * (60 - len(vector))] for vector in vectors])
+
+    metrics = mismatch_metrics(*(padded(side, 0.0) for side in sides), padded(masks, False))
+    for name in ("k3_kl", "kl", "log_ppl_abs_diff", "logprob_abs_diff_max", "token_count"):
+        assert found.metrics[name] == pytest.approx(metrics[name], rel=1e-12)
+    assert found.sequences["share"].sum() == pytest.approx(1)
+
+
+def values_dump():
+    """Two turns of one and two tokens: log-ratios ln 3, then ln 0.5 and 0, with two likeliest tokens at each."""
+    ids = np.asarray([[-1, -1], [6, 3], [-1, -1], [9, 3], [3, 4]], np.int32)
+    nothing = [-np.inf, -np.inf]
+    logprobs = np.log([[1, 1], [0.5, 0.25], [1, 1], [0.5, 0.5], [0.5, 0.25]]).astype(np.float32)
+    logprobs[[0, 2]] = nothing
+    trainer = [None, math.log(0.75), None, math.log(0.25), math.log(0.125)]
+    rollout = [None, math.log(0.25), None, math.log(0.5), math.log(0.125)]
+    return make_dump(
+        ["x"],
+        [[5, 3, 7, 9, 8]],
+        [[False, True, False, True, True]],
+        {"trainer": [trainer], "rollout": [rollout]},
+        tops=[(ids, logprobs)],
+        values={"advantage": [[None, 1.0, None, -1.0, -1.0]], "version": [[None, 3, None, 4, 4]]},
+    )
+
+
+def test_rank_entropy_turn_and_alternatives_are_there(tmp_path):
+    (dump,) = viewed(tmp_path, dump_of(tmp_path, values_dump()), "--alternatives", "1")["dumps"]
+    tokens = dump["tokens"]
+    tops = tokens["tops"]["rollout"]
+    assert (tops["k"], tops["of"]) == (1, 2)
+    assert numbers(tops["rank"]) == [0, 2, 0, 1, 3]  # the last is none of the two
+    assert numbers(tops["ids"]) == [2**32 - 1, 6, 2**32 - 1, 9, 3]
+    assert numbers(tokens["values"]["turn"]) == [0, 1, 0, 2, 2]
+    np.testing.assert_equal(numbers(tokens["values"]["advantage"]), [math.nan, 1, math.nan, -1, -1])
+    half, quarter = 0.5 * math.log(2), 0.25 * math.log(4)  # the parts of probabilities 1/2 and 1/4
+    expected = [math.nan, half + 2 * quarter, math.nan, 2 * half, half + 2 * quarter]
+    np.testing.assert_allclose(numbers(tokens["values"]["entropy"]), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        ({}, [1, 1, 1]),
+        ({"level": "token"}, [2, 0.5, 1]),
+        ({"level": "token", "mode": "mask"}, [0, 0.5, 1]),
+        ({"level": "token", "normalize": True}, [2 / (3.5 / 3), 0.5 / (3.5 / 3), 1 / (3.5 / 3)]),
+        ({"level": "sequence"}, [1.5, 1.5, 1.5]),  # 3 x 0.5 x 1
+        ({"veto": 0.6}, [0, 0, 0]),
+        ({"region": "tv", "region_threshold": 0.3}, [0, 1, 1]),  # the probabilities differ by 0.5, 0.25 and 0
+    ],
+)
+def test_the_weights_are_those_of_the_correction(correction, expected):
+    found = measure(values_dump(), ("trainer", "rollout"), CorrectionConfig(**correction))
+    np.testing.assert_allclose(found.weights[0], [0, expected[0], 0, *expected[1:]], rtol=1e-6)
+
+
+def test_weights_that_a_dump_cannot_tell_are_not_shown():
+    found = measure(values_dump(), ("trainer", "rollout"), CorrectionConfig(level="token", part="drift"))
+    assert found.weights == []
+    assert "of the part drift" in found.notes[-1]
+
+
+def test_a_large_dump_is_cut_to_what_contributes_most(tmp_path):
+    path = dump_of(tmp_path, small_dump())
+    (dump,) = viewed(tmp_path, path, "--max-tokens", "5")["dumps"]
+    assert (dump["names"], dump["lengths"]) == (["b", "a"], [4])
+    assert dump["facts"][-1] == (
+        "The 1 sequences that contribute most are here token by token, 4 of 6 tokens. Numbers and light bars are of "
+        "all 2 sequences."
+    )
+    assert sum(dump["counts"]["value"]) == 3
+    (dump,) = viewed(tmp_path, path, "--max-tokens", "1")["dumps"]
+    assert dump["lengths"] == [4]  # one is always shown
+
+
+def test_roles_choose_the_columns():
+    sources = {"a": ColumnSource(role="rollout"), "b": ColumnSource(), "c": ColumnSource(role="trainer")}
+    columns = {name: [[-1.0]] for name in "abc"} | {"b@2": [[-1.0]]}
+    dump = make_dump(["x"], [[1]], [[True]], columns, {**sources, "b@2": ColumnSource()})
+    assert choose_columns(dump) == ("c", "a")
+    assert choose_columns(dump, trainer="b") == ("b", "a")
+    assert choose_columns(dump, rollout="b") == ("c", "b")
+    assert choose_columns(dump, trainer="a", rollout="b@2") == ("a", "b@2")
+    with pytest.raises(ValueError, match=r"no column 'd' in the dump, which has \['a', 'b', 'b@2', 'c'\]"):
+        choose_columns(dump, trainer="d")
+    with pytest.raises(ValueError, match="two different columns"):
+        choose_columns(dump, "a", "a")
+
+
+def test_one_column_alone_is_shown_by_its_logprobs(tmp_path):
+    rows = {"tokens": [[1, 2, 7, 8], [1, 9]], "response_length": [2, 1], "rollout_log_probs": [[-0.5, -1.5], [-3.0]]}
+    pq.write_table(pa.table(rows), tmp_path / "rollout_3.parquet")  # the form of Miles
+    (dump,) = viewed(tmp_path, tmp_path / "rollout_3.parquet")["dumps"]
+    assert (dump["isPair"], dump["names"], dump["sequences"]["share"]) == (False, ["1", "0"], [0.6, 0.4])
+    assert "trainer" not in dump["tokens"]
+    assert dict(dump["metrics"]) == {
+        "mean_logprob": -5 / 3,
+        "nonfinite_count": 0,
+        "token_count": 3,
+        "sequence_count": 2,
+    } | {"mean_logprob": pytest.approx(-5 / 3, rel=1e-5)}
+
+
+def test_the_data_of_nemo_rl_are_shown(tmp_path):
+    row = {
+        "input_lengths": 4,
+        "token_ids": [1, 2, 7, 8, 0],
+        "token_loss_mask": [0, 0, 1, 1, 0],
+        "sample_loss_mask": 1.0,
+    }
+    row |= {"generation_logprobs": [0.0, 0.0, -0.5, -1.5, 0.0], "prev_logprobs": [0.0, -3.0, -0.5, -1.25, 0.0]}
+    lines = [row | {"advantages": [0.5] * 5}, row | {"sample_loss_mask": 0.0}]
+    (tmp_path / "train_data_step1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (dump,) = viewed(tmp_path, tmp_path / "train_data_step1.jsonl")["dumps"]
+    assert dump["sequences"]["sum"] == [0.25]
+    assert dump["facts"] == ["1 of 2 sequences have no response token and are left out."]
+    assert numbers(dump["tokens"]["values"]["advantage"]) == [0.5] * 4
+
+
+def test_a_token_cannot_leave_its_place(tmp_path):
+    evil = "</script><script>alert(1)</script><!--"
+    dump = make_dump([evil], [[5, 6]], [[False, True]], {evil: [[None, -1.0]], "trainer": [[None, -1.5]]})
+    path = write_dump(tmp_path / "a<b>.parquet", dump)
+    (found,) = viewed(tmp_path, path)["dumps"]
+    text = (tmp_path / "page.html").read_text()
+    assert found["names"] == [evil]
+    assert (text.count("<script"), text.count("</script"), text.count("<!--")) == (2, 2, 0)
+    assert "<title>a&lt;b&gt;.parquet</title>" in text
+
+
+def write_run(tmp_path, rows=None, **config):
+    run = write_record(tmp_path / "run", rows or [record_row(step, surge=3, period=5) for step in range(1, 13)])
+    settings = {"model": {"path": "toy-base"}, "run": {"dir": str(run)}, **config}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    return run
+
+
+def test_a_run_has_its_curves_its_tokenizer_and_dumps(tmp_path):
+    run = write_run(tmp_path, correction={"level": "token"})
+    for step in range(1, 5):
+        write_dump(run / f"rollouts/step_{step:06d}.parquet", small_dump())
+    data = viewed(tmp_path, run, "--dumps", "2")
+    assert [dump["name"] for dump in data["dumps"]] == ["step_000001.parquet", "step_000004.parquet"]
+    assert len(data["texts"]) == len(data["ids"]) == 4
+    weights = numbers(data["dumps"][0]["tokens"]["values"]["weight"])
+    np.testing.assert_allclose(weights, [0, math.exp(0.5), math.exp(-1), 0, 0, math.exp(-0.25)], rtol=1e-6)
+    text = (tmp_path / "page.html").read_text()
+    for words in (
+        "surge at 3, period 5",
+        "Response length",
+        "12 steps. The surge was called at step 3.",
+        "level token",
+    ):
+        assert words in text
+    assert "2 of its 4 token dumps are here." in text
+    assert "://" not in text.partition("<script")[0]
+    status, out, _ = outcome(main, [run])
+    assert (status, out.strip()) == (0, str(run / "report.html"))
+
+
+def test_a_dump_of_a_run_knows_its_run(tmp_path):
+    run = write_run(tmp_path)
+    path = write_dump(run / "rollouts/step_000001.parquet", small_dump())
+    data = viewed(tmp_path, path)
+    assert len(data["texts"]) == 4
+    assert numbers(data["dumps"][0]["tokens"]["values"]["weight"]) == [0, 1, 1, 1, 0, 1]
+    assert 'id="curves"' not in (tmp_path / "page.html").read_text()
+
+
+def test_a_broken_dump_of_a_run_is_named_and_left_out(tmp_path):
+    run = write_run(tmp_path)
+    write_dump(run / "rollouts/step_000001.parquet", small_dump())
+    (run / "rollouts/step_000002.parquet").write_bytes(b"PAR1 and no more")
+    status, _, err = outcome(main, [run, "-o", tmp_path / "page.html"])
+    assert status == 0
+    assert err.startswith("step_000002.parquet is left out: ")
+    assert [dump["name"] for dump in page_data(tmp_path / "page.html")["dumps"]] == ["step_000001.parquet"]
+    assert "step_000002.parquet is left out" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.parquet", b"PAR1 and no more", "x.parquet is not a readable Parquet file"),
+        ("x.jsonl", b'{"token_ids": [1], "response_mask": [1]}\n', "the dump has no column of log-probabilities"),
+        ("x.jsonl", b'{"token_ids": [1], "response_mask": [1], "logprobs": {"a": [1, 2]}}\n', "x.jsonl:1: "),
+        ("x.pt", b"\x80\x04", "x.pt is a pickle"),
+        ("x.jsonl", b"", "there is no sequence in it"),
+    ],
+)
+def test_a_broken_dump_is_refused_in_one_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    status, out, err = outcome(main, [tmp_path / name, "-o", tmp_path / "page.html"])
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_wrong_words_are_refused_in_one_line(tmp_path):
+    path = dump_of(tmp_path, small_dump())
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for words, message in (
+        ([tmp_path / "nowhere"], "no such file or directory"),
+        ([path, "-o", path], "a file to write, other than DUMP_OR_RUN"),
+        ([path, "--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
+        ([path, "--trainer", "x"], "no column 'x' in the dump"),
+        ([path, "--model", empty], "no tokenizer at"),
+        ([empty], "found none"),
+    ):
+        status, _, err = outcome(main, words)
+        assert status == 2
+        assert message in err
+        assert err.count("\n") == 1
+
+
+def test_a_run_without_dumps_has_its_curves(tmp_path):
+    data = viewed(tmp_path, write_run(tmp_path))
+    assert data["dumps"] == []
+    assert "rollout.dump_every" in (tmp_path / "page.html").read_text()
