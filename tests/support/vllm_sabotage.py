@@ -73,11 +73,11 @@ class Sabotage(vllm_plugin.WorkerExtension):
         """What is written in place: ``skip``: not the tensor ``of``; ``raise``: an error when its turn comes."""
 
         def patches(delta):
-            for patch in _PATCHES(delta):
-                if how == "raise" and patch.tensor == of:
+            for tensor, *changes in _PATCHES(delta):
+                if how == "raise" and tensor == of:
                     raise RuntimeError("planted")
-                if how != "skip" or patch.tensor != of:
-                    yield patch
+                if how != "skip" or tensor != of:
+                    yield tensor, *changes
 
         vllm_plugin.KeptDelta.patches = patches
 
