@@ -2,7 +2,7 @@
 # Runs the recipes of docs/schedule.md and the exporters of docs/compare.md in the packages they are for, on a CPU, and
 # writes what came of it into the table of docs/peers.md.
 #
-#   bash tools/test_peers.sh [peft] [tunix] [skyrl_tx] [trl] [verl] [easydel] [maxtext]          (default: all of them)
+#   bash tools/test_peers.sh [peft] [tunix] [skyrl_tx] [skyrl] [trl] [verl] [easydel] [maxtext]   (default: all)
 #
 # Each package gets a virtual environment of its own in $RLJAX_PEERS (default .venv-peers), 2 to 6 GB each.
 # RLJAX_PEERS_PYTHON: the interpreter, Python 3.12 or 3.13 (default: the first that launch/python.sh finds).
@@ -17,11 +17,16 @@ if ! interpreter=$(find_python 12 "${RLJAX_PEERS_PYTHON:-}"); then
   exit 2
 fi
 
+# What SkyRL's trainer imports. Its extra declares it together with kernels that are compiled for CUDA.
+SKYRL_NEEDS="skyrl-gym==0.4.0 ray==2.57.0 hydra-core==1.3.4 accelerate aiohttp fastapi func_timeout httpx jaxtyping
+  loguru omegaconf orjson pybase64 tensordict torchdata tqdm uvicorn wandb"
+
 packages() {
   case $1 in
     peft) echo "peft==0.21.2 torch .[train]" ;;
     tunix) echo "google-tunix==0.1.7 .[optax]" ;;
     skyrl_tx) echo "skyrl-tx==0.3.0 jax flax optax torch ." ;;
+    skyrl) echo "skyrl==0.4.0 $SKYRL_NEEDS torch .[optax]" ;;
     trl) echo "trl==1.16.0 transformers==5.23.0 torch .[train]" ;;
     verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools fastapi uvicorn .[optax]" ;; # the last three undeclared
     easydel) echo "easydel==0.3.0 pillow torch .[optax]" ;; # likewise
@@ -30,7 +35,7 @@ packages() {
   esac
 }
 
-[ $# -gt 0 ] || set -- peft tunix skyrl_tx trl verl easydel maxtext
+[ $# -gt 0 ] || set -- peft tunix skyrl_tx skyrl trl verl easydel maxtext
 for name in "$@"; do packages "$name" >/dev/null; done # a wrong name ends it here
 status=0
 for name in "$@"; do

@@ -1,0 +1,47 @@
+"""A CPU platform for verl, which has none: named in VERL_USE_EXTERNAL_MODULES, chosen by VERL_PLATFORM."""
+
+from types import SimpleNamespace
+
+import torch
+from verl.plugin.platform.platform_cuda import PlatformCUDA
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+MEMORY = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+DEVICE = {
+    **vars(torch.cpu),
+    **dict.fromkeys(MEMORY, lambda: 0),
+    "mem_get_info": lambda: (0, 0),
+    "get_device_name": lambda: "CPU",
+    "get_rng_state": torch.get_rng_state,
+    "set_rng_state": torch.set_rng_state,
+}
+
+
+@PlatformRegistry.register(platform="cpu")
+class CpuPlatform(PlatformCUDA):
+    """verl's platform of CUDA with what a CPU has."""
+
+    device_name = "cpu"
+    vendor_name = "generic"
+    device_module = SimpleNamespace(**DEVICE)
+
+    def is_available(self):
+        return True
+
+    def current_device(self):
+        return "cpu"
+
+    def device_count(self):
+        return 1
+
+    def set_device(self, device_index):
+        """Does nothing: there is one device."""
+
+    def synchronize(self, device_index=None):
+        """Does nothing: a CPU's operations are done when they return."""
+
+    def empty_cache(self):
+        """Does nothing: torch keeps no memory of the CPU."""
+
+    def communication_backend_name(self):
+        return "gloo"

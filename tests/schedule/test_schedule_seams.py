@@ -1,0 +1,163 @@
+"""The code of docs/torch_peers.md for prime-rl, NeMo-RL and slime, on stand-ins with their sources' signatures."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from pages import run_block
+from surging import LENGTHS, RATES, early_controller
+
+from rljax.schedule import SurgeConfig, SurgeTracker
+
+torch = pytest.importorskip("torch")
+from torch.distributed import checkpoint  # noqa: E402
+
+from rljax.schedule.torch import LengthTriggeredScheduler  # noqa: E402
+
+UPDATES = 2
+
+
+@pytest.fixture
+def optimizer():
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1e-6)
+
+
+def early_scheduler(optimizer):
+    """A scheduler that can call a surge after 10 steps."""
+    return LengthTriggeredScheduler(optimizer, tracker=SurgeTracker(SurgeConfig(window=40, warmup=10)))
+
+
+def two_lengths(mean):
+    """Two response lengths that differ and have this mean."""
+    return int(mean) - 300, int(mean) + 300
+
+
+def micro_batches(mean):
+    """Packed rows of prime-rl: two sequences with prompts, and a row of padding whose mask is empty."""
+    short, long = two_lengths(mean)
+    first, second = [False] * 5 + [True] * short, [False] * 7 + [True] * long + [False] * 3
+    packed = {"loss_mask": torch.tensor([first + second]), "sequence_lengths": [len(first), len(second)]}
+    return [packed, {"loss_mask": torch.zeros(1, 16, dtype=torch.bool), "sequence_lengths": [16]}]
+
+
+def test_prime_rl(optimizer):
+    """Its loop observes before each update and steps the scheduler after it: one update for each batch."""
+    code = run_block("torch_peers.md", "# prime-rl\n")
+    scheduler = code["setup_length_triggered_scheduler"](optimizer)
+    assert isinstance(scheduler, LengthTriggeredScheduler)
+    scheduler, rates = early_scheduler(optimizer), []
+    for mean in LENGTHS:
+        code["observe_lengths"](scheduler, micro_batches(mean), None)
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    np.testing.assert_array_equal(np.float32(rates), RATES)
+
+
+def test_torchs_distributed_checkpoint_keeps_the_state(optimizer, tmp_path):
+    """prime-rl and NeMo-RL save by it. It fills the state of a new scheduler, which has seen no length."""
+    first = early_scheduler(optimizer)
+    for length in LENGTHS[:60]:
+        first.observe(length)
+    checkpoint.save({"scheduler": first.state_dict()}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    second = early_scheduler(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1e-6))
+    state = {"scheduler": second.state_dict()}
+    checkpoint.load(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    second.load_state_dict(state["scheduler"])
+    assert second.state_dict() == first.state_dict()
+    assert second.surge_step == 26
+    np.testing.assert_array_equal(np.float32([second.observe(x) for x in LENGTHS[60:]])[:, 0], RATES[60:])
+
+
+class NemoWorker:
+    """NeMo-RL's ``DTensorPolicyWorkerV2Impl.train``: several updates of one rollout batch, then one scheduler step."""
+
+    def __init__(self, optimizer, scheduler, rates):
+        self.optimizer, self.scheduler, self.rates = optimizer, scheduler, rates
+        self.dp_mesh = SimpleNamespace(get_group=lambda: None)
+
+    def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None, check_dim_skip_keys=None):
+        for _ in range(UPDATES):
+            self.rates.append(self.optimizer.param_groups[0]["lr"])
+            if not eval_mode:
+                self.optimizer.step()
+        if not eval_mode:
+            self.scheduler.step()
+        return {"gbs": gbs}
+
+
+def test_nemo_rl(optimizer):
+    code = run_block("torch_peers.md", "# NeMo-RL\n", DTensorPolicyWorkerV2Impl=NemoWorker)
+    worker = code["LengthTriggeredPolicyWorker"](optimizer, early_scheduler(optimizer), rates := [])
+    for mean in LENGTHS:
+        short, long = two_lengths(mean)
+        mask = torch.zeros(2, long + 9, dtype=torch.long)
+        mask[0, 4 : 4 + short] = mask[1, 9:] = 1
+        data = {"token_mask": mask, "sample_mask": torch.tensor([1.0, 0.0])}  # an overlong response has a length, too
+        worker.train(data, None, eval_mode=True)
+        assert worker.train(data, None, gbs=2) == {"gbs": 2}
+    assert worker.scheduler.tracker.step == len(LENGTHS)
+    np.testing.assert_array_equal(np.float32(rates[2::4]), RATES)
+    np.testing.assert_array_equal(np.float32(rates[3::4]), RATES)
+
+
+class MegatronScheduler:
+    """Megatron's ``OptimizerParamScheduler``: it writes its rate when it is made and by ``step``."""
+
+    def __init__(self, optimizer, warmup=0):
+        self.optimizer, self.warmup, self.num_steps = optimizer, warmup, 0
+        self.step(0)
+
+    def get_lr(self, param_group):
+        return 1e-6 * min(1.0, self.num_steps / self.warmup) if self.warmup else 1e-6
+
+    def step(self, increment):
+        self.num_steps += increment
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.get_lr(group)
+
+
+def slime_rates(code, args, optimizer, scheduler, rollouts):
+    """The rate of each update of slime's loop over rollouts, by its two hooks."""
+    rates = []
+    for rollout_id in rollouts:
+        code["after_rollout"](args, rollout_id, {"response_lengths": list(two_lengths(LENGTHS[rollout_id]))})
+        for step_id in range(UPDATES):
+            code["before_train_step"](args, rollout_id, step_id, [], optimizer, scheduler)
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step(increment=1)
+    return rates
+
+
+def slime_code():
+    code = run_block("torch_peers.md", "# slime\n")
+    code["LengthTriggeredLR"] = early_controller
+    return code
+
+
+def test_slime(optimizer, tmp_path):
+    args = SimpleNamespace(save=str(tmp_path))
+    rates = slime_rates(slime_code(), args, optimizer, MegatronScheduler(optimizer), range(len(LENGTHS)))
+    np.testing.assert_allclose(np.reshape(rates, (-1, UPDATES)), np.stack([RATES] * UPDATES, 1), rtol=2e-7)
+    assert json.loads((tmp_path / "response_lengths.json").read_text()) == LENGTHS
+
+
+def test_slime_goes_on_after_a_restart(optimizer, tmp_path):
+    """The second process starts again from the checkpoint after rollout 59, although the first went on to 70."""
+    args = SimpleNamespace(save=str(tmp_path))
+    slime_rates(slime_code(), args, optimizer, MegatronScheduler(optimizer), range(70))
+    rates = slime_rates(slime_code(), args, optimizer, MegatronScheduler(optimizer), range(60, len(LENGTHS)))
+    np.testing.assert_allclose(rates[::UPDATES], RATES[60:], rtol=2e-7)
+
+
+def test_slime_keeps_the_warm_up_and_the_critic(optimizer, tmp_path):
+    """The rate is Megatron's own times the factor; a process without rollout data, the critic, keeps Megatron's."""
+    code, args = slime_code(), SimpleNamespace(save=str(tmp_path))
+    scheduler = MegatronScheduler(optimizer, warmup=4)
+    code["before_train_step"](args, 0, 0, [], optimizer, scheduler)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    rates = slime_rates(code, args, optimizer, scheduler, range(3))
+    np.testing.assert_allclose(rates, [0, 0.25e-6, 0.5e-6, 0.75e-6, 1e-6, 1e-6])
