@@ -3,9 +3,11 @@
     rljax compare --toy
     rljax compare TOKENS --model DIR --scorer jax:bfloat16 --scorer hf:bfloat16 --out comparison
 
+    rljax compare TOKENS --model DIR --scorer jax:bfloat16 --scorer hf:bfloat16 --layers
+
 TOKENS is a token dump, a JSONL file, or prime-rl's token export. The columns of log-probabilities in it are compared,
 too. The program writes tokens.parquet (with the new columns), report.md, report.json and report.png into the directory
-OUT.
+OUT. With --layers it compares the operations inside the scorers, and writes layers.md, layers.json and layers.png.
 
 The exit status is 0 when every pair of columns passes, and 1 when a pair fails or is refused. It is 2 when an argument
 is wrong or a server does not answer, and 130 after an interrupt. After an interrupt, or when a server stops answering,
@@ -29,6 +31,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from rljax.commands.compare_layers import run_layers
 from rljax.compare.distributions import DistributionPair, compare_distributions, with_distributions
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import SECOND_RUN, Comparison, check_logprobs, compare_columns, to_json, to_markdown, to_text
@@ -89,6 +92,17 @@ class Arguments:
     """The number of sequences that are scored at the same time."""
     second_run: bool = True
     """Score a second time, at another batch size, to measure the noise floor."""
+    layers: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Name the layer and the operation at which the first scorer and each other one part, on one sequence of TOKENS.
+    The scorers are jax:DTYPE and hf:DTYPE, with options as in jax:bfloat16,tp=2."""
+    sequence: str | None = None
+    """With --layers, the name of the sequence. None: the longest one."""
+    layer_tokens: int = 128
+    """With --layers, the number of tokens of the sequence that are computed, at most."""
+    json: Path | None = None
+    """The file of the JSON report. None: report.json in OUT, with --layers layers.json."""
+    picture: Path | None = None
+    """The file of the picture. None: report.png in OUT, with --layers layers.png."""
     out: Path = Path("comparison")
     """The directory to write."""
 
@@ -232,16 +246,27 @@ def main(argv: Sequence[str]) -> int:
     with caller_errors():
         if options.model is not None:
             options = dataclasses.replace(options, model=model_directory(options.model))
-        for spec in options.scorer:
+        for spec in () if options.layers else options.scorer:
             split_spec(spec)
         if options.distributions:
             with_distributions(options.scorer)
         if options.sample is not None:
             split_sampler(options.sample)
-        columns = name_columns(options.scorer)
+        columns = {} if options.layers else name_columns(options.scorer)
         options.out.mkdir(parents=True, exist_ok=True)
         dump = sequences(options)
         write_dump(options.out / "tokens.parquet", dump)
+        if options.layers:
+            return run_layers(
+                dump,
+                options.scorer,
+                options.model,
+                options.out,
+                sequence=options.sequence,
+                longest=options.layer_tokens,
+                json=options.json,
+                picture=options.picture,
+            )
         check_logprobs(dump, set(dump.logprobs).intersection(options.columns or dump.logprobs))
     given = sorted(dump.logprobs) if options.columns is None else options.columns
     roles = named_roles(options, {*dump.logprobs, *columns.values()})
@@ -261,8 +286,8 @@ def main(argv: Sequence[str]) -> int:
     if stopped is None:
         comparison = dataclasses.replace(comparison, distributions=distributions(dump, options))
     (options.out / "report.md").write_text(to_markdown(comparison), encoding="utf-8")
-    (options.out / "report.json").write_text(to_json(comparison), encoding="utf-8")
-    plot_comparison(comparison, options.out / "report.png")
+    (options.json or options.out / "report.json").write_text(to_json(comparison), encoding="utf-8")
+    plot_comparison(comparison, options.picture or options.out / "report.png")
     print(to_text(comparison))
     print(f"written to {options.out}: report.md, report.json, report.png")
     if stopped is not None:

@@ -26,7 +26,7 @@ import numpy as np
 from rljax.compare.scorers import check_vocabulary, hf_log_softmax, open_server, split_model, split_spec
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
-from rljax.policy.head import head_operands, matmul_precision
+from rljax.policy.head import all_logits, matmul_precision
 from rljax.policy.hf import load_params
 from rljax.policy.model import Params, cast_params, hidden_states, lm_head_table
 from rljax.record.token_dumps import TokenDump
@@ -221,10 +221,7 @@ def _log_softmax(
         cast = cast_params(params, dtype)
         positions = jnp.arange(tokens.shape[1])[None]
         hidden, _ = hidden_states(cast, config, tokens, segments, positions)
-        states, table = head_operands(hidden[0, before], lm_head_table(cast), None)
-        logits = jnp.einsum(
-            "nd,vd->nv", states, table, precision=matmul_precision(table.dtype), preferred_element_type=jnp.float32
-        )
+        logits = all_logits(hidden[0, before], lm_head_table(cast))
     return jax.nn.log_softmax(logits / temperature, axis=-1)
 
 

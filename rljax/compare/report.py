@@ -141,7 +141,7 @@ def to_json(comparison: Comparison) -> str:
 
 def to_markdown(comparison: Comparison) -> str:
     """Formats the tables as Markdown."""
-    return _join(comparison, "## {}\n\n{}", _markdown_table)
+    return _join(comparison, "## {}\n\n{}", markdown_table)
 
 
 def to_text(comparison: Comparison) -> str:
@@ -237,6 +237,7 @@ def _distributions_table(comparison: Comparison) -> tuple[str, _Rows]:
     return "Whole distributions at each response token (kl: of the second against the first, nats)", rows
 
 
-def _markdown_table(rows: _Rows) -> str:
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Formats rows of cells, the first of which is the head, as Markdown."""
     head, *body = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])

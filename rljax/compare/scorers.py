@@ -226,7 +226,7 @@ def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump,
 
 def hf_log_softmax(directory: Path, dtype: str, temperature: float) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
     """Loads a transformers model as a function (token ids [t], places [n] >= 1) -> float32 log-softmax [n, v]."""
-    torch, model, device = _load_hf(directory, dtype)
+    torch, model, device = load_hf(directory, dtype)
 
     def rows(ids: np.ndarray, places: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
@@ -238,20 +238,21 @@ def hf_log_softmax(directory: Path, dtype: str, temperature: float) -> Callable[
     return rows
 
 
-def _load_hf(directory: Path, dtype: str) -> tuple[Any, Any, str]:
-    """Loads a model with transformers; returns torch, the model and its device."""
+def load_hf(directory: Path, dtype: str, attention: str | None = None) -> tuple[Any, Any, str]:
+    """Loads a model with transformers; returns torch, the model and its device. ``attention`` None: its default."""
     try:  # imported here because the other scorers need no torch
         import torch
         import transformers
     except ImportError as error:
         raise ValueError(f"an hf: scorer needs torch and transformers: {error}") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval().to(device)
+    form = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, **form).eval().to(device)
     return torch, model, device
 
 
 def _hf_scores(directory: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
-    torch, model, device = _load_hf(directory, dtype)
+    torch, model, device = load_hf(directory, dtype)
     pad_sequence = torch.nn.utils.rnn.pad_sequence
     check_vocabulary(dump, model.config.vocab_size)
     for start in range(0, len(dump.token_ids), batch_size):

@@ -80,6 +80,11 @@ def _logits(hidden: Array, table: Array, temperature: float) -> Float[Array, "n 
     return _product("nd,cd->nc", hidden, table) / temperature
 
 
+def all_logits(hidden: Float[Array, "n d"], table: Float[Array, "v d"], dtype: Any = None) -> Float[Array, "n v"]:
+    """Computes the logits of the whole vocabulary, float32. ``dtype``: The argument of ``head_operands``."""
+    return _logits(*head_operands(hidden, table, dtype), 1.0)
+
+
 def _split(table: Array, chunks: int, shards: int) -> tuple[Array, Array]:
     """Returns chunks of rows [chunks, c, d], each with an equal part of each shard, and their indices [chunks, c]."""
     v, d = table.shape

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.grouped import IN_BLOCKS, Grouped
+from rljax.policy.taps import tap
 from rljax.sharding import axis_size, constrain
 
 PRODUCT = "product"
@@ -238,11 +239,14 @@ class Attention(nnx.Module):
         specs = ("btd,dhk->bthk", "btd,dgk->btgk", "btd,dgk->btgk")
         biases = (self.query_bias[...], self.key_bias[...], self.value_bias[...]) if self.bias else ()
         q, k, v = linear(specs, x, (self.query[...], self.key[...], self.value[...]), biases)
+        q, k, v = tap("query", q), tap("key", k), tap("value", v)
         q = constrain(q, "rows", "tokens", "act_heads", "head_dim")
         if self.norms:
-            q, k = self.query_norm(q), self.key_norm(k)
-        mixed, carry = attention_fn(apply_rotary(q, rotary), apply_rotary(k, rotary), v)
-        return linear(("bthk,hkd->btd",), mixed, (self.output[...],))[0], carry
+            q, k = tap("query_norm", self.query_norm(q)), tap("key_norm", self.key_norm(k))
+        q, k = tap("query_rope", apply_rotary(q, rotary)), tap("key_rope", apply_rotary(k, rotary))
+        mixed, carry = attention_fn(q, k, v)
+        mixed = tap("attention", mixed)
+        return tap("attention_output", linear(("bthk,hkd->btd",), mixed, (self.output[...],))[0]), carry
 
 
 class MLP(nnx.Module):
@@ -259,7 +263,8 @@ class MLP(nnx.Module):
         """Returns the output in the dtype of ``x``, the largest absolute values inside [b, s, f], and no routing."""
         del routing
         gate, up = linear(("btd,df->btf",) * 2, x, (self.gate[...], self.up[...]))
-        product = jax.nn.silu(gate) * constrain(up, "rows", "tokens", "act_mlp")
+        gate, up = tap("gate", gate), tap("up", up)
+        product = tap("activation", jax.nn.silu(gate) * constrain(up, "rows", "tokens", "act_mlp"))
         return linear(("btf,fd->btd",), product, (self.down[...],))[0], largest(product), None
 
 
@@ -275,8 +280,9 @@ class Block(nnx.Module):
         self, x: Array, rotary: tuple[Array, Array], attention_fn: Callable[..., Any], routing: Routing | None
     ) -> tuple[Array, Any, BlockStats]:
         """Returns the output for ``x`` [b, t, d], the carry of ``attention_fn``, and measurements of the forward."""
-        mixed, carry = self.attention(all_tokens(self.attention_norm(x)), rotary, attention_fn)
-        x = x + split_tokens(mixed)
-        fed, inside, router = self.mlp(all_tokens(self.mlp_norm(x)), routing)
-        x = split_tokens(x + split_tokens(fed))
+        normed = tap("attention_norm", all_tokens(self.attention_norm(x)))
+        mixed, carry = self.attention(normed, rotary, attention_fn)
+        x = tap("attention_residual", x + split_tokens(mixed))
+        fed, inside, router = self.mlp(tap("mlp_norm", all_tokens(self.mlp_norm(x))), routing)
+        x = tap("residual", split_tokens(x + split_tokens(tap("mlp", fed))))
         return x, carry, BlockStats(inside, largest(x), router)

@@ -34,6 +34,7 @@ from rljax.policy.layers import (
     rotary_tables,
     split_tokens,
 )
+from rljax.policy.taps import Given, Values, given_to_layers, record_layers, recording_layer, tap
 from rljax.sharding import constrain, tree_shardings
 
 Params = dict[str, Any]
@@ -175,7 +176,7 @@ _rows.defvjp(_rows_fwd, _rows_bwd)
 
 def embed_tokens(params: Params, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
     """Looks up the embedding of each token, in the dtype of the table. Gradients are summed in float32."""
-    return _rows(params["embed"], tokens)
+    return tap("embedding", _rows(params["embed"], tokens))
 
 
 def run_blocks(
@@ -207,19 +208,24 @@ def run_blocks(
         routing = Routing()
     rotary = rotary_tables(positions, config.head_dim, config.rope_theta)
 
-    def body(state: tuple[Array, Any], layer: tuple[Any, Array, Any]) -> tuple[tuple[Array, Any], BlockStats]:
+    def body(
+        state: tuple[Array, Any], layer: tuple[Any, Array, Any, Given]
+    ) -> tuple[tuple[Array, Any], tuple[BlockStats, Values]]:
         x, carry = checkpoint_name(state[0], _BLOCK_INPUT), state[1]
         block = nnx.merge(graphdef, layer[0])
         routed = None if routing is None else routing._replace(choices=layer[2])
-        x, carry, stats = block(x, rotary, functools.partial(attention_fn, carry, layer[1]), routed)
-        return (x, carry), stats
+        with recording_layer(layer[3]) as recorded:
+            x, carry, stats = block(x, rotary, functools.partial(attention_fn, carry, layer[1]), routed)
+        return (x, carry), (stats, recorded)
 
     if remat != "none":
         body = jax.checkpoint(body, prevent_cse=False, policy=_SAVED[remat])
     x = split_tokens(x)
-    layers = (params["layers"], jnp.arange(config.num_layers), None if routing is None else routing.choices)
-    (x, carry), stats = jax.lax.scan(body, (x, carry), layers)
-    hidden = all_tokens(rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps))
+    choices = None if routing is None else routing.choices
+    layers = (params["layers"], jnp.arange(config.num_layers), choices, given_to_layers())
+    (x, carry), (stats, recorded) = jax.lax.scan(body, (x, carry), layers)
+    record_layers(recorded)
+    hidden = tap("final_norm", all_tokens(rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps)))
     return hidden, carry, ForwardStats(jnp.maximum(jnp.max(stats.inside), jnp.max(stats.outside)), stats.router)
 
 

@@ -74,6 +74,7 @@ DOORS = {
         "commands.compare",
         "commands.plot",
         "commands.replay_picture",
+        "compare.layers.picture",
     },
     "math_verify": {"rewards.math_answer", "rewards.math_value"},
     "latex2sympy2_extended": {"rewards.math_value"},

@@ -1,0 +1,78 @@
+"""The part of ``rljax compare`` that looks into two scorers: the layer and operation at which they part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rljax.compare.layers.differences import compare_layers
+from rljax.compare.layers.findings import judge_layers
+from rljax.compare.layers.picture import plot_layers
+from rljax.compare.layers.tables import Judged, layers_json, layers_markdown, layers_text
+from rljax.compare.layers.tracers import open_tracer
+from rljax.compare.scorers import check_vocabulary
+from rljax.errors import ConfigError, caller_errors
+from rljax.policy.config import SIZES
+from rljax.policy.families import read_config
+from rljax.record.token_dumps import TokenDump
+
+
+def choose_sequence(dump: TokenDump, name: str | None, longest: int) -> np.ndarray:
+    """Returns the first ``longest`` tokens of a sequence, int32 [t]. ``name`` None: the longest sequence."""
+    if name is not None and name not in dump.sequence_ids:
+        raise ConfigError(f"--sequence: no sequence {name!r} among the {len(dump.sequence_ids)} there")
+    lengths = [len(ids) for ids in dump.token_ids]
+    place = int(np.argmax(lengths)) if name is None else list(dump.sequence_ids).index(name)
+    tokens = np.asarray(dump.token_ids[place][:longest], np.int32)
+    if len(tokens) < 2:
+        raise ConfigError(f"--layers needs a sequence of at least 2 tokens, got {len(tokens)}")
+    return tokens
+
+
+def run_layers(
+    dump: TokenDump,
+    scorers: Sequence[str],
+    model: str | None,
+    out: Path,
+    *,
+    sequence: str | None,
+    longest: int,
+    json: Path | None,
+    picture: Path | None,
+) -> int:
+    """Compares the first scorer with each other one, writes the reports, and returns the exit status.
+
+    Args:
+      scorers: The specs, at least two. The first one is the reference.
+      model: The model directory of specs that name none.
+      out: The directory for layers.md, layers.json and layers.png.
+      sequence: The name of the sequence. None: the longest one.
+      longest: The number of its tokens, at most.
+      json, picture: Other files for the JSON document and for the picture.
+    """
+    if len(scorers) < 2:
+        raise ConfigError(f"--layers compares the first --scorer with each other one, got {len(scorers)}")
+    if longest < 2:
+        raise ConfigError(f"--layer-tokens must be at least 2, got {longest}")
+    tokens = choose_sequence(dump, sequence, longest)
+    judged: list[Judged] = []
+    with caller_errors():
+        reference, directory = open_tracer(scorers[0], model)
+        config = read_config(directory)
+        check_vocabulary(dump, config.vocab_size)
+        for spec in scorers[1:]:
+            tested, other = open_tracer(spec, model)
+            theirs = read_config(other)
+            for name in (*SIZES, "num_experts", "family"):
+                if (got := getattr(theirs, name)) != (expected := getattr(config, name)):
+                    raise ConfigError(f"scorer {spec!r} has {name} = {got}, expected {expected}, that of {scorers[0]}")
+            comparison = compare_layers(reference, tested, config, tokens)
+            judged.append((comparison, judge_layers(comparison)))
+    (out / "layers.md").write_text(layers_markdown(judged), encoding="utf-8")
+    (json or out / "layers.json").write_text(layers_json(judged), encoding="utf-8")
+    plot_layers(judged, picture or out / "layers.png")
+    print(layers_text(judged))
+    print(f"written to {out}: layers.md, layers.json, layers.png")
+    return 0 if all(verdict.passed for _, verdict in judged) else 1

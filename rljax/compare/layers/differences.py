@@ -1,0 +1,224 @@
+"""The differences of two scorers at each operation: its own error, the error up to it, and the effect of its own error.
+
+The own error of an operation is the relative difference of its values in both scorers, when its inputs are the same
+numbers: those of the reference's own forward. The error up to it is the difference when each scorer computes everything
+by itself. It grows with depth and does not show where it came from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+
+from rljax.compare.layers.operations import (
+    IN_BLOCK,
+    PER_HEAD,
+    PRODUCTS,
+    Operation,
+    Tracer,
+    Values,
+    logprobs,
+    operations,
+)
+from rljax.policy.config import PolicyConfig
+
+LIMITS = {"float32": 2e-6, "float16": 6.25e-4, "bfloat16": 5e-3}
+"""The largest own error that rounding explains, by the coarser dtype. Measured: 4e-7, 5e-4 and 4.3e-3."""
+PRODUCT_LIMITS = {"float32": 2e-6, "float16": 1.25e-4, "bfloat16": 1e-3}
+"""The limits of products and sums, which round a float32 number once on either side. Measured: 4e-7, 2e-5 and 3e-5."""
+OTHER_DTYPE = 2.0  # the factor of the limits where the dtypes of the scorers differ
+ONE_PLACE = 3.0  # the factor of the limits for a single channel and for a single token
+BIAS, BIAS_NOISE = 0.2, 16.0  # the factor of the limits for a scale, and its spread over n numbers as own / sqrt(n)
+EFFECTS = 12  # the number of operations whose effect on log-probabilities is measured, those nearest to their limits
+ONCE = (*PRODUCTS, "attention_residual", "residual", "embedding", "logits")
+"""The operations with the limits of products."""
+INPUTS = {"query_norm": "query", "key_norm": "key", "query_rope": "query_norm", "key_rope": "key_norm"}
+_FACTOR_FIT = 0.25  # a factor explains an error if it leaves at most this share of it
+_LATER_SHARE = (
+    0.5  # an error begins at a position if at least this share of the tokens from there on are above the limit
+)
+_TINY = 1e-30
+_CHANNEL_SHARE = 0.9  # one channel explains an error if it holds at least this share of the squared error
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two scorers at one operation. Errors are relative Euclidean norms."""
+
+    operation: Operation
+    own: float  # the own error; NaN where the tested scorer computes no such value
+    worst_channel: float  # the own error of the worst channel over all tokens
+    worst_token: float  # the own error of the worst token over all channels
+    factor: float  # the factor that fits the value best to the reference's; rounding leaves it at 1
+    limit: float  # the limit of ``own``; ``ratio`` uses parts and multiples of it for the other errors
+    ratio: float  # the largest error as a multiple of its limit; above 1, rounding does not explain it
+    precisions: tuple[str, str]  # the coarsest dtypes that hold the values of the reference and of the tested scorer
+    hint: str = ""  # a fact about the error that helps to find its cause
+    up_to: float = float("nan")  # the error of the value when each scorer computes everything by itself
+    # The errors that the reference and the tested scorer make of their own values, because a compiler fuses the
+    # operation with earlier ones and does not round in between.
+    fused: tuple[float, float] = (0.0, 0.0)
+    effect_mean: float | None = None  # the mean change of the reference's log-probabilities by it (nats)
+    effect_max: float | None = None  # the largest change (nats)
+
+
+@dataclass(frozen=True)
+class LayerComparison:
+    """The comparison of a tested scorer with a reference, operation by operation, over one sequence."""
+
+    reference: str
+    tested: str
+    dtypes: tuple[str, str]
+    tokens: int
+    logprob_mean: float  # the mean absolute difference of the log-probabilities (nats)
+    logprob_max: float  # the largest one (nats)
+    differences: list[Difference] = field(default_factory=list)  # in the order of the operations
+
+
+def compare_layers(
+    reference: Tracer, tested: Tracer, config: PolicyConfig, tokens: np.ndarray, effects: int = EFFECTS
+) -> LayerComparison:
+    """Compares two scorers of one policy at each operation.
+
+    Args:
+      reference: The scorer whose values are fed to the other one.
+      tested: The scorer whose operations are judged.
+      config: The policy of both.
+      tokens: The token ids of one sequence, int32 [t], at least 2.
+      effects: The number of operations whose effect on the reference's log-probabilities is measured.
+    """
+    inputs, free = reference.run(tokens, {}), tested.run(tokens, {})
+    theirs, own, again = reference.run(tokens, inputs), tested.run(tokens, inputs), tested.run(tokens, free)
+    known = [operation for operation in operations(config) if operation.name in theirs]
+    names = [operation.name for operation in known]
+    up_to = {name: _relative(free.get(name), inputs[name]) for name in names}
+    fused = {
+        name: (_relative(inputs[name], theirs[name]), _relative(free.get(name), again.get(name))) for name in names
+    }
+    expected = logprobs(inputs["logits"], tokens)
+    gap = np.abs(logprobs(free["logits"], tokens) - expected)
+    del free, again
+    dtypes = reference.dtype, tested.dtype
+    found = [
+        dataclasses.replace(
+            _difference(operation, own, theirs, inputs, dtypes, config), up_to=up_to[name], fused=fused[name]
+        )
+        for operation, name in zip(known, names, strict=True)
+    ]
+    order = sorted(range(len(found)), key=lambda i: found[i].ratio, reverse=True)
+    for i in [i for i in order if found[i].own > 0][:effects]:
+        changes = [logprobs(_logits(reference, tokens, names[i], values), tokens) for values in (theirs, own)]
+        change = np.abs(changes[1] - changes[0])
+        found[i] = dataclasses.replace(found[i], effect_mean=float(change.mean()), effect_max=float(change.max()))
+    numbers = float(gap.mean()), float(gap.max())
+    return LayerComparison(reference.label, tested.label, dtypes, len(tokens), *numbers, found)
+
+
+def _logits(reference: Tracer, tokens: np.ndarray, name: str, values: Values) -> np.ndarray:
+    """Computes the logits of the reference with one value in the place of its own."""
+    return values[name] if name == "logits" else reference.run(tokens, {name: values[name]})["logits"]
+
+
+def _difference(
+    operation: Operation,
+    own: Values,
+    theirs: Values,
+    inputs: Values,
+    dtypes: tuple[str, str],
+    config: PolicyConfig,
+) -> Difference:
+    """Compares the values of one operation, which both scorers computed from ``inputs``."""
+    value, expected = own.get(operation.name), theirs[operation.name]
+    if value is None or not np.isfinite(value).all():
+        hint = "it is not computed" if value is None else "it has numbers that are not finite"
+        nothing = float("nan")
+        errors = nothing, nothing, nothing, nothing, nothing
+        return Difference(operation, *errors, float("inf"), ("", ""), hint)
+    precisions = precision(expected), precision(value)
+    limit = _limit(operation, dtypes, precisions)
+    gap, wide = np.subtract(value, expected, dtype=np.float64), expected.astype(np.float64)
+    channels, tokens = (
+        np.linalg.norm(gap, axis=axis) / np.maximum(np.linalg.norm(wide, axis=axis), _TINY) for axis in (0, 1)
+    )
+    error = _relative(value, expected)
+    factor = float((value * wide).sum() / max((wide**2).sum(), _TINY)) if wide.any() else 1.0
+    bias_limit = max(BIAS * limit, BIAS_NOISE * error / wide.size**0.5)
+    worst = float(channels.max()), float(tokens.max())
+    ratio = max(error / limit, max(worst) / (ONE_PLACE * limit), abs(factor - 1) / bias_limit)
+    hints: list[str] = []
+    if ratio > 1:
+        hints = list(_hints(operation, value, theirs, inputs, factor, tokens > ONE_PLACE * limit, limit, config))
+    return Difference(operation, error, *worst, factor, limit, ratio, precisions, "; ".join(hints))
+
+
+def _limit(operation: Operation, dtypes: tuple[str, str], precisions: tuple[str, str]) -> float:
+    """Returns the limit of an operation's own error. A scorer of unknown dtype has the other one's."""
+    known = [dtype for dtype in dtypes if dtype in LIMITS] or ["bfloat16"]
+    coarser = max(known, key=lambda dtype: LIMITS[dtype])
+    if len(set(known)) > 1:
+        return OTHER_DTYPE * LIMITS[coarser]
+    once = operation.kind in ONCE and len(set(precisions)) == 1
+    return (PRODUCT_LIMITS if once else LIMITS)[coarser]
+
+
+def _hints(
+    operation: Operation,
+    value: np.ndarray,
+    theirs: Values,
+    inputs: Values,
+    factor: float,
+    bad_tokens: np.ndarray,
+    limit: float,
+    config: PolicyConfig,
+) -> Iterator[str]:
+    """Yields what the numbers show about an error above its limit."""
+    expected = theirs[operation.name].astype(np.float64)
+    for other in _alike(operation, inputs):
+        if _relative(value, inputs[other.name]) <= limit:
+            given = "its input" if INPUTS.get(operation.kind) == other.kind else f"the value of {IN_BLOCK[other.kind]}"
+            yield f"it gives {given}"
+            return
+    size, gap = np.linalg.norm(expected), value - expected
+    left, error = np.linalg.norm(value - factor * expected) / size, np.linalg.norm(gap) / size
+    if abs(factor - 1) > BIAS * limit and (left < _FACTOR_FIT * error or left < LIMITS["bfloat16"] < error):
+        yield f"as if multiplied by {factor:.5g}"
+    squares = (gap**2).sum(axis=0)
+    if operation.kind in PER_HEAD:
+        squares = squares.reshape(-1, config.head_dim).sum(axis=0)
+    if squares.max() > _CHANNEL_SHARE * squares.sum():
+        yield f"in channel {int(squares.argmax())}" + (" of each head" if operation.kind in PER_HEAD else "")
+    first = int(np.argmax(bad_tokens))
+    if first > 1 and bad_tokens[first:].mean() > _LATER_SHARE:
+        yield f"from position {first} on"
+
+
+def _alike(operation: Operation, theirs: Mapping[str, np.ndarray]) -> list[Operation]:
+    """Returns the operations whose values a wrong one might give: its input, or a twin's value."""
+    twins = {"gate": "up", "up": "gate", "key": "value", "value": "key"} | INPUTS
+    kind = twins.get(operation.kind)
+    other = None if kind is None else Operation(kind, operation.layer)
+    return [other] if other is not None and other.name in theirs else []
+
+
+def precision(value: np.ndarray) -> str:
+    """Returns the coarsest of bfloat16, float16 and float32 that holds every number of a float32 array."""
+    for name, dtype in (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)):
+        with np.errstate(over="ignore"):
+            if np.array_equal(value.astype(dtype).astype(np.float32), value, equal_nan=True):
+                return name
+    return "float32"
+
+
+def _relative(value: np.ndarray | None, expected: np.ndarray | None) -> float:
+    """Returns the relative difference of two arrays; NaN if there is no value, infinity if it is not finite."""
+    if value is None or expected is None:
+        return float("nan")
+    if not np.isfinite(value).all():
+        return float("inf")
+    arrays = np.subtract(value, expected, dtype=np.float64), expected.astype(np.float64)
+    gap, size = (float(np.linalg.norm(x.ravel())) for x in arrays)
+    return gap / max(size, _TINY)

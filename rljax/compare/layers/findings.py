@@ -1,0 +1,121 @@
+"""The verdict on two scorers: rounding, evenly, or the layers and operations at which they part."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rljax.compare.layers.differences import LIMITS, Difference, LayerComparison
+from rljax.compare.layers.operations import IN_BLOCK, PRODUCTS
+
+EVEN = "rounding, evenly"
+_MANY = 4  # so many products of one block above their limits mean that the block has other weights
+FUSED = 0.1  # the share of the limit from which on a fused operation is named
+_NAMED = 6  # the number of findings that the sentence names
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A place at which two scorers part."""
+
+    place: str  # such as "layer 17, attention" or "every layer, rotation of keys"
+    reason: str  # what the numbers show
+    operations: list[str]  # the names of the operations
+    ratio: float  # the largest error as a multiple of its limit
+
+
+@dataclass(frozen=True)
+class LayerVerdict:
+    """The verdict on a comparison by layers.
+
+    The status is "even" (rounding alone), "precision" (some values are rounded to another dtype or not at all, and all
+    else is rounding) or "place" (some operations differ by more than rounding).
+    """
+
+    status: str
+    sentence: str
+    findings: list[Finding]  # the places, the largest ratio first
+    precisions: list[str]  # sentences about values that one scorer rounds to another dtype, or does not round
+
+    @property
+    def passed(self) -> bool:
+        """Whether rounding explains every difference."""
+        return self.status != "place"
+
+
+def judge_layers(comparison: LayerComparison) -> LayerVerdict:
+    """Judges each operation by its own error and groups the places that are above their limits."""
+    above = [each for each in comparison.differences if each.ratio > 1]
+    findings = sorted(_grouped(above, comparison), key=lambda finding: finding.ratio, reverse=True)
+    precisions = [*_precisions(comparison), *_fusions(comparison)]
+    if findings:
+        named = "; ".join(f"{finding.place} ({finding.reason})" for finding in findings[:_NAMED])
+        more = len(findings) - _NAMED
+        return LayerVerdict("place", named + (f"; and {more} more" if more > 0 else ""), findings, precisions)
+    sentence = "; ".join([*precisions, f"all else: {EVEN}"]) if precisions else EVEN
+    return LayerVerdict("precision" if precisions else "even", sentence, [], precisions)
+
+
+def _grouped(above: Sequence[Difference], comparison: LayerComparison) -> Iterator[Finding]:
+    """Groups differences: a block with other weights, one operation in every block, and single ones."""
+    layers = {each.operation.layer for each in comparison.differences} - {None}
+    products = [each.operation.layer for each in above if each.operation.kind in PRODUCTS]
+    other = {layer for layer in layers if products.count(layer) >= _MANY and len(layers) > 1}
+    if other == layers:
+        other = set()
+        if len(products) == sum(each.operation.kind in PRODUCTS for each in comparison.differences):
+            yield _finding("every layer", above, "other weights")
+            return
+    for layer in sorted(other, key=str):
+        inside = [each for each in above if each.operation.layer == layer]
+        yield _finding(f"layer {layer}", inside, "other weights in the whole layer, such as stale ones")
+    rest = [each for each in above if each.operation.layer not in other]
+    by_kind = sorted(rest, key=lambda each: each.operation.kind)
+    for kind, group in itertools.groupby(by_kind, key=lambda each: each.operation.kind):
+        members = list(group)
+        if kind in IN_BLOCK and len(members) > 1 and {each.operation.layer for each in members} == layers:
+            yield _finding(f"every layer, {IN_BLOCK[kind]}", members)
+        else:
+            for each in members:
+                yield _finding(each.operation.label, [each])
+
+
+def _finding(place: str, members: Sequence[Difference], reason: str = "") -> Finding:
+    worst = max(members, key=lambda each: each.ratio)
+    if not reason:
+        reason = f"own error {worst.own:.2g}, limit {worst.limit:.2g}"
+        if worst.own <= worst.limit:
+            reason = f"one channel by {worst.worst_channel:.2g}, one token by {worst.worst_token:.2g}"
+            reason += f", all by a factor {worst.factor:.5g}"
+        hints = [worst.hint] if worst.hint else []
+        if worst.operation.kind in PRODUCTS and worst.own < max(LIMITS.get(name, 0.0) for name in worst.precisions):
+            hints.append("as of a sum in a lower precision")
+        reason = "; ".join([reason, *hints])
+    return Finding(place, reason, [each.operation.name for each in members], worst.ratio)
+
+
+def _precisions(comparison: LayerComparison) -> Iterator[str]:
+    """Names the operations whose values one scorer rounds more coarsely, where the two have one dtype."""
+    if len({dtype for dtype in comparison.dtypes if dtype}) != 1:
+        return
+    for each in comparison.differences:
+        ours, theirs = each.precisions
+        if ours != theirs and each.ratio <= 1:
+            yield (
+                f"{each.operation.label}, another dtype: {ours} in {comparison.reference}, "
+                f"{theirs} in {comparison.tested}"
+            )
+
+
+def _fusions(comparison: LayerComparison) -> Iterator[str]:
+    """Names the kinds of operations that a scorer's compiler fuses with earlier ones without rounding in between."""
+    for place, scorer in enumerate((comparison.reference, comparison.tested)):
+        by_kind: dict[str, list[Difference]] = {}
+        for each in comparison.differences:
+            if each.fused[place] > FUSED * each.limit:
+                by_kind.setdefault(each.operation.kind, []).append(each)
+        for kind, members in by_kind.items():
+            worst = max(members, key=lambda each: each.fused[place])
+            where = worst.operation.label if len(members) == 1 else f"{IN_BLOCK[kind]} in {len(members)} layers"
+            yield f"{where}: {scorer} does not round its inputs ({worst.fused[place]:.2g})"

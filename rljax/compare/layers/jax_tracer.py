@@ -1,0 +1,108 @@
+"""The values of the operations of this library's forward, on any mesh and at any shape of a batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rljax.compare.layers.operations import Values, operations, stacked_name
+from rljax.policy.config import AttentionName, PolicyOptions
+from rljax.policy.families import read_config
+from rljax.policy.head import all_logits, matmul_precision
+from rljax.policy.hf import load_params
+from rljax.policy.kernels import choose_kernels
+from rljax.policy.model import cast_params, hidden_states, lm_head_table, param_shardings
+from rljax.policy.taps import Given, recording, tap
+from rljax.sharding import MeshConfig, fetch, make_mesh
+
+_MULTIPLE = 64  # the default width of a row is a multiple of this number of tokens
+
+
+@dataclass(frozen=True)
+class JaxForm:
+    """The form of a forward of this library."""
+
+    dtype: str
+    attention: AttentionName = "auto"
+    head: str = ""  # the dtype of the operands of the LM head; "" for that of the weights
+    fsdp: int = 1
+    tp: int = 1
+    rows: int = 1  # the number of rows of the batch; each holds the sequence
+    width: int = 0  # the number of tokens of a row; 0 for the next multiple of 64
+
+
+class JaxTracer:
+    """The forward of this library. All operations are parts of one compiled program, as in the trainer."""
+
+    def __init__(self, directory: str | Path, form: JaxForm, label: str) -> None:
+        """Loads the weights of a Hugging Face directory.
+
+        Raises:
+          ValueError: The directory is no model, or the devices here do not support the form.
+        """
+        self.label, self.dtype, self._form = label, form.dtype, form
+        self.config = read_config(directory)
+        self._mesh = make_mesh(MeshConfig(fsdp=form.fsdp, tp=form.tp), jax.devices()[: form.fsdp * form.tp])
+        options = PolicyOptions(attention=form.attention)
+        self._kernels = choose_kernels(options, self.config, form.dtype, self._mesh)
+        self._params = load_params(directory, self.config, param_shardings(self.config, self._mesh))
+        self._forward = jax.jit(self._traced)
+
+    def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> Values:
+        """Computes one sequence (``Tracer.run``). Raises ValueError if it is longer than the rows."""
+        width = self._form.width or -(-len(tokens) // _MULTIPLE) * _MULTIPLE
+        if len(tokens) > width:
+            raise ValueError(f"{self.label}: width must be at least the {len(tokens)} tokens of the sequence")
+        row = np.zeros((self._form.rows, width), np.int32)
+        row[:, : len(tokens)] = tokens
+        segments = np.zeros_like(row)
+        segments[:, : len(tokens)] = 1
+        with self._on_mesh():
+            found = fetch(self._forward(self._params, row, segments, self._given(row, segments, given)))
+        values = {}
+        for operation in operations(self.config):
+            value = found[stacked_name(operation)]
+            value = value[0] if operation.layer is None else value[operation.layer, 0]
+            count = len(tokens) - (operation.kind == "logits")
+            values[operation.name] = np.asarray(value[:count], np.float32).reshape(count, -1)
+        return values
+
+    def _traced(self, params: Any, tokens: jax.Array, segments: jax.Array, given: Given) -> dict[str, jax.Array]:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        with recording(given) as recorded, jax.default_matmul_precision(matmul_precision(self.dtype)):
+            cast = cast_params(params, self.dtype)
+            hidden, _ = hidden_states(cast, self.config, tokens, segments, positions, kernels=self._kernels)
+            tap("logits", all_logits(hidden[0], lm_head_table(cast), self._form.head or None)[None])
+        return recorded
+
+    def _given(self, row: np.ndarray, segments: np.ndarray, given: Mapping[str, np.ndarray]) -> Given:
+        """Returns all values with their flags, so that each call runs the same program. Values not given are zeros."""
+        shapes = jax.eval_shape(self._traced, self._params, row, segments, Given({}, {}))
+        values: dict[str, np.ndarray] = {}
+        flags: dict[str, np.ndarray] = {}
+        for operation in operations(self.config):
+            if operation.kind == "logits":
+                continue
+            name = stacked_name(operation)
+            shape = shapes[name].shape
+            layers, rest = ((), shape) if operation.layer is None else (shape[:1], shape[1:])
+            if name not in values:
+                features = int(np.prod(rest[2:]))
+                values[name] = np.zeros((*layers, *rest[:2], features), jnp.dtype(self.dtype))
+                flags[name] = np.zeros(layers, bool)
+            if operation.name in given:
+                at = () if operation.layer is None else operation.layer
+                value = given[operation.name]
+                values[name][at][..., : len(value), :] = value
+                flags[name][at] = True
+        return Given(*jax.tree.map(jnp.asarray, (values, flags)))
+
+    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
+        return jax.set_mesh(self._mesh)

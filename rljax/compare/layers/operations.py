@@ -1,0 +1,107 @@
+"""The operations of a decoder, in order and by name, and the values that they give for one sequence.
+
+The name of an operation in a block is ``LAYER/OPERATION``, such as ``17/attention``. An operation takes the values of
+earlier operations, and only those. So whoever passes another scorer's value on in the place of each own value feeds
+every operation that scorer's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.taps import LAYERS
+
+Values = dict[str, np.ndarray]
+"""The value of each operation for one sequence, float32 [t, n]. The logits lack the last row: no token follows it."""
+
+IN_BLOCK = {
+    "attention_norm": "norm before attention",
+    "query": "query projection",
+    "key": "key projection",
+    "value": "value projection",
+    "query_norm": "query norm",
+    "key_norm": "key norm",
+    "query_rope": "rotation of queries",
+    "key_rope": "rotation of keys",
+    "attention": "attention",
+    "attention_output": "output projection",
+    "attention_residual": "residual stream after attention",
+    "mlp_norm": "norm before the MLP",
+    "gate": "gate projection",
+    "up": "up projection",
+    "activation": "product of gate and up",
+    "mlp": "down projection",
+    "residual": "residual stream after the MLP",
+}
+"""The operations of a block, in order, with their names for a reader."""
+OUTSIDE = {"embedding": "embedding", "final_norm": "final norm", "logits": "logits"}
+"""The operations outside of the blocks. The first comes before the blocks."""
+PRODUCTS = ("query", "key", "value", "attention_output", "gate", "up", "mlp")
+"""The products of a block with weights."""
+PER_HEAD = ("query", "key", "value", "query_norm", "key_norm", "query_rope", "key_rope", "attention")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a decoder."""
+
+    kind: str  # a key of IN_BLOCK or of OUTSIDE
+    layer: int | None = None  # the number of its block, from 0; None outside of the blocks
+
+    @property
+    def name(self) -> str:
+        """The name of its value."""
+        return self.kind if self.layer is None else f"{self.layer}/{self.kind}"
+
+    @property
+    def label(self) -> str:
+        """The name for a reader, such as ``layer 17, attention``."""
+        return OUTSIDE[self.kind] if self.layer is None else f"layer {self.layer}, {IN_BLOCK[self.kind]}"
+
+
+def operations(config: PolicyConfig) -> list[Operation]:
+    """Returns the operations of a policy, in order. A mixture's router and experts are one operation, ``mlp``."""
+    kinds = list(IN_BLOCK)
+    if config.family == "qwen2":
+        kinds = [kind for kind in kinds if kind not in ("query_norm", "key_norm")]
+    if config.num_experts:
+        kinds = [kind for kind in kinds if kind not in ("gate", "up", "activation")]
+    blocks = [Operation(kind, layer) for layer in range(config.num_layers) for kind in kinds]
+    return [Operation("embedding"), *blocks, Operation("final_norm"), Operation("logits")]
+
+
+class Tracer(Protocol):
+    """A scorer that shows the values of its operations."""
+
+    label: str  # the name for a reader, such as ``jax:bfloat16``
+    dtype: str  # the dtype of weights and activations; "" if it is unknown
+
+    def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> Values:
+        """Computes one sequence.
+
+        Args:
+          tokens: The token ids of the sequence, int32 [t].
+          given: The values that are passed on in the place of computed ones, by the name of the operation.
+
+        Returns:
+          The value that each operation computes, also of those whose value was replaced afterwards.
+        """
+
+
+def stacked_name(operation: Operation) -> str:
+    """Returns the name of the value in a recorded forward of this library, where a block's values are stacked."""
+    return operation.kind if operation.layer is None else f"{LAYERS}/{operation.kind}"
+
+
+def logprobs(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Computes the log-probabilities of tokens [1:] from logits [t - 1, v], float64 [t - 1] (nats)."""
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    picked = np.take_along_axis(wide, tokens[1:, None].astype(np.int64), axis=-1)[:, 0]
+    result: np.ndarray = picked - np.log(np.exp(wide).sum(axis=-1))
+    return result

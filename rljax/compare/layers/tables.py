@@ -1,0 +1,77 @@
+"""The report of a comparison by layers: a verdict with tables for a terminal, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+import numpy as np
+
+from rljax.compare.layers.differences import Difference, LayerComparison
+from rljax.compare.layers.findings import LayerVerdict
+from rljax.compare.layers.operations import IN_BLOCK
+from rljax.compare.report import markdown_table
+from rljax.record.text_tables import text_table
+
+Judged = tuple[LayerComparison, LayerVerdict]
+_HEAD = ["operation", "own error", "limit", "error / limit", "fused", "error up to it", "effect (nats)", "note"]
+_Rows = list[list[str]]
+
+
+def layers_text(judged: Sequence[Judged]) -> str:
+    """Formats the verdicts and a table of the kinds of operations for a terminal."""
+    return (
+        "\n\n".join(f"{_title(pair[0])}\n{text_table(_kinds(pair[0]))}\n{_sentence(*pair)}" for pair in judged) + "\n"
+    )
+
+
+def layers_markdown(judged: Sequence[Judged]) -> str:
+    """Formats the verdicts, a table of the kinds of operations and a table of all operations as Markdown."""
+    parts = []
+    for comparison, verdict in judged:
+        rows = [_HEAD, *(_row(each.operation.label, each) for each in comparison.differences)]
+        tables = f"{markdown_table(_kinds(comparison))}\n\n{markdown_table(rows)}"
+        parts.append(f"## {_title(comparison)}\n\n{_sentence(comparison, verdict)}\n\n{tables}")
+    return "\n\n".join(parts) + "\n"
+
+
+def layers_json(judged: Sequence[Judged]) -> str:
+    """Formats the comparisons and verdicts as one JSON list; numbers that are not finite become null."""
+    plain = []
+    for comparison, verdict in judged:
+        differences = [dataclasses.asdict(each) | {"operation": each.operation.name} for each in comparison.differences]
+        document = dataclasses.asdict(comparison) | {"differences": differences}
+        plain.append({"passed": verdict.passed, "verdict": dataclasses.asdict(verdict), **document})
+    finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=1, allow_nan=False) + "\n"
+
+
+def _title(comparison: LayerComparison) -> str:
+    return f"{comparison.tested} against {comparison.reference}, {comparison.tokens} tokens"
+
+
+def _sentence(comparison: LayerComparison, verdict: LayerVerdict) -> str:
+    gap = f"mean {comparison.logprob_mean:.3g}, largest {comparison.logprob_max:.3g} nats"
+    return f"log-probabilities differ by {gap}\nverdict: {verdict.sentence}"
+
+
+def _kinds(comparison: LayerComparison) -> _Rows:
+    """Returns one row for each kind of operation: the layer with the largest error for its limit."""
+    order = ["embedding", *IN_BLOCK, "final_norm", "logits"]
+    by_kind: dict[str, list[Difference]] = {kind: [] for kind in order}
+    for each in comparison.differences:
+        by_kind[each.operation.kind].append(each)
+    worst = [max(group, key=lambda each: each.ratio) for group in by_kind.values() if group]
+    return [_HEAD, *(_row(each.operation.label, each) for each in worst)]
+
+
+def _row(label: str, each: Difference) -> list[str]:
+    effect = "" if each.effect_mean is None else f"{each.effect_mean:.2g} (max {each.effect_max:.2g})"
+    ratio = f"{each.ratio:.2g}" + (" ABOVE" if each.ratio > 1 else "")
+    note = each.hint
+    if not note and each.precisions[0] != each.precisions[1]:
+        note = f"{each.precisions[0]} / {each.precisions[1]}"
+    numbers = (f"{value:.2g}" if np.isfinite(value) else "" for value in (each.own, each.limit))
+    fused = " / ".join(f"{error:.2g}" for error in each.fused) if any(each.fused) else ""
+    return [label, *numbers, ratio, fused, f"{each.up_to:.2g}", effect, note]

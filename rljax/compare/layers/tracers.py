@@ -1,0 +1,61 @@
+"""Opens the tracer that a spec such as ``jax:bfloat16,tp=2`` names."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from rljax.compare.layers.jax_tracer import JaxForm, JaxTracer
+from rljax.compare.layers.operations import Tracer
+from rljax.compare.layers.torch_tracer import TorchTracer
+from rljax.compare.scorers import DTYPES
+
+_DTYPE = f"(?P<dtype>{'|'.join(DTYPES)})"
+_SPEC = re.compile(rf"(?P<kind>jax|hf):{_DTYPE}(?P<options>(,\w+=[\w.-]+)*)(@(?P<directory>.+))?", re.DOTALL)
+_KEYS = {"jax": ("attention", "head", "fsdp", "tp", "rows", "width"), "hf": ("attention", "rows")}
+_NAMES = {"attention": ("auto", "xla", "cudnn", "splash"), "head": DTYPES}
+_FORMS = "jax:DTYPE[,KEY=VALUE...][@DIR] or hf:DTYPE[,KEY=VALUE...][@DIR]"
+
+
+def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> tuple[Tracer, Path]:
+    """Opens a scorer whose operations can be compared.
+
+    The keys of ``jax:`` are attention (auto, xla, cudnn or splash), head (the dtype of the LM head's products), fsdp,
+    tp, rows and width (the batch, in rows and tokens). The keys of ``hf:`` are attention (a name of transformers) and
+    rows. Each row of a batch holds the same sequence.
+
+    Args:
+      spec: The spec of the scorer.
+      model: The Hugging Face directory, if the spec names none.
+
+    Returns:
+      The tracer and its model directory.
+
+    Raises:
+      ValueError: The spec is unknown, or the scorer cannot be made here.
+    """
+    found = _SPEC.fullmatch(spec)
+    if found is None:
+        raise ValueError(f"--layers cannot look into the scorer {spec!r}, expected {_FORMS}")
+    kind, dtype = found["kind"], found["dtype"]
+    directory = Path(found["directory"] or model or "")
+    if not found["directory"] and model is None:
+        raise ValueError(f"scorer {spec!r} needs a model directory")
+    options = dict(pair.split("=") for pair in found["options"].split(",")[1:])
+    numbers = {key: _number(spec, key, value) for key, value in options.items() if key not in _NAMES}
+    if unknown := sorted(set(options) - set(_KEYS[kind])):
+        raise ValueError(f"scorer {spec!r} has the key {unknown[0]!r}, expected {', '.join(_KEYS[kind])}")
+    if kind == "hf":
+        return TorchTracer(directory, dtype, spec, options.get("attention"), numbers.get("rows", 1)), directory
+    for key, names in _NAMES.items():
+        if options.get(key, names[0]) not in names:
+            raise ValueError(f"scorer {spec!r} has {key}={options[key]}, expected one of {', '.join(names)}")
+    form = JaxForm(dtype, **{key: value for key, value in options.items() if key in _NAMES}, **numbers)  # type: ignore[arg-type]
+    return JaxTracer(directory, form, spec), directory
+
+
+def _number(spec: str, key: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError(f"scorer {spec!r} has {key}={value}, expected a number of at least 1")
+    return int(value)

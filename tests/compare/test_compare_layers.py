@@ -1,0 +1,210 @@
+"""The layer and operation at which this library's forward and transformers' part, with planted faults."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from planted_layers import FAULTS
+from transformers_models import hf_model, mixture
+
+from rljax.commands import compare
+from rljax.compare.layers.differences import compare_layers, precision
+from rljax.compare.layers.findings import judge_layers
+from rljax.compare.layers.jax_tracer import JaxForm, JaxTracer
+from rljax.compare.layers.operations import logprobs, operations
+from rljax.compare.layers.torch_tracer import TorchTracer
+from rljax.compare.layers.tracers import open_tracer
+from rljax.errors import run_cli
+from rljax.policy.config import toy_config
+
+SHAPE = (64, 64, 128, 2, 4, 2, 32, True, 10_000.0)
+TOKENS = np.random.default_rng(0).integers(2, 62, 48).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    hf_model(SHAPE).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def reference(request, directory):
+    return JaxTracer(directory, JaxForm(request.param), f"jax:{request.param}")
+
+
+def judged(reference, tested, effects=0):
+    comparison = compare_layers(reference, tested, reference.config, TOKENS, effects)
+    return comparison, judge_layers(comparison)
+
+
+def test_a_sound_pair_is_rounding_evenly(reference, directory):
+    """The logits of this library are float32 also in bfloat16, and those of transformers are rounded: it is said."""
+    comparison, verdict = judged(reference, TorchTracer(directory, reference.dtype, "hf"), effects=4)
+    assert verdict.passed
+    assert verdict.findings == []
+    assert [each.operation.name for each in comparison.differences] == [op.name for op in operations(reference.config)]
+    assert len(comparison.differences) == 2 * 17 + 3
+    assert comparison.logprob_mean < {"float32": 2e-6, "bfloat16": 4e-2}[reference.dtype]
+    assert max(each.ratio for each in comparison.differences) < 1
+    effects = [each.effect_mean for each in comparison.differences if each.effect_mean is not None]
+    assert len(effects) == 4
+    assert 0 < max(effects) < 3 * comparison.logprob_mean
+    named = "logits, another dtype: float32 in jax:bfloat16, bfloat16 in hf; all else: rounding, evenly"
+    assert verdict.sentence == {"float32": "rounding, evenly", "bfloat16": named}[reference.dtype]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_at_its_place(reference, directory, fault):
+    plant, place = FAULTS[fault]
+    tested = TorchTracer(directory, reference.dtype, "hf", "eager")
+    if fault == "head" and reference.dtype == "bfloat16":  # a float32 head is this library's own
+        against = TorchTracer(directory, "bfloat16", "plain", "eager")
+        plant(tested.model)
+        _, verdict = judged(against, tested)
+        assert verdict.sentence.startswith("logits, another dtype: bfloat16 in plain, float32 in hf")
+        return
+    plant(tested.model)
+    _, verdict = judged(reference, tested)
+    assert not verdict.passed
+    assert place in [finding.place for finding in verdict.findings]
+    others = {finding.place for finding in verdict.findings} - {place}
+    assert len(others) <= 1, others
+
+
+def test_hints_say_what_the_numbers_show(directory):
+    reference = JaxTracer(directory, JaxForm("float32"), "jax")
+    said = {}
+    for fault in ("projection", "one element", "swapped", "no norms"):
+        tested = TorchTracer(directory, "float32", "hf", "eager")
+        FAULTS[fault][0](tested.model)
+        said[fault] = judged(reference, tested)[1].sentence
+    assert "as if multiplied by 1.01)" in said["projection"]
+    assert "in channel 5)" in said["one element"]
+    assert "it gives the value of up projection" in said["swapped"]
+    assert said["no norms"].count("it gives its input") == 2
+
+
+def test_the_effect_is_that_of_the_planted_operation(directory):
+    """With one fault and float32, the effect of its operation is all of the difference of the log-probabilities."""
+    tested = TorchTracer(directory, "float32", "hf", "eager")
+    with_fault = tested.model.model.layers[0].self_attn.o_proj.weight
+    with_fault.data.mul_(1.01)
+    comparison, _ = judged(JaxTracer(directory, JaxForm("float32"), "jax"), tested, effects=1)
+    (found,) = [each for each in comparison.differences if each.effect_mean is not None]
+    assert found.operation.name == "0/attention_output"
+    assert found.own == pytest.approx(0.01, rel=1e-3)
+    assert found.effect_mean == pytest.approx(comparison.logprob_mean, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"), [("Qwen2", {}), ("Qwen3Moe", mixture(4, 2, 32, True))], ids=["biases", "experts"]
+)
+def test_other_families_have_their_operations(family, more, tmp_path):
+    shape = (64, 64, 128, 2, 4, 2, 16, True, 10_000.0)
+    hf_model(shape, family, **more).save_pretrained(tmp_path)
+    reference = JaxTracer(tmp_path, JaxForm("float32"), "jax")
+    comparison, verdict = judged(reference, TorchTracer(tmp_path, "float32", "hf"))
+    assert verdict.sentence == "rounding, evenly"
+    assert len(comparison.differences) == 2 * {"Qwen2": 15, "Qwen3Moe": 14}[family] + 3
+
+
+def test_a_batch_of_another_shape_is_a_scorer(directory):
+    reference = JaxTracer(directory, JaxForm("bfloat16"), "jax")
+    tested, _ = open_tracer("jax:bfloat16,rows=4,width=128", directory)
+    comparison, verdict = judged(reference, tested)
+    assert verdict.passed
+    assert max(each.own for each in comparison.differences) < 1e-3
+    narrow = JaxTracer(directory, JaxForm("bfloat16", width=32), "narrow")
+    with pytest.raises(ValueError, match="width must be at least the 48 tokens"):
+        narrow.run(TOKENS, {})
+
+
+@pytest.mark.mesh
+def test_a_sum_over_devices_in_bfloat16_is_named(directory):
+    """The parts of a sum over ``tp`` are rounded to the dtype before they travel, and to nothing in float32."""
+    reference = {dtype: JaxTracer(directory, JaxForm(dtype), dtype) for dtype in ("bfloat16", "float32")}
+    places = {}
+    for dtype, one in reference.items():
+        tested = JaxTracer(directory, JaxForm(dtype, tp=2), "tp")
+        places[dtype] = {finding.place for finding in judged(one, tested)[1].findings}
+    named = {"every layer, output projection", "every layer, down projection"}
+    assert places == {"bfloat16": named, "float32": set()}
+
+
+def test_precision_is_that_of_the_numbers():
+    """1 + 2^-7 is a bfloat16, 1 + 2^-10 a float16, and 1 + 2^-11 needs float32."""
+    found = [precision(np.float32([1 + 2.0**-n, 0])) for n in (7, 10, 11)]
+    assert found == ["bfloat16", "float16", "float32"]
+
+
+def test_logprobs_of_the_next_tokens():
+    """Two tokens of logits ln 3 and 0 have probabilities 3/4 and 1/4."""
+    logits = np.log(np.float32([[3, 1], [3, 1]]))
+    np.testing.assert_allclose(logprobs(logits, np.int32([0, 0, 1])), np.log([0.75, 0.25]), rtol=1e-6)
+
+
+def test_a_mixture_has_one_operation_for_its_experts():
+    names = [op.name for op in operations(toy_config())]
+    assert names[:2] == ["embedding", "0/attention_norm"]
+    assert names[-3:] == ["1/residual", "final_norm", "logits"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("jax-decode:float32", "cannot look into the scorer 'jax-decode:float32'"),
+        ("jax:float32,tq=2", "has the key 'tq', expected attention, head, fsdp, tp, rows, width"),
+        ("jax:float32,tp=0", "tp=0, expected a number of at least 1"),
+        ("jax:float32,head=int8", "head=int8, expected one of float32, bfloat16, float16"),
+        ("hf:float32,tp=2", "has the key 'tp', expected attention, rows"),
+    ],
+)
+def test_an_unknown_spec_is_refused(spec, message, directory):
+    with pytest.raises(ValueError, match=message):
+        open_tracer(spec, directory)
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    path = tmp_path / "tokens.jsonl"
+    path.write_text(json.dumps({"sequence_id": "a", "token_ids": TOKENS.tolist(), "response_mask": [1] * 48}) + "\n")
+    return path
+
+
+def test_the_program_writes_its_reports(directory, tokens, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = [str(tokens), "--model", str(directory), "--layers", "--layer-tokens", "20", "--out", str(out)]
+    arguments += ["--scorer", "jax:float32", "--scorer", "hf:float32", "--picture", str(tmp_path / "layers.png")]
+    assert run_cli(compare.main, arguments) == 0
+    assert "verdict: rounding, evenly" in capsys.readouterr().out
+    (document,) = json.loads((out / "layers.json").read_text())
+    assert (document["passed"], document["tokens"], document["tested"]) == (True, 20, "hf:float32")
+    assert document["differences"][1]["operation"] == "0/attention_norm"
+    assert "| layer 1, attention |" in (out / "layers.md").read_text()
+    assert (tmp_path / "layers.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_program_fails_where_a_layer_differs(directory, tokens, tmp_path, capsys):
+    model = hf_model(SHAPE)
+    FAULTS["projection"][0](model)
+    model.save_pretrained(tmp_path / "other")
+    arguments = [str(tokens), "--model", str(directory), "--layers", "--out", str(tmp_path / "out")]
+    arguments += ["--scorer", "jax:float32", "--scorer", f"jax:float32@{tmp_path / 'other'}"]
+    assert run_cli(compare.main, arguments) == 1
+    assert "verdict: layer 1, key projection (own error 0.01, limit 2e-06" in capsys.readouterr().out
+
+
+def test_the_program_refuses_what_it_cannot_compare(directory, tokens, tmp_path):
+    common = [str(tokens), "--model", str(directory), "--layers", "--out", str(tmp_path / "out")]
+    two = ["--scorer", "jax:float32", "--scorer", "hf:float32"]
+    for arguments in (
+        two[:2],
+        [*two, "--sequence", "b"],
+        [*two, "--layer-tokens", "1"],
+        ["--scorer", "dump:a#b", *two],
+    ):
+        assert run_cli(compare.main, [*common, *arguments]) == 2
