@@ -23,6 +23,7 @@ distributed.init_process_group(
     "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
 )
 model = torch.nn.Linear(4, 4, bias=False)
+torch.nn.init.zeros_(model.weight)
 if wrapper == "ddp":
     model = torch.nn.parallel.DistributedDataParallel(model)
 elif wrapper == "fsdp2":
@@ -32,7 +33,18 @@ elif wrapper == "fsdp2":
 optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 tracker = SurgeTracker(SurgeConfig(window=12, warmup=6, smooth=3, persistence=1))
 scheduler = LengthTriggeredScheduler(optimizer, tracker=tracker, multiplier=1.2)
-means, rates = [], []
+means, rates, moved = [], [], []
+
+
+def weights():
+    # The whole matrix: under FSDP2 each rank holds two of its four rows.
+    (weight,) = model.parameters()
+    if wrapper == "fsdp2":
+        assert tuple(weight.to_local().shape) == (2, 4)
+        return weight.full_tensor().detach().clone()
+    return weight.detach().clone()
+
+
 for step in range(13):
     # Rank 0 has one response, rank 1 has three: only their common mean triples at step 9.
     length_sum, count = [(100, 1), (300, 3)][rank] if step < 8 else [(100, 1), (1500, 3)][rank]
@@ -40,10 +52,12 @@ for step in range(13):
     scheduler.observe(means[-1])
     model(torch.ones(2, 4)).sum().backward()
     rates.append(optimizer.param_groups[0]["lr"])
+    before = weights()
     optimizer.step()
+    moved += (before - weights()).unique().tolist()
     optimizer.zero_grad()
     scheduler.step()
-print(json.dumps([means, rates, scheduler.surge_step, mean_over_ranks(0, 0) != mean_over_ranks(0, 0)]))
+print(json.dumps([means, rates, moved, scheduler.surge_step, mean_over_ranks(0, 0) != mean_over_ranks(0, 0)]))
 distributed.destroy_process_group()
 """
 
@@ -74,4 +88,6 @@ def test_two_ranks_take_the_same_rates(wrapper):
     assert [process.returncode for process in ranks] == [0, 0], outputs
     first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
     assert first == second
-    assert first == [[100.0] * 8 + [400.0] * 5, [1.0] * 11 + [0.5] * 2, 10, True]
+    # Two rows of ones give every weight the gradient 2 on both ranks.
+    rates = [1.0] * 11 + [0.5] * 2
+    assert first == [[100.0] * 8 + [400.0] * 5, rates, [2 * rate for rate in rates], 10, True]

@@ -211,19 +211,28 @@ def test_no_warning_of_torch_in_the_usual_order():
     assert len(used) == len(LENGTHS)
 
 
-def test_in_accelerate_more_steps_of_the_wrapper_change_nothing():
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_in_accelerate_more_steps_of_the_wrapper_change_nothing(accumulation):
+    """Its optimizer and scheduler act in the last micro-step of a batch alone; the gradient is 2 in each."""
     accelerate = pytest.importorskip("accelerate")
     optimizer = optimizer_of(1.0)
+    (weight,) = optimizer.param_groups[0]["params"]
     own = scheduler_of(optimizer, multiplier=1.2)
-    accelerator = accelerate.Accelerator(cpu=True)
-    wrapped_optimizer, wrapped = accelerator.prepare(optimizer, own)
-    used = []
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    model = torch.nn.ParameterList([weight])
+    model, wrapped_optimizer, wrapped = accelerator.prepare(model, optimizer, own)
+    moved = []
     for length in LENGTHS[:13]:
         own.observe(length)
-        used.append(wrapped_optimizer.param_groups[0]["lr"])
-        wrapped_optimizer.step()
-        wrapped.step()
-    assert used == [1.0] * 11 + [0.5] * 2
+        before = weight.detach().clone()
+        for _ in range(accumulation):
+            with accelerator.accumulate(model):
+                accelerator.backward(2 * weight.sum())
+                wrapped_optimizer.step()
+                wrapped.step()
+                wrapped_optimizer.zero_grad()
+        moved += (before - weight.detach()).unique().tolist()
+    assert moved == pytest.approx([2.0] * 11 + [1.0] * 2)
     assert wrapped.get_last_lr() == [0.5]
     fresh = scheduler_of(optimizer_of(1.0), multiplier=1.2)
     accelerator.prepare(fresh).load_state_dict(wrapped.state_dict())
