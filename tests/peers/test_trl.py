@@ -6,17 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pages import run_block
+from patched import patched_copy, program_output
 
 from rljax.commands import compare
 from rljax.compare.importers import read_tokens
 from rljax.errors import run_cli
-from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
+from rljax.schedule import LengthTriggeredLR, SurgeTracker
 
 trl = pytest.importorskip("trl")
 torch = pytest.importorskip("torch")
 
+from trl_updates import BATCHES, RATE, RULES, trained  # noqa: E402
+
 TEMPERATURE = 0.7
-KEY = "completions/mean_length"
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "configs" / "toy-base"
 
@@ -162,50 +164,65 @@ def test_truncated_responses_that_trl_masks_are_left_out(tmp_path, tiny_model):
     assert all(ids[-1] in (0, 1) for ids in dump.token_ids)
 
 
-@pytest.mark.parametrize("iterations", [1, 2])
-def test_the_callback_sets_the_rate_of_every_update(tmp_path, tiny_model, iterations):
+def rates_of_the_law(run, multiplier):
+    """The host controller's rate for each logged length, and the step of its call."""
+    law = LengthTriggeredLR(RATE, tracker=SurgeTracker(RULES), multiplier=multiplier)
+    rates = [law.step(*batch) for batch in zip(run["lengths"], run["truncated"], strict=True)]
+    assert len(rates) == BATCHES
+    assert rates[-1] < rates[0] == RATE
+    return rates, law.surge_step
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_iterations": 2},
+        {"gradient_accumulation_steps": 2},
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4},
+    ],
+)
+def test_the_callback_sets_the_rate_of_every_update(tmp_path, tiny_model, settings):
     """The lengths that the trainer logged give the rates that its optimizer had: one batch, one rate."""
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, TrainerCallback
-
     names = run_block("schedule.md", "# TRL\n", GRPOTrainer=dict, model=None, config=None, others={})
-    # Any growth over the smallest length so far is a surge, so that a random model's lengths make the call.
-    one_length = {"smooth": 1, "persistence": 1, "warmup": 2, "window": 16}
-    rules = SurgeConfig(ratio=1.001, held_ratio=0.001, baseline_quantile=0.0, max_truncated=1.0, **one_length)
-    callback = names["LengthTriggeredCallback"](tracker=SurgeTracker(rules), multiplier=2.0)
-    used = []
+    callback = names["LengthTriggeredCallback"](tracker=SurgeTracker(RULES), multiplier=2.0)
+    run = trained(tiny_model, tmp_path, callbacks=[callback], **settings)
+    rates, surge_step = rates_of_the_law(run, 2.0)
+    expected = [rate for rate in rates for _ in range(settings.get("num_iterations", 1))]
+    for update in range(settings.get("warmup_steps", 0)):
+        expected[update] = RATE * update / 4
+    assert run["used"] == run["logged"] == pytest.approx(expected, rel=1e-15)
+    assert callback.surge_step == surge_step
 
-    class Used(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
-            used.append(optimizer.param_groups[0]["lr"])
 
-    trainer = trl.GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32),
-        args=trl.GRPOConfig(
-            output_dir=str(tmp_path),
-            per_device_train_batch_size=4,
-            num_generations=2,
-            num_iterations=iterations,
-            max_completion_length=24,
-            max_steps=16 * iterations,
-            learning_rate=1e-4,
-            lr_scheduler_type="constant",
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            seed=0,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]}),
-        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        callbacks=[callback, Used()],
-    )
-    trainer.train()
-    lengths = [row[KEY] for row in trainer.state.log_history if KEY in row]
-    assert len(lengths) == 16
-    law = LengthTriggeredLR(1e-4, tracker=SurgeTracker(rules), multiplier=2.0)
-    rates = [law.step(length) for length in lengths]
-    assert used == [rate for rate in rates for _ in range(iterations)]
-    assert callback.surge_step == law.surge_step
-    assert law.surge_step is not None
-    assert used[-1] < used[0]
+@pytest.fixture(scope="module")
+def runs_of_the_patched_trl(tmp_path_factory, tiny_model):
+    """What the program trl_updates.py gives with the patch of examples/patches in a copy of the installed TRL."""
+    directory = tmp_path_factory.mktemp("patched")
+    patched_copy("trl", directory)
+    return program_output("trl_updates.py", directory, {"model": str(tiny_model), "out": str(directory / "out")})
+
+
+@pytest.mark.parametrize("case", ["one update", "two updates", "two micro-batches", "RLOO"])
+def test_with_the_patch_a_scheduler_follows_the_lengths(runs_of_the_patched_trl, case):
+    """With multiplier 1 the very update of the call is decayed, so the length came before the update."""
+    run = runs_of_the_patched_trl[case]
+    rates, surge_step = rates_of_the_law(run, 1.0)
+    assert rates[surge_step - 1] < RATE
+    updates = len(run["used"]) // BATCHES
+    assert updates == (2 if case == "two updates" else 1)
+    assert run["used"] == run["logged"] == [rate for rate in rates for _ in range(updates)]
+
+
+def test_with_the_patch_a_warm_up_comes_first(runs_of_the_patched_trl):
+    run = runs_of_the_patched_trl["warm-up"]
+    rates, _ = rates_of_the_law(run, 2.0)
+    warm = [RATE * share for share in (0.25, 0.4375, 0.625, 0.8125)]
+    assert run["used"] == run["logged"] == pytest.approx(warm + rates[4:], rel=1e-15)
+
+
+def test_with_the_patch_a_resumed_run_follows_the_law(runs_of_the_patched_trl):
+    run = runs_of_the_patched_trl["resumed"]
+    rates, _ = rates_of_the_law(run, 1.0)
+    assert run["lengths"][:5] == runs_of_the_patched_trl["one update"]["lengths"][:5]
+    assert run["used"] == rates[5:]

@@ -1,0 +1,124 @@
+"""Trains a tiny model with TRL's own trainers on a CPU, and reads the rate of each update back from the optimizer.
+
+    python tests/peers/trl_updates.py '{"model": DIRECTORY, "out": DIRECTORY}'
+
+As a program it needs the patch of TRL, gives the trainers a scheduler, and prints one JSON object of results by case.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import trl
+from datasets import Dataset
+from torch.optim.lr_scheduler import LinearLR, SequentialLR
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from rljax.schedule import SurgeConfig, SurgeTracker
+from rljax.schedule.torch import LengthTriggeredScheduler
+
+RATE, BATCHES = 1e-4, 12
+LENGTH, TRUNCATED = "completions/mean_length", "completions/clipped_ratio"
+# Any growth over the smallest length so far is a surge, so that a random model's lengths make the call.
+RULES = SurgeConfig(
+    window=16,
+    warmup=2,
+    smooth=1,
+    persistence=1,
+    ratio=1.001,
+    held_ratio=0.001,
+    baseline_quantile=0.0,
+    max_truncated=1.0,
+)
+
+
+class Used(TrainerCallback):
+    """Notes the rate that the optimizer has when it updates."""
+
+    def __init__(self):
+        self.rates = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def trained(model, out, *, trainer="GRPO", scheduler_of=None, callbacks=(), resume=None, **settings):
+    """Trains for 12 rollout batches.
+
+    Returns:
+      The logged lengths and truncated shares of the batches, and the rate of each update from the optimizer and from
+      the log.
+    """
+    used = Used()
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE)
+    optimizers = (optimizer, scheduler_of(optimizer)) if scheduler_of else (None, None)
+    made = getattr(trl, f"{trainer}Trainer")(
+        model=policy,
+        args=getattr(trl, f"{trainer}Config")(
+            output_dir=str(out),
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=24,
+            max_steps=BATCHES * settings.get("num_iterations", 1),
+            learning_rate=RATE,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+            seed=0,
+            **{"lr_scheduler_type": "constant", "save_strategy": "no"} | settings,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]}),
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        callbacks=[*callbacks, used],
+        optimizers=optimizers,
+    )
+    made.train(resume_from_checkpoint=resume)
+    rows = [row for row in made.state.log_history if "learning_rate" in row]
+    batches = [row for row in rows if LENGTH in row]
+    return {
+        "lengths": [row[LENGTH] for row in batches],
+        "truncated": [row[TRUNCATED] for row in batches],
+        "used": used.rates,
+        "logged": [row["learning_rate"] for row in rows],
+    }
+
+
+def with_scheduler(multiplier):
+    """A function that gives an optimizer its length-triggered scheduler."""
+    return lambda optimizer: LengthTriggeredScheduler(optimizer, tracker=SurgeTracker(RULES), multiplier=multiplier)
+
+
+def with_warm_up(optimizer):
+    """Returns a warm-up over four updates, followed by the length-triggered rates."""
+    warmup = LinearLR(optimizer, start_factor=0.25, total_iters=4)
+    own = with_scheduler(2.0)(optimizer)
+
+    class Warmed(SequentialLR):
+        def observe(self, length, truncated_fraction=None):
+            return own.observe(length, truncated_fraction)
+
+    return Warmed(optimizer, [warmup, own], milestones=[4])
+
+
+def main():
+    given = json.loads(sys.argv[1])
+    model, out = given["model"], Path(given["out"])
+    own = with_scheduler(1.0)
+    saving = {"save_strategy": "steps", "save_steps": 5}
+    results = {
+        "one update": trained(model, out / "one", scheduler_of=own, **saving),
+        "two updates": trained(model, out / "two", scheduler_of=own, num_iterations=2),
+        "two micro-batches": trained(model, out / "micro", scheduler_of=own, gradient_accumulation_steps=2),
+        "warm-up": trained(model, out / "warm", scheduler_of=with_warm_up),
+        "RLOO": trained(model, out / "rloo", trainer="RLOO", scheduler_of=own),
+    }
+    results["resumed"] = trained(model, out / "one", scheduler_of=own, resume=str(out / "one/checkpoint-5"), **saving)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
