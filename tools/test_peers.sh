@@ -2,7 +2,7 @@
 # Runs the recipes of docs/schedule.md and the exporters of docs/compare.md in the packages they are for, on a CPU, and
 # writes what came of it into the table of docs/peers.md.
 #
-#   bash tools/test_peers.sh [peft] [tunix] [skyrl_tx] [skyrl] [trl] [verl] [easydel] [maxtext]   (default: all)
+#   bash tools/test_peers.sh [peft] [tunix] [skyrl_tx] [skyrl] [trl] [deepspeed] [verl] [easydel] [maxtext]  (default: all)
 #
 # Each package gets a virtual environment of its own in $RLJAX_PEERS (default .venv-peers), 2 to 6 GB each.
 # RLJAX_PEERS_PYTHON: the interpreter, Python 3.12 or 3.13 (default: the first that launch/python.sh finds).
@@ -28,6 +28,7 @@ packages() {
     skyrl_tx) echo "skyrl-tx==0.3.0 jax flax optax torch ." ;;
     skyrl) echo "skyrl==0.4.0 $SKYRL_NEEDS torch .[optax]" ;;
     trl) echo "trl==1.16.0 transformers==5.23.0 torch .[train]" ;;
+    deepspeed) echo "deepspeed==0.19.8 setuptools torch .[optax]" ;;
     verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools fastapi uvicorn .[optax]" ;; # the last three undeclared
     easydel) echo "easydel==0.3.0 pillow torch .[optax]" ;; # likewise
     maxtext) echo "maxtext==0.2.5 jax flax optax ." ;; # its extras for TPUs and CUDA alone declare what it needs
@@ -35,7 +36,7 @@ packages() {
   esac
 }
 
-[ $# -gt 0 ] || set -- peft tunix skyrl_tx skyrl trl verl easydel maxtext
+[ $# -gt 0 ] || set -- peft tunix skyrl_tx skyrl trl deepspeed verl easydel maxtext
 for name in "$@"; do packages "$name" >/dev/null; done # a wrong name ends it here
 status=0
 for name in "$@"; do

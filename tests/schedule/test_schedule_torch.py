@@ -260,3 +260,11 @@ def test_the_recipe_of_the_docs():
     )
     # Called at step 66, so the period is 119. The rate of an update is written after its backward pass.
     assert used == [1e-6] * 119 + [5e-7]
+
+
+def test_the_recipe_for_a_patched_trl():
+    names = {"AdamW": torch.optim.AdamW, "GRPOTrainer": dict, "model": torch.nn.Linear(2, 2)}
+    trainer = run_block("torch_peers.md", "# TRL with the patch\n", config=None, others={}, **names)["trainer"]
+    optimizer, scheduler = trainer["optimizers"]
+    assert scheduler.optimizer is optimizer
+    assert scheduler.observe(1000.0) == [1e-6]

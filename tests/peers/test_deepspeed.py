@@ -1,0 +1,91 @@
+"""The schedule in DeepSpeed's own engine: two processes on a CPU, the rate of each update, and the weights that move."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+RANK = """
+import json, os, sys
+rank, port, stage, place = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
+os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
+import deepspeed
+import torch
+from rljax.schedule import SurgeConfig, SurgeTracker
+from rljax.schedule.torch import LengthTriggeredScheduler, mean_over_ranks
+
+deepspeed.init_distributed("gloo")
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+    "zero_optimization": {"stage": stage},
+}
+
+
+def build():
+    model = torch.nn.Linear(4, 4, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    tracker = SurgeTracker(SurgeConfig(window=12, warmup=6, smooth=3, persistence=1))
+    scheduler = LengthTriggeredScheduler(optimizer, tracker=tracker, multiplier=1.2)
+    engine, *_, given = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=CONFIG)
+    assert given is scheduler
+    return engine, scheduler
+
+
+engine, scheduler = build()
+rates, moved = [], []
+for step in range(13):
+    if step == 7:  # a restart: another engine and another scheduler take over
+        engine.save_checkpoint(place)
+        engine, scheduler = build()
+        engine.load_checkpoint(place)
+    # Rank 0 has one response, rank 1 has three: only their common mean grows four times, at step 9.
+    length_sum, count = [(100, 1), (300, 3)][rank] if step < 8 else [(100, 1), (1500, 3)][rank]
+    scheduler.observe(mean_over_ranks(length_sum, count))
+    before = engine.module.weight.detach().clone()
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    moved += (before - engine.module.weight.detach()).unique().tolist()
+    rates += engine.get_lr()
+print(json.dumps([rates, moved, scheduler.surge_step]))
+"""
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_engine_updates_by_the_rate_of_the_law(stage, tmp_path):
+    """By ZeRO's stage: nothing sharded, the optimizer's state, and the gradients as well."""
+    words = [str(free_port()), str(stage), str(tmp_path)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=300) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    # The call is at update 10, so the period is 12. Two rows of ones give every weight the gradient 2.
+    rates = [1.0] * 11 + [0.5] * 2
+    assert first == second == [rates, [2 * rate for rate in rates], 10]
