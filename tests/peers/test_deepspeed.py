@@ -1,4 +1,4 @@
-"""The schedule in DeepSpeed's own engine: two processes on a CPU, the rate of each update, and the weights that move."""
+"""The schedule in DeepSpeed's own engine: two processes on a CPU, each update's rate, and the weights that move."""
 
 import json
 import socket
