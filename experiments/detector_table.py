@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,10 +23,13 @@ from length_curves import LengthCurve
 
 from rljax.schedule import SurgeConfig, SurgeTracker
 
-STUDY = SurgeConfig(ratio=2.5, warmup=10)
+FORMER = SurgeConfig(ratio=3.0, window=100, warmup=40, capped_ratio=math.inf)
+"""The defaults before ``choose_rules`` chose others."""
+
+STUDY = dataclasses.replace(FORMER, ratio=2.5, warmup=10)
 """The rules of configs/study/slow.yaml."""
 
-TOY = SurgeConfig(ratio=2.5, warmup=10, baseline_quantile=0.2)
+TOY = dataclasses.replace(STUDY, baseline_quantile=0.2)
 """The rules of configs/study/toy.yaml."""
 
 LATE_STEPS, SEEDS, SPREAD = 50, 3, 0.7
@@ -60,15 +64,16 @@ def three_times(stream: Stream) -> int | None:
 
 RULES: dict[str, Rule] = {
     "shipped": tracked(SurgeConfig()),
+    "former": tracked(FORMER),
     "study": tracked(STUDY),
     "toy": tracked(TOY),
     "three times": three_times,
-    "shipped, ratio 2.5": tracked(SurgeConfig(ratio=2.5)),
-    "shipped, ratio 2": tracked(SurgeConfig(ratio=2.0)),
-    "shipped, warm-up 10": tracked(SurgeConfig(warmup=10)),
-    "study, ratio 2": tracked(dataclasses.replace(STUDY, ratio=2.0)),
+    "ratio 2": tracked(SurgeConfig(ratio=2.0)),
+    "ratio 3": tracked(SurgeConfig(ratio=3.0)),
+    "warm-up 40": tracked(SurgeConfig(warmup=40)),
+    "persistence 10": tracked(SurgeConfig(persistence=10)),
 }
-"""The rules by name."""
+"""The rules by name; the last four are the shipped rules with one other value."""
 
 
 def stream_of(curve: LengthCurve) -> Stream:

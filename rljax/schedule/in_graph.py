@@ -103,23 +103,29 @@ def update_surge_state(
     if value.shape or truncated.shape:
         raise ValueError(f"length and truncated_fraction must be scalars, got {value.shape} and {truncated.shape}.")
     usable = jnp.isfinite(value) & (value >= SMALLEST_LENGTH)
-    held_out = usable & (truncated > jnp.float32(config.max_truncated))
-    counts = usable & ~held_out & (state.surge_step == 0)
+    waits = state.surge_step == 0
+    # The window if this length counts. The baseline is of the older lengths, so it serves both tests.
+    lengths = jnp.append(state.lengths[1:], value)
+    seen = jnp.minimum(state.seen + 1, config.window)
+    baseline = _baseline(config, lengths, seen)
+    capped = truncated > jnp.float32(config.max_truncated)
+    held_out = usable & capped & ~(value >= jnp.float32(config.capped_ratio) * baseline)
+    counts = usable & ~held_out & waits
 
     step = state.step + 1
-    lengths = jnp.where(counts, jnp.append(state.lengths[1:], value), state.lengths)
-    seen = jnp.minimum(state.seen + counts, config.window)
     smoothed = jnp.sort(lengths[-config.smooth :])[config.smooth // 2]
-    baseline = _baseline(config, lengths, seen)
     crosses = (seen >= config.warmup) & (smoothed >= jnp.float32(config.ratio) * baseline)
     held = jnp.min(lengths[-config.persistence :]) >= jnp.float32(config.held_ratio) * baseline
+    surges = counts & crosses & held
+    overdue = waits & ~surges & (config.max_wait is not None and step >= config.max_wait)
     since = jnp.where(crosses, jnp.where(state.crossing_since == 0, step, state.crossing_since), 0)
+    since = jnp.where(counts, since, state.crossing_since)
     return SurgeState(
         step=step,
-        lengths=lengths,
-        seen=seen,
-        crossing_since=jnp.where(counts, since, state.crossing_since),
-        surge_step=jnp.where(counts & crosses & held, step, state.surge_step),
+        lengths=jnp.where(counts, lengths, state.lengths),
+        seen=jnp.where(counts, seen, state.seen),
+        crossing_since=jnp.where(overdue, 0, since),
+        surge_step=jnp.where(surges | overdue, step, state.surge_step),
         ignored=state.ignored + ~usable,
         held_out=state.held_out + held_out,
     )

@@ -10,9 +10,11 @@ three-fold within a narrow window. The rule looks at the last ``window`` usable 
 3. The surge is called on the first crossing step whose newest ``persistence`` lengths are all at least
    ``held_ratio * baseline``. Between spikes the length falls back to the baseline; in a surge it does not. So a surge
    that rises over a few steps is called without delay.
+4. A batch in which many responses reached the length limit is left out, because its mean length measures the limit. It
+   counts when it is at least ``capped_ratio * baseline``: a surge that runs into the limit is called.
 
-Both levels are order statistics, and the only arithmetic is one float32 product. So numpy and XLA decide alike on every
-stream of lengths, ties included. ``rljax.schedule.in_graph`` has the same rule inside a compiled graph.
+Both levels are order statistics, and the only arithmetic is float32 products with the baseline. So numpy and XLA decide
+alike on every stream of lengths, ties included. ``rljax.schedule.in_graph`` has the same rule inside a compiled graph.
 """
 
 import collections
@@ -28,11 +30,11 @@ SMALLEST_LENGTH = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True)
 class SurgeConfig:
-    """The rules by which a surge is called. The defaults suit runs that surge after step 40 and within 50 steps."""
+    """The rules by which a surge is called. The defaults suit surges after step 10 that take up to 40 steps."""
 
-    ratio: float = 3.0
+    ratio: float = 2.5
     """A step crosses when its smoothed length is at least this many times the baseline. Above 1."""
-    window: int = 100
+    window: int = 60
     """Number of past steps with a usable length that the rule looks at. Growth that takes longer is not a surge."""
     baseline_quantile: float = 0.3
     """The baseline is this quantile, in [0, 1], of the window without its newest ``smooth`` lengths. Between two
@@ -43,11 +45,16 @@ class SurgeConfig:
     """Number of newest lengths (steps) that must all have left the baseline."""
     held_ratio: float = 1.5
     """A length has left the baseline when it is at least this many times the baseline. In (0, ratio]."""
-    warmup: int = 40
+    warmup: int = 10
     """Number of usable lengths (steps) before the tracker may report a surge."""
     max_truncated: float = 0.25
     """A batch is left out if a larger fraction of its responses, in [0, 1], reached the length limit, because its mean
-    length then measures the limit."""
+    length then measures the limit. ``capped_ratio`` says when it counts all the same."""
+    capped_ratio: float = 4.5
+    """A batch above ``max_truncated`` counts when its length is at least this many times the baseline. Above 1; infinite:
+    it never counts. The limit then lies far above the baseline, so the growth is no effect of the limit."""
+    max_wait: int | None = None
+    """Step at which the tracker calls although no surge was found. None: it waits forever."""
 
     def __post_init__(self) -> None:
         if not 1.0 < self.ratio < math.inf:
@@ -75,6 +82,10 @@ class SurgeConfig:
             raise ValueError(f"window must be at most 1000000 steps, got window = {self.window}.")
         if not 0.0 <= self.max_truncated <= 1.0:
             raise ValueError(f"max_truncated must be in [0, 1], got max_truncated = {self.max_truncated}.")
+        if not self.capped_ratio > 1.0:
+            raise ValueError(f"capped_ratio must be above 1, got capped_ratio = {self.capped_ratio}.")
+        if self.max_wait is not None and not 1 <= self.max_wait < 2**31:
+            raise ValueError(f"max_wait must be None or a step in [1, 2**31), got max_wait = {self.max_wait}.")
 
     def baseline_rank(self, seen: int) -> int:
         """Returns the rank (0: smallest) of the baseline among the older lengths of a window of ``seen`` lengths."""
@@ -89,7 +100,7 @@ class SurgeTracker:
       step: The number of observed batches, unusable ones included.
       surge_step: The 1-based step at which the surge was called, or None.
       ignored: The number of lengths so far that were not finite and positive.
-      held_out: The number of batches so far above ``max_truncated``.
+      held_out: The number of batches so far that were left out because of ``max_truncated``.
       smoothed: The median of the newest ``smooth`` lengths at the last usable step, or None during the warmup.
       baseline: The baseline at that step, or None during the warmup.
     """
@@ -99,6 +110,7 @@ class SurgeTracker:
         self._ratio = np.float32(config.ratio)
         self._held_ratio = np.float32(config.held_ratio)
         self._max_truncated = np.float32(config.max_truncated)
+        self._capped_ratio = np.float32(config.capped_ratio)
         self._lengths: collections.deque[float] = collections.deque(maxlen=config.window)
         self._crossing_since: int | None = None
         self.step = 0
@@ -110,7 +122,7 @@ class SurgeTracker:
 
     @property
     def crossing_step(self) -> int | None:
-        """The first step of the crossing that led to the call, or None before the call. It is only recorded."""
+        """The first step of the crossing that led to the call. None before the call, and if ``max_wait`` made it."""
         return None if self.surge_step is None else self._crossing_since
 
     def update(self, length: Any, truncated_fraction: Any = None) -> bool:
@@ -132,20 +144,41 @@ class SurgeTracker:
             _as_float32("truncated_fraction", truncated_fraction) > self._max_truncated
         )
         self.step += 1
+        called = self._observe(value, truncated)
+        if not called and self.surge_step is None and self.step >= (self.config.max_wait or math.inf):
+            self._crossing_since = None
+            called = True
+        if called:
+            self.surge_step = self.step
+        return called
+
+    def _observe(self, value: np.float32, truncated: bool) -> bool:
+        """Adds a length to the window; returns whether it makes a call."""
         if not (math.isfinite(value) and value >= SMALLEST_LENGTH):
             self.ignored += 1
             return False
-        if truncated:
+        lengths = [*self._lengths, float(value)][-self.config.window :]
+        if truncated and not self._grown_far(lengths):
             self.held_out += 1
             return False
         if self.surge_step is not None:
             return False
         self._lengths.append(float(value))
-        return len(self._lengths) >= self.config.warmup and self._decide()
+        return len(lengths) >= self.config.warmup and self._decide(lengths)
 
-    def _decide(self) -> bool:
-        config, lengths = self.config, list(self._lengths)
-        self.baseline = sorted(lengths[: -config.smooth])[config.baseline_rank(len(lengths))]
+    def _grown_far(self, lengths: list[float]) -> bool:
+        """Returns whether the newest length is at least ``capped_ratio`` baselines."""
+        if len(lengths) <= self.config.smooth:
+            return False
+        with np.errstate(over="ignore"):
+            return bool(lengths[-1] >= self._capped_ratio * np.float32(self._baseline_of(lengths)))
+
+    def _baseline_of(self, lengths: list[float]) -> float:
+        return sorted(lengths[: -self.config.smooth])[self.config.baseline_rank(len(lengths))]
+
+    def _decide(self, lengths: list[float]) -> bool:
+        config = self.config
+        self.baseline = self._baseline_of(lengths)
         self.smoothed = sorted(lengths[-config.smooth :])[config.smooth // 2]
         baseline = np.float32(self.baseline)
         with np.errstate(over="ignore"):
@@ -156,10 +189,7 @@ class SurgeTracker:
             return False
         if self._crossing_since is None:
             self._crossing_since = self.step
-        if not held:
-            return False
-        self.surge_step = self.step
-        return True
+        return bool(held)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that later decisions depend on, as JSON types; under 4 KB for windows of up to 200 steps."""

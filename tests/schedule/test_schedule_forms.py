@@ -32,7 +32,7 @@ def check(arguments, stream):
     assert int(state.decay_period) == min(host.decay_period or 0, 2**31 - 1)
     assert (int(state.surge.ignored), int(state.surge.held_out)) == (host.tracker.ignored, host.tracker.held_out)
     if host.surge_step is not None:
-        assert int(state.surge.crossing_since) == host.tracker.crossing_step
+        assert int(state.surge.crossing_since) == (host.tracker.crossing_step or 0)
         assert set(np.asarray(periods)[host.surge_step - 1 :].tolist()) == {int(state.decay_period)}
     assert set(np.asarray(surges).tolist()) <= {0, host.surge_step}
     assert np.all(np.diff(host_rates) <= 0)

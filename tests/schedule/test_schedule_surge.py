@@ -13,7 +13,7 @@ from rljax.schedule import SurgeConfig, SurgeTracker
 BASE = 1000.0
 DEFAULT = SurgeConfig()
 # Every rule visible in a few steps.
-SMALL = SurgeConfig(window=30, warmup=15, persistence=4)
+SMALL = SurgeConfig(ratio=3.0, window=30, warmup=15, persistence=4)
 
 
 def call_of(lengths, config=SMALL, truncated=None):
@@ -76,7 +76,7 @@ def test_a_low_step_inside_a_surge_delays_the_call():
 
 def test_a_rise_of_five_steps_pays_nothing_for_persistence():
     rise = [*flat(60), 1400.0, 1800.0, 2200.0, 2600.0, *flat(10, 3000.0)]
-    # 3000 first at step 65; three of the newest five have it at 67.
+    # Three of the newest five have 2500 at step 66; the newest six have 1500 at 67.
     assert call_of(rise, DEFAULT) == 67
 
 
@@ -88,7 +88,7 @@ def test_growth_slower_than_the_window_is_no_surge():
 
 
 def test_the_rise_out_of_an_early_dip_is_no_surge():
-    dip = [1000.0] * 10 + [400.0] * 12 + [1000.0] * 200
+    dip = [1000.0] * 10 + [450.0] * 12 + [1000.0] * 200
     assert call_of(dip, DEFAULT) is None
 
 
@@ -110,15 +110,34 @@ def test_more_persistence_calls_as_many_steps_later():
 
 
 def test_truncated_batches_make_no_call():
-    lengths = flat(20) + flat(20, 5 * BASE)
+    lengths = flat(20) + flat(20, 4.4 * BASE)
     assert call_of(lengths, SMALL, [0.0] * 20 + [0.26] * 20) is None
     assert call_of(lengths, SMALL, [0.0] * 20 + [0.25] * 20) == 24
+
+
+def test_a_surge_that_runs_into_the_limit_is_called():
+    truncated = [0.0] * 20 + [0.9] * 20
+    assert call_of(flat(20) + flat(20, 4.5 * BASE), SMALL, truncated) == 24
+    below = float(np.nextafter(np.float32(4500), np.float32(0)))
+    assert call_of(flat(20) + flat(20, below), SMALL, truncated) is None
+    assert (
+        call_of(flat(20) + flat(20, 9.0 * BASE), dataclasses.replace(SMALL, capped_ratio=math.inf), truncated) is None
+    )
+
+
+def test_a_truncated_batch_before_any_baseline_is_left_out():
+    # Five lengths are the smoothed ones, so the first baseline stands with the sixth.
+    assert call_of(flat(5) + flat(20, 9.0 * BASE), SMALL, [0.0] * 4 + [0.9] + [0.0] * 20) == 16
+    tracker = SurgeTracker(SMALL)
+    for _ in range(9):
+        tracker.update(9.0 * BASE, 0.9)
+    assert tracker.held_out == 9
 
 
 def test_truncated_batches_reset_no_call():
     lengths = [*flat(20), *flat(3, 5 * BASE), *flat(6, 8 * BASE), *flat(3, 5 * BASE)]
     truncated = [0.0] * 23 + [0.9] * 6 + [0.0] * 3
-    tracker = SurgeTracker(SMALL)
+    tracker = SurgeTracker(dataclasses.replace(SMALL, capped_ratio=8.5))
     for length, fraction in zip(lengths, truncated, strict=True):
         tracker.update(length, fraction)
     assert (tracker.surge_step, tracker.crossing_step, tracker.held_out) == (30, 23, 6)
@@ -216,13 +235,49 @@ def test_a_narrower_window_keeps_the_newest_lengths():
         ({"held_ratio": 3.1}, "held_ratio = 3.1"),
         ({"warmup": 5}, "warmup = 5"),
         ({"persistence": 41}, "persistence = 41"),
-        ({"window": 39}, "window = 39"),
+        ({"window": 9}, "window = 9"),
         ({"max_truncated": 1.5}, "max_truncated = 1.5"),
+        ({"capped_ratio": 1.0}, "capped_ratio = 1.0"),
+        ({"capped_ratio": math.nan}, "capped_ratio = nan"),
+        ({"max_wait": 0}, "max_wait = 0"),
+        ({"max_wait": 2**31}, "max_wait = 2147483648"),
     ],
 )
 def test_a_rule_out_of_range_is_refused_with_its_value(bad, message):
     with pytest.raises(ValueError, match=message):
         SurgeConfig(**bad)
+
+
+def test_nothing_calls_on_a_flat_run_unless_it_waits_too_long():
+    assert call_of(flat(400)) is None
+    assert call_of(flat(400), dataclasses.replace(SMALL, max_wait=300)) == 300
+
+
+def test_the_wait_counts_batches_that_are_left_out():
+    config = dataclasses.replace(SMALL, max_wait=8)
+    tracker = SurgeTracker(config)
+    calls = [tracker.update(length, share) for length, share in zip([math.nan, 5.0] * 5, [0.0, 0.9] * 5, strict=True)]
+    assert calls == [False] * 7 + [True] + [False] * 2
+    assert (tracker.surge_step, tracker.crossing_step, tracker.ignored, tracker.held_out) == (8, None, 5, 5)
+
+
+def test_a_surge_before_the_end_of_the_wait_is_called_as_ever():
+    lengths = flat(20) + flat(20, 5 * BASE)
+    for max_wait, called, crossing in ((25, 24, 23), (24, 24, 23), (23, 23, None)):
+        tracker = SurgeTracker(dataclasses.replace(SMALL, max_wait=max_wait))
+        for length in lengths:
+            tracker.update(length)
+        assert (tracker.surge_step, tracker.crossing_step) == (called, crossing)
+
+
+def test_a_resumed_tracker_that_has_waited_too_long_calls_at_once():
+    tracker = SurgeTracker(SMALL)
+    for length in flat(50):
+        tracker.update(length)
+    resumed = SurgeTracker(dataclasses.replace(SMALL, max_wait=30))
+    resumed.load_state_dict(tracker.state_dict())
+    assert resumed.update(BASE)
+    assert resumed.surge_step == 51
 
 
 def test_any_positive_signal_will_do():
