@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from length_curves import LengthCurve
 
 from rljax.schedule import SurgeConfig, SurgeTracker
 
-FORMER = SurgeConfig(ratio=3.0, window=100, warmup=40, capped_ratio=math.inf)
+FORMER = SurgeConfig(ratio=3.0, window=100, warmup=40, capped_ratio=None)
 """The defaults before ``choose_rules`` chose others."""
 
 STUDY = dataclasses.replace(FORMER, ratio=2.5, warmup=10)

@@ -1,8 +1,8 @@
 """Tests the surge tracker on families of synthetic curves with known surges; prints the table of docs/schedule.md.
 
-    python experiments/study_surge.py --seeds 500 --json benchmarks/surge_study.json
+    python experiments/study_surge.py --seeds 200 --json benchmarks/surge_study.json
 
-It takes about 3 minutes on one core with 500 seeds. Each seed gives one curve of each family. The unit of a level is
+It takes about 70 seconds on one core with 200 seeds. Each seed gives one curve of each family. The unit of a level is
 the level before the surge. The "crossing" is the first step at which the noise-free curve, without its early dip,
 reaches 3.
 """
@@ -263,7 +263,7 @@ def as_markdown(result: dict[str, dict[str, dict[str, float]]], seeds: int) -> s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=500, help="curves of each family (500)")
+    parser.add_argument("--seeds", type=int, default=200, help="curves of each family (200)")
     parser.add_argument("--json", type=Path, help="JSON file for the result")
     args = parser.parse_args()
     config = SurgeConfig()

@@ -110,8 +110,8 @@ def verdict(outcome: Outcome) -> str:
     """Returns the step at which the rule calls the surge, in one line."""
     if outcome.surge_step is None:
         return f"no surge in {len(outcome.rates)} steps"
-    called = f"surge called at step {outcome.surge_step} (crossing since step {outcome.crossing_step})"
-    return f"{called}, decay period {outcome.decay_period}"
+    how = "by max_wait" if outcome.crossing_step is None else f"crossing since step {outcome.crossing_step}"
+    return f"surge called at step {outcome.surge_step} ({how}), decay period {outcome.decay_period}"
 
 
 def step_note(log: LengthLog) -> str:

@@ -109,7 +109,8 @@ def update_surge_state(
     seen = jnp.minimum(state.seen + 1, config.window)
     baseline = _baseline(config, lengths, seen)
     capped = truncated > jnp.float32(config.max_truncated)
-    held_out = usable & capped & ~(value >= jnp.float32(config.capped_ratio) * baseline)
+    capped_ratio = np.inf if config.capped_ratio is None else config.capped_ratio
+    held_out = usable & capped & ~(value >= jnp.float32(capped_ratio) * baseline)
     counts = usable & ~held_out & waits
 
     step = state.step + 1

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rljax.schedule.length_decay import LengthTriggeredLR, decay_rates
 from rljax.schedule.surge import SurgeConfig, SurgeTracker
 
-STUDY = SurgeConfig(ratio=2.5, warmup=10)
+STUDY = SurgeConfig(ratio=2.5, warmup=10, window=100, capped_ratio=None)
 """The rules of the project's study of short runs."""
 IN_USE = "in use"
 FIRST_LENGTHS = 10
@@ -67,7 +67,7 @@ class Outcome:
       ratios: The ratio of each step up to the call, NaN where the rule has none.
       nearest: The level with the largest ratio up to the call, or None if the rule has no level.
       ignored: The number of steps without a finite, positive length.
-      held_out: The number of steps with a truncated fraction above ``max_truncated``.
+      held_out: The number of steps that were left out because of ``max_truncated``.
     """
 
     rule: Rule
@@ -124,10 +124,10 @@ def neighbours_of(config: SurgeConfig, more: Mapping[str, Sequence[float]] | Non
 
     Returns:
       The rule in use, the shipped rule, the study's rule and three times the first lengths. Then follow the rule in use
-      with other ratios, with a shorter warm-up, with truncated batches, and with the further values.
+      with other ratios, with other warm-ups, with truncated batches, and with the further values.
     """
     rules = [Rule(IN_USE, config), Rule("shipped", SurgeConfig()), Rule("study", STUDY), Rule("three times", None)]
-    changed: dict[str, tuple[float, ...]] = {"ratio": (2.0, 2.5, 3.0), "warmup": (10,), "max_truncated": (1.0,)}
+    changed: dict[str, tuple[float, ...]] = {"ratio": (2.0, 2.5, 3.0), "warmup": (10, 40), "max_truncated": (1.0,)}
     for name, values in (more or {}).items():
         changed[name] = tuple(dict.fromkeys([*changed.get(name, ()), *values]))
     for name, values in changed.items():

@@ -50,9 +50,9 @@ class SurgeConfig:
     max_truncated: float = 0.25
     """A batch is left out if a larger fraction of its responses, in [0, 1], reached the length limit, because its mean
     length then measures the limit. ``capped_ratio`` says when it counts all the same."""
-    capped_ratio: float = 4.5
-    """A batch above ``max_truncated`` counts when its length is at least this many times the baseline. Above 1; infinite:
-    it never counts. The limit then lies far above the baseline, so the growth is no effect of the limit."""
+    capped_ratio: float | None = 4.5
+    """A batch above ``max_truncated`` counts when its length is at least this many times the baseline. The limit then
+    lies far above the baseline, so the growth is no effect of the limit. Above 1; None: such a batch never counts."""
     max_wait: int | None = None
     """Step at which the tracker calls although no surge was found. None: it waits forever."""
 
@@ -82,8 +82,8 @@ class SurgeConfig:
             raise ValueError(f"window must be at most 1000000 steps, got window = {self.window}.")
         if not 0.0 <= self.max_truncated <= 1.0:
             raise ValueError(f"max_truncated must be in [0, 1], got max_truncated = {self.max_truncated}.")
-        if not self.capped_ratio > 1.0:
-            raise ValueError(f"capped_ratio must be above 1, got capped_ratio = {self.capped_ratio}.")
+        if self.capped_ratio is not None and not self.capped_ratio > 1.0:
+            raise ValueError(f"capped_ratio must be None or above 1, got capped_ratio = {self.capped_ratio}.")
         if self.max_wait is not None and not 1 <= self.max_wait < 2**31:
             raise ValueError(f"max_wait must be None or a step in [1, 2**31), got max_wait = {self.max_wait}.")
 
@@ -110,7 +110,7 @@ class SurgeTracker:
         self._ratio = np.float32(config.ratio)
         self._held_ratio = np.float32(config.held_ratio)
         self._max_truncated = np.float32(config.max_truncated)
-        self._capped_ratio = np.float32(config.capped_ratio)
+        self._capped_ratio = np.float32(np.inf if config.capped_ratio is None else config.capped_ratio)
         self._lengths: collections.deque[float] = collections.deque(maxlen=config.window)
         self._crossing_since: int | None = None
         self.step = 0

@@ -171,7 +171,7 @@ def test_sweep_shows_how_the_call_moves(tool, capsys, tmp_path):
     swept = [name for name in rules if name.startswith(("ratio", "window", "persistence"))]
     assert len(swept) == 15
     # In use, shipped, and one value of each field are the rule in use.
-    assert sum(line.startswith("* ") for line in lines) == 5
+    assert sum(line.startswith("* ") for line in lines) == 6
     # 1000 + 125 n reaches 2000, 2500, 3000, 3500 at n = 8, 12, 16, 20, two steps before the median of five.
     called = [rules[f"ratio {ratio}"][0] for ratio in (2, 2.5, 3, 3.5, 4)]
     assert called == [str(79 + n + 2) for n in (8, 12, 16, 20)] + ["-"]
@@ -404,7 +404,7 @@ def curve(path, lengths, column=LENGTH, **more):
 
 def test_the_table_has_what_each_rule_would_have_done(tool, capsys, tmp_path):
     rules = table(run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", LENGTHS)))
-    names = ["in use", "shipped", "study", "three times", "ratio 2", "ratio 2.5", "ratio 3", "warmup 10"]
+    names = ["in use", "shipped", "study", "three times", "ratio 2", "ratio 2.5", "ratio 3", "warmup 10", "warmup 40"]
     assert list(rules) == [*names, "max_truncated 1"]
     assert rules["in use"] == rules["ratio 2"] == ["85", "82", "153", "153", "5e-07", "3.5"]
     # The first ten steps have 1000, and step 80 has 3500. The period is 144, and step 300 is behind the second decay.
@@ -417,7 +417,7 @@ def test_a_log_without_a_call_says_what_was_nearest(tool, capsys, tmp_path):
     # The median of five is 2400 from step 63 on, and six lengths in a row are from step 66 on.
     assert lines[1:6] == [
         "no surge in 120 steps",
-        "nearest: 2.4 times the baseline at step 63 (2400 against 1000); a call needs 3",
+        "nearest: 2.4 times the baseline at step 63 (2400 against 1000); a call needs 2.5",
         "the largest ratio that would have called: 2.4, at step 66",
         "neighbour rules that would have called: ratio 2 at step 66",
         "  from step     1: learning rate 1e-06",
@@ -425,17 +425,20 @@ def test_a_log_without_a_call_says_what_was_nearest(tool, capsys, tmp_path):
 
 
 def test_a_surge_within_the_warmup_is_called_by_neighbours(tool, capsys, tmp_path):
-    lines = run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", [1000.0] * 8 + [3500.0] * 100))
+    log = curve(tmp_path / "log.jsonl", [1000.0] * 8 + [3500.0] * 100)
+    lines = run(tool, capsys, tmp_path, log, "--warmup", "40", "--ratio", "3")
     # Six long lengths in a row end at step 14. At step 40 only 8 of the 35 older lengths are short, which is less than
-    # the quantile of 0.3, so the baseline of the shipped rule is 3500.
+    # the quantile of 0.3, so the baseline is 3500.
     assert lines[2] == "nearest: 1 times the baseline at step 40 (3500 against 3500); a call needs 3"
     assert lines[3] == "no ratio of 1.5 or more would have called"
-    assert lines[4] == "neighbour rules that would have called: study at step 14, warmup 10 at step 14"
+    assert (
+        lines[4] == "neighbour rules that would have called: shipped at step 14, study at step 14, warmup 10 at step 14"
+    )
 
 
 def test_a_spike_that_is_not_held_is_named(tool, capsys, tmp_path):
     lines = run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", [1000.0] * 60 + [4000.0] * 4 + [1000.0] * 30))
-    assert lines[2].startswith("nearest: 4 times the baseline at step 63 (4000 against 1000); a call needs 3 with ")
+    assert lines[2].startswith("nearest: 4 times the baseline at step 63 (4000 against 1000); a call needs 2.5 with ")
     assert lines[2].endswith(" with the newest 6 lengths at 1.5 or more")
     assert lines[4] == "neighbour rules that would have called: three times at step 61"
 
@@ -444,8 +447,13 @@ def test_truncated_batches_and_short_logs_say_why(tool, capsys, tmp_path):
     rows = [row | {"response_length/clip_ratio": 0.5 * (row["step"] >= 80)} for row in rows_of(LENGTH)]
     lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
     assert "neighbour rules that would have called: three times at step 80, max_truncated 1 at step 85" in lines
-    lines = run(tool, capsys, tmp_path, curve(tmp_path / "short.jsonl", [1000.0] * 30))
-    assert "nearest: none, because 30 usable steps are fewer than the warm-up of 40" in lines
+    lines = run(tool, capsys, tmp_path, curve(tmp_path / "short.jsonl", [1000.0] * 8))
+    assert "nearest: none, because 8 usable steps are fewer than the warm-up of 10" in lines
+
+
+def test_a_call_by_max_wait_is_named(tool, capsys, tmp_path):
+    lines = run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", [1000.0] * 80), "--max-wait", "50")
+    assert lines[1] == "surge called at step 50 (by max_wait), decay period 90"
 
 
 def test_a_neighbour_that_is_no_rule_says_why(tool, capsys, tmp_path):

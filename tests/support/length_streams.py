@@ -22,7 +22,7 @@ FRACTIONS = [0.0, 0.25, float(np.nextafter(np.float32(0.25), np.float32(1))), 0.
 CONFIGS = [
     SurgeConfig(ratio=3.0, window=12, warmup=6, smooth=3, persistence=1),
     SurgeConfig(ratio=3.0, window=12, warmup=6, smooth=3, persistence=4, held_ratio=3.0, baseline_quantile=0.5),
-    SurgeConfig(ratio=3.0, window=20, warmup=8, capped_ratio=math.inf),
+    SurgeConfig(ratio=3.0, window=20, warmup=8, capped_ratio=None),
     SurgeConfig(window=5, warmup=2, smooth=1, persistence=1, baseline_quantile=1.0),
     SurgeConfig(window=9, warmup=9, smooth=5, baseline_quantile=0.0, ratio=1.1, held_ratio=0.9, max_truncated=0.9),
     SurgeConfig(window=12, warmup=6, smooth=3, persistence=2, capped_ratio=1.5, max_wait=30),
