@@ -140,7 +140,7 @@ class SurgeTracker:
           ValueError: An argument is not a scalar.
         """
         value = _as_float32("length", length)
-        truncated = truncated_fraction is not None and (
+        truncated = truncated_fraction is not None and bool(
             _as_float32("truncated_fraction", truncated_fraction) > self._max_truncated
         )
         self.step += 1

@@ -92,8 +92,8 @@ def test_the_nearest_level_of_a_rule_that_never_calls():
 
 def test_neighbours_are_named_and_further_values_join_them():
     names = [rule.name for rule in neighbours_of(SurgeConfig(warmup=12), {"ratio": (4.0, 2.0), "window": (5,)})]
-    first = ["in use", "shipped", "study", "three times", "ratio 2", "ratio 2.5", "ratio 3", "ratio 4", "warmup 10"]
-    assert names == [*first, "max_truncated 1", "window 5"]
+    first = ["in use", "shipped", "study", "three times", "ratio 2", "ratio 2.5", "ratio 3", "ratio 4"]
+    assert names == [*first, "warmup 10", "warmup 40", "max_truncated 1", "window 5"]
     rules = {rule.name: rule for rule in neighbours_of(SurgeConfig(warmup=12), {"window": (5,)})}
     assert rules["ratio 2"].config == SurgeConfig(warmup=12, ratio=2.0)
     assert rules["window 5"].error == "window must be at least warmup, got window = 5 and warmup = 12 (steps)."

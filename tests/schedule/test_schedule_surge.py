@@ -268,7 +268,7 @@ def test_a_surge_before_the_end_of_the_wait_is_called_as_ever():
         assert (tracker.surge_step, tracker.crossing_step) == (called, crossing)
 
 
-def test_a_resumed_tracker_that_has_waited_too_long_calls_at_once():
+def test_a_resumed_tracker_past_its_wait_calls_at_once():
     tracker = SurgeTracker(SMALL)
     for length in flat(50):
         tracker.update(length)
