@@ -102,7 +102,8 @@ def replay_log(path: Path, options: Arguments) -> Replay:
         raise ConfigError(error if named else f"{path}: {error}") from error
     rules = neighbours_of(options.rule(), SWEEP if options.sweep else None)
     outcomes = [replay_rule(rule, log.lengths, log.truncated, options.law()) for rule in rules]
-    largest = largest_ratio(log.lengths, log.truncated, options.rule())
+    step, ratio = outcomes[0].surge_step, options.ratio
+    largest = (ratio, step) if step else largest_ratio(log.lengths, log.truncated, options.rule())
     return Replay(path, log, outcomes, largest)
 
 

@@ -201,6 +201,9 @@ def largest_ratio(
     lower ratio more steps cross, so the search halves the range of ratios until one is left.
     """
 
+    if sum(map(math.isfinite, lengths)) < config.warmup:
+        return None
+
     def call(hundredths: int) -> int | None:
         rule = Rule("", dataclasses.replace(config, ratio=hundredths / _HUNDREDTHS))
         return replay_rule(rule, lengths, truncated, RateLaw()).surge_step
