@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from rljax.commands.compare_layers import run_layers
-from rljax.compare.distributions import DistributionPair, compare_distributions, with_distributions
+from rljax.compare.distributions import DistributionPair, Likeliest, compare_distributions, with_distributions
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import SECOND_RUN, Comparison, check_logprobs, compare_columns, to_json, to_markdown, to_text
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
@@ -166,13 +166,21 @@ def sequences(options: Arguments) -> TokenDump:
         return sample_responses(dump, model, options.sample, config, progress=bar.update)
 
 
-def distributions(dump: TokenDump, options: Arguments) -> list[DistributionPair]:
-    """Returns the comparisons of distributions that --distributions asks for."""
+def distributions(
+    dump: TokenDump, options: Arguments, columns: Mapping[str, str]
+) -> tuple[list[DistributionPair], TokenDump]:
+    """Returns the comparisons of distributions that --distributions asks for, and the dump with the likeliest tokens.
+
+    ``columns`` has the name of each scorer's column.
+    """
     if not options.distributions:
-        return []
+        return [], dump
+    likeliest = Likeliest(options.top_k)
     with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
         given, temperature = (options.scorer, dump, options.model), options.temperature
-        return compare_distributions(*given, temperature=temperature, top_k=options.top_k, progress=bar.update)
+        settings = {"temperature": temperature, "top_k": options.top_k}
+        pairs = compare_distributions(*given, **settings, progress=bar.update, keep=likeliest)
+    return pairs, likeliest.added(dump, columns)
 
 
 def named_roles(options: Arguments, columns: Collection[str]) -> dict[str, str]:
@@ -284,7 +292,9 @@ def main(argv: Sequence[str]) -> int:
         with_roles = dump.with_roles({name: roles[name] for name in names if name in roles})
         comparison = compare_columns(with_roles, names, same_weights=options.same_weights)
     if stopped is None:
-        comparison = dataclasses.replace(comparison, distributions=distributions(dump, options))
+        pairs, dump = distributions(dump, options, columns)
+        comparison = dataclasses.replace(comparison, distributions=pairs)
+        write_dump(options.out / "tokens.parquet", dump)
     (options.out / "report.md").write_text(to_markdown(comparison), encoding="utf-8")
     (options.json or options.out / "report.json").write_text(to_json(comparison), encoding="utf-8")
     plot_comparison(comparison, options.picture or options.out / "report.png")

@@ -11,10 +11,11 @@ outcome, "the rest". By the data processing inequality the KL over merged outcom
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +47,9 @@ class TokenLogprobs(NamedTuple):
     ids: np.ndarray | None = None  # int32 [n, k], -1 as fill; None if every token of the vocabulary is known, in order
 
 
+Keep = Callable[[str, int, np.ndarray, TokenLogprobs], object]
+"""A function that gets a scorer's spec, the index of a sequence, its response places, and the distributions there."""
+
 DistributionsAt = Callable[[np.ndarray, np.ndarray], TokenLogprobs]
 """A function (token ids [t], places [n], each at least 1) -> the distributions of the tokens at these places."""
 
@@ -74,6 +78,7 @@ def compare_distributions(
     temperature: float = 1.0,
     top_k: int = 20,
     progress: Callable[[int], object] = lambda count: None,
+    keep: Keep = lambda spec, sequence, places, known: None,
 ) -> list[DistributionPair]:
     """Compares every two of the scorers that know distributions; other specs, in the forms of ``score_column``, are
     left out.
@@ -90,6 +95,7 @@ def compare_distributions(
       top_k: The number of likeliest tokens that a server returns, at most its --max-logprobs (20 by default). A smaller
         vocabulary of another scorer's model limits it.
       progress: A function that gets the number of newly compared sequences.
+      keep: A function that gets each distribution, such as ``Likeliest``.
 
     Raises:
       ValueError: Fewer than two specs know distributions, a server does not score the temperature, a scorer has no
@@ -106,14 +112,56 @@ def compare_distributions(
     columns: dict[tuple[str, str], list[np.ndarray]] = {pair: [] for pair in pairs}
     with contextlib.ExitStack() as stack:
         scorers = {spec: stack.enter_context(_open_scorer(spec, dump, model, temperature, top_k)) for spec in known}
-        for ids, mask in zip(dump.token_ids, dump.response_mask, strict=True):
+        for sequence, (ids, mask) in enumerate(zip(dump.token_ids, dump.response_mask, strict=True)):
             places = np.flatnonzero(mask[1:]) + 1
             if len(places):
                 rows = {spec: distributions_at(ids, places) for spec, distributions_at in scorers.items()}
                 for q, p in pairs:
                     columns[q, p].append(divergences(rows[p], rows[q]))
+                for spec, known_here in rows.items():
+                    keep(spec, sequence, places, known_here)
             progress(1)
     return [DistributionPair(q, p, whole[q] and whole[p], _summary(parts)) for (q, p), parts in columns.items()]
+
+
+class Likeliest:
+    """A ``Keep`` that collects each scorer's k likeliest tokens, and the entropy of the first whole distribution."""
+
+    def __init__(self, k: int) -> None:
+        """Stores the number of likeliest tokens."""
+        self._k = k
+        self._tops: dict[str, dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+        self._entropy: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._whole = ""
+
+    def __call__(self, spec: str, sequence: int, places: np.ndarray, known: TokenLogprobs) -> None:
+        """Collects the distributions of a sequence at its response places."""
+        k = min(self._k, known.logprobs.shape[1])
+        best = np.argsort(-known.logprobs, axis=1, kind="stable")[:, :k]
+        ids = best if known.ids is None else np.take_along_axis(known.ids, best, axis=1)
+        self._tops.setdefault(spec, {})[sequence] = places, ids, np.take_along_axis(known.logprobs, best, axis=1)
+        if known.ids is None and self._whole in ("", spec):
+            self._whole, wide = spec, known.logprobs.astype(np.float64)
+            self._entropy[sequence] = places, -np.where(np.isneginf(wide), 0.0, np.exp(wide) * wide).sum(axis=1)
+
+    def added(self, dump: TokenDump, columns: Mapping[str, str]) -> TokenDump:
+        """Returns the dump with all that was collected; ``columns`` has the name of each spec's column."""
+        lengths = [len(ids) for ids in dump.token_ids]
+        tops = dict(dump.other_tops)
+        for spec, found in self._tops.items():
+            ids = [np.full((length, self._k), -1, np.int32) for length in lengths]
+            logprobs = [np.full((length, self._k), -np.inf, np.float32) for length in lengths]
+            for sequence, (places, *both) in found.items():
+                for matrix, part in zip((ids[sequence], logprobs[sequence]), both, strict=True):
+                    matrix[places, : part.shape[1]] = part
+            tops[columns[spec]] = tuple(ids), tuple(logprobs)
+        values = dict(dump.values)
+        if self._whole:
+            entropy = [np.full(length, np.nan, np.float32) for length in lengths]
+            for sequence, (places, part) in self._entropy.items():
+                entropy[sequence][places] = part
+            values["entropy"] = tuple(entropy)
+        return dataclasses.replace(dump, other_tops=tops, values=values)
 
 
 def with_distributions(specs: Sequence[str]) -> list[str]:

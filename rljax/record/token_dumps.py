@@ -4,9 +4,10 @@ Each sequence is a row: ``sequence_id`` string, ``token_ids`` ``list<int32>`` (p
 ``list<bool>`` and ``logprobs/<column>`` ``list<float32>``. All lists of a row have one length. ``logprobs[t]`` is the
 log-probability **of** ``token_ids[t]`` given everything before it (nats), or NaN if it is unknown. Where the sampler
 reported its k likeliest tokens, ``top_ids`` and ``top_logprobs`` have k of them for each token, lists of lists. Further
-numbers of the tokens stand in columns ``values/<name>``, ``list<float32>``. The schema's metadata has a JSON object
-under ``rljax.dump``: ``version``, ``columns`` (the source of each column) and ``sampling`` (how the tokens were
-sampled). Reading a dump executes nothing in it.
+numbers of the tokens stand in columns ``values/<name>``, ``list<float32>``, and the likeliest tokens of another column
+in ``top_ids/<column>`` and ``top_logprobs/<column>``. The schema's metadata has a JSON object under ``rljax.dump``:
+``version``, ``columns`` (the source of each column) and ``sampling`` (how the tokens were sampled). Reading a dump
+executes nothing in it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _PREFIX = "logprobs/"
 _VALUES = "values/"
 _SOURCE_TEXTS = ("engine", "dtype", "weights_hash", "role")
 _TOPS = {"top_ids": pa.int32(), "top_logprobs": pa.float32()}
+Tops = tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
+"""The ids and the log-probabilities of the likeliest tokens of n sequences, [t, k] each."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class TokenDump:
     top_logprobs: tuple[np.ndarray, ...] = ()  # the sampler's numbers (nats), n float32 [t, k]; -inf where the id is -1
     # Further numbers of the tokens by name, n float32 [t] each, NaN if unknown: advantage, version, in_loss, entropy.
     values: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
+    # The likeliest tokens of other columns: ids and log-probabilities in the form of the sampler's.
+    other_tops: Mapping[str, Tops] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, Mapping):
@@ -115,7 +120,10 @@ class TokenDump:
             _check_vectors(f"column {column!r}", vectors, self.sequence_ids, self.token_ids)
         for name, vectors in self.values.items():
             _check_vectors(f"values {name!r}", vectors, self.sequence_ids, self.token_ids)
-        _check_tops(self)
+        for tops in ((self.top_ids, self.top_logprobs), *self.other_tops.values()):
+            _check_tops(self, *tops)
+        if unknown := set(self.other_tops) - set(self.logprobs):
+            raise ValueError(f"likeliest tokens must be of a column, got {sorted(unknown)[0]!r:.60}")
 
     def role(self, name: str) -> str:
         """Returns the role of a column: "trainer", "rollout", or an empty string if it is unknown.
@@ -234,8 +242,10 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     note = {"version": FORMAT_VERSION, "columns": sources, "sampling": dict(dump.sampling)}
     schema = pa.schema(_types(dump.logprobs), {_KEY: json.dumps(note, sort_keys=True)})
     table = pa.table([list(values) for values in columns], schema=schema)
-    for name in _TOPS if dump.top_ids else ():
-        table = table.append_column(name, _nested(getattr(dump, name), _TOPS[name]))
+    every = {"": (dump.top_ids, dump.top_logprobs)} | {f"/{name}": tops for name, tops in dump.other_tops.items()}
+    for end, tops in every.items():
+        for (name, kind), matrices in zip(_TOPS.items(), tops, strict=True) if tops[0] else ():
+            table = table.append_column(name + end, _nested(matrices, kind))
     for name, vectors in dump.values.items():
         table = table.append_column(_VALUES + name, pa.array(list(vectors), pa.list_(pa.float32())))
     with replacing(out) as partial:
@@ -262,14 +272,18 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
     if note.get("version") != FORMAT_VERSION:
         raise ValueError(f"{path} has dump version {note.get('version')!r:.60}, expected {FORMAT_VERSION}")
     columns = [name.removeprefix(_PREFIX) for name in table.column_names if name.startswith(_PREFIX)]
-    tops = [name for name in _TOPS if name in table.column_names]
+    ends = [name.removeprefix("top_ids") for name in table.column_names if name.partition("/")[0] == "top_ids"]
+    tops = {name + end: kind for end in ends for name, kind in _TOPS.items()}
     values = [name for name in table.column_names if name.startswith(_VALUES)]
-    more = {name: pa.list_(pa.list_(_TOPS[name])) for name in tops} | dict.fromkeys(values, pa.list_(pa.float32()))
+    more = {name: pa.list_(pa.list_(kind)) for name, kind in tops.items()} | dict.fromkeys(
+        values, pa.list_(pa.float32())
+    )
     for name, kind in (_types(columns) | more).items():
         got = table.schema.field(name).type if name in table.column_names else None
         if got != kind:
             raise ValueError(f"{path}: column {name!r} must be {kind}, got {got or 'none'}")
     try:
+        read = {name: _matrices(table[name], kind.to_pandas_dtype()) for name, kind in tops.items()}
         return TokenDump(
             sequence_ids=tuple(table["sequence_id"].to_pylist()),
             token_ids=_vectors(table["token_ids"], np.dtype(np.int32)),
@@ -278,7 +292,8 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
             sources={name: ColumnSource.read(source) for name, source in note["columns"].items()},
             sampling=note["sampling"],
             values={name.removeprefix(_VALUES): _vectors(table[name], np.dtype(np.float32)) for name in values},
-            **{name: _matrices(table[name], _TOPS[name].to_pandas_dtype()) for name in tops},
+            other_tops={end[1:]: (read["top_ids" + end], read["top_logprobs" + end]) for end in ends if end},
+            **{name: read[name] for name in _TOPS if name in read},
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -320,16 +335,16 @@ def _check_vectors(what: str, vectors: Sequence[Any], names: Sequence[str], toke
             raise ValueError(f"sequence {name!r}: {what} must have {len(ids)} entries, got shape {vector.shape}")
 
 
-def _check_tops(dump: TokenDump) -> None:
-    shapes = [[array.shape for array in arrays] for arrays in (dump.top_ids, dump.top_logprobs)]
+def _check_tops(dump: TokenDump, top_ids: tuple[np.ndarray, ...], top_logprobs: tuple[np.ndarray, ...]) -> None:
+    shapes = [[array.shape for array in arrays] for arrays in (top_ids, top_logprobs)]
     if shapes[0] != shapes[1]:
         raise ValueError("top_ids and top_logprobs must have the same shapes")
-    if not dump.top_ids:
+    if not top_ids:
         return
-    if len(dump.top_ids) != len(dump.token_ids):
-        raise ValueError(f"top_ids must have {len(dump.token_ids)} sequences, got {len(dump.top_ids)}")
-    k = dump.top_ids[0].shape[-1]
-    for name, ids, tokens in zip(dump.sequence_ids, dump.top_ids, dump.token_ids, strict=True):
+    if len(top_ids) != len(dump.token_ids):
+        raise ValueError(f"top_ids must have {len(dump.token_ids)} sequences, got {len(top_ids)}")
+    k = top_ids[0].shape[-1]
+    for name, ids, tokens in zip(dump.sequence_ids, top_ids, dump.token_ids, strict=True):
         if ids.shape != (len(tokens), k) or not k:
             expected = f"{len(tokens)} lists of {k or 'at least 1'} tokens"
             raise ValueError(f"sequence {name!r}: top_ids must have {expected}, got shape {ids.shape}")

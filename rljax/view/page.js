@@ -6,7 +6,6 @@ const textOf = new Map(data.texts.map((text, i) => [data.ids[i], text]));
 const hasTexts = data.texts.length > 0;
 const ARRAYS = { f4: Float32Array, u4: Uint32Array, u2: Uint16Array, u1: Uint8Array };
 const NONE = 2 ** 32 - 1;
-const SIDES = { trainer: "trainer", rollout: "sampler" };
 const $ = (id) => document.getElementById(id);
 
 let dump; // what data.dumps says of the dump that is shown
@@ -399,7 +398,7 @@ function cardOf(i) {
   }
   const { entropy, ...others } = view.values;
   for (const [side, tops] of Object.entries(view.tops)) {
-    if (tops.rank[i]) line(`rank for the ${SIDES[side]}`, tops.rank[i] > tops.of ? `beyond ${tops.of}` : tops.rank[i]);
+    if (tops.rank[i]) line(`rank for the ${side}`, tops.rank[i] > tops.of ? `beyond ${tops.of}` : tops.rank[i]);
   }
   if (entropy && Number.isFinite(entropy[i])) line(dump.entropyOf === "entropy" ? "entropy" : "entropy, at least", short(entropy[i]));
   for (const name of Object.keys(others).sort()) if (Number.isFinite(others[name][i])) line(name, short(others[name][i]));
@@ -412,7 +411,7 @@ function cardOf(i) {
       if (ids[j] === view.ids[i]) row.className = "itself";
       likely.append(row);
     }
-    if (likely.rows.length) card.append(make("p", `likeliest for the ${SIDES[side]}`), likely);
+    if (likely.rows.length) card.append(make("p", `likeliest for the ${side}`), likely);
   }
   return card;
 }

@@ -15,7 +15,7 @@ import numpy as np
 
 from rljax.data.tokenizer import Tokenizer
 from rljax.mismatch.metrics import EXTREME_LOG_RATIO
-from rljax.record.token_dumps import TokenDump
+from rljax.record.token_dumps import TokenDump, Tops
 from rljax.view.measure import EDGES, Measured
 
 LISTED = 2000
@@ -23,8 +23,6 @@ LISTED = 2000
 
 _NONE = 2**32 - 1  # the place of a token that is absent
 _COLUMNS = ("share", "sum", "mean", "largest", "tokens", "position")
-Tops = tuple[Sequence[np.ndarray], Sequence[np.ndarray]]
-"""The ids and log-probabilities of the likeliest tokens of each sequence, [t, k] each."""
 _HIDDEN = {"entropy", "in_loss"}  # values that the page shows in another form
 
 
@@ -104,7 +102,9 @@ class Page:
         }
         if measured.trainer:
             found["trainer"] = joined(dump.logprobs[measured.trainer], "<f4")
-        sides = {"rollout": (dump.top_ids, dump.top_logprobs)} if dump.top_ids else {}
+        sides: dict[str, Tops] = {"rollout": (dump.top_ids, dump.top_logprobs)} if dump.top_ids else {}
+        columns = {"trainer": measured.trainer, "rollout": measured.rollout}
+        sides |= {side: dump.other_tops[name] for side, name in columns.items() if name in dump.other_tops}
         found["tops"] = {
             side: self._tops(rows, dump, tops, alternatives)
             for side, tops in sides.items()

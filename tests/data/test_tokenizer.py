@@ -132,6 +132,16 @@ def test_ids_of_every_token_become_the_text_of_transformers(pair):
         assert ours.decode([token]) == theirs.decode([token], skip_special_tokens=True)
 
 
+def test_each_token_alone_has_a_text(tmp_path):
+    ours = load_tokenizer(qwen(tmp_path))
+    euro = ours.encode("€").tolist()
+    assert "".join(ours.pieces(ours.encode(" the end").tolist())) == " the end"
+    assert "".join(ours.pieces(euro)) in ("€", r"\xe2\x82\xac")
+    assert ours.pieces([ours.eos_token_id, 10**6]) == ["<|im_end|>", ""]
+    words = Tokenizer(tokenizers.Tokenizer(models.WordLevel({"▁the": 0, "</s>": 1}, "</s>")), {"eos_token": "</s>"})
+    assert words.pieces([0, 1, 7]) == [" the", "</s>", ""]
+
+
 def test_whatever_is_sampled_becomes_the_text_of_transformers(pair):
     """Halves of characters in any order, special tokens between them, and ids beyond the vocabulary."""
     ours, theirs = pair

@@ -11,6 +11,7 @@ import pytest
 from records import record_row, write_record
 
 from rljax.record.figure import PANELS, REPORT, Run, exponential_mean, plot_grid, plot_report, read_runs, short_names
+from rljax.record.panel_style import svg_text
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -161,3 +162,15 @@ def test_arguments_out_of_range(tmp_path):
             plot_report([run], tmp_path / "x.png", **wrong)
     with pytest.raises(ValueError, match="at least one run"):
         plot_report([], tmp_path / "x.png")
+
+
+def test_a_figure_for_a_page_takes_the_colours_of_the_page():
+    run = run_of(rows_of(surge=20, period=36), label="a < b", color="#1f5fa8")
+    text = svg_text(plot_grid((("length",),), [run], 0.0))
+    assert text.startswith("<svg ")
+    assert "a &lt; b" in text
+    assert "surge at 20, period 36" in text
+    assert "://" not in text
+    for name in ("ink", "quiet", "grid", "paper", "run"):
+        assert f"var(--{name})" in text
+    assert text == svg_text(plot_grid((("length",),), [run], 0.0))

@@ -1,5 +1,6 @@
 """The exchange format keeps what is put into it, and says what is wrong with anything else."""
 
+import dataclasses
 import json
 import pickle
 
@@ -83,6 +84,30 @@ def test_the_likeliest_tokens_are_read_back(tmp_path):
     table = pq.read_table(tmp_path / "x.parquet")
     assert table["top_ids"].to_pylist() == [[[-1, -1], [7, 3], [2, 9]], [[-1, -1], [-1, -1], [4, -1]]]
     assert table["top_logprobs"].to_pylist()[1][2] == [0.0, -np.inf]
+
+
+def test_values_and_tops_of_other_columns_are_read_back(tmp_path):
+    values = {"advantage": tuple(np.asarray(each, np.float32) for each in ([np.nan, 1, -1], [np.nan, np.nan, 0]))}
+    sampled = dump_with_tops()
+    other = {"rollout": (sampled.top_ids, sampled.top_logprobs)}
+    dump = dataclasses.replace(sampled, top_ids=(), top_logprobs=(), values=values, other_tops=other)
+    found = read_dump(write_dump(tmp_path / "x.parquet", dump))
+    assert found.top_ids == ()
+    for a, b in zip(found.values["advantage"], values["advantage"], strict=True):
+        np.testing.assert_array_equal(a, b, strict=True)
+    for a, b in zip(found.other_tops["rollout"], other["rollout"], strict=True):
+        np.testing.assert_array_equal(np.concatenate(a), np.concatenate(b), strict=True)
+    with pytest.raises(ValueError, match="likeliest tokens must be of a column, got 'x'"):
+        dataclasses.replace(dump, other_tops={"x": other["rollout"]})
+    with pytest.raises(ValueError, match=r"values 'advantage' must have 3 entries, got shape \(1,\)"):
+        dataclasses.replace(dump, values={"advantage": (np.zeros(1), np.zeros(3))})
+
+
+def test_values_of_jsonl_may_cover_the_response_alone(tmp_path):
+    line = {"prompt_ids": [1, 2], "response_ids": [7], "logprobs": {"rollout": [-1.0]}}
+    path = write_lines(tmp_path / "x.jsonl", line | {"values": {"entropy": [0.5]}}, line)
+    values = read_tokens(path).values["entropy"]
+    np.testing.assert_equal([each.tolist() for each in values], [[np.nan, np.nan, 0.5], [np.nan] * 3])
 
 
 def test_a_dump_without_likeliest_tokens_is_as_before(tmp_path):

@@ -66,3 +66,23 @@ def test_a_dump_of_a_cut_sampling_has_its_support(tmp_path):
     assert dump.sources["trainer"].cut
     assert dump.top_ids[0].tolist() == [[-1, -1]] * 3 + tops[0].tolist()
     np.testing.assert_array_equal(dump.top_logprobs[0][3:], tops[1])
+
+
+def test_a_dump_has_advantage_version_and_loss_of_each_token(tmp_path):
+    config = Config(run=RunConfig(dir=str(tmp_path)))
+    ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
+    stale = np.asarray([2, 2, 0], np.int32)
+    by_token = np.asarray([0.5, 0.25, -1.0], np.float32)
+    sequences = [
+        TrainSequence(ids, ids, logprobs, -0.5, False),
+        TrainSequence(ids, ids, logprobs, by_token, True, stale),
+    ]
+    write_tokens(config, 4, 3, sequences, [logprobs, logprobs])
+    values = read_dump(tmp_path / "rollouts" / "step_000004.parquet").values
+    found = {name: [vector[3:].tolist() for vector in vectors] for name, vectors in values.items()}
+    assert found == {
+        "advantage": [[-0.5] * 3, [0.5, 0.25, -1.0]],
+        "version": [[3, 3, 3], [1, 1, 3]],
+        "in_loss": [[0, 0, 0], [1, 1, 1]],
+    }
+    assert all(np.isnan(vector[:3]).all() for vectors in values.values() for vector in vectors)

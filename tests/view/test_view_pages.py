@@ -1,5 +1,6 @@
 """The page of a token dump or run: its numbers against ones worked out by hand, and what it says of broken dumps."""
 
+import dataclasses
 import json
 import math
 
@@ -113,6 +114,16 @@ def test_rank_entropy_turn_and_alternatives_are_there(tmp_path):
     half, quarter = 0.5 * math.log(2), 0.25 * math.log(4)  # the parts of probabilities 1/2 and 1/4
     expected = [math.nan, half + 2 * quarter, math.nan, 2 * half, half + 2 * quarter]
     np.testing.assert_allclose(numbers(tokens["values"]["entropy"]), expected, rtol=1e-6)
+
+
+def test_each_side_has_its_own_likeliest_tokens(tmp_path):
+    dump = values_dump()
+    turned = tuple(ids[:, ::-1] for ids in dump.top_ids), tuple(logprobs[:, ::-1] for logprobs in dump.top_logprobs)
+    path = dump_of(tmp_path, dataclasses.replace(dump, other_tops={"trainer": turned}))
+    (found,) = viewed(tmp_path, path)["dumps"]
+    tops = found["tokens"]["tops"]
+    assert [numbers(tops[side]["rank"]) for side in ("rollout", "trainer")] == [[0, 2, 0, 1, 3], [0, 1, 0, 2, 3]]
+    assert numbers(tops["trainer"]["ids"])[2:4] == [3, 6]
 
 
 @pytest.mark.parametrize(
