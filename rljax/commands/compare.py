@@ -178,8 +178,9 @@ def distributions(
     likeliest = Likeliest(options.top_k)
     with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
         given, temperature = (options.scorer, dump, options.model), options.temperature
-        settings = {"temperature": temperature, "top_k": options.top_k}
-        pairs = compare_distributions(*given, **settings, progress=bar.update, keep=likeliest)
+        pairs = compare_distributions(
+            *given, temperature=temperature, top_k=options.top_k, progress=bar.update, keep=likeliest
+        )
     return pairs, likeliest.added(dump, columns)
 
 

@@ -196,8 +196,8 @@ def _finish(found: Measured, dump: TokenDump, weighing: _Weighing | None) -> Non
         found.notes.append(
             f"The dump has one column, {found.rollout}: colours, order and charts show its log-probability."
         )
-    elif {dump.role(found.trainer), dump.role(found.rollout)} != {"trainer", "rollout"}:
-        found.notes.append("The dump does not name the roles of both columns: the sign of the log-ratio may be turned.")
+    elif dump.role(found.trainer) == dump.role(found.rollout):
+        found.notes.append("The dump does not tell the roles of the columns: the sign of the log-ratio may be turned.")
     if weighing is not None:
         found.weights = weighing.finished()
         found.notes += weighing.notes

@@ -77,6 +77,7 @@ async function load(index) {
   readFilters();
   sortSequences();
   showSequence(0);
+  document.body.dataset.ready = dump.name;
 }
 
 function showAbout() {
@@ -492,9 +493,8 @@ async function start() {
   $("which").hidden = data.dumps.length < 2;
   options($("scale"), [["", "by the dump"], ...SCALE.map((step, i) => [i, `up to ${step}`]).slice(4)]);
   $("dump").hidden = false;
-  await load(data.dumps.length - 1);
   listen();
-  document.body.dataset.ready = "1";
+  await load(data.dumps.length - 1);
 }
 
 start();

@@ -1,9 +1,11 @@
 """The page of a token dump in a real Chromium: what it shows, selects and answers to a pointer, dark and light."""
 
+import dataclasses
 import json
 import math
 import os
 
+import numpy as np
 import pytest
 from records import record_row, write_record
 from toy_runs import outcome
@@ -106,6 +108,25 @@ def test_hovering_shows_the_numbers_of_the_dump(tmp_path, opened):
     assert page.is_hidden("#card")
 
 
+def test_the_card_has_the_likeliest_tokens_of_either_side(tmp_path, opened):
+    ids, nothing = np.asarray([[-1, -1], [11, 3]], np.int32), [-np.inf, -np.inf]
+    sides = [np.asarray([nothing, logprobs], np.float32) for logprobs in ([-0.25, -1.5], [-0.125, -2.5])]
+    columns = {"trainer": [[None, -2.5]], "rollout": [[None, -1.5]]}
+    dump = make_dump(["a"], [[1, 3]], [[False, True]], columns, tops=[(ids, sides[0])])
+    dump = dataclasses.replace(dump, other_tops={"trainer": ((ids,), (sides[1],))})
+    path = write_dump(tmp_path / "x.parquet", dump)
+    assert outcome(main, [path, "-o", tmp_path / "page.html", "--model", "toy-base"])[0] == 0
+    page = opened((tmp_path / "page.html").as_uri())
+    token(page, 1).hover()
+    assert card(page)["rank for the rollout"] == card(page)["rank for the trainer"] == "2"
+    texts = page.locator("#card p").all_inner_texts()
+    tables = [table.locator("td").all_inner_texts() for table in page.locator("#card table").all()[1:]]
+    assert dict(zip(texts, tables, strict=True)) == {
+        "likeliest for the rollout": ["=", "-0.25", "p 0.779", "3", "-1.5", "p 0.223"],
+        "likeliest for the trainer": ["=", "-0.125", "p 0.882", "3", "-2.5", "p 0.0821"],
+    }
+
+
 def test_tapping_opens_and_closes_the_card(tmp_path, opened):
     page = opened(write_page(tmp_path), has_touch=True)
     token(page, 1).tap()
@@ -161,7 +182,7 @@ def test_a_filter_leaves_what_it_should(tmp_path, opened, filters, left, sequenc
     rows = [row for row in page.locator("#sequences tbody tr").all() if row.is_visible()]
     assert [row.locator("td").first.inner_text() for row in rows] == sequences
     page.click("button[type=reset]")
-    page.wait_for_function("document.getElementById('kept').textContent.startsWith('6 of 7')")
+    page.wait_for_selector("#kept:has-text('6 of 7')")
 
 
 def test_filtered_tokens_fade_and_extremes_are_listed(tmp_path, opened):
@@ -258,7 +279,7 @@ def test_a_run_shows_texts_curves_and_each_dump(tmp_path, opened):
     assert card(page)["weight"] == "1"
     assert page.inner_text("#tokens") == "=$"
     page.select_option("#dumps", label="step_000001.parquet")
-    page.wait_for_function("document.title.startsWith('step_000001')")
+    page.wait_for_selector("body[data-ready='step_000001.parquet']")
     token(page, 1).hover()
     assert card(page)["log-ratio"].startswith("0.5 ")
 
