@@ -1,6 +1,8 @@
 """The exporter of docs/compare.md in TRL's own GRPO trainer: the columns are those that another engine computes."""
 
 import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -196,11 +198,20 @@ def test_the_callback_sets_the_rate_of_every_update(tmp_path, tiny_model, settin
 
 
 @pytest.fixture(scope="module")
-def runs_of_the_patched_trl(tmp_path_factory, tiny_model):
-    """What the program trl_updates.py gives with the patch of examples/patches in a copy of the installed TRL."""
+def patched(tmp_path_factory):
+    """A directory with a copy of the installed TRL that has the patch of examples/patches in it."""
     directory = tmp_path_factory.mktemp("patched")
     patched_copy("trl", directory)
-    return program_output("trl_updates.py", directory, {"model": str(tiny_model), "out": str(directory / "out")})
+    return directory
+
+
+def program_runs(patched, model, **variables):
+    return program_output("trl_updates.py", patched, {"model": str(model), "out": str(patched / "out")}, **variables)
+
+
+@pytest.fixture(scope="module")
+def runs_of_the_patched_trl(patched, tiny_model):
+    return program_runs(patched, tiny_model)
 
 
 @pytest.mark.parametrize("case", ["one update", "two updates", "two micro-batches", "RLOO"])
@@ -228,3 +239,17 @@ def test_with_the_patch_a_resumed_run_follows_the_law(runs_of_the_patched_trl):
     rates, _ = rates_of_the_law(run, 1.0)
     assert run["lengths"][:5] == runs_of_the_patched_trl["one update"]["lengths"][:5]
     assert run["used"] == rates[5:]
+
+
+def test_two_processes_take_the_same_rates(patched, tiny_model):
+    """Each has half of the responses. Both use the mean over all, by the callback and by the patch."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+    with ThreadPoolExecutor() as pool:
+        ranks = [pool.submit(program_runs, patched, tiny_model, RANK=r, LOCAL_RANK=r, **place) for r in ("0", "1")]
+    first, second = (rank.result() for rank in ranks)
+    assert first == second
+    for case, multiplier in [("callback", 2.0), ("scheduler", 1.0)]:
+        assert first[case]["used"] == rates_of_the_law(first[case], multiplier)[0]

@@ -3,9 +3,11 @@
     python tests/peers/trl_updates.py '{"model": DIRECTORY, "out": DIRECTORY}'
 
 As a program it needs the patch of TRL, gives the trainers a scheduler, and prints one JSON object of results by case.
+With RANK and WORLD_SIZE in the environment it is one of several processes that train together.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from torch.optim.lr_scheduler import LinearLR, SequentialLR
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from rljax.schedule import SurgeConfig, SurgeTracker
-from rljax.schedule.torch import LengthTriggeredScheduler
+from rljax.schedule.torch import LengthTriggeredCallback, LengthTriggeredScheduler
 
 RATE, BATCHES = 1e-4, 12
 LENGTH, TRUNCATED = "completions/mean_length", "completions/clipped_ratio"
@@ -104,20 +106,31 @@ def with_warm_up(optimizer):
     return Warmed(optimizer, [warmup, own], milestones=[4])
 
 
-def main():
-    given = json.loads(sys.argv[1])
-    model, out = given["model"], Path(given["out"])
+def of_one_process(model, out):
     own = with_scheduler(1.0)
     saving = {"save_strategy": "steps", "save_steps": 5}
-    results = {
+    return {
         "one update": trained(model, out / "one", scheduler_of=own, **saving),
         "two updates": trained(model, out / "two", scheduler_of=own, num_iterations=2),
         "two micro-batches": trained(model, out / "micro", scheduler_of=own, gradient_accumulation_steps=2),
         "warm-up": trained(model, out / "warm", scheduler_of=with_warm_up),
         "RLOO": trained(model, out / "rloo", trainer="RLOO", scheduler_of=own),
+        "resumed": trained(model, out / "one", scheduler_of=own, resume=str(out / "one/checkpoint-5"), **saving),
     }
-    results["resumed"] = trained(model, out / "one", scheduler_of=own, resume=str(out / "one/checkpoint-5"), **saving)
-    print(json.dumps(results))
+
+
+def of_several_processes(model, out):
+    callback = LengthTriggeredCallback(tracker=SurgeTracker(RULES), multiplier=2.0)
+    return {
+        "callback": trained(model, out / "callback", callbacks=[callback], ddp_backend="gloo"),
+        "scheduler": trained(model, out / "scheduler", scheduler_of=with_scheduler(1.0), ddp_backend="gloo"),
+    }
+
+
+def main():
+    given = json.loads(sys.argv[1])
+    results = of_several_processes if "WORLD_SIZE" in os.environ else of_one_process
+    print(json.dumps(results(given["model"], Path(given["out"]))))
 
 
 if __name__ == "__main__":
