@@ -94,7 +94,7 @@ class Arguments:
     """Score a second time, at another batch size, to measure the noise floor."""
     layers: tyro.conf.FlagCreatePairsOff[bool] = False
     """Name the layer and the operation at which the first scorer and each other one part, on one sequence of TOKENS.
-    The scorers are jax:DTYPE and hf:DTYPE, with options as in jax:bfloat16,tp=2."""
+    The scorers are jax:DTYPE and hf:DTYPE, with options as in jax:bfloat16,tp=2, and vllm:URL."""
     sequence: str | None = None
     """With --layers, the name of the sequence. None: the longest one."""
     layer_tokens: int = 128

@@ -120,7 +120,7 @@ def test_it_loads_without_jax(said):
     beside = ("rljax.weights.access", "rljax.weights", "rljax.distributed", "rljax.errors")
     own = ("rljax", "rljax.rollout", "rljax.rollout.servers.vllm", "rljax.rollout.servers.vllm.plugin")
     own += ("rljax.rollout.servers.vllm.server", "rljax.rollout.servers.process", "rljax.rollout.servers.loaded")
-    own += ("rljax.weights.sums", "rljax.weights.mirror", "rljax.rollout.servers")
+    own += ("rljax.weights.sums", "rljax.weights.mirror", "rljax.rollout.servers", "rljax.rollout.servers.vllm.taps")
     assert said["backend"] == "rljax_file"
     assert set(own) <= set(said["modules"])
     assert [name for name in said["modules"] if name not in own and not name.startswith(beside)] == []

@@ -4,6 +4,7 @@ import json
 import os
 import time
 
+import planted_in_vllm
 import torch
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.model_executor.layers import utils as vllm_layers
@@ -24,6 +25,19 @@ if os.environ.get("SABOTAGE_UNPACKED"):  # linear layers multiply with their wei
 class Sabotage(vllm_plugin.WorkerExtension):
     def sabotage_tied_head(self, state: str) -> None:
         vllm_plugin.repair_tied_head = _REPAIR if state == "off" else (lambda model: None)
+
+    def sabotage_layers(self, fault: str) -> dict[str, int]:
+        """Plants a fault of ``planted_in_vllm``, or takes all out again ("off"). Returns the number of hooks."""
+        model = self.model_runner.model
+        with torch.no_grad():
+            for undo in getattr(self, "planted", []):
+                undo()
+            self.planted = [] if fault == "off" else planted_in_vllm.plant(model, fault)
+        return {"hooks": planted_in_vllm.count_hooks(model)}
+
+    def sabotage_taps(self) -> None:
+        """Makes each recording of hooks fail inside a forward."""
+        self._taps._keep = None
 
     def sabotage_repack(self, state: str) -> None:
         vllm_plugin.repack_experts = _REPACK if state == "off" else (lambda layer, kernel: None)

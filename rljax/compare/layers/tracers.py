@@ -9,13 +9,14 @@ from pathlib import Path
 from rljax.compare.layers.jax_tracer import JaxForm, JaxTracer
 from rljax.compare.layers.operations import Tracer
 from rljax.compare.layers.torch_tracer import TorchTracer
+from rljax.compare.layers.vllm_tracer import VllmTracer
 from rljax.compare.scorers import DTYPES
 
 _DTYPE = f"(?P<dtype>{'|'.join(DTYPES)})"
 _SPEC = re.compile(rf"(?P<kind>jax|hf):{_DTYPE}(?P<options>(,\w+=[\w.-]+)*)(@(?P<directory>.+))?", re.DOTALL)
 _KEYS = {"jax": ("attention", "head", "fsdp", "tp", "rows", "width"), "hf": ("attention", "rows")}
 _NAMES = {"attention": ("auto", "xla", "cudnn", "splash"), "head": DTYPES}
-_FORMS = "jax:DTYPE[,KEY=VALUE...][@DIR] or hf:DTYPE[,KEY=VALUE...][@DIR]"
+_FORMS = "jax:DTYPE[,KEY=VALUE...][@DIR], hf:DTYPE[,KEY=VALUE...][@DIR] or vllm:URL"
 
 
 def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> tuple[Tracer, Path]:
@@ -23,7 +24,7 @@ def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> tuple[Tracer
 
     The keys of ``jax:`` are attention (auto, xla, cudnn or splash), head (the dtype of the LM head's products), fsdp,
     tp, rows and width (the batch, in rows and tokens). The keys of ``hf:`` are attention (a name of transformers) and
-    rows. Each row of a batch holds the same sequence.
+    rows. Each row of a batch holds the same sequence. ``vllm:`` is a running server.
 
     Args:
       spec: The spec of the scorer.
@@ -34,7 +35,11 @@ def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> tuple[Tracer
 
     Raises:
       ValueError: The spec is unknown, or the scorer cannot be made here.
+      ServerError: A server does not answer.
     """
+    if spec.startswith("vllm:http"):
+        server = VllmTracer(spec.removeprefix("vllm:"), model)
+        return server, server.directory
     found = _SPEC.fullmatch(spec)
     if found is None:
         raise ValueError(f"--layers cannot look into the scorer {spec!r}, expected {_FORMS}")

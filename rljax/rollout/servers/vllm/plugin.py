@@ -33,6 +33,7 @@ from vllm.platforms import current_platform
 
 from rljax.rollout.servers.loaded import ModelTensors, described_shape
 from rljax.rollout.servers.vllm.server import BACKEND
+from rljax.rollout.servers.vllm.taps import TapMethods
 from rljax.weights.delta import KeptDelta
 from rljax.weights.format import PROTOCOL, Checksum, TensorRecord, read_version
 from rljax.weights.mirror import WorkerWeights
@@ -342,7 +343,7 @@ def write_in_place(model: torch.nn.Module, delta: KeptDelta) -> None:
         patching.load_checkpoint_weight_patches(model, [patch], validate_unique_indices=False)
 
 
-class WorkerExtension:
+class WorkerExtension(TapMethods):
     """The methods that vLLM's workers gain, which ``/collective_rpc`` reaches."""
 
     vllm_config: Any

@@ -1,0 +1,129 @@
+"""The values of the operations of a running vLLM server, from hooks that its plugin puts in for one request."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from rljax.compare.layers.operations import IN_BLOCK, PER_HEAD, Values, operations
+from rljax.policy.config import PolicyConfig
+from rljax.policy.families import read_config
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
+from rljax.rollout.types import ClientLimits
+
+_TIMEOUT_S = 300.0
+_PROBE, _GIVEN = "probe.txt", "given.safetensors"  # the names that the plugin reads
+
+
+class VllmTracer:
+    """A vLLM server with rljax's plugin. Hooks are there only while a sequence is computed."""
+
+    def __init__(self, url: str, directory: str | Path | None) -> None:
+        """Asks the server for its description. ``directory``: The model directory, if the server's is not here.
+
+        Raises:
+          ValueError: The server has no plugin, or its model directory cannot be read and ``directory`` is None.
+          ServerError: The server does not answer.
+        """
+        backend = VllmBackend()
+        self._client = ServerClient([url], backend, ClientLimits(request_timeout_s=_TIMEOUT_S))
+        self._url = self._client.urls[0]
+        try:
+            info = backend.describe(self._client, self._url)
+            if not info.dtype:
+                raise ValueError(f"{url}: {backend.without_plugin}")
+            readable = (Path(info.root) / "config.json").is_file()
+            self.directory = Path(info.root) if readable else Path(directory or "")
+            if not readable and directory is None:
+                raise ValueError(f"{url}: its model directory {info.root} cannot be read here, so --model is needed")
+            self.config = read_config(self.directory)
+        except BaseException:
+            self._client.close()
+            raise
+        self._backend, self._model = backend, info.model
+        self.label, self.dtype = f"vllm:{info.dtype}", info.dtype
+
+    def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> Values:
+        """Computes one sequence (``Tracer.run``) by one request.
+
+        Raises:
+          ValueError: The server cannot show its operations. The message says why.
+          ServerError: The server does not answer, or refuses the request.
+        """
+        request = f"rljax-layers-{uuid.uuid4().hex}"
+        with _private_directory() as directory:
+            (directory / _PROBE).write_text(request)
+            if given:
+                save_file({name: np.ascontiguousarray(value) for name, value in given.items()}, directory / _GIVEN)
+            self._ask("rljax_tap", str(directory), request)
+            try:
+                self._compute(tokens, request)
+            finally:
+                answers = self._backend.ask_plugin(self._client, self._url, "rljax_untap")
+            self._check(answers)
+            ranks = [load_file(directory / f"rank{rank}.safetensors") for rank in range(len(answers))]
+        found = {op.name: _joined(ranks, op.name, _width(op.kind, self.config)) for op in operations(self.config)}
+        values = {name: value for name, value in found.items() if value is not None}
+        short = [name for name, value in values.items() if len(value) != len(tokens) - (name == "logits")]
+        if short or "logits" not in values:
+            raise ValueError(
+                f"{self._url} recorded another number of tokens than {len(tokens)}: {short or 'no logits'}"
+            )
+        return values
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._client.close()
+
+    def _compute(self, tokens: np.ndarray, request: str) -> None:
+        """Sends the sequence as a prompt. Its keys and values stay out of the prefix cache of other requests."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "ignore_eos": True}
+        body = {"model": self._model, "token_ids": tokens.tolist(), "sampling_params": sampling}
+        extra = {"request_id": request, "cache_salt": request}
+        self._client.call(self._url, "POST", GENERATE, timeout_s=_TIMEOUT_S, json=body | extra)
+
+    def _ask(self, method: str, *arguments: str) -> None:
+        self._check(self._backend.ask_plugin(self._client, self._url, method, *arguments))
+
+    def _check(self, answers: list[Any]) -> None:
+        errors = [answer["error"] for answer in answers if answer["error"]]
+        if errors:
+            raise ValueError(f"{self._url} cannot show its operations: {errors[0]}")
+
+
+@contextlib.contextmanager
+def _private_directory() -> Iterator[Path]:
+    """Makes a directory that only this user can read, and removes it at the end."""
+    directory = Path(tempfile.mkdtemp(prefix="rljax-layers-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _width(kind: str, config: PolicyConfig) -> int:
+    """Returns the number of features of a value on all workers together."""
+    if kind in PER_HEAD:
+        heads = config.num_kv_heads if kind.startswith(("key", "value")) else config.num_heads
+        return heads * config.head_dim
+    if kind in ("gate", "up", "activation"):
+        return config.intermediate_size
+    return config.hidden_size if kind in (*IN_BLOCK, "embedding", "final_norm") else config.vocab_size
+
+
+def _joined(ranks: list[dict[str, np.ndarray]], name: str, width: int) -> np.ndarray | None:
+    """Joins the parts of a value that the workers hold. Workers may hold equal parts. None: no worker has it."""
+    if name not in ranks[0]:
+        return None
+    parts = max(1, width // ranks[0][name].shape[1])
+    each = [ranks[i * len(ranks) // parts][name] for i in range(parts)]
+    return np.concatenate(each, axis=1)[:, :width]

@@ -1,0 +1,255 @@
+"""Hooks inside a vLLM worker that record the operations of one request, and can put given values in their places.
+
+They are there only between ``rljax_tap`` and ``rljax_untap``, so a server that nobody looks into computes as fast as
+without them. No hook raises: the first error ends the recording and leaves the server as it was. A recording that
+nobody ends is removed after ``EXPIRES_S`` seconds, before the next forward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+EXPIRES_S = 120.0
+PROBE, GIVEN = "probe.txt", "given.safetensors"
+"""The files of the directory of a recording: one with the name of the request, and one with the given values."""
+
+
+def refusal(config: Any, runner: Any) -> str:
+    """Returns why the operations of a worker cannot be recorded, in one sentence; "" if they can."""
+    compilation = config.compilation_config
+    if int(compilation.mode or 0) or not config.model_config.enforce_eager:
+        return (
+            f"its model is compiled or captured in graphs (compilation mode {compilation.mode!s}), where hooks do not "
+            "run: start it with --enforce-eager"
+        )
+    if config.parallel_config.pipeline_parallel_size > 1:
+        return "its layers are split over pipeline stages, expected one stage"
+    if not hasattr(runner, "input_batch") or not hasattr(runner, "query_start_loc"):
+        return "its model runner does not tell which rows belong to a request: start it with VLLM_USE_V2_MODEL_RUNNER=0"
+    body = getattr(runner.model, "model", None)
+    if not hasattr(body, "layers") or not hasattr(runner.model, "logits_processor"):
+        return f"its model {type(runner.model).__name__} is not of a family whose operations are known"
+    return ""
+
+
+class Taps:
+    """The hooks of one recording. Values are [tokens of this request, features of this worker]."""
+
+    def __init__(self, runner: Any, directory: Path, request: str, rank: int, workers: int) -> None:
+        """Puts the hooks in.
+
+        Args:
+          runner: The model runner of the worker.
+          directory: The directory of the recording, which holds ``PROBE`` and perhaps ``GIVEN``.
+          request: A part of the id of the request that is recorded.
+          rank, workers: The place of the worker among those that share the model, and their number.
+        """
+        self._runner, self._request, self._rank, self._workers = runner, request, rank, workers
+        self._directory = directory
+        given = directory / GIVEN
+        self._given = load_file(given) if given.exists() else {}
+        self._parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._rows = self._positions = torch.empty(0, dtype=torch.long)  # of the request in this forward
+        self._layer = 0  # the block that is computed
+        self._final: torch.Tensor | None = None  # the final norm of all rows of this forward
+        self._ends = time.monotonic() + EXPIRES_S
+        self.error = ""
+        self._handles: list[Any] = []
+        self._install()
+
+    def remove(self) -> None:
+        """Takes the hooks out. It may be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def save(self) -> None:
+        """Writes the values, float32, ordered by position, to ``rank{rank}.safetensors``."""
+        arrays = {}
+        for name, parts in self._parts.items():
+            positions, values = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
+            latest = {position: row for row, position in enumerate(positions.tolist())}  # of a row computed twice
+            arrays[name] = values[[latest[position] for position in sorted(latest)]].contiguous()
+        save_file(arrays, self._directory / f"rank{self._rank}.safetensors")
+
+    # ---- Which rows are of the request ----
+
+    def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        if time.monotonic() > self._ends:
+            self.error = f"nobody ended the recording within {EXPIRES_S:g} s"
+            self.remove()
+            return
+        batch = self._runner.input_batch
+        names = list(batch.req_ids[: batch.num_reqs])
+        starts = self._runner.query_start_loc.np[: len(names) + 1].tolist()
+        mine = [range(starts[i], starts[i + 1]) for i, name in enumerate(names) if self._request in name]
+        positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
+        rows = [row for part in mine for row in part]
+        self._rows = torch.tensor(rows, dtype=torch.long, device=positions.device)
+        self._positions = positions[self._rows].clone()
+        self._final = None
+
+    def _tap(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """Records the rows of the request in ``x`` [n, ...]; returns ``x`` with the given values in these rows."""
+        if not len(self._rows):
+            return x
+        places = self._positions.cpu()
+        self._keep(name, places, x[self._rows])
+        if name not in self._given:
+            return x
+        value = self._given[name][places]
+        width = x[0].numel()
+        if value.shape[1] > width:  # the worker has a part of the features
+            parts = value.shape[1] // width
+            first = self._rank * parts // self._workers * width
+            value = value[:, first : first + width]
+        changed = x.clone()
+        changed[self._rows] = value.to(changed).reshape(len(self._rows), *x.shape[1:])
+        return changed
+
+    def _keep(self, name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
+        self._parts.setdefault(name, []).append((positions, values.float().flatten(1).cpu()))
+
+    # ---- The hooks ----
+
+    def _safe(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a hook that never raises. After an error it does nothing."""
+
+        def hook(*args: Any) -> Any:
+            if self.error:
+                return None
+            try:
+                return act(*args)
+            except Exception as error:  # it would end the server
+                self.error = f"{type(error).__name__}: {error}"
+                return None
+
+        return hook
+
+    def _before(self, module: Any, act: Callable[..., Any]) -> None:
+        self._handles.append(module.register_forward_pre_hook(self._safe(act), with_kwargs=True))
+
+    def _after(self, module: Any, act: Callable[[Any], Any]) -> None:
+        """``act`` takes the output of the module and returns the one that is passed on."""
+        if module is not None:
+            self._handles.append(module.register_forward_hook(self._safe(lambda module, args, output: act(output))))
+
+    def _install(self) -> None:
+        model = self._runner.model
+        body = model.model
+        self._before(model, self._begin)
+        self._after(body.embed_tokens, lambda x: self._tap("embedding", x))
+        for i, layer in enumerate(body.layers):
+            self._before(layer, lambda module, args, kwargs, i=i: setattr(self, "_layer", i))
+            self._install_layer(layer, i)
+        self._after(body.norm, lambda pair: self._finish(self._norm("final_norm", len(body.layers) - 1, pair)))
+        hook = self._safe(lambda module, args, output: self._logits(args[1], output))
+        self._handles.append(model.logits_processor.register_forward_hook(hook))
+
+    def _install_layer(self, layer: Any, i: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        sizes = [attention.q_size, attention.kv_size, attention.kv_size]
+
+        def tap(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+            return lambda x: self._tap(f"{i}/{name}", x)
+
+        def taps(names: tuple[str, ...], widths: Callable[[int], list[int]]) -> Callable[[Any], Any]:
+            def act(output: Any) -> Any:
+                parts = output[0].split(widths(output[0].shape[-1]), -1)
+                fed = [self._tap(f"{i}/{name}", part) for name, part in zip(names, parts, strict=True)]
+                return (torch.cat(fed, -1), *output[1:])
+
+            return act
+
+        self._after(layer.input_layernorm, lambda pair: self._norm(f"{i}/attention_norm", i - 1, pair))
+        self._after(attention.qkv_proj, taps(("query", "key", "value"), lambda width: sizes))
+        self._after(getattr(attention, "q_norm", None), tap("query_norm"))
+        self._after(getattr(attention, "k_norm", None), tap("key_norm"))
+        self._after(attention.rotary_emb, lambda pair: self._rotated(i, pair))
+        self._after(attention.attn, tap("attention"))
+        self._after(attention.o_proj, lambda pair: (self._tap(f"{i}/attention_output", pair[0]), *pair[1:]))
+        residual = f"{i}/attention_residual"
+        self._after(
+            layer.post_attention_layernorm,
+            lambda pair: (self._tap(f"{i}/mlp_norm", pair[0]), self._tap(residual, pair[1])),
+        )
+        if hasattr(mlp, "gate_up_proj"):
+            self._after(mlp.gate_up_proj, taps(("gate", "up"), lambda width: [width // 2, width // 2]))
+            self._after(mlp.act_fn, tap("activation"))
+        self._after(mlp, tap("mlp"))
+
+    def _norm(self, name: str, layer: int, output: Any) -> Any:
+        """A norm gives its value, and from the second block on the residual stream that it added up first."""
+        if not isinstance(output, tuple):
+            return self._tap(name, output)
+        return self._tap(name, output[0]), self._tap(f"{layer}/residual", output[1])
+
+    def _rotated(self, layer: int, output: Any) -> Any:
+        """All blocks may share one rotary module."""
+        if self._layer != layer:
+            return None
+        return self._tap(f"{layer}/query_rope", output[0]), self._tap(f"{layer}/key_rope", output[1])
+
+    def _finish(self, output: Any) -> Any:
+        self._final = output[0]
+        return output
+
+    def _logits(self, hidden: torch.Tensor, logits: torch.Tensor | None) -> None:
+        """Records the logits of a prompt, whose hidden states are a view of the final norm of the forward."""
+        final, mine = self._final, self._rows
+        if logits is None or final is None or not len(mine):
+            return
+        if hidden.untyped_storage().data_ptr() != final.untyped_storage().data_ptr():
+            return  # the last position of each request, for its next token
+        first = hidden.storage_offset() // final.stride(0)
+        if first == int(mine[0]):
+            self._keep("logits", self._positions[: len(logits)].cpu(), logits)
+
+
+class TapMethods:
+    """The methods of a worker that begin and end a recording. They raise nothing."""
+
+    vllm_config: Any
+    model_runner: Any
+    rank: int
+    _taps: Taps | None = None
+
+    def rljax_tap(self, directory: str, request: str) -> dict[str, Any]:
+        """Begins to record a request, whose id has ``request`` in it. Returns {"error": ...}, "" if it began."""
+        try:
+            self._end_tap()
+            place, error = Path(directory), refusal(self.vllm_config, self.model_runner)
+            if error:
+                return {"error": error}
+            if not (place / PROBE).is_file() or (place / PROBE).read_text() != request:
+                return {"error": f"it does not see {directory}: set TMPDIR to a directory that both sides see"}
+            workers = self.vllm_config.parallel_config.tensor_parallel_size
+            self._taps = Taps(self.model_runner, place, request, self.rank % workers, workers)
+        except Exception as error:
+            self._end_tap()
+            return {"error": f"its model has no hooks for {type(error).__name__}: {error}"}
+        return {"error": ""}
+
+    def rljax_untap(self) -> dict[str, Any]:
+        """Ends the recording, takes the hooks out, and writes the values. Returns {"error": ...}, "" if all is well."""
+        taps, error = self._end_tap(), "there is no recording"
+        if taps is None:
+            return {"error": error}
+        try:
+            if not taps.error:
+                taps.save()
+            return {"error": taps.error}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def _end_tap(self) -> Taps | None:
+        taps, self._taps = self._taps, None
+        if taps is not None:
+            taps.remove()
+        return taps

@@ -1,0 +1,140 @@
+"""The layer and operation at which a running vLLM and a reference part, with faults planted into the server."""
+
+import json
+import urllib.request
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from planted_layers import FAULTS
+
+from rljax.commands import compare
+from rljax.compare.layers.differences import compare_layers
+from rljax.compare.layers.findings import judge_layers
+from rljax.compare.layers.tracers import open_tracer
+from rljax.errors import run_cli
+from rljax.policy.hf import save_params
+from rljax.rollout.servers.vllm.taps import refusal
+
+DTYPES = pytest.mark.parametrize("served", ["bfloat16", "float32"], indirect=True)
+TOKENS = np.random.default_rng(0).integers(2, 250, 60).astype(np.int32)
+
+
+def ask(served, method, *arguments):
+    """The answer of the server's one worker."""
+    body = json.dumps({"method": method, "args": arguments}).encode()
+    request = urllib.request.Request(f"{served.url}/collective_rpc", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["results"][0]
+
+
+def judged(served, spec, directory=None, effects=0):
+    reference, _ = open_tracer(spec, directory or served.model.path)
+    tested, _ = open_tracer(f"vllm:{served.url}", None)
+    comparison = compare_layers(reference, tested, served.model.config, TOKENS, effects)
+    tested.close()
+    return comparison, judge_layers(comparison)
+
+
+@pytest.mark.vllm
+@pytest.mark.harness
+@DTYPES
+def test_a_sound_server_is_rounding_evenly(served):
+    for spec in (f"hf:{served.dtype},attention=eager", f"jax:{served.dtype}"):
+        comparison, verdict = judged(served, spec, effects=2)
+        assert verdict.passed, verdict.sentence
+        assert verdict.sentence.endswith("rounding, evenly")
+        assert ("logits, another dtype" in verdict.sentence) == (spec == "jax:bfloat16")
+        assert len(comparison.differences) == 2 * 17 + 3
+        assert comparison.logprob_mean < {"bfloat16": 5e-2, "float32": 1e-5}[served.dtype]
+    assert ask(served, "sabotage_layers", "off") == {"hooks": 0}
+
+
+@pytest.mark.vllm
+@pytest.mark.harness
+@DTYPES
+def test_planted_faults_are_found_at_their_places(served, tmp_path):
+    wrong = {}
+    for fault, (_, place) in FAULTS.items():
+        if fault == "stale":
+            continue
+        ask(served, "sabotage_layers", fault)
+        try:
+            _, verdict = judged(served, f"hf:{served.dtype},attention=eager")
+        finally:
+            ask(served, "sabotage_layers", "off")
+        found = [finding.place for finding in verdict.findings]
+        if fault == "head" and served.dtype == "bfloat16":
+            found = [place] if verdict.sentence.startswith("logits, another dtype") else []
+        if place not in found or len(found) > 2:
+            wrong[fault] = verdict.sentence
+    params = served.model.params
+    layers = part_of_layer(params["layers"], served.model.moved(1, 0.05)["layers"])
+    save_params(tmp_path, params | {"layers": layers}, served.model.config)
+    _, verdict = judged(served, f"hf:{served.dtype}", tmp_path)
+    if not verdict.sentence.startswith("layer 1 (other weights"):
+        wrong["stale"] = verdict.sentence
+    assert wrong == {}
+
+
+def part_of_layer(ours, theirs):
+    """Takes layer 1 of each stacked parameter from the second tree."""
+    if isinstance(ours, dict):
+        return {key: part_of_layer(ours[key], theirs[key]) for key in ours}
+    return ours.at[1].set(theirs[1])
+
+
+@pytest.mark.vllm
+@pytest.mark.harness
+def test_a_hook_that_fails_leaves_the_server_alone(bfloat16, tmp_path):
+    """The first error is told, the prompt is answered, and no hook stays."""
+    (tmp_path / "probe.txt").write_text("broken")
+    assert ask(bfloat16, "rljax_tap", str(tmp_path), "broken") == {"error": ""}
+    ask(bfloat16, "sabotage_taps")
+    tested, _ = open_tracer(f"vllm:{bfloat16.url}", None)
+    body = {"model": "policy", "token_ids": TOKENS.tolist(), "request_id": "broken"}
+    body["sampling_params"] = {"max_tokens": 1, "prompt_logprobs": 0}
+    request = urllib.request.Request(
+        f"{bfloat16.url}/inference/v1/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert len(json.load(answer)["choices"][0]["token_ids"]) == 1
+    assert "TypeError" in ask(bfloat16, "rljax_untap")["error"]
+    assert ask(bfloat16, "sabotage_layers", "off") == {"hooks": 0}
+    assert len(tested.run(TOKENS, {})["logits"]) == 59
+    tested.close()
+    assert ask(bfloat16, "rljax_tap", str(tmp_path), "other")["error"].startswith("it does not see")
+
+
+@pytest.mark.vllm
+@pytest.mark.harness
+def test_the_program_looks_into_a_server(bfloat16, tmp_path, capsys):
+    """A server with another key projection in layer 1 is found from the command line, beside a sound scorer."""
+    lines = {"sequence_id": "a", "token_ids": TOKENS.tolist(), "response_mask": [1] * 60}
+    (tmp_path / "tokens.jsonl").write_text(json.dumps(lines) + "\n")
+    arguments = [str(tmp_path / "tokens.jsonl"), "--model", str(bfloat16.model.path), "--layers"]
+    arguments += ["--scorer", "jax:bfloat16", "--scorer", f"vllm:{bfloat16.url}", "--out", str(tmp_path / "out")]
+    ask(bfloat16, "sabotage_layers", "projection")
+    try:
+        assert run_cli(compare.main, arguments) == 1
+    finally:
+        ask(bfloat16, "sabotage_layers", "off")
+    assert "verdict: layer 1, key projection (own error 0.01" in capsys.readouterr().out
+    assert run_cli(compare.main, arguments) == 0
+
+
+def described(*, eager=True, mode=0, stages=1):
+    model = SimpleNamespace(enforce_eager=eager)
+    parallel = SimpleNamespace(pipeline_parallel_size=stages)
+    return SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(mode=mode), parallel_config=parallel)
+
+
+def test_servers_that_cannot_be_looked_into_are_refused_in_words():
+    """The description is vLLM's configuration, and the runner is one that does not tell whose rows are whose."""
+    runner = SimpleNamespace(model=SimpleNamespace())
+    assert "compiled or captured in graphs" in refusal(described(mode=3), runner)
+    assert "start it with --enforce-eager" in refusal(described(eager=False), runner)
+    assert "pipeline stages" in refusal(described(stages=2), runner)
+    assert "VLLM_USE_V2_MODEL_RUNNER=0" in refusal(described(), runner)
+    runner = SimpleNamespace(input_batch=None, query_start_loc=None, model=SimpleNamespace())
+    assert "its model SimpleNamespace is not of a family" in refusal(described(), runner)
