@@ -129,7 +129,7 @@ def described(*, eager=True, mode=0, stages=1):
     return SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(mode=mode), parallel_config=parallel)
 
 
-def test_servers_that_cannot_be_looked_into_are_refused_in_words():
+def test_a_server_that_hides_its_operations_is_refused():
     """The description is vLLM's configuration, and the runner is one that does not tell whose rows are whose."""
     runner = SimpleNamespace(model=SimpleNamespace())
     assert "compiled or captured in graphs" in refusal(described(mode=3), runner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 import uuid
@@ -27,7 +28,7 @@ _PROBE, _GIVEN = "probe.txt", "given.safetensors"  # the names that the plugin r
 class VllmTracer:
     """A vLLM server with rljax's plugin. Hooks are there only while a sequence is computed."""
 
-    def __init__(self, url: str, directory: str | Path | None) -> None:
+    def __init__(self, url: str, directory: str | os.PathLike[str] | None) -> None:
         """Asks the server for its description. ``directory``: The model directory, if the server's is not here.
 
         Raises:
