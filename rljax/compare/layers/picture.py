@@ -92,4 +92,5 @@ def plot_effects(axis: Axes, comparison: LayerComparison) -> None:
     axis.invert_yaxis()
     axis.axvline(comparison.logprob_mean, color=COLORS[1], linestyle="--")
     axis.set_xlabel("mean change (nats); dashed: scorers", fontsize=8.5)
+    axis.set_axisbelow(True)
     axis.grid(axis="x", color=GRID)
