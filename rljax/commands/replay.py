@@ -102,9 +102,11 @@ def replay_log(path: Path, options: Arguments) -> Replay:
         raise ConfigError(error if named else f"{path}: {error}") from error
     rules = neighbours_of(options.rule(), SWEEP if options.sweep else None)
     outcomes = [replay_rule(rule, log.lengths, log.truncated, options.law()) for rule in rules]
-    step, ratio = outcomes[0].surge_step, options.ratio
-    largest = (ratio, step) if step else largest_ratio(log.lengths, log.truncated, options.rule())
-    return Replay(path, log, outcomes, largest)
+    called, crossing = outcomes[0].surge_step, outcomes[0].crossing_step
+    if called is not None and crossing is not None:
+        return Replay(path, log, outcomes, (options.ratio, called))
+    config = dataclasses.replace(options.rule(), max_wait=None)
+    return Replay(path, log, outcomes, largest_ratio(log.lengths, log.truncated, config))
 
 
 def verdict(outcome: Outcome) -> str:
@@ -135,7 +137,7 @@ def report(result: Replay) -> list[str]:
     if outcome.held_out:
         lines.append(f"{outcome.held_out} of them have a truncated fraction above max_truncated: not used")
     lines.append(verdict(outcome))
-    if outcome.surge_step is None:
+    if outcome.crossing_step is None:
         lines += near_misses(result)
     shown = outcome.changes if len(outcome.changes) <= _MOST_CHANGES else outcome.changes[:_MOST_CHANGES]
     for step, rate in shown:
@@ -164,7 +166,7 @@ def near_misses(result: Replay) -> list[str]:
         lines.append(f"the largest ratio that would have called: {result.largest[0]:g}, at step {result.largest[1]}")
     else:
         lines.append(f"no ratio of {config.held_ratio:g} or more would have called")
-    calls = [f"{one.rule.name} at step {one.surge_step}" for one in result.outcomes if one.surge_step is not None]
+    calls = [f"{one.rule.name} at step {one.surge_step}" for one in result.outcomes if one.crossing_step is not None]
     return [*lines, f"neighbour rules that would have called: {', '.join(calls) or 'none'}"]
 
 

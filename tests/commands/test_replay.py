@@ -424,6 +424,18 @@ def test_a_log_without_a_call_says_what_was_nearest(tool, capsys, tmp_path):
     ]
 
 
+def test_a_call_by_the_wait_says_what_was_nearest(tool, capsys, tmp_path):
+    log = curve(tmp_path / "log.jsonl", [1000.0] * 60 + [2400.0] * 60)
+    lines = run(tool, capsys, tmp_path, log, "--max-wait", "100")
+    assert lines[1:5] == [
+        "surge called at step 100 (by max_wait), decay period 180",
+        "nearest: 2.4 times the baseline at step 63 (2400 against 1000); a call needs 2.5",
+        "the largest ratio that would have called: 2.4, at step 66",
+        "neighbour rules that would have called: ratio 2 at step 66",
+    ]
+    assert table(lines)["in use"][:3] == ["100", "-", "180"]
+
+
 def test_a_surge_within_the_warmup_is_called_by_neighbours(tool, capsys, tmp_path):
     log = curve(tmp_path / "log.jsonl", [1000.0] * 8 + [3500.0] * 100)
     lines = run(tool, capsys, tmp_path, log, "--warmup", "40", "--ratio", "3")
