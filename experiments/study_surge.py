@@ -157,13 +157,17 @@ def capped(fast: bool) -> Callable[[np.random.Generator], Curve]:
         steps = np.arange(1, QUIET_STEPS + 1)
         rise = (steps - rng.uniform(60, 400)) / (rng.uniform(5, 60) if fast else rng.uniform(200, 400))
         mean = 10 ** np.clip(rise, 0, 1) if fast else 3 ** np.clip(rise, 0, 3)
-        cap, sigma = rng.uniform(1.5, 3.5) if fast else rng.uniform(4, 8), 0.6
-        z = (np.log(cap / mean) + sigma**2 / 2) / sigma
-        truncated = 1 - normal_cdf(z)
-        level = mean * normal_cdf(z - sigma) + cap * truncated
+        level, truncated = cut(mean, rng.uniform(1.5, 3.5) if fast else rng.uniform(4, 8))
         return Curve(BASE_TOKENS * noisy(rng, level, 0.02, 0.06), truncated, None)
 
     return draw
+
+
+def cut(mean: np.ndarray, cap: float, sigma: float = 0.6) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts log-normal lengths of this mean at a cap. Returns the mean of the cut lengths and the share at the cap."""
+    z = (np.log(cap / mean) + sigma**2 / 2) / sigma
+    truncated = 1 - normal_cdf(z)
+    return mean * normal_cdf(z - sigma) + cap * truncated, truncated
 
 
 def normal_cdf(z: np.ndarray) -> np.ndarray:

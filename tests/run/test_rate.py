@@ -101,3 +101,12 @@ def test_any_recorded_metric_can_be_observed():
     assert math.isnan(observed_value("mismatch/k3_kl", row, {}))
     with pytest.raises(ConfigError, match=r"no row has a metric 'mismatch/k3_lk'; did you mean mismatch/k3_kl\?"):
         observed_value("mismatch/k3_lk", row, last)
+
+
+def test_a_run_without_a_surge_decays_after_its_wait():
+    config = ScheduleConfig(kind="length_triggered", surge=SurgeConfig(max_wait=10), multiplier=1.5)
+    built = make_rate_controller(config, 1e-3, 40)
+    rates = [built.step(10.0, 0.0) for _ in range(40)]
+    np.testing.assert_allclose(rates, [1e-3 * 0.5 ** (t // 15) for t in range(1, 41)], rtol=1e-6)
+    expected = {"schedule/surge_step": 10, "schedule/crossing_step": None, "schedule/decay_period": 15}
+    assert schedule_row(built) == expected

@@ -36,6 +36,16 @@ def test_no_surge_no_call(name):
     assert study_surge.judge_quiets(name, study_surge.QUIETS[name], SurgeConfig(), QUIET_SEEDS)["false_calls"] == 0
 
 
+@pytest.mark.parametrize("name", study_surge.SURGES)
+def test_a_surge_into_a_limit_of_five_times_the_level_is_called(name):
+    for seed in range(20):
+        curve = study_surge.draw(name, study_surge.SURGES[name], seed)
+        lengths, truncated = study_surge.cut(curve.lengths, 5 * study_surge.BASE_TOKENS)
+        call = study_surge.first_call(study_surge.Curve(lengths, truncated, curve.crossing), SurgeConfig())
+        assert call is not None
+        assert abs(call - curve.crossing) < 40
+
+
 def test_the_bars_are_missed_by_worse_rules():
     """The judgement can fail: a tracker that believes a single high step calls spikes."""
     hasty = SurgeConfig(smooth=1, persistence=1)
