@@ -66,8 +66,9 @@ async function load(index) {
   dump.lengths.forEach((_, s) => {
     for (let i = view.starts[s], place = 0; i < view.starts[s + 1]; i++) {
       if (view.mask[i]) view.position[i] = ++place;
-      const both = view.trainer ? view.trainer[i] - view.rollout[i] : view.rollout[i];
-      view.value[i] = view.mask[i] && Number.isFinite(both) ? both : NaN;
+      const sides = view.trainer ? [view.trainer[i], view.rollout[i]] : [view.rollout[i], 0];
+      const isKnown = view.mask[i] && sides.every((value) => Math.abs(value) <= data.largest);
+      view.value[i] = isKnown ? sides[0] - sides[1] : NaN;
     }
   });
   document.title = dump.name + " – rljax view";

@@ -15,6 +15,7 @@ import numpy as np
 
 from rljax.data.tokenizer import Tokenizer
 from rljax.mismatch.metrics import EXTREME_LOG_RATIO
+from rljax.mismatch.regions import LARGEST_LOGPROB
 from rljax.record.token_dumps import TokenDump, Tops
 from rljax.view.measure import EDGES, Measured
 
@@ -131,6 +132,7 @@ class Page:
         ids = np.unique(np.concatenate([np.zeros(0, np.int32), *self._ids])).tolist()
         texts = [] if self.tokenizer is None else self.tokenizer.pieces(ids)
         data = {"dumps": self.dumps, "ids": ids, "texts": texts, "extreme": EXTREME_LOG_RATIO}
+        data["largest"] = LARGEST_LOGPROB  # numbers beyond it count as not finite, as in every metric
         summary = "<summary>Curves of the run</summary>"
         parts = {
             "title": html.escape(self.title),

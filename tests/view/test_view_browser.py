@@ -231,6 +231,18 @@ def test_sequences_are_sorted_and_chosen(tmp_path, opened):
     assert card(page)["trainer log-probability"] == "none"
 
 
+def test_numbers_that_are_not_finite_are_never_selected(tmp_path, opened):
+    columns = {"trainer": [[-np.inf, -1e30, -0.5]], "rollout": [[-1.0, -1.0, -1.0]]}
+    path = write_dump(tmp_path / "x.parquet", make_dump(["a"], [[1, 2, 3]], [[True] * 3], columns))
+    assert outcome(main, [path, "-o", tmp_path / "page.html"])[0] == 0
+    page = opened((tmp_path / "page.html").as_uri())
+    assert kept(page) == "1 of 3"
+    assert [span.get_attribute("class") for span in page.locator("#tokens span").all()] == ["lost", "lost", "p4"]
+    assert "2 response tokens have no finite log-probability" in page.inner_text("#about")
+    token(page, 0).hover()
+    assert card(page)["trainer log-probability"] == "-Infinity (p 0)"
+
+
 def test_dark_and_light_follow_the_system(tmp_path, opened):
     address = write_page(tmp_path)
     grounds = []
