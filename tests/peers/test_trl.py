@@ -214,7 +214,7 @@ def runs_of_the_patched_trl(patched, tiny_model):
     return program_runs(patched, tiny_model)
 
 
-@pytest.mark.parametrize("case", ["one update", "two updates", "two micro-batches", "RLOO"])
+@pytest.mark.parametrize("case", ["one update", "two updates", "two micro-batches", "RLOO", "Distillation"])
 def test_with_the_patch_a_scheduler_follows_the_lengths(runs_of_the_patched_trl, case):
     """With multiplier 1 the very update of the call is decayed, so the length came before the update."""
     run = runs_of_the_patched_trl[case]

@@ -56,12 +56,16 @@ def trained(model, out, *, trainer="GRPO", scheduler_of=None, callbacks=(), resu
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE)
     optimizers = (optimizer, scheduler_of(optimizer)) if scheduler_of else (None, None)
+    if trainer == "Distillation":
+        goal = {"teacher_model": AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)}
+    else:
+        goal = {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
+        settings["num_generations"] = 2
     made = getattr(trl, f"{trainer}Trainer")(
         model=policy,
         args=getattr(trl, f"{trainer}Config")(
             output_dir=str(out),
             per_device_train_batch_size=4,
-            num_generations=2,
             max_completion_length=24,
             max_steps=BATCHES * settings.get("num_iterations", 1),
             learning_rate=RATE,
@@ -74,9 +78,9 @@ def trained(model, out, *, trainer="GRPO", scheduler_of=None, callbacks=(), resu
             **{"lr_scheduler_type": "constant", "save_strategy": "no"} | settings,
         ),
         train_dataset=Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]}),
-        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
         callbacks=[*callbacks, used],
         optimizers=optimizers,
+        **goal,
     )
     made.train(resume_from_checkpoint=resume)
     rows = [row for row in made.state.log_history if "learning_rate" in row]
@@ -115,6 +119,7 @@ def of_one_process(model, out):
         "two micro-batches": trained(model, out / "micro", scheduler_of=own, gradient_accumulation_steps=2),
         "warm-up": trained(model, out / "warm", scheduler_of=with_warm_up),
         "RLOO": trained(model, out / "rloo", trainer="RLOO", scheduler_of=own),
+        "Distillation": trained(model, out / "distillation", trainer="Distillation", scheduler_of=own),
         "resumed": trained(model, out / "one", scheduler_of=own, resume=str(out / "one/checkpoint-5"), **saving),
     }
 
