@@ -30,6 +30,7 @@ COMMANDS = {
     "evaluate": Command("rljax.evaluate", "Measures the accuracy of a model or of a run on one dataset."),
     "compare": Command("rljax.commands.compare", "Compares log-probabilities of the same tokens between engines."),
     "view": Command("rljax.commands.view", "Makes one HTML page of a token dump or a run, token by token."),
+    "diagnose": Command("rljax.commands.diagnose", "Names the cause of a mismatch or collapse, and the remedies."),
     "replay": Command("rljax.commands.replay", "Shows what the length-triggered schedule would do on a training log."),
     "plot": Command("rljax.commands.plot", "Plots one run, or several runs in the same panels."),
     "prepare": Command("rljax.commands.prepare", "Makes a training file from problems: filters, counts, scores."),

@@ -204,7 +204,8 @@ def _matrix(comparison: Comparison, metric: str) -> tuple[str, _Rows]:
     cells = {(pair.trainer, pair.rollout): f"{pair.metrics[metric]:.3g}" for pair in comparison.pairs}
     cells |= {(name, name): f"({floor[metric]:.3g})" for name, floor in comparison.noise_floor.items()}
     rows = [["", *names], *([row, *(cells.get((row, name), "") for name in names)] for row in names)]
-    return f"{metric} (on the diagonal: a scorer against its own second run)", rows
+    floor = "on the diagonal the floor: a scorer against its own second run, as mismatch_self/ of a run"
+    return f"{metric} ({floor})", rows
 
 
 def _growth_table(comparison: Comparison) -> tuple[str, _Rows]:

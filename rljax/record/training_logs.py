@@ -8,14 +8,15 @@ import bisect
 import codecs
 import contextlib
 import csv
+import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from rljax.errors import ConfigError, parse_json
 
@@ -50,6 +51,7 @@ _CONSOLE_STEP = re.compile(r"\bstep:(\d+) - |\b(?:rollout|perf) (\d+): \{")
 _CONSOLE_VALUE = re.compile(r"""(?: - |['"])([\w./@-]+)['"]?: ?['"]?(?:[\w.]+\()?(-?\d[\d.]*(?:e[+-]?\d+)?|nan)\b""")
 
 Rows = list[dict[str, Any]]
+Columns = TypeVar("Columns", bound=tuple[Any, ...])
 
 
 class MissingPackageError(ConfigError):
@@ -91,21 +93,35 @@ def read_lengths(path: Path, column: str | None = None, truncated_column: str | 
     Raises:
       ConfigError: The log cannot be read, or it has no length. OSError: A file cannot be opened.
     """
-    rows, column, truncated_column = read_log(path, column, truncated_column)
+    choose = functools.partial(choose_columns, column=column, truncated_column=truncated_column)
+    rows, chosen = read_log(path, choose)
+    column, truncated_column = chosen[0][0], chosen[-1][1]
     step_column = choose_step_column(rows, column)
     lengths, truncated = series(rows, column, truncated_column, step_column)
     return LengthLog(column, truncated_column, step_column, columns_of(rows), lengths, truncated)
 
 
-def read_log(path: Path, column: str | None, truncated_column: str | None) -> tuple[Rows, str, str | None]:
-    """Reads a log; returns its rows, its length column, and the column with the share of truncated responses or None.
+def read_log(path: Path, choose: Callable[[list[str]], Columns]) -> tuple[Rows, list[Columns]]:
+    """Reads a log: a file, or the log in a directory.
 
-    In a directory, the first kind of log that has a length is read: metrics.jsonl, TensorBoard, metrics.jsonl in a
-    folder, trainer_state.json, other text files. Several folders are one log if each starts after the one before it.
+    In a directory, the first kind of log that has the wanted columns is read: metrics.jsonl, TensorBoard, metrics.jsonl
+    in a folder, trainer_state.json, other text files. Several folders are one log if each starts after the one before
+    it.
+
+    Args:
+      path: The file or the directory.
+      choose: A function that chooses columns from those of a log. The steps are those of the first one. It raises
+        ConfigError if a log lacks what is wanted.
+
+    Returns:
+      The rows, and the chosen columns of each folder.
+
+    Raises:
+      ConfigError: There is no such log, or the logs of several runs.
     """
     reason: ConfigError | None = None
     for kind in find_logs(path) if path.is_dir() else iter([[[path]]]):
-        logs = []
+        logs: list[tuple[Path, Rows, Columns]] = []
         for files in kind:
             try:
                 rows = [row for file in files for row in read_rows(file)]
@@ -113,16 +129,16 @@ def read_log(path: Path, column: str | None, truncated_column: str | None) -> tu
                 reason = reason or error
                 continue
             try:
-                logs.append((files[0], rows, *choose_columns(columns_of(rows), column, truncated_column)))
+                logs.append((files[0], rows, choose(columns_of(rows))))
             except ConfigError as error:
                 reason = reason or (error if rows else ConfigError(f"{files[0]}: the log is empty"))
         if logs:
-            starts = [first_step(rows, chosen) for _, rows, chosen, _ in logs]
-            same = len({chosen for _, _, chosen, _ in logs}) == 1
+            starts = [first_step(rows, chosen[0]) for _, rows, chosen in logs]
+            same = len({chosen[0] for *_, chosen in logs}) == 1
             if not same or any(later <= earlier for earlier, later in itertools.pairwise(starts)):
                 names = ", ".join(str(file) for file, *_ in logs)
                 raise ConfigError(f"{path} has the logs of several runs; name them one by one: {names}")
-            return [row for _, rows, _, _ in logs for row in rows], logs[0][2], logs[-1][3]
+            return [row for _, rows, _ in logs for row in rows], [chosen for *_, chosen in logs]
     raise reason or ConfigError(f"{path}: neither metrics.jsonl nor a TensorBoard event file in it")
 
 

@@ -178,6 +178,7 @@ def update_options(config: Config, step: int, learning_rate: float) -> UpdateOpt
         step_seed(config.run.seed, step),
         noise=is_due(diagnosis.grad_noise_every, step),
         free_routing=is_due(diagnosis.free_routing_every, step),
+        self_mismatch=is_due(diagnosis.self_every, step),
     )
 
 

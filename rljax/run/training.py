@@ -27,6 +27,7 @@ from rljax.trainer.behaviour import SplitUpdate, make_copy
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch, max_micro_batches, pack
+from rljax.trainer.self_check import SelfCheckedUpdate, other_shape
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.update import (
@@ -195,7 +196,7 @@ def make_update(
     adapters make, from ``load_merged``; None: the state holds the policy itself.
     """
     if config.rollout.engine == "exact":
-        return ExactUpdate(
+        exact = ExactUpdate(
             make_exact_pass(config, policy, mesh),
             policy,
             tx,
@@ -206,13 +207,13 @@ def make_update(
             lora=config.lora,
             merged=merged,
         )
+        if not config.diagnosis.self_every:
+            return exact
+        _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
+        return _with_self_check(config, exact, forward)
     step = make_step(config, policy, tx, mesh, merged)
-    forward = functools.partial(step.forward, num_sequences=config.num_sequences, diagnosis=config.diagnosis)
+    forward, forward_of_state = make_forwards(config, step, merged)
     score = None if reference is None else functools.partial(reference_logprobs, forward, reference)
-
-    def forward_of_state(params: Params, batch: PackedBatch, **options: Any) -> Any:
-        return forward(params if merged is None else merged(params), batch, **options)
-
     pack_all = make_pack(config, config.num_sequences)
     update: Update
     if not has_separate_forward(config):
@@ -230,7 +231,18 @@ def make_update(
             replays_own=config.rollout.router_replay == "r2",
             baseline=make_baseline(config),
         )
-    return _with_split_mismatch(config, update, forward_of_state)
+    update = _with_split_mismatch(config, update, forward_of_state)
+    return _with_self_check(config, update, forward_of_state)
+
+
+def make_forwards(config: Config, step: TrainStep, merged: MergedPolicy | None = None) -> tuple[Forward, Forward]:
+    """Returns two functions that score a batch: under a whole policy's parameters, and under those of a state."""
+    forward = functools.partial(step.forward, num_sequences=config.num_sequences, diagnosis=config.diagnosis)
+
+    def forward_of_state(params: Params, batch: PackedBatch, **options: Any) -> Any:
+        return forward(params if merged is None else merged(params), batch, **options)
+
+    return forward, forward_of_state
 
 
 def make_baseline(config: Config) -> Baseline | None:
@@ -259,6 +271,19 @@ def _with_split_mismatch(config: Config, update: Update, forward: Forward) -> Up
         is_threshold=config.diagnosis.is_threshold,
         for_correction=for_correction,
     )
+
+
+def _with_self_check(config: Config, update: Update, forward: Forward) -> Update:
+    """Returns ``update``, which also measures the trainer's mismatch with itself if the configuration wants it."""
+    if not config.diagnosis.self_every:
+        return update
+    count = min(config.diagnosis.self_responses, config.num_sequences)
+    _, rows, tokens = batch_shape(config)
+    *by_rows, _ = config.mesh.shape(jax.device_count())
+    rows, tokens = other_shape(rows, tokens, math.prod(by_rows))
+    micro = max_micro_batches(count, config.max_sequence_tokens, tokens, rows)
+    pack_other = functools.partial(pack, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro)
+    return SelfCheckedUpdate(update, forward, pack_other, sample=count)
 
 
 def max_version_lag(config: Config) -> int:

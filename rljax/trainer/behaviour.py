@@ -21,6 +21,7 @@ from rljax.mismatch.correction import finalize_importance, importance_statistics
 from rljax.policy.model import Params
 from rljax.sharding import fetch
 from rljax.trainer.packing import PackedBatch, TrainSequence, unpack
+from rljax.trainer.self_check import spread
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Forward, Pack, Update, Updated, UpdateOptions
 
@@ -81,8 +82,7 @@ class SplitUpdate:
             sequences = [s._replace(behaviour_logprobs=values) for s, values in zip(sequences, known, strict=True)]
             batch = self.pack(sequences)
         else:
-            count = min(self._sample, len(sequences))
-            chosen = np.unique(np.linspace(0, len(sequences) - 1, count).round().astype(int))
+            chosen = spread(len(sequences), self._sample)
             behaviour = self._behaviour_logprobs([sequences[i] for i in chosen])
         updated = self._update(state, batch, sequences, options)
         if not behaviour:

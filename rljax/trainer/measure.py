@@ -42,6 +42,12 @@ class DiagnosisConfig:
     free_routing_every: int = 10
     """Steps between measurements of ``mismatch_free_routing/``, the mismatch without the routes that
     ``rollout.router_replay: r3`` replays. Each measurement takes one more forward. 0: never."""
+    self_every: int = 0
+    """Steps between measurements of ``mismatch_self/``, the mismatch of the trainer with itself: the same tokens in
+    micro-batches of half as many rows, each twice as long. Each measurement takes one more forward of
+    ``self_responses`` responses, and the first one compiles it. 0: never."""
+    self_responses: int = 64
+    """Number of responses of a step that ``mismatch_self/`` is measured on. They are spread evenly over the batch."""
     behaviour_responses: int = 64
     """Number of responses of a step whose mismatch is split into numerics and drift, if their rollouts are stale. This
     takes a forward under the policy that sampled them. 0: none, and no copies of older policies are kept."""
@@ -49,8 +55,8 @@ class DiagnosisConfig:
     def __post_init__(self) -> None:
         for name in ("position_edges", "entropy_edges"):
             diagnosis.check_edges(name, getattr(self, name))
-        check_at_least(self, 1, "staleness_buckets", "reference_steps", "is_threshold")
-        check_at_least(self, 0, "grad_noise_every", "free_routing_every", "behaviour_responses")
+        check_at_least(self, 1, "staleness_buckets", "reference_steps", "is_threshold", "self_responses")
+        check_at_least(self, 0, "grad_noise_every", "free_routing_every", "behaviour_responses", "self_every")
 
 
 def measure(

@@ -44,6 +44,7 @@ class UpdateOptions(NamedTuple):
     seed: int  # the seed of the order of mini-batches
     noise: bool  # whether to measure "optimizer/grad_noise"
     free_routing: bool = False  # whether to measure the mismatch without replayed routes, too
+    self_mismatch: bool = False  # whether to measure the mismatch of the trainer with itself, too
 
 
 class Update(Protocol):

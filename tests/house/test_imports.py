@@ -64,6 +64,7 @@ DOORS = {
     "tyro": {
         "run.options",
         "commands.compare",
+        "commands.diagnose",
         "commands.export",
         "commands.plot",
         "commands.prepare",

@@ -25,7 +25,7 @@ SMALL = [
     *("--eval.n", "2", "--eval.pass-k", "1", "2", "--eval.temperature", "1", "--eval.max-response-tokens", "6"),
     *("--loss.kl", "k3", "--loss.kl-coefficient", "0.01", "--correction.preset", "one_sided_tv"),
     *("--correction.score-centering", "true", "--rollout.top-logprobs", "4"),
-    *("--diagnosis.reference-steps", "1"),
+    *("--diagnosis.reference-steps", "1", "--diagnosis.self-every", "2"),
 ]
 
 

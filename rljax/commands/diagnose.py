@@ -1,0 +1,148 @@
+"""Says what a mismatch or a collapse comes from, which limits of the field it crosses, and what helps against it.
+
+    rljax diagnose runs/my_run
+    rljax diagnose trainer_state.json --json diagnosis.json
+    rljax diagnose rollouts/step_000020.parquet
+
+SOURCE is a run directory, a training log or a token dump. A log is a JSONL, JSON or CSV file, console output (.log or
+.txt), a TensorBoard event file, or a directory that contains one of them. The names of the metrics of rljax, verl, TRL,
+prime-rl, NeMo-RL, slime, SkyRL and tunix are known. A dump is a file that ``rljax compare`` reads. Of a run directory
+of rljax its configuration and its newest token dump are read, too.
+
+The exit status is 0 if nothing is wrong, and 1 if a cause is named or the numbers do not say what it is. It is 2 if
+SOURCE cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from rljax.compare.importers import read_tokens
+from rljax.diagnose.causes import Declared, Facts
+from rljax.diagnose.course import Course, read_course
+from rljax.diagnose.page import diagnose, to_text
+from rljax.diagnose.signals import Log, choose_signals, read_signals
+from rljax.diagnose.thresholds import cross
+from rljax.diagnose.token_facts import TokenFacts, read_facts
+from rljax.errors import ConfigError, caller_errors
+from rljax.record.token_dumps import TokenDump
+from rljax.record.training_logs import read_log
+from rljax.run.config import Config
+from rljax.run.directory import recorded_config
+from rljax.run.options import parse_arguments
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of the diagnosis."""
+
+    source: tyro.conf.Positional[Path]
+    """The run directory, the log or the token dump."""
+    tokens: Path | None = None
+    """A token dump beside the log."""
+    trainer: str | None = None
+    """The column of the dump that a trainer computed."""
+    rollout: Annotated[str | None, tyro.conf.arg(aliases=("--engine",))] = None
+    """The column of the dump that a rollout engine computed."""
+    json: Path | None = None
+    """The file for the diagnosis as JSON; - prints it in the place of the page."""
+
+
+def read_source(given: Arguments) -> tuple[Log | None, TokenDump | None, Config | None]:
+    """Reads the log, the dump and the configuration that the arguments lead to; None for what there is not.
+
+    Raises ConfigError or ValueError if neither a log nor a dump can be read.
+    """
+    source, dump, config = given.source, None, None
+    if not source.exists():
+        raise ConfigError(f"{source}: no such file or directory")
+    if given.tokens is not None:
+        dump = read_tokens(given.tokens)
+    elif source.is_dir() and (files := sorted((source / "rollouts").glob("step_*.parquet"))):
+        dump = read_tokens(files[-1])
+    if source.is_dir() and (source / "config.yaml").is_file() and (source / "metrics.jsonl").is_file():
+        config = recorded_config(source)
+    try:
+        rows, _ = read_log(source, lambda columns: tuple(choose_signals(columns)[1].values()))
+        return read_signals(rows), dump, config
+    except ConfigError:
+        if dump is not None or source.is_dir():
+            raise
+        not_a_log = source.suffix == ".parquet" or _holds_tokens(source)
+        if not not_a_log:
+            raise
+    return None, read_tokens(source), None
+
+
+def _holds_tokens(path: Path) -> bool:
+    """Returns whether a file is one of those that ``read_tokens`` reads."""
+    try:
+        return bool(read_tokens(path).logprobs)
+    except ValueError:
+        return False
+
+
+def with_roles(dump: TokenDump, given: Arguments) -> TokenDump:
+    """Returns the dump with the roles of ``--trainer`` and ``--rollout``. Raises ConfigError if it lacks a column."""
+    named = {column: role for role, column in (("trainer", given.trainer), ("rollout", given.rollout)) if column}
+    if unknown := sorted(set(named) - set(dump.logprobs)):
+        raise ConfigError(f"no column {unknown[0]!r} in the dump, which has {', '.join(sorted(dump.logprobs))}")
+    return dump.with_roles(named)
+
+
+def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFacts | None) -> Declared:
+    """Returns what the configuration says of the two sides, or else the header of the dump."""
+    if config is not None:
+        rollout = config.rollout
+        forms = {"weights": rollout.weight_quantization, "cache": rollout.kv_cache_dtype}
+        injected = {name: value for name, value in vars(rollout.inject).items() if value not in (0, "none", "same")}
+        return Declared(
+            config.precision.compute_dtype,
+            rollout.dtype,
+            ", ".join(f"{kind} {name}" for name, kind in forms.items() if kind not in ("none", "auto")),
+            rollout.engine == "exact",
+            ", ".join(f"{name} {value}" for name, value in injected.items() if name != "seed"),
+        )
+    if dump is None or tokens is None:
+        return Declared()
+    sides = dump.sources[tokens.trainer], dump.sources[tokens.rollout]
+    kinds = [str(dump.sampling.get(name, "")) for name in ("weight_quantization", "kv_cache_dtype")]
+    return Declared(sides[0].dtype, sides[1].dtype, ", ".join(filter(None, kinds)))
+
+
+def facts_of(log: Log | None, dump: TokenDump | None, config: Config | None) -> Facts:
+    """Returns all that log, dump and configuration say."""
+    course: Course | None = read_course(log) if log is not None else None
+    temperature = config.rollout.temperature if config is not None else 1.0
+    tokens = read_facts(dump, temperature) if dump is not None and len(dump.logprobs) > 1 else None
+    if log is not None and course is not None and course.gap_name:
+        crossings = cross(log.signals, log.steps)
+    elif tokens is not None:
+        crossings = cross({name: np.array([value]) for name, value in tokens.metrics.items()}, np.array([0]))
+    else:
+        crossings = []
+    return Facts(course, tokens, crossings, declared_of(config, dump, tokens))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Diagnoses and prints the page; returns the exit status."""
+    given = parse_arguments(Arguments, argv, prog="rljax diagnose", description=__doc__ or "")
+    with caller_errors():
+        log, dump, config = read_source(given)
+        dump = with_roles(dump, given) if dump is not None else None
+        found = diagnose(str(given.source), facts_of(log, dump, config), log)
+        text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+        if given.json == Path("-"):
+            print(text, end="")
+        else:
+            print(to_text(found), end="")
+            if given.json is not None:
+                given.json.write_text(text, encoding="utf-8")
+    return 0 if found["cause"] == "healthy" else 1

@@ -1,0 +1,167 @@
+"""The answers to the questions that people ask about a mismatch, and what to measure where there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from rljax.diagnose.causes import CAUSES, Facts, Finding
+from rljax.diagnose.course import FEWEST_STEPS, Course
+
+UNKNOWN = "cannot tell"
+
+
+def answers(facts: Facts, cause: str, findings: Sequence[Finding]) -> dict[str, str]:
+    """Returns one sentence for each question. One that the facts do not answer begins with "cannot tell"."""
+    return {
+        "numerics or staleness": _kind(facts, cause, findings),
+        "a few tokens or all": _concentration(facts),
+        "with length": _by_bucket(facts, "mismatch_position", "position", "length"),
+        "with entropy": _by_bucket(facts, "mismatch_entropy", "entropy", "entropy"),
+        "with step": _with_step(facts.course),
+        "before or after the collapse": _lead(facts.course),
+        "floor": _floor(facts),
+    }
+
+
+def _kind(facts: Facts, cause: str, findings: Sequence[Finding]) -> str:
+    kind = CAUSES[cause][0]
+    if kind in ("numerics", "staleness"):
+        return f"{kind}: {next(f.evidence for f in findings if f.cause == cause)}"
+    course = facts.course
+    if course is not None and course.largest.get("staleness", 0.0) > 0:
+        return (
+            f"{UNKNOWN}: rollouts are up to {course.largest['staleness']:.3g} versions old, and nothing splits the gap"
+        )
+    if course is not None and "staleness" in course.largest:
+        return "numerics, as far as the log goes: it reports no staleness"
+    if facts.tokens is not None and course is None:
+        return f"{UNKNOWN}: a dump of one step does not say how old the weights were that sampled it"
+    return f"{UNKNOWN}: the log has no staleness of a known name"
+
+
+def _concentration(facts: Facts) -> str:
+    tokens, course = facts.tokens, facts.course
+    if tokens is not None:
+        count = int(tokens.metrics["token_count"])
+        share = (
+            f"{tokens.outliers} of {count} tokens are far beyond the rest and carry {tokens.outlier_share:.0%} of k3_kl"
+        )
+        return f"a few: {share}" if tokens.outlier_share > 0.5 else f"all: {share}"
+    first = course.first if course is not None else {}
+    k3, p99 = first.get("k3_kl", math.nan), first.get("logprob_abs_diff_p99", math.nan)
+    if math.isnan(k3 + p99):
+        largest, mean = (first.get(f"logprob_abs_diff_{name}", math.nan) for name in ("max", "mean"))
+        hint = f"; the largest abs(lr) is {largest / mean:.0f} times the mean" if largest / max(mean, 1e-12) > 0 else ""
+        return f"{UNKNOWN}: that takes a dump of the tokens, or quantiles of abs(lr){hint}"
+    rest = p99**2 / 2
+    if k3 > 2 * p99**2:
+        return f"a few: k3_kl is {k3:.2g}, and 99% of the tokens can make at most {rest:.2g} of it"
+    return f"all, or no few: 99% of the tokens are below {p99:.2g} nats, which explains a k3_kl of up to {rest:.2g}"
+
+
+def _by_bucket(facts: Facts, group: str, what: str, signal: str) -> str:
+    effects: Mapping[str, float] = {}
+    if facts.tokens is not None:
+        effects = facts.tokens.by_position if what == "position" else facts.tokens.by_uncertainty
+        what = what if what == "position" else "uncertainty (1 - p)"
+    if len(effects) < 2 and facts.course is not None:
+        effects = facts.course.effects.get(group, {})
+    if len(effects) >= 2:
+        listed = ", ".join(f"{label} {value:.2g}" for label, value in effects.items())
+        values = list(effects.values())
+        change = values[-1] / values[0] if values[0] > 0 else math.nan
+        measure = "the gap per uncertainty" if effects in _of_tokens(facts) else "the error of the logits"
+        return f"{measure} by {what}: {listed} (last over first: {change:.1f})"
+    course = facts.course
+    if course is not None and signal in course.correlations:
+        both = f"{course.correlations[signal]:+.2f}"
+        changes = course.correlations.get(f"changes/{signal}", math.nan)
+        return (
+            f"{UNKNOWN} for single tokens; over the steps the gap's rank correlation with mean {signal} is {both}, and "
+            f"{changes:+.2f} between their changes from step to step"
+        )
+    return f"{UNKNOWN}: neither buckets nor {signal} in the data"
+
+
+def _of_tokens(facts: Facts) -> list[Mapping[str, float]]:
+    return [] if facts.tokens is None else [facts.tokens.by_position, facts.tokens.by_uncertainty]
+
+
+def _with_step(course: Course | None) -> str:
+    if course is None or not course.gap_name:
+        return f"{UNKNOWN}: one dump is one step" if course is None else f"{UNKNOWN}: no mismatch in the log"
+    if course.steps < FEWEST_STEPS:
+        return f"{UNKNOWN}: {course.steps} steps are too few"
+    name = course.gap_name
+    said = f"{name} {course.first[name]:.2g} in the first steps, {course.last[name]:.2g} in the last"
+    if not math.isnan(course.effect_first):
+        said += f"; the error of the logits {course.effect_first:.2g} and {course.effect_last:.2g}"
+    rank = course.correlations.get("step", math.nan)
+    onset = course.onsets["gap"].step
+    grows = f"; above twice its first values for good from step {onset}" if onset else "; it does not double for good"
+    return f"{said}; rank correlation with the step {rank:+.2f}{grows}"
+
+
+def _lead(course: Course | None) -> str:
+    if course is None or course.steps < FEWEST_STEPS or math.isnan(course.peak):
+        return f"{UNKNOWN}: that takes a log of {FEWEST_STEPS} steps or more with a reward"
+    if course.decline is None:
+        return "the reward does not collapse in this log"
+    parts = []
+    for name in ("gap", "grad_norm", "entropy", "length"):
+        onset = course.onsets[name]
+        label = {"gap": "the mismatch", "grad_norm": "the gradient norm", "entropy": "the fall of entropy"}.get(
+            name, name
+        )
+        if onset.lead is not None:
+            order = "leads by" if onset.lead > 0 else "follows by"
+            parts.append(f"{label} {order} {abs(onset.lead)} steps")
+        else:
+            parts.append(f"{label} does not double before it")
+    return f"the reward falls for good from step {course.decline} on: {'; '.join(parts)}"
+
+
+def _floor(facts: Facts) -> str:
+    if facts.declared.is_exact:
+        return "0 between trainer and engine, which share one executable"
+    name = "mismatch_self/logprob_abs_diff_mean"
+    if facts.course is not None and name in facts.course.last:
+        value, gap = facts.course.largest[name], facts.course.last.get("logprob_abs_diff_mean", math.nan)
+        share = f", {value / gap:.2g} of the gap" if gap > 0 else ""
+        said = f"at most {value:.2g} nats between the trainer and itself at another batch shape{share}"
+        return f"{said}: no remedy goes below it"
+    if facts.tokens is not None and facts.tokens.floors:
+        listed = ", ".join(f"{column} {value:.2g}" for column, value in facts.tokens.floors.items())
+        return f"{listed} nats between two runs of one scorer: no remedy goes below the larger one"
+    return f"{UNKNOWN}: the trainer was not compared with itself"
+
+
+def to_measure(facts: Facts, cause: str) -> Iterator[str]:
+    """Yields what to measure next, where the facts leave something open."""
+    course, tokens = facts.course, facts.tokens
+    names = set(course.last) if course is not None else set()
+    if course is not None and not course.gap_name:
+        yield "the mismatch itself: log the engine's log-probabilities of its own tokens beside the trainer's"
+    if tokens is None:
+        yield "the tokens: --rollout.dump-every 20 (another project: docs/compare.md), then rljax diagnose on that file"
+    elif len(tokens.by_position) < 2:
+        yield "more tokens, or longer responses: the dump is too small for buckets by position"
+    if course is None:
+        yield "the log of the run, from step 1: it shows growth, and what fails before what"
+    elif course.starts_at > 2:
+        yield f"the first steps: the log begins at step {course.starts_at}; weights that are not loaded show at step 2"
+    if course is not None and "staleness" not in names:
+        yield "how old the weights are that sampled each batch"
+    if course is not None and "entropy" not in names:
+        yield "the policy's entropy: it tells a smaller error from a more certain policy"
+    has_floor = "mismatch_self/logprob_abs_diff_mean" in names or (tokens is not None and bool(tokens.floors))
+    if not has_floor and not facts.declared.is_exact:
+        yield "the floor: --diagnosis.self-every 20, or rljax compare with --second-run"
+    if not facts.declared.coarser:
+        yield "the dtypes of both sides: of the weights, the LM head and the key-value cache"
+    if cause in ("cannot_tell", "eight_bits", "sixteen_bits", "mismatch_growth"):
+        scorers = "--scorer jax:float32 --scorer jax:bfloat16"
+        yield f"the same tokens by other engines: rljax compare TOKENS --model DIR {scorers}"
+    if cause in ("high_rate", "mismatch_growth"):
+        yield "a short run with --rollout.engine exact: if it fails too, the mismatch is not the cause"

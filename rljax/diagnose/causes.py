@@ -1,0 +1,419 @@
+"""Names the cause of a mismatch or of a collapse from the facts of a log and of a dump, or says that it cannot tell."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from rljax.diagnose.course import Course
+from rljax.diagnose.thresholds import Crossing
+from rljax.diagnose.token_facts import TokenFacts
+
+CAUSES: Mapping[str, tuple[str, str]] = {
+    "healthy": ("none", "nothing is wrong with the mismatch"),
+    "sixteen_bits": ("numerics", "rounding in 16 bits"),
+    "head_dtype": ("numerics", "the LM head computes in another dtype than the rest, on one side"),
+    "eight_bits": ("numerics", "rounding in 8 bits on one side: weights or key-value cache"),
+    "extreme_tokens": ("numerics", "a few extreme tokens carry it"),
+    "length_growth": ("numerics", "the error grows along the response"),
+    "staleness": ("staleness", "the rollouts were sampled with older weights"),
+    "temperature": ("settings", "the two sides use different temperatures"),
+    "other_weights": ("weights", "one side holds other weights: a stale layer, a stale version, a missing adapter"),
+    "not_comparable": ("settings", "the two columns cannot be compared"),
+    "missing_numbers": ("settings", "log-probabilities are missing or not finite on one side"),
+    "mismatch_growth": ("optimisation", "the mismatch grows with training"),
+    "high_rate": ("optimisation", "the learning rate is too high; the mismatch is not the cause"),
+    "entropy_collapse": ("optimisation", "the policy lost its entropy; the mismatch is not the cause"),
+    "cannot_tell": ("cannot tell", "the numbers do not say what it is"),
+}
+"""The kind of each cause, and the cause in words."""
+
+SURE, LIKELY, POSSIBLE = "sure", "likely", "possible"
+CONFIDENCES = (SURE, LIKELY, POSSIBLE)
+
+# The sizes of a mismatch by its likeliest origin: the upper end of each range. The error of the logits
+# (``course.effect``) was measured: the toy's embedded engine in bfloat16 0.0035, vLLM in bfloat16 0.011, int8 weights
+# 0.02, fp8 weights 0.06, fp8 caches 0.08 and 0.18 (benchmarks/engine_mismatch.json, head_dtype.json).
+EFFECTS = {"float32": 1e-4, "float16": 1.5e-3, "bfloat16": 0.04, "8 bits": 0.5}
+# Other signals over the policy's entropy (benchmarks/mismatch_growth.json): vLLM in bfloat16 0.011 to 0.029, fp8
+# weights 0.04 to 0.14, with an fp8 cache 0.07 to 0.6.
+_OVER_ENTROPY = {
+    "logprob_abs_diff_mean": {"float32": 1e-4, "float16": 4e-3, "bfloat16": 0.06, "8 bits": 0.7},
+    "k3_kl": {"float32": 1e-8, "float16": 1e-5, "bfloat16": 2.5e-3, "8 bits": 0.3},
+}
+# The signals alone, with the field's reports: k3_kl 6e-4 in bfloat16 and 0.03 with an fp8 cache (Qwen3-4B).
+_ALONE = {
+    "logprob_abs_diff_mean": {"float32": 1e-5, "float16": 2e-3, "bfloat16": 0.03, "8 bits": 0.2},
+    "k3_kl": {"float32": 1e-9, "float16": 1e-5, "bfloat16": 3e-3, "8 bits": 0.1},
+    "log_ppl_abs_diff": {"float32": 1e-5, "float16": 1e-3, "bfloat16": 0.02, "8 bits": 0.15},
+    "prob_abs_diff_mean": {"float32": 1e-5, "float16": 8e-4, "bfloat16": 8e-3, "8 bits": 0.05},
+}
+_CLEARLY = 1.4  # a size above this multiple of a limit is clearly beyond it
+BEYOND = "beyond rounding"
+_ALONG = 2.5  # the error of the last bucket over that of the first one that shows growth, or a fall
+_STEEP = 4.5  # the rise with uncertainty that rounding does not give
+_DEAD = 0.1  # the share of its first value under which entropy, signal or gradient norm is gone
+_TEMPERATURE_EFFECT = 0.02  # smaller errors are no temperature that anyone would set
+
+
+class Declared(NamedTuple):
+    """What a run's configuration, or a dump's header, says of the two sides. Empty or None: unknown."""
+
+    trainer_dtype: str = ""
+    rollout_dtype: str = ""
+    forms: str = ""  # the 8-bit forms of the engine's weights and cache
+    is_exact: bool = False  # whether trainer and engine share one executable
+    inject: str = ""  # the mismatch that the configuration puts in on purpose
+
+    @property
+    def coarser(self) -> str:
+        """The coarser of the two dtypes; empty if one is unknown."""
+        order = ("float32", "float16", "bfloat16")
+        both = (self.trainer_dtype, self.rollout_dtype)
+        return max(both, key=order.index) if all(name in order for name in both) else ""
+
+
+class Finding(NamedTuple):
+    """A cause that the facts support."""
+
+    cause: str  # a key of CAUSES
+    confidence: str  # one of CONFIDENCES
+    evidence: str  # one sentence with numbers
+
+
+class Facts(NamedTuple):
+    """All that is known."""
+
+    course: Course | None
+    tokens: TokenFacts | None
+    crossings: Sequence[Crossing]
+    declared: Declared = Declared()
+
+    @property
+    def effect(self) -> float:
+        """The error of the logits: of the dump's usual tokens, or else of the log's last steps."""
+        if self.tokens is not None:
+            return self.tokens.effect_without
+        return math.nan if self.course is None else self.course.effect_last
+
+    @property
+    def size(self) -> tuple[float, Mapping[str, float]]:
+        """The size of the mismatch and the limits of its origins: the error of the logits, or the best other signal."""
+        course = self.course
+        if not math.isnan(self.effect) or course is None or not course.gap_name:
+            return self.effect, EFFECTS
+        entropy = course.last.get("entropy", math.nan)
+        for name, limits in _OVER_ENTROPY.items():
+            if entropy > 0 and name in course.last:
+                return course.last[name] / entropy, limits
+        return course.last[course.gap_name], _ALONE[course.gap_name]
+
+    @property
+    def origin(self) -> str:
+        """The origin that the size of the mismatch fits: a key of EFFECTS, BEYOND, or "" without a size."""
+        size, limits = self.size
+        return "" if math.isnan(size) else next((name for name, limit in limits.items() if size <= limit), BEYOND)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there are the tokens, or buckets and quantiles, so that few tokens, length and temperature show."""
+        if self.tokens is not None or self.course is None:
+            return self.tokens is not None
+        groups = (self.course.effects.get(f"mismatch_{name}", {}) for name in ("position", "entropy"))
+        return "logprob_abs_diff_p99" in self.course.first and all(len(labels) > 2 for labels in groups)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the size is clearly above rounding in 16 bits."""
+        size, limits = self.size
+        return size > _CLEARLY * limits["bfloat16"]
+
+
+def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
+    """Returns the cause, a key of CAUSES, and all findings, the best supported first.
+
+    The cause is "cannot_tell" if the best findings are mere possibilities, or if a limit is crossed and nothing
+    explains it, or if no mismatch was measured over enough steps.
+    """
+    every = [finding for rule in RULES for finding in rule(facts)]
+    findings = sorted(every, key=lambda finding: CONFIDENCES.index(finding.confidence))
+    if findings and findings[0].confidence != POSSIBLE:
+        return findings[0].cause, findings
+    is_measured = facts.tokens is not None or (facts.course is not None and bool(facts.course.gap_name))
+    if findings or not is_measured or any(one.is_crossed for one in facts.crossings):
+        return "cannot_tell", findings
+    return "healthy", findings
+
+
+def _comparable(facts: Facts) -> Iterator[Finding]:
+    """Yields what makes the numbers meaningless: they come first."""
+    if facts.tokens is not None:
+        verdict = facts.tokens.verdict
+        if verdict.cause in ("constant_fill", "off_by_one", "other_base", "no_tokens", "truncated_sampling"):
+            yield Finding("not_comparable", SURE, verdict.reason)
+        if verdict.cause == "left_out":
+            yield Finding("missing_numbers", SURE, verdict.reason)
+        if verdict.cause == "other_weights" and verdict.status == "refused" and not facts.declared.forms:
+            yield Finding("other_weights", SURE, verdict.reason)
+    for one in facts.crossings:
+        if one.threshold.signal == "nonfinite_count" and one.is_crossed:
+            steps = f"{one.steps} of {one.measured} steps have tokens without a finite number on one side"
+            yield Finding("missing_numbers", SURE, steps)
+
+
+def _stale(facts: Facts) -> Iterator[Finding]:
+    course = facts.course
+    if course is None or not course.largest.get("staleness", 0.0) > 0:
+        return
+    age = max(course.first["staleness"], course.last["staleness"], 0.0)
+    drift, numerics = (
+        course.first.get(f"mismatch_{part}/logprob_abs_diff_mean", math.nan) for part in ("drift", "numerics")
+    )
+    buckets = course.gaps.get("mismatch_staleness", {})
+    if math.isnan(drift) and len(buckets) > 1 and "0" in buckets:
+        numerics, drift = buckets["0"], max(gap for label, gap in buckets.items() if label != "0")
+    said = f"rollouts are {age:.3g} versions old"
+    if not math.isnan(drift):
+        parts = f"{said}; of the gap {drift:.2g} nats are drift and {numerics:.2g} numerics"
+        yield Finding("staleness", SURE if drift > 2 * numerics else POSSIBLE, parts)
+    elif facts.origin in ("8 bits", BEYOND):
+        yield Finding("staleness", LIKELY, f"{said}, and the gap is larger than rounding in 16 bits makes it")
+    elif any(one.is_crossed for one in facts.crossings):
+        yield Finding("staleness", POSSIBLE, f"{said}, but the log does not split the gap into drift and numerics")
+
+
+def _temperature(facts: Facts) -> Iterator[Finding]:
+    tokens, course = facts.tokens, facts.course
+    if _is_late(course) or (tokens is not None and _rises_with_uncertainty(tokens)):
+        return
+    if tokens is not None and tokens.verdict.cause == "temperature":
+        yield Finding("temperature", SURE, tokens.verdict.reason)
+        return
+    groups = {"entropy": course.effects.get("mismatch_entropy", {}) if course else {}}
+    if tokens is not None:
+        # Probabilities differ by less than the uncertainty if one distribution is a sharper form of the other.
+        by = tokens.by_uncertainty
+        groups["uncertainty"] = by if by and next(iter(by.values())) <= 1.0 else {}
+    for name, effects in groups.items():
+        values = list(effects.values())
+        if len(values) < 3 or max(values) < _TEMPERATURE_EFFECT or values[-1] <= 0 or any(_length(facts)):
+            continue
+        fall = values[0] / values[-1]
+        if fall > (_ALONG if name == "entropy" else 1.5) and values[0] >= values[len(values) // 2] >= values[-1]:
+            yield Finding(
+                "temperature",
+                LIKELY,
+                f"from the first step on, the relative error falls with the {name} of the token, {fall:.1f} times "
+                "from the lowest to the highest bucket: certain tokens differ most, as at another temperature",
+            )
+            return
+
+
+def _rises_with_uncertainty(tokens: TokenFacts, times: float = _ALONG) -> bool:
+    """Returns whether uncertain tokens have by far the largest error, as between two states of one policy."""
+    values = list(tokens.by_uncertainty.values())
+    return len(values) > 1 and max(values[1:]) > times * values[0] and values[-1] > 1.5 * values[0]
+
+
+def _are_two_states(tokens: TokenFacts) -> bool:
+    """Returns whether a large gap is that of two states of one policy rather than of rounding."""
+    return tokens.normalised_gap > 0.05 and _rises_with_uncertainty(tokens)
+
+
+def _is_late(course: Course | None) -> bool:
+    """Returns whether the mismatch of a log is much smaller at its first step than later, or stale."""
+    if course is None or math.isnan(course.effect_start):
+        return False
+    later = max(course.effect_first, course.effect_last)
+    return course.effect_start * 3 < later or course.largest.get("staleness", 0.0) > 0
+
+
+def _weights(facts: Facts) -> Iterator[Finding]:
+    course = facts.course
+    if course is not None and course.starts_at <= 2 and not course.largest.get("staleness", 0.0) > 0:
+        start, later = course.effect_start, max(course.effect_first, course.effect_last)
+        name = "error of the logits"
+        if math.isnan(start) and course.gap_name:
+            name, start = course.gap_name, course.start
+            later = max(course.first[course.gap_name], course.last[course.gap_name])
+        early = course.early_growth
+        is_noise = later > 0 and start > 0 and math.log(later / start) < 4 * course.noise
+        if start < later / 4 and early > 3 and not is_noise:
+            if "staleness" not in course.last:
+                yield Finding("staleness", POSSIBLE, "the log has no staleness, and the mismatch begins after step 1")
+            yield Finding(
+                "other_weights",
+                LIKELY,
+                f"the {name} is {start:.2g} at step {course.starts_at}, when both sides hold the weights that the run "
+                f"starts from, {early:.2g} times that within the first quarter of the steps, and {later:.2g} later; no "
+                "staleness is reported: the engine does not get all of the new weights",
+            )
+    tokens = facts.tokens
+    if tokens is not None and _are_two_states(tokens) and course is None and not facts.declared.forms:
+        listed = ", ".join(f"{value:.2g} ({label})" for label, value in tokens.by_uncertainty.items())
+        yield Finding(
+            "other_weights",
+            LIKELY if _rises_with_uncertainty(tokens, _STEEP) else POSSIBLE,
+            f"the gap per uncertainty rises with the uncertainty of the token: {listed}; rounding gives about the same "
+            "at each, two states of one policy differ where it is undecided (older weights give the same picture)",
+        )
+    elif facts.origin == BEYOND and not _is_late(course) and not any((*_extreme(facts), *_temperature(facts))):
+        pattern = ", and it has not the pattern of a temperature" if facts.is_split else ""
+        yield Finding(
+            "other_weights",
+            LIKELY if facts.is_split else POSSIBLE,
+            f"{_size(facts)} is beyond what rounding in 8 bits gives, from the first step{pattern}",
+        )
+
+
+def _size(facts: Facts) -> str:
+    """Names the size of the mismatch in words."""
+    size, limits = facts.size
+    if limits is EFFECTS:
+        return f"an error of the logits of {size:.2g}"
+    name = facts.course.gap_name if facts.course is not None else ""
+    return f"a {name} {'over the entropy ' if limits in _OVER_ENTROPY.values() else ''}of {size:.2g}"
+
+
+def _extreme(facts: Facts) -> Iterator[Finding]:
+    tokens, course = facts.tokens, facts.course
+    ordinary = tokens is not None and tokens.effect_without < 1.5 * EFFECTS["bfloat16"]
+    if tokens is not None and tokens.outliers and tokens.outlier_share > (0.5 if ordinary else 0.9):
+        count = int(tokens.metrics["token_count"])
+        yield Finding(
+            "extreme_tokens",
+            SURE,
+            f"{tokens.outliers} of {count} tokens carry {tokens.outlier_share:.0%} of k3_kl; without them the error of "
+            f"the logits is {tokens.effect_without:.2g}",
+        )
+    if course is None:
+        return
+    k3, p99 = course.first.get("k3_kl", math.nan), course.first.get("logprob_abs_diff_p99", math.nan)
+    if k3 > 2 * p99**2:  # the 99% of tokens below p99 have at most p99 ** 2 / 2 on the mean
+        share = 1 - p99**2 / 2 / k3
+        yield Finding(
+            "extreme_tokens",
+            SURE,
+            f"one token in a hundred carries at least {share:.1%} of k3_kl ({k3:.2g}): the others are below {p99:.2g} "
+            "nats",
+        )
+    names = ("chi2_token", "logprob_abs_diff_mean", "logprob_abs_diff_std")
+    chi2, mean, std = (course.first.get(name, math.nan) for name in names)
+    if math.isnan(p99) and chi2 > 50 * k3:
+        yield Finding("extreme_tokens", LIKELY, f"chi2_token is {chi2 / k3:.0f} times k3_kl, where 2 to 4 is usual")
+    elif math.isnan(p99) and std > 8 * mean:
+        yield Finding("extreme_tokens", LIKELY, f"the standard deviation of abs(lr) is {std / mean:.0f} times its mean")
+
+
+def _length(facts: Facts) -> Iterator[Finding]:
+    tokens, course = facts.tokens, facts.course
+    groups: list[Mapping[str, float]] = []
+    if course is not None:
+        groups.append(course.effects.get("mismatch_position", {}))
+    if tokens is not None and not _rises_with_uncertainty(tokens) and _growth(tokens.by_position) > _ALONG:
+        groups.append(tokens.effects)
+    for effects in groups:
+        values, labels = list(effects.values()), list(effects)
+        growth, falls = _growth(effects), sum(after < before for before, after in itertools.pairwise(values))
+        # An engine of 8 bits has some growth of its own: its cache's errors add up (docs/study.md, at fixed weights).
+        least = 2 * _ALONG if facts.origin in ("8 bits", BEYOND) else _ALONG
+        if growth > least and 4 * falls < len(values) and not any(_extreme(facts)):
+            yield Finding(
+                "length_growth",
+                SURE if growth > 3 * _ALONG else LIKELY,
+                f"the error of the logits grows {growth:.1f} times along the response, from {values[0]:.2g} "
+                f"({labels[0]}) to {values[-1]:.2g} ({labels[-1]}); entropy does not enter this number",
+            )
+            return
+
+
+def _growth(values: Mapping[str, float]) -> float:
+    """Returns the number of the last bucket over that of the first one; 0 with fewer than three buckets."""
+    first, *_, last = values.values() if len(values) > 2 else (1.0, 0.0)
+    return last / first if first > 0 else 0.0
+
+
+def _dtype(facts: Facts) -> Iterator[Finding]:
+    tokens, declared, origin = facts.tokens, facts.declared, facts.origin
+    size = _size(facts)
+    if tokens is not None and len(tokens.grids) == 1 and declared.coarser:
+        column, grid = next(iter(tokens.grids.items()))
+        finer = {"bfloat16": ("float32", "float16"), "float16": ("float32",)}[grid]
+        if declared.coarser in finer:
+            yield Finding(
+                "head_dtype",
+                SURE,
+                f"the logits of column {column!r} lie on {grid}'s grid, those of the other column do not, and both "
+                f"sides are said to compute in {declared.coarser}: only the head of one side is in {grid}",
+            )
+            return
+    if declared.coarser in ("float32", "float16") and origin == "bfloat16":
+        yield Finding(
+            "head_dtype",
+            LIKELY,
+            f"{size} is as of bfloat16, but both sides are said to compute in {declared.coarser}: a head in bfloat16 "
+            "is the likeliest place; the whole forward of one side is another",
+        )
+    if origin == "8 bits" and not _is_late(facts.course):
+        if declared.forms:
+            yield Finding("eight_bits", SURE, f"{size} is of 8 bits, and the engine is said to hold {declared.forms}")
+        elif not any(_explains(facts)):
+            flat = facts.tokens is None or not _rises_with_uncertainty(facts.tokens, _STEEP)
+            where = "and about as large at each position and entropy" if facts.course or tokens else ""
+            sure = LIKELY if flat and facts.is_clear and facts.is_split else POSSIBLE
+            yield Finding("eight_bits", sure, f"{size} is of 8 bits rather than of 16, from the first step on {where}")
+
+
+def _explains(facts: Facts) -> Iterator[Finding]:
+    for rule in (_stale, _temperature, _weights, _extreme, _length):
+        yield from (finding for finding in rule(facts) if finding.confidence != POSSIBLE)
+
+
+def _failure(facts: Facts) -> Iterator[Finding]:
+    """Yields the causes of a collapse, or of a policy that stopped learning."""
+    course = facts.course
+    if course is None:
+        return
+    dead = course.last.get("entropy", math.nan) < _DEAD * course.first.get("entropy", math.nan)
+    gone = any(
+        course.last.get(name, math.nan) < _DEAD * course.first.get(name, 0.0) for name in ("signal", "grad_norm")
+    )
+    high = course.last.get("reward", math.nan) > 0.8
+    fall, growth = course.onsets["entropy"], course.onsets["gap"]
+    small = facts.origin in ("", "float32", "float16", "bfloat16")
+    leads = growth.lead is not None and growth.lead > 0
+    if dead and not high and gone and (course.decline is None or (fall.lead or 0) > 0):
+        yield Finding(
+            "entropy_collapse",
+            LIKELY,
+            f"entropy falls from {course.first['entropy']:.2g} to {course.last['entropy']:.2g} nats while the reward "
+            f"ends at {course.last.get('reward', math.nan):.2g}, and there is hardly a gradient left",
+        )
+    elif course.decline is not None and small and not leads and not any(_explains(facts)):
+        measured = f"the mismatch is of {facts.origin}'s size" if facts.origin else "no mismatch is logged"
+        yield Finding(
+            "high_rate",
+            LIKELY if facts.origin else POSSIBLE,
+            f"the reward falls for good from step {course.decline} on (peak {course.peak:.2g}, end "
+            f"{course.last.get('reward', math.nan):.2g}), {measured} and does not grow before",
+        )
+    if growth.step is not None and (leads or course.decline is None) and not any(_explains(facts)):
+        when = f", {growth.lead} steps before the reward falls" if leads else ""
+        yield Finding(
+            "mismatch_growth",
+            LIKELY,
+            f"the mismatch stays above twice its first values from step {growth.step} on{when}",
+        )
+
+
+def _rounding(facts: Facts) -> Iterator[Finding]:
+    """Yields rounding in 16 bits where a limit is crossed and nothing else explains it."""
+    if facts.origin == "bfloat16" and any(one.is_crossed for one in facts.crossings) and not any(_explains(facts)):
+        sure = LIKELY if facts.is_split else POSSIBLE
+        yield Finding("sixteen_bits", sure, f"{_size(facts)} is that of bfloat16, and a limit is crossed")
+
+
+RULES = (_comparable, _extreme, _stale, _temperature, _weights, _length, _dtype, _failure, _rounding)
+"""The rules, each a function that yields findings. Of equally sure findings the earlier rule's comes first."""

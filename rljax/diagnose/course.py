@@ -1,0 +1,230 @@
+"""What a log says over its steps: how large the mismatch is, what it grows with, and what fails before what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rljax.diagnose.signals import Log
+
+FEWEST_STEPS = 8
+"""A log with fewer steps says nothing of growth or collapse."""
+_COLLAPSED = 0.5  # a reward has collapsed if it falls under this share of its peak and stays there
+_NEAR_PEAK = 0.9  # the decline begins at the last step at which the reward is above this share of its peak
+_GROWN = 2.0  # a signal has grown from the step on at which it stays above this multiple of its reference
+_FEWEST_TOKENS = 50  # in a bucket, over the whole log
+
+
+@dataclass(frozen=True)
+class Onset:
+    """The growth of one signal before or after the decline of the reward."""
+
+    step: int | None  # the first step from which on the signal stays at twice its reference; None: it does not grow
+    lead: int | None  # the steps from there to the decline of the reward, negative if it follows; None: no decline
+
+
+@dataclass(frozen=True)
+class Course:
+    """The facts of a log. A number that the log does not give is NaN."""
+
+    steps: int  # the number of steps
+    starts_at: int  # the first step
+    first: Mapping[str, float]  # the median of each signal over the first steps
+    last: Mapping[str, float]  # the median over the last steps
+    largest: Mapping[str, float]  # the largest value
+    effect_first: float  # the error of the logits in the first steps, as of ``effect``
+    effect_last: float
+    effect_start: float  # that of the very first step with a number
+    gap_name: str  # the signal that stands for the size of the mismatch
+    start: float  # its first number
+    noise: float  # the median change of the logarithm of the mismatch from one step to the next
+    early_growth: float  # the largest smoothed mismatch of the first quarter of the steps over the first number
+    peak: float  # of the smoothed reward
+    decline: int | None  # the step at which the reward begins to fall for good; None: it does not collapse
+    onsets: Mapping[str, Onset] = field(default_factory=dict)  # of gap, grad_norm, entropy (its fall) and length
+    correlations: Mapping[str, float] = field(default_factory=dict)  # Spearman's, of the gap with other signals
+    # The error of the logits by bucket, over the whole log: group -> label -> effect.
+    effects: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    gaps: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # the mean gap by bucket
+
+
+def effect(k3: float, gap: float) -> float:
+    """Returns the error of the logits that a mismatch comes from, in units that do not depend on the entropy.
+
+    The mean of exp(lr) - lr - 1 and the mean of abs(lr) both grow with the share of uncertain tokens, so their ratio
+    does not. It is about 0.3 times the standard deviation of the error of a logit difference (nats).
+    """
+    return k3 / gap if gap > 0 else (0.0 if gap == 0 else math.nan)
+
+
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """Returns the mean of the finite numbers in a window of ``width`` around each place, float64 [n]."""
+    half, known = width // 2, np.isfinite(values)
+    padded = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    at = np.arange(len(values))
+    low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
+    n = counts[high] - counts[low]
+    return np.where(n > 0, (padded[high] - padded[low]) / np.maximum(n, 1), np.nan)
+
+
+def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns Spearman's rank correlation over the places where both are finite.
+
+    It is NaN for fewer than 8 places, or if one of them is constant.
+    """
+    both = np.isfinite(x) & np.isfinite(y)
+    if both.sum() < FEWEST_STEPS:
+        return math.nan
+    ranks = [np.argsort(np.argsort(values[both])).astype(float) for values in (x, y)]
+    if any(len(np.unique(values[both])) < 2 for values in (x, y)):
+        return math.nan
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def read_course(log: Log) -> Course:
+    """Reads the facts of a log."""
+    width = window(len(log.steps))
+    gap_name = next((name for name in GAPS if log.has(name)), "")
+    gap, k3 = log.get(gap_name), log.get("k3_kl")
+    effects = np.array([effect(a, b) for a, b in zip(k3, log.get("logprob_abs_diff_mean"), strict=True)])
+    reward = smooth(log.get("reward"), width)
+    decline = find_decline(reward)
+    onsets = {
+        name: Onset(*_onset(smooth(values, width), log.steps, decline))
+        for name, values in {
+            "gap": gap,
+            "grad_norm": log.get("grad_norm"),
+            "entropy": 1.0 / np.where(log.get("entropy") > 0, log.get("entropy"), np.nan),
+            "length": log.get("length"),
+        }.items()
+    }
+    finite = effects[np.isfinite(effects)]
+    names = [name for name in log.signals if log.has(name)]
+    return Course(
+        steps=len(log.steps),
+        starts_at=int(log.steps[0]),
+        first={name: _end(log.get(name), width) for name in names},
+        last={name: _end(log.get(name)[::-1], width) for name in names},
+        largest={name: float(np.nanmax(log.get(name))) for name in names},
+        effect_first=_end(effects, width),
+        effect_last=_end(effects[::-1], width),
+        effect_start=float(finite[0]) if len(finite) else math.nan,
+        gap_name=gap_name,
+        start=next(iter(gap[np.isfinite(gap)]), math.nan),
+        noise=_noise(effects if len(finite) else gap),
+        early_growth=_early_growth(effects if len(finite) else gap, width),
+        peak=float(np.nanmax(reward)) if np.isfinite(reward).any() else math.nan,
+        decline=None if decline is None else int(log.steps[decline]),
+        onsets=onsets,
+        correlations=_correlations(log, gap),
+        effects={group: _bucket_effects(labels) for group, labels in log.buckets.items()},
+        gaps={group: _bucket_gaps(labels) for group, labels in log.buckets.items()},
+    )
+
+
+GAPS = ("logprob_abs_diff_mean", "log_ppl_abs_diff", "k3_kl", "prob_abs_diff_mean")
+"""The signals that may stand for the size of the mismatch, the best first."""
+
+
+def window(count: int) -> int:
+    """Returns the number of steps that one value of a log is averaged over."""
+    return max(3, count // 20) | 1
+
+
+def _early_growth(values: np.ndarray, width: int) -> float:
+    """Returns the largest smoothed number of the first quarter over the very first one."""
+    finite = values[np.isfinite(values)]
+    if len(finite) < FEWEST_STEPS or finite[0] <= 0:
+        return math.nan
+    return float(np.max(smooth(finite, width)[: max(width, len(finite) // 4)]) / finite[0])
+
+
+def _noise(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values) & (values > 0)]
+    return float(np.median(np.abs(np.diff(np.log(finite))))) if len(finite) > 1 else math.nan
+
+
+def _end(values: np.ndarray, width: int) -> float:
+    """Returns the median of the first finite numbers."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite[: max(width, len(finite) // 10)])) if len(finite) else math.nan
+
+
+def find_decline(reward: np.ndarray) -> int | None:
+    """Returns the index at which a smoothed reward begins to fall for good; None if it does not collapse.
+
+    It collapses if it falls under half of its peak, above its lowest value or 0, and stays there to the end. A rise of
+    less than four times the noise from step to step is no peak.
+    """
+    if np.isfinite(reward).sum() < FEWEST_STEPS:
+        return None
+    floor = min(0.0, float(np.nanmin(reward)))
+    height = reward - floor
+    peak = float(np.nanmax(height))
+    at = int(np.nanargmax(height))
+    low = ~(height >= _COLLAPSED * peak) & np.isfinite(height)
+    after = height[at:][np.isfinite(height[at:])]
+    tail = max(2, len(after) // 10)
+    noise = float(np.nanmedian(np.abs(np.diff(reward))))
+    if peak <= 4 * noise or len(after) <= tail or not low[len(low) - tail :].all():
+        return None
+    return int(np.flatnonzero(height >= _NEAR_PEAK * peak)[-1])
+
+
+def _onset(values: np.ndarray, steps: np.ndarray, decline: int | None) -> tuple[int | None, int | None]:
+    """Returns the step from which a smoothed signal stays at twice its reference, and its lead over the decline.
+
+    The reference is the median of the first quarter of the steps before the decline. Only the steps up to a little
+    after the decline count, because a policy that has failed gives other numbers.
+    """
+    known = np.isfinite(values)
+    if known.sum() < FEWEST_STEPS:
+        return None, None
+    end = len(values) if decline is None else min(len(values), decline + 1 + max(3, (len(values) - decline) // 2))
+    before = values[: max(4, (end if decline is None else decline) // 4)]
+    reference = float(np.nanmedian(before)) if np.isfinite(before).any() else math.nan
+    grown = values[:end] > _GROWN * reference
+    if not math.isfinite(reference) or reference <= 0 or not grown.any() or not grown[-1]:
+        return None, None
+    last_low = np.flatnonzero(~grown)
+    at = int(last_low[-1]) + 1 if len(last_low) else 0
+    return int(steps[at]), None if decline is None else int(steps[decline]) - int(steps[at])
+
+
+def _correlations(log: Log, gap: np.ndarray) -> dict[str, float]:
+    """Returns the correlations of the gap with other signals; ``changes/<name>`` is that of their changes by step."""
+    others = {"step": log.steps.astype(float)} | {name: log.get(name) for name in ("entropy", "length", "grad_norm")}
+    found = {name: rank_correlation(gap, values) for name, values in others.items()}
+    found |= {
+        f"changes/{name}": rank_correlation(np.diff(gap), np.diff(values))
+        for name, values in others.items()
+        if name != "step"
+    }
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _bucket_effects(labels: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, float]:
+    return {label: effect(_mean(each, "k3_kl"), _mean(each, "logprob_abs_diff_mean")) for label, each in _full(labels)}
+
+
+def _bucket_gaps(labels: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, float]:
+    return {label: _mean(each, "logprob_abs_diff_mean") for label, each in _full(labels)}
+
+
+def _full(labels: Mapping[str, Mapping[str, np.ndarray]]) -> list[tuple[str, Mapping[str, np.ndarray]]]:
+    needed = {"token_count", "k3_kl", "logprob_abs_diff_mean"}
+    return [
+        (label, each)
+        for label, each in labels.items()
+        if needed <= set(each) and np.nansum(each["token_count"]) >= _FEWEST_TOKENS
+    ]
+
+
+def _mean(bucket: Mapping[str, np.ndarray], name: str) -> float:
+    """Returns the mean of a metric over the tokens of a bucket in all steps."""
+    weights = np.nan_to_num(bucket["token_count"])
+    return float((np.nan_to_num(bucket[name]) * weights).sum() / weights.sum())

@@ -1,0 +1,175 @@
+"""The diagnosis as one page of text and as a JSON object."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rljax.diagnose.answers import answers, to_measure
+from rljax.diagnose.causes import CAUSES, Facts, judge_cause
+from rljax.diagnose.course import GAPS
+from rljax.diagnose.remedies import REMEDIES
+from rljax.diagnose.signals import Log
+
+WIDTH = 110
+SHOWN = (*GAPS, "reward", "length", "entropy", "grad_norm", "learning_rate", "staleness")
+"""The signals of a log that the page shows. The JSON object has all of them."""
+
+
+def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
+    """Returns the whole diagnosis as a JSON object. Numbers that are not finite are null.
+
+    Args:
+      source: The name of what was read.
+      facts: All that is known.
+      log: The log; None for a dump alone.
+    """
+    cause, findings = judge_cause(facts)
+    kind, words = CAUSES[cause]
+    found: dict[str, Any] = {
+        "source": source,
+        "cause": cause,
+        "kind": kind,
+        "confidence": findings[0].confidence if findings and cause == findings[0].cause else None,
+        "verdict": words,
+        "findings": [finding._asdict() | {"kind": CAUSES[finding.cause][0]} for finding in findings],
+        "measured": _measured(facts, log),
+        "limits": [_limit(one) for one in facts.crossings],
+        "answers": answers(facts, cause, findings),
+        "remedies": [remedy._asdict() for remedy in REMEDIES[cause]],
+        "next": list(to_measure(facts, cause)),
+    }
+    return {name: _finite(value) for name, value in found.items()}
+
+
+def _measured(facts: Facts, log: Log | None) -> dict[str, Any]:
+    measured: dict[str, Any] = {"declared": facts.declared._asdict()}
+    if facts.course is not None and log is not None:
+        course = facts.course
+        measured["log"] = {
+            "project": log.project,
+            "steps": course.steps,
+            "starts_at": course.starts_at,
+            "columns": dict(log.columns),
+            "first": {name: course.first[name] for name in log.columns if name in course.first},
+            "last": {name: course.last[name] for name in log.columns if name in course.last},
+            "effect": {"first": course.effect_first, "last": course.effect_last},
+        }
+    if facts.tokens is not None:
+        tokens = facts.tokens
+        names = ("token_count", "sequence_count", "logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl", "kl")
+        measured["tokens"] = {
+            "trainer": tokens.trainer,
+            "rollout": tokens.rollout,
+            "roles_known": tokens.roles_known,
+            **{name: tokens.metrics[name] for name in names},
+            "effect": tokens.effect_without,
+            "normalised_gap": tokens.normalised_gap,
+            "grids": dict(tokens.grids),
+            "compare": {"status": tokens.verdict.status, "cause": tokens.verdict.cause},
+        }
+    return measured
+
+
+def _limit(one: Any) -> dict[str, Any]:
+    return {
+        "signal": one.threshold.signal,
+        "limit": one.threshold.limit,
+        "crossed": one.is_crossed,
+        "value": one.value,
+        "steps": one.steps,
+        "measured": one.measured,
+        "first": one.first,
+        "source": one.threshold.source,
+        "meaning": one.threshold.meaning,
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_text(found: Mapping[str, Any]) -> str:
+    """Formats a diagnosis as one page for a terminal."""
+    sure = f" ({found['confidence']})" if found["confidence"] else ""
+    lines = [f"{found['source']}: {found['cause']}{sure}", ""]
+    lines += _wrapped(f"{found['verdict']}. Kind: {found['kind']}.")
+    for finding in found["findings"]:
+        lines += _wrapped(f"- {finding['cause']}, {finding['confidence']}: {finding['evidence']}", 2)
+    sections = {
+        "What is measured": _measured_lines(found["measured"]),
+        "Limits of the field": _limit_lines(found["limits"]),
+        "Where it comes from": (f"{question}: {answer}" for question, answer in found["answers"].items()),
+        "Remedies, in the order of fit": _remedy_lines(found["remedies"]),
+        "What to measure next": (f"- {line}" for line in found["next"]),
+    }
+    for title, texts in sections.items():
+        body = [line for text in texts for line in _wrapped(text, 2)]
+        lines += ["", title, *(body or ["  nothing"])]
+    return "\n".join(lines) + "\n"
+
+
+def _measured_lines(measured: Mapping[str, Any]) -> Iterator[str]:
+    log, tokens = measured.get("log"), measured.get("tokens")
+    if log:
+        yield f"a log of {log['project']}: {log['steps']} steps from step {log['starts_at']}"
+        for name, column in log["columns"].items():
+            if name not in SHOWN:
+                continue
+            yield f"{name} ({column}): {_number(log['first'].get(name))} -> {_number(log['last'].get(name))}"
+        if log["effect"]["last"] is not None:
+            effects = f"{_number(log['effect']['first'])} -> {_number(log['effect']['last'])}"
+            yield f"error of the logits (k3_kl / logprob_abs_diff_mean, free of entropy): {effects}"
+    if tokens:
+        roles = "" if tokens["roles_known"] else "; nothing says which column is the trainer's"
+        yield (
+            f"a dump of {int(tokens['token_count'])} tokens in {int(tokens['sequence_count'])} responses: "
+            f"{tokens['trainer']} against {tokens['rollout']}{roles}"
+        )
+        yield (
+            f"logprob_abs_diff_mean {_number(tokens['logprob_abs_diff_mean'])}, max "
+            f"{_number(tokens['logprob_abs_diff_max'])}, k3_kl {_number(tokens['k3_kl'])}, error of the logits "
+            f"{_number(tokens['effect'])}; compare says {tokens['compare']['status']} ({tokens['compare']['cause']})"
+        )
+        for column, grid in tokens["grids"].items():
+            yield f"the logits of column {column} lie on the grid of {grid}"
+    declared = {name: value for name, value in measured["declared"].items() if value}
+    if declared:
+        yield f"declared: {', '.join(f'{name} {value}' for name, value in declared.items())}"
+
+
+def _limit_lines(limits: list[Mapping[str, Any]]) -> Iterator[str]:
+    for one in limits:
+        times = f"{one['steps']} of {one['measured']} steps" + (f", first at {one['first']}" if one["first"] else "")
+        if not one["crossed"]:
+            continue
+        state = f"CROSSED, {one['meaning']}"
+        value = f"{one['signal']} {_number(one['value'])} against {one['limit']:g}: {state} ({times})"
+        yield f"{value} [{one['source']}]"
+    if kept := [f"{one['signal']} {_number(one['value'])} of {one['limit']:g}" for one in limits if not one["crossed"]]:
+        yield f"kept: {', '.join(kept)}"
+
+
+def _remedy_lines(remedies: list[Mapping[str, Any]]) -> Iterator[str]:
+    for place, remedy in enumerate(remedies, 1):
+        yield f"{place}. {remedy['name']}"
+        yield f"   set: {remedy['settings']}"
+        yield f"   cost: {remedy['cost']}"
+        yield f"   shown by: {remedy['source']}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    lead = len(text) - len(text.lstrip())
+    return textwrap.wrap(
+        text.strip(), WIDTH, initial_indent=" " * (indent + lead), subsequent_indent=" " * (indent + lead + 2)
+    )

@@ -1,0 +1,171 @@
+"""The remedies for each cause, in the order in which they fit, with their keys, costs and sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Remedy(NamedTuple):
+    """One remedy."""
+
+    name: str
+    settings: str  # the keys of rljax, as on a command line; empty if it is not a setting
+    cost: str
+    source: str  # the arm of ours that was measured, or the paper
+
+
+_DECAY = Remedy(
+    "a learning rate that decays on the surge of the response length",
+    "--schedule.kind length_triggered",
+    "nothing a step; learning slows down after the surge",
+    "arXiv 2602.01826, figures 7 and 8; docs/study.md: 16 of 24 runs end well with it, 1 of 18 at the constant rate",
+)
+_DECAY_STALE = _DECAY._replace(
+    source="docs/study.md, staleness: of nine stale runs each, eight end well with it, none at the constant rate"
+)
+_TENTH = Remedy(
+    "a tenth of the learning rate from the start",
+    "--optimizer.learning-rate RATE/10",
+    "nothing a step; arXiv 2602.01826 (figure 4) finds it slow, the toy task does not",
+    "docs/study.md: 8 of 8 runs end well with it, 2 of 8 at the whole rate (engine of 8 bits)",
+)
+_TOKEN_TIS = Remedy(
+    "truncated importance weights of single tokens",
+    "--correction.preset token_tis",
+    "a few elementwise operations",
+    "arXiv 2602.01826, figure 2: the only weights that prevent the collapse; docs/algorithms.md, large mismatch: drift "
+    "0.063 for 0.97; docs/study.md: alone it saves 1 of 3 toy runs, with the decay 2 of 3",
+)
+_TOKEN_MIS = Remedy(
+    "masked importance weights of single tokens",
+    "--correction.preset token_mis",
+    "a few elementwise operations; masked tokens teach nothing",
+    "docs/study.md: with the decay 3 of 3 runs end well (engine of 8 bits), alone 1 of 3",
+)
+_CENTERING = Remedy(
+    "score centering",
+    "--correction.score-centering true --rollout.top-logprobs 20",
+    "8 x 20 bytes on the wire for each response token",
+    "arXiv 2609.20807; docs/algorithms.md, large mismatch, k = 2: drift 0.33 for 0.97, no added variance",
+)
+_REGION = Remedy(
+    "a trust region of the token's probability",
+    "--correction.preset two_sided_tv",
+    "a few elementwise operations; tokens outside teach nothing",
+    "prime-rl's default loss, after DPPO (arXiv 2602.04879); docs/algorithms.md, large mismatch: drift 0.024 for 0.97",
+)
+_FLOAT16 = Remedy(
+    "float16 on both sides",
+    "--rollout.dtype float16 --precision.compute-dtype float16",
+    "nothing a step; dynamic loss scaling, and activations must stay below 65,504",
+    "FP16 paper, arXiv 2510.26788: KL 0.32 for 7.64; docs/metrics.md: 1e-3 nats for 7e-3 against vLLM; by arXiv "
+    "2602.01826 (figure 13) the collapse stays",
+)
+_HEAD = Remedy(
+    "the LM head in float32 on both sides",
+    "--precision.lm-head-dtype float32 (a vLLM server: --head-dtype float32)",
+    "a slower head: its products in float32",
+    "docs/vllm.md: a gap that only the heads make falls from 1.5e-2 to 1e-6; of vLLM's whole gap 12% to 14% is the "
+    "head's",
+)
+_EXACT = Remedy(
+    "an engine without mismatch, as a test of the cause",
+    "--rollout.engine exact",
+    "sampling becomes many times slower: for small batches",
+    "docs/exact.md; VeXact, arXiv 2605.14220",
+)
+_SIXTEEN = Remedy(
+    "an engine in 16 bits",
+    "--rollout.weight-quantization none --rollout.kv-cache-dtype auto (a server: without its 8-bit flags)",
+    "memory and speed of the engine",
+    "docs/study.md, engines: gap per uncertainty 0.013 in bfloat16, 0.045 with fp8 weights, 0.057 to 0.11 with an fp8 "
+    "cache; 2 of 3 runs end well at the constant rate for 2 of 8",
+)
+_FRESH = Remedy(
+    "fresher rollouts",
+    "--rollout.max-staleness 0 (or 1)",
+    "the trainer waits for the engine: about half of the time where both take as long",
+    "docs/study.md, a server ahead: final accuracy 0.78 to 0.84 at age 0, 0.61 to 0.64 at one version, 0.02 to 0.32 at "
+    "two and four",
+)
+_DRIFT = Remedy(
+    "importance weights of the drift alone",
+    "--correction.part drift --correction.preset token_tis",
+    "one more forward of the batch for each number of versions in it",
+    "docs/staleness.md, docs/algorithms.md; not measured in a study yet",
+)
+_TEMPERATURE = Remedy(
+    "one temperature on both sides",
+    "--rollout.temperature T (a vLLM server: --logprobs-mode processed_logprobs)",
+    "none",
+    "docs/compare.md: log-probabilities at two temperatures belong to two distributions; no weight repairs that",
+)
+_COMPARE = Remedy(
+    "a check of what the engine holds",
+    "rljax compare TOKENS --model CHECKPOINT --scorer jax:float32 --scorer vllm:URL",
+    "minutes, outside the run",
+    "docs/compare.md; in rljax every publish is proven by checksums of what each worker loaded (docs/vllm.md)",
+)
+_LOOK = Remedy(
+    "a look at those tokens",
+    "--rollout.dump-every 20 --rollout.top-logprobs 20, then rljax compare",
+    "a file of tokens every 20 steps",
+    "docs/mismatch.md, the tokens themselves",
+)
+_CACHE = Remedy(
+    "a key-value cache in the engine's own dtype",
+    "--rollout.kv-cache-dtype auto (a server: --kv-cache-dtype auto)",
+    "twice the memory of an 8-bit cache",
+    "docs/study.md, fixed weights: with an fp8 cache the gap per uncertainty triples along 28 tokens; in 16 bits it "
+    "does not",
+)
+_GEOMETRIC = Remedy(
+    "a band of the mean ratio of a response",
+    "--correction.preset geometric_band",
+    "a few elementwise operations; responses outside the band teach nothing",
+    "docs/algorithms.md; sequence weights alone end well in 0 of 6 toy runs (docs/study.md)",
+)
+_REFILL = Remedy(
+    "new problems in the place of groups without signal",
+    "--rollout.refill true",
+    "up to rollout.refill_limit further rounds of sampling a step",
+    "DAPO, arXiv 2503.14476; docs/algorithms.md",
+)
+_CLIP_HIGH = Remedy(
+    "a wider clip above, or a larger temperature",
+    "--loss.clip-high 0.28 (with several updates a batch), --rollout.temperature 1.0",
+    "none",
+    "DAPO, arXiv 2503.14476, section 3.1 (clip-higher); not measured here",
+)
+_KL = Remedy(
+    "a penalty that keeps the policy near its start",
+    "--loss.kl k3 --loss.kl-coefficient 0.001",
+    "one more forward a step, and the frozen weights in memory",
+    "arXiv 2402.03300; not measured here",
+)
+_GUARD = Remedy(
+    "a guard that ends the run before its state is lost",
+    '--guard.stop "reward/mean < FLOOR for 20"',
+    "none",
+    "docs/mismatch.md, a guard on any of them",
+)
+
+REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
+    "healthy": (),
+    "sixteen_bits": (_FLOAT16, _HEAD, _TOKEN_TIS, _DECAY, _EXACT),
+    "head_dtype": (_HEAD, _FLOAT16, _TOKEN_TIS),
+    "eight_bits": (_SIXTEEN, _DECAY, _TENTH, _TOKEN_MIS, _CENTERING, _TOKEN_TIS),
+    "staleness": (_FRESH, _DECAY_STALE, _DRIFT, _CENTERING, _TOKEN_TIS),
+    "temperature": (_TEMPERATURE,),
+    "extreme_tokens": (_LOOK, _REGION, _TOKEN_MIS, _TOKEN_TIS),
+    "length_growth": (_CACHE, _DECAY, _GEOMETRIC, _TOKEN_TIS),
+    "mismatch_growth": (_DECAY, _TENTH, _TOKEN_TIS, _FLOAT16, _CENTERING),
+    "other_weights": (_COMPARE,),
+    "not_comparable": (_COMPARE,),
+    "missing_numbers": (_LOOK,),
+    "entropy_collapse": (_REFILL, _CLIP_HIGH, _KL, _TENTH),
+    "high_rate": (_TENTH, _DECAY, _GUARD),
+    "cannot_tell": (_EXACT,),
+}
+"""The remedies by cause, the best fitting first."""

@@ -1,0 +1,243 @@
+"""The signals of a training log under one name each: mismatch, entropy, gradient norm, reward, length, rate, staleness.
+
+The names of each project are taken from its source. A column of a log matches when it ends in such a name, so prefixes
+of loggers do not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rljax.errors import ConfigError
+from rljax.mismatch.names import NAME_TABLE
+from rljax.record.training_logs import KNOWN_COLUMNS, Rows, choose_step_column, columns_of, matching, number_of
+
+MISMATCH = (
+    "logprob_abs_diff_mean",
+    "logprob_abs_diff_max",
+    "k3_kl",
+    "kl",
+    "log_ppl_abs_diff",
+    "log_ppl_diff",
+    "prob_abs_diff_mean",
+    "prob_abs_diff_max",
+    "pearson_corr",
+    "slope_per_1k",
+    "extreme_rate",
+    "nonfinite_count",
+    "token_mult_prob_error",
+    "training_log_ppl",
+    "chi2_token",
+    "logprob_abs_diff_p99",
+    "logprob_abs_diff_p999",
+    "logprob_abs_diff_std",
+)
+"""The mismatch signals. All but ``token_mult_prob_error`` and ``logprob_abs_diff_std``, the standard deviation of
+abs(lr), are the metrics of ``rljax.mismatch`` with these names."""
+
+PROJECTS = ("rljax", "verl", "trl", "prime_rl", "nemo_rl", "slime", "skyrl", "tunix")
+"""The projects whose logs are known."""
+
+_LENGTHS = tuple(dict.fromkeys(name for name, _ in KNOWN_COLUMNS))
+NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "rljax": {
+        "reward": ("reward/mean",),
+        "entropy": ("policy/entropy",),
+        "grad_norm": ("optimizer/grad_norm",),
+        "learning_rate": ("schedule/learning_rate",),
+        "staleness": ("rollout/staleness",),
+        "reference_kl": ("policy/reference_kl",),
+        "signal": ("reward/groups_with_signal",),
+    },
+    "verl": {
+        "reward": ("critic/score/mean", "critic/rewards/mean"),
+        "entropy": ("actor/entropy", "actor/entropy_loss"),
+        "grad_norm": ("actor/grad_norm",),
+        "learning_rate": ("actor/lr",),
+        "staleness": ("training/off_policy/trajectory_staleness/mean",),
+        "reference_kl": ("actor/kl_loss",),
+        "policy_kl": ("actor/ppo_kl",),
+    },
+    "trl": {
+        "reward": ("reward",),
+        "entropy": ("entropy",),
+        "grad_norm": ("grad_norm",),
+        "learning_rate": ("learning_rate",),
+        "reference_kl": ("kl",),
+    },
+    "prime_rl": {
+        "reward": ("reward/all/mean", "reward/mean"),
+        "entropy": ("entropy/all/mean", "entropy/mean"),
+        "grad_norm": ("optim/grad_norm",),
+        "learning_rate": ("optim/lr",),
+        "staleness": ("off_policy/mean", "off_policy_level/all/mean", "off_policy_level/mean"),
+    },
+    "nemo_rl": {
+        "reward": ("reward",),
+        "entropy": ("approx_entropy",),
+        "grad_norm": ("grad_norm",),
+        "learning_rate": ("lr",),
+        "staleness": ("avg_trajectory_age",),
+        "reference_kl": ("kl_penalty",),
+    },
+    "slime": {
+        "reward": ("rollout/raw_reward", "raw_reward", "rollout/rewards"),
+        "entropy": ("train/entropy_loss",),
+        "grad_norm": ("train/grad_norm",),
+        "learning_rate": ("train/lr-pg_0",),
+        "reference_kl": ("train/kl_loss",),
+        "policy_kl": ("train/ppo_kl",),
+    },
+    "skyrl": {
+        "reward": ("reward/avg_raw_reward",),
+        "entropy": ("policy/policy_entropy",),
+        "grad_norm": ("policy/grad_norm", "policy/raw_grad_norm"),
+        "learning_rate": ("policy/policy_lr",),
+        "staleness": ("async/staleness_mean",),
+        "reference_kl": ("policy/policy_kl", "loss/avg_kl"),
+    },
+    "tunix": {
+        "reward": ("rewards/score/mean", "rewards/reward/mean"),
+        "entropy": ("entropy", "loss/entropy"),
+        "grad_norm": ("grad_norm",),
+        "learning_rate": ("learning_rate",),
+        "reference_kl": ("kl",),
+        "policy_kl": ("ppo_kl",),
+    },
+}
+"""The names of each project's signals beside mismatch and length, the best first."""
+
+# Mismatch metrics of projects that are ours up to the order of their means, or up to a known function.
+_NEAR: Mapping[tuple[str, str], str] = {
+    ("nemo_rl", "token_mult_prob_error"): "token_mult_prob_error",
+    ("prime_rl", "mismatch_kl/mean"): "k3_kl",
+    ("prime_rl", "mismatch_kl/all/mean"): "k3_kl",
+    ("slime", "train/train_rollout_logprob_abs_diff"): "logprob_abs_diff_mean",
+    ("skyrl", "policy/rollout_train_logprobs_abs_diff_std"): "logprob_abs_diff_std",
+}
+BUCKETED = ("mismatch_position", "mismatch_entropy", "mismatch_staleness")
+"""The groups of rljax's rows that split the mismatch by bucket."""
+PARTS = ("mismatch_numerics", "mismatch_drift", "mismatch_self")
+"""The groups of rljax's rows that have a part of the mismatch, or that of the trainer with itself."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """The signals of a training log by step. A number that a step lacks is NaN."""
+
+    project: str  # one of PROJECTS
+    steps: np.ndarray  # int64 [n], increasing
+    signals: Mapping[str, np.ndarray]  # float64 [n] each, by the name of the signal
+    columns: Mapping[str, str]  # the column of the log that each signal is read from
+    # rljax's buckets, by group and label, in the order of the edges: the metrics of the bucket, float64 [n] each.
+    buckets: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]] = field(default_factory=dict)
+
+    def get(self, name: str) -> np.ndarray:
+        """Returns a signal, float64 [n]; NaN everywhere if the log lacks it."""
+        return self.signals.get(name, np.full(len(self.steps), np.nan))
+
+    def has(self, *names: str) -> bool:
+        """Returns whether the log has a finite number of each of these signals."""
+        return all(bool(np.isfinite(self.get(name)).any()) for name in names)
+
+
+def mismatch_names(project: str) -> dict[str, tuple[str, ...]]:
+    """Returns the names under which a project logs the mismatch signals, by the name of the signal."""
+    if project == "rljax":
+        return {name: (f"mismatch/{name}",) for name in MISMATCH}
+    pairs = [(metric.ours, metric.name) for metric in NAME_TABLE if metric.framework == project and metric.ours]
+    pairs += [(ours, name) for (owner, name), ours in _NEAR.items() if owner == project]
+    known: dict[str, tuple[str, ...]] = {}
+    for ours, name in pairs:
+        if ours in MISMATCH:
+            known[ours] = (*known.get(ours, ()), name)
+    return known
+
+
+def choose_signals(columns: list[str]) -> tuple[str, dict[str, str]]:
+    """Finds the project whose names fit a log best; returns it and the column of each signal.
+
+    Raises ConfigError if the log has neither a mismatch nor a reward or gradient norm of a known name.
+    """
+    fits = {project: _fitting(project, columns) for project in PROJECTS}
+    project = max(PROJECTS, key=lambda name: (_weight(fits[name]), -PROJECTS.index(name)))
+    found = fits[project]
+    if not {*MISMATCH, "reward", "grad_norm"} & set(found):
+        raise ConfigError(
+            f"no mismatch, reward or gradient norm of a known name in the log ({', '.join(PROJECTS)}); it has: "
+            f"{', '.join(columns[:20])}"
+        )
+    return project, found
+
+
+def _fitting(project: str, columns: list[str]) -> dict[str, str]:
+    names = mismatch_names(project) | dict(NAMES[project]) | {"length": _LENGTHS}
+    found: dict[str, str] = {}
+    for signal, endings in names.items():
+        matches = (column for ending in endings for column in matching(columns, ending))
+        if (column := next(matches, None)) is not None:
+            found[signal] = column
+    return found
+
+
+def _weight(found: Mapping[str, str]) -> int:
+    """Returns how well names fit: a long name of a project's own says more than "reward" or "kl"."""
+    return sum(column.count("/") + column.count("_") + 1 for column in found.values())
+
+
+def read_signals(rows: Rows) -> Log:
+    """Reads the signals of a log's rows. Raises ConfigError if it has none, or no step."""
+    columns = columns_of(rows)
+    project, found = choose_signals(columns)
+    wanted = dict(found)
+    if project == "rljax":
+        groups = (*BUCKETED, *PARTS)
+        wanted |= {name: name for name in columns if name.startswith(tuple(f"{group}/" for group in groups))}
+    steps, table = _by_step(rows, wanted, _dated(rows, found))
+    buckets: dict[str, dict[str, dict[str, np.ndarray]]] = {}
+    for name, values in table.items():
+        group, _, rest = name.partition("/")
+        if group in BUCKETED and "/" in rest:
+            label, _, metric = rest.partition("/")
+            buckets.setdefault(group, {}).setdefault(label, {})[metric] = values
+    plain = {name: values for name, values in table.items() if name.partition("/")[0] not in BUCKETED}
+    if "token_mult_prob_error" in plain and "logprob_abs_diff_mean" not in plain:
+        plain["logprob_abs_diff_mean"] = plain["token_mult_prob_error"] - 1.0  # to first order
+    ordered = {
+        group: dict(sorted(labels.items(), key=lambda item: _edge(item[0]))) for group, labels in buckets.items()
+    }
+    return Log(project, steps, plain, found, ordered)
+
+
+def _edge(label: str) -> float:
+    """Returns the lower edge of a bucket's label: lt_64, 64_to_256, ge_256, or a number."""
+    word = label.removeprefix("ge_").partition("_to_")[0]
+    return -math.inf if word.startswith("lt_") else number_of(word)
+
+
+def _dated(rows: Rows, found: Mapping[str, str]) -> str | None:
+    first = next((found[name] for name in ("length", *MISMATCH, "reward", "grad_norm") if name in found), "")
+    return choose_step_column(rows, first)
+
+
+def _by_step(
+    rows: Rows, wanted: Mapping[str, str], step_column: str | None
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Returns the steps, int64 [n], and the signals, float64 [n] each. A later number of a step overrides."""
+    by_step: dict[int, dict[str, float]] = {}
+    for row in rows:
+        cells = {name: number_of(row[column]) for name, column in wanted.items() if column in row}
+        step = number_of(row.get(step_column)) if step_column else float(len(by_step) + 1)
+        if not cells or not math.isfinite(step):
+            continue
+        known = by_step.setdefault(int(step), {})
+        known.update({name: cell for name, cell in cells.items() if math.isfinite(cell) or name not in known})
+    steps = sorted(by_step)
+    if not steps:
+        raise ConfigError("the log has no row with a step and a signal of a known name")
+    table = {name: np.array([by_step[at].get(name, math.nan) for at in steps]) for name in wanted}
+    return np.array(steps), table

@@ -1,0 +1,192 @@
+"""What a token dump says of its mismatch: few tokens or all, growth along the response, and the grid of the logits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rljax.compare.report import SECOND_RUN, check_logprobs
+from rljax.compare.verdict import Verdict, judge
+from rljax.diagnose.course import effect
+from rljax.mismatch import mismatch_metrics
+from rljax.mismatch.diagnosis import bucket_labels
+from rljax.record.token_dumps import TokenDump
+
+POSITION_EDGES = (4, 8, 16, 64, 256, 1024, 4096)
+"""First positions of the buckets after the first. """
+UNCERTAINTY_EDGES = (0.03, 0.1, 0.3, 0.6)
+"""Lowest uncertainties of the buckets after the first; the uncertainty of a token is 1 - p."""
+FEWEST_TOKENS = 60
+"""A bucket with fewer tokens is not shown."""
+GRIDS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
+"""The step of logits of size 0.25 to 0.5 in each dtype. Larger logits have multiples of it, as have differences."""
+_ON_GRID = 1e-5  # nats; log-probabilities in float32 are exact to about a tenth of it
+_GRID_SHARE, _FEWEST_PAIRS = 0.8, 12  # the least share of pairs on a grid, and the fewest pairs, that show a grid
+_SHARED_TOKENS = 16  # the response tokens from the first that are searched for shared contexts
+_OUTLIER = 8.0  # a token is an outlier if its error of the logit is above so many times the 90% quantile's
+_SMALLEST_OUTLIER = 0.5  # nats
+
+
+@dataclass(frozen=True)
+class TokenFacts:
+    """The facts of a dump with two columns of log-probabilities."""
+
+    trainer: str  # the column in the trainer's place
+    rollout: str  # the column in the rollout engine's place
+    roles_known: bool
+    metrics: Mapping[str, float]  # those of ``mismatch_metrics``
+    verdict: Verdict
+    normalised_gap: float  # the mean of abs(lr) over the mean uncertainty, as ``compare`` uses it
+    outliers: int  # tokens whose error is far beyond that of the others
+    outlier_share: float  # their share of k3_kl
+    effect_without: float  # the error of the logits of all other tokens
+    by_position: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty by position
+    by_uncertainty: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty by uncertainty
+    effects: Mapping[str, float] = field(default_factory=dict)  # the error of the logits by position
+    slope: float = math.nan  # of the sharper column against the other one
+    sharper: str = ""  # the column with the larger spread
+    grids: Mapping[str, str] = field(default_factory=dict)  # the dtype of the logits by column, where it shows
+    floors: Mapping[str, float] = field(default_factory=dict)  # mean of abs(lr) between two runs of a scorer
+
+
+def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
+    """Reads the facts of a dump.
+
+    The columns are the one with the role "trainer" and the one with the role "rollout", or the first two in the order
+    of the file. ``temperature`` is that of the sampling where the dump does not say it.
+
+    Raises ValueError if there are fewer than two columns, or a number is above 0.
+    """
+    names = [name for name in dump.logprobs if not name.endswith(SECOND_RUN)]
+    if len(names) < 2:
+        raise ValueError(f"a diagnosis needs two columns of log-probabilities, got {names}: score one with compare")
+    roles = {dump.role(name): name for name in reversed(names)}
+    trainer = roles.get("trainer") or next(name for name in names if name != roles.get("rollout"))
+    rollout = roles.get("rollout") or next(name for name in names if name != trainer)
+    check_logprobs(dump, [trainer, rollout])
+    x, y, mask = (_rows(vectors) for vectors in (dump.logprobs[trainer], dump.logprobs[rollout], dump.response_mask))
+    mask = mask == 1
+    valid = mask & np.isfinite(x) & np.isfinite(y)
+    verdict = judge(x, y, mask, dump.sources[trainer], dump.sources[rollout])
+    position = np.cumsum(valid, axis=1)[valid]
+    lr, uncertainty = (x - y)[valid], -np.expm1(np.minimum(x, y))[valid]
+    far = outliers(lr, uncertainty)
+    k3 = np.expm1(lr) - lr
+    own = {trainer: dump.sources[trainer].temperature, rollout: dump.sources[rollout].temperature}
+    sampled = dump.sampling.get("temperature")
+    given = float(sampled) if isinstance(sampled, (int, float)) and sampled > 0 else temperature
+    slope, is_rollout = _slope(x[valid], y[valid])
+    return TokenFacts(
+        trainer,
+        rollout,
+        {"trainer", "rollout"} <= set(roles),
+        mismatch_metrics(x, y, mask),
+        verdict,
+        float(np.mean(np.abs(lr)) / max(np.mean(uncertainty), 1e-3)) if len(lr) else math.nan,
+        int(far.sum()),
+        float(k3[far].sum() / k3.sum()) if k3.sum() > 0 else 0.0,
+        _effect(lr[~far]),
+        _by_bucket(lr[~far], uncertainty[~far], position[~far], POSITION_EDGES),
+        _by_bucket(lr[~far], uncertainty[~far], uncertainty[~far], UNCERTAINTY_EDGES),
+        _effects(lr[~far], position[~far]),
+        slope,
+        rollout if is_rollout else trainer,
+        {name: grid for name in (trainer, rollout) if (grid := logit_grid(dump, name, own[name] or given))},
+        {
+            name: mismatch_metrics(a, _rows(dump.logprobs[name + SECOND_RUN]), mask)["logprob_abs_diff_mean"]
+            for name, a in ((trainer, x), (rollout, y))
+            if name + SECOND_RUN in dump.logprobs
+        },
+    )
+
+
+def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
+    """Returns which tokens have an error far beyond that of the others, bool [n].
+
+    An error of the logits changes the log-probability of a token by about the error times its uncertainty, so the
+    log-ratio is divided by the uncertainty before tokens are compared.
+    """
+    if not len(lr):
+        return np.zeros(0, bool)
+    error = np.abs(lr) / np.maximum(uncertainty, 0.02)
+    usual = float(np.quantile(error, 0.9))
+    return (np.abs(lr) > _SMALLEST_OUTLIER) & (error > _OUTLIER * max(usual, 1e-6))
+
+
+def logit_grid(dump: TokenDump, column: str, temperature: float) -> str:
+    """Returns the 16-bit dtype that a column's logits were rounded to, or "" if they show no grid.
+
+    Two tokens that follow the same tokens share a normalisation, so the difference of their log-probabilities is that
+    of their logits. Responses to one prompt give such pairs, and the likeliest tokens of each place do.
+    """
+    pairs = np.fromiter(_same_context(dump, column), float) * temperature
+    if column == dump.sampling.get("column", "rollout") and dump.top_logprobs:
+        pairs = np.concatenate([pairs, *(_neighbours(values) for values in dump.top_logprobs[:64])])
+    pairs = pairs[np.isfinite(pairs) & (np.abs(pairs) > 1e-4)][:20_000]
+    if len(pairs) < _FEWEST_PAIRS:
+        return ""
+    for name, step in GRIDS.items():
+        off = np.abs(pairs / step - np.round(pairs / step)) * step
+        if np.mean(off < _ON_GRID) >= _GRID_SHARE:
+            return name
+    return ""
+
+
+def _neighbours(values: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        return np.diff(np.asarray(values, float), axis=1).ravel()
+
+
+def _same_context(dump: TokenDump, column: str) -> Iterator[float]:
+    """Yields differences of a column's numbers between two tokens that follow the same tokens."""
+    seen: dict[bytes, dict[int, float]] = {}
+    for tokens, mask, values in zip(dump.token_ids, dump.response_mask, dump.logprobs[column], strict=True):
+        for at in np.flatnonzero(mask)[:_SHARED_TOKENS]:
+            if np.isfinite(values[at]):
+                seen.setdefault(tokens[:at].tobytes(), {}).setdefault(int(tokens[at]), float(values[at]))
+    for found in seen.values():
+        yield from (b - a for a, b in itertools.pairwise(found.values()))
+
+
+def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, bool]:
+    """Returns the slope of the column with the larger spread against the other one, and whether that one is ``y``.
+
+    The slope is NaN if the columns hardly correlate, or there are few tokens.
+    """
+    if len(x) < 16 or not min(np.std(x), np.std(y)) > 0:
+        return math.nan, False
+    spread, correlation = np.std(y) / np.std(x), float(np.corrcoef(x, y)[0, 1])
+    return (correlation * max(spread, 1 / spread) if correlation > 0.9 else math.nan), bool(spread > 1)
+
+
+def _effect(lr: np.ndarray) -> float:
+    return effect(float(np.mean(np.expm1(lr) - lr)), float(np.mean(np.abs(lr)))) if len(lr) else math.nan
+
+
+def _effects(lr: np.ndarray, position: np.ndarray) -> dict[str, float]:
+    index = np.digitize(position, POSITION_EDGES)
+    parts = ((label, lr[index == i]) for i, label in enumerate(bucket_labels(POSITION_EDGES)))
+    return {label: _effect(part) for label, part in parts if len(part) >= FEWEST_TOKENS}
+
+
+def _by_bucket(lr: np.ndarray, uncertainty: np.ndarray, values: np.ndarray, edges: Sequence[float]) -> dict[str, float]:
+    """Returns the mean of abs(lr) over the mean uncertainty of the tokens in each bucket with enough of them."""
+    index = np.digitize(values, edges)
+    parts = ((label, index == i) for i, label in enumerate(bucket_labels(edges)))
+    return {
+        label: float(np.abs(lr[inside]).sum() / max(uncertainty[inside].sum(), 1e-9))
+        for label, inside in parts
+        if inside.sum() >= FEWEST_TOKENS
+    }
+
+
+def _rows(vectors: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the vectors as rows [n, longest] of floats, with NaN after the end of each."""
+    rows = np.full((len(vectors), max(map(len, vectors), default=0)), np.nan)
+    for row, vector in zip(rows, vectors, strict=True):
+        row[: len(vector)] = vector
+    return rows

@@ -1,0 +1,122 @@
+"""``rljax diagnose``: the page, the JSON object, the exit status and the mistakes of a caller."""
+
+import gzip
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from toy_runs import outcome
+
+from rljax.commands.diagnose import main
+from rljax.diagnose.causes import CAUSES
+from rljax.diagnose.remedies import REMEDIES
+from rljax.run.config import Config
+
+ROOT = Path(__file__).parents[2]
+LOGS = ROOT / "tests" / "data" / "planted_logs"
+SECTIONS = (
+    "What is measured",
+    "Limits of the field",
+    "Where it comes from",
+    "Remedies, in the order of fit",
+    "What to measure next",
+)
+
+
+@pytest.fixture
+def log(tmp_path):
+    def unpack(cause):
+        path = tmp_path / f"{cause}.jsonl"
+        path.write_bytes(gzip.decompress((LOGS / f"{cause}.jsonl.gz").read_bytes()))
+        return path
+
+    return unpack
+
+
+def test_the_page_answers_every_question(log):
+    status, page, err = outcome(main, [log("eight_bits")])
+    assert (status, err) == (1, "")
+    assert page.splitlines()[0].endswith("eight_bits.jsonl: eight_bits (likely)")
+    assert [line for line in page.splitlines() if line in SECTIONS] == list(SECTIONS)
+    assert "CROSSED" in page
+    assert "set: --rollout.weight-quantization none" in page
+    assert max(map(len, page.splitlines())) <= 120
+
+
+def test_a_healthy_log_has_status_0(log):
+    status, page, _ = outcome(main, [log("healthy")])
+    assert status == 0
+    assert page.splitlines()[0].endswith("healthy")
+
+
+def test_json_has_the_whole_diagnosis(log, tmp_path):
+    status, out, _ = outcome(main, [log("temperature"), "--json", "-"])
+    found = json.loads(out)
+    assert (status, found["cause"], found["kind"]) == (1, "temperature", "settings")
+    assert found["measured"]["log"]["columns"]["k3_kl"] == "mismatch/k3_kl"
+    assert {"name", "settings", "cost", "source"} == set(found["remedies"][0])
+    _, page, _ = outcome(main, [log("temperature"), "--json", tmp_path / "out.json"])
+    assert page.startswith(str(tmp_path))
+    assert json.loads((tmp_path / "out.json").read_text()) == found
+
+
+def test_a_run_directory_brings_its_newest_dump(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "metrics.jsonl").write_bytes(gzip.decompress((LOGS / "head_dtype.jsonl.gz").read_bytes()))
+    shutil.copyfile(LOGS / "healthy.parquet", tmp_path / "rollouts" / "step_000020.parquet")
+    shutil.copyfile(LOGS / "head_dtype.parquet", tmp_path / "rollouts" / "step_000040.parquet")
+    status, page, _ = outcome(main, [tmp_path])
+    assert status == 1
+    assert page.splitlines()[0].endswith("head_dtype (sure)")
+    assert "lie on bfloat16's grid" in " ".join(page.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("none.jsonl", None, "none.jsonl: no such file or directory"),
+        ("loss.jsonl", '{"step": 1, "loss": 2.0}\n', "no mismatch, reward or gradient norm of a known name"),
+        ("notes.jsonl", "hello\n", "notes.jsonl: line 1 is"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path, name, text, said):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    status, out, err = outcome(main, [tmp_path / name])
+    assert (status, out) == (2, "")
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_column_that_is_not_there_is_named():
+    status, _, err = outcome(main, [LOGS / "healthy.parquet", "--trainer", "hf"])
+    assert status == 2
+    assert "no column 'hf' in the dump, which has rollout, trainer" in err
+
+
+def test_every_cause_has_remedies_and_a_kind():
+    assert set(REMEDIES) == set(CAUSES)
+    kinds = {kind for kind, _ in CAUSES.values()}
+    assert kinds == {"none", "numerics", "staleness", "settings", "weights", "optimisation", "cannot tell"}
+
+
+def test_each_remedy_cites_a_page_or_a_paper():
+    for remedies in REMEDIES.values():
+        for remedy in remedies:
+            pages = re.findall(r"docs/\w+\.md", remedy.source)
+            assert pages or re.search(r"arXiv \d{4}\.\d{5}", remedy.source)
+            assert all((ROOT / page).is_file() for page in pages)
+            for section, name in re.findall(r"--([a-z]+)\.([a-z0-9-]+)", remedy.settings):
+                assert hasattr(getattr(Config(), section), name.replace("-", "_"))
+
+
+def test_numbers_of_the_bias_table_are_those_on_record():
+    measured = json.loads((ROOT / "benchmarks" / "correction_bias.json").read_text())["remedies"]
+    drifts = {"no correction": "0.97", "`token_tis`": "0.063", "`two_sided_tv`": "0.024"}
+    drifts["`score_centering`, k = 2"] = "0.33"
+    for name, said in drifts.items():
+        assert f"{measured[name]['large']['drift']:.2g}" == said
+    text = json.dumps(REMEDIES)
+    assert all(f"drift {said} for 0.97" in text for name, said in drifts.items() if name != "no correction")

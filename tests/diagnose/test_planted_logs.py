@@ -1,0 +1,96 @@
+"""Ten runs of the toy task, each with a cause that was planted (``experiments/planted_logs.py``), are told apart."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from peer_logs import renamed
+
+from rljax.commands import diagnose
+from rljax.diagnose.page import diagnose as diagnosis
+from rljax.diagnose.signals import PROJECTS, read_signals
+
+LOGS = Path(__file__).parents[1] / "data" / "planted_logs"
+# The planted cause -> the cause that is named.
+CAUSES = {name: name for name in sorted(path.name.partition(".")[0] for path in LOGS.glob("*.gz"))} | {
+    "stale_layer": "other_weights"
+}
+# A log without the tokens cannot tell a head in bfloat16 from sound rounding in bfloat16: nothing is crossed.
+OF_LOGS = CAUSES | {"head_dtype": "healthy"}
+# One step's tokens cannot say what became of the training, nor whether other weights are older ones.
+OF_TOKENS = CAUSES | {"entropy_collapse": "healthy", "high_rate": "healthy", "staleness": "other_weights"}
+# The logs of the peers have neither buckets nor quantiles, so that these cannot be told apart.
+UNSPLIT = ("eight_bits", "extreme_tokens", "length_growth", "temperature")
+
+
+def rows(cause):
+    return [json.loads(line) for line in gzip.decompress((LOGS / f"{cause}.jsonl.gz").read_bytes()).splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of logs without their tokens."""
+    path = tmp_path_factory.mktemp("logs")
+    for cause in CAUSES:
+        (path / f"{cause}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows(cause)))
+    return path
+
+
+def found(source, tokens=None):
+    log, dump, config = diagnose.read_source(diagnose.Arguments(source, tokens=tokens))
+    return diagnosis(source.name, diagnose.facts_of(log, dump, config), log)
+
+
+def test_there_are_ten():
+    assert len(CAUSES) == 10
+
+
+@pytest.mark.parametrize("planted", CAUSES)
+def test_a_log_with_its_tokens(planted, folder):
+    said = found(folder / f"{planted}.jsonl", LOGS / f"{planted}.parquet")
+    assert (said["cause"], said["confidence"] in (None, "sure", "likely")) == (CAUSES[planted], True)
+
+
+@pytest.mark.parametrize("planted", CAUSES)
+def test_a_log_alone(planted, folder):
+    assert found(folder / f"{planted}.jsonl")["cause"] == OF_LOGS[planted]
+
+
+@pytest.mark.parametrize("planted", CAUSES)
+def test_a_dump_alone(planted):
+    assert found(LOGS / f"{planted}.parquet")["cause"] == OF_TOKENS[planted]
+
+
+@pytest.mark.parametrize("project", [name for name in PROJECTS if name != "rljax"])
+@pytest.mark.parametrize("planted", CAUSES)
+def test_the_log_of_another_project(planted, project):
+    log = read_signals(renamed(rows(planted), project))
+    assert log.project == project
+    said = diagnosis("log", diagnose.facts_of(log, None, None), log)["cause"]
+    wanted = {OF_LOGS[planted]}
+    if planted in UNSPLIT:
+        wanted = {"cannot_tell", planted} if project == "verl" else {"cannot_tell"}
+    if planted == "staleness" and not log.has("staleness"):
+        wanted = {"other_weights"}
+    assert said in wanted
+
+
+def test_a_collapse_is_not_laid_on_the_mismatch(folder):
+    said = found(folder / "high_rate.jsonl")
+    assert said["kind"] == "optimisation"
+    assert not [one for one in said["limits"] if one["crossed"]]
+    assert "the mismatch does not double before it" in said["answers"]["before or after the collapse"]
+
+
+def test_the_parts_of_stale_rollouts_are_named(folder):
+    said = found(folder / "staleness.jsonl")
+    assert said["answers"]["numerics or staleness"].startswith("staleness: rollouts are 2 versions old")
+    assert said["remedies"][0]["settings"].startswith("--rollout.max-staleness 0")
+
+
+def test_the_trainer_itself_is_the_floor(folder):
+    said = found(folder / "healthy.jsonl")
+    assert "between the trainer and itself" in said["answers"]["floor"]
+    assert said["answers"]["floor"].endswith("no remedy goes below it")
+    assert found(folder / "temperature.jsonl")["answers"]["floor"].startswith("cannot tell")

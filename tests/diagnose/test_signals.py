@@ -1,0 +1,67 @@
+"""The names of the projects: which log is whose, what is read from it, and in which order."""
+
+import numpy as np
+import pytest
+
+from rljax.diagnose.signals import NAMES, PROJECTS, choose_signals, mismatch_names, read_signals
+from rljax.errors import ConfigError
+from rljax.mismatch.names import NAME_TABLE
+
+
+@pytest.mark.parametrize(
+    ("project", "columns"),
+    [
+        ("verl", ["step", "actor/entropy", "actor/grad_norm", "rollout_corr/k3_kl", "critic/score/mean"]),
+        ("trl", ["train/reward", "train/entropy", "train/grad_norm", "train/sampling/sampling_logp_difference/mean"]),
+        ("prime_rl", ["step", "entropy/all/mean", "mismatch_kl/all/mean", "optim/grad_norm", "reward/all/mean"]),
+        ("nemo_rl", ["train/reward", "train/grad_norm", "train/token_mult_prob_error", "train/gen_kl_error"]),
+        ("slime", ["rollout/raw_reward", "train/grad_norm", "train/train_rollout_logprob_abs_diff", "train/lr-pg_0"]),
+        ("skyrl", ["reward/avg_raw_reward", "policy/policy_entropy", "policy/rollout_train_logprobs_abs_diff_mean"]),
+        (
+            "tunix",
+            ["global/train/rewards/score/mean", "actor/train/grad_norm", "actor/train/sampler_trainer/logp_diff_mean"],
+        ),
+        ("rljax", ["step", "reward/mean", "policy/entropy", "optimizer/grad_norm", "mismatch/k3_kl"]),
+    ],
+)
+def test_each_project_is_known_by_its_names(project, columns):
+    found, chosen = choose_signals(columns)
+    assert found == project
+    assert {"reward"} <= set(chosen)
+    assert set(chosen) & set(mismatch_names(project))
+
+
+def test_every_project_has_mismatch_reward_and_gradient():
+    for project in PROJECTS:
+        assert {"reward", "entropy", "grad_norm"} <= set(NAMES[project])
+        assert mismatch_names(project)
+    known = {(metric.framework, metric.name) for metric in NAME_TABLE}
+    assert ("prime_rl", "mismatch_kl/mean") in known
+
+
+def test_a_log_by_step():
+    rows = [
+        {"step": 2, "train/reward": 0.5, "train/token_mult_prob_error": 1.03, "train/gen_kl_error": 0.001},
+        {"step": 1, "train/reward": 0.25, "train/token_mult_prob_error": "1.02"},
+        {"step": 2, "train/reward": 0.75},
+        {"step": 3, "validation/reward": 0.9},
+    ]
+    log = read_signals(rows)
+    assert log.project == "nemo_rl"
+    assert log.steps.tolist() == [1, 2]
+    np.testing.assert_allclose(log.get("reward"), [0.25, 0.75])
+    np.testing.assert_allclose(log.get("logprob_abs_diff_mean"), [0.02, 0.03])
+    np.testing.assert_allclose(log.get("k3_kl"), [np.nan, 0.001])
+    assert not log.has("entropy")
+
+
+def test_buckets_stand_in_the_order_of_their_edges():
+    labels = ("ge_16", "4_to_16", "lt_4")
+    row = {"step": 1, "mismatch/k3_kl": 1e-4, "reward/mean": 0.1}
+    row |= {f"mismatch_position/{label}/k3_kl": 1e-4 for label in labels}
+    assert list(read_signals([row]).buckets["mismatch_position"]) == ["lt_4", "4_to_16", "ge_16"]
+
+
+def test_a_log_of_nothing_known_is_named():
+    with pytest.raises(ConfigError, match="no mismatch, reward or gradient norm of a known name in the log"):
+        read_signals([{"step": 1, "loss": 2.0}])

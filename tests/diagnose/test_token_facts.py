@@ -1,0 +1,96 @@
+"""The facts of a dump by hand: outliers, growth, the grid of the logits."""
+
+import numpy as np
+import pytest
+
+from rljax.diagnose.token_facts import logit_grid, outliers, read_facts
+from rljax.record.token_dumps import ColumnSource, make_dump
+
+RNG = np.random.default_rng(0)
+VOCABULARY = 12
+
+
+def logprobs_of(logits):
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def to_bfloat16(logits):
+    """Rounds to eight bits of mantissa."""
+    scale = 2.0 ** (np.floor(np.log2(np.abs(logits))) - 7)
+    return np.round(logits / scale) * scale
+
+
+def dump(change, *, groups=12, size=6, length=16, dtype="float32", spread=2.0):
+    """Responses to prompts. The same tokens before it give a token the same logits; ``change`` makes the rollout's."""
+    known = {}
+
+    def logits_of(prefix):
+        if prefix not in known:
+            logits = RNG.normal(0.0, spread, VOCABULARY) + 2.5
+            known[prefix] = logits, change(logits, len(prefix) - 1)
+        return known[prefix]
+
+    ids, tokens, masks, columns = [], [], [], {"trainer": [], "rollout": []}
+    for group in range(groups):
+        for i in range(size):
+            prefix, values = (100 + group,), {"trainer": [np.nan], "rollout": [np.nan]}
+            for _ in range(length):
+                both = [logprobs_of(logits) for logits in logits_of(prefix)]
+                token = int(RNG.choice(VOCABULARY, p=np.exp(both[1])))
+                for name, logprobs in zip(values, both, strict=True):
+                    values[name].append(logprobs[token])
+                prefix = (*prefix, token)
+            ids.append(f"{group}/{i}")
+            tokens.append(list(prefix))
+            masks.append([False] + [True] * length)
+            for name, vector in values.items():
+                columns[name].append(vector)
+    sources = {name: ColumnSource(dtype=dtype, temperature=1.0) for name in columns}
+    return make_dump(ids, tokens, masks, columns, sources)
+
+
+def noisy(size):
+    return lambda logits, at: logits + RNG.normal(0.0, size, logits.shape)
+
+
+def test_an_outlier_is_measured_by_its_uncertainty():
+    lr = np.array([0.01, -0.02, 0.015, 0.01, -0.01, 0.02, 0.01, 0.01, 0.01, 0.9, 3.0])
+    uncertainty = np.array([0.1] * 9 + [0.9, 0.1])
+    assert outliers(lr, uncertainty).tolist() == [False] * 10 + [True]
+    assert outliers(np.zeros(0), np.zeros(0)).tolist() == []
+
+
+def test_logits_in_bfloat16_lie_on_its_grid():
+    found = dump(lambda logits, at: to_bfloat16(logits))
+    assert logit_grid(found, "rollout", 1.0) == "bfloat16"
+    assert logit_grid(found, "trainer", 1.0) == ""
+    facts = read_facts(found)
+    assert facts.grids == {"rollout": "bfloat16"}
+    assert 1e-4 < facts.effect_without < 0.02
+
+
+def test_a_temperature_divides_the_grid():
+    found = dump(lambda logits, at: to_bfloat16(logits) / 0.7)
+    assert logit_grid(found, "rollout", 0.7) == "bfloat16"
+    assert logit_grid(found, "rollout", 1.0) == ""
+
+
+def test_rounding_is_alike_at_each_uncertainty():
+    facts = read_facts(dump(noisy(0.1)))
+    values = list(facts.by_uncertainty.values())
+    assert max(values) < 2.5 * min(values)
+    assert (facts.outliers, facts.roles_known) == (0, True)
+    assert facts.metrics["token_count"] == 12 * 6 * 16
+
+
+def test_the_error_that_a_position_adds_is_seen():
+    facts = read_facts(dump(lambda logits, at: logits + 0.03 * (at + 0.2) * RNG.normal(size=logits.shape)))
+    values = list(facts.effects.values())
+    assert values == sorted(values)
+    assert values[-1] > 4 * values[0]
+
+
+def test_a_dump_needs_two_columns():
+    one = make_dump(["a"], [[1, 2]], [[False, True]], {"rollout": [[np.nan, -1.0]]})
+    with pytest.raises(ValueError, match="needs two columns of log-probabilities, got \\['rollout'\\]"):
+        read_facts(one)

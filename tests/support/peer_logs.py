@@ -1,0 +1,36 @@
+"""A run's rows under the names of another project, as that project would log them."""
+
+from rljax.diagnose.signals import NAMES, mismatch_names
+
+STEPS = {"verl": "training/global_step", "trl": "step", "slime": "rollout/step", "skyrl": "trainer/global_step"}
+LENGTHS = {
+    "verl": "response_length/mean",
+    "trl": "completions/mean_length",
+    "prime_rl": "decode_len/all/mean",
+    "nemo_rl": "train/mean_gen_tokens_per_sample",
+    "slime": "rollout/response_len/mean",
+    "skyrl": "generate/avg_num_tokens",
+    "tunix": "global/train/completions/mean_length",
+}
+OURS = {name: names[0] for name, names in NAMES["rljax"].items()}
+
+
+def renamed(rows, project):
+    """The rows of rljax with the metrics that a project has, under its names.
+
+    ``token_mult_prob_error`` is 1 + the mean of abs(log-ratio), to first order.
+    """
+    names = mismatch_names(project)
+    found = []
+    for row in rows:
+        new = {STEPS.get(project, "step"): row["step"], LENGTHS[project]: row["response_length/mean"]}
+        for ours, theirs in names.items():
+            if ours == "token_mult_prob_error":
+                new[theirs[0]] = 1 + row["mismatch/logprob_abs_diff_mean"]
+            elif f"mismatch/{ours}" in row:
+                new[theirs[-1]] = row[f"mismatch/{ours}"]
+        new |= {
+            theirs[0]: row[OURS[name]] for name, theirs in NAMES[project].items() if row.get(OURS.get(name)) is not None
+        }
+        found.append(new)
+    return found

@@ -1,0 +1,92 @@
+"""The trainer against itself: when it is measured, on which tokens, at which shape, and what it leaves alone."""
+
+import numpy as np
+import pytest
+
+from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.self_check import SelfCheckedUpdate, other_shape, self_metrics, spread
+from rljax.trainer.step import TokenValues
+from rljax.trainer.update import Updated, UpdateOptions
+
+DUE = UpdateOptions(1e-3, 0, noise=False, self_mismatch=True)
+
+
+def sequence(length):
+    tokens = np.ones(length, np.int32)
+    return TrainSequence(tokens[:1], tokens, np.zeros(length, np.float32), 0.0, True)
+
+
+class Inner:
+    """An update that gives each token the log-probability -1; its forward gives -1.25 under parameters 0.25."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def pack(self, sequences):
+        return pack(sequences, row_tokens=8, rows_per_micro_batch=2, micro_batches=8)
+
+    def pack_other(self, sequences):
+        return pack(sequences, row_tokens=16, rows_per_micro_batch=1, micro_batches=8)
+
+    def forward(self, params, batch):
+        self.shapes.append((batch.tokens.shape, int(batch.response_mask.sum())))
+        return {}, TokenValues(np.full(batch.tokens.shape, -1.0 - params, np.float32))
+
+    def __call__(self, state, batch, sequences, options):
+        return Updated(
+            State(9.0), {"policy/loss": 1.0}, {}, lambda: [np.full(len(s.response), -1.0) for s in sequences]
+        )
+
+
+class State:
+    def __init__(self, params):
+        self.params = params
+
+
+def updated(options, lengths, sample=64):
+    inner = Inner()
+    checked = SelfCheckedUpdate(inner, inner.forward, inner.pack_other, sample=sample)
+    sequences = [sequence(length) for length in lengths]
+    return inner, checked(State(0.25), checked.pack(sequences), sequences, options)
+
+
+def test_a_step_that_is_not_due_is_left_alone():
+    inner, found = updated(DUE._replace(self_mismatch=False), [3, 2])
+    assert found.row == {"policy/loss": 1.0}
+    assert inner.shapes == []
+
+
+def test_the_same_tokens_at_another_shape():
+    inner, found = updated(DUE, [3, 2])
+    assert inner.shapes == [((8, 1, 16), 5)]
+    assert found.state.params == 9.0
+    assert found.row["policy/loss"] == 1.0
+    assert found.row["mismatch_self/token_count"] == 5
+    assert found.row["mismatch_self/logprob_abs_diff_mean"] == pytest.approx(0.25)
+    assert found.row["mismatch_self/kl"] == pytest.approx(-0.25)  # lr is the update's number less the other one
+    assert [len(values) for values in found.trainer_logprobs()] == [3, 2]
+
+
+def test_a_sample_is_measured():
+    inner, found = updated(DUE, [1, 2, 3, 4, 5], sample=3)
+    assert inner.shapes[0][1] == found.row["mismatch_self/token_count"] == 1 + 3 + 5
+
+
+def test_samples_are_spread_over_the_batch():
+    assert spread(5, 3).tolist() == [0, 2, 4]
+    assert spread(2, 64).tolist() == [0, 1]
+
+
+def test_metrics_by_hand():
+    row = self_metrics([np.float32([-1.0, -2.0]), np.float32([-3.0])], [np.float32([-1.5, -2.0]), np.float32([-2.0])])
+    assert row["mismatch_self/logprob_abs_diff_mean"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+    assert row["mismatch_self/logprob_abs_diff_max"] == 1.0
+    assert row["mismatch_self/log_ppl_abs_diff"] == pytest.approx((0.25 + 1.0) / 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "ways", "expected"),
+    [(8, 128, 1, (4, 256)), (8, 128, 8, (8, 256)), (1, 1024, 1, (1, 2048)), (6, 64, 2, (6, 128)), (4, 64, 2, (2, 128))],
+)
+def test_the_other_shape_fits_the_mesh(rows, tokens, ways, expected):
+    assert other_shape(rows, tokens, ways) == expected
