@@ -361,9 +361,9 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
             yield Finding("eight_bits", SURE, f"{size} is of 8 bits, and the engine is said to hold {declared.forms}")
         elif not any(_explains(facts)):
             flat = facts.tokens is None or not _rises_with_uncertainty(facts.tokens, _STEEP)
-            where = "and about as large at each position and entropy" if facts.course or tokens else ""
+            known = ", and neither a few tokens, nor length, nor a temperature makes it" if facts.is_split else ""
             sure = LIKELY if flat and facts.is_clear and facts.is_split else POSSIBLE
-            yield Finding("eight_bits", sure, f"{size} is of 8 bits rather than of 16, from the first step on {where}")
+            yield Finding("eight_bits", sure, f"{size} is of 8 bits rather than of 16, from the first step on{known}")
 
 
 def _explains(facts: Facts) -> Iterator[Finding]:

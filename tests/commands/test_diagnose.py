@@ -12,6 +12,7 @@ from toy_runs import outcome
 from rljax.commands.diagnose import main
 from rljax.diagnose.causes import CAUSES
 from rljax.diagnose.remedies import REMEDIES
+from rljax.diagnose.thresholds import THRESHOLDS
 from rljax.run.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,22 @@ def test_the_page_answers_every_question(log):
     assert "CROSSED" in page
     assert "set: --rollout.weight-quantization none" in page
     assert max(map(len, page.splitlines())) <= 120
+
+
+def test_the_example_of_the_docs_is_what_is_printed(log, monkeypatch):
+    path = log("eight_bits")
+    monkeypatch.chdir(path.parent)
+    _, page, _ = outcome(main, [path.name, "--tokens", LOGS / "eight_bits.parquet"])
+    text = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    assert re.search(r"```text\n(.*?)```", text, re.DOTALL)[1] == page
+
+
+def test_the_limits_of_the_docs_are_those_in_use():
+    text = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    written = {(name, float(limit)) for name, limit in re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE)}
+    known = {(one.signal, round(one.limit, 6)) for one in THRESHOLDS if one.signal != "token_mult_prob_error"}
+    assert written == known
+    assert all(f"`{cause}`" in text for cause in CAUSES)
 
 
 def test_a_healthy_log_has_status_0(log):
