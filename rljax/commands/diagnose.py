@@ -25,8 +25,8 @@ import numpy as np
 import tyro
 
 from rljax.compare.importers import read_tokens
-from rljax.diagnose.causes import Declared, Facts
 from rljax.diagnose.course import Course, read_course
+from rljax.diagnose.evidence import Declared, Facts
 from rljax.diagnose.page import diagnose, to_text
 from rljax.diagnose.signals import Log, choose_signals, read_signals
 from rljax.diagnose.thresholds import cross

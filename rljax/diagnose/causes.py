@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 from rljax.diagnose.course import Course
-from rljax.diagnose.thresholds import Crossing
+from rljax.diagnose.evidence import BEYOND, CONFIDENCES, EFFECTS, LIKELY, POSSIBLE, SURE, Facts, Finding
 from rljax.diagnose.token_facts import TokenFacts
 
 CAUSES: Mapping[str, tuple[str, str]] = {
@@ -30,105 +29,10 @@ CAUSES: Mapping[str, tuple[str, str]] = {
 }
 """The kind of each cause, and the cause in words."""
 
-SURE, LIKELY, POSSIBLE = "sure", "likely", "possible"
-CONFIDENCES = (SURE, LIKELY, POSSIBLE)
-
-# The sizes of a mismatch by its likeliest origin: the upper end of each range. The error of the logits
-# (``course.effect``) was measured: the toy's embedded engine in bfloat16 0.0035, vLLM in bfloat16 0.011, int8 weights
-# 0.02, fp8 weights 0.06, fp8 caches 0.08 and 0.18 (benchmarks/engine_mismatch.json, head_dtype.json).
-EFFECTS = {"float32": 1e-4, "float16": 1.5e-3, "bfloat16": 0.04, "8 bits": 0.5}
-# Other signals over the policy's entropy (benchmarks/mismatch_growth.json): vLLM in bfloat16 0.011 to 0.029, fp8
-# weights 0.04 to 0.14, with an fp8 cache 0.07 to 0.6.
-_OVER_ENTROPY = {
-    "logprob_abs_diff_mean": {"float32": 1e-4, "float16": 4e-3, "bfloat16": 0.06, "8 bits": 0.7},
-    "k3_kl": {"float32": 1e-8, "float16": 1e-5, "bfloat16": 2.5e-3, "8 bits": 0.3},
-}
-# The signals alone, with the field's reports: k3_kl 6e-4 in bfloat16 and 0.03 with an fp8 cache (Qwen3-4B).
-_ALONE = {
-    "logprob_abs_diff_mean": {"float32": 1e-5, "float16": 2e-3, "bfloat16": 0.03, "8 bits": 0.2},
-    "k3_kl": {"float32": 1e-9, "float16": 1e-5, "bfloat16": 3e-3, "8 bits": 0.1},
-    "log_ppl_abs_diff": {"float32": 1e-5, "float16": 1e-3, "bfloat16": 0.02, "8 bits": 0.15},
-    "prob_abs_diff_mean": {"float32": 1e-5, "float16": 8e-4, "bfloat16": 8e-3, "8 bits": 0.05},
-}
-_CLEARLY = 1.4  # a size above this multiple of a limit is clearly beyond it
-BEYOND = "beyond rounding"
 _ALONG = 2.5  # the error of the last bucket over that of the first one that shows growth, or a fall
 _STEEP = 4.5  # the rise with uncertainty that rounding does not give
 _DEAD = 0.1  # the share of its first value under which entropy, signal or gradient norm is gone
 _TEMPERATURE_EFFECT = 0.02  # smaller errors are no temperature that anyone would set
-
-
-class Declared(NamedTuple):
-    """What a run's configuration, or a dump's header, says of the two sides. Empty or None: unknown."""
-
-    trainer_dtype: str = ""
-    rollout_dtype: str = ""
-    forms: str = ""  # the 8-bit forms of the engine's weights and cache
-    is_exact: bool = False  # whether trainer and engine share one executable
-    inject: str = ""  # the mismatch that the configuration puts in on purpose
-
-    @property
-    def coarser(self) -> str:
-        """The coarser of the two dtypes; empty if one is unknown."""
-        order = ("float32", "float16", "bfloat16")
-        both = (self.trainer_dtype, self.rollout_dtype)
-        return max(both, key=order.index) if all(name in order for name in both) else ""
-
-
-class Finding(NamedTuple):
-    """A cause that the facts support."""
-
-    cause: str  # a key of CAUSES
-    confidence: str  # one of CONFIDENCES
-    evidence: str  # one sentence with numbers
-
-
-class Facts(NamedTuple):
-    """All that is known."""
-
-    course: Course | None
-    tokens: TokenFacts | None
-    crossings: Sequence[Crossing]
-    declared: Declared = Declared()
-
-    @property
-    def effect(self) -> float:
-        """The error of the logits: of the dump's usual tokens, or else of the log's last steps."""
-        if self.tokens is not None:
-            return self.tokens.effect_without
-        return math.nan if self.course is None else self.course.effect_last
-
-    @property
-    def size(self) -> tuple[float, Mapping[str, float]]:
-        """The size of the mismatch and the limits of its origins: the error of the logits, or the best other signal."""
-        course = self.course
-        if not math.isnan(self.effect) or course is None or not course.gap_name:
-            return self.effect, EFFECTS
-        entropy = course.last.get("entropy", math.nan)
-        for name, limits in _OVER_ENTROPY.items():
-            if entropy > 0 and name in course.last:
-                return course.last[name] / entropy, limits
-        return course.last[course.gap_name], _ALONE[course.gap_name]
-
-    @property
-    def origin(self) -> str:
-        """The origin that the size of the mismatch fits: a key of EFFECTS, BEYOND, or "" without a size."""
-        size, limits = self.size
-        return "" if math.isnan(size) else next((name for name, limit in limits.items() if size <= limit), BEYOND)
-
-    @property
-    def is_split(self) -> bool:
-        """Whether there are the tokens, or buckets and quantiles, so that few tokens, length and temperature show."""
-        if self.tokens is not None or self.course is None:
-            return self.tokens is not None
-        groups = (self.course.effects.get(f"mismatch_{name}", {}) for name in ("position", "entropy"))
-        return "logprob_abs_diff_p99" in self.course.first and all(len(labels) > 2 for labels in groups)
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the size is clearly above rounding in 16 bits."""
-        size, limits = self.size
-        return size > _CLEARLY * limits["bfloat16"]
 
 
 def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
@@ -264,17 +168,8 @@ def _weights(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "other_weights",
             LIKELY if facts.is_split else POSSIBLE,
-            f"{_size(facts)} is beyond what rounding in 8 bits gives, from the first step{pattern}",
+            f"{facts.described} is beyond what rounding in 8 bits gives, from the first step{pattern}",
         )
-
-
-def _size(facts: Facts) -> str:
-    """Names the size of the mismatch in words."""
-    size, limits = facts.size
-    if limits is EFFECTS:
-        return f"an error of the logits of {size:.2g}"
-    name = facts.course.gap_name if facts.course is not None else ""
-    return f"a {name} {'over the entropy ' if limits in _OVER_ENTROPY.values() else ''}of {size:.2g}"
 
 
 def _extreme(facts: Facts) -> Iterator[Finding]:
@@ -317,7 +212,7 @@ def _length(facts: Facts) -> Iterator[Finding]:
     for effects in groups:
         values, labels = list(effects.values()), list(effects)
         growth, falls = _growth(effects), sum(after < before for before, after in itertools.pairwise(values))
-        # An engine of 8 bits has some growth of its own: its cache's errors add up (docs/study.md, at fixed weights).
+        # An engine of 8 bits has some growth of its own: its cache's errors add up (the study, at fixed weights).
         least = 2 * _ALONG if facts.origin in ("8 bits", BEYOND) else _ALONG
         if growth > least and 4 * falls < len(values) and not any(_extreme(facts)):
             yield Finding(
@@ -337,7 +232,7 @@ def _growth(values: Mapping[str, float]) -> float:
 
 def _dtype(facts: Facts) -> Iterator[Finding]:
     tokens, declared, origin = facts.tokens, facts.declared, facts.origin
-    size = _size(facts)
+    size = facts.described
     if tokens is not None and len(tokens.grids) == 1 and declared.coarser:
         column, grid = next(iter(tokens.grids.items()))
         finer = {"bfloat16": ("float32", "float16"), "float16": ("float32",)}[grid]
@@ -412,7 +307,7 @@ def _rounding(facts: Facts) -> Iterator[Finding]:
     """Yields rounding in 16 bits where a limit is crossed and nothing else explains it."""
     if facts.origin == "bfloat16" and any(one.is_crossed for one in facts.crossings) and not any(_explains(facts)):
         sure = LIKELY if facts.is_split else POSSIBLE
-        yield Finding("sixteen_bits", sure, f"{_size(facts)} is that of bfloat16, and a limit is crossed")
+        yield Finding("sixteen_bits", sure, f"{facts.described} is that of bfloat16, and a limit is crossed")
 
 
 RULES = (_comparable, _extreme, _stale, _temperature, _weights, _length, _dtype, _failure, _rounding)

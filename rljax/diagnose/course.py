@@ -1,4 +1,4 @@
-"""What a log says over its steps: how large the mismatch is, what it grows with, and what fails before what."""
+"""Reads a log's facts over its steps: the size of the mismatch, its growth, and the order in which things fail."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rljax.diagnose.answers import answers, to_measure
-from rljax.diagnose.causes import CAUSES, Facts, judge_cause
+from rljax.diagnose.causes import CAUSES, judge_cause
 from rljax.diagnose.course import GAPS
+from rljax.diagnose.evidence import Facts
 from rljax.diagnose.remedies import REMEDIES
 from rljax.diagnose.signals import Log
 

@@ -19,123 +19,126 @@ _DECAY = Remedy(
     "a learning rate that decays on the surge of the response length",
     "--schedule.kind length_triggered",
     "nothing a step; learning slows down after the surge",
-    "arXiv 2602.01826, figures 7 and 8; docs/study.md: 16 of 24 runs end well with it, 1 of 18 at the constant rate",
+    "arXiv 2602.01826, figures 7 and 8; rljax's page study: 16 of 24 runs end well with it, 1 of 18 at the constant "
+    "rate",
 )
 _DECAY_STALE = _DECAY._replace(
-    source="docs/study.md, staleness: of nine stale runs each, eight end well with it, none at the constant rate"
+    source="rljax's page study, staleness: of nine stale runs each, eight end well with it, none at the constant rate"
 )
 _DECAY_EIGHT = _DECAY._replace(
-    source="arXiv 2602.01826, figures 7 and 8; docs/study.md, engine of 8 bits: 5 of 8 runs end well with it, 2 of 8 "
-    "without, which is too few to be sure"
+    source="arXiv 2602.01826, figures 7 and 8; rljax's page study, engine of 8 bits: 5 of 8 runs end well with it, 2 "
+    "of 8 without, which is too few to be sure"
 )
 _TENTH = Remedy(
     "a tenth of the learning rate from the start",
     "--optimizer.learning-rate RATE/10",
     "nothing a step; arXiv 2602.01826 (figure 4) finds it slow, the toy task does not",
-    "docs/study.md, engine of 8 bits: 8 of 8 runs end well with it, 2 of 8 at the whole rate; the only arm that is "
-    "surely better",
+    "rljax's page study, engine of 8 bits: 8 of 8 runs end well with it, 2 of 8 at the whole rate; the only arm that "
+    "is surely better",
 )
 _TOKEN_TIS = Remedy(
     "truncated importance weights of single tokens",
     "--correction.preset token_tis",
     "a few elementwise operations",
-    "arXiv 2602.01826, figure 2: the only weights that prevent the collapse; docs/algorithms.md, large mismatch: drift "
-    "0.063 for 0.97; docs/study.md: alone it saves 1 of 3 toy runs, with the decay 2 of 3",
+    "arXiv 2602.01826, figure 2: the only weights that prevent the collapse; rljax's page algorithms, large "
+    "mismatch: drift 0.063 for 0.97; rljax's page study: alone it saves 1 of 3 toy runs, with the decay 2 of 3",
 )
 _TOKEN_MIS = Remedy(
     "masked importance weights of single tokens",
     "--correction.preset token_mis",
     "a few elementwise operations; masked tokens teach nothing",
-    "docs/study.md: with the decay 3 of 3 runs end well (engine of 8 bits), alone 1 of 3",
+    "rljax's page study: with the decay 3 of 3 runs end well (engine of 8 bits), alone 1 of 3",
 )
 _CENTERING = Remedy(
     "score centering",
     "--correction.score-centering true --rollout.top-logprobs 20",
     "8 x 20 bytes on the wire for each response token",
-    "arXiv 2609.20807; docs/algorithms.md, large mismatch, k = 2: drift 0.33 for 0.97, no added variance",
+    "arXiv 2609.20807; rljax's page algorithms, large mismatch, k = 2: drift 0.33 for 0.97, no added variance",
 )
 _REGION = Remedy(
     "a trust region of the token's probability",
     "--correction.preset two_sided_tv",
     "a few elementwise operations; tokens outside teach nothing",
-    "prime-rl's default loss, after DPPO (arXiv 2602.04879); docs/algorithms.md, large mismatch: drift 0.024 for 0.97",
+    "prime-rl's default loss, after DPPO (arXiv 2602.04879); rljax's page algorithms, large mismatch: drift 0.024 "
+    "for 0.97",
 )
 _FLOAT16 = Remedy(
     "float16 on both sides",
     "--rollout.dtype float16 --precision.compute-dtype float16",
     "nothing a step; dynamic loss scaling, and activations must stay below 65,504",
-    "FP16 paper, arXiv 2510.26788: KL 0.32 for 7.64; docs/metrics.md: 1e-3 nats for 7e-3 against vLLM; by arXiv "
+    "FP16 paper, arXiv 2510.26788: KL 0.32 for 7.64; rljax's page metrics: 1e-3 nats for 7e-3 against vLLM; by arXiv "
     "2602.01826 (figure 13) the collapse stays",
 )
 _HEAD = Remedy(
     "the LM head in float32 on both sides",
     "--precision.lm-head-dtype float32 (a vLLM server: --head-dtype float32)",
     "a slower head: its products in float32",
-    "docs/vllm.md: a gap that only the heads make falls from 1.5e-2 to 1e-6; of vLLM's whole gap 12% to 14% is the "
-    "head's",
+    "rljax's page vllm: a gap that only the heads make falls from 1.5e-2 to 1e-6; of vLLM's whole gap 12% to 14% is "
+    "the head's",
 )
 _EXACT = Remedy(
     "an engine without mismatch, as a test of the cause",
     "--rollout.engine exact",
     "sampling becomes many times slower: for small batches",
-    "docs/exact.md; VeXact, arXiv 2605.14220",
+    "rljax's page exact; VeXact, arXiv 2605.14220",
 )
 _SIXTEEN = Remedy(
     "an engine in 16 bits",
     "--rollout.weight-quantization none --rollout.kv-cache-dtype auto (a server: without its 8-bit flags)",
     "memory and speed of the engine",
-    "docs/study.md, engines: gap per uncertainty 0.013 in bfloat16, 0.045 with fp8 weights, 0.057 to 0.11 with an fp8 "
-    "cache; 2 of 3 runs end well at the constant rate for 2 of 8",
+    "rljax's page study, engines: gap per uncertainty 0.013 in bfloat16, 0.045 with fp8 weights, 0.057 to 0.11 with "
+    "an fp8 cache; 2 of 3 runs end well at the constant rate for 2 of 8",
 )
 _FRESH = Remedy(
     "fresher rollouts",
     "--rollout.max-staleness 0 (or 1)",
     "the trainer waits for the engine: about half of the time where both take as long",
-    "docs/study.md, a server ahead: final accuracy 0.78 to 0.84 at age 0, 0.61 to 0.64 at one version, 0.02 to 0.32 at "
-    "two and four",
+    "rljax's page study, a server ahead: final accuracy 0.78 to 0.84 at age 0, 0.61 to 0.64 at one version, 0.02 to "
+    "0.32 at two and four",
 )
 _DRIFT = Remedy(
     "importance weights of the drift alone",
     "--correction.part drift --correction.preset token_tis",
     "one more forward of the batch for each number of versions in it",
-    "docs/staleness.md, docs/algorithms.md; not measured in a study yet",
+    "rljax's page staleness, rljax's page algorithms; not measured in a study yet",
 )
 _TEMPERATURE = Remedy(
     "one temperature on both sides",
     "--rollout.temperature T (a vLLM server: --logprobs-mode processed_logprobs)",
     "none",
-    "docs/compare.md: log-probabilities at two temperatures belong to two distributions; no weight repairs that",
+    "rljax's page compare: log-probabilities at two temperatures belong to two distributions; no weight repairs that",
 )
 _COMPARE = Remedy(
     "a check of what the engine holds",
     "rljax compare TOKENS --model CHECKPOINT --scorer jax:float32 --scorer vllm:URL",
     "minutes, outside the run",
-    "docs/compare.md; in rljax every publish is proven by checksums of what each worker loaded (docs/vllm.md)",
+    "rljax's page compare; in rljax every publish is proven by checksums of what each worker loaded (rljax's page "
+    "vllm)",
 )
 _LOOK = Remedy(
     "a look at those tokens",
     "--rollout.dump-every 20 --rollout.top-logprobs 20, then rljax compare",
     "a file of tokens every 20 steps",
-    "docs/mismatch.md, the tokens themselves",
+    "rljax's page mismatch, the tokens themselves",
 )
 _CACHE = Remedy(
     "a key-value cache in the engine's own dtype",
     "--rollout.kv-cache-dtype auto (a server: --kv-cache-dtype auto)",
     "twice the memory of an 8-bit cache",
-    "docs/study.md, fixed weights: with an fp8 cache the gap per uncertainty triples along 28 tokens; in 16 bits it "
-    "does not",
+    "rljax's page study, fixed weights: with an fp8 cache the gap per uncertainty triples along 28 tokens; in 16 "
+    "bits it does not",
 )
 _GEOMETRIC = Remedy(
     "a band of the mean ratio of a response",
     "--correction.preset geometric_band",
     "a few elementwise operations; responses outside the band teach nothing",
-    "docs/algorithms.md; sequence weights alone end well in 0 of 6 toy runs (docs/study.md)",
+    "rljax's page algorithms; sequence weights alone end well in 0 of 6 toy runs (rljax's page study)",
 )
 _REFILL = Remedy(
     "new problems in the place of groups without signal",
     "--rollout.refill true",
     "up to rollout.refill_limit further rounds of sampling a step",
-    "DAPO, arXiv 2503.14476; docs/algorithms.md",
+    "DAPO, arXiv 2503.14476; rljax's page algorithms",
 )
 _CLIP_HIGH = Remedy(
     "a wider clip above, or a larger temperature",
@@ -153,7 +156,7 @@ _GUARD = Remedy(
     "a guard that ends the run before its state is lost",
     '--guard.stop "reward/mean < FLOOR for 20"',
     "none",
-    "docs/mismatch.md, a guard on any of them",
+    "rljax's page mismatch, a guard on any of them",
 )
 
 REMEDIES: Mapping[str, tuple[Remedy, ...]] = {

@@ -69,7 +69,7 @@ THRESHOLDS = (
     Threshold(
         "extreme_rate",
         0.01,
-        "rljax's default: docs/study.md has 0.4% to 2% of tokens beyond a factor of 2 where runs collapse",
+        "rljax's default: its page study has 0.4% to 2% of tokens beyond a factor of 2 where runs collapse",
         "single tokens weigh in each update",
     ),
     Threshold(

@@ -1,4 +1,4 @@
-"""What a token dump says of its mismatch: few tokens or all, growth along the response, and the grid of the logits."""
+"""Reads the facts of a token dump: few tokens or all, growth along the response, and the grid of the logits."""
 
 from __future__ import annotations
 

@@ -1,0 +1,118 @@
+"""The facts that a diagnosis rests on: a log's, a dump's, and what is declared; and the size of the mismatch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from rljax.diagnose.course import Course
+from rljax.diagnose.thresholds import Crossing
+from rljax.diagnose.token_facts import TokenFacts
+
+SURE, LIKELY, POSSIBLE = "sure", "likely", "possible"
+CONFIDENCES = (SURE, LIKELY, POSSIBLE)
+
+# The sizes of a mismatch by its likeliest origin: the upper end of each range. The error of the logits
+# (``course.effect``) was measured: the toy's embedded engine in bfloat16 0.0035, vLLM in bfloat16 0.011, int8 weights
+# 0.02, fp8 weights 0.06, fp8 caches 0.08 and 0.18 (benchmarks/engine_mismatch.json, head_dtype.json).
+EFFECTS = {"float32": 1e-4, "float16": 1.5e-3, "bfloat16": 0.04, "8 bits": 0.5}
+# Other signals over the policy's entropy (benchmarks/mismatch_growth.json): vLLM in bfloat16 0.011 to 0.029, fp8
+# weights 0.04 to 0.14, with an fp8 cache 0.07 to 0.6.
+_OVER_ENTROPY = {
+    "logprob_abs_diff_mean": {"float32": 1e-4, "float16": 4e-3, "bfloat16": 0.06, "8 bits": 0.7},
+    "k3_kl": {"float32": 1e-8, "float16": 1e-5, "bfloat16": 2.5e-3, "8 bits": 0.3},
+}
+# The signals alone, with the field's reports: k3_kl 6e-4 in bfloat16 and 0.03 with an fp8 cache (Qwen3-4B).
+_ALONE = {
+    "logprob_abs_diff_mean": {"float32": 1e-5, "float16": 2e-3, "bfloat16": 0.03, "8 bits": 0.2},
+    "k3_kl": {"float32": 1e-9, "float16": 1e-5, "bfloat16": 3e-3, "8 bits": 0.1},
+    "log_ppl_abs_diff": {"float32": 1e-5, "float16": 1e-3, "bfloat16": 0.02, "8 bits": 0.15},
+    "prob_abs_diff_mean": {"float32": 1e-5, "float16": 8e-4, "bfloat16": 8e-3, "8 bits": 0.05},
+}
+_CLEARLY = 1.4  # a size above this multiple of a limit is clearly beyond it
+BEYOND = "beyond rounding"
+
+
+class Declared(NamedTuple):
+    """The settings of the two sides, from a run's configuration or a dump's header. An empty text means unknown."""
+
+    trainer_dtype: str = ""
+    rollout_dtype: str = ""
+    forms: str = ""  # the 8-bit forms of the engine's weights and cache
+    is_exact: bool = False  # whether trainer and engine share one executable
+    inject: str = ""  # the mismatch that the configuration puts in on purpose
+
+    @property
+    def coarser(self) -> str:
+        """The coarser of the two dtypes; empty if one is unknown."""
+        order = ("float32", "float16", "bfloat16")
+        both = (self.trainer_dtype, self.rollout_dtype)
+        return max(both, key=order.index) if all(name in order for name in both) else ""
+
+
+class Finding(NamedTuple):
+    """A cause that the facts support."""
+
+    cause: str  # a key of CAUSES
+    confidence: str  # one of CONFIDENCES
+    evidence: str  # one sentence with numbers
+
+
+class Facts(NamedTuple):
+    """All that is known."""
+
+    course: Course | None
+    tokens: TokenFacts | None
+    crossings: Sequence[Crossing]
+    declared: Declared = Declared()
+
+    @property
+    def effect(self) -> float:
+        """The error of the logits: of the dump's usual tokens, or else of the log's last steps."""
+        if self.tokens is not None:
+            return self.tokens.effect_without
+        return math.nan if self.course is None else self.course.effect_last
+
+    @property
+    def size(self) -> tuple[float, Mapping[str, float]]:
+        """The size of the mismatch and the limits of its origins: the error of the logits, or the best other signal."""
+        course = self.course
+        if not math.isnan(self.effect) or course is None or not course.gap_name:
+            return self.effect, EFFECTS
+        entropy = course.last.get("entropy", math.nan)
+        for name, limits in _OVER_ENTROPY.items():
+            if entropy > 0 and name in course.last:
+                return course.last[name] / entropy, limits
+        return course.last[course.gap_name], _ALONE[course.gap_name]
+
+    @property
+    def origin(self) -> str:
+        """The origin that the size of the mismatch fits: a key of EFFECTS, BEYOND, or "" without a size."""
+        size, limits = self.size
+        return "" if math.isnan(size) else next((name for name, limit in limits.items() if size <= limit), BEYOND)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether there are the tokens, or buckets and quantiles, so that few tokens, length and temperature show."""
+        if self.tokens is not None or self.course is None:
+            return self.tokens is not None
+        groups = (self.course.effects.get(f"mismatch_{name}", {}) for name in ("position", "entropy"))
+        return "logprob_abs_diff_p99" in self.course.first and all(len(labels) > 2 for labels in groups)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the size is clearly above rounding in 16 bits."""
+        size, limits = self.size
+        return size > _CLEARLY * limits["bfloat16"]
+
+    @property
+    def described(self) -> str:
+        """The size of the mismatch in words."""
+        size, limits = self.size
+        if limits is EFFECTS:
+            return f"an error of the logits of {size:.2g}"
+        if limits in _OVER_ENTROPY.values():
+            name = next(name for name, own in _OVER_ENTROPY.items() if own is limits)
+            return f"a {name} over the entropy of {size:.2g}"
+        return f"a {self.course.gap_name if self.course is not None else 'gap'} of {size:.2g}"
