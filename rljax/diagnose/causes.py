@@ -39,7 +39,7 @@ def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
     """Returns the cause, a key of CAUSES, and all findings, the best supported first.
 
     The cause is "cannot_tell" if the best findings are mere possibilities, or if a limit is crossed and nothing
-    explains it, or if no mismatch was measured over enough steps.
+    explains it, or if no mismatch was measured.
     """
     every = [finding for rule in RULES for finding in rule(facts)]
     findings = sorted(every, key=lambda finding: CONFIDENCES.index(finding.confidence))
