@@ -21,7 +21,7 @@ def test_rows_stay_and_forwards_compile_once(toy_base, tmp_path, caplog, engine)
     with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
         assert complete(tiny(toy_base, tmp_path / "on", 6, *words, "--diagnosis.self-every", "2"))[0] == 0
     compiled = [record.getMessage() for record in caplog.records if "Compiling jit(forward)" in record.getMessage()]
-    assert len(compiled) == 1
+    assert len(compiled) <= 1  # none where another run of this process has compiled it
     off, on = comparable(tmp_path / "off"), comparable(tmp_path / "on")
     assert without_self(on) == off
     for row in on:
