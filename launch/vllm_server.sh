@@ -5,8 +5,8 @@
 #
 #   bash launch/vllm_server.sh MODEL [--dtype bfloat16|float16|float32] [--head-dtype model|float32] [--port P]
 #                                    [--max-model-len N] [--max-logprobs N] [--log FILE] [--url-file FILE]
-#                                    [--follow-parent] [--host ADDRESS] [--api-key-file FILE]
-#                                    [-- further vLLM arguments]
+#                                    [--batch-invariant] [--follow-parent] [--host ADDRESS]
+#                                    [--api-key-file FILE] [-- further vLLM arguments]
 #
 # The environment comes from RLJAX_VLLM_VENV, by default .venv-vllm in this checkout (launch/install_vllm.sh).
 set -euo pipefail

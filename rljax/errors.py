@@ -77,7 +77,9 @@ class HandshakeError(ValueError):
 
 
 class VerificationError(RuntimeError):
-    """The server does not sample from the trainer's weights."""
+    """The server does not sample from the trainer's weights. A run without another server ends with this line."""
+
+    exit_status = 1
 
 
 class ServerFailedError(RuntimeError):
@@ -91,6 +93,9 @@ class StartAgainError(RuntimeError):
     """Another process of the run failed or was lost. The same command continues from the last checkpoint."""
 
     exit_status = START_AGAIN_STATUS
+
+
+_IN_ONE_LINE = (ConfigError, StartAgainError, VerificationError)
 
 
 class NotWrittenError(RuntimeError):
@@ -133,17 +138,17 @@ def full_disk_errors() -> Iterator[None]:
 def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Runs the ``main`` of a program and returns the exit status.
 
-    A ``ConfigError`` or ``StartAgainError`` becomes one line ``error: ...`` on stderr, with status 2 or
-    ``START_AGAIN_STATUS``. An interrupt gives status 130. If the reader of standard output has closed it, as ``head``
-    does, the program ends silently with status 141. Every other error keeps its traceback. A plain ``ValueError`` is
-    one of them, because deep in a run it is a bug.
+    A ``ConfigError``, ``StartAgainError`` or ``VerificationError`` becomes one line ``error: ...`` on stderr, with
+    status 2, ``START_AGAIN_STATUS`` or 1. An interrupt gives status 130. If the reader of standard output has closed
+    it, as ``head`` does, the program ends silently with status 141. Every other error keeps its traceback. A plain
+    ``ValueError`` is one of them, because deep in a run it is a bug.
 
     The arguments are ``argv``, or ``sys.argv[1:]``.
     """
     try:
         status = main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
-    except (ConfigError, StartAgainError, KeyboardInterrupt) as error:
+    except (*_IN_ONE_LINE, KeyboardInterrupt) as error:
         print_end(error)
         return exit_status(error)
     except BrokenPipeError:
@@ -163,7 +168,7 @@ def _reader_left() -> bool:
 
 def exit_status(error: BaseException) -> int:
     """Returns the exit status of a program that ends with ``error``."""
-    if isinstance(error, (ConfigError, StartAgainError)):
+    if isinstance(error, _IN_ONE_LINE):
         return error.exit_status
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
@@ -172,8 +177,8 @@ def exit_status(error: BaseException) -> int:
 
 def print_end(error: BaseException) -> None:
     """Prints on stderr why a program ends: one line for an expected error, a traceback for any other."""
-    if isinstance(error, (ConfigError, StartAgainError)):
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    if isinstance(error, _IN_ONE_LINE):
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     elif isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr, flush=True)
     else:

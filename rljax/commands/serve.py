@@ -63,6 +63,8 @@ def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--max-num-seqs", type=int, help="The most sequences that are decoded at once.")
     top_help = "The most log-probabilities that a request may ask for at each position (default 20; vLLM alone has it)."
     parser.add_argument("--max-logprobs", type=int, help=top_help)
+    invariant_help = "Whether the bits of a token do not depend on the batch around it (slower)."
+    parser.add_argument("--batch-invariant", action="store_true", help=invariant_help)
     parser.add_argument("--log", dest="log_path", type=Path, help="The file for the server's output.")
     url_help = "The file that the URL is written to once the server is healthy."
     parser.add_argument("--url-file", type=Path, default=None, help=url_help)

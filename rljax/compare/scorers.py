@@ -19,6 +19,8 @@ from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
 from rljax.record.token_dumps import ColumnSource, TokenDump, after_prompts, common_prefix
 from rljax.rollout.build import connect, load_jax_engine
+from rljax.rollout.form import ServerForm
+from rljax.rollout.injected import CACHES
 from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.wire import ServerInfo
 from rljax.rollout.types import SERVED, ClientLimits
@@ -32,10 +34,23 @@ DTYPES = ("float32", "bfloat16", "float16")
 _SERVER_LIMITS = ClientLimits(request_timeout_s=600.0)
 _NONE = np.full(1, np.nan, np.float32)  # position 0 carries no log-probability
 
-_OF_MODEL = "DTYPE[@DIR]"
+_OF_MODEL, _OF_ENGINE = "DTYPE[@DIR]", "DTYPE[/CACHE][@DIR]"
+_DECODE = "vllm-decode"  # the kind of scorer that has a server decode given tokens
 _DTYPE = f"({'|'.join(DTYPES)})"
-_PATTERNS = {"DTYPE": _DTYPE, _OF_MODEL: f"{_DTYPE}(@.+)?", "URL": "https?://.*", "FILE#COLUMN": ".*#.*"}
-_FORMS = dict.fromkeys(("jax", "jax-decode", "hf"), _OF_MODEL) | dict.fromkeys(SERVED, "URL") | {"dump": "FILE#COLUMN"}
+_CACHE = f"(/({'|'.join(CACHES)}))?"
+_PATTERNS = {
+    "DTYPE": _DTYPE,
+    _OF_MODEL: f"{_DTYPE}(@.+)?",
+    _OF_ENGINE: f"{_DTYPE}{_CACHE}(@.+)?",
+    "URL": "https?://.*",
+    "FILE#COLUMN": ".*#.*",
+}
+_FORMS = (
+    dict.fromkeys(("jax", "hf"), _OF_MODEL)
+    | dict.fromkeys(("jax-decode", "jax-prefill"), _OF_ENGINE)
+    | dict.fromkeys((*SERVED, _DECODE), "URL")
+    | {"dump": "FILE#COLUMN"}
+)
 
 
 def score_column(
@@ -53,14 +68,17 @@ def score_column(
 
     - ``jax:DTYPE``: the forward pass of this library.
     - ``jax-decode:DTYPE``: the embedded engine, one token at a time through its key-value cache; responses only.
+    - ``jax-prefill:DTYPE``: the embedded engine, the whole sequence at once as it computes a prompt.
     - ``hf:DTYPE``: transformers on torch.
     - ``vllm:URL``, ``sglang:URL``: the prompt log-probabilities of a running server.
+    - ``vllm-decode:URL``: a running server with rljax's plugin, which decodes the given responses token by token.
     - ``dump:FILE#COLUMN``: a column of a file that ``read_tokens`` can read; sequences are matched by their ids.
 
     Args:
-      spec: The spec of the scorer. The first three forms may name a model directory: ``jax:DTYPE@DIR``.
+      spec: The spec of the scorer. Those with a DTYPE may name a model directory: ``jax:DTYPE@DIR``. The embedded
+        engine's may name an 8-bit cache: ``jax-decode:DTYPE/fp8_e5m2``.
       dump: The sequences to score.
-      model: The Hugging Face directory for the first three forms, if the spec names none.
+      model: The Hugging Face directory for a spec with a DTYPE that names none.
       temperature: The temperature of the distribution, positive; it must be 1 for a server.
       batch_size: The number of sequences in a forward pass, or of requests at a time.
       progress: A function that gets the number of newly scored sequences.
@@ -79,14 +97,16 @@ def score_column(
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if kind in SERVED:
+    if kind in (*SERVED, _DECODE):
         if temperature != 1.0:
-            raise ValueError(f"a server's prompt log-probabilities are at temperature 1, got {temperature:g}")
-        with open_server(argument, kind) as server:
-            vectors = list(counted(server.score(dump.token_ids, at_once=batch_size), progress))
-            return vectors, server_source(server.info, "", 1.0, kind)
+            raise ValueError(f"a server's log-probabilities of given tokens are at temperature 1, got {temperature:g}")
+        served = kind.removesuffix("-decode")
+        with open_server(argument, served) as server:
+            scores = _served_decode if kind == _DECODE else _served_prefill
+            vectors = list(counted(scores(server, dump, batch_size), progress))
+            return vectors, server_source(server.info, "decode" if kind == _DECODE else "", 1.0, served)
     dtype, directory = split_model(spec, model)
-    score = {"jax": _jax_scores, "jax-decode": _decode_scores, "hf": _hf_scores}[kind]
+    score = {"jax": _jax_scores, "jax-decode": _decode_scores, "jax-prefill": _prefill_scores, "hf": _hf_scores}[kind]
     vectors = list(counted(score(directory, dtype, temperature, dump, batch_size), progress))
     return vectors, local_source(kind, dtype, temperature, directory)
 
@@ -107,8 +127,9 @@ def counted(items: Iterable[T], progress: Callable[[int], object]) -> Iterator[T
 
 
 def server_label(info: ServerInfo) -> str:
-    """Returns the dtype of a server, or its address if the dtype is unknown."""
-    return info.dtype or info.url.partition("://")[2]
+    """Returns the dtype of a server and its 8-bit form, or its address if the dtype is unknown."""
+    form = f" ({info.form.label})" if info.form.is_rounded else ""
+    return f"{info.dtype}{form}" if info.dtype else info.url.partition("://")[2]
 
 
 def server_source(info: ServerInfo, way: str, temperature: float | None, kind: str = "vllm") -> ColumnSource:
@@ -118,21 +139,28 @@ def server_source(info: ServerInfo, way: str, temperature: float | None, kind: s
     """
     readable = info.has_first_weights and any(Path(info.root).glob("*.safetensors"))
     known_hash = weights_hash(info.root) if readable else ""
-    return ColumnSource(f"{kind} {info.version} {way}".strip(), info.dtype, known_hash, temperature, "rollout")
+    engine = f"{kind} {info.version} {way}".strip()
+    return ColumnSource(engine, info.dtype, known_hash, temperature, "rollout", info.form.label)
 
 
 def local_source(kind: str, dtype: str, temperature: float, model: str | os.PathLike[str]) -> ColumnSource:
-    """Returns the source of a column that this process computes; ``kind`` is jax, jax-decode or hf."""
+    """Returns the source of a column that this process computes.
+
+    ``kind`` is jax, jax-decode, jax-prefill or hf. ``dtype`` may be DTYPE/CACHE for the embedded engine.
+    """
     engine = f"transformers {version('transformers')}" if kind == "hf" else f"jax {jax.__version__}"
-    if kind == "jax-decode":
-        return ColumnSource(f"{engine} decode", dtype, weights_hash(model), temperature, "rollout")
+    if kind in ("jax-decode", "jax-prefill"):
+        dtype, _, cache = dtype.partition("/")
+        form = ServerForm(kv_cache=cache or "auto").label
+        engine = f"{engine} {kind.removeprefix('jax-')}"
+        return ColumnSource(engine, dtype, weights_hash(model), temperature, "rollout", form)
     return ColumnSource(engine, dtype, weights_hash(model), temperature)
 
 
 def split_spec(spec: str) -> tuple[str, str]:
     """Splits a scorer's spec: ``jax:float32`` becomes ``("jax", "float32")``. Raises ValueError for an unknown form."""
-    if spec.startswith(tuple(f"{kind}-decode:" for kind in SERVED)):
-        reason = f"{spec!r} samples and cannot score, because no server decodes given tokens over HTTP"
+    if spec.startswith("sglang-decode:"):
+        reason = f"{spec!r} samples and cannot score, because SGLang decodes no given tokens"
         raise ValueError(f"{reason}; score them with {spec.replace('-decode', '', 1)}, or sample with --sample")
     return parse_spec("scorer", spec, _FORMS)
 
@@ -160,14 +188,15 @@ def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str
 def name_columns(specs: Sequence[str]) -> dict[str, str]:
     """Names the column of each spec: the spec itself, or for a server its kind and dtype, such as ``vllm:bfloat16``.
 
-    Raises ValueError if a spec is unknown, and ServerError if a server does not answer.
+    A server that decodes given tokens has ``vllm-forced:bfloat16``, beside the ``vllm-decode:bfloat16`` of one that
+    samples. Raises ValueError if a spec is unknown, and ServerError if a server does not answer.
     """
     names: dict[str, str] = {}
     for spec in dict.fromkeys(specs):
         (kind, argument), name = split_spec(spec), spec
-        if kind in SERVED:
-            with open_server(argument, kind) as server:
-                name = f"{kind}:{server_label(server.info)}"
+        if kind in (*SERVED, _DECODE):
+            with open_server(argument, kind.removesuffix("-decode")) as server:
+                name = f"{kind.replace('-decode', '-forced')}:{server_label(server.info)}"
         names[spec] = spec if name in names.values() else name
     return names
 
@@ -213,15 +242,47 @@ def _jax_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, ba
 def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
     """Decodes every token from the first response token on; the tokens before it are the prompt."""
     check_vocabulary(dump, read_config(model).vocab_size)
-    # A prompt has at least one token; it is the whole sequence if there is no response.
-    starts = [max(int(np.argmax(mask)), 1) if mask.any() else len(mask) for mask in dump.response_mask]
-    prompts = [ids[:start] for ids, start in zip(dump.token_ids, starts, strict=True)]
-    responses = [ids[start:] for ids, start in zip(dump.token_ids, starts, strict=True)]
-    engine, longest = load_jax_engine(model, dtype, max(starts, default=1)), max(1, *map(len, responses))
+    prompts, responses = _split(dump)
+    dtype, _, cache = dtype.partition("/")
+    engine = load_jax_engine(model, dtype, max(map(len, prompts), default=1), kv_cache_dtype=cache or "auto")
+    longest = max(1, *map(len, responses))
     for start in range(0, len(prompts), batch_size):
         batch = slice(start, start + batch_size)
         scored = engine.score(prompts[batch], responses[batch], temperature=temperature, max_response_tokens=longest)
         yield from after_prompts(prompts[batch], scored)
+
+
+def _prefill_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
+    """Computes every sequence at once, in the way in which the embedded engine computes a prompt."""
+    check_vocabulary(dump, read_config(model).vocab_size)
+    dtype, _, cache = dtype.partition("/")
+    longest = max(map(len, dump.token_ids), default=1)
+    engine = load_jax_engine(model, dtype, longest, kv_cache_dtype=cache or "auto")
+    for start in range(0, len(dump.token_ids), batch_size):
+        for vector in engine.score_prefill(dump.token_ids[start : start + batch_size], temperature=temperature):
+            yield np.concatenate([_NONE, vector])
+
+
+def _served_prefill(server: ServedModel, dump: TokenDump, batch_size: int) -> Vectors:
+    return server.score(dump.token_ids, at_once=batch_size)
+
+
+def _served_decode(server: ServedModel, dump: TokenDump, batch_size: int) -> Vectors:
+    """Has a server decode every token from the first response token on."""
+    prompts, responses = _split(dump)
+    decoded = server.decode(prompts, responses, at_once=batch_size)
+    for prompt, logprobs in zip(prompts, decoded, strict=True):
+        yield next(iter(after_prompts([prompt], [logprobs])))
+
+
+def _split(dump: TokenDump) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns what an engine takes as prompts, and what it decodes: all from the first response token on.
+
+    A prompt has at least one token. It is the whole sequence if there is no response.
+    """
+    starts = [max(int(np.argmax(mask)), 1) if mask.any() else len(mask) for mask in dump.response_mask]
+    pairs = list(zip(dump.token_ids, starts, strict=True))
+    return [ids[:start] for ids, start in pairs], [ids[start:] for ids, start in pairs]
 
 
 def hf_log_softmax(directory: Path, dtype: str, temperature: float) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:

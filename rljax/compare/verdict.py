@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from rljax.record.token_dumps import ColumnSource
 # 1.6e-3, fp32 9e-7. Each range leaves room for other models.
 GAP_RANGES = {"float32": (0.0, 1e-4), "float16": (1e-4, 8e-3), "bfloat16": (1e-3, 8e-2)}
 """The expected range of the normalised gap of two engines, by the coarser of their dtypes."""
+ROUNDED_GAP = 0.5
+"""The highest expected normalised gap where an engine rounds its weights or its cache to 8 bits, as it says itself."""
 
 _FIT_GAIN = 0.25  # a shift by one, or another base of the logarithm, must reduce the mean gap to this share
 _CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temperature
@@ -219,21 +222,23 @@ def _scale_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Findi
 
 
 def _gap_findings(gap: float, a: ColumnSource, b: ColumnSource) -> Iterator[_Finding]:
-    """Yields the findings from the normalised gap and the coarser of the declared dtypes."""
-    ceiling = GAP_RANGES["bfloat16"][1]
+    """Yields the findings from the normalised gap, and the 8-bit forms or else the coarser of the declared dtypes."""
+    forms = [source.form for source in (a, b) if source.form]
+    ceiling = ROUNDED_GAP if forms else GAP_RANGES["bfloat16"][1]
     if gap > ceiling:
+        whose = f"beyond that of {' and '.join(forms)}" if forms else "beyond any dtype's"
         reason = (
-            f"a gap of {gap:.2g} nats is beyond any dtype's ({ceiling:g}). The numbers do not say which of these it "
+            f"a gap of {gap:.2g} nats is {whose} ({ceiling:g}). The numbers do not say which of these it "
             "is: other weights, such as a stale server's; a missing adapter; quantised weights or an 8-bit cache; "
             "another temperature, or a penalty or cut of the logits; an output head in another dtype; other "
             "positions, a lost prompt or other tokens; a fault of a kernel"
         )
         yield "fail", "other_weights", reason
-    if a.dtype not in GAP_RANGES or b.dtype not in GAP_RANGES:
+    if forms or a.dtype not in GAP_RANGES or b.dtype not in GAP_RANGES:
         return
     declared = max(a.dtype, b.dtype, key=lambda name: GAP_RANGES[name][1])
     low, high = GAP_RANGES[declared]
-    same_program = (a.engine.removesuffix(" decode"), a.dtype) == (b.engine.removesuffix(" decode"), b.dtype)
+    same_program = len({(re.sub(" (decode|prefill)$", "", each.engine), each.dtype) for each in (a, b)}) == 1
     if gap > high or (gap < low and not same_program):
         fits = [name for name, (least, most) in GAP_RANGES.items() if least <= gap <= most]
         likely = " or ".join(fits) or "none of the dtypes"

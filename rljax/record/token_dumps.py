@@ -54,6 +54,7 @@ class ColumnSource:
     weights_hash: str = ""  # "sha256:...", or another name; hashes are compared with hashes, and names with names
     temperature: float | None = None  # 1 for raw log-probabilities, the sampling temperature for processed ones
     role: str = ""  # the column's role in the formulas of the mismatch: "trainer" or "rollout"
+    form: str = ""  # the 8-bit form of the engine's weights or cache, such as "fp8_e5m2 cache"
     cut: bool = False  # whether the numbers are normalised over the tokens that could be sampled (top_k, top_p, min_p)
 
     def __post_init__(self) -> None:
@@ -77,9 +78,9 @@ class ColumnSource:
         return cls(**document)
 
     def document(self) -> dict[str, Any]:
-        """Returns the JSON object of a file; ``cut`` is in it only where it is true."""
+        """Returns the JSON object of a file; ``cut`` and ``form`` are in it only where they say something."""
         fields = dataclasses.asdict(self)
-        return fields if self.cut else {name: value for name, value in fields.items() if name != "cut"}
+        return {name: value for name, value in fields.items() if value or name not in ("cut", "form")}
 
 
 @dataclass(frozen=True)

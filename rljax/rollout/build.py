@@ -68,6 +68,15 @@ def check_engine(config: RolloutConfig) -> None:
     for name, default in (("weight_quantization", "none"), ("kv_cache_dtype", "auto"), ("decode_tokens", 0)):
         if config.engine != "jax" and getattr(config, name) != default:
             raise ValueError(f"rollout.{name} works with rollout.engine = jax, not with {config.engine}")
+    if config.engine not in SERVED:
+        if config.server_form.is_rounded:
+            own = "; its own keys are rollout.weight_quantization and rollout.kv_cache_dtype"
+            said = f"works with rollout.engine = vllm or sglang, not with {config.engine}"
+            raise ValueError(f"rollout.server_form {said}{own if config.engine == 'jax' else ''}")
+        if config.batch_invariant:
+            raise ValueError(f"rollout.batch_invariant works with rollout.engine = vllm or sglang, not {config.engine}")
+    if config.engine == "sglang" and config.server_form.weights != "none":
+        raise ValueError("rollout.server_form.weights works with rollout.engine = vllm, not with sglang")
     if config.weight_quantization != "none" and inject.quantize != "none":
         raise ValueError("rollout.weight_quantization and rollout.inject.quantize both round the weights: give one")
     if config.router is not None:
@@ -187,10 +196,12 @@ def make_engine(
     return InjectedEngine(engine, config.inject, policy, mesh) if config.inject.changes_weights else engine
 
 
-def load_jax_engine(model: str | Path, dtype: Any, max_prompt_tokens: int) -> JaxEngine:
+def load_jax_engine(
+    model: str | Path, dtype: Any, max_prompt_tokens: int, *, kv_cache_dtype: Any = "auto"
+) -> JaxEngine:
     """Makes the embedded engine on one device, with the policy of a Hugging Face directory as version 0."""
-    policy = read_config(model)
-    engine = JaxEngine(policy, dtype, max_prompt_tokens, mesh=make_mesh(MeshConfig(), jax.devices()[:1]))
+    policy, mesh = read_config(model), make_mesh(MeshConfig(), jax.devices()[:1])
+    engine = JaxEngine(policy, dtype, max_prompt_tokens, mesh=mesh, kv_cache_dtype=kv_cache_dtype)
     engine.publish(load_params(model, policy), 0)
     return engine
 

@@ -224,6 +224,21 @@ def empty(
     return free, Sampled(tokens, jnp.zeros((rows, limit), jnp.float32), counts, counts > 0, *routes, *tops)
 
 
+def prefill(
+    params: Params, config: PolicyConfig, prompts: Int[Array, "g s"], lengths: Int[Array, " g"], cache_dtype: Any
+) -> tuple[Float[Array, "g s d"], Cache, ForwardStats]:
+    """Returns the last hidden states of prompts, their keys and values, and statistics; see ``admit`` for arguments."""
+    group, width = prompts.shape
+    index = jnp.arange(width)
+    valid = index[None, :] >= width - lengths[:, None]
+    positions = jnp.maximum(index[None, :] - (width - lengths[:, None]), 0)
+    shape = (config.num_layers, group, width, config.num_kv_heads, config.head_dim)
+    fresh = tuple(jnp.zeros(shape, cache_dtype) for _ in range(2))
+    mask = (index[:, None] >= index[None, :])[None] & valid[:, None, :]
+    embedded = embed_tokens(params, prompts)
+    return run_blocks(params, config, embedded, positions, attention_with_cache(mask, 0), fresh)
+
+
 def admit(
     params: Params,
     config: PolicyConfig,
@@ -252,12 +267,7 @@ def admit(
     places = slots.valid.shape[1]
     index = jnp.arange(width)
     valid = index[None, :] >= width - lengths[:, None]
-    positions = jnp.maximum(index[None, :] - (width - lengths[:, None]), 0)
-    shape = (config.num_layers, group, width, config.num_kv_heads, config.head_dim)
-    fresh = tuple(jnp.zeros(shape, part.dtype) for part in slots.cache)
-    mask = (index[:, None] >= index[None, :])[None] & valid[:, None, :]
-    embedded = embed_tokens(params, prompts)
-    hidden, fresh, stats = run_blocks(params, config, embedded, positions, attention_with_cache(mask, 0), fresh)
+    hidden, fresh, stats = prefill(params, config, prompts, lengths, slots.cache[0].dtype)
     ring = (slots.time - width + index) % places
 
     def put(number: Array, slots: Slots) -> Slots:

@@ -32,6 +32,7 @@ from rljax.rollout.decoding import Batch, Queue, Sampled, Slots, batch_sizes, ca
 from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.injected import CACHES, quantize, restore
 from rljax.rollout.likeliest import Selection, selection_of
+from rljax.rollout.prefill import prefill_logprobs
 from rljax.rollout.types import Response, SamplingParams, Tops, VersionSpan
 from rljax.sharding import replicated
 
@@ -49,6 +50,7 @@ class EngineFunctions(NamedTuple):
       empty: The function ``decoding.empty`` without its configuration and dtypes.
       admit: The function ``decoding.admit`` without its configuration.
       decode: The function ``decoding.decode`` without its configuration and ``lm_head_dtype``.
+      prefill: The function ``prefill_logprobs`` without its configuration and dtypes.
     """
 
     cast: Any
@@ -57,6 +59,7 @@ class EngineFunctions(NamedTuple):
     empty: Any
     admit: Any
     decode: Any
+    prefill: Any
 
 
 @functools.lru_cache(maxsize=8)
@@ -98,6 +101,11 @@ def make_functions(
         with jax.default_matmul_precision(matmul_precision(dtype)):
             return decoding.decode(params, config, *args, **chosen)
 
+    def prefill(params: Params, *args: Any) -> jax.Array:
+        dtypes: Any = {"cache_dtype": cache_dtype or dtype, "lm_head_dtype": lm_head_dtype}
+        with jax.default_matmul_precision(matmul_precision(dtype)):
+            return prefill_logprobs(params, config, *args, **dtypes)
+
     sizes = ("prompts", "width", "n", "limit", "slots", "with_routes", "reported")
     whole = replicated(mesh)
     return EngineFunctions(
@@ -109,6 +117,7 @@ def make_functions(
         jax.jit(
             decode, static_argnames=("greedy", "selection"), donate_argnums=(1, 2), out_shardings=(None, whole, whole)
         ),
+        jax.jit(prefill, out_shardings=whole),
     )
 
 
@@ -220,6 +229,22 @@ class JaxEngine(RolloutEngine):
         logprobs = self._run(prompts, 1, SamplingParams(limit, temperature), 0, forced).logprobs
         return [row[: len(response)] for row, response in zip(logprobs[: len(responses)], responses, strict=True)]
 
+    def score_prefill(self, sequences: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
+        """Scores given sequences in one pass, as the engine computes prompts, with its cache and its head.
+
+        Args:
+          sequences: The token ids, int32 [t], 1 to ``max_prompt_tokens`` of them.
+          temperature: The temperature of the distribution, which is positive.
+
+        Returns:
+          The log-probabilities of all tokens but the first, float32 [t - 1].
+        """
+        padded, lengths = self._padded(sequences)
+        with jax.set_mesh(self._mesh):
+            columns = self._functions.prefill(self._params, padded, lengths, np.float32(temperature))
+            rows = jax.device_get(columns).T[:, :-1]
+        return [row[len(row) - (len(ids) - 1) :] for row, ids in zip(rows, sequences, strict=True)]
+
     def close(self) -> None:
         """Drops the weights."""
         self._params = None
@@ -235,14 +260,7 @@ class JaxEngine(RolloutEngine):
         with_routes: bool = False,
     ) -> Sampled:
         """Returns what the published policy samples, on the host. The rows of the prompts come first."""
-        if self._params is None:
-            raise RuntimeError("no policy was published to the embedded engine yet")
-        padded = np.zeros((len(prompts), self._width), np.int32)
-        for row, prompt in zip(padded, prompts, strict=True):
-            if not 1 <= len(prompt) <= self._width:
-                raise ValueError(f"a prompt has {len(prompt)} tokens, expected 1 to max_prompt_tokens = {self._width}")
-            row[self._width - len(prompt) :] = prompt
-        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+        padded, lengths = self._padded(prompts)
         selection = selection_of(sampling)
         limit, greedy = sampling.max_response_tokens, sampling.temperature == 0.0
         # -1 is no token: a response without stop tokens runs to the limit.
@@ -265,6 +283,17 @@ class JaxEngine(RolloutEngine):
                 if not waiting.left:
                     return Sampled(*jax.device_get(sampled))
                 free = np.flatnonzero(jax.device_get(is_free))
+
+    def _padded(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the prompts padded on the left, int32 [n, max_prompt_tokens], and their lengths, int32 [n]."""
+        if self._params is None:
+            raise RuntimeError("no policy was published to the embedded engine yet")
+        padded = np.zeros((len(prompts), self._width), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            if not 1 <= len(prompt) <= self._width:
+                raise ValueError(f"a prompt has {len(prompt)} tokens, expected 1 to max_prompt_tokens = {self._width}")
+            row[self._width - len(prompt) :] = prompt
+        return padded, np.asarray([len(prompt) for prompt in prompts], np.int32)
 
     def _batch(self, rows: int, n: int, places: int) -> Batch:
         """Returns the sizes of a batch whose cache of ``places`` tokens a response fits into the budget."""

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from rljax.errors import check_at_least, check_finite, check_positive
+from rljax.rollout.form import ServerForm
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,10 @@ class VerifyConfig:
     mixture_factor: float = 3.0
     """The highest bands of a mixture of experts, as a multiple of ``ceilings``. Some tokens go to other experts where
     server and trainer round differently."""
+    rounded_floor: float = 0.1
+    """The lowest band of a server that rounds to 8 bits as ``rollout.server_form`` says, in every dtype (nats)."""
+    rounded_ceiling: float = 0.6
+    """The highest band of a server that rounds to 8 bits as ``rollout.server_form`` says, in every dtype (nats)."""
     seed: int = 0
     """The seed of the choice of the probe prompts."""
 
@@ -118,9 +123,14 @@ class VerifyConfig:
         check_at_least(self, 1, "prompts", "tokens", "rounds", "factor", "mixture_factor")
         check_at_least(self, 0, "seed")
 
-    def limits(self, dtype: str, *, mixture: bool) -> tuple[float, float]:
-        """Returns the lowest and highest band (nats) of a server in ``dtype``, or of a mixture of experts there."""
+    def limits(self, dtype: str, *, mixture: bool, rounded: bool = False) -> tuple[float, float]:
+        """Returns the lowest and highest band (nats) of a server in ``dtype``.
+
+        ``mixture``: Whether it serves a mixture of experts. ``rounded``: Whether it rounds weights or cache to 8 bits.
+        """
         wider = self.mixture_factor if mixture else 1.0
+        if rounded:
+            return self.rounded_floor, self.rounded_ceiling * wider
         return getattr(self.floors, dtype), getattr(self.ceilings, dtype) * wider
 
 
@@ -253,6 +263,11 @@ class RolloutConfig:
     seeded: bool = True
     """Whether a seed is sent for each response, so that equal weights sample alike as far as the server can. vLLM does,
     and SGLang on its own settings does not. With another ``update`` than wait no seed is sent."""
+    server_form: ServerForm = field(default_factory=ServerForm)
+    """The form in which the servers hold weights and cache. It is for engines vllm and sglang."""
+    batch_invariant: bool = False
+    """Whether the servers must compute each token with bits that do not depend on the batch around it. Those that
+    ``launch/single_node.sh`` starts are started so; others must be (``rljax serve vllm --batch-invariant``)."""
     api_key_file: str | None = None
     """The file with the key that the servers ask for, readable by its owner alone. None: the file that
     ``$RLJAX_API_KEY_FILE`` names, and no key where that is not set."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from rljax.data.tokenizer import Tokenizer
 from rljax.distributed.files import write_whole
+from rljax.rollout.form import ServerForm
 from rljax.rollout.types import InjectConfig
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts
@@ -73,6 +74,7 @@ def write_tokens(
     forms = {name: getattr(config.rollout, name) for name in ("weight_quantization", "kv_cache_dtype")}
     eight_bits = {name: kind for name, kind in forms.items() if kind not in ("none", "auto")}
     changes += [f"{name} {kind}" for name, kind in eight_bits.items() if name == "weight_quantization"]
+    label = ServerForm(*forms.values()).label if config.rollout.engine == "jax" else config.rollout.server_form.label
     rollout_weights = "" if stale else ", ".join([weights, *changes])
     temperature, is_cut = config.rollout.temperature, config.rollout.is_cut
     cuts = {name: getattr(config.rollout, name) for name in ("top_k", "top_p", "min_p")} if is_cut else {}
@@ -86,7 +88,7 @@ def write_tokens(
         [s.response for s in sequences],
         {ROLLOUT: [s.rollout_logprobs for s in sequences], TRAINER: trainer_logprobs},
         {
-            ROLLOUT: ColumnSource(engine, config.rollout.dtype, rollout_weights, temperature, cut=is_cut),
+            ROLLOUT: ColumnSource(engine, config.rollout.dtype, rollout_weights, temperature, form=label, cut=is_cut),
             TRAINER: ColumnSource(
                 f"jax {jax.__version__}", config.precision.compute_dtype, weights, temperature, cut=is_cut
             ),

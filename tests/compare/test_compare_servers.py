@@ -41,6 +41,42 @@ def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
     assert fake.most_running == 1
 
 
+@pytest.mark.parametrize("way", ["extra_args", "trace_decode_token_ids"])
+def test_a_server_decodes_given_tokens(fake, way):
+    """Each response token is at -1 there; a response without tokens asks for nothing, and nothing is left behind."""
+    fake.forcing = {"way": way, "reason": ""}
+    rows = [*zip(DUMP.token_ids, DUMP.response_mask, strict=True), (np.int32([6, 6]), np.zeros(2, bool))]
+    dump = make_dump(["x", "y", "z"], *([row[i] for row in rows] for i in (0, 1)), {})
+    vectors, source = score_column(f"vllm-decode:{fake.url}", dump)
+    for vector, expected in zip(vectors, ([np.nan, -1, -1], [np.nan, -1], [np.nan, np.nan]), strict=True):
+        np.testing.assert_array_equal(vector, np.float32(expected))
+    assert (source.engine, source.role, source.temperature) == ("vllm fake decode", "rollout", 1.0)
+    assert sorted(asked[:2] for asked in fake.asked) == [([4], 1), ([7], 2)]
+    assert fake.forced == []
+    assert name_columns([f"vllm-decode:{fake.url}"]) == {f"vllm-decode:{fake.url}": "vllm-forced:float32"}
+
+
+def test_a_server_that_decodes_no_given_tokens_is_named(fake):
+    spec = f"vllm-decode:{fake.url}"
+    fake.obeys = False
+    with pytest.raises(ReplyError, match="other tokens than those given: token 0 is 7, expected 8"):
+        score_column(spec, DUMP)
+    fake.forcing = {"way": "", "reason": "its Model Runner V2 needs --enable-trace-replay for that"}
+    with pytest.raises(ValueError, match="decodes no given tokens: its Model Runner V2 needs"):
+        score_column(spec, DUMP)
+    assert fake.forced == []
+    fake.refuse = {"/collective_rpc": 404}
+    with pytest.raises(ValueError, match="decodes no given tokens: rljax's plugin is not in this server"):
+        score_column(spec, DUMP)
+
+
+def test_a_column_names_the_form_of_its_server(fake):
+    fake.described = {"kv_cache_dtype": "fp8_e5m2", "quantization": "fp8_per_channel"}
+    form = "fp8_per_channel weights, fp8_e5m2 cache"
+    assert name_columns([f"vllm:{fake.url}"]) == {f"vllm:{fake.url}": f"vllm:float32 ({form})"}
+    assert score_column(f"vllm:{fake.url}", DUMP)[1].form == form
+
+
 def test_a_server_gives_its_likeliest_tokens_and_a_rest(fake, model):
     """It lists two tokens of probabilities e^-4 and e^-5 beside the one that stands there; it is the rollout."""
     fake.root = str(model)
@@ -108,8 +144,10 @@ def test_what_would_be_cut_short_or_end_the_server_is_not_sent(fake, ids, messag
 def test_other_refusals(fake):
     with pytest.raises(ValueError, match=r"at temperature 1, got 0\.7"):
         score_column(f"vllm:{fake.url}", DUMP, temperature=0.7)
-    with pytest.raises(ValueError, match=r"no server decodes given tokens over HTTP; .* vllm:http://h"):
-        split_spec("vllm-decode:http://h")
+    with pytest.raises(ValueError, match=r"SGLang decodes no given tokens; .* sglang:http://h"):
+        split_spec("sglang-decode:http://h")
+    with pytest.raises(ValueError, match=r"given tokens are at temperature 1, got 0\.7"):
+        score_column(f"vllm-decode:{fake.url}", DUMP, temperature=0.7)
     fake.logprob = 2.0
     with pytest.raises(ReplyError, match="gives logits"):
         score_column(f"vllm:{fake.url}", DUMP)

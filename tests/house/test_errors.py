@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.errors import ConfigError, VerificationError, caller_errors, run_cli
 
 
 def test_run_cli_prints_one_line_and_returns_2(capsys):
@@ -17,6 +17,14 @@ def test_run_cli_prints_one_line_and_returns_2(capsys):
     assert run_cli(main, []) == 5
     assert run_cli(main, ["x"]) == 2
     assert capsys.readouterr().err == "error: steps: expected a number\n"
+
+
+def test_a_server_that_fails_the_proof_is_one_line_and_status_1(capsys):
+    def main(argv):
+        raise VerificationError("http://h: the band\n is 0.1")
+
+    assert run_cli(main, []) == 1
+    assert capsys.readouterr().err == "error: http://h: the band is 0.1\n"
 
 
 def test_run_cli_reads_the_process_arguments(monkeypatch):

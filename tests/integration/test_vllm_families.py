@@ -20,7 +20,7 @@ from tests.integration.conftest import Model, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]
 OTHER_BITS = "does not hold the trainer's weights"
-OUT_OF_BAND = "does not sample from the trainer's weights"
+OUT_OF_BAND = "does not sample from them"
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 2}
 SHAPES = {
     "qwen3_moe": PolicyConfig(

@@ -12,6 +12,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.rollout.build import check_engine, connect, make_engine, policy_functions, version_bytes
 from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.form import ServerForm
 from rljax.rollout.injected import InjectedEngine
 from rljax.rollout.types import ClientLimits, InjectConfig, RolloutConfig, SamplingParams, VerifyConfig
 from rljax.run.config import Config
@@ -55,12 +56,21 @@ def test_settings_that_an_engine_cannot_work_with_are_refused(engine, urls, inje
             "rollout.kv_cache_dtype works with rollout.engine = jax, not with vllm",
         ),
         (
+            {"server_form": ServerForm(kv_cache="fp8_e5m2")},
+            "rollout.server_form works .* not with jax; its own keys are rollout.weight_quantization and rollout.kv_",
+        ),
+        ({"engine": "exact", "batch_invariant": True}, "rollout.batch_invariant works .* not exact"),
+        (
+            {"engine": "sglang", "urls": ("http://127.0.0.1:1",), "server_form": ServerForm(weights="fp8")},
+            "rollout.server_form.weights works with rollout.engine = vllm, not with sglang",
+        ),
+        (
             {"weight_quantization": "fp8", "inject": InjectConfig(quantize="fp8")},
             "rollout.weight_quantization and rollout.inject.quantize both round the weights: give one",
         ),
     ],
 )
-def test_eight_bits_are_for_the_embedded_engine(settings, said):
+def test_eight_bits_are_named_for_the_engine_that_has_them(settings, said):
     for check in (check_engine, make):
         with pytest.raises(ValueError, match=said):
             check(RolloutConfig(**settings))

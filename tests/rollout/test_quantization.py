@@ -136,6 +136,28 @@ def test_eight_bits_repeat_and_compile_nothing_again():
     assert engine.compilations == 1
 
 
+def both_paths(params, kind):
+    """The log-probabilities of given responses of ten tokens, by decode and by prefill."""
+    responses = [np.arange(i, i + 10, dtype=np.int32) for i in range(len(PROMPTS))]
+    whole = [np.concatenate(pair) for pair in zip(PROMPTS, responses, strict=True)]
+    engine = JaxEngine(CONFIG, "float32", 16, mesh=MESH, kv_cache_dtype=kind)
+    engine.publish(params, 0)
+    decoded, prefilled = engine.score(PROMPTS, responses), engine.score_prefill(whole)
+    assert [len(vector) for vector in prefilled] == [len(ids) - 1 for ids in whole]
+    return np.concatenate(decoded), np.concatenate([vector[-10:] for vector in prefilled])
+
+
+def test_prefill_and_decode_of_given_tokens_agree():
+    """In float32 both paths have the same numbers. A cache in 8 bits moves both, by more than they differ."""
+    params = init_params(CONFIG, 0)
+    decoded, prefilled = both_paths(params, "auto")
+    np.testing.assert_allclose(prefilled, decoded, atol=1e-5, rtol=0)
+    rounded_decoded, rounded = both_paths(params, "fp8_e5m2")
+    moved = np.abs(rounded - prefilled).mean()
+    assert moved > 1e-4
+    assert np.abs(rounded_decoded - rounded).mean() < 0.2 * moved
+
+
 def test_a_coarser_cache_is_farther_from_the_rollout_dtype():
     params = init_params(CONFIG, 0)
     responses = [np.arange(i, i + 10, dtype=np.int32) for i in range(4)]

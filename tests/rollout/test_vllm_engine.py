@@ -14,6 +14,7 @@ from stopping import StopWhen
 from vllm_fake import FakeVllm
 
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
+from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.vllm.client import COMPLETIONS
 from rljax.rollout.types import ClientLimits, SamplingParams, VersionSpan
 from rljax.weights.format import PROTOCOL
@@ -492,6 +493,34 @@ def test_the_servers_head_must_compute_in_the_trainers_dtype(fake):
         f"{fake.url}: the LM head computes in float32, expected bfloat16 (precision.lm_head_dtype): start without "
         '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\''
     )
+
+
+def test_a_form_that_nobody_named_is_refused_with_its_key(fake):
+    fake.described = {"kv_cache_dtype": "fp8", "quantization": "fp8_per_channel"}
+    said = f"{fake.url}: the server's form of the"
+    key = "set rollout.server_form.kv_cache = fp8_e4m3, or start the server"
+    with pytest.raises(HandshakeError) as caught:
+        make(fake.url)
+    assert str(caught.value).splitlines() == [
+        f"{said} weights is fp8_per_channel, expected none: set rollout.server_form.weights = fp8_per_channel, or "
+        "start the server without --quantization",
+        f"{said} cache is fp8_e4m3, expected auto: {key} without --kv-cache-dtype",
+    ]
+    with pytest.raises(HandshakeError) as caught:
+        make(fake.url, server_form=ServerForm("fp8_per_channel", "fp8_e5m2"))
+    line = f"{said} cache is fp8_e4m3, expected fp8_e5m2: {key} with --kv-cache-dtype fp8_e5m2"
+    assert str(caught.value) == line
+    make(fake.url, server_form=ServerForm("fp8_per_channel", "fp8_e4m3")).close()
+    fake.described = {"kv_cache_dtype": "float32"}  # named, and the model's own
+    make(fake.url).close()
+
+
+def test_a_server_whose_bits_depend_on_the_batch_is_refused(fake):
+    with pytest.raises(HandshakeError, match=r"\(rollout.batch_invariant\): start it with --batch-invariant"):
+        make(fake.url, batch_invariant=True)
+    fake.described = {"batch_invariant": True}
+    for wanted in (True, False):
+        make(fake.url, batch_invariant=wanted).close()
 
 
 def test_servers_without_what_is_needed(fake):

@@ -15,6 +15,7 @@ from programs import program
 from rljax.commands.serve import parse
 from rljax.errors import ServerFailedError
 from rljax.rollout.servers.process import ServerProcess, has_gpu, is_cpu_build
+from rljax.rollout.servers.sglang.server import ServerConfig as SglangConfig
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 
 pytestmark = pytest.mark.slow
@@ -216,6 +217,18 @@ def test_arguments_of_vllm_come_after_the_options():
     assert parse("vLLM", options) == {**given, "extra_args": ()}
     assert parse("vLLM", [*options, "--", "--x", "1"]) == {**given, "extra_args": ("--x", "1")}
     assert parse("vLLM", ["m", "--head-dtype", "float32"])["head_dtype"] == "float32"
+    assert parse("vLLM", ["m", "--batch-invariant"])["batch_invariant"] is True
+
+
+def test_batch_invariance_is_a_setting_of_the_device():
+    """vLLM's own mode ends the engine of its build for a CPU, where only attention looks at the batch."""
+    names = ("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV")
+    config = ServerConfig("m", batch_invariant=True)
+    found = [[config.environment(gpu=gpu).get(name) for name in names] for gpu in (True, False)]
+    assert found == [["1", None], [None, "0"]]
+    assert all(ServerConfig("m").environment(gpu=False).get(name) is None for name in names)
+    sglang = SglangConfig("m", batch_invariant=True).command(7, gpu=True)
+    assert "--enable-deterministic-inference" in sglang
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rljax.errors import VerificationError
+from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.verify import Verifier, joined_prompts, probe_length
 from rljax.rollout.servers.wire import Completion, ServerInfo
 from rljax.rollout.types import VerifyConfig
@@ -24,11 +25,11 @@ class Server:
         ]
 
 
-def verifier(dtype="float32", mixture=False, **config) -> Verifier:
+def verifier(dtype="float32", mixture=False, form=ServerForm(), **config) -> Verifier:  # noqa: B008
     def score(params, sequences):
         return [np.full(len(s), -2.0, np.float32) for s in sequences]
 
-    info = ServerInfo("url", vocab_size=50, block_size=128)
+    info = ServerInfo("url", vocab_size=50, block_size=128, dtype=dtype, form=form)
     return Verifier(VerifyConfig(**config), score, info, dtype=dtype, mixture=mixture)
 
 
@@ -71,6 +72,18 @@ def test_a_mixture_has_a_wider_band_of_its_own():
         check(verifier("bfloat16", mixture=True, mixture_factor=2.0), Server(0.17))
     with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.08"):
         check(verifier("bfloat16", mixture_factor=2.0), Server(0.1))
+
+
+@pytest.mark.parametrize(("gap", "band"), [(0.01, 0.1), (0.1, 0.4), (0.5, 0.6)])
+def test_a_server_that_rounds_has_a_band_of_its_own(gap, band):
+    """Between 0.1 and 0.6 nats in every dtype. The refusal says which half failed, and what the server is."""
+    made = verifier("float16", form=ServerForm(kv_cache="fp8_e5m2"))
+    check(made, Server(gap))
+    assert made.band == pytest.approx(band, rel=1e-2)
+    with pytest.raises(VerificationError, match="holds the trainer's weights, by their checksums, but") as error:
+        check(made, Server(1.1 * band))
+    assert "the server has dtype float16, LM head unknown, weights none, key-value cache fp8_e5m2;" in str(error.value)
+    assert "at least rounded_floor 0.1, at most the ceiling 0.6, rollout.verify.rounded_ceiling)" in str(error.value)
 
 
 class Script:

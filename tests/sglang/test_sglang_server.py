@@ -25,7 +25,7 @@ DTYPE = "float32"
 PROMPTS = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6, 7], [1, 2, 3, 4, 5, 6, 7])]
 NORM, KEYS = "model.norm.weight", "model.layers.0.self_attn.k_proj.weight"
 OTHER_BITS = "does not hold the trainer's weights"
-OUT_OF_BAND = "does not sample from the trainer's weights"
+OUT_OF_BAND = "does not sample from them"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.vllm.client import VllmBackend
 
 OTHER_BITS = "does not hold the trainer's weights"
-OUT_OF_BAND = "does not sample from the trainer's weights"
+OUT_OF_BAND = "does not sample from them"
 
 
 def rpc(served, method: str, *arguments: str) -> list:

@@ -45,6 +45,10 @@ class FakeVllm:
         self.sampling: list[dict] = []  # the settings of each sample
         self.tops = None  # token: its place's (token, log-probability) pairs as vLLM lists them, the sampled one first
         self.max_logprobs = 20
+        self.described: dict = {}  # further entries of the plugin's description
+        self.forcing = {"way": "extra_args", "reason": ""}  # its answer to a client whose tokens it shall decode
+        self.forced: list[str] = []  # these clients
+        self.obeys = True  # whether it decodes their tokens
         self.names_versions = True
         self.fail_next: list[int] = []  # statuses of the next samples
         self.routes = {"/inference/v1/generate", "/v1/completions", "/weight_info"}
@@ -96,8 +100,9 @@ class FakeVllm:
         if path == "/weight_info":
             return 200, {"weight_version": self.version}
         if path == "/collective_rpc":
-            method = {"rljax_describe": self._describe, "rljax_checksums": self.checksums}[body["method"]]
-            return 200, {"results": [method()]}
+            methods = {"rljax_describe": self._describe, "rljax_checksums": self.checksums}
+            methods |= {"rljax_force": self._force, "rljax_end_force": self._end_force}
+            return 200, {"results": [methods[body["method"]](*body.get("args", ()))]}
         if path in ("/pause", "/resume"):
             with self._lock:
                 self.paused = path == "/pause"
@@ -126,7 +131,15 @@ class FakeVllm:
             "block_size": 16,
             "backend": "rljax_file",
             "shape": SHAPE,
-        }
+        } | self.described
+
+    def _force(self, client: str, seconds: float) -> dict:
+        self.forced.append(client)
+        return self.forcing
+
+    def _end_force(self, client: str) -> str:
+        self.forced.remove(client)
+        return ""
 
     def checksums(self) -> dict:
         tensors = {}
@@ -161,6 +174,8 @@ class FakeVllm:
         self.asked.append((prompt, sampling["max_tokens"], sampling["seed"]))
         self.sampling.append(sampling)
         tokens, spans, finish = [], [], self.finish
+        given = sampling.get("trace_decode_token_ids") or sampling.get("extra_args", {}).get("rljax_tokens")
+        given = given if self.forced and self.obeys else None
         with self._lock:
             given_up = self._given_up
         for i in range(sampling["max_tokens"]):
@@ -170,7 +185,7 @@ class FakeVllm:
                 if self._given_up > given_up:
                     finish = "abort"
                     break
-                tokens.append((prompt[-1] + i) % 64)
+                tokens.append((prompt[-1] + i) % 64 if given is None else given[i])
                 if not spans or spans[-1]["version"] != self.version:
                     spans.append({"version": self.version, "start": i})
                 spans[-1]["end"] = i + 1

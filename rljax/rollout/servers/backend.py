@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError, VerificationError
 from rljax.rollout.servers import handshake
@@ -91,6 +94,16 @@ class Backend(Wire):
         the old weights is used for a token of the new ones. It raises RuntimeError where the server refuses a step. The
         server stays paused then, because it may hold half of the weights.
         """
+
+    def forcing(
+        self, client: ServerClient, url: str
+    ) -> contextlib.AbstractContextManager[Callable[[np.ndarray], Mapping[str, Any]]]:
+        """Makes the server decode the tokens that requests give it, until the end of the ``with``.
+
+        It gives a function from these tokens, int32 [t], to ``Request.forced``. It raises ValueError where the server
+        cannot do that.
+        """
+        raise ValueError(f"{url}: {self.name} decodes no given tokens; {self.name.lower()}:URL scores them by prefill")
 
     def sleep(self, client: ServerClient, url: str) -> None:
         """Has the server give back its devices' memory, weights and caches. Raises RuntimeError if it cannot."""

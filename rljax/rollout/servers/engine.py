@@ -102,10 +102,7 @@ class ServedEngine(Admission):
         """
         self._config, self._backend, self._publish = config, backend, publish or PublishConfig()
         self._functions = functions
-        needs_routes, checked = config.router_replay == "r3", config.verify
-        self._expected = Expectation(
-            config.dtype, hf_config, max_tokens, checked, head_dtype, needs_routes, version_bytes, config.reported
-        )
+        self._expected = Expectation.of(config, hf_config, max_tokens, head_dtype, version_bytes)
         self._current: _Published | None = None
         self._prepared: _Published | None = None  # the version that is published next
         self._publisher = threading.get_ident()  # the thread that may use the policy of ``_current``

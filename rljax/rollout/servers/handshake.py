@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 
 from rljax.errors import HandshakeError, ServerRefusedError
+from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.verify import probe_length, sharpening
 from rljax.rollout.servers.wire import ServerInfo
-from rljax.rollout.types import VerifyConfig
+from rljax.rollout.types import RolloutConfig, VerifyConfig
+
+# The names of ``ServerForm.kv_cache`` by those of servers, where these are others.
+_CACHES = {"fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,31 @@ class Expectation:
     needs_routes: bool = False  # whether the server must report the experts of each token
     version_bytes: int = 0  # the size of one version of the weights, for two of which a mirror must have room
     reported: int = 0  # the number of likeliest tokens that the server must report at each position
+    form: ServerForm = field(default_factory=ServerForm)  # in which the server holds weights and cache
+    batch_invariant: bool = False  # whether the bits of its tokens must not depend on the batch
+
+    @classmethod
+    def of(
+        cls,
+        config: RolloutConfig,
+        hf_config: Mapping[str, Any],
+        max_tokens: int,
+        head_dtype: str | None = None,
+        version_bytes: int = 0,
+    ) -> Expectation:
+        """Returns what a run with the settings ``config`` expects. The other arguments are the fields of that name."""
+        return cls(
+            config.dtype,
+            hf_config,
+            max_tokens,
+            config.verify,
+            head_dtype,
+            config.router_replay == "r3",
+            version_bytes,
+            config.reported,
+            config.server_form,
+            config.batch_invariant,
+        )
 
     @property
     def routes(self) -> tuple[int, int, int] | None:
@@ -84,11 +113,37 @@ def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo
         vocab_size=described.get("shape", {}).get("vocab_size"),
         max_model_len=described.get("max_model_len"),
         block_size=described.get("block_size"),
+        head_dtype=str(described.get("head_dtype", "")),
+        form=described_form(described),
     )
 
 
+def described_form(described: Mapping[str, Any]) -> ServerForm:
+    """Returns the form that rljax's plugin describes; where it says nothing, nothing is rounded."""
+    cache = str(described.get("kv_cache_dtype") or "auto")
+    plain = "auto" if cache == described.get("dtype") else cache
+    return ServerForm(str(described.get("quantization") or "none"), _CACHES.get(cache, plain))
+
+
+def form_differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
+    """Returns one line for each part of the server's form that nobody named, with the key to set."""
+    lines, form = [], described_form(described)
+    for key, what, option in (("weights", "weights", "--quantization"), ("kv_cache", "cache", "--kv-cache-dtype")):
+        theirs, wanted = getattr(form, key), getattr(expected.form, key)
+        if theirs != wanted:
+            plain = getattr(ServerForm(), key)
+            other = f"without {option}" if wanted == plain else f"with {option} {wanted}"
+            lines.append(
+                f"the server's form of the {what} is {theirs}, expected {wanted}: set rollout.server_form.{key} = "
+                f"{theirs}, or start the server {other}"
+            )
+    if expected.batch_invariant and not described.get("batch_invariant"):
+        lines.append("its bits depend on the batch (rollout.batch_invariant): start it with --batch-invariant")
+    return lines
+
+
 def common_differences(described: Mapping[str, Any], expected: Expectation, head_option: str) -> list[str]:
-    """Returns one line for each dtype, size and length that differs, and one for quantized weights.
+    """Returns one line for each dtype, form, size and length that differs.
 
     ``described`` is the answer of rljax's plugin. ``head_option`` is the server's own option for its LM head's dtype.
     """
@@ -103,8 +158,7 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
             f"the LM head computes in {head}, expected {expected.head_dtype} (precision.lm_head_dtype): start {option} "
             f"--head-dtype float32, which is {head_option}"
         )
-    if described["quantization"] is not None:
-        lines.append(f"the weights are quantized ({described['quantization']}), expected none")
+    lines += form_differences(described, expected)
     for key, theirs in described["shape"].items():
         wanted = expected.hf_config.get(key)
         if None not in (wanted, theirs) and theirs != wanted:

@@ -40,7 +40,7 @@ class ServedModel(Admission):
         config = RolloutConfig(
             urls=tuple(urls), server_wait_s=wait_s, limits=limits or ClientLimits(), api_key_file=api_key_file
         )
-        self._fleet = Fleet(config, backend, self)
+        self._backend, self._fleet = backend, Fleet(config, backend, self)
         self._client = self._fleet.client
         try:
             infos = [backend.describe(self._client, url) for url in self._client.urls]
@@ -78,6 +78,37 @@ class ServedModel(Admission):
             ]
             for request, reply in zip(requests, self._scored(requests), strict=True):
                 yield self._logprobs_of(request.prompt, reply)
+
+    def decode(
+        self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], *, at_once: int
+    ) -> Iterator[np.ndarray]:
+        """Yields the log-probabilities at temperature 1 of given responses, which one server decodes token by token.
+
+        Of each of ``responses``, int32 [t], they are float32 [t]. ``at_once`` are decoded at a time. Errors are raised
+        as by :meth:`score`, and ValueError also where the server cannot decode given tokens.
+        """
+        for prompt, response in zip(prompts, responses, strict=True):
+            check_prompts([prompt], max(len(response), 1), self.info)
+        with self._backend.forcing(self._client, self.info.url) as forced:
+            for start in range(0, len(prompts), at_once):
+                pairs = list(zip(prompts[start : start + at_once], responses[start : start + at_once], strict=True))
+                requests = [
+                    Request(prompt, SamplingParams(len(tokens)), seed=0, forced=forced(tokens))
+                    for prompt, tokens in pairs
+                    if len(tokens)
+                ]
+                replies = self._scored(requests)
+                for _, tokens in pairs:
+                    yield self._decoded(tokens, next(replies)) if len(tokens) else np.zeros(0, np.float32)
+
+    def _decoded(self, tokens: np.ndarray, reply: Completion) -> np.ndarray:
+        """Returns the log-probabilities of ``tokens``, which are those that ``reply`` must have."""
+        others = np.flatnonzero(reply.token_ids != tokens)
+        if len(others):
+            at = int(others[0])
+            said = f"token {at} is {reply.token_ids[at]}, expected {tokens[at]}"
+            raise ReplyError(f"{self.info.url} decoded other tokens than those given: {said}")
+        return reply.logprobs
 
     def top_logprobs(self, sequence: np.ndarray, count: int) -> list[dict[int, float]]:
         """Returns a mapping of token id to log-probability at temperature 1 for each place of ``sequence``, int32 [t].

@@ -77,6 +77,8 @@ class ServerConfig(ABC):
     max_num_seqs: int = 256  # the most sequences that are decoded at once
     # The most log-probabilities that a request may ask for at each position. SGLang has no such bound.
     max_logprobs: int = 20
+    # Whether the bits of a token do not depend on the batch around it, as far as the server can.
+    batch_invariant: bool = False
     # The file with the key that every route but /health asks for. None takes $RLJAX_API_KEY_FILE, if that is set.
     api_key_file: Path | None = None
     log_path: Path | None = None  # of the server's output, or None for a temporary file

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import VerificationError
+from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import SamplingParams, VerifyConfig
@@ -116,13 +117,13 @@ class Verifier:
         """Makes the probe prompts, for the vocabulary and the cache blocks of ``info``.
 
         ``score`` is the trainer's side, which computes in the rollout ``dtype`` at temperature 1. The bands of a
-        ``mixture`` of experts are wider. ``prompts`` are prompts of the run, int32 [s] each, from which the probes are
-        made. Without any they are random tokens.
+        ``mixture`` of experts are wider, and those of a server that rounds to 8 bits are others. ``prompts`` are
+        prompts of the run, int32 [s] each, from which the probes are made. Without any they are random tokens.
         """
         assert info.vocab_size is not None
         assert info.block_size is not None
-        self._config, self._score, self._dtype, self._mixture = config, score, dtype, mixture
-        self._floor, self._ceiling = config.limits(dtype, mixture=mixture)
+        self._config, self._score, self._info = config, score, info
+        self._limits = _Limits(config, dtype, mixture, info.form)
         shape = (LOOKS * config.prompts, probe_length(info.block_size))
         self._prompts = (
             joined_prompts(prompts, shape, config.seed)
@@ -155,14 +156,14 @@ class Verifier:
         Where the worst of ``looks`` is out of the band, or at the first call above the dtype's ceiling, the server
         samples once more. It returns the difference that passed. It raises VerificationError where that fails, too.
         """
-        limit = self._ceiling if self.band is None else self.band
+        limit = self._limits.ceiling if self.band is None else self.band
         measured = [self._worst(looks, params)]
         while not measured[-1].mean <= limit:
             if len(measured) == LOOKS:
-                raise VerificationError(f"{url} does not sample from the trainer's weights: {self._said(measured)}")
+                raise VerificationError(self._said(url, measured))
             measured.append(self._worst(self.sample(client, url), params))
         if self.band is None:
-            self.band = min(self._ceiling, max(self._floor, self._config.factor * measured[-1].mean))
+            self.band = self._limits.band(measured[-1].mean)
         return measured[-1]
 
     def difference(self, look: Look, params: Any) -> Difference:
@@ -180,20 +181,52 @@ class Verifier:
         measured = [self.difference(look, params) for look in looks]
         return max(measured, key=lambda each: each.mean if np.isfinite(each.mean) else np.inf)
 
-    def _said(self, measured: Sequence[Difference]) -> str:
-        """Says what was measured at each look, and the limit with the keys that set it."""
-        config, name = self._config, self._dtype
+    def _said(self, url: str, measured: Sequence[Difference]) -> str:
+        """Says which half failed, what was measured at each look, the limit with its keys, and what the server is."""
+        config, info = self._config, self._info
         means = ", then ".join(f"{each.mean:.3g}" for each in measured)
         prompts = ", ".join(f"{gap:.3g}" for gap in measured[-1].per_prompt)
-        wider = f" x rollout.verify.mixture_factor {config.mixture_factor:g}" if self._mixture else ""
-        ceiling = f"rollout.verify.ceilings.{name}{wider}"
-        limit = f"the ceiling for {name} is {self._ceiling:.3g} ({ceiling})"
-        if self.band is not None:
-            limit = (
-                f"the band for {name} is {self.band:.3g} (rollout.verify.factor {config.factor:g} x the first publish, "
-                f"at least floors.{name} {self._floor:g}, at most the ceiling {self._ceiling:.3g}, {ceiling})"
-            )
         return (
+            f"{url} holds the trainer's weights, by their checksums, but does not sample from them: "
             f"mean |server - trainer| over {config.prompts * config.tokens} probe tokens is {means} nats "
-            f"(largest {measured[-1].largest:.3g}; by prompt {prompts}), {limit}"
+            f"(largest {measured[-1].largest:.3g}; by prompt {prompts}); the server has dtype {info.dtype}, LM head "
+            f"{info.head_dtype or 'unknown'}, {info.form}; {self._limits.text(self.band)}"
+        )
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """The lowest and highest band of one kind of server, and the keys that set them."""
+
+    config: VerifyConfig
+    dtype: str
+    mixture: bool
+    form: ServerForm
+
+    @property
+    def ceiling(self) -> float:
+        """The highest band (nats)."""
+        return self._both[1]
+
+    @property
+    def _both(self) -> tuple[float, float]:
+        return self.config.limits(self.dtype, mixture=self.mixture, rounded=self.form.is_rounded)
+
+    def band(self, measured: float) -> float:
+        """Returns the band of a server whose worst calibration round had the mean ``measured`` (nats)."""
+        floor, ceiling = self._both
+        return min(ceiling, max(floor, self.config.factor * measured))
+
+    def text(self, band: float | None) -> str:
+        """Returns what the limit is, with the keys that set it. ``band``: The band, or None before there is one."""
+        (floor, highest), config, rounded = self._both, self.config, self.form.is_rounded
+        name = f"{self.dtype} with {self.form}" if rounded else self.dtype
+        low, high = ("rounded_floor", "rounded_ceiling") if rounded else (f"floors.{name}", f"ceilings.{name}")
+        wider = f" x rollout.verify.mixture_factor {config.mixture_factor:g}" if self.mixture else ""
+        ceiling = f"rollout.verify.{high}{wider}"
+        if band is None:
+            return f"the ceiling for {name} is {highest:.3g} ({ceiling})"
+        return (
+            f"the band for {name} is {band:.3g} (rollout.verify.factor {config.factor:g} x the first publish, "
+            f"at least {low} {floor:g}, at most the ceiling {highest:.3g}, {ceiling})"
         )

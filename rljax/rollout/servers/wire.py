@@ -6,13 +6,14 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError
+from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.tops import ROUNDING, check_tops, join_tops
 from rljax.rollout.types import SamplingParams, Tops
 
@@ -29,6 +30,8 @@ class Request:
     prompt_logprobs: int | None = None
     routes: tuple[int, int, int] | None = None  # the (layers, k, experts) of a mixture whose routes are reported
     vocab_size: int | None = None  # the most tokens that the server can report at a position, where that is known
+    # Further sampling settings in the server's own words, which make it decode given tokens.
+    forced: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class ServerInfo:
     vocab_size: int | None = None  # the number that token ids are below
     max_model_len: int | None = None  # the longest prompt plus response (tokens)
     block_size: int | None = None  # of the prefix cache (tokens)
+    head_dtype: str = ""  # in which the LM head computes
+    form: ServerForm = field(default_factory=ServerForm)  # in which it holds weights and cache
     has_first_weights: bool = False  # whether the server still has the weights of ``root`` that it was started with
 
 

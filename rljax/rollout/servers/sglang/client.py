@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from operator import itemgetter
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from rljax.errors import ReplyError, ServerRefusedError
 from rljax.rollout.servers.backend import UPDATE_S, Backend
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_differences, find_route, server_info
+from rljax.rollout.servers.process import Dtype
 from rljax.rollout.servers.tops import as_floats, make_tops
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans
 from rljax.rollout.types import InFlight
@@ -164,9 +165,11 @@ class SglangBackend(Backend):
 
     def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
         """Returns the lines of :func:`common_differences`, and those of SGLang's own settings."""
-        lines = common_differences(described, expected, "SGLang's --enable-fp32-lm-head")
         cache, dtype = described["kv_cache_dtype"], described["dtype"]
-        if cache != dtype:
+        is_plain = cache in get_args(Dtype)  # and then no form that a run could name
+        known = dict(described) | ({"kv_cache_dtype": dtype} if is_plain else {})
+        lines = common_differences(known, expected, "SGLang's --enable-fp32-lm-head")
+        if is_plain and cache != dtype:
             lines.append(
                 f"the key-value cache is {cache} and the model {dtype}: start it with --dtype {expected.dtype}"
             )

@@ -56,6 +56,8 @@ class ServerConfig(process.ServerConfig):
             args += ["--context-length", str(self.max_model_len + ROOM)]
         if self.head_dtype == "float32":
             args.append("--enable-fp32-lm-head")
+        if self.batch_invariant:
+            args.append("--enable-deterministic-inference")
         return [*args, *([] if gpu else _CPU_ARGS), *self.extra_args, "--host", self.host]
 
 

@@ -6,10 +6,12 @@ servers that lack it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import logging
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -30,7 +32,7 @@ from rljax.rollout.servers.handshake import (
 )
 from rljax.rollout.servers.tops import as_floats, make_tops
 from rljax.rollout.servers.verify import TOP
-from rljax.rollout.servers.vllm.server import BACKEND
+from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans
 from rljax.rollout.types import InFlight, Tops
 from rljax.weights.store import WeightVersion
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
+FORCING_S = 3600.0
+"""The longest that a server goes on to force tokens for a client that is gone (seconds)."""
 
 Scores = TypeVar("Scores")
 Item = TypeVar("Item")
@@ -140,6 +144,7 @@ class VllmBackend(Backend):
             "ignore_eos": True,
             "stop_token_ids": list(request.sampling.stop_token_ids),
             "seed": request.seed,
+            **request.forced,
         }
         if request.prompt_logprobs is not None:
             sampling["prompt_logprobs"] = request.prompt_logprobs
@@ -178,6 +183,27 @@ class VllmBackend(Backend):
             return list(answer["results"])
         except (KeyError, TypeError) as error:
             raise ReplyError(f"{url}/collective_rpc answered without {error}: {str(answer)[:300]}") from error
+
+    @contextlib.contextmanager
+    def forcing(self, client: ServerClient, url: str) -> Iterator[Callable[[np.ndarray], Mapping[str, Any]]]:
+        """Has the workers force tokens, by hooks that are removed at the end, or by vLLM's own trace replay."""
+        name = uuid.uuid4().hex
+        try:
+            answers = self.ask_plugin(client, url, "rljax_force", name, FORCING_S)
+            ways, reasons = zip(*((each["way"], each["reason"]) for each in answers), strict=True)
+        except ServerRefusedError as error:
+            raise ValueError(f"{url} decodes no given tokens: {self.without_plugin} ({error})") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ReplyError(f"{url}/collective_rpc answered without {error}: {str(answers)[:300]}") from error
+        try:
+            if not all(ways):
+                raise ValueError(f"{url} decodes no given tokens: {next(filter(None, reasons))}")
+            way = ways[0]
+            yield lambda tokens: {way: {FORCED_TOKENS: tokens.tolist()} if way == "extra_args" else tokens.tolist()}
+        finally:
+            errors = self.ask_plugin(client, url, "rljax_end_force", name)
+        if any(errors):
+            raise ReplyError(f"{url} gave up decoding given tokens: {next(filter(None, errors))}")
 
     def describe(self, client: ServerClient, url: str) -> ServerInfo:
         """Returns the description of any vLLM server; one without rljax's plugin tells no dtype and no vocabulary."""

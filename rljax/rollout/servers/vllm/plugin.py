@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vllm
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -31,11 +30,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rljax.rollout.servers.loaded import ModelTensors, described_shape
+from rljax.rollout.servers.loaded import ModelTensors
+from rljax.rollout.servers.vllm.description import describe
+from rljax.rollout.servers.vllm.forced import ForcedDecoding
 from rljax.rollout.servers.vllm.server import BACKEND
 from rljax.rollout.servers.vllm.taps import TapMethods
 from rljax.weights.delta import KeptDelta
-from rljax.weights.format import PROTOCOL, Checksum, TensorRecord, read_version
+from rljax.weights.format import Checksum, TensorRecord, read_version
 from rljax.weights.mirror import WorkerWeights
 from rljax.weights.sums import as_published, tensor_checksum
 
@@ -343,7 +344,7 @@ def write_in_place(model: torch.nn.Module, delta: KeptDelta) -> None:
         patching.load_checkpoint_weight_patches(model, [patch], validate_unique_indices=False)
 
 
-class WorkerExtension(TapMethods):
+class WorkerExtension(ForcedDecoding, TapMethods):
     """The methods that vLLM's workers gain, which ``/collective_rpc`` reaches."""
 
     vllm_config: Any
@@ -353,24 +354,7 @@ class WorkerExtension(TapMethods):
 
     def rljax_describe(self) -> dict[str, Any]:
         """Returns what the trainer compares at the handshake, as plain JSON."""
-        model = self.vllm_config.model_config
-        transfer = self.vllm_config.weight_transfer_config
-        outputs = getattr(self.vllm_config, "aux_output_config", None) or model
-        return {
-            "protocol": PROTOCOL,
-            "vllm": str(getattr(vllm, "__version__", "unknown")),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "head_dtype": str(model.head_dtype).removeprefix("torch."),
-            "quantization": model.quantization,
-            "max_model_len": model.max_model_len,
-            "max_logprobs": model.max_logprobs,
-            "default_sampling": model.get_diff_sampling_param(),
-            "block_size": self.vllm_config.cache_config.block_size,
-            "backend": transfer.backend if transfer is not None else None,
-            "head_sizes": supported_head_sizes(),
-            "returns_routes": bool(getattr(outputs, "enable_return_routed_experts", False)),
-            "shape": described_shape(model.hf_text_config, model.get_head_size()),
-        }
+        return describe(self.vllm_config)
 
     def rljax_pull(self, name: str, keep_delta: bool = False) -> None:
         """Begins a pull (``weights.mirror.Pulls.begin``)."""
@@ -397,15 +381,3 @@ class WorkerExtension(TapMethods):
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.shutdown()
-
-
-def supported_head_sizes() -> list[int] | None:
-    """Returns the head sizes that attention takes on a CPU, where vLLM does not check them itself; elsewhere None.
-
-    On a CPU a server with another head size starts, and its engine ends at the first request.
-    """
-    if not current_platform.is_cpu():
-        return None
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    return list(CPUAttentionBackend.get_supported_head_sizes())

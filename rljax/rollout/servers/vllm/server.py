@@ -15,6 +15,8 @@ from rljax.rollout.servers import process
 from rljax.rollout.servers.process import start as start
 
 BACKEND = "rljax_file"
+FORCED_TOKENS = "rljax_tokens"
+"""The name under which a request's ``extra_args`` hold the tokens that the server decodes instead of its own."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,12 @@ class ServerConfig(process.ServerConfig):
 
     def environment(self, *, gpu: bool) -> dict[str, str]:
         """Returns the server's environment variables, in which vLLM sends no usage statistics unless they are set."""
-        return {"VLLM_NO_USAGE_STATS": "1", **super().environment(gpu=gpu)}
+        env = {"VLLM_NO_USAGE_STATS": "1", **super().environment(gpu=gpu)}
+        if self.batch_invariant:
+            # vLLM's own mode has kernels for GPUs alone: on a CPU its engine ends at the first request. There only
+            # attention depends on the batch, where it splits the keys and values of a small one.
+            env |= {"VLLM_BATCH_INVARIANT": "1"} if gpu else {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
+        return env
 
 
 def vllm_python(venv: str | os.PathLike[str] | None = None) -> Path:

@@ -1,0 +1,42 @@
+"""The form in which servers hold weights and keys and values, where they round them on purpose."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ServerForm:
+    """The form in which servers hold weights and cache where they round them on purpose.
+
+    A server of another form is refused. The weights are published in ``rollout.dtype`` and proven by their bits before
+    the server rounds them.
+    """
+
+    weights: str = "none"
+    """The quantization that the servers are started with, by vLLM's name, such as fp8_per_channel or
+    int8_per_channel_weight_only. none: weights in ``rollout.dtype``."""
+    kv_cache: str = "auto"
+    """The dtype of the servers' cached keys and values, such as fp8_e4m3 or fp8_e5m2. auto: ``rollout.dtype``."""
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "kv_cache"):
+            if not re.fullmatch(r"[\w.-]+", getattr(self, name)):
+                raise ValueError(f"{name} must be a server's name of a form, got {getattr(self, name)!r}")
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether weights or cache have another form than the rollout dtype."""
+        return self != ServerForm()
+
+    def __str__(self) -> str:
+        return f"weights {self.weights}, key-value cache {self.kv_cache}"
+
+    @property
+    def label(self) -> str:
+        """The name of the form in a comparison, such as "fp8_e5m2 cache"; empty where nothing is rounded."""
+        plain = ServerForm()
+        parts = [f"{self.weights} weights"] if self.weights != plain.weights else []
+        parts += [f"{self.kv_cache} cache"] if self.kv_cache != plain.kv_cache else []
+        return ", ".join(parts)

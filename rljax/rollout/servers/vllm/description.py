@@ -1,0 +1,57 @@
+"""The description that a vLLM worker gives of its server, as the trainer compares it at the handshake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm import envs
+from vllm.platforms import current_platform
+
+from rljax.rollout.servers.loaded import described_shape
+from rljax.weights.format import PROTOCOL
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """Returns the description as plain JSON. ``config``: The worker's ``VllmConfig``."""
+    model, transfer = config.model_config, config.weight_transfer_config
+    outputs = getattr(config, "aux_output_config", None) or model
+    return {
+        "protocol": PROTOCOL,
+        "vllm": str(getattr(vllm, "__version__", "unknown")),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "head_dtype": str(model.head_dtype).removeprefix("torch."),
+        "quantization": model.quantization,
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "batch_invariant": is_batch_invariant(),
+        "max_model_len": model.max_model_len,
+        "max_logprobs": model.max_logprobs,
+        "default_sampling": model.get_diff_sampling_param(),
+        "block_size": config.cache_config.block_size,
+        "backend": transfer.backend if transfer is not None else None,
+        "head_sizes": supported_head_sizes(),
+        "returns_routes": bool(getattr(outputs, "enable_return_routed_experts", False)),
+        "shape": described_shape(model.hf_text_config, model.get_head_size()),
+    }
+
+
+def is_batch_invariant() -> bool:
+    """Returns whether the bits of a token do not depend on the batch around it, as far as vLLM has a setting for that.
+
+    On a CPU that is whether attention never splits the keys and values of small batches.
+    """
+    if current_platform.is_cpu():
+        return not getattr(envs, "VLLM_CPU_ATTN_SPLIT_KV", True)
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+
+
+def supported_head_sizes() -> list[int] | None:
+    """Returns the head sizes that attention takes on a CPU, where vLLM does not check them itself; elsewhere None.
+
+    On a CPU a server with another head size starts, and its engine ends at the first request.
+    """
+    if not current_platform.is_cpu():
+        return None
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return list(CPUAttentionBackend.get_supported_head_sizes())

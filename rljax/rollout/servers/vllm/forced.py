@@ -1,0 +1,118 @@
+"""Forced decoding inside a vLLM worker: a request's own tokens take the place of those that the sampler draws.
+
+A request carries its tokens in ``sampling_params.extra_args``. Two hooks on the sampler put them where the drawn tokens
+were, with their log-probabilities at temperature 1. So the server decodes given tokens step by step, through its cache,
+as it would decode its own. The hooks are there only while a client needs them, and other requests do not change.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from rljax.rollout.servers.vllm.server import FORCED_TOKENS
+
+log = logging.getLogger(__name__)
+
+
+class ForcedSampler:
+    """The hooks on the sampler of one worker. An error inside them ends the forcing, and not the server."""
+
+    def __init__(self, runner: Any) -> None:
+        """Installs the hooks on ``runner.sampler``."""
+        self._runner = runner
+        self.deadlines: dict[str, float] = {}  # the time at which each client counts as gone
+        self.error = ""
+        self._rows: list[tuple[int, int, torch.Tensor]] = []
+        sampler = runner.sampler
+        self._handles = [
+            sampler.register_forward_pre_hook(self._before, with_kwargs=True),
+            sampler.register_forward_hook(self._after),
+        ]
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the hooks are on the sampler."""
+        return bool(self._handles)
+
+    def remove(self) -> None:
+        """Takes the hooks off the sampler. It may be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._rows = [], []
+
+    def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keeps the forced token and the log-probabilities of each row that a request forces."""
+        self._rows = []
+        try:
+            if time.monotonic() > max(self.deadlines.values(), default=0.0):
+                self.remove()
+                return
+            logits = kwargs["logits"] if "logits" in kwargs else args[0]
+            for row, name in enumerate(self._runner.input_batch.req_ids[: len(logits)]):
+                request = self._runner.requests[name]
+                tokens = (getattr(request.sampling_params, "extra_args", None) or {}).get(FORCED_TOKENS, ())
+                place = len(request.output_token_ids)
+                if place < len(tokens):
+                    self._rows.append((row, int(tokens[place]), torch.log_softmax(logits[row].float(), dim=-1)))
+        except Exception as error:
+            self._fail(error)
+
+    def _after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Writes the forced tokens over those that were drawn."""
+        try:
+            scored = output.logprobs_tensors
+            for row, token, logprobs in self._rows:
+                output.sampled_token_ids[row, 0] = token
+                if scored is not None:
+                    scored.logprob_token_ids[row, 0] = token
+                    scored.logprobs[row, 0] = logprobs[token]
+                    scored.selected_token_ranks[row] = int((logprobs >= logprobs[token]).sum())
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.error = f"{type(error).__name__}: {error}"
+        log.warning("forced decoding ends, nothing else changes: %s", self.error)
+        self.remove()
+
+
+class ForcedDecoding:
+    """The methods of a worker that begin and end forced decoding."""
+
+    vllm_config: Any
+    model_runner: Any
+    rljax_forced_sampler: ForcedSampler | None = None
+
+    def rljax_force(self, client: str, seconds: float) -> dict[str, str]:
+        """Begins forced decoding for a client, for so many seconds at most, and returns how its requests ask for it.
+
+        ``way`` is extra_args for the hooks, trace_decode_token_ids for vLLM's own trace replay, or empty. Then
+        ``reason`` says why this server cannot do it.
+        """
+        runner = self.model_runner
+        if self.vllm_config.speculative_config is not None:
+            return {"way": "", "reason": "it decodes with speculation (--speculative-config)"}
+        if not (hasattr(runner, "input_batch") and hasattr(runner, "requests")):  # Model Runner V2
+            if getattr(self.vllm_config.model_config, "enable_trace_replay", False):
+                return {"way": "trace_decode_token_ids", "reason": ""}
+            return {"way": "", "reason": "its Model Runner V2 needs --enable-trace-replay for that"}
+        forced = self.rljax_forced_sampler
+        if forced is None or not forced.is_installed:
+            forced = self.rljax_forced_sampler = ForcedSampler(runner)
+        forced.deadlines[client] = time.monotonic() + seconds
+        return {"way": "extra_args", "reason": ""}
+
+    def rljax_end_force(self, client: str) -> str:
+        """Ends forced decoding for a client, and takes the hooks off after the last one. Returns the hooks' error."""
+        forced = self.rljax_forced_sampler
+        if forced is None:
+            return ""
+        forced.deadlines.pop(client, None)
+        if not forced.deadlines:
+            forced.remove()
+            self.rljax_forced_sampler = None
+        return forced.error

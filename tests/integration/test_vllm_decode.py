@@ -1,0 +1,117 @@
+"""Forced decoding in a real vLLM: which path a difference comes from, and hooks that leave nothing behind."""
+
+import numpy as np
+import pytest
+from vllm_checks import rpc
+from vllm_processes import ONE_THREAD
+
+from rljax.compare.scorers import open_server, score_column
+from rljax.record.token_dumps import make_dump
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.vllm.client import VllmBackend
+from rljax.rollout.servers.vllm.server import FORCED_TOKENS, ServerConfig, start
+from rljax.rollout.types import SamplingParams
+
+pytestmark = [pytest.mark.vllm, pytest.mark.harness]
+PROMPT, RESPONSE, COUNT = 40, 200, 8
+THREADS = {**ONE_THREAD, "OMP_NUM_THREADS": "2"}  # keys and values are split for idle threads
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random policy of four layers, wide enough that bfloat16 rounds differently by another order of sums."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("decoded")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    config = Qwen3Config(vocab_size=509, max_position_embeddings=1024, initializer_range=0.1, **sizes, **heads)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def serve(model, interpreter, tmp_path, **settings):
+    config = ServerConfig(
+        str(model), interpreter, max_model_len=512, max_num_seqs=16, log_path=tmp_path / "server.log", **settings
+    )
+    return start(config, timeout_s=540)
+
+
+@pytest.fixture
+def dump():
+    tokens = np.random.default_rng(7).integers(0, 509, (COUNT, PROMPT + RESPONSE)).tolist()
+    mask = [False] * PROMPT + [True] * RESPONSE
+    return make_dump([str(i) for i in range(COUNT)], tokens, [mask] * COUNT, {})
+
+
+def paths(dump, url):
+    """The log-probabilities of all responses, [count, response], by prefill and by decode in batches of some sizes."""
+    found = {"prefill": score_column(f"vllm:{url}", dump)[0]}
+    found |= {size: score_column(f"vllm-decode:{url}", dump, batch_size=size)[0] for size in (1, 2, 8)}
+    columns = {name: np.stack([vector[PROMPT:] for vector in vectors]) for name, vectors in found.items()}
+    for size in (1, 2, 8):
+        gap = np.abs(columns[size] - columns["prefill"])
+        print(f"batch {size}: mean {gap.mean():.2g}, max {gap.max():.2g}, equal {(gap == 0).sum()} of {gap.size}")
+    return columns
+
+
+def test_decode_alone_differs_by_split_keys_and_values(model, vllm_interpreter, tmp_path, dump):
+    with serve(model, vllm_interpreter, tmp_path, extra_env=THREADS) as server:
+        before = sampled(server.url)
+        columns = paths(dump, server.url)
+        assert forced_again(server.url, before) == RESPONSE
+        assert fails_harmlessly(server.url)
+        assert server.healthy()
+        np.testing.assert_array_equal(sampled(server.url)[1], before[1])
+    gaps = np.abs(columns[1] - columns["prefill"])
+    assert 1e-4 < gaps.mean() < 2e-2
+    first = np.flatnonzero((gaps > 0).any(axis=0))[0]
+    print("the first place that differs, decoded alone:", PROMPT + first)
+    assert PROMPT + first >= 64
+    assert (columns[8] == columns["prefill"]).all()
+
+
+def test_batch_invariant_decode_equals_prefill(model, vllm_interpreter, tmp_path, dump):
+    with serve(model, vllm_interpreter, tmp_path, extra_env=THREADS, batch_invariant=True) as server:
+        assert rpc(server, "rljax_describe")[0]["batch_invariant"] is True
+        columns = paths(dump, server.url)
+    for size in (1, 2, 8):
+        assert (columns[size] == columns["prefill"]).all(), size
+
+
+def sampled(url):
+    """A sampled response: its prompt, tokens and log-probabilities."""
+    prompt = np.arange(PROMPT, dtype=np.int32)
+    with open_server(url) as server:
+        (response,) = server.generate([prompt], 1, SamplingParams(RESPONSE), seed=3)
+    return prompt, response.token_ids, response.logprobs
+
+
+def forced_again(url, response):
+    """The number of tokens that have the same log-probability when they are forced as when they were sampled."""
+    prompt, tokens, logprobs = response
+    with open_server(url) as server:
+        (again,) = server.decode([prompt], [tokens], at_once=1)
+    return int((again == logprobs).sum())
+
+
+def fails_harmlessly(url):
+    """Whether a hook that fails is removed and says why, and the request is answered."""
+    client = ServerClient([url], VllmBackend())
+
+    def ask(method, *arguments):
+        body = {"method": method, "args": list(arguments)}
+        return client.call(url, "POST", "/collective_rpc", json=body)["results"][0]
+
+    try:
+        assert ask("rljax_force", "test", 60.0) == {"way": "extra_args", "reason": ""}
+        how = {"max_tokens": 4, "logprobs": 0, "extra_args": {FORCED_TOKENS: [10**6]}}
+        reply = client.call(
+            url, "POST", "/inference/v1/generate", json={"model": "policy", "token_ids": [1, 2], "sampling_params": how}
+        )
+        assert len(reply["choices"][0]["token_ids"]) > 0
+        return "IndexError" in ask("rljax_end_force", "test")
+    finally:
+        client.close()
