@@ -63,8 +63,9 @@ class Arguments:
     model: str | None = None
     """The Hugging Face directory of the model, or OWNER/NAME. The scorers vllm: and dump: do not need it."""
     scorer: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """The program that computes a column: jax:DTYPE, jax-decode:DTYPE or hf:DTYPE (DTYPE is float32, bfloat16 or
-    float16; DTYPE@DIR takes another model directory), vllm:URL, sglang:URL or dump:FILE#COLUMN. It may be repeated."""
+    """The program that computes a column: jax:DTYPE, jax-decode:DTYPE, jax-prefill:DTYPE or hf:DTYPE (DTYPE is float32,
+    bfloat16 or float16; DTYPE@DIR takes another model directory), vllm:URL, vllm-decode:URL, sglang:URL or
+    dump:FILE#COLUMN. It may be repeated."""
     sample: str | None = None
     """First sample new responses to the prompts, with jax-decode:DTYPE or vllm-decode:URL."""
     responses: int = 1

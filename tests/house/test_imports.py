@@ -42,11 +42,12 @@ DOORS = {
         "rollout.servers.sglang.plugin",
         "compare.layers.vllm_tracer",
     },
-    "vllm": {"rollout.servers.vllm.plugin"},
+    "vllm": {"rollout.servers.vllm.plugin", "rollout.servers.vllm.description"},
     "sglang": {"rollout.servers.sglang.plugin"},
     "torch": {
         "rollout.servers.vllm.plugin",
         "rollout.servers.vllm.taps",
+        "rollout.servers.vllm.forced",
         "rollout.servers.sglang.plugin",
         "rollout.servers.sglang.server",
         "weights.sums",

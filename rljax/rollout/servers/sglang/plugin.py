@@ -57,6 +57,7 @@ class Worker:
             "kv_cache_dtype": _name(runner.kv_cache_dtype),
             "head_dtype": "float32" if args.enable_fp32_lm_head else dtype,
             "quantization": model.quantization,
+            "batch_invariant": bool(getattr(args, "enable_deterministic_inference", False)),
             "max_model_len": min(model.context_len, runner.max_total_num_tokens) - ROOM,
             "block_size": runner.page_size or 1,
             "has_prefix_cache": not args.disable_radix_cache,
