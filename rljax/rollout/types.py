@@ -266,8 +266,8 @@ class RolloutConfig:
     server_form: ServerForm = field(default_factory=ServerForm)
     """The form in which the servers hold weights and cache. It is for engines vllm and sglang."""
     batch_invariant: bool = False
-    """Whether the servers must compute each token with bits that do not depend on the batch around it. Those that
-    ``launch/single_node.sh`` starts are started so; others must be (``rljax serve vllm --batch-invariant``)."""
+    """Whether the servers must compute each token with bits that do not depend on the batch around it. They are started
+    with --batch-invariant (``rljax serve vllm --batch-invariant``), and a server without it is refused."""
     api_key_file: str | None = None
     """The file with the key that the servers ask for, readable by its owner alone. None: the file that
     ``$RLJAX_API_KEY_FILE`` names, and no key where that is not set."""
