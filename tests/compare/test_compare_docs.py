@@ -145,7 +145,7 @@ def test_every_command_of_the_page_is_understood():
     """A server's URL stands in a file that the page's own commands write."""
     joined = PAGE.replace("\\\n", " ")
     commands = re.findall(r"^rljax compare (.*)$", joined, re.MULTILINE)
-    assert len(commands) == 5
+    assert len(commands) == 7
     for command in commands:
         options = compare.parse(
             shlex.split(re.sub(r"\$\(cat [\w/.]+\.url\)", "http://127.0.0.1:1", command), comments=True)
