@@ -204,3 +204,23 @@ def test_tokens_of_another_vocabulary_are_refused(world, kind):
     dump = make_dump(["a"], [[1, 2, 99]], [[False, True, True]], {})
     with pytest.raises(ValueError, match="token 99, but the model knows 48"):
         score_column(f"{kind}:float32", dump, world[0] / "now")
+
+
+@pytest.mark.parametrize(
+    ("gap", "form", "cause"),
+    [
+        (0.1, "", "other_weights"),
+        (0.1, "fp8_e5m2 cache", "none"),
+        (1e-4, "fp8_e5m2 cache", "none"),
+        (0.6, "fp8_e5m2 cache", "other_weights"),
+    ],
+)
+def test_an_engine_that_rounds_to_8_bits_has_a_range_of_its_own(gap, form, cause):
+    """The numbers are so low that 1 - p is 1, and the gap is the same with either sign."""
+    x = -20.0 - np.random.default_rng(0).exponential(1.0, (4, 50))
+    signs = np.where(np.arange(200).reshape(4, 50) % 2, 1.0, -1.0)
+    mask = np.ones(x.shape, bool)
+    found = judge(x, x + gap * signs, mask, ColumnSource("jax", "float32"), ColumnSource("vllm", "float32", form=form))
+    assert found.cause in (cause, "above_bar") if cause == "none" else found.cause == cause, found.reason
+    if form and cause != "none":
+        assert "is beyond that of fp8_e5m2 cache (0.5)" in found.reason
