@@ -34,6 +34,7 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
     with start(config, timeout_s=540) as server:
         words = tiny(toy_base, tmp_path / "run", 3, "--rollout.engine", "vllm", "--rollout.urls", server.url)
         words += ["--rollout.dump-every", "3", "--data.batch-size", "8"]
+        words += ["--rollout.max-response-tokens", "36"]
         status, said = complete_beside(server, words)
         what, plain = {"kv_cache": ("cache", "auto"), "weights": ("weights", "none")}[key]
         expected = f"the server's form of the {what} is {form}, expected {plain}: set rollout.server_form.{key}"
