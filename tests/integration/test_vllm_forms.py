@@ -1,9 +1,13 @@
-"""Servers that round weights or cache to 8 bits: refused where nobody named it, else verified and sampled from."""
+"""Servers that round weights or cache to 8 bits: refused where nobody named it, else trained with and compared."""
 
+import numpy as np
 import pytest
 from toy_runs import comparable, complete_beside, tiny
 from vllm_processes import ONE_THREAD
 
+from rljax.compare.report import compare_columns
+from rljax.compare.scorers import score_column
+from rljax.record.token_dumps import read_dump
 from rljax.rollout.servers.vllm.server import ServerConfig, start
 from rljax.rollout.types import VerifyConfig
 
@@ -29,7 +33,8 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
     )
     with start(config, timeout_s=540) as server:
         words = tiny(toy_base, tmp_path / "run", 3, "--rollout.engine", "vllm", "--rollout.urls", server.url)
-        words += ["--data.batch-size", "8"]
+        words += ["--rollout.dump-every", "3", "--data.batch-size", "8"]
+        words += ["--rollout.max-response-tokens", "36"]
         status, said = complete_beside(server, words)
         what, plain = {"kv_cache": ("cache", "auto"), "weights": ("weights", "none")}[key]
         expected = f"the server's form of the {what} is {form}, expected {plain}: set rollout.server_form.{key}"
@@ -44,3 +49,14 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
             print(form, measured, band, row["mismatch/logprob_abs_diff_mean"], row["mismatch/k3_kl"])
             assert measured < band
             assert limits.rounded_floor <= band <= limits.rounded_ceiling
+        assert max(row.get("publish/changed_fraction", 0.0) for row in rows) > 0.1
+        dump = read_dump(tmp_path / "run/rollouts/step_000003.parquet")
+        assert dump.sources["rollout"].form == f"{form} {what}"
+        for column in (f"vllm:{server.url}", f"vllm-decode:{server.url}"):
+            dump = dump.with_column(column.partition("://")[0], *score_column(column, dump))
+    # The run's last publish may have moved the server's weights a little since step 3 was sampled.
+    for pair in compare_columns(dump, same_weights=True).pairs:
+        gap = pair.metrics["logprob_abs_diff_mean"]
+        print(form, pair.trainer, pair.rollout, f"{gap:.4g}", pair.verdict.status, pair.verdict.cause)
+        assert pair.verdict.cause in ("none", "above_bar"), pair.verdict.reason
+        assert np.isfinite(gap)
