@@ -94,7 +94,7 @@ def explanation(key: str, default: Any, value: Any, source: str) -> list[str]:
     """Returns the lines that explain a dotted key: its default, its value, and the place at which that was written."""
     kind, name = section_of(key)
     declared = inspect.get_annotations(kind)[name]
-    rows = [("type", declared if isinstance(declared, str) else declared.__name__), ("default", shown(default))]
+    rows = [("type", declared.__name__ if isinstance(declared, type) else str(declared)), ("default", shown(default))]
     rows += [("value", f"{shown(value)} ({source})"), *(("refused", text) for text in refusals(key))]
     lines = textwrap.wrap(field_texts(Config, Config()).get((kind, name), ""), WIDTH - 2)
     for head, text in rows:

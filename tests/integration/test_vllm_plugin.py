@@ -41,7 +41,8 @@ said["granted"].append(granted())
 import torch
 from safetensors.torch import save_file
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from rljax.rollout.servers.vllm.plugin import BACKEND, PROTOCOL, FileInitInfo, FileUpdateInfo, FileWeightTransferEngine
+from rljax.rollout.servers.vllm.plugin import BACKEND, FileInitInfo, FileUpdateInfo, FileWeightTransferEngine
+from rljax.weights.format import PROTOCOL
 
 said["backend"] = BACKEND in WeightTransferEngineFactory._registry and BACKEND
 said["modules"] = sorted(name for name in sys.modules if name.split(".")[0] == "rljax")
@@ -118,9 +119,10 @@ def said(vllm_interpreter, tmp_path_factory):
 def test_it_loads_without_jax(said):
     """vLLM's environment has no jax: the plugin and what it imports must not ask for it."""
     beside = ("rljax.weights.access", "rljax.weights", "rljax.distributed", "rljax.errors")
-    own = ("rljax", "rljax.rollout", "rljax.rollout.servers.vllm", "rljax.rollout.servers.vllm.plugin")
-    own += ("rljax.rollout.servers.vllm.server", "rljax.rollout.servers.process", "rljax.rollout.servers.loaded")
-    own += ("rljax.weights.sums", "rljax.weights.mirror", "rljax.rollout.servers", "rljax.rollout.servers.vllm.taps")
+    vllm = ("", ".plugin", ".server", ".taps", ".forced", ".description")
+    own = ("rljax", "rljax.rollout", *(f"rljax.rollout.servers.vllm{name}" for name in vllm))
+    own += ("rljax.rollout.servers", "rljax.rollout.servers.process", "rljax.rollout.servers.loaded")
+    own += ("rljax.weights.sums", "rljax.weights.mirror")
     assert said["backend"] == "rljax_file"
     assert set(own) <= set(said["modules"])
     assert [name for name in said["modules"] if name not in own and not name.startswith(beside)] == []
