@@ -36,10 +36,20 @@ def judged(served, spec, directory=None, effects=0):
     return comparison, judge_layers(comparison)
 
 
+def restore(served):
+    """Publishes the policy that the server was started from: an earlier test may have published another one to it."""
+    engine = served.engine()
+    try:
+        engine.publish(served.model.params, 0)
+    finally:
+        engine.close()
+
+
 @pytest.mark.vllm
 @pytest.mark.harness
 @DTYPES
 def test_a_sound_server_is_rounding_evenly(served):
+    restore(served)
     for spec in (f"hf:{served.dtype},attention=eager", f"jax:{served.dtype}"):
         comparison, verdict = judged(served, spec, effects=2)
         assert verdict.passed, verdict.sentence
@@ -54,6 +64,7 @@ def test_a_sound_server_is_rounding_evenly(served):
 @pytest.mark.harness
 @DTYPES
 def test_planted_faults_are_found_at_their_places(served, tmp_path):
+    restore(served)
     wrong = {}
     for fault, (_, place) in FAULTS.items():
         if fault == "stale":
@@ -110,6 +121,7 @@ def test_a_hook_that_fails_leaves_the_server_alone(bfloat16, tmp_path):
 @pytest.mark.harness
 def test_the_program_looks_into_a_server(bfloat16, tmp_path, capsys):
     """A server with another key projection in layer 1 is found from the command line, beside a sound scorer."""
+    restore(bfloat16)
     lines = {"sequence_id": "a", "token_ids": TOKENS.tolist(), "response_mask": [1] * 60}
     (tmp_path / "tokens.jsonl").write_text(json.dumps(lines) + "\n")
     arguments = [str(tmp_path / "tokens.jsonl"), "--model", str(bfloat16.model.path), "--layers"]
