@@ -29,6 +29,9 @@ COMMANDS = {
     "train": Command("rljax.train", "Trains a policy: rljax train CONFIG.yaml [--a.b value ...]", "Config"),
     "evaluate": Command("rljax.evaluate", "Measures the accuracy of a model or of a run on one dataset."),
     "compare": Command("rljax.commands.compare", "Compares log-probabilities of the same tokens between engines."),
+    "bench-mismatch": Command(
+        "rljax.commands.bench_mismatch", "Measures the mismatch of engines, precisions and paths."
+    ),
     "view": Command("rljax.commands.view", "Makes one HTML page of a token dump or a run, token by token."),
     "diagnose": Command("rljax.commands.diagnose", "Names the cause of a mismatch or collapse, and the remedies."),
     "replay": Command("rljax.commands.replay", "Shows what the length-triggered schedule would do on a training log."),

@@ -51,6 +51,7 @@ def sample_responses(
     config: SampleConfig | None = None,
     *,
     progress: Callable[[int], object] = lambda count: None,
+    full_length: bool = False,
 ) -> TokenDump:
     """Samples responses to each prompt of ``dump`` and returns them as a dump whose ``sampling`` names the sampler's
     column.
@@ -63,6 +64,7 @@ def sample_responses(
       spec: The sampler: ``jax-decode:DTYPE`` (the embedded engine), ``vllm-decode:URL`` or ``sglang-decode:URL``.
       config: The settings of the sampling; None means the defaults.
       progress: A function that gets the number of newly sampled responses.
+      full_length: Whether no end-of-sequence token ends a response, so that each has ``max_response_tokens`` tokens.
 
     Raises:
       ValueError: The spec is unknown, or a sequence has no prompt or a token outside the vocabulary.
@@ -71,7 +73,8 @@ def sample_responses(
     how, size = config or SampleConfig(), read_config(model).vocab_size
     rows = zip(dump.sequence_ids, dump.token_ids, dump.response_mask, strict=True)
     prompts = [_prompt(name, ids, mask, size) for name, ids, mask in rows]
-    column, source, runs = _sample(prompts, model, spec, how, progress)
+    stops = () if full_length else read_config(model).stop_token_ids
+    column, source, runs = _sample(prompts, model, spec, how, stops, progress)
     first = runs[0]
     columns = {column: [response.logprobs for response in first]}
     for second in runs[1:]:
@@ -87,12 +90,17 @@ def sample_responses(
 
 
 def _sample(
-    prompts: Sequence[np.ndarray], model: str | Path, spec: str, how: SampleConfig, progress: Callable[[int], object]
+    prompts: Sequence[np.ndarray],
+    model: str | Path,
+    spec: str,
+    how: SampleConfig,
+    stops: Sequence[int],
+    progress: Callable[[int], object],
 ) -> tuple[str, ColumnSource, list[list[Response]]]:
     """Returns the name and source of the sampler's column, and the responses of each run in the order of prompts."""
     kind, argument = split_sampler(spec)
     served = kind.removesuffix("-decode")
-    sampling = SamplingParams(how.max_response_tokens, how.temperature, read_config(model).stop_token_ids)
+    sampling = SamplingParams(how.max_response_tokens, how.temperature, tuple(stops))
     with _open_engine(served, argument, model, prompts) as engine:
         if isinstance(engine, JaxEngine):
             column, source = spec, local_source(kind, argument, how.temperature, model)

@@ -4,8 +4,8 @@ The program times the compiled statistics, and in turn with them the log-softmax
 (forward pass only). A training step does much more than this log-softmax, so the ratio of the two times is an upper
 bound of the overhead. The memory is what the compiler reports.
 
-    python tools/bench_mismatch.py                          # print a table
-    python tools/bench_mismatch.py --output benchmarks/mismatch.json
+    python tools/bench_statistics.py                          # print a table
+    python tools/bench_statistics.py --output benchmarks/mismatch.json
 """
 
 from __future__ import annotations
