@@ -5,8 +5,9 @@
     rljax bench-mismatch --collect benchmarks/mismatch_bench
 
 For each length, MODEL continues a few prompts by so many tokens. Each engine then scores these tokens in each dtype,
-on each of its paths: jax forward and decode, exact forward, transformers forward, vllm prefill and decode. The program
-starts a vLLM server for each dtype, in the environment .venv-vllm or $RLJAX_VLLM_VENV, unless --url names servers.
+on each of its paths: jax forward, prefill and decode, exact forward, transformers forward, vllm prefill and decode.
+The program starts a vLLM server for each dtype, in the environment .venv-vllm or $RLJAX_VLLM_VENV, unless --url names
+servers.
 
 A row has the mean gap of an engine to the reference, in nats per token, with k3, the largest gap, the share of gaps
 beyond 0.5, and the difference in log-perplexity. Beside it stand the floors, which are gaps of the engine to itself:
@@ -26,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -35,7 +36,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,15 +152,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions of the packages that compute here. A server's version is in its rows."""
-    known = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            known[name] = version(name)
-    return known
-
-
 def document_of(options: Arguments, argv: Sequence[str], directory: str) -> dict[str, Any]:
     """Returns the JSON document of a bench without rows."""
     policy, name = read_config(directory), str(options.model)
@@ -174,9 +166,9 @@ def document_of(options: Arguments, argv: Sequence[str], directory: str) -> dict
             "shape": dataclasses.asdict(policy),
             "weights": weights_hash(directory),
         },
-        "command": shlex.join(["rljax", "bench-mismatch", *(without_places("=".join(each)) for each in parts)]),
+        "commands": [shlex.join(["rljax", "bench-mismatch", *(without_places("=".join(each)) for each in parts)])],
         "machine": machine(),
-        "versions": versions(),
+        "versions": {name: version(name) for name in PACKAGES if importlib.util.find_spec(name)},
         "settings": settings,
         "tokens": {},
         "running": [],
@@ -200,7 +192,7 @@ def resumed(fresh: dict[str, Any], path: Path, *, retry: bool) -> dict[str, Any]
     killed = {"reason": "the program was killed here, perhaps for want of memory"}
     rows = [*old["rows"], *(form | killed for form in old["running"])]
     rows = [row for row in rows if not (retry and "reason" in row)]
-    return old | {"rows": rows, "running": [], "command": fresh["command"]}
+    return old | {"rows": rows, "running": [], "commands": [*dict.fromkeys(old["commands"] + fresh["commands"])]}
 
 
 class Bench:
@@ -225,13 +217,9 @@ class Bench:
         self.document["running"] = [form._asdict() for form in running]
         write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
 
-    def dump_path(self, length: int) -> Path:
-        """Returns the file of the tokens of a length."""
-        return self.options.out / f"tokens-{length}.parquet"
-
     def sample(self, length: int) -> None:
         """Takes the tokens of a length, which are sampled once. Raises ValueError if the length does not fit."""
-        options, path = self.options, self.dump_path(length)
+        options, path = self.options, self.options.out / f"tokens-{length}.parquet"
         if not path.exists():
             given = read_tokens(options.prompts) if options.prompts else toy_prompts(options.sequences, self.model)
             columns = (given.sequence_ids, given.token_ids, given.response_mask)
@@ -254,13 +242,12 @@ class Bench:
         if engine not in SERVED:
             yield ""
             return
-        urls = []
         for url in self.options.url:
             with open_server(url, engine) as server:
-                urls += [url] if server.info.dtype == dtype else []
-        if urls:
-            yield urls[0]
-            return
+                theirs = server.info.dtype
+            if theirs == dtype:
+                yield url
+                return
         if self.options.url:
             raise ValueError(f"no server of --url computes in {dtype}")
         server = importlib.import_module(f"rljax.rollout.servers.{engine}.server")
@@ -288,7 +275,7 @@ class Bench:
 
         numbers, dump = measure_form(form, dump, reference, score, size, self.options.floors)
         self.dumps[form.length] = dump
-        write_dump(self.dump_path(form.length), dump)
+        write_dump(self.options.out / f"tokens-{form.length}.parquet", dump)
         return numbers
 
     def fail(self, forms: Sequence[Form], error: Exception) -> None:
@@ -335,15 +322,15 @@ def collected(directory: Path) -> str:
         with caller_errors():
             document = parse_json(path.read_bytes())
         model, here = document["model"], document["machine"]
-        packages = ", ".join(f"{name} {number}" for name, number in document["versions"].items())
-        said = (
-            f"{model['parameters']:,} parameters ({model['weights'][:19]}), {here['processor']}, {here['cores']} cores"
-        )
-        lines = [
-            f"### {model['name']}",
-            f"{said}, {', '.join(here['devices'])}. {packages}.",
-            f"`{document['command']}`",
-        ]
+        servers = {
+            " ".join(row["program"].split()[:2])
+            for row in document["rows"]
+            if row["engine"] in SERVED and "program" in row
+        }
+        packages = ", ".join([*(f"{name} {number}" for name, number in document["versions"].items()), *sorted(servers)])
+        said = f"{model['parameters']:,} parameters ({model['weights'][:19]}), {', '.join(here['devices'])}"
+        lines = [f"### {model['name']}", f"{said}, {here['processor']}, {here['cores']} cores; {packages}."]
+        lines += ["\n".join(["```", *document["commands"], "```"])]
         sections += ["\n\n".join([*lines, markdown_table(bench_rows(document))])]
     return "\n\n".join(sections) + "\n"
 

@@ -20,7 +20,6 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.compare.report import SECOND_RUN
 from rljax.compare.scorers import check_vocabulary, counted, local_source, score_column
-from rljax.errors import ServerError, ServerFailedError
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
@@ -31,7 +30,7 @@ from rljax.trainer.objective import Objective
 from rljax.trainer.precision import PrecisionConfig
 
 PATHS = {
-    "jax": {"forward": "jax", "decode": "jax-decode"},
+    "jax": {"forward": "jax", "prefill": "jax-prefill", "decode": "jax-decode"},
     "exact": {"forward": "exact"},
     "transformers": {"forward": "hf"},
     "vllm": {"prefill": "vllm", "decode": "vllm-decode"},
@@ -58,8 +57,8 @@ class Form(NamedTuple):
 
     @property
     def column(self) -> str:
-        """The name of its column in the dump of its length."""
-        return f"{PATHS[self.engine][self.path]}:{self.dtype}"
+        """The name of its column in the dump of its length, as ``rljax compare`` names it."""
+        return f"{PATHS[self.engine][self.path]}:{self.dtype}".replace("vllm-decode", "vllm-forced")
 
 
 def score_form(
@@ -128,7 +127,13 @@ def measure_form(
         raise ValueError(f"the engine computes in {source.dtype}, expected {form.dtype}")
     dump = dump.with_column(form.column, vectors, source)
     own, theirs = of_responses(dump, vectors), of_responses(dump, dump.logprobs[reference])
-    row = {"program": source.engine, "reference": reference, **_gap(theirs, own), "seconds": seconds}
+    row: dict[str, Any] = {
+        "program": source.engine,
+        "form": source.form,
+        "reference": reference,
+        **_gap(theirs, own),
+        "seconds": seconds,
+    }
     for floor in floors:
         again, _ = score(batch_size if floor == "repeat" else batch_size // 2 or 2)
         row[f"floor_{floor}"] = _gap(own, of_responses(dump, again))["logprob_abs_diff_mean"]
@@ -147,7 +152,7 @@ def _gap(trainer: np.ndarray, rollout: np.ndarray) -> dict[str, float]:
 def reason_of(error: BaseException) -> str:
     """Returns the first line of an error's message without places of this machine. It names what is not expected."""
     first = next(filter(None, map(str.strip, str(error).splitlines())), "")
-    named = first if first and isinstance(error, (ValueError, ServerError, ServerFailedError)) else repr(error)[:300]
+    named = first if first and isinstance(error, (ValueError, RuntimeError, OSError)) else repr(error)
     return without_places(named)[:300].rstrip(":")
 
 
@@ -171,6 +176,7 @@ def bench_rows(document: Mapping[str, Any]) -> list[list[str]]:
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
     form = [str(row[name]) for name in ("engine", "path", "dtype", "length")]
+    form[2] += f" ({row['form']})" if row.get("form") else ""
     if "reason" in row:
         return [*form, *[""] * (len(HEAD) - len(form) - 1), row["reason"]]
     names = ("logprob_abs_diff_mean", "floor_shape", "floor_repeat", *METRICS[1:], "seconds")
