@@ -2,7 +2,7 @@
 
     rljax bench-mismatch toy-base --engines jax exact transformers --dtypes float32 bfloat16 --lengths 16 256
     rljax bench-mismatch Qwen/Qwen3-0.6B --engines jax vllm --url http://localhost:8000 --out qwen
-    rljax bench-mismatch --collect benchmarks/mismatch_bench
+    rljax bench-mismatch --collect results
 
 For each length, MODEL continues a few prompts by so many tokens. Each engine then scores these tokens in each dtype,
 on each of its paths: jax forward, prefill and decode, exact forward, transformers forward, vllm prefill and decode.
@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import tyro
@@ -57,7 +57,7 @@ from rljax.compare.bench import (
 )
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import markdown_table
-from rljax.compare.sampling import SampleConfig, sample_responses, toy_prompts
+from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import open_server, score_column, split_spec
 from rljax.distributed.files import write_whole
 from rljax.errors import ConfigError, caller_errors, parse_json
@@ -81,7 +81,7 @@ FIXED = ("prompts", "sequences", "batch_size", "floors", "reference", "sample", 
 class Arguments:
     """The arguments of the bench."""
 
-    model: tyro.conf.Positional[str | None] = None
+    model: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[MODEL]")] = None
     """The Hugging Face directory, OWNER/NAME, or toy-base."""
     engines: tuple[Literal["jax", "exact", "transformers", "vllm"], ...] = ("jax", "exact", "transformers", "vllm")
     """The engines to measure."""
@@ -128,6 +128,7 @@ class Arguments:
         if self.batch_size > self.sequences:
             raise ConfigError(f"--batch-size must be at most --sequences = {self.sequences}, got {self.batch_size}")
         with caller_errors():
+            split_sampler(self.sample)
             if split_spec(self.reference_of("float32"))[0] not in ("jax", "jax-decode", "hf"):
                 raise ConfigError(f"--reference must be jax, jax-decode or hf, got {self.reference}")
 
@@ -250,9 +251,9 @@ class Bench:
                 return
         if self.options.url:
             raise ValueError(f"no server of --url computes in {dtype}")
-        server = importlib.import_module(f"rljax.rollout.servers.{engine}.server")
+        module = importlib.import_module(f"rljax.rollout.servers.{engine}.server")
         lengths = [len(ids) for dump in self.dumps.values() for ids in dump.token_ids]
-        config = server.ServerConfig(
+        config = module.ServerConfig(
             str(self.model),
             str(environment_python(engine)),
             dtype,
@@ -260,7 +261,7 @@ class Bench:
             log_path=self.options.out / f"{engine}-{dtype}.log",
             extra_args=self.options.server_arg,
         )
-        with server.start(config) as process:
+        with module.start(config) as process:
             yield process.url
 
     def measure(self, form: Form, address: str, bar: Any) -> dict[str, Any]:

@@ -118,7 +118,8 @@ def measure_form(
       floors: The noise floors to measure, of ``FLOORS``.
 
     Raises:
-      ValueError: The engine computes in another dtype than the form, or no token has a finite number on both sides.
+      ValueError: The engine has another dtype than the form or other weights than the reference, or no token has a
+        finite number on both sides.
     """
     start = time.perf_counter()
     vectors, source = score(batch_size)
@@ -126,6 +127,9 @@ def measure_form(
     if source.dtype and source.dtype != form.dtype:
         raise ValueError(f"the engine computes in {source.dtype}, expected {form.dtype}")
     dump = dump.with_column(form.column, vectors, source)
+    hashes = {source.weights_hash, dump.sources[reference].weights_hash} - {""}
+    if len(hashes) > 1:
+        raise ValueError("the engine holds other weights than the reference")
     own, theirs = of_responses(dump, vectors), of_responses(dump, dump.logprobs[reference])
     row: dict[str, Any] = {
         "program": source.engine,
@@ -150,7 +154,7 @@ def _gap(trainer: np.ndarray, rollout: np.ndarray) -> dict[str, float]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the first line of an error's message without places of this machine. It names what is not expected."""
+    """Returns the first line of an error's message without places of this machine. A rare kind of error is named."""
     first = next(filter(None, map(str.strip, str(error).splitlines())), "")
     named = first if first and isinstance(error, (ValueError, RuntimeError, OSError)) else repr(error)
     return without_places(named)[:300].rstrip(":")

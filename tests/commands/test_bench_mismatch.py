@@ -21,7 +21,8 @@ def measured(by_size, *, reference=((-1.0, -2.0), (-1.5, -0.5)), source=SOURCE, 
     """Measures two sequences of one prompt token; ``by_size`` gives the numbers of each call, by the batch size."""
     whole = {size: [[[math.nan, *row] for row in rows] for rows in calls] for size, calls in by_size.items()}
     column = {"jax:float32": [[math.nan, *row] for row in reference]}
-    dump = make_dump(["a", "b"], [[1, 2, 3]] * 2, [[False, True, True]] * 2, column)
+    sources = {"jax:float32": ColumnSource("jax", "float32", "sha256:aa")}
+    dump = make_dump(["a", "b"], [[1, 2, 3]] * 2, [[False, True, True]] * 2, column, sources)
     return measure_form(
         FORM, dump, "jax:float32", lambda size: (list(map(np.float32, whole[size].pop(0))), source), 4, floors
     )
@@ -52,9 +53,11 @@ def test_tokens_that_are_not_finite_are_counted():
         measured({4: [[[np.nan] * 2] * 2]}, floors=())
 
 
-def test_an_engine_in_another_dtype_is_refused():
+def test_another_dtype_or_other_weights_are_refused():
     with pytest.raises(ValueError, match="computes in bfloat16, expected float32"):
         measured({4: [[[-1.0, -1.0]] * 2]}, source=ColumnSource("engine 1", "bfloat16"))
+    with pytest.raises(ValueError, match="holds other weights"):
+        measured({4: [[[-1.0, -1.0]] * 2]}, source=ColumnSource("engine 1", "float32", "sha256:bb"))
 
 
 @pytest.mark.parametrize(

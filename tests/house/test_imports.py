@@ -59,11 +59,12 @@ DOORS = {
     "tensorboardX": {"record.writers", "record.event_files"},
     "tqdm": {
         *("record.writers", "run.data_check", "evaluate"),
-        *("commands.check", "commands.compare", "commands.prepare", "commands.view"),
+        *("commands.bench_mismatch", "commands.check", "commands.compare", "commands.prepare", "commands.view"),
     },
     "jinja2": {"data.tokenizer"},
     "tyro": {
         "run.options",
+        "commands.bench_mismatch",
         "commands.compare",
         "commands.diagnose",
         "commands.export",
