@@ -84,6 +84,7 @@ def test_a_reason_is_one_line():
 WORDS = ["toy-base", "--dtypes", "float32", "--sequences", "4", "--batch-size", "2", "--sample", "jax-decode:float32"]
 
 
+@pytest.mark.slow
 def test_a_bench_of_the_toy_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RLJAX_VLLM_VENV", str(tmp_path / "none"))
     words = [*WORDS, "--paths", "forward", "prefill", "--out", str(tmp_path / "bench")]
