@@ -172,9 +172,8 @@ def _check_tops(config: Config, policy: PolicyConfig) -> None:
     check_reported(rollout, policy.vocab_size)
     needed = top_bytes(config) * held_batches(config)
     if needed > rollout.max_top_bytes:
-        name = "top_k" if rollout.is_cut else "top_logprobs"
         raise ValueError(
-            f"the likeliest tokens of a step (rollout.{name} = {rollout.reported}) can take "
+            f"the likeliest tokens of a step ({rollout.reported_key}) can take "
             f"{in_units(needed)} of the host's memory, rollout.max_top_bytes allows "
             f"{in_units(rollout.max_top_bytes)}"
         )

@@ -118,10 +118,7 @@ def _check_in_flight(config: RolloutConfig) -> None:
 def check_reported(config: RolloutConfig, vocab_size: int) -> None:
     """Raises ValueError if more tokens are to be reported at each position than the vocabulary has."""
     if config.reported > vocab_size:
-        name = "top_k" if config.is_cut else "top_logprobs"
-        raise ValueError(
-            f"rollout.{name} = {config.reported} must be at most the model's vocabulary, {vocab_size} tokens"
-        )
+        raise ValueError(f"{config.reported_key} must be at most the model's vocabulary, {vocab_size} tokens")
 
 
 def make_engine(
