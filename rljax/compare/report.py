@@ -135,6 +135,11 @@ def to_json(comparison: Comparison) -> str:
     """Formats the whole comparison as one JSON object; numbers that are not finite become null."""
     columns = {name: source.document() for name, source in comparison.columns.items()}
     plain = {"passed": comparison.passed, **dataclasses.asdict(comparison), "columns": columns}
+    return finite_json(plain)
+
+
+def finite_json(plain: Any) -> str:
+    """Formats plain values as JSON; numbers that are not finite become null."""
     finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
     return json.dumps(finite, indent=1, allow_nan=False) + "\n"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from rljax.compare.layers.differences import Difference, LayerComparison
 from rljax.compare.layers.findings import LayerVerdict
 from rljax.compare.layers.operations import IN_BLOCK
-from rljax.compare.report import markdown_table
+from rljax.compare.report import finite_json, markdown_table
 from rljax.record.text_tables import text_table
 
 Judged = tuple[LayerComparison, LayerVerdict]
@@ -43,8 +42,7 @@ def layers_json(judged: Sequence[Judged]) -> str:
         differences = [dataclasses.asdict(each) | {"operation": each.operation.name} for each in comparison.differences]
         document = dataclasses.asdict(comparison) | {"differences": differences}
         plain.append({"passed": verdict.passed, "verdict": dataclasses.asdict(verdict), **document})
-    finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
-    return json.dumps(finite, indent=1, allow_nan=False) + "\n"
+    return finite_json(plain)
 
 
 def _title(comparison: LayerComparison) -> str:
