@@ -174,8 +174,6 @@ def distributions(
 
     ``columns`` has the name of each scorer's column.
     """
-    if not options.distributions:
-        return [], dump
     likeliest = Likeliest(options.top_k)
     with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
         given, temperature = (options.scorer, dump, options.model), options.temperature
@@ -293,7 +291,7 @@ def main(argv: Sequence[str]) -> int:
     with caller_errors():
         with_roles = dump.with_roles({name: roles[name] for name in names if name in roles})
         comparison = compare_columns(with_roles, names, same_weights=options.same_weights)
-    if stopped is None:
+    if stopped is None and options.distributions:
         pairs, dump = distributions(dump, options, columns)
         comparison = dataclasses.replace(comparison, distributions=pairs)
         write_dump(options.out / "tokens.parquet", dump)
