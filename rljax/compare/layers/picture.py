@@ -17,7 +17,6 @@ from rljax.record.panel_style import COLORS, GRID, head, note
 
 _LOWEST, _HIGHEST = 1e-2, 1e2  # the range of the map, as multiples of the limit
 _SMALLEST = 1e-9  # an error of 0 is drawn here on a log axis
-_BARS = 12
 _SHADES = [(0.0, "#f4f4f4"), (0.499, "#6fa8dc"), (0.501, "#fdb863"), (1.0, "#7f2704")]
 _MAP = LinearSegmentedColormap.from_list("ratio", _SHADES)
 """Shades of blue below the limit and of orange above it."""
@@ -85,7 +84,6 @@ def plot_effects(axis: Axes, comparison: LayerComparison) -> None:
     if not known:
         note(axis, "no operation differs")
         return
-    known = known[:_BARS]
     colors = ["k" if each.ratio > 1 else COLORS[0] for _, each in known]
     axis.barh(range(len(known)), [effect for effect, _ in known], color=colors)
     axis.set_yticks(range(len(known)), [each.operation.label for _, each in known], fontsize=8)
