@@ -15,24 +15,22 @@ import length_curves
 import numpy as np
 from length_curves import LengthCurve
 
-from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
+from rljax.schedule import SurgeConfig
+from rljax.schedule.neighbours import Outcome, RateLaw, Rule, replay_rule
 
 RATIOS, MULTIPLIERS, WAITS = (2.0, 2.5, 3.0), (1.5, 1.8, 2.0), (None, 50, 100, 200)
 RATE_STEP = 150
 
 
-def replayed(curve: LengthCurve, config: SurgeConfig, multiplier: float) -> LengthTriggeredLR:
-    """Returns the controller, with an initial rate of 1, after all steps of a curve."""
-    controller = LengthTriggeredLR(1.0, tracker=SurgeTracker(config), multiplier=multiplier)
+def replayed(curve: LengthCurve, config: SurgeConfig, multiplier: float = 1.8) -> Outcome:
+    """Returns what the rules do on a curve, with an initial rate of 1."""
     _, lengths, truncated = detector_table.stream_of(curve)
-    for length, fraction in zip(lengths, truncated, strict=True):
-        controller.step(float(length), float(fraction))
-    return controller
+    return replay_rule(Rule("", config), lengths.tolist(), truncated.tolist(), RateLaw(1.0, multiplier))
 
 
-def rate_at(controller: LengthTriggeredLR, step: int) -> float:
-    """Returns the rate at a step, relative to the initial one."""
-    return max(0.5 ** controller.decays(step), 0.1)
+def rate_at(outcome: Outcome, step: int) -> float:
+    """Returns the rate at a step, which may lie behind the end of the curve."""
+    return [rate for change, rate in outcome.changes if change <= step][-1]
 
 
 def sensitivity(curves: Sequence[LengthCurve]) -> list[str]:
@@ -40,8 +38,8 @@ def sensitivity(curves: Sequence[LengthCurve]) -> list[str]:
     lines = []
     for ratio in RATIOS:
         for multiplier in MULTIPLIERS:
-            controllers = [replayed(curve, SurgeConfig(ratio=ratio), multiplier) for curve in curves]
-            called = [one for one in controllers if one.surge_step is not None]
+            outcomes = [replayed(curve, SurgeConfig(ratio=ratio), multiplier) for curve in curves]
+            called = [one for one in outcomes if one.surge_step is not None]
             step, period = (
                 np.median([getattr(one, name) for one in called]) for name in ("surge_step", "decay_period")
             )
@@ -55,9 +53,9 @@ def waiting(curves: Sequence[LengthCurve]) -> list[str]:
     """Returns the rows of a table: a ``max_wait`` each, and what makes the calls."""
     lines = []
     for wait in WAITS:
-        trackers = [replayed(curve, SurgeConfig(max_wait=wait), 1.8).tracker for curve in curves]
-        surges = sum(one.crossing_step is not None for one in trackers)
-        waited = sum(one.surge_step is not None and one.crossing_step is None for one in trackers)
+        outcomes = [replayed(curve, SurgeConfig(max_wait=wait)) for curve in curves]
+        surges = sum(one.crossing_step is not None for one in outcomes)
+        waited = sum(one.surge_step is not None and one.crossing_step is None for one in outcomes)
         lines.append(f"| {wait or 'off'} | {surges} | {waited} | {len(curves) - surges - waited} |")
     return lines
 

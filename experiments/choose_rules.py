@@ -89,7 +89,7 @@ def study() -> dict[str, Any]:
         "chosen, without capped_ratio": tracked(dataclasses.replace(chosen, capped_ratio=None)),
         "study": detector_table.RULES["study"],
         "toy": detector_table.RULES["toy"],
-        "three times": detector_table.three_times,
+        "three times": detector_table.RULES["three times"],
     }
     return {
         "sizes": {

@@ -20,13 +20,11 @@ import length_curves
 import numpy as np
 from length_curves import LengthCurve
 
-from rljax.schedule import SurgeConfig, SurgeTracker
+from rljax.schedule import SurgeConfig, neighbours
+from rljax.schedule.neighbours import STUDY
 
 FORMER = SurgeConfig(ratio=3.0, window=100, warmup=40, capped_ratio=None)
 """The defaults before ``choose_rules`` chose others."""
-
-STUDY = dataclasses.replace(FORMER, ratio=2.5, warmup=10)
-"""The rules of configs/study/slow.yaml."""
 
 TOY = dataclasses.replace(STUDY, baseline_quantile=0.2)
 """The rules of configs/study/toy.yaml."""
@@ -41,11 +39,11 @@ Stream = tuple[np.ndarray, np.ndarray, np.ndarray]  # the step, the length and t
 Rule = Callable[[Stream], int | None]  # returns the step of the call
 
 
-def tracked(config: SurgeConfig) -> Rule:
-    """Returns the rule of a ``SurgeTracker``."""
+def tracked(config: SurgeConfig | None) -> Rule:
+    """Returns the rule of a ``SurgeTracker``. None: the rule of a ``FirstLengthsTracker``."""
 
     def call(stream: Stream) -> int | None:
-        tracker = SurgeTracker(config)
+        tracker = neighbours.Rule("", config).tracker()
         for step, length, truncated in zip(*stream, strict=True):
             if tracker.update(float(length), float(truncated)):
                 return int(step)
@@ -54,19 +52,12 @@ def tracked(config: SurgeConfig) -> Rule:
     return call
 
 
-def three_times(stream: Stream) -> int | None:
-    """Calls the first step whose length is 3 times the mean of the first 10 observations, as the paper's text reads."""
-    steps, lengths, _ = stream
-    above = np.flatnonzero(lengths[10:] >= 3 * lengths[:10].mean())
-    return int(steps[10 + above[0]]) if above.size else None
-
-
 RULES: dict[str, Rule] = {
     "shipped": tracked(SurgeConfig()),
     "former": tracked(FORMER),
     "study": tracked(STUDY),
     "toy": tracked(TOY),
-    "three times": three_times,
+    "three times": tracked(None),
     "ratio 2": tracked(SurgeConfig(ratio=2.0)),
     "ratio 3": tracked(SurgeConfig(ratio=3.0)),
     "warm-up 40": tracked(SurgeConfig(warmup=40)),

@@ -173,7 +173,7 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
         surge_step=tracker.surge_step,
         crossing_step=tracker.crossing_step,
         decay_period=controller.decay_period,
-        changes=rate_changes(tracker.surge_step, controller.decay_period, law),
+        changes=rate_changes(controller.decay_period, law),
         rates=tuple(rates),
         ratios=tuple(ratios.get(step, math.nan) for step in range(1, len(rates) + 1)),
         nearest=max(levels, key=lambda level: level.ratio, default=None),
@@ -182,13 +182,13 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
     )
 
 
-def rate_changes(surge_step: int | None, decay_period: int | None, law: RateLaw) -> tuple[tuple[int, float], ...]:
+def rate_changes(decay_period: int | None, law: RateLaw) -> tuple[tuple[int, float], ...]:
     """Returns the steps at which the rate changes, each with its new rate, from step 1 down to the floor."""
     first, *later = decay_rates(law.init_value, law.decay_factor, law.floor_ratio)
     changes = {1: first}
-    if surge_step is not None and decay_period is not None:
+    if decay_period is not None:
         for decays, rate in enumerate(later, 1):
-            changes[max(surge_step, decays * decay_period)] = rate
+            changes[decays * decay_period] = rate
     return tuple(changes.items())
 
 

@@ -122,7 +122,7 @@ def test_the_changes_of_a_stream():
 
 def test_three_times_the_first_ten():
     stream = (np.arange(1, 14), np.array([1.0] * 10 + [2.9, 3.0, 1.0]), np.zeros(13))
-    assert detector_table.three_times(stream) == 12
+    assert detector_table.RULES["three times"](stream) == 12
 
 
 def test_a_surge_within_the_window_is_called():

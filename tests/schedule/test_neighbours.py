@@ -40,17 +40,17 @@ def test_three_times_the_first_ten_lengths():
 
 
 @pytest.mark.parametrize(
-    ("law", "surge", "period", "expected"),
+    ("law", "period", "expected"),
     [
-        (RateLaw(8.0, 1.8, 0.5, 0.1), None, None, [(1, 8.0)]),
-        (RateLaw(8.0, 1.8, 0.5, 0.1), 10, 18, [(1, 8.0), (18, 4.0), (36, 2.0), (54, 1.0), (72, 0.8)]),
+        (RateLaw(8.0, 1.8, 0.5, 0.1), None, [(1, 8.0)]),
+        (RateLaw(8.0, 1.8, 0.5, 0.1), 18, [(1, 8.0), (18, 4.0), (36, 2.0), (54, 1.0), (72, 0.8)]),
         # With the multiplier 1 the very update of the call is decayed.
-        (RateLaw(8.0, 1.0, 0.5, 0.25), 10, 10, [(1, 8.0), (10, 4.0), (20, 2.0)]),
-        (RateLaw(8.0, 1.8, 0.5, 1.0), 10, 18, [(1, 8.0)]),
+        (RateLaw(8.0, 1.0, 0.5, 0.25), 10, [(1, 8.0), (10, 4.0), (20, 2.0)]),
+        (RateLaw(8.0, 1.8, 0.5, 1.0), 18, [(1, 8.0)]),
     ],
 )
-def test_the_rate_changes_at_multiples_of_the_period(law, surge, period, expected):
-    assert rate_changes(surge, period, law) == tuple(expected)
+def test_the_rate_changes_at_multiples_of_the_period(law, period, expected):
+    assert rate_changes(period, law) == tuple(expected)
 
 
 @pytest.mark.parametrize("multiplier", [1.0, 1.3, 1.8])
