@@ -7,6 +7,7 @@ lengths: ``LengthTriggeredLR`` on the host, ``length_triggered_schedule`` in an 
 ``rljax.schedule.torch.LengthTriggeredScheduler``.
 """
 
+import functools
 import math
 import operator
 from fractions import Fraction
@@ -72,7 +73,7 @@ class LengthTriggeredLR:
         """
         self._rates = decay_rates(init_value, decay_factor, floor_ratio)
         scaled_multiplier(multiplier)
-        self._multiplier = multiplier
+        self._multiplier, self._decay_factor, self._floor_ratio = multiplier, decay_factor, floor_ratio
         self.tracker = SurgeTracker() if tracker is None else tracker
         self.decay_period = self._period_of_call()
 
@@ -84,13 +85,19 @@ class LengthTriggeredLR:
     @property
     def learning_rate(self) -> float:
         """The rate of the last observed update; ``init_value`` before the first."""
-        return self._rates[min(self.decays(), len(self._rates) - 1)]
+        return self._rate_at(self._rates, self.tracker.step)
 
-    def decays(self, step: int | None = None) -> int:
-        """Returns the number of decays at a step under the present period. None: at the last observed step."""
-        if self.decay_period is None:
-            return 0
-        return (self.tracker.step if step is None else step) // self.decay_period
+    def rate_from(self, init_value: float, step: int | None = None) -> float:
+        """Returns the rate of what begins with another rate, as a parameter group may.
+
+        Args:
+          init_value: The rate until the first decay, at least 0. A rate of 0 stays 0.
+          step: The step at which the present period gives the rate. None: the last observed step.
+        """
+        if init_value == 0.0:
+            return 0.0
+        rates = _cached_rates(init_value, self._decay_factor, self._floor_ratio)
+        return self._rate_at(rates, self.tracker.step if step is None else step)
 
     def step(self, length: Any, truncated_fraction: Any = None) -> float:
         """Observes the batch of one update.
@@ -121,6 +128,10 @@ class LengthTriggeredLR:
         self.tracker.load_state_dict(state["tracker"])
         self.decay_period = state["decay_period"]
 
+    def _rate_at(self, rates: tuple[float, ...], step: int) -> float:
+        decays = 0 if self.decay_period is None else step // self.decay_period
+        return rates[min(decays, len(rates) - 1)]
+
     def _period_of_call(self) -> int | None:
         surge_step = self.tracker.surge_step
         return None if surge_step is None else decay_period_from_surge(surge_step, self._multiplier)
@@ -146,3 +157,6 @@ def decay_rates(init_value: float, decay_factor: float, floor_ratio: float) -> t
     while len(rates) <= _MAX_DECAYS and rates[-1] > floor and np.float32(rates[-1]) > 0:
         rates.append(min(rates[-1], max(init_value * decay_factor ** len(rates), floor)))
     return tuple(rates)
+
+
+_cached_rates = functools.lru_cache(maxsize=64)(decay_rates)

@@ -3,7 +3,6 @@
 This module needs torch. ``LengthTriggeredCallback`` needs transformers as well, which is imported on its first use.
 """
 
-import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import distributed
 from torch.optim.lr_scheduler import LRScheduler
 
-from rljax.schedule.length_decay import LengthTriggeredLR, decay_rates
+from rljax.schedule.length_decay import LengthTriggeredLR
 from rljax.schedule.surge import SurgeTracker
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["LengthTriggeredCallback", "LengthTriggeredScheduler", "mean_over_ranks"]
 
 _STATE_KEYS = ("base_lrs", "controller", "last_epoch", "last_lr", "step_count")
-_cached_rates = functools.lru_cache(maxsize=64)(decay_rates)
 
 
 class LengthTriggeredScheduler(LRScheduler):
@@ -58,7 +56,6 @@ class LengthTriggeredScheduler(LRScheduler):
         self._controller = LengthTriggeredLR(
             1.0, tracker=tracker, multiplier=multiplier, decay_factor=decay_factor, floor_ratio=floor_ratio
         )
-        self._decay_factor, self._floor_ratio = decay_factor, floor_ratio
         super().__init__(optimizer)
 
     @property
@@ -96,8 +93,7 @@ class LengthTriggeredScheduler(LRScheduler):
 
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """Returns the rate of each parameter group for the last observed batch."""
-        decays = self._controller.decays()
-        return [group_rate(base, decays, self._decay_factor, self._floor_ratio) for base in self.base_lrs]
+        return [self._controller.rate_from(float(rate)) for rate in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as plain Python numbers, lists and dictionaries."""
@@ -153,22 +149,6 @@ def mean_over_ranks(
         distributed.all_reduce(sums, group=group)
     total, responses = sums.tolist()
     return total / responses if responses else float("nan")
-
-
-def group_rate(initial: Any, decays: int, decay_factor: float, floor_ratio: float) -> float:
-    """Returns the rate of a parameter group after some decays.
-
-    Args:
-      initial: The group's initial rate, a number or a tensor. A rate of 0 stays 0.
-      decays: The number of decays.
-      decay_factor: The factor of each decay.
-      floor_ratio: The lowest rate as a fraction of the initial one.
-    """
-    initial = float(initial)
-    if initial == 0.0:
-        return 0.0
-    rates = _cached_rates(initial, decay_factor, floor_ratio)
-    return rates[min(decays, len(rates) - 1)]
 
 
 def write_rate(group: dict[str, Any], rate: float) -> None:

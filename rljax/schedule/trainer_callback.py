@@ -6,7 +6,7 @@ from transformers import TrainerCallback
 
 from rljax.schedule.length_decay import LengthTriggeredLR
 from rljax.schedule.surge import SurgeTracker
-from rljax.schedule.torch import group_rate, write_rate
+from rljax.schedule.torch import write_rate
 
 
 class LengthTriggeredCallback(TrainerCallback):
@@ -54,7 +54,6 @@ class LengthTriggeredCallback(TrainerCallback):
         self._controller = LengthTriggeredLR(
             1.0, tracker=tracker, multiplier=multiplier, decay_factor=decay_factor, floor_ratio=floor_ratio
         )
-        self._decay_factor, self._floor_ratio = decay_factor, floor_ratio
         self._length_key, self._truncated_key = length_key, truncated_key
         self._updates_per_batch = updates_per_batch
         self._start = self._controller.state_dict()
@@ -89,10 +88,9 @@ class LengthTriggeredCallback(TrainerCallback):
         """Writes the rates of the update that begins."""
         update = state.global_step + 1
         new_batch = update >= self._first_update + self._updates_of(args)
-        decays = self._controller.decays(self.tracker.step + new_batch)
         for group in optimizer.param_groups:
             initial = group.get("initial_lr", args.learning_rate)
-            rate = group_rate(initial, decays, self._decay_factor, self._floor_ratio)
+            rate = self._controller.rate_from(float(initial), self.tracker.step + new_batch)
             if rate < float(group["lr"]):
                 write_rate(group, rate)
         # The trainer logs the last rates of its scheduler. They shall be those of this update.
