@@ -11,6 +11,7 @@ value is the share of all patterns of signs whose mean is at least as far from 0
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from study_claims import ENDS_WELL
-from study_rows import read_table
+from study_rows import Runs, read_table
 
 from rljax.record.rows import trailing_mean
 from rljax.schedule import SurgeConfig
@@ -110,6 +111,12 @@ def read_studies() -> dict[str, Study]:
     return {name: json.loads((BENCHMARKS / file).read_text())[key] for name, (file, key) in FILES.items()}
 
 
+@functools.cache
+def slow_runs() -> Runs:
+    """Reads the rows of the study of 8 bits."""
+    return read_table(BENCHMARKS / "study_slow.parquet")
+
+
 def compare(comparison: Comparison, studies: Mapping[str, Study]) -> dict[str, Any]:
     """Computes one row of a table."""
     study = studies[comparison.study]
@@ -164,7 +171,7 @@ def totals(studies: Mapping[str, Study]) -> str:
 def steps_to(accuracy: float, arms: Sequence[str]) -> str:
     """Returns the steps at which runs of the study of 8 bits reach an accuracy, by arm; - where they do not."""
     found: dict[str, list[str]] = {arm: [] for arm in arms}
-    for (arm, _), rows in read_table(BENCHMARKS / "study_slow.parquet").items():
+    for (arm, _), rows in slow_runs().items():
         if arm in found:
             reached = np.flatnonzero(trailing_mean([row["reward/mean"] for row in rows]) >= accuracy)
             found[arm].append(str(reached[0] + 1) if reached.size else "-")
@@ -180,7 +187,7 @@ def calls_on_constant_runs() -> str:
         Rule("study with ratio 3", dataclasses.replace(STUDY, ratio=3.0)),
         Rule("three times", None),
     ]
-    runs = [rows for (arm, _), rows in read_table(BENCHMARKS / "study_slow.parquet").items() if arm == "constant"]
+    runs = [rows for (arm, _), rows in slow_runs().items() if arm == "constant"]
     called = {}
     for rule in rules:
         calls = 0

@@ -30,7 +30,7 @@ packages() {
     trl) echo "trl==1.16.0 transformers==5.23.0 torch .[train]" ;;
     deepspeed) echo "deepspeed==0.19.8 setuptools torch .[optax]" ;;
     verl) echo "verl==0.9.1 transferqueue torchdata torch cachetools fastapi uvicorn .[optax]" ;; # the last three undeclared
-    easydel) echo "easydel==0.3.0 pillow torch .[optax]" ;; # likewise
+    easydel) echo "easydel==0.3.0 pillow torch .[optax]" ;; # pillow undeclared
     maxtext) echo "maxtext==0.2.5 jax flax optax ." ;; # its extras for TPUs and CUDA alone declare what it needs
     *) echo "error: unknown package $1" >&2; return 2 ;;
   esac

@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import detector_table
 import length_curves
 import numpy as np
 import pytest
 
+ROOT = Path(__file__).parents[2]
 CURVES = length_curves.load_curves()
 
 
@@ -138,3 +140,11 @@ def test_the_recorded_table_is_of_these_curves():
         calls = record["calls"][curve.name]
         assert calls["kind"] == curve.kind
         assert calls["shipped"] == detector_table.RULES["shipped"](detector_table.stream_of(curve))
+
+
+def test_the_page_has_the_rows_of_the_recorded_table():
+    record = json.loads((length_curves.CURVES.parent / "detector_table.json").read_text())
+    page = (ROOT / "docs" / "length_curves.md").read_text(encoding="utf-8")
+    rows = [line for line in detector_table.as_markdown(record).splitlines() if line.startswith("| ") and "/" in line]
+    assert len(rows) == 2 * len(detector_table.VARIATIONS)
+    assert [row for row in rows if row not in page] == []

@@ -1,4 +1,4 @@
-"""The tracker on the curves of experiments/study_surge.py: tens of seeds of what the tool runs by thousands."""
+"""The tracker on the curves of experiments/study_surge.py: some of the seeds that the tool runs."""
 
 import dataclasses
 import json
