@@ -43,7 +43,7 @@ def test_a_surge_into_a_limit_of_five_times_the_level_is_called(name):
         lengths, truncated = study_surge.cut(curve.lengths, 5 * study_surge.BASE_TOKENS)
         call = study_surge.first_call(study_surge.Curve(lengths, truncated, curve.crossing), SurgeConfig())
         assert call is not None
-        assert abs(call - curve.crossing) < 40
+        assert abs(call - curve.crossing) <= 15
 
 
 def test_the_bars_are_missed_by_worse_rules():
