@@ -49,11 +49,11 @@ class LengthCurve:
 
     Attributes:
       name: The name of the curve, unique in the file.
-      source: Where the numbers stand, with the keys ``SOURCE_KEYS``; an unknown one is None.
-      setting: What is known of the run, with the keys ``SETTING_KEYS``; an unknown one is None.
+      source: The place of the numbers, with the keys ``SOURCE_KEYS``; an unknown one is None.
+      setting: The settings of the run, with the keys ``SETTING_KEYS``; an unknown one is None.
       obtained: A key of ``OBTAINED``.
       kind: A key of ``KINDS``.
-      reason: Why the curve is of that kind.
+      reason: The reason for that kind, a sentence or more.
       surge: The steps at which a surge begins and at which it has grown about three times, or None.
       steps: The training steps, increasing.
       lengths: The mean response length at each step, in tokens.
