@@ -14,8 +14,7 @@ from rljax.compare.layers.tables import Judged, layers_json, layers_markdown, la
 from rljax.compare.layers.tracers import open_tracer
 from rljax.compare.scorers import check_vocabulary
 from rljax.errors import ConfigError, caller_errors
-from rljax.policy.config import SIZES
-from rljax.policy.families import read_config
+from rljax.policy.config import SIZES, PolicyConfig
 from rljax.record.token_dumps import TokenDump
 
 
@@ -50,7 +49,8 @@ def run_layers(
       out: The directory for layers.md, layers.json and layers.png.
       sequence: The name of the sequence. None: the longest one.
       longest: The number of its tokens, at most.
-      json, picture: Other files for the JSON document and for the picture.
+      json: Another file for the JSON document.
+      picture: Another file for the picture.
     """
     if len(scorers) < 2:
         raise ConfigError(f"--layers compares the first --scorer with each other one, got {len(scorers)}")
@@ -58,17 +58,12 @@ def run_layers(
         raise ConfigError(f"--layer-tokens must be at least 2, got {longest}")
     tokens = choose_sequence(dump, sequence, longest)
     judged: list[Judged] = []
-    with caller_errors():
-        reference, directory = open_tracer(scorers[0], model)
-        config = read_config(directory)
-        check_vocabulary(dump, config.vocab_size)
+    with caller_errors(), open_tracer(scorers[0], model) as reference:
+        check_vocabulary(dump, reference.config.vocab_size)
         for spec in scorers[1:]:
-            tested, other = open_tracer(spec, model)
-            theirs = read_config(other)
-            for name in (*SIZES, "num_experts", "family"):
-                if (got := getattr(theirs, name)) != (expected := getattr(config, name)):
-                    raise ConfigError(f"scorer {spec!r} has {name} = {got}, expected {expected}, that of {scorers[0]}")
-            comparison = compare_layers(reference, tested, config, tokens)
+            with open_tracer(spec, model) as tested:
+                _check_alike(spec, tested.config, scorers[0], reference.config)
+                comparison = compare_layers(reference, tested, tokens)
             judged.append((comparison, judge_layers(comparison)))
     (out / "layers.md").write_text(layers_markdown(judged), encoding="utf-8")
     (json or out / "layers.json").write_text(layers_json(judged), encoding="utf-8")
@@ -76,3 +71,10 @@ def run_layers(
     print(layers_text(judged))
     print(f"written to {out}: layers.md, layers.json, layers.png")
     return 0 if all(verdict.passed for _, verdict in judged) else 1
+
+
+def _check_alike(spec: str, config: PolicyConfig, first: str, expected: PolicyConfig) -> None:
+    for name in (*SIZES, "num_experts", "family"):
+        got, wanted = getattr(config, name), getattr(expected, name)
+        if got != wanted:
+            raise ConfigError(f"scorer {spec!r} has {name} = {got}, expected {wanted}, that of {first}")

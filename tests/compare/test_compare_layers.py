@@ -37,7 +37,7 @@ def reference(request, directory):
 
 
 def judged(reference, tested, effects=0):
-    comparison = compare_layers(reference, tested, reference.config, TOKENS, effects)
+    comparison = compare_layers(reference, tested, TOKENS, effects)
     return comparison, judge_layers(comparison)
 
 
@@ -114,8 +114,8 @@ def test_other_families_have_their_operations(family, more, tmp_path):
 
 def test_a_batch_of_another_shape_is_a_scorer(directory):
     reference = JaxTracer(directory, JaxForm("bfloat16"), "jax")
-    tested, _ = open_tracer("jax:bfloat16,rows=4,width=128", directory)
-    comparison, verdict = judged(reference, tested)
+    with open_tracer("jax:bfloat16,rows=4,width=128", directory) as tested:
+        comparison, verdict = judged(reference, tested)
     assert verdict.passed
     assert max(each.own for each in comparison.differences) < 1e-3
     narrow = JaxTracer(directory, JaxForm("bfloat16", width=32), "narrow")
@@ -164,8 +164,8 @@ def test_a_mixture_has_one_operation_for_its_experts():
     ],
 )
 def test_an_unknown_spec_is_refused(spec, message, directory):
-    with pytest.raises(ValueError, match=message):
-        open_tracer(spec, directory)
+    with pytest.raises(ValueError, match=message), open_tracer(spec, directory):
+        pass
 
 
 @pytest.fixture

@@ -29,10 +29,9 @@ def ask(served, method, *arguments):
 
 
 def judged(served, spec, directory=None, effects=0):
-    reference, _ = open_tracer(spec, directory or served.model.path)
-    tested, _ = open_tracer(f"vllm:{served.url}", None)
-    comparison = compare_layers(reference, tested, served.model.config, TOKENS, effects)
-    tested.close()
+    at = directory or served.model.path
+    with open_tracer(spec, at) as reference, open_tracer(f"vllm:{served.url}", None) as tested:
+        comparison = compare_layers(reference, tested, TOKENS, effects)
     return comparison, judge_layers(comparison)
 
 
@@ -102,7 +101,6 @@ def test_a_hook_that_fails_leaves_the_server_alone(bfloat16, tmp_path):
     (tmp_path / "probe.txt").write_text("broken")
     assert ask(bfloat16, "rljax_tap", str(tmp_path), "broken") == {"error": ""}
     ask(bfloat16, "sabotage_taps")
-    tested, _ = open_tracer(f"vllm:{bfloat16.url}", None)
     body = {"model": "policy", "token_ids": TOKENS.tolist(), "request_id": "broken"}
     body["sampling_params"] = {"max_tokens": 1, "prompt_logprobs": 0}
     request = urllib.request.Request(
@@ -112,8 +110,8 @@ def test_a_hook_that_fails_leaves_the_server_alone(bfloat16, tmp_path):
         assert len(json.load(answer)["choices"][0]["token_ids"]) == 1
     assert "TypeError" in ask(bfloat16, "rljax_untap")["error"]
     assert ask(bfloat16, "sabotage_layers", "off") == {"hooks": 0}
-    assert len(tested.run(TOKENS, {})["logits"]) == 59
-    tested.close()
+    with open_tracer(f"vllm:{bfloat16.url}", None) as tested:
+        assert len(tested.run(TOKENS, {})["logits"]) == 59
     assert ask(bfloat16, "rljax_tap", str(tmp_path), "other")["error"].startswith("it does not see")
 
 

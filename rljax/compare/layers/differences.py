@@ -8,7 +8,7 @@ by itself. It grows with depth and does not show where it came from.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import ml_dtypes
@@ -37,10 +37,12 @@ EFFECTS = 12  # the number of operations whose effect on log-probabilities is me
 ONCE = (*PRODUCTS, "attention_residual", "residual", "embedding", "logits")
 """The operations with the limits of products."""
 INPUTS = {"query_norm": "query", "key_norm": "key", "query_rope": "query_norm", "key_rope": "key_norm"}
+"""The operations that may give their one input by mistake, with this input."""
+_ALIKE = {"gate": "up", "up": "gate", "key": "value", "value": "key"} | INPUTS
+"""The operation whose value a wrong one might give: its twin, or its input."""
 _FACTOR_FIT = 0.25  # a factor explains an error if it leaves at most this share of it
-_LATER_SHARE = (
-    0.5  # an error begins at a position if at least this share of the tokens from there on are above the limit
-)
+_LATER_SHARE = 0.5
+"""An error begins at a position if at least this share of the tokens from there on are above the limit."""
 _TINY = 1e-30
 _CHANNEL_SHARE = 0.9  # one channel explains an error if it holds at least this share of the squared error
 
@@ -79,20 +81,18 @@ class LayerComparison:
     differences: list[Difference] = field(default_factory=list)  # in the order of the operations
 
 
-def compare_layers(
-    reference: Tracer, tested: Tracer, config: PolicyConfig, tokens: np.ndarray, effects: int = EFFECTS
-) -> LayerComparison:
+def compare_layers(reference: Tracer, tested: Tracer, tokens: np.ndarray, effects: int = EFFECTS) -> LayerComparison:
     """Compares two scorers of one policy at each operation.
 
     Args:
       reference: The scorer whose values are fed to the other one.
       tested: The scorer whose operations are judged.
-      config: The policy of both.
       tokens: The token ids of one sequence, int32 [t], at least 2.
       effects: The number of operations whose effect on the reference's log-probabilities is measured.
     """
     inputs, free = reference.run(tokens, {}), tested.run(tokens, {})
     theirs, own, again = reference.run(tokens, inputs), tested.run(tokens, inputs), tested.run(tokens, free)
+    config = reference.config
     known = [operation for operation in operations(config) if operation.name in theirs]
     names = [operation.name for operation in known]
     up_to = {name: _relative(free.get(name), inputs[name]) for name in names}
@@ -177,11 +177,11 @@ def _hints(
 ) -> Iterator[str]:
     """Yields what the numbers show about an error above its limit."""
     expected = theirs[operation.name].astype(np.float64)
-    for other in _alike(operation, inputs):
-        if _relative(value, inputs[other.name]) <= limit:
-            given = "its input" if INPUTS.get(operation.kind) == other.kind else f"the value of {IN_BLOCK[other.kind]}"
-            yield f"it gives {given}"
-            return
+    alike = _ALIKE.get(operation.kind, "")
+    other = inputs.get(Operation(alike, operation.layer).name)
+    if other is not None and _relative(value, other) <= limit:
+        yield "it gives its input" if operation.kind in INPUTS else f"it gives the value of {IN_BLOCK[alike]}"
+        return
     size, gap = np.linalg.norm(expected), value - expected
     left, error = np.linalg.norm(value - factor * expected) / size, np.linalg.norm(gap) / size
     if abs(factor - 1) > BIAS * limit and (left < _FACTOR_FIT * error or left < LIMITS["bfloat16"] < error):
@@ -194,14 +194,6 @@ def _hints(
     first = int(np.argmax(bad_tokens))
     if first > 1 and bad_tokens[first:].mean() > _LATER_SHARE:
         yield f"from position {first} on"
-
-
-def _alike(operation: Operation, theirs: Mapping[str, np.ndarray]) -> list[Operation]:
-    """Returns the operations whose values a wrong one might give: its input, or a twin's value."""
-    twins = {"gate": "up", "up": "gate", "key": "value", "value": "key"} | INPUTS
-    kind = twins.get(operation.kind)
-    other = None if kind is None else Operation(kind, operation.layer)
-    return [other] if other is not None and other.name in theirs else []
 
 
 def precision(value: np.ndarray) -> str:

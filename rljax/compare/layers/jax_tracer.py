@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +63,7 @@ class JaxTracer:
         row[:, : len(tokens)] = tokens
         segments = np.zeros_like(row)
         segments[:, : len(tokens)] = 1
-        with self._on_mesh():
+        with jax.set_mesh(self._mesh):
             found = fetch(self._forward(self._params, row, segments, self._given(row, segments, given)))
         values = {}
         for operation in operations(self.config):
@@ -103,6 +102,3 @@ class JaxTracer:
                 values[name][at][..., : len(value), :] = value
                 flags[name][at] = True
         return Given(*jax.tree.map(jnp.asarray, (values, flags)))
-
-    def _on_mesh(self) -> contextlib.AbstractContextManager[Any]:
-        return jax.set_mesh(self._mesh)

@@ -80,6 +80,7 @@ class Tracer(Protocol):
 
     label: str  # the name for a reader, such as ``jax:bfloat16``
     dtype: str  # the dtype of weights and activations; "" if it is unknown
+    config: PolicyConfig  # the policy
 
     def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> Values:
         """Computes one sequence.

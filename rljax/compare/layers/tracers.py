@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from rljax.compare.layers.jax_tracer import JaxForm, JaxTracer
 from rljax.compare.layers.operations import Tracer
 from rljax.compare.layers.torch_tracer import TorchTracer
 from rljax.compare.layers.vllm_tracer import VllmTracer
 from rljax.compare.scorers import DTYPES
+from rljax.policy.config import AttentionName
 
 _DTYPE = f"(?P<dtype>{'|'.join(DTYPES)})"
 _SPEC = re.compile(rf"(?P<kind>jax|hf):{_DTYPE}(?P<options>(,\w+=[\w.-]+)*)(@(?P<directory>.+))?", re.DOTALL)
 _KEYS = {"jax": ("attention", "head", "fsdp", "tp", "rows", "width"), "hf": ("attention", "rows")}
-_NAMES = {"attention": ("auto", "xla", "cudnn", "splash"), "head": DTYPES}
+_NAMES = {"attention": get_args(AttentionName), "head": DTYPES}
 _FORMS = "jax:DTYPE[,KEY=VALUE...][@DIR], hf:DTYPE[,KEY=VALUE...][@DIR] or vllm:URL"
 
 
-def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> tuple[Tracer, Path]:
-    """Opens a scorer whose operations can be compared.
+@contextlib.contextmanager
+def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> Iterator[Tracer]:
+    """Opens a scorer whose operations can be compared; the end of a ``with`` closes it.
 
     The keys of ``jax:`` are attention (auto, xla, cudnn or splash), head (the dtype of the LM head's products), fsdp,
     tp, rows and width (the batch, in rows and tokens). The keys of ``hf:`` are attention (a name of transformers) and
@@ -30,16 +35,19 @@ def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> tuple[Tracer
       spec: The spec of the scorer.
       model: The Hugging Face directory, if the spec names none.
 
-    Returns:
-      The tracer and its model directory.
-
     Raises:
       ValueError: The spec is unknown, or the scorer cannot be made here.
       ServerError: A server does not answer.
     """
     if spec.startswith("vllm:http"):
-        server = VllmTracer(spec.removeprefix("vllm:"), model)
-        return server, server.directory
+        with contextlib.closing(VllmTracer(spec.removeprefix("vllm:"), model)) as server:
+            yield server
+    else:
+        yield _local_tracer(spec, model)
+
+
+def _local_tracer(spec: str, model: str | os.PathLike[str] | None) -> Tracer:
+    """Makes a tracer that computes in this process."""
     found = _SPEC.fullmatch(spec)
     if found is None:
         raise ValueError(f"--layers cannot look into the scorer {spec!r}, expected {_FORMS}")
@@ -52,12 +60,11 @@ def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> tuple[Tracer
     if unknown := sorted(set(options) - set(_KEYS[kind])):
         raise ValueError(f"scorer {spec!r} has the key {unknown[0]!r}, expected {', '.join(_KEYS[kind])}")
     if kind == "hf":
-        return TorchTracer(directory, dtype, spec, options.get("attention"), numbers.get("rows", 1)), directory
+        return TorchTracer(directory, dtype, spec, options.get("attention"), numbers.get("rows", 1))
     for key, names in _NAMES.items():
         if options.get(key, names[0]) not in names:
             raise ValueError(f"scorer {spec!r} has {key}={options[key]}, expected one of {', '.join(names)}")
-    form = JaxForm(dtype, **{key: value for key, value in options.items() if key in _NAMES}, **numbers)  # type: ignore[arg-type]
-    return JaxTracer(directory, form, spec), directory
+    return JaxTracer(directory, JaxForm(dtype, **(options | numbers)), spec)  # type: ignore[arg-type]
 
 
 def _number(spec: str, key: str, value: str) -> int:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rljax.compare.layers.operations import IN_BLOCK, PER_HEAD, Values, operations
+from rljax.compare.layers.operations import PER_HEAD, Values, operations
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.server import GIVEN, PROBE
 from rljax.rollout.types import ClientLimits
 
 _TIMEOUT_S = 300.0
-_PROBE, _GIVEN = "probe.txt", "given.safetensors"  # the names that the plugin reads
 
 
 class VllmTracer:
@@ -43,10 +41,9 @@ class VllmTracer:
             if not info.dtype:
                 raise ValueError(f"{url}: {backend.without_plugin}")
             readable = (Path(info.root) / "config.json").is_file()
-            self.directory = Path(info.root) if readable else Path(directory or "")
             if not readable and directory is None:
                 raise ValueError(f"{url}: its model directory {info.root} cannot be read here, so --model is needed")
-            self.config = read_config(self.directory)
+            self.config = read_config(Path(info.root if readable else directory or ""))
         except BaseException:
             self._client.close()
             raise
@@ -61,10 +58,11 @@ class VllmTracer:
           ServerError: The server does not answer, or refuses the request.
         """
         request = f"rljax-layers-{uuid.uuid4().hex}"
-        with _private_directory() as directory:
-            (directory / _PROBE).write_text(request)
+        with tempfile.TemporaryDirectory(prefix="rljax-layers-", ignore_cleanup_errors=True) as made:
+            directory = Path(made)  # only this user can read it
+            (directory / PROBE).write_text(request)
             if given:
-                save_file({name: np.ascontiguousarray(value) for name, value in given.items()}, directory / _GIVEN)
+                save_file({name: np.ascontiguousarray(value) for name, value in given.items()}, directory / GIVEN)
             self._ask("rljax_tap", str(directory), request)
             try:
                 self._compute(tokens, request)
@@ -101,16 +99,6 @@ class VllmTracer:
             raise ValueError(f"{self._url} cannot show its operations: {errors[0]}")
 
 
-@contextlib.contextmanager
-def _private_directory() -> Iterator[Path]:
-    """Makes a directory that only this user can read, and removes it at the end."""
-    directory = Path(tempfile.mkdtemp(prefix="rljax-layers-"))
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 def _width(kind: str, config: PolicyConfig) -> int:
     """Returns the number of features of a value on all workers together."""
     if kind in PER_HEAD:
@@ -118,7 +106,7 @@ def _width(kind: str, config: PolicyConfig) -> int:
         return heads * config.head_dim
     if kind in ("gate", "up", "activation"):
         return config.intermediate_size
-    return config.hidden_size if kind in (*IN_BLOCK, "embedding", "final_norm") else config.vocab_size
+    return config.vocab_size if kind == "logits" else config.hidden_size
 
 
 def _joined(ranks: list[dict[str, np.ndarray]], name: str, width: int) -> np.ndarray | None:

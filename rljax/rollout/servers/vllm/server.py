@@ -17,6 +17,8 @@ from rljax.rollout.servers.process import start as start
 BACKEND = "rljax_file"
 FORCED_TOKENS = "rljax_tokens"
 """The name under which a request's ``extra_args`` hold the tokens that the server decodes instead of its own."""
+PROBE, GIVEN = "probe.txt", "given.safetensors"
+"""The files that a client puts into the directory of a recording: the name of its request, and the given values."""
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,17 @@ nobody ends is removed after ``EXPIRES_S`` seconds, before the next forward.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from rljax.rollout.servers.vllm.server import GIVEN, PROBE
+
 EXPIRES_S = 120.0
-PROBE, GIVEN = "probe.txt", "given.safetensors"
-"""The files of the directory of a recording: one with the name of the request, and one with the given values."""
+_Split = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def refusal(config: Any, runner: Any) -> str:
@@ -48,7 +49,8 @@ class Taps:
           runner: The model runner of the worker.
           directory: The directory of the recording, which holds ``PROBE`` and perhaps ``GIVEN``.
           request: A part of the id of the request that is recorded.
-          rank, workers: The place of the worker among those that share the model, and their number.
+          rank: The place of the worker among the workers that share the model, from 0.
+          workers: The number of workers that share the model.
         """
         self._runner, self._request, self._rank, self._workers = runner, request, rank, workers
         self._directory = directory
@@ -159,16 +161,16 @@ class Taps:
         def tap(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
             return lambda x: self._tap(f"{i}/{name}", x)
 
-        def taps(names: tuple[str, ...], widths: Callable[[int], list[int]]) -> Callable[[Any], Any]:
+        def taps(names: tuple[str, ...], split: _Split) -> Callable[[Any], Any]:
             def act(output: Any) -> Any:
-                parts = output[0].split(widths(output[0].shape[-1]), -1)
-                fed = [self._tap(f"{i}/{name}", part) for name, part in zip(names, parts, strict=True)]
+                parts = zip(names, split(output[0]), strict=True)
+                fed = [self._tap(f"{i}/{name}", part) for name, part in parts]
                 return (torch.cat(fed, -1), *output[1:])
 
             return act
 
         self._after(layer.input_layernorm, lambda pair: self._norm(f"{i}/attention_norm", i - 1, pair))
-        self._after(attention.qkv_proj, taps(("query", "key", "value"), lambda width: sizes))
+        self._after(attention.qkv_proj, taps(("query", "key", "value"), lambda x: x.split(sizes, -1)))
         self._after(getattr(attention, "q_norm", None), tap("query_norm"))
         self._after(getattr(attention, "k_norm", None), tap("key_norm"))
         self._after(attention.rotary_emb, lambda pair: self._rotated(i, pair))
@@ -180,7 +182,7 @@ class Taps:
             lambda pair: (self._tap(f"{i}/mlp_norm", pair[0]), self._tap(residual, pair[1])),
         )
         if hasattr(mlp, "gate_up_proj"):
-            self._after(mlp.gate_up_proj, taps(("gate", "up"), lambda width: [width // 2, width // 2]))
+            self._after(mlp.gate_up_proj, taps(("gate", "up"), lambda x: x.chunk(2, -1)))
             self._after(mlp.act_fn, tap("activation"))
         self._after(mlp, tap("mlp"))
 
