@@ -1,5 +1,6 @@
 """The layer and operation at which this library's forward and transformers' part, with planted faults."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -48,7 +49,7 @@ def test_a_sound_pair_is_rounding_evenly(reference, directory):
     assert verdict.findings == []
     assert [each.operation.name for each in comparison.differences] == [op.name for op in operations(reference.config)]
     assert len(comparison.differences) == 2 * 17 + 3
-    assert comparison.logprob_mean < {"float32": 2e-6, "bfloat16": 4e-2}[reference.dtype]
+    assert comparison.logprob_mean < {"float32": 1.1e-6, "bfloat16": 3.8e-2}[reference.dtype]
     assert max(each.ratio for each in comparison.differences) < 1
     effects = [each.effect_mean for each in comparison.differences if each.effect_mean is not None]
     assert len(effects) == 4
@@ -117,7 +118,7 @@ def test_a_batch_of_another_shape_is_a_scorer(directory):
     with open_tracer("jax:bfloat16,rows=4,width=128", directory) as tested:
         comparison, verdict = judged(reference, tested)
     assert verdict.passed
-    assert max(each.own for each in comparison.differences) < 1e-3
+    assert max(each.own for each in comparison.differences) < 9e-5
     narrow = JaxTracer(directory, JaxForm("bfloat16", width=32), "narrow")
     with pytest.raises(ValueError, match="width must be at least the 48 tokens"):
         narrow.run(TOKENS, {})
@@ -148,8 +149,10 @@ def test_logprobs_of_the_next_tokens():
 
 
 def test_a_mixture_has_one_operation_for_its_experts():
-    names = [op.name for op in operations(toy_config())]
+    mixture = dataclasses.replace(toy_config(), num_experts=4, experts_per_token=2, expert_size=8)
+    names = [op.name for op in operations(mixture)]
     assert names[:2] == ["embedding", "0/attention_norm"]
+    assert names[12:15] == ["0/mlp_norm", "0/mlp", "0/residual"]
     assert names[-3:] == ["1/residual", "final_norm", "logits"]
 
 
@@ -198,13 +201,16 @@ def test_the_program_fails_where_a_layer_differs(directory, tokens, tmp_path, ca
     assert "verdict: layer 1, key projection (own error 0.01, limit 2e-06" in capsys.readouterr().out
 
 
-def test_the_program_refuses_what_it_cannot_compare(directory, tokens, tmp_path):
+def test_the_program_refuses_what_it_cannot_compare(directory, tokens, tmp_path, capsys):
+    hf_model((64, 64, 192, *SHAPE[3:])).save_pretrained(tmp_path / "wide")
     common = [str(tokens), "--model", str(directory), "--layers", "--out", str(tmp_path / "out")]
     two = ["--scorer", "jax:float32", "--scorer", "hf:float32"]
-    for arguments in (
-        two[:2],
-        [*two, "--sequence", "b"],
-        [*two, "--layer-tokens", "1"],
-        ["--scorer", "dump:a#b", *two],
+    for arguments, message in (
+        (two[:2], "compares the first --scorer with each other one, got 1"),
+        ([*two, "--sequence", "b"], "no sequence 'b' among the 1 there"),
+        ([*two, "--layer-tokens", "1"], "--layer-tokens must be at least 2, got 1"),
+        (["--scorer", "dump:a#b", *two], "cannot look into the scorer 'dump:a#b'"),
+        ([*two, "--scorer", f"hf:float32@{tmp_path / 'wide'}"], "has intermediate_size = 192, expected 128"),
     ):
         assert run_cli(compare.main, [*common, *arguments]) == 2
+        assert message in capsys.readouterr().err

@@ -35,10 +35,6 @@ class Sabotage(vllm_plugin.WorkerExtension):
             self.planted = [] if fault == "off" else planted_in_vllm.plant(model, fault)
         return {"hooks": planted_in_vllm.count_hooks(model)}
 
-    def sabotage_taps(self) -> None:
-        """Makes each recording of hooks fail inside a forward."""
-        self._taps._keep = None
-
     def sabotage_repack(self, state: str) -> None:
         vllm_plugin.repack_experts = _REPACK if state == "off" else (lambda layer, kernel: None)
 
