@@ -1,11 +1,7 @@
 """The schedule in DeepSpeed's own engine: two processes on a CPU, each update's rate, and the weights that move."""
 
-import json
-import socket
-import subprocess
-import sys
-
 import pytest
+from two_ranks import outputs_of_two_ranks
 
 pytest.importorskip("deepspeed")
 
@@ -60,32 +56,10 @@ print(json.dumps([rates, moved, scheduler.surge_step]))
 """
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_engine_updates_by_the_rate_of_the_law(stage, tmp_path):
     """By ZeRO's stage: nothing sharded, the optimizer's state, and the gradients as well."""
-    words = [str(free_port()), str(stage), str(tmp_path)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), *words],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    first, second = outputs_of_two_ranks(RANK, str(stage), str(tmp_path), timeout=300)
     # The call is at update 10, so the period is 12. Two rows of ones give every weight the gradient 2.
     rates = [1.0] * 11 + [0.5] * 2
     assert first == second == [rates, [2 * rate for rate in rates], 10]

@@ -1,11 +1,7 @@
 """The mean length over ranks, by two processes with gloo, and the rates of a model under DDP and FSDP2."""
 
-import json
-import socket
-import subprocess
-import sys
-
 import pytest
+from two_ranks import outputs_of_two_ranks
 
 pytest.importorskip("torch")
 
@@ -62,31 +58,9 @@ distributed.destroy_process_group()
 """
 
 
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_two_ranks_take_the_same_rates(wrapper):
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(port), wrapper],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=180) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    first, second = (json.loads(out.splitlines()[-1]) for out, _ in outputs)
+    first, second = outputs_of_two_ranks(RANK, wrapper, timeout=180)
     assert first == second
     # Two rows of ones give every weight the gradient 2 on both ranks.
     rates = [1.0] * 11 + [0.5] * 2

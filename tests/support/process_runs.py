@@ -2,24 +2,17 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
+from ports import free_port
 from toy_runs import ROOT, TIMEOUT, comparable, environment
 
 DEVICES = 4
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
 # Rows for four devices, and a reward that gives every step a gradient.
 TINY = ("--packing.rows-per-micro-batch", "4", "--data.batch-size", "4", "--data.reward", "parity_reward:reward")
-
-
-def free_port():
-    """A TCP port of 127.0.0.1 that nobody listened at a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Run:

@@ -2,17 +2,12 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 
 import httpx
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
+from ports import free_port
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """A local S3 server (moto's) as a process of its own, on a free port of 127.0.0.1."""
 
-import socket
 import subprocess
 import sys
 import time
@@ -8,6 +7,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from ports import free_port
 
 BUCKET = "runs"
 START_S = 60
@@ -17,9 +17,7 @@ class S3Server:
     """With one empty bucket. ``stop`` ends it, and may be called twice."""
 
     def __init__(self):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

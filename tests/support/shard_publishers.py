@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from process_runs import DEVICES, free_port
+from ports import free_port
+from process_runs import DEVICES
 from safetensors.numpy import load_file
 from toy_runs import ROOT, environment
 

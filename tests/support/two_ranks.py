@@ -1,0 +1,28 @@
+"""Two processes of one program that train together."""
+
+import json
+import subprocess
+import sys
+
+from ports import free_port
+
+
+def outputs_of_two_ranks(program, *words, timeout):
+    """Runs a program's text twice, with the words RANK PORT and ``words``; returns the JSON of each one's last line."""
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), port, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
