@@ -14,7 +14,15 @@ import numpy as np
 
 from rljax.errors import ConfigError
 from rljax.mismatch.names import NAME_TABLE
-from rljax.record.training_logs import KNOWN_COLUMNS, Rows, choose_step_column, columns_of, matching, number_of
+from rljax.record.training_logs import (
+    KNOWN_COLUMNS,
+    Rows,
+    cells_by_step,
+    choose_step_column,
+    columns_of,
+    matching,
+    number_of,
+)
 
 MISMATCH = (
     "logprob_abs_diff_mean",
@@ -227,15 +235,8 @@ def _dated(rows: Rows, found: Mapping[str, str]) -> str | None:
 def _by_step(
     rows: Rows, wanted: Mapping[str, str], step_column: str | None
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns the steps, int64 [n], and the signals, float64 [n] each. A later number of a step overrides."""
-    by_step: dict[int, dict[str, float]] = {}
-    for row in rows:
-        cells = {name: number_of(row[column]) for name, column in wanted.items() if column in row}
-        step = number_of(row.get(step_column)) if step_column else float(len(by_step) + 1)
-        if not cells or not math.isfinite(step):
-            continue
-        known = by_step.setdefault(int(step), {})
-        known.update({name: cell for name, cell in cells.items() if math.isfinite(cell) or name not in known})
+    """Returns the steps, int64 [n], and the signals, float64 [n] each."""
+    by_step = cells_by_step(rows, wanted, step_column)
     steps = sorted(by_step)
     if not steps:
         raise ConfigError("the log has no row with a step and a signal of a known name")

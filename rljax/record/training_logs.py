@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -338,29 +338,40 @@ def choose_step_column(rows: Rows, column: str) -> str | None:
     return next((name for name, count in counts.items() if count and 2 * count >= max(counts.values())), None)
 
 
+def cells_by_step(rows: Rows, columns: Mapping[str, str], step_column: str | None) -> dict[int, dict[str, float]]:
+    """Returns the numbers of some columns by step and name, NaN for a cell without a number.
+
+    A later row of the same step overrides the values for which it has a number. Rows with none of the columns are
+    left out.
+
+    Args:
+      rows: The rows of the log.
+      columns: The column of each name.
+      step_column: The column that numbers the steps, or None: each row with one of the columns is a step.
+    """
+    by_step: dict[int, dict[str, float]] = {}
+    for row in rows:
+        cells = {name: number_of(row[column]) for name, column in columns.items() if column in row}
+        step = number_of(row.get(step_column)) if step_column else len(by_step) + 1
+        if cells and math.isfinite(step):
+            known = by_step.setdefault(int(step), {})
+            known.update({name: cell for name, cell in cells.items() if math.isfinite(cell) or name not in known})
+    return by_step
+
+
 def series(
     rows: Rows, column: str, truncated_column: str | None, step_column: str | None
 ) -> tuple[list[float], list[float]]:
     """Returns lengths and truncated fractions of steps 1, 2, ...; NaN if a step has none.
 
-    A later row of the same step overrides the values for which it has a number. A call of ``wandb.log`` without a
-    length, as after an evaluation, is not a step.
+    A call of ``wandb.log`` without a length, as after an evaluation, is not a step.
     """
-    by_step: dict[int, dict[str, float]] = {}
-    calls: set[float] = set()
-    for row in rows:
-        cells = {name: number_of(row[name]) for name in (column, truncated_column) if name is not None and name in row}
-        step = number_of(row.get(step_column)) if step_column else len(by_step) + 1
-        if not math.isfinite(step):
-            continue
-        calls.add(step)
-        if cells:
-            known = by_step.setdefault(int(step), {})
-            known.update({name: cell for name, cell in cells.items() if math.isfinite(cell) or name not in known})
-    by_step = {step: cells for step, cells in by_step.items() if column in cells}
+    names = {name: name for name in (column, truncated_column) if name is not None}
+    by_step = {step: cells for step, cells in cells_by_step(rows, names, step_column).items() if column in cells}
     if step_column == CALL_COUNT:
+        calls = {number_of(row.get(CALL_COUNT)) for row in rows}
         by_step = {step: cells for step, cells in by_step.items() if math.isfinite(cells[column])}
-        others = sorted(call for call in calls if int(call) not in by_step)
+        others = sorted(call for call in calls if math.isfinite(call) and int(call) not in by_step)
         by_step = {step - bisect.bisect(others, step): cells for step, cells in by_step.items()}
     if not by_step:
         raise ConfigError(f"column {column!r} has no row with a step")
