@@ -15,6 +15,7 @@ SOURCE cannot be read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,18 +76,13 @@ def read_source(given: Arguments) -> tuple[Log | None, TokenDump | None, Config 
     except ConfigError:
         if dump is not None or source.is_dir():
             raise
-        not_a_log = source.suffix == ".parquet" or _holds_tokens(source)
-        if not not_a_log:
+        if source.suffix == ".parquet":
+            return None, read_tokens(source), None
+        with contextlib.suppress(ValueError):
+            dump = read_tokens(source)
+        if dump is None or not dump.logprobs:
             raise
-    return None, read_tokens(source), None
-
-
-def _holds_tokens(path: Path) -> bool:
-    """Returns whether a file is one of those that ``read_tokens`` reads."""
-    try:
-        return bool(read_tokens(path).logprobs)
-    except ValueError:
-        return False
+        return None, dump, None
 
 
 def with_roles(dump: TokenDump, given: Arguments) -> TokenDump:
@@ -101,20 +97,18 @@ def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFact
     """Returns what the configuration says of the two sides, or else the header of the dump."""
     if config is not None:
         rollout = config.rollout
-        forms = {"weights": rollout.weight_quantization, "cache": rollout.kv_cache_dtype}
-        injected = {name: value for name, value in vars(rollout.inject).items() if value not in (0, "none", "same")}
         return Declared(
             config.precision.compute_dtype,
             rollout.dtype,
-            ", ".join(f"{kind} {name}" for name, kind in forms.items() if kind not in ("none", "auto")),
+            rollout.engine_form.label,
             rollout.engine == "exact",
-            ", ".join(f"{name} {value}" for name, value in injected.items() if name != "seed"),
+            ", ".join(f"{name} {value}" for name, value in rollout.inject.given.items() if name != "seed"),
         )
     if dump is None or tokens is None:
         return Declared()
     sides = dump.sources[tokens.trainer], dump.sources[tokens.rollout]
     kinds = [str(dump.sampling.get(name, "")) for name in ("weight_quantization", "kv_cache_dtype")]
-    return Declared(sides[0].dtype, sides[1].dtype, ", ".join(filter(None, kinds)))
+    return Declared(sides[0].dtype, sides[1].dtype, sides[1].form or ", ".join(filter(None, kinds)))
 
 
 def facts_of(log: Log | None, dump: TokenDump | None, config: Config | None) -> Facts:

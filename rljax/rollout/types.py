@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,12 @@ class InjectConfig:
     def changes_weights(self) -> bool:
         """Whether rollouts use other weights than those that were published."""
         return self.staleness > 0 or self.weight_noise > 0 or self.quantize != "none" or self.dtype != "same"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that are not the defaults, by name."""
+        defaults = vars(InjectConfig())
+        return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
 
 @dataclass(frozen=True)
@@ -314,6 +320,12 @@ class RolloutConfig:
     def is_cut(self) -> bool:
         """Whether some tokens cannot be sampled, so that the trainer normalises over those that can."""
         return self.top_k > 0
+
+    @property
+    def engine_form(self) -> ServerForm:
+        """The form in which the engine holds weights and cache, whichever engine it is."""
+        own = ServerForm(self.weight_quantization, self.kv_cache_dtype)
+        return own if self.engine == "jax" else self.server_form
 
 
 @dataclass(frozen=True)

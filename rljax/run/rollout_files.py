@@ -12,8 +12,6 @@ import numpy as np
 
 from rljax.data.tokenizer import Tokenizer
 from rljax.distributed.files import write_whole
-from rljax.rollout.form import ServerForm
-from rljax.rollout.types import InjectConfig
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts
 from rljax.trainer.packing import TrainSequence
@@ -68,13 +66,12 @@ def write_tokens(
     stale = any(s.staleness is not None and s.staleness.any() for s in sequences)
     # The name stands for a hash: equal names mean equal weights.
     weights = f"{config.run.dir} version {policy_version}"
-    defaults = vars(InjectConfig())
-    injected = {name: value for name, value in vars(config.rollout.inject).items() if value != defaults[name]}
+    injected = config.rollout.inject.given
     changes = [f"{name} {injected[name]}" for name in ("weight_noise", "quantize", "dtype") if name in injected]
     forms = {name: getattr(config.rollout, name) for name in ("weight_quantization", "kv_cache_dtype")}
     eight_bits = {name: kind for name, kind in forms.items() if kind not in ("none", "auto")}
     changes += [f"{name} {kind}" for name, kind in eight_bits.items() if name == "weight_quantization"]
-    label = ServerForm(*forms.values()).label if config.rollout.engine == "jax" else config.rollout.server_form.label
+    label = config.rollout.engine_form.label
     rollout_weights = "" if stale else ", ".join([weights, *changes])
     temperature, is_cut = config.rollout.temperature, config.rollout.is_cut
     cuts = {name: getattr(config.rollout, name) for name in ("top_k", "top_p", "min_p")} if is_cut else {}

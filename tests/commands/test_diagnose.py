@@ -1,5 +1,6 @@
 """``rljax diagnose``: the page, the JSON object, the exit status and the mistakes of a caller."""
 
+import dataclasses
 import gzip
 import json
 import re
@@ -9,10 +10,14 @@ from pathlib import Path
 import pytest
 from toy_runs import outcome
 
-from rljax.commands.diagnose import main
+from rljax.commands.diagnose import declared_of, main
+from rljax.compare.importers import read_tokens
 from rljax.diagnose.causes import CAUSES
 from rljax.diagnose.remedies import REMEDIES
 from rljax.diagnose.thresholds import THRESHOLDS
+from rljax.diagnose.token_facts import read_facts
+from rljax.rollout.form import ServerForm
+from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +93,17 @@ def test_a_run_directory_brings_its_newest_dump(tmp_path):
     assert status == 1
     assert page.splitlines()[0].endswith("head_dtype (sure)")
     assert "lie on bfloat16's grid" in " ".join(page.split())
+
+
+def test_the_form_of_a_server_is_declared():
+    servers = RolloutConfig(engine="vllm", server_form=ServerForm(kv_cache="fp8_e5m2"))
+    assert declared_of(Config(rollout=servers), None, None).forms == "fp8_e5m2 cache"
+    own = RolloutConfig(weight_quantization="int8")
+    assert declared_of(Config(rollout=own), None, None).forms == "int8 weights"
+    dump = read_tokens(LOGS / "healthy.parquet")
+    sources = dict(dump.sources) | {"rollout": dataclasses.replace(dump.sources["rollout"], form="fp8_e5m2 cache")}
+    dump = dataclasses.replace(dump, sources=sources)
+    assert declared_of(None, dump, read_facts(dump)).forms == "fp8_e5m2 cache"
 
 
 @pytest.mark.parametrize(
