@@ -16,7 +16,7 @@ from rljax.compare.verdict import Verdict, judge
 from rljax.mismatch import mismatch_metrics, read_tokens
 from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position
 from rljax.record.text_tables import text_table
-from rljax.record.token_dumps import ColumnSource, TokenDump
+from rljax.record.token_dumps import ColumnSource, TokenDump, to_rows
 
 SECOND_RUN = "@2"
 """The suffix of a scorer's second run; the part before it is the name of the first run's column."""
@@ -79,10 +79,10 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     check_logprobs(dump, chosen)
     roles = {name: dump.role(name) for name in chosen}
     names = sorted(chosen, key=lambda name: _PLACES.index(roles[name]))
-    mask = _pad(dump.response_mask, False)
+    mask = to_rows(dump.response_mask, False)
     cut, sampler = _cut(dump.sampling), dump.sampling.get("column")
     cuts = {name: cut if (name == sampler if sampler else roles[name] == "rollout") else "" for name in names}
-    arrays = {name: _pad(vectors, np.nan) for name, vectors in dump.logprobs.items()}
+    arrays = {name: to_rows(vectors, np.nan) for name, vectors in dump.logprobs.items()}
     pairs = []
     for a, b in itertools.combinations(names, 2):
         both, origins = (arrays[a], arrays[b], mask), (dump.sources[a], dump.sources[b])
@@ -162,13 +162,6 @@ def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]
         tables.append(_distributions_table(comparison))
     parts = [section.format(title, to_table(rows)) for title, rows in tables]
     return "\n\n".join([*parts, *_unknown_roles(comparison)]) + "\n"
-
-
-def _pad(vectors: Sequence[np.ndarray], fill: float) -> np.ndarray:
-    """Returns the vectors as rows [n, longest], filled with ``fill`` after the end of each."""
-    width = max(map(len, vectors), default=0)
-    rows = [np.pad(vector, (0, width - len(vector)), constant_values=fill) for vector in vectors]
-    return np.asarray(rows).reshape(len(vectors), width)
 
 
 def _growth(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, dict[str, float]]:

@@ -99,6 +99,12 @@ def judge(
     return Verdict(*next(findings), bars, int(left_out.sum()), int(mask.sum()))
 
 
+def normalised_gap(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns the mean of abs(x - y) over the mean uncertainty (1 - p) of the tokens; ``x`` and ``y`` are [r], nats."""
+    uncertainty = float(np.mean(1.0 - np.exp(np.minimum(x, y))))
+    return float(np.mean(np.abs(x - y))) / max(uncertainty, 1e-3)
+
+
 _Finding = tuple[str, str, str]  # status, cause, reason
 
 
@@ -127,8 +133,7 @@ def _findings(
             reason = f"the first column fits the second when moved by {shift:+d} position: one of them is off by one"
             yield "refused", "off_by_one", reason
         yield from _scale_findings(x[valid], y[valid], gap)
-    uncertainty = float(np.mean(1.0 - np.exp(np.minimum(x[valid], y[valid]))))
-    yield from _gap_findings(gap / max(uncertainty, 1e-3), a, b)
+    yield from _gap_findings(normalised_gap(x[valid], y[valid]), a, b)
     over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
     if over:
         yield "fail", "above_bar", f"above the published limit: {'; '.join(over)}"

@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from rljax.compare.report import SECOND_RUN, check_logprobs
-from rljax.compare.verdict import Verdict, judge
+from rljax.compare.verdict import Verdict, judge, normalised_gap
 from rljax.diagnose.course import effect
 from rljax.mismatch import mismatch_metrics
 from rljax.mismatch.diagnosis import bucket_labels
-from rljax.record.token_dumps import TokenDump
+from rljax.record.token_dumps import TokenDump, to_rows
 
 POSITION_EDGES = (4, 8, 16, 64, 256, 1024, 4096)
-"""First positions of the buckets after the first. """
+"""First positions of the buckets after the first."""
 UNCERTAINTY_EDGES = (0.03, 0.1, 0.3, 0.6)
 """Lowest uncertainties of the buckets after the first; the uncertainty of a token is 1 - p."""
 FEWEST_TOKENS = 60
@@ -44,13 +44,11 @@ class TokenFacts:
     outliers: int  # tokens whose error is far beyond that of the others
     outlier_share: float  # their share of k3_kl
     effect_without: float  # the error of the logits of all other tokens
-    by_position: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty by position
-    by_uncertainty: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty by uncertainty
-    effects: Mapping[str, float] = field(default_factory=dict)  # the error of the logits by position
-    slope: float = math.nan  # of the sharper column against the other one
-    sharper: str = ""  # the column with the larger spread
-    grids: Mapping[str, str] = field(default_factory=dict)  # the dtype of the logits by column, where it shows
-    floors: Mapping[str, float] = field(default_factory=dict)  # mean of abs(lr) between two runs of a scorer
+    by_position: Mapping[str, float]  # the gap per uncertainty by position
+    by_uncertainty: Mapping[str, float]  # the gap per uncertainty by uncertainty
+    effects: Mapping[str, float]  # the error of the logits by position
+    grids: Mapping[str, str]  # the dtype of the logits by column, where it shows
+    floors: Mapping[str, float]  # mean of abs(lr) between two runs of a scorer
 
 
 def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
@@ -68,8 +66,8 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
     trainer = roles.get("trainer") or next(name for name in names if name != roles.get("rollout"))
     rollout = roles.get("rollout") or next(name for name in names if name != trainer)
     check_logprobs(dump, [trainer, rollout])
-    x, y, mask = (_rows(vectors) for vectors in (dump.logprobs[trainer], dump.logprobs[rollout], dump.response_mask))
-    mask = mask == 1
+    x, y = (_rows(dump, name) for name in (trainer, rollout))
+    mask = to_rows(dump.response_mask, False)
     valid = mask & np.isfinite(x) & np.isfinite(y)
     verdict = judge(x, y, mask, dump.sources[trainer], dump.sources[rollout])
     position = np.cumsum(valid, axis=1)[valid]
@@ -79,27 +77,24 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
     own = {trainer: dump.sources[trainer].temperature, rollout: dump.sources[rollout].temperature}
     sampled = dump.sampling.get("temperature")
     given = float(sampled) if isinstance(sampled, (int, float)) and sampled > 0 else temperature
-    slope, is_rollout = _slope(x[valid], y[valid])
+    seconds = {name: name + SECOND_RUN for name in (trainer, rollout) if name + SECOND_RUN in dump.logprobs}
     return TokenFacts(
-        trainer,
-        rollout,
-        {"trainer", "rollout"} <= set(roles),
-        mismatch_metrics(x, y, mask),
-        verdict,
-        float(np.mean(np.abs(lr)) / max(np.mean(uncertainty), 1e-3)) if len(lr) else math.nan,
-        int(far.sum()),
-        float(k3[far].sum() / k3.sum()) if k3.sum() > 0 else 0.0,
-        _effect(lr[~far]),
-        _by_bucket(lr[~far], uncertainty[~far], position[~far], POSITION_EDGES),
-        _by_bucket(lr[~far], uncertainty[~far], uncertainty[~far], UNCERTAINTY_EDGES),
-        _effects(lr[~far], position[~far]),
-        slope,
-        rollout if is_rollout else trainer,
-        {name: grid for name in (trainer, rollout) if (grid := logit_grid(dump, name, own[name] or given))},
-        {
-            name: mismatch_metrics(a, _rows(dump.logprobs[name + SECOND_RUN]), mask)["logprob_abs_diff_mean"]
-            for name, a in ((trainer, x), (rollout, y))
-            if name + SECOND_RUN in dump.logprobs
+        trainer=trainer,
+        rollout=rollout,
+        roles_known={"trainer", "rollout"} <= set(roles),
+        metrics=mismatch_metrics(x, y, mask),
+        verdict=verdict,
+        normalised_gap=normalised_gap(x[valid], y[valid]) if len(lr) else math.nan,
+        outliers=int(far.sum()),
+        outlier_share=float(k3[far].sum() / k3.sum()) if k3.sum() > 0 else 0.0,
+        effect_without=_effect(lr[~far]),
+        by_position=_by_bucket(lr[~far], uncertainty[~far], position[~far], POSITION_EDGES),
+        by_uncertainty=_by_bucket(lr[~far], uncertainty[~far], uncertainty[~far], UNCERTAINTY_EDGES),
+        effects=_effects(lr[~far], position[~far]),
+        grids={name: grid for name in (trainer, rollout) if (grid := logit_grid(dump, name, own[name] or given))},
+        floors={
+            name: mismatch_metrics(_rows(dump, name), _rows(dump, second), mask)["logprob_abs_diff_mean"]
+            for name, second in seconds.items()
         },
     )
 
@@ -152,17 +147,6 @@ def _same_context(dump: TokenDump, column: str) -> Iterator[float]:
         yield from (b - a for a, b in itertools.pairwise(found.values()))
 
 
-def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, bool]:
-    """Returns the slope of the column with the larger spread against the other one, and whether that one is ``y``.
-
-    The slope is NaN if the columns hardly correlate, or there are few tokens.
-    """
-    if len(x) < 16 or not min(np.std(x), np.std(y)) > 0:
-        return math.nan, False
-    spread, correlation = np.std(y) / np.std(x), float(np.corrcoef(x, y)[0, 1])
-    return (correlation * max(spread, 1 / spread) if correlation > 0.9 else math.nan), bool(spread > 1)
-
-
 def _effect(lr: np.ndarray) -> float:
     return effect(float(np.mean(np.expm1(lr) - lr)), float(np.mean(np.abs(lr)))) if len(lr) else math.nan
 
@@ -184,9 +168,6 @@ def _by_bucket(lr: np.ndarray, uncertainty: np.ndarray, values: np.ndarray, edge
     }
 
 
-def _rows(vectors: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the vectors as rows [n, longest] of floats, with NaN after the end of each."""
-    rows = np.full((len(vectors), max(map(len, vectors), default=0)), np.nan)
-    for row, vector in zip(rows, vectors, strict=True):
-        row[: len(vector)] = vector
-    return rows
+def _rows(dump: TokenDump, column: str) -> np.ndarray:
+    """Returns a column as rows, float64 [n, longest], with NaN after the end of each sequence."""
+    return to_rows(dump.logprobs[column], np.nan).astype(np.float64)

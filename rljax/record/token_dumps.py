@@ -148,6 +148,14 @@ class TokenDump:
         return dataclasses.replace(self, logprobs=columns, sources={**self.sources, name: source})
 
 
+def to_rows(vectors: Sequence[np.ndarray], fill: float) -> np.ndarray:
+    """Returns the vectors of a column, which have one dtype, as rows [n, longest], with ``fill`` after the end of each."""
+    rows = np.full((len(vectors), max(map(len, vectors), default=0)), fill, vectors[0].dtype if len(vectors) else None)
+    for row, vector in zip(rows, vectors, strict=True):
+        row[: len(vector)] = vector
+    return rows
+
+
 def make_dump(
     sequence_ids: Sequence[str],
     token_ids: Sequence[Sequence[int] | np.ndarray],

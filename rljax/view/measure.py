@@ -14,7 +14,7 @@ from rljax.mismatch.accurate import exp_minus_one_minus_x
 from rljax.mismatch.correction import correct_tokens, finalize_correction
 from rljax.mismatch.metrics import finalize_mismatch
 from rljax.mismatch.regions import region_factor
-from rljax.record.token_dumps import TokenDump
+from rljax.record.token_dumps import TokenDump, to_rows
 
 METRICS = (
     *("k3_kl", "kl", "logprob_abs_diff_mean", "logprob_abs_diff_p99", "logprob_abs_diff_max", "log_ppl_abs_diff"),
@@ -134,11 +134,7 @@ def _chunks(lengths: list[int]) -> Iterator[np.ndarray]:
 
 
 def _pad(vectors: Any, rows: np.ndarray, fill: float) -> np.ndarray:
-    chosen = [vectors[row] for row in rows]
-    padded = np.full((len(chosen), max(map(len, chosen))), fill, chosen[0].dtype)
-    for line, vector in zip(padded, chosen, strict=True):
-        line[: len(vector)] = vector
-    return padded
+    return to_rows([vectors[row] for row in rows], fill)
 
 
 def _read(dump: TokenDump, columns: tuple[str, str], rows: np.ndarray) -> tuple[np.ndarray, Any, Any]:
