@@ -16,7 +16,6 @@ SOURCE cannot be read.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy as np
 import tyro
 
 from rljax.compare.importers import read_tokens
+from rljax.compare.report import finite_json
 from rljax.diagnose.course import Course, read_course
 from rljax.diagnose.evidence import Declared, Facts
 from rljax.diagnose.page import diagnose, to_text
@@ -132,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
         log, dump, config = read_source(given)
         dump = with_roles(dump, given) if dump is not None else None
         found = diagnose(str(given.source), facts_of(log, dump, config), log)
-        text = json.dumps(found, indent=1, allow_nan=False) + "\n"
+        text = finite_json(found)
         if given.json == Path("-"):
             print(text, end="")
         else:

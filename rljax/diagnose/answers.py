@@ -30,7 +30,7 @@ def _kind(facts: Facts, cause: str, findings: Sequence[Finding]) -> str:
     if kind in ("numerics", "staleness"):
         return f"{kind}: {next(f.evidence for f in findings if f.cause == cause)}"
     course = facts.course
-    if course is not None and course.largest.get("staleness", 0.0) > 0:
+    if course is not None and course.is_stale:
         return (
             f"{UNKNOWN}: rollouts are up to {course.largest['staleness']:.3g} versions old, and nothing splits the gap"
         )
@@ -50,31 +50,32 @@ def _concentration(facts: Facts) -> str:
         )
         return f"a few: {share}" if tokens.outlier_share > 0.5 else f"all: {share}"
     first = course.first if course is not None else {}
-    k3, p99 = first.get("k3_kl", math.nan), first.get("logprob_abs_diff_p99", math.nan)
-    if math.isnan(k3 + p99):
+    if course is None or not {"k3_kl", "logprob_abs_diff_p99"} <= set(first):
         largest, mean = (first.get(f"logprob_abs_diff_{name}", math.nan) for name in ("max", "mean"))
         hint = f"; the largest abs(lr) is {largest / mean:.0f} times the mean" if largest / max(mean, 1e-12) > 0 else ""
         return f"{UNKNOWN}: that takes a dump of the tokens, or quantiles of abs(lr){hint}"
-    rest = p99**2 / 2
-    if k3 > 2 * p99**2:
-        return f"a few: k3_kl is {k3:.2g}, and 99% of the tokens can make at most {rest:.2g} of it"
+    rest = course.k3_of_most
+    if course.is_of_few:
+        return f"a few: k3_kl is {first['k3_kl']:.2g}, and 99% of the tokens can make at most {rest:.2g} of it"
+    p99 = first["logprob_abs_diff_p99"]
     return f"all, or no few: 99% of the tokens are below {p99:.2g} nats, which explains a k3_kl of up to {rest:.2g}"
 
 
 def _by_bucket(facts: Facts, group: str, what: str, signal: str) -> str:
-    effects: Mapping[str, float] = {}
-    if facts.tokens is not None:
-        effects = facts.tokens.by_position if what == "position" else facts.tokens.by_uncertainty
-        what = what if what == "position" else "uncertainty (1 - p)"
-    if len(effects) < 2 and facts.course is not None:
-        effects = facts.course.effects.get(group, {})
-    if len(effects) >= 2:
-        listed = ", ".join(f"{label} {value:.2g}" for label, value in effects.items())
-        values = list(effects.values())
-        change = values[-1] / values[0] if values[0] > 0 else math.nan
-        measure = "the gap per uncertainty" if effects in _of_tokens(facts) else "the error of the logits"
-        return f"{measure} by {what}: {listed} (last over first: {change:.1f})"
-    course = facts.course
+    course, tokens = facts.course, facts.tokens
+    measures: dict[str, Mapping[str, float]] = {}
+    if tokens is not None and what == "position":
+        measures["the gap per uncertainty by position"] = tokens.by_position
+    elif tokens is not None:
+        measures["the gap per uncertainty by uncertainty (1 - p)"] = tokens.by_uncertainty
+    if course is not None:
+        measures[f"the error of the logits by {what}"] = course.effects.get(group, {})
+    for measure, values in measures.items():
+        if len(values) >= 2:
+            listed = ", ".join(f"{label} {value:.2g}" for label, value in values.items())
+            first, *_, last = values.values()
+            change = last / first if first > 0 else math.nan
+            return f"{measure}: {listed} (last over first: {change:.1f})"
     if course is not None and signal in course.correlations:
         both = f"{course.correlations[signal]:+.2f}"
         changes = course.correlations.get(f"changes/{signal}", math.nan)
@@ -83,10 +84,6 @@ def _by_bucket(facts: Facts, group: str, what: str, signal: str) -> str:
             f"{changes:+.2f} between their changes from step to step"
         )
     return f"{UNKNOWN}: neither buckets nor {signal} in the data"
-
-
-def _of_tokens(facts: Facts) -> list[Mapping[str, float]]:
-    return [] if facts.tokens is None else [facts.tokens.by_position, facts.tokens.by_uncertainty]
 
 
 def _with_step(course: Course | None) -> str:

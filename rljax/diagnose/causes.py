@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from rljax.diagnose.course import Course
-from rljax.diagnose.evidence import BEYOND, CONFIDENCES, EFFECTS, LIKELY, POSSIBLE, SURE, Facts, Finding
+from rljax.diagnose.evidence import BEYOND, CONFIDENCES, DTYPES, EFFECTS, LIKELY, POSSIBLE, SURE, Facts, Finding
 from rljax.diagnose.token_facts import TokenFacts
 
 CAUSES: Mapping[str, tuple[str, str]] = {
@@ -69,7 +69,7 @@ def _comparable(facts: Facts) -> Iterator[Finding]:
 
 def _stale(facts: Facts) -> Iterator[Finding]:
     course = facts.course
-    if course is None or not course.largest.get("staleness", 0.0) > 0:
+    if course is None or not course.is_stale:
         return
     age = max(course.first["staleness"], course.last["staleness"], 0.0)
     drift, numerics = (
@@ -131,12 +131,12 @@ def _is_late(course: Course | None) -> bool:
     if course is None or math.isnan(course.effect_start):
         return False
     later = max(course.effect_first, course.effect_last)
-    return course.effect_start * 3 < later or course.largest.get("staleness", 0.0) > 0
+    return course.effect_start * 3 < later or course.is_stale
 
 
 def _weights(facts: Facts) -> Iterator[Finding]:
     course = facts.course
-    if course is not None and course.starts_at <= 2 and not course.largest.get("staleness", 0.0) > 0:
+    if course is not None and course.starts_at <= 2 and not course.is_stale:
         start, later = course.effect_start, max(course.effect_first, course.effect_last)
         name = "error of the logits"
         if math.isnan(start) and course.gap_name:
@@ -168,7 +168,7 @@ def _weights(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "other_weights",
             LIKELY if facts.is_split else POSSIBLE,
-            f"{facts.described} is beyond what rounding in 8 bits gives, from the first step{pattern}",
+            f"{facts.size} is beyond what rounding in 8 bits gives, from the first step{pattern}",
         )
 
 
@@ -186,8 +186,8 @@ def _extreme(facts: Facts) -> Iterator[Finding]:
     if course is None:
         return
     k3, p99 = course.first.get("k3_kl", math.nan), course.first.get("logprob_abs_diff_p99", math.nan)
-    if k3 > 2 * p99**2:  # the 99% of tokens below p99 have at most p99 ** 2 / 2 on the mean
-        share = 1 - p99**2 / 2 / k3
+    if course.is_of_few:
+        share = 1 - course.k3_of_most / k3
         yield Finding(
             "extreme_tokens",
             SURE,
@@ -233,11 +233,10 @@ def _growth(values: Mapping[str, float]) -> float:
 
 def _dtype(facts: Facts) -> Iterator[Finding]:
     tokens, declared, origin = facts.tokens, facts.declared, facts.origin
-    size = facts.described
+    size = facts.size
     if tokens is not None and len(tokens.grids) == 1 and declared.coarser:
         column, grid = next(iter(tokens.grids.items()))
-        finer = {"bfloat16": ("float32", "float16"), "float16": ("float32",)}[grid]
-        if declared.coarser in finer:
+        if declared.coarser in DTYPES[: DTYPES.index(grid)]:
             yield Finding(
                 "head_dtype",
                 SURE,
@@ -308,7 +307,7 @@ def _rounding(facts: Facts) -> Iterator[Finding]:
     """Yields rounding in 16 bits where a limit is crossed and nothing else explains it."""
     if facts.origin == "bfloat16" and any(one.is_crossed for one in facts.crossings) and not any(_explains(facts)):
         sure = LIKELY if facts.is_split else POSSIBLE
-        yield Finding("sixteen_bits", sure, f"{facts.described} is that of bfloat16, and a limit is crossed")
+        yield Finding("sixteen_bits", sure, f"{facts.size} is that of bfloat16, and a limit is crossed")
 
 
 RULES = (_comparable, _extreme, _stale, _temperature, _weights, _length, _dtype, _failure, _rounding)

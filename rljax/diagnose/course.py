@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -44,11 +44,26 @@ class Course:
     early_growth: float  # the largest smoothed mismatch of the first quarter of the steps over the first number
     peak: float  # of the smoothed reward
     decline: int | None  # the step at which the reward begins to fall for good; None: it does not collapse
-    onsets: Mapping[str, Onset] = field(default_factory=dict)  # of gap, grad_norm, entropy (its fall) and length
-    correlations: Mapping[str, float] = field(default_factory=dict)  # Spearman's, of the gap with other signals
+    onsets: Mapping[str, Onset]  # of gap, grad_norm, entropy (its fall) and length
+    correlations: Mapping[str, float]  # Spearman's, of the gap with other signals
     # The error of the logits by bucket, over the whole log: group -> label -> effect.
-    effects: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    gaps: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # the mean gap by bucket
+    effects: Mapping[str, Mapping[str, float]]
+    gaps: Mapping[str, Mapping[str, float]]  # the mean gap by bucket
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether some rollouts were sampled with older weights, as far as the log says so."""
+        return self.largest.get("staleness", 0.0) > 0
+
+    @property
+    def k3_of_most(self) -> float:
+        """The most that the 99% of tokens with the smallest abs(lr) add to k3_kl in the first steps; NaN if unknown."""
+        return self.first.get("logprob_abs_diff_p99", math.nan) ** 2 / 2  # exp(lr) - lr - 1 is about lr ** 2 / 2
+
+    @property
+    def is_of_few(self) -> bool:
+        """Whether one token in a hundred carries at least three quarters of k3_kl in the first steps."""
+        return self.first.get("k3_kl", math.nan) > 4 * self.k3_of_most
 
 
 def effect(k3: float, gap: float) -> float:

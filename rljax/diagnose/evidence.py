@@ -32,6 +32,8 @@ _ALONE = {
 }
 _CLEARLY = 1.4  # a size above this multiple of a limit is clearly beyond it
 BEYOND = "beyond rounding"
+DTYPES = ("float32", "float16", "bfloat16")
+"""The dtypes of log-probabilities, the finest first."""
 
 
 class Declared(NamedTuple):
@@ -46,9 +48,8 @@ class Declared(NamedTuple):
     @property
     def coarser(self) -> str:
         """The coarser of the two dtypes; empty if one is unknown."""
-        order = ("float32", "float16", "bfloat16")
         both = (self.trainer_dtype, self.rollout_dtype)
-        return max(both, key=order.index) if all(name in order for name in both) else ""
+        return max(both, key=DTYPES.index) if all(name in DTYPES for name in both) else ""
 
 
 class Finding(NamedTuple):
@@ -57,6 +58,17 @@ class Finding(NamedTuple):
     cause: str  # a key of CAUSES
     confidence: str  # one of CONFIDENCES
     evidence: str  # one sentence with numbers
+
+
+class Size(NamedTuple):
+    """The size of a mismatch in one measure."""
+
+    value: float
+    limits: Mapping[str, float]  # the upper end of the range of each origin
+    measure: str  # what the value is, in words
+
+    def __str__(self) -> str:
+        return f"{self.measure} of {self.value:.2g}"
 
 
 class Facts(NamedTuple):
@@ -75,21 +87,21 @@ class Facts(NamedTuple):
         return math.nan if self.course is None else self.course.effect_last
 
     @property
-    def size(self) -> tuple[float, Mapping[str, float]]:
-        """The size of the mismatch and the limits of its origins: the error of the logits, or the best other signal."""
+    def size(self) -> Size:
+        """The size of the mismatch: the error of the logits, or else what the best other signal says."""
         course = self.course
         if not math.isnan(self.effect) or course is None or not course.gap_name:
-            return self.effect, EFFECTS
+            return Size(self.effect, EFFECTS, "an error of the logits")
         entropy = course.last.get("entropy", math.nan)
         for name, limits in _OVER_ENTROPY.items():
             if entropy > 0 and name in course.last:
-                return course.last[name] / entropy, limits
-        return course.last[course.gap_name], _ALONE[course.gap_name]
+                return Size(course.last[name] / entropy, limits, f"a {name} over the entropy")
+        return Size(course.last[course.gap_name], _ALONE[course.gap_name], f"a {course.gap_name}")
 
     @property
     def origin(self) -> str:
         """The origin that the size of the mismatch fits: a key of EFFECTS, BEYOND, or "" without a size."""
-        size, limits = self.size
+        size, limits, _ = self.size
         return "" if math.isnan(size) else next((name for name, limit in limits.items() if size <= limit), BEYOND)
 
     @property
@@ -103,16 +115,4 @@ class Facts(NamedTuple):
     @property
     def is_clear(self) -> bool:
         """Whether the size is clearly above rounding in 16 bits."""
-        size, limits = self.size
-        return size > _CLEARLY * limits["bfloat16"]
-
-    @property
-    def described(self) -> str:
-        """The size of the mismatch in words."""
-        size, limits = self.size
-        if limits is EFFECTS:
-            return f"an error of the logits of {size:.2g}"
-        if limits in _OVER_ENTROPY.values():
-            name = next(name for name, own in _OVER_ENTROPY.items() if own is limits)
-            return f"a {name} over the entropy of {size:.2g}"
-        return f"a {self.course.gap_name if self.course is not None else 'gap'} of {size:.2g}"
+        return self.size.value > _CLEARLY * self.size.limits["bfloat16"]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rljax.compare.report import finite_json
 from rljax.diagnose.answers import answers, to_measure
 from rljax.diagnose.causes import CAUSES, judge_cause
 from rljax.diagnose.course import GAPS
 from rljax.diagnose.evidence import Facts
 from rljax.diagnose.remedies import REMEDIES
 from rljax.diagnose.signals import Log
+from rljax.diagnose.thresholds import Crossing
 
 WIDTH = 110
 SHOWN = (*GAPS, "reward", "length", "entropy", "grad_norm", "learning_rate", "staleness")
@@ -42,7 +44,8 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
         "remedies": [remedy._asdict() for remedy in REMEDIES[cause]],
         "next": list(to_measure(facts, cause)),
     }
-    return {name: _finite(value) for name, value in found.items()}
+    plain: dict[str, Any] = json.loads(finite_json(found))
+    return plain
 
 
 def _measured(facts: Facts, log: Log | None) -> dict[str, Any]:
@@ -74,7 +77,7 @@ def _measured(facts: Facts, log: Log | None) -> dict[str, Any]:
     return measured
 
 
-def _limit(one: Any) -> dict[str, Any]:
+def _limit(one: Crossing) -> dict[str, Any]:
     return {
         "signal": one.threshold.signal,
         "limit": one.threshold.limit,
@@ -86,14 +89,6 @@ def _limit(one: Any) -> dict[str, Any]:
         "source": one.threshold.source,
         "meaning": one.threshold.meaning,
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def to_text(found: Mapping[str, Any]) -> str:

@@ -10,9 +10,6 @@ import numpy as np
 
 from rljax.mismatch.names import PUBLISHED_BARS
 
-MERGE_STEPS = 20
-"""The number of steps over which prime-rl's rule for merging holds."""
-
 
 class Threshold(NamedTuple):
     """A limit of one signal."""
@@ -33,7 +30,7 @@ THRESHOLDS = (
     Threshold(
         "k3_kl",
         PUBLISHED_BARS["prime_rl", "mismatch_kl/mean"],
-        f"prime-rl's rule for merging: below it at each of {MERGE_STEPS} steps",
+        "prime-rl's rule for merging: below it at each of 20 steps",
         "a change of prime-rl would not be merged",
     ),
     Threshold(

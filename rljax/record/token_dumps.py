@@ -149,7 +149,7 @@ class TokenDump:
 
 
 def to_rows(vectors: Sequence[np.ndarray], fill: float) -> np.ndarray:
-    """Returns the vectors of a column, which have one dtype, as rows [n, longest], with ``fill`` after the end of each."""
+    """Returns vectors of one dtype as the rows of an array [n, longest], with ``fill`` after the end of each."""
     rows = np.full((len(vectors), max(map(len, vectors), default=0)), fill, vectors[0].dtype if len(vectors) else None)
     for row, vector in zip(rows, vectors, strict=True):
         row[: len(vector)] = vector

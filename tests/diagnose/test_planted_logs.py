@@ -94,3 +94,9 @@ def test_the_trainer_itself_is_the_floor(folder):
     assert "between the trainer and itself" in said["answers"]["floor"]
     assert said["answers"]["floor"].endswith("no remedy goes below it")
     assert found(folder / "temperature.jsonl")["answers"]["floor"].startswith("cannot tell")
+
+
+def test_buckets_of_a_log_stand_in_for_few_tokens(folder):
+    said = found(folder / "entropy_collapse.jsonl", LOGS / "entropy_collapse.parquet")["answers"]
+    assert said["with entropy"].startswith("the error of the logits by entropy: 0.01_to_0.1 ")
+    assert said["with length"].startswith("the error of the logits by position: lt_4 ")
