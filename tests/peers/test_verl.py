@@ -1,16 +1,13 @@
 """The exporters of docs/compare.md on verl's own classes, and the patch of docs/torch_peers.md in a copy of it."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from pages import run_block
-from patched import patched_copy, program_output
+from patched import check_rates_of_updates, patched_copy
 
 from rljax.compare.importers import read_tokens
 from rljax.mismatch import framework_metrics, mismatch_statistics
 from rljax.mismatch import read_tokens as read_arrays
-from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("verl")
@@ -20,7 +17,6 @@ RESPONSES = [[1, 2], [3, 4, 5, 6]]
 MASKS = [[1, 1], [1, 0, 1, 1]]
 TRAINER = [[-0.25, -0.5], [-1.25, -1.5, -1.75, -2.0]]
 ROLLOUT = [[-0.125, -0.25], [-0.625, -0.75, -0.875, -1.0]]
-ROOT = Path(__file__).parents[2]
 
 
 def check(path, names):
@@ -165,26 +161,8 @@ def test_verls_own_mismatch_functions_and_ours_agree():
 
 
 def test_the_patch_sets_the_rate_of_every_update(tmp_path):
-    """verl's trainer sends the length, its worker trains the toy base: two mini-batches, two epochs, one rate.
-
-    A new worker goes on from verl's checkpoint between the surge and the first decay.
-    """
+    """verl's trainer sends the length, its worker trains."""
     patched_copy("verl", tmp_path)
-    lengths = [1000.0] * 4 + [4000.0] * 22
-    rules = SurgeConfig(window=6, warmup=3, smooth=1, persistence=1)
-    law = LengthTriggeredLR(1e-6, tracker=SurgeTracker(rules), multiplier=1.2)
-    rates = [law.step(length) for length in lengths]
-    assert (law.surge_step, law.decay_period) == (5, 6)
-    given = "{multiplier: 1.2, surge: {window: 6, warmup: 3, smooth: 1, persistence: 1}}"
-    words = {"lr": "1e-6", "lr_scheduler_type": "length_triggered", "lr_scheduler_kwargs": given}
-    settings = {
-        "overrides": [f"actor_rollout_ref.actor.optim.{name}={value}" for name, value in words.items()],
-        "model": str(ROOT / "configs" / "toy-base"),
-        "lengths": lengths,
-        "resume_at": 5,
-        "directory": str(tmp_path / "checkpoint"),
-    }
+    options = ("lr_scheduler_type", "lr_scheduler_kwargs")
     platform = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu", "VERL_ENGINE_DEVICE": "cuda"}
-    found = program_output("verl_updates.py", tmp_path, settings, **platform)
-    assert found == {"used": [rate for rate in rates for _ in range(4)], "logged": rates, "surge_step": 5}
-    assert rates[-1] == pytest.approx(1e-7)
+    check_rates_of_updates("verl_updates.py", tmp_path, 1000.0, "actor_rollout_ref.actor.optim", options, **platform)

@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -34,3 +38,35 @@ def program_output(name, directory, settings, **variables):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_rates_of_updates(program, directory, short, place, scheduler, **variables):
+    """Checks that a patched trainer updates by the law: two mini-batches, two epochs, and one rate for each batch.
+
+    A new worker goes on from the trainer's checkpoint between the surge and the first decay.
+
+    Args:
+      program: The name of a program of tests/peers, which trains the toy base.
+      directory: The directory of the patched copy.
+      short: The mean length of the first four batches. The other 22 are four times as long.
+      place: The trainer's option that holds those of the optimizer.
+      scheduler: The names of the two options for the kind of the scheduler and for its arguments.
+      **variables: The environment variables of the program.
+    """
+    lengths = [short] * 4 + [4 * short] * 22
+    rules = SurgeConfig(window=6, warmup=3, smooth=1, persistence=1)
+    law = LengthTriggeredLR(1e-6, tracker=SurgeTracker(rules), multiplier=1.2)
+    rates = [law.step(length) for length in lengths]
+    assert (law.surge_step, law.decay_period) == (5, 6)
+    given = "{multiplier: 1.2, surge: {window: 6, warmup: 3, smooth: 1, persistence: 1}}"
+    words = zip(("lr", *scheduler), ("1e-6", "length_triggered", given), strict=True)
+    settings = {
+        "overrides": [f"{place}.{name}={value}" for name, value in words],
+        "model": str(ROOT / "configs" / "toy-base"),
+        "lengths": lengths,
+        "resume_at": 5,
+        "directory": str(directory / "checkpoint"),
+    }
+    found = program_output(program, directory, settings, **variables)
+    assert found == {"used": [rate for rate in rates for _ in range(4)], "logged": rates, "surge_step": 5}, found
+    assert rates[-1] == pytest.approx(1e-7)
