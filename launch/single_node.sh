@@ -115,33 +115,26 @@ if [[ -n "$server_gpus" && -z "$memory" ]]; then
 fi
 
 source "$here/launch/environment.sh"
+source "$here/launch/served.sh"
 [[ "$engine" != vllm ]] || check_driver || exit 2
 prepare_trainer_environment
 python="$RLJAX_BIN/python"
 # One process trains here, also in a step of Slurm or of Open MPI, of which JAX would take one GPU.
 given=("$config" --run.processes 1 "$@" --rollout.engine "$engine")
 pending=("${given[@]}" --rollout.urls http://127.0.0.1:0) # the servers are not known yet, and their engine wants a URL
-keys=model.path,rollout.dtype,precision.lm_head_dtype,run.dir,max_engine_tokens,rollout.api_key_file,rollout.colocated,rollout.reported,rollout.server_form.weights,rollout.server_form.kv_cache,rollout.batch_invariant
+keys=model.path,rollout.dtype,run.dir,max_engine_tokens,rollout.api_key_file,rollout.colocated,$served_keys
 settings="$("$python" -m rljax.cli config --show "$keys" "${pending[@]}")" || exit 2
 {
-  read -r model && read -r dtype && read -r head && read -r run_dir && read -r longest && read -r key_file &&
-    read -r colocated && read -r reported && read -r weights_form && read -r cache_form && read -r batch_invariant
+  read -r model && read -r dtype && read -r run_dir && read -r longest && read -r key_file && read -r colocated &&
+    read_served
 } <<<"$settings"
 ((longest >= 512)) || longest=512
 logs="$run_dir-servers"
 
-server_command=(bash "$here/launch/${engine}_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --timeout "$server_wait" --follow-parent)
-[[ "$head" != float32 ]] || server_command+=(--head-dtype float32)
+server_command=(bash "$here/launch/${engine}_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --timeout "$server_wait" --follow-parent "${server_options[@]}")
 [[ "$key_file" == None ]] || server_command+=(--api-key-file "$key_file")
-# The sampled token comes with the likeliest ones.
-((reported < 20)) || server_command+=(--max-logprobs "$((reported + 1))")
-[[ "$batch_invariant" != True ]] || server_command+=(--batch-invariant)
-server_args=()
-[[ "$weights_form" == none ]] || server_args+=(--quantization "$weights_form")
-[[ "$cache_form" == auto ]] || server_args+=(--kv-cache-dtype "$cache_form")
 memory_option=--gpu-memory-utilization
 [[ "$engine" == vllm ]] || memory_option=--mem-fraction-static
-((tensor_parallel == 1)) || server_args+=(--tensor-parallel-size "$tensor_parallel")
 [[ -z "$memory" ]] || server_args+=("$memory_option" "$memory")
 # vLLM for a CPU refuses the option; there a server sleeps without giving memory back.
 [[ "$colocated" != True || -z "$server_gpus" ]] || server_args+=(--enable-sleep-mode)

@@ -191,15 +191,6 @@ def test_a_dry_run_shows_a_server_for_each_group_of_gpus(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_form_of_the_configuration_reaches_the_servers():
-    form = ("--rollout.server-form.kv-cache", "fp8_e5m2", "--rollout.server-form.weights", "fp8_per_channel")
-    code, out, err = outcome(CONFIG, "--dry-run", "--", *form, "--rollout.batch-invariant")
-    assert code == 0, err
-    (server,) = (line for line in out.splitlines() if line.startswith("server"))
-    assert " --batch-invariant " in server
-    assert server.rstrip().endswith("-- --quantization fp8_per_channel --kv-cache-dtype fp8_e5m2")
-
-
 def test_the_key_file_of_the_configuration_reaches_the_servers():
     code, out, err = outcome(CONFIG, "--dry-run", "--", "--rollout.api-key-file", "/secrets/key")
     assert code == 0, err

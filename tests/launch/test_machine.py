@@ -157,6 +157,15 @@ def test_servers_allow_what_the_configuration_reports(script, reported, allowed)
     assert server.partition("--max-logprobs ")[2].partition(" ")[0].strip() == allowed
 
 
+@pytest.mark.parametrize("script", ["launch/single_node.sh", "launch/slurm.sbatch"])
+def test_servers_have_the_form_of_the_configuration(script):
+    served = ["--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0"] if "slurm" in script else []
+    form = ["--rollout.server-form.kv-cache", "fp8_e5m2", "--rollout.server-form.weights", "fp8_per_channel"]
+    server = plan(script, "--", *served, *form, "--rollout.batch-invariant")[-2]
+    assert " --batch-invariant " in server
+    assert server.rstrip().endswith("-- --quantization fp8_per_channel --kv-cache-dtype fp8_e5m2")
+
+
 def test_one_machine_refuses_an_old_driver(gpu_machine):
     process = start("launch/single_node.sh", PATH=gpu_machine("535.183.01"))
     assert "needs 580 or newer" in process.communicate(timeout=60)[1]

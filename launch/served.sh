@@ -1,0 +1,20 @@
+# Sourced by the scripts that start a run's servers: the options that the configuration asks of each of them.
+
+# The keys whose values read_served reads, one a line, from `rljax config --show`.
+served_keys=precision.lm_head_dtype,rollout.reported,rollout.server_form.weights,rollout.server_form.kv_cache,rollout.batch_invariant
+
+# read_served: sets server_options, for launch/ENGINE_server.sh, and server_args, for the engine itself. It needs
+# tensor_parallel.
+read_served() {
+  local head reported weights cache batch_invariant
+  read -r head && read -r reported && read -r weights && read -r cache && read -r batch_invariant || return
+  server_options=()
+  [[ "$head" != float32 ]] || server_options+=(--head-dtype float32)
+  # The sampled token comes with the likeliest ones.
+  ((reported < 20)) || server_options+=(--max-logprobs "$((reported + 1))")
+  [[ "$batch_invariant" != True ]] || server_options+=(--batch-invariant)
+  server_args=()
+  [[ "$weights" == none ]] || server_args+=(--quantization "$weights")
+  [[ "$cache" == auto ]] || server_args+=(--kv-cache-dtype "$cache")
+  ((tensor_parallel == 1)) || server_args+=(--tensor-parallel-size "$tensor_parallel")
+}
