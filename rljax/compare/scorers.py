@@ -19,6 +19,7 @@ from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
 from rljax.record.token_dumps import ColumnSource, TokenDump, after_prompts, common_prefix
 from rljax.rollout.build import connect, load_jax_engine
+from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.form import ServerForm
 from rljax.rollout.injected import CACHES
 from rljax.rollout.servers.model import ServedModel
@@ -150,9 +151,9 @@ def local_source(kind: str, dtype: str, temperature: float, model: str | os.Path
     """
     engine = f"transformers {version('transformers')}" if kind == "hf" else f"jax {jax.__version__}"
     if kind in ("jax-decode", "jax-prefill"):
-        dtype, _, cache = dtype.partition("/")
-        form = ServerForm(kv_cache=cache or "auto").label
+        dtype, cache = _split_cache(dtype)
         engine = f"{engine} {kind.removeprefix('jax-')}"
+        form = ServerForm(kv_cache=cache).label
         return ColumnSource(engine, dtype, weights_hash(model), temperature, "rollout", form)
     return ColumnSource(engine, dtype, weights_hash(model), temperature)
 
@@ -243,9 +244,7 @@ def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump,
     """Decodes every token from the first response token on; the tokens before it are the prompt."""
     check_vocabulary(dump, read_config(model).vocab_size)
     prompts, responses = _split(dump)
-    dtype, _, cache = dtype.partition("/")
-    engine = load_jax_engine(model, dtype, max(map(len, prompts), default=1), kv_cache_dtype=cache or "auto")
-    longest = max(1, *map(len, responses))
+    engine, longest = _load_engine(model, dtype, prompts), max(1, *map(len, responses))
     for start in range(0, len(prompts), batch_size):
         batch = slice(start, start + batch_size)
         scored = engine.score(prompts[batch], responses[batch], temperature=temperature, max_response_tokens=longest)
@@ -255,12 +254,22 @@ def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump,
 def _prefill_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
     """Computes every sequence at once, in the way in which the embedded engine computes a prompt."""
     check_vocabulary(dump, read_config(model).vocab_size)
-    dtype, _, cache = dtype.partition("/")
-    longest = max(map(len, dump.token_ids), default=1)
-    engine = load_jax_engine(model, dtype, longest, kv_cache_dtype=cache or "auto")
+    engine = _load_engine(model, dtype, dump.token_ids)
     for start in range(0, len(dump.token_ids), batch_size):
         for vector in engine.score_prefill(dump.token_ids[start : start + batch_size], temperature=temperature):
             yield np.concatenate([_NONE, vector])
+
+
+def _load_engine(model: Path, dtype: str, prompts: Sequence[np.ndarray]) -> JaxEngine:
+    """Makes the embedded engine for a spec's DTYPE or DTYPE/CACHE, and for prompts as long as the longest one."""
+    dtype, cache = _split_cache(dtype)
+    return load_jax_engine(model, dtype, max(map(len, prompts), default=1), kv_cache_dtype=cache)
+
+
+def _split_cache(dtype: str) -> tuple[str, str]:
+    """Splits a spec's DTYPE/CACHE: ``float32/fp8_e5m2`` becomes ``("float32", "fp8_e5m2")``; no cache is auto."""
+    dtype, _, cache = dtype.partition("/")
+    return dtype, cache or "auto"
 
 
 def _served_prefill(server: ServedModel, dump: TokenDump, batch_size: int) -> Vectors:
@@ -272,7 +281,7 @@ def _served_decode(server: ServedModel, dump: TokenDump, batch_size: int) -> Vec
     prompts, responses = _split(dump)
     decoded = server.decode(prompts, responses, at_once=batch_size)
     for prompt, logprobs in zip(prompts, decoded, strict=True):
-        yield next(iter(after_prompts([prompt], [logprobs])))
+        yield from after_prompts([prompt], [logprobs])
 
 
 def _split(dump: TokenDump) -> tuple[list[np.ndarray], list[np.ndarray]]:

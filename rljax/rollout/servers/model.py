@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,12 +73,9 @@ class ServedModel(Admission):
           ValueError: The server does not take a sequence.
         """
         check_prompts(sequences, 1, self.info)
-        for start in range(0, len(sequences), at_once):
-            requests = [
-                Request(ids, SamplingParams(1), prompt_logprobs=0) for ids in sequences[start : start + at_once]
-            ]
-            for request, reply in zip(requests, self._scored(requests), strict=True):
-                yield self._logprobs_of(request.prompt, reply)
+        requests = (Request(ids, SamplingParams(1), prompt_logprobs=0) for ids in sequences)
+        for ids, reply in zip(sequences, self._scored(requests, at_once), strict=True):
+            yield self._logprobs_of(ids, reply)
 
     def decode(
         self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], *, at_once: int
@@ -90,16 +88,14 @@ class ServedModel(Admission):
         for prompt, response in zip(prompts, responses, strict=True):
             check_prompts([prompt], max(len(response), 1), self.info)
         with self._backend.forcing(self._client, self.info.url) as forced:
-            for start in range(0, len(prompts), at_once):
-                pairs = list(zip(prompts[start : start + at_once], responses[start : start + at_once], strict=True))
-                requests = [
-                    Request(prompt, SamplingParams(len(tokens)), seed=0, forced=forced(tokens))
-                    for prompt, tokens in pairs
-                    if len(tokens)
-                ]
-                replies = self._scored(requests)
-                for _, tokens in pairs:
-                    yield self._decoded(tokens, next(replies)) if len(tokens) else np.zeros(0, np.float32)
+            requests = (
+                Request(prompt, SamplingParams(len(tokens)), seed=0, forced=forced(tokens))
+                for prompt, tokens in zip(prompts, responses, strict=True)
+                if len(tokens)
+            )
+            replies = self._scored(requests, at_once)
+            for tokens in responses:
+                yield self._decoded(tokens, next(replies)) if len(tokens) else np.zeros(0, np.float32)
 
     def _decoded(self, tokens: np.ndarray, reply: Completion) -> np.ndarray:
         """Returns the log-probabilities of ``tokens``, which are those that ``reply`` must have."""
@@ -119,7 +115,7 @@ class ServedModel(Admission):
         """
         check_prompts([sequence], 1, self.info)
         count = min(count, self.info.vocab_size or count)
-        (reply,) = self._scored([Request(sequence, SamplingParams(1), prompt_logprobs=count)])
+        (reply,) = self._scored([Request(sequence, SamplingParams(1), prompt_logprobs=count)], 1)
         self._logprobs_of(sequence, reply)
         return [dict(top) for top in reply.prompt_logprobs]
 
@@ -159,13 +155,15 @@ class ServedModel(Admission):
                     sampled, is_cut = (reply.token_ids, reply.logprobs), reply.finish_reason == "length"
                     yield Response(*divmod(start + index, n), *sampled, is_cut, ())
 
-    def _scored(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Yields one server's replies to these requests, each checked."""
-        for request, reply in zip(requests, self._client.sample(self.info.url, requests), strict=True):
-            if reply.finish_reason not in ("stop", "length"):
-                raise ServerGoneError(f"{self.info.url} ended a response with {reply.finish_reason!r}")
-            check_completion(self.info.url, reply, request, self.info.vocab_size)
-            yield reply
+    def _scored(self, requests: Iterable[Request], at_once: int) -> Iterator[Completion]:
+        """Yields one server's replies to these requests, each checked. ``at_once`` are sent at a time."""
+        left = iter(requests)
+        while batch := list(itertools.islice(left, at_once)):
+            for request, reply in zip(batch, self._client.sample(self.info.url, batch), strict=True):
+                if reply.finish_reason not in ("stop", "length"):
+                    raise ServerGoneError(f"{self.info.url} ended a response with {reply.finish_reason!r}")
+                check_completion(self.info.url, reply, request, self.info.vocab_size)
+                yield reply
 
     def _logprobs_of(self, ids: np.ndarray, reply: Completion) -> np.ndarray:
         """Returns the log-probability of each token of ``ids`` among those reported at its place."""
