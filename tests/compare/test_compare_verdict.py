@@ -210,7 +210,7 @@ def test_tokens_of_another_vocabulary_are_refused(world, kind):
     ("gap", "form", "cause"),
     [
         (0.1, "", "other_weights"),
-        (0.1, "fp8_e5m2 cache", "none"),
+        (0.1, "fp8_e5m2 cache", "above_bar"),
         (1e-4, "fp8_e5m2 cache", "none"),
         (0.6, "fp8_e5m2 cache", "other_weights"),
     ],
@@ -221,6 +221,6 @@ def test_an_engine_that_rounds_to_8_bits_has_a_range_of_its_own(gap, form, cause
     signs = np.where(np.arange(200).reshape(4, 50) % 2, 1.0, -1.0)
     mask = np.ones(x.shape, bool)
     found = judge(x, x + gap * signs, mask, ColumnSource("jax", "float32"), ColumnSource("vllm", "float32", form=form))
-    assert found.cause in (cause, "above_bar") if cause == "none" else found.cause == cause, found.reason
-    if form and cause != "none":
+    assert found.cause == cause, found.reason
+    if form and cause == "other_weights":
         assert "is beyond that of fp8_e5m2 cache (0.5)" in found.reason

@@ -65,7 +65,7 @@ def test_decode_alone_differs_by_split_keys_and_values(model, vllm_interpreter, 
         before = sampled(server.url)
         gaps = paths(dump, server.url)
         assert forced_again(server.url, before) == SAMPLED
-        assert fails_harmlessly(server.url)
+        assert fails_harmlessly(server)
         assert server.healthy()
         np.testing.assert_array_equal(sampled(server.url)[1], before[1])
     assert 1e-4 < gaps[1].mean() < 2e-2
@@ -99,21 +99,15 @@ def forced_again(url, response):
     return int((again == logprobs).sum())
 
 
-def fails_harmlessly(url):
+def fails_harmlessly(server):
     """Whether a hook that fails is removed and says why, and the request is answered."""
-    client = ServerClient([url], VllmBackend())
-
-    def ask(method, *arguments):
-        body = {"method": method, "args": list(arguments)}
-        return client.call(url, "POST", "/collective_rpc", json=body)["results"][0]
-
+    client = ServerClient([server.url], VllmBackend())
     try:
-        assert ask("rljax_force", "test", 60.0) == {"way": "extra_args", "reason": ""}
+        assert rpc(server, "rljax_force", "test", 60.0) == [{"way": "extra_args", "reason": ""}]
         how = {"max_tokens": 4, "logprobs": 0, "extra_args": {FORCED_TOKENS: [10**6]}}
-        reply = client.call(
-            url, "POST", "/inference/v1/generate", json={"model": "policy", "token_ids": [1, 2], "sampling_params": how}
-        )
+        body = {"model": "policy", "token_ids": [1, 2], "sampling_params": how}
+        reply = client.call(server.url, "POST", "/inference/v1/generate", json=body)
         assert len(reply["choices"][0]["token_ids"]) > 0
-        return "outside the vocabulary of 509" in ask("rljax_end_force", "test")
+        return "outside the vocabulary of 509" in rpc(server, "rljax_end_force", "test")[0]
     finally:
         client.close()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from vllm_checks import OTHER_BITS, OUT_OF_BAND
 
 from rljax.errors import VerificationError
 from rljax.policy.config import PolicyConfig
@@ -19,8 +20,6 @@ from rljax.rollout.types import SamplingParams
 from tests.integration.conftest import Model, Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]
-OTHER_BITS = "does not hold the trainer's weights"
-OUT_OF_BAND = "does not sample from them"
 SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "num_heads": 2}
 SHAPES = {
     "qwen3_moe": PolicyConfig(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from planted_layers import FAULTS
 from safetensors.numpy import save_file
+from vllm_checks import rpc
 
 from rljax.commands import compare
 from rljax.compare.layers.differences import compare_layers
@@ -24,10 +25,7 @@ TOKENS = np.random.default_rng(0).integers(2, 250, 60).astype(np.int32)
 
 def ask(served, method, *arguments):
     """The answer of the server's one worker."""
-    body = json.dumps({"method": method, "args": arguments}).encode()
-    request = urllib.request.Request(f"{served.url}/collective_rpc", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)["results"][0]
+    return rpc(served, method, *arguments)[0]
 
 
 def judged(served, spec, directory=None, effects=0):

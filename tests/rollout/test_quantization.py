@@ -148,14 +148,13 @@ def both_paths(params, kind):
 
 
 def test_prefill_and_decode_of_given_tokens_agree():
-    """In float32 both paths have the same numbers. A cache in 8 bits moves both, by more than they differ."""
+    """In float32 both paths have the same numbers. A cache in 8 bits moves both alike, by far more than they differ."""
     params = init_params(CONFIG, 0)
     decoded, prefilled = both_paths(params, "auto")
-    np.testing.assert_allclose(prefilled, decoded, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(prefilled, decoded, atol=3e-6, rtol=0)
     rounded_decoded, rounded = both_paths(params, "fp8_e5m2")
-    moved = np.abs(rounded - prefilled).mean()
-    assert moved > 1e-4
-    assert np.abs(rounded_decoded - rounded).mean() < 0.2 * moved
+    np.testing.assert_allclose(rounded, rounded_decoded, atol=4e-6, rtol=0)
+    assert np.abs(rounded - prefilled).mean() > 0.03
 
 
 def test_a_coarser_cache_is_farther_from_the_rollout_dtype():

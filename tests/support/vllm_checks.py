@@ -10,7 +10,7 @@ OTHER_BITS = "does not hold the trainer's weights"
 OUT_OF_BAND = "does not sample from them"
 
 
-def rpc(served, method: str, *arguments: str) -> list:
+def rpc(served, method: str, *arguments: object) -> list:
     """What each worker answers."""
     client = ServerClient([served.url], VllmBackend())
     try:
