@@ -68,7 +68,7 @@ def test_decode_alone_differs_by_split_keys_and_values(model, vllm_interpreter, 
         assert fails_harmlessly(server)
         assert server.healthy()
         np.testing.assert_array_equal(sampled(server.url)[1], before[1])
-    assert 1e-4 < gaps[1].mean() < 2e-2
+    assert 1.8e-3 < gaps[1].mean() < 1.6e-2
     first = PROMPT + int(np.flatnonzero(gaps[1][0])[0])
     print("the first place that differs, decoded alone:", first)
     assert first >= 96
