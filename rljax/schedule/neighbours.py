@@ -159,25 +159,31 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
         return Outcome(rule)
     tracker = rule.tracker()
     controller = LengthTriggeredLR(tracker=tracker, **law._asdict())
-    rates: list[float] = []
     levels: list[Level] = []
+    missing = 0
     for step, (length, fraction) in enumerate(zip(lengths, truncated, strict=True), 1):
-        tracker.smoothed = tracker.baseline = None
-        rates.append(controller.step(length, fraction))
+        if not math.isfinite(length) and step != tracker.config.max_wait:
+            missing += 1  # The tracker would do no more than count it, so runs of missing steps cost nothing.
+            continue
+        tracker.step, tracker.smoothed, tracker.baseline = step - 1, None, None
+        controller.step(length, fraction)
         smoothed, baseline = tracker.smoothed, tracker.baseline
         if smoothed is not None and baseline is not None:
             levels.append(Level(step, smoothed / baseline, smoothed, baseline))
-    ratios = {level.step: level.ratio for level in levels}
+    changes = rate_changes(controller.decay_period, law)
+    ratios = [math.nan] * len(lengths)
+    for level in levels:
+        ratios[level.step - 1] = level.ratio
     return Outcome(
         rule=rule,
         surge_step=tracker.surge_step,
         crossing_step=tracker.crossing_step,
         decay_period=controller.decay_period,
-        changes=rate_changes(controller.decay_period, law),
-        rates=tuple(rates),
-        ratios=tuple(ratios.get(step, math.nan) for step in range(1, len(rates) + 1)),
+        changes=changes,
+        rates=rates_of(changes, len(lengths)),
+        ratios=tuple(ratios),
         nearest=max(levels, key=lambda level: level.ratio, default=None),
-        ignored=tracker.ignored,
+        ignored=tracker.ignored + missing,
         held_out=tracker.held_out,
     )
 
@@ -190,6 +196,15 @@ def rate_changes(decay_period: int | None, law: RateLaw) -> tuple[tuple[int, flo
         for decays, rate in enumerate(later, 1):
             changes[decays * decay_period] = rate
     return tuple(changes.items())
+
+
+def rates_of(changes: Sequence[tuple[int, float]], steps: int) -> tuple[float, ...]:
+    """Returns the rate of each of the first steps, from the changes of ``rate_changes``."""
+    ends = [min(step - 1, steps) for step, _ in changes[1:]] + [steps]
+    rates: list[float] = []
+    for (_, rate), end in zip(changes, ends, strict=True):
+        rates += [rate] * (end - len(rates))
+    return tuple(rates)
 
 
 def largest_ratio(

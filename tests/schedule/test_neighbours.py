@@ -68,6 +68,21 @@ def test_changes_and_rates_agree_with_the_controller(multiplier):
     assert 5 < called < 20
 
 
+@pytest.mark.parametrize("max_wait", [None, 1, 30, 45, 61])
+def test_runs_of_missing_steps_change_no_outcome(max_wait):
+    config, called = dataclasses.replace(SMALL, max_wait=max_wait), 0
+    for lengths in streams(10):
+        lengths[20:40] = [math.nan] * 20
+        outcome = replay_rule(Rule("", config), lengths, [math.nan] * 60, RateLaw())
+        tracker = SurgeTracker(config)
+        controller = LengthTriggeredLR(1e-6, tracker=tracker)
+        assert outcome.rates == tuple(controller.step(length) for length in lengths)
+        found = (outcome.surge_step, outcome.crossing_step, outcome.ignored, outcome.held_out)
+        assert found == (tracker.surge_step, tracker.crossing_step, tracker.ignored, tracker.held_out)
+        called += outcome.surge_step is not None
+    assert called
+
+
 def test_the_largest_ratio_is_the_one_of_an_exhaustive_search():
     config, seen = dataclasses.replace(SMALL, ratio=4.0), set()
     for lengths in streams(12):
