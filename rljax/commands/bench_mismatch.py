@@ -208,7 +208,7 @@ class Bench:
         self.options, self.path = options, options.out / "bench.json"
         self.document = resumed(fresh, self.path, retry=options.retry)
         self.dumps: dict[int, TokenDump] = {}
-        done = {tuple(row[name] for name in Form._fields) for row in self.document["rows"]}
+        done = set(map(Form.of, self.document["rows"]))
         choice = itertools.product(options.engines, options.dtypes, options.paths, options.lengths)
         forms = [Form(*one) for one in choice if one[2] in PATHS[one[0]]]
         self.todo = [form for form in dict.fromkeys(forms) if form not in done]
@@ -270,6 +270,7 @@ class Bench:
         size = self.options.batch_size
         if reference not in (form.column, *dump.logprobs):
             dump = dump.with_column(reference, *score_column(reference, dump, self.model, batch_size=size))
+            self.dumps[form.length] = dump  # also where the form itself fails
 
         def score(batch_size: int) -> Any:
             return score_form(form, dump, self.model, address, batch_size, bar.update)
@@ -281,9 +282,9 @@ class Bench:
 
     def fail(self, forms: Sequence[Form], error: Exception) -> None:
         """Adds the rows of forms that failed, and of those alone that have no row yet."""
-        done = [tuple(row[name] for name in Form._fields) for row in self.document["rows"]]
+        done = set(map(Form.of, self.document["rows"]))
         reason = {"reason": reason_of(error)}
-        self.document["rows"] += [form._asdict() | reason for form in forms if tuple(form) not in done]
+        self.document["rows"] += [form._asdict() | reason for form in forms if form not in done]
 
     def run(self) -> None:
         """Measures every form that is missing, and writes the document after each."""

@@ -55,6 +55,11 @@ class Form(NamedTuple):
     path: str
     length: int  # of the responses that are scored, in tokens
 
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Form:
+        """Returns the form of a row of the document."""
+        return cls(*(row[name] for name in cls._fields))
+
     @property
     def column(self) -> str:
         """The name of its column in the dump of its length, as ``rljax compare`` names it."""
@@ -186,6 +191,5 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     names = ("logprob_abs_diff_mean", "floor_shape", "floor_repeat", *METRICS[1:], "seconds")
     numbers = [f"{row[name]:.3g}" if name in row else "" for name in names]
     lost = f"{row['nonfinite_count']:.0f} tokens are not finite" if row["nonfinite_count"] else ""
-    form_of = Form(row["engine"], row["dtype"], row["path"], row["length"])
-    note = "the reference" if row["reference"] == form_of.column else lost
+    note = "the reference" if row["reference"] == Form.of(row).column else lost
     return [*form, f"{row['token_count']:.0f}", *numbers, note]
