@@ -34,13 +34,13 @@ from tqdm import tqdm
 from rljax.commands.compare_layers import run_layers
 from rljax.compare.distributions import DistributionPair, Likeliest, compare_distributions, with_distributions
 from rljax.compare.importers import read_tokens
-from rljax.compare.report import SECOND_RUN, Comparison, check_logprobs, compare_columns, to_json, to_markdown, to_text
+from rljax.compare.report import Comparison, check_logprobs, compare_columns, to_json, to_markdown, to_text
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import name_columns, score_column, split_spec
 from rljax.data.prompts import TOYS
 from rljax.errors import ConfigError, caller_errors
 from rljax.policy.hub import model_directory
-from rljax.record.token_dumps import TokenDump, write_dump
+from rljax.record.token_dumps import SECOND_RUN, TokenDump, write_dump
 from rljax.run.options import parse_arguments
 
 METRIC = "logprob_abs_diff_mean"
@@ -170,7 +170,7 @@ def sequences(options: Arguments) -> TokenDump:
 def distributions(
     dump: TokenDump, options: Arguments, columns: Mapping[str, str]
 ) -> tuple[list[DistributionPair], TokenDump]:
-    """Returns the comparisons of distributions that --distributions asks for, and the dump with the likeliest tokens.
+    """Returns the comparisons of distributions, and the dump with the likeliest tokens.
 
     ``columns`` has the name of each scorer's column.
     """

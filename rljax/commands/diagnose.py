@@ -33,7 +33,7 @@ from rljax.diagnose.signals import Log, choose_signals, read_signals
 from rljax.diagnose.thresholds import cross
 from rljax.diagnose.token_facts import TokenFacts, read_facts
 from rljax.errors import ConfigError, caller_errors
-from rljax.record.token_dumps import TokenDump
+from rljax.record.token_dumps import TokenDump, run_dumps
 from rljax.record.training_logs import read_log
 from rljax.run.config import Config
 from rljax.run.directory import recorded_config
@@ -66,7 +66,7 @@ def read_source(given: Arguments) -> tuple[Log | None, TokenDump | None, Config 
         raise ConfigError(f"{source}: no such file or directory")
     if given.tokens is not None:
         dump = read_tokens(given.tokens)
-    elif source.is_dir() and (files := sorted((source / "rollouts").glob("step_*.parquet"))):
+    elif source.is_dir() and (files := run_dumps(source)):
         dump = read_tokens(files[-1])
     if source.is_dir() and (source / "config.yaml").is_file() and (source / "metrics.jsonl").is_file():
         config = recorded_config(source)

@@ -21,9 +21,9 @@ from matplotlib.figure import Figure
 
 from rljax.errors import ConfigError, caller_errors
 from rljax.record import panel_style as style
-from rljax.record.figure import PANELS, Panel, PanelGrid, Run, plot_grid, plot_report, read_runs
+from rljax.record.figure import PANELS, SMOOTH, Panel, PanelGrid, Run, plot_grid, plot_report, read_runs
 from rljax.record.rows import Row, collapse_step, trailing_mean
-from rljax.record.token_dumps import TokenDump, read_dump
+from rljax.record.token_dumps import TokenDump, read_dump, run_dumps
 from rljax.run.options import parse_arguments
 
 _EDGE_SHARE = 10  # one in so many rows is the beginning of a run, and one in so many its end
@@ -81,7 +81,7 @@ def plot_ratio_by_length(axis: Axes, runs: Sequence[Run], _: float) -> None:
     axis.set_xlabel("response length, tokens")
     longest = 1.0
     for run in runs:
-        paths = sorted(run.directory.glob("rollouts/step_*.parquet"))
+        paths = run_dumps(run.directory)
         if not paths:
             continue
         lengths, ratios = sequence_ratios(read_dump(paths[-1]))
@@ -213,7 +213,7 @@ class Arguments:
     """One of the figures of the papers (the list is above). None: the report."""
     labels: str | None = None
     """Names for the runs, in their order, with commas between them. None: their directories."""
-    smooth: float = 0.9
+    smooth: float = SMOOTH
     """The decay per step of the mean over the raw curves."""
 
 

@@ -32,6 +32,7 @@ from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.distributed.files import write_whole
 from rljax.errors import ConfigError, caller_errors
 from rljax.policy.hub import model_directory
+from rljax.record.token_dumps import run_dumps
 from rljax.run.config import Config
 from rljax.run.directory import recorded_config
 from rljax.run.options import parse_arguments
@@ -40,7 +41,6 @@ from rljax.view.page import Page
 
 CURVES = (("mismatch",), ("length", "learning_rate", "reward"), ("accuracy", "grad_norm", "entropy"))
 """The panels of report.png in fewer rows."""
-SMOOTH = 0.9  # the decay per step of the smoothed curves, as in report.png
 TOKENIZER_FILES = ("tokenizer*", "*.jinja", "config.json", "special_tokens_map.json", "vocab*", "merges.txt")
 
 
@@ -87,7 +87,7 @@ def find_run(source: Path) -> Path | None:
 
 def dump_files(run: Path, most: int) -> tuple[list[Path], int]:
     """Returns the dumps of a run, evenly spread up to the newest, and the number of all of them."""
-    files = sorted((run / "rollouts").glob("step_*.parquet"))
+    files = run_dumps(run)
     chosen = np.unique(np.linspace(len(files) - 1, 0, min(most, len(files))).round().astype(int))
     return [files[place] for place in chosen], len(files)
 
@@ -118,7 +118,7 @@ def read_tokenizer(name: str | None, config: Config | None, facts: list[str]) ->
 
 def run_facts(run: Path) -> tuple[list[str], str]:
     """Returns sentences on a run and its curves as SVG, "" if it has no rows."""
-    from rljax.record.figure import plot_grid, read_runs  # matplotlib, for runs alone
+    from rljax.record.figure import SMOOTH, plot_grid, read_runs  # matplotlib, for runs alone
     from rljax.record.panel_style import svg_text
 
     if not (run / "metrics.jsonl").is_file() or not (run / "metrics.jsonl").stat().st_size:
@@ -163,12 +163,13 @@ def main(argv: Sequence[str]) -> int:
     if not given.source.exists():
         raise ConfigError(f"{given.source}: no such file or directory")
     run = find_run(given.source)
-    out = given.out or (run / "report.html" if run == given.source else Path("report.html"))
+    shown_run = run if run == given.source else None  # None: one dump alone is shown
+    out = given.out or (shown_run or Path()) / "report.html"
     if out.exists() and (out.is_dir() or out.samefile(given.source)):
         raise ConfigError(f"--out: expected a file to write, other than DUMP_OR_RUN, got {out}")
     with caller_errors(RuntimeError):  # a damaged record
-        facts, curves = run_facts(run) if run == given.source and run is not None else ([], "")
-        files, count = dump_files(run, given.dumps) if run == given.source and run is not None else ([given.source], 1)
+        facts, curves = run_facts(shown_run) if shown_run else ([], "")
+        files, count = dump_files(shown_run, given.dumps) if shown_run else ([given.source], 1)
         config = read_config(run, facts)
         page = Page(given.source.resolve().name, read_tokenizer(given.model, config, facts), facts, curves)
         if count > len(files):

@@ -18,12 +18,11 @@ import numpy as np
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.compare.report import SECOND_RUN
 from rljax.compare.scorers import check_vocabulary, counted, local_source, score_column
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
-from rljax.record.token_dumps import ColumnSource, TokenDump
+from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass
 from rljax.trainer.objective import Objective

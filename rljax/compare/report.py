@@ -16,15 +16,10 @@ from rljax.compare.verdict import Verdict, judge
 from rljax.mismatch import mismatch_metrics, read_tokens
 from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position
 from rljax.record.text_tables import text_table
-from rljax.record.token_dumps import ColumnSource, TokenDump, to_rows
-
-SECOND_RUN = "@2"
-"""The suffix of a scorer's second run; the part before it is the name of the first run's column."""
+from rljax.record.token_arrays import to_rows
+from rljax.record.token_dumps import ABOVE_ZERO, PLACES, SECOND_RUN, ColumnSource, TokenDump
 
 POSITION_EDGES = (16, 64, 256, 1024, 4096, 16384)
-ABOVE_ZERO = 1e-5
-"""The largest log-probability (nats) that rounding explains."""
-_PLACES = ("trainer", "", "rollout")  # the roles in the order of a pair's columns
 MATRIX_METRICS = ("logprob_abs_diff_mean", "k3_kl", "log_ppl_abs_diff")
 
 
@@ -71,14 +66,14 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
 
     Raises ValueError if a named column is missing, there are fewer than two, or a number is above 0.
     """
-    chosen = list(columns) if columns is not None else sorted(c for c in dump.logprobs if not c.endswith(SECOND_RUN))
+    chosen = list(columns) if columns is not None else sorted(dump.first_runs)
     if missing := [name for name in chosen if name not in dump.logprobs]:
         raise ValueError(f"no column {missing[0]!r} in the dump, which has {sorted(dump.logprobs)}")
     if len(set(chosen)) != len(chosen) or len(chosen) < 2:
         raise ValueError(f"a comparison needs at least two columns, each once, got {chosen}")
     check_logprobs(dump, chosen)
     roles = {name: dump.role(name) for name in chosen}
-    names = sorted(chosen, key=lambda name: _PLACES.index(roles[name]))
+    names = sorted(chosen, key=lambda name: PLACES.index(roles[name]))
     mask = to_rows(dump.response_mask, False)
     cut, sampler = _cut(dump.sampling), dump.sampling.get("column")
     cuts = {name: cut if (name == sampler if sampler else roles[name] == "rollout") else "" for name in names}
@@ -177,7 +172,7 @@ _Rows = list[list[str]]
 
 def _unknown_roles(comparison: Comparison) -> list[str]:
     """Returns one paragraph about the columns that share a role, or an empty list."""
-    groups = [[name for name, source in comparison.columns.items() if source.role == role] for role in _PLACES]
+    groups = [[name for name, source in comparison.columns.items() if source.role == role] for role in PLACES]
     unordered = "; ".join(", ".join(group) for group in groups if len(group) > 1)
     paragraph = (
         f"Nothing says which of these columns is the trainer's and which the rollout engine's: {unordered}. In each "

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rljax.compare.report import SECOND_RUN
 from rljax.compare.scorers import counted, local_source, open_server, parse_spec, server_label, server_source
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import check_at_least
 from rljax.policy.families import read_config
-from rljax.record.token_dumps import ColumnSource, TokenDump, common_prefix, dump_of_responses, make_dump
+from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump, common_prefix, dump_of_responses, make_dump
 from rljax.rollout.build import load_jax_engine
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.servers.model import ServedModel

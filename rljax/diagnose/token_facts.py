@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rljax.compare.report import SECOND_RUN, check_logprobs
+from rljax.compare.report import check_logprobs
 from rljax.compare.verdict import Verdict, judge, normalised_gap
 from rljax.diagnose.course import effect
 from rljax.mismatch import mismatch_metrics
 from rljax.mismatch.diagnosis import bucket_labels
-from rljax.record.token_dumps import TokenDump, to_rows
+from rljax.record.token_arrays import to_rows
+from rljax.record.token_dumps import SECOND_RUN, TokenDump
 
 POSITION_EDGES = (4, 8, 16, 64, 256, 1024, 4096)
 """First positions of the buckets after the first."""
@@ -59,7 +60,7 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
 
     Raises ValueError if there are fewer than two columns, or a number is above 0.
     """
-    names = [name for name in dump.logprobs if not name.endswith(SECOND_RUN)]
+    names = dump.first_runs
     if len(names) < 2:
         raise ValueError(f"a diagnosis needs two columns of log-probabilities, got {names}: score one with compare")
     roles = {dump.role(name): name for name in reversed(names)}

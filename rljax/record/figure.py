@@ -17,6 +17,9 @@ from matplotlib.lines import Line2D
 from rljax.record.panel_style import INK, LINES, QUIET, head, log_axis, note, save_figure, style_axis
 from rljax.record.rows import Row, is_accuracy, last_value, read_rows
 
+SMOOTH = 0.9
+"""The decay per step of the smoothed curves of a report."""
+
 _MARKERS = "osD^v"
 _MAX_PERIOD_LINES = 30  # more lines per run would hide the curve
 
@@ -194,7 +197,7 @@ def plot_report(
     run_dirs: Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
     *,
-    smooth: float = 0.9,
+    smooth: float = SMOOTH,
     labels: Sequence[str] | None = None,
 ) -> Path:
     """Plots ``metrics.jsonl`` of each run directory into one PNG and returns its path.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,12 +28,22 @@ import pyarrow.parquet as pq
 
 from rljax.distributed.files import replacing
 from rljax.errors import parse_json
+from rljax.record.token_arrays import to_float32, to_int32, to_mask
 
 FORMAT_VERSION = 1
 """The version written into every file; a reader refuses any other."""
 
 ROLES = ("trainer", "rollout")
 """The roles of a column in the formulas of the mismatch: the trainer's forward, and the engine that sampled."""
+
+PLACES = ("trainer", "", "rollout")
+"""The roles in the order in which the columns of a pair take their places."""
+
+SECOND_RUN = "@2"
+"""The suffix of a scorer's second run; the part before it is the name of the first run's column."""
+
+ABOVE_ZERO = 1e-5
+"""The largest log-probability (nats) that rounding explains."""
 
 _KEY = b"rljax.dump"
 _PREFIX = "logprobs/"
@@ -137,6 +146,11 @@ class TokenDump:
             return "rollout"
         return name if name in ROLES else ""
 
+    @property
+    def first_runs(self) -> list[str]:
+        """The names of the columns in the order of the file, without the second runs."""
+        return [name for name in self.logprobs if not name.endswith(SECOND_RUN)]
+
     def with_roles(self, roles: Mapping[str, str]) -> TokenDump:
         """Returns this dump with the roles of some columns set; ``roles`` maps column names to roles."""
         declared = {name: dataclasses.replace(self.sources[name], role=role) for name, role in roles.items()}
@@ -146,14 +160,6 @@ class TokenDump:
         """Returns this dump with a column added, or replaced if there is one of that name."""
         columns = {**self.logprobs, name: tuple(np.asarray(vector, np.float32) for vector in vectors)}
         return dataclasses.replace(self, logprobs=columns, sources={**self.sources, name: source})
-
-
-def to_rows(vectors: Sequence[np.ndarray], fill: float) -> np.ndarray:
-    """Returns vectors of one dtype as the rows of an array [n, longest], with ``fill`` after the end of each."""
-    rows = np.full((len(vectors), max(map(len, vectors), default=0)), fill, vectors[0].dtype if len(vectors) else None)
-    for row, vector in zip(rows, vectors, strict=True):
-        row[: len(vector)] = vector
-    return rows
 
 
 def make_dump(
@@ -179,14 +185,14 @@ def make_dump(
         kind: str, columns: Mapping[str, Sequence[Sequence[float | None] | np.ndarray]]
     ) -> dict[str, tuple[np.ndarray, ...]]:
         return {
-            column: tuple(_to_float32(f"{name}: {kind} {column!r}", v) for name, v in zip(names, vectors, strict=True))
+            column: tuple(to_float32(f"{name}: {kind} {column!r}", v) for name, v in zip(names, vectors, strict=True))
             for column, vectors in columns.items()
         }
 
     return TokenDump(
         sequence_ids=tuple(map(str, sequence_ids)),
-        token_ids=tuple(_to_int32(name, ids) for name, ids in zip(names, token_ids, strict=True)),
-        response_mask=tuple(map(_to_mask, names, response_mask)),
+        token_ids=tuple(to_int32(name, ids) for name, ids in zip(names, token_ids, strict=True)),
+        response_mask=tuple(map(to_mask, names, response_mask)),
         logprobs=numbers("column", logprobs),
         sources={name: ColumnSource() for name in logprobs} | dict(sources or {}),
         sampling={} if sampling is None else sampling,
@@ -240,6 +246,11 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     """Returns the number of token ids that two vectors share from their beginning."""
     shorter = min(len(a), len(b))
     return int(np.argmin(np.append(a[:shorter] == b[:shorter], False)))
+
+
+def run_dumps(run_dir: Path) -> list[Path]:
+    """Returns the token dumps of a run, the oldest first."""
+    return sorted((run_dir / "rollouts").glob("step_*.parquet"))
 
 
 def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
@@ -357,45 +368,6 @@ def _check_tops(dump: TokenDump, top_ids: tuple[np.ndarray, ...], top_logprobs: 
         if ids.shape != (len(tokens), k) or not k:
             expected = f"{len(tokens)} lists of {k or 'at least 1'} tokens"
             raise ValueError(f"sequence {name!r}: top_ids must have {expected}, got shape {ids.shape}")
-
-
-def _to_int32(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-    wide = _to_array(f"{name}: token ids", ids)
-    if wide.dtype.kind not in "iu" or (wide.size and not 0 <= wide.min() <= wide.max() < 2**31):
-        raise ValueError(f"{name}: token ids must be integers in [0, 2**31), got {wide.dtype} {wide[:4]}")
-    return wide.astype(np.int32)
-
-
-def _to_mask(name: str, mask: Sequence[bool] | np.ndarray) -> np.ndarray:
-    array = _to_array(f"{name}: response_mask", mask)
-    if array.size and (array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all()):
-        raise ValueError(f"{name}: response_mask must be true or false at each token, got {array[:4]}")
-    return array.astype(bool)
-
-
-def _to_float32(what: str, values: Sequence[float | None] | np.ndarray) -> np.ndarray:
-    """Converts values to float32; None becomes NaN, and text such as "-inf" becomes its number."""
-    array = _to_array(what, values)
-    wrong = f"{what} must be numbers, got {array.dtype} {array[:4]}"
-    if array.dtype.kind in "OU":
-        try:
-            numbers = [math.nan if value is None else value for value in values]
-            array = _to_array(what, [float(value) if isinstance(value, str) else value for value in numbers])
-        except ValueError as error:
-            raise ValueError(wrong) from error
-    if array.size and array.dtype.kind not in "iuf":
-        raise ValueError(wrong)
-    with np.errstate(over="ignore"):
-        return array.astype(np.float32)
-
-
-def _to_array(what: str, values: Any) -> np.ndarray:
-    """Converts values to a vector. Raises ValueError if they are not a plain list."""
-    with contextlib.suppress(ValueError, OverflowError):  # lists of several lengths in a list
-        array = np.asarray(values)
-        if array.ndim == 1:
-            return array
-    raise ValueError(f"{what} must be a list, got {values!r:.60}")
 
 
 def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ from rljax.mismatch.accurate import exp_minus_one_minus_x
 from rljax.mismatch.correction import correct_tokens, finalize_correction
 from rljax.mismatch.metrics import finalize_mismatch
 from rljax.mismatch.regions import region_factor
-from rljax.record.token_dumps import TokenDump, to_rows
+from rljax.record.token_arrays import to_rows
+from rljax.record.token_dumps import ABOVE_ZERO, PLACES, TokenDump
 
 METRICS = (
     *("k3_kl", "kl", "logprob_abs_diff_mean", "logprob_abs_diff_p99", "logprob_abs_diff_max", "log_ppl_abs_diff"),
@@ -31,8 +32,6 @@ EDGES = {
 """The edges of the buckets of each chart. Bucket i holds edges[i - 1] <= x < edges[i]."""
 
 _CHUNK = 2**19  # padded tokens that are measured together
-_SECOND_RUN = "@2"  # the end of the name of a scorer's second run
-_PLACES = ("trainer", "", "rollout")  # the roles in the order in which columns are chosen
 
 
 @dataclass
@@ -60,7 +59,7 @@ def choose_columns(dump: TokenDump, trainer: str | None = None, rollout: str | N
 
     Raises ValueError if a named column is missing, or there is none at all.
     """
-    names = sorted(name for name in dump.logprobs if not name.endswith(_SECOND_RUN))
+    names = sorted(dump.first_runs)
     for name in (trainer, rollout):
         if name is not None and name not in dump.logprobs:
             raise ValueError(f"no column {name!r} in the dump, which has {sorted(dump.logprobs)}")
@@ -68,7 +67,7 @@ def choose_columns(dump: TokenDump, trainer: str | None = None, rollout: str | N
         raise ValueError("the dump has no column of log-probabilities; rljax compare TOKENS --scorer ... adds some")
     if trainer is not None and trainer == rollout:
         raise ValueError(f"expected two different columns, got {trainer!r} twice")
-    rest = sorted(set(names) - {trainer, rollout}, key=lambda name: (_PLACES.index(dump.role(name)), name))
+    rest = sorted(set(names) - {trainer, rollout}, key=lambda name: (PLACES.index(dump.role(name)), name))
     if rollout is None:
         rollout = rest.pop() if rest else trainer
         trainer = None if rollout == trainer else trainer
@@ -133,7 +132,7 @@ def _chunks(lengths: list[int]) -> Iterator[np.ndarray]:
         yield np.asarray(waiting)
 
 
-def _pad(vectors: Any, rows: np.ndarray, fill: float) -> np.ndarray:
+def _pad(vectors: Sequence[np.ndarray], rows: np.ndarray, fill: float) -> np.ndarray:
     return to_rows([vectors[row] for row in rows], fill)
 
 
@@ -201,7 +200,7 @@ def _finish(found: Measured, dump: TokenDump, weighing: _Weighing | None) -> Non
 
 def _above_zero(dump: TokenDump, name: str) -> int:
     pairs = zip(dump.logprobs[name], dump.response_mask, strict=True)
-    return sum(int(((vector > 1e-5) & mask).sum()) for vector, mask in pairs)
+    return sum(int(((vector > ABOVE_ZERO) & mask).sum()) for vector, mask in pairs)
 
 
 class _Weighing:
