@@ -1,7 +1,6 @@
 """The exporter of docs/compare.md in TRL's own GRPO trainer: the columns are those that another engine computes."""
 
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from pages import run_block
 from patched import patched_copy, program_output
+from ports import free_port
 
 from rljax.commands import compare
 from rljax.compare.importers import read_tokens
@@ -243,9 +243,7 @@ def test_with_the_patch_a_resumed_run_follows_the_law(runs_of_the_patched_trl):
 
 def test_two_processes_take_the_same_rates(patched, tiny_model):
     """Each has half of the responses. Both use the mean over all, by the callback and by the patch."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
     with ThreadPoolExecutor() as pool:
         ranks = [pool.submit(program_runs, patched, tiny_model, RANK=r, LOCAL_RANK=r, **place) for r in ("0", "1")]
