@@ -48,6 +48,7 @@ DOORS = {
         "rollout.servers.vllm.plugin",
         "rollout.servers.vllm.taps",
         "rollout.servers.vllm.forced",
+        "rollout.servers.vllm.hooks",
         "rollout.servers.sglang.plugin",
         "rollout.servers.sglang.server",
         "weights.sums",

@@ -119,7 +119,7 @@ def said(vllm_interpreter, tmp_path_factory):
 def test_it_loads_without_jax(said):
     """vLLM's environment has no jax: the plugin and what it imports must not ask for it."""
     beside = ("rljax.weights.access", "rljax.weights", "rljax.distributed", "rljax.errors")
-    vllm = ("", ".plugin", ".server", ".taps", ".forced", ".description")
+    vllm = ("", ".plugin", ".server", ".taps", ".forced", ".hooks", ".description")
     own = ("rljax", "rljax.rollout", *(f"rljax.rollout.servers.vllm{name}" for name in vllm))
     own += ("rljax.rollout.servers", "rljax.rollout.servers.process", "rljax.rollout.servers.loaded")
     own += ("rljax.weights.sums", "rljax.weights.mirror")

@@ -7,81 +7,54 @@ as it would decode its own. The hooks are there only while a client needs them, 
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
 import torch
 
+from rljax.rollout.servers.vllm.hooks import Hooks
 from rljax.rollout.servers.vllm.server import FORCED_TOKENS
 
-log = logging.getLogger(__name__)
 
-
-class ForcedSampler:
-    """The hooks on the sampler of one worker. An error inside them ends the forcing, and not the server."""
+class ForcedSampler(Hooks):
+    """The hooks on the sampler of one worker."""
 
     def __init__(self, runner: Any) -> None:
         """Installs the hooks on ``runner.sampler``."""
+        super().__init__()
         self._runner = runner
         self.deadlines: dict[str, float] = {}  # the time at which each client counts as gone
-        self.error = ""
         self._rows: list[tuple[int, int, torch.Tensor, int]] = []  # row, token, its log-probability and its rank
-        sampler = runner.sampler
-        self._handles = [
-            sampler.register_forward_pre_hook(self._before, with_kwargs=True),
-            sampler.register_forward_hook(self._after),
-        ]
+        self.before(runner.sampler, self._before)
+        self.after(runner.sampler, self._after)
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether the hooks are on the sampler."""
-        return bool(self._handles)
-
-    def remove(self) -> None:
-        """Takes the hooks off the sampler. It may be called twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._rows = [], []
-
-    def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keeps what is written over each row that a request forces. A token that the model lacks ends the forcing."""
         self._rows = []
-        try:
-            if time.monotonic() > max(self.deadlines.values(), default=0.0):
-                self.remove()
-                return
-            logits = kwargs["logits"] if "logits" in kwargs else args[0]
-            for row, name in enumerate(self._runner.input_batch.req_ids[: len(logits)]):
-                request = self._runner.requests[name]
-                tokens = (getattr(request.sampling_params, "extra_args", None) or {}).get(FORCED_TOKENS, ())
-                place = len(request.output_token_ids)
-                if place < len(tokens):
-                    token, logprobs = int(tokens[place]), torch.log_softmax(logits[row].float(), dim=-1)
-                    if not 0 <= token < len(logprobs):  # the engine would end at it
-                        raise ValueError(f"token {token} is outside the vocabulary of {len(logprobs)}")
-                    rank = int((logprobs >= logprobs[token]).sum())
-                    self._rows.append((row, token, logprobs[token], rank))
-        except Exception as error:
-            self._fail(error)
+        if time.monotonic() > max(self.deadlines.values(), default=0.0):
+            self.remove()
+            return
+        logits = kwargs["logits"] if "logits" in kwargs else args[0]
+        for row, name in enumerate(self._runner.input_batch.req_ids[: len(logits)]):
+            request = self._runner.requests[name]
+            tokens = (getattr(request.sampling_params, "extra_args", None) or {}).get(FORCED_TOKENS, ())
+            place = len(request.output_token_ids)
+            if place < len(tokens):
+                token, logprobs = int(tokens[place]), torch.log_softmax(logits[row].float(), dim=-1)
+                if not 0 <= token < len(logprobs):  # the engine would end at it
+                    raise ValueError(f"token {token} is outside the vocabulary of {len(logprobs)}")
+                rank = int((logprobs >= logprobs[token]).sum())
+                self._rows.append((row, token, logprobs[token], rank))
 
-    def _after(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _after(self, args: tuple[Any, ...], output: Any) -> None:
         """Writes the forced tokens over those that were drawn."""
-        try:
-            scored = output.logprobs_tensors
-            for row, token, logprob, rank in self._rows:
-                output.sampled_token_ids[row, 0] = token
-                if scored is not None:
-                    scored.logprob_token_ids[row, 0] = token
-                    scored.logprobs[row, 0] = logprob
-                    scored.selected_token_ranks[row] = rank
-        except Exception as error:
-            self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        self.error = f"{type(error).__name__}: {error}"
-        log.warning("forced decoding ends, nothing else changes: %s", self.error)
-        self.remove()
+        scored = output.logprobs_tensors
+        for row, token, logprob, rank in self._rows:
+            output.sampled_token_ids[row, 0] = token
+            if scored is not None:
+                scored.logprob_token_ids[row, 0] = token
+                scored.logprobs[row, 0] = logprob
+                scored.selected_token_ranks[row] = rank
 
 
 class ForcedDecoding:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from rljax.rollout.servers.vllm.hooks import Hooks
 from rljax.rollout.servers.vllm.server import GIVEN, PROBE
 
 EXPIRES_S = 120.0
@@ -39,7 +40,7 @@ def refusal(config: Any, runner: Any) -> str:
     return ""
 
 
-class Taps:
+class Taps(Hooks):
     """The hooks of one recording. Values are [tokens of this request, features of this worker]."""
 
     def __init__(self, runner: Any, directory: Path, request: str, rank: int, workers: int) -> None:
@@ -52,6 +53,7 @@ class Taps:
           rank: The place of the worker among the workers that share the model, from 0.
           workers: The number of workers that share the model.
         """
+        super().__init__()
         self._runner, self._request, self._rank, self._workers = runner, request, rank, workers
         self._directory = directory
         given = directory / GIVEN
@@ -61,15 +63,11 @@ class Taps:
         self._layer = 0  # the block that is computed
         self._final: torch.Tensor | None = None  # the final norm of all rows of this forward
         self._ends = time.monotonic() + EXPIRES_S
-        self.error = ""
-        self._handles: list[Any] = []
-        self._install()
-
-    def remove(self) -> None:
-        """Takes the hooks out. It may be called twice."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        try:
+            self._install()
+        except BaseException:
+            self.remove()
+            raise
 
     def save(self) -> None:
         """Writes the values, float32, ordered by position, to ``rank{rank}.safetensors``."""
@@ -82,7 +80,7 @@ class Taps:
 
     # ---- Which rows are of the request ----
 
-    def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _begin(self, args: Any, kwargs: Any) -> None:
         if time.monotonic() > self._ends:
             self.error = f"nobody ended the recording within {EXPIRES_S:g} s"
             self.remove()
@@ -120,42 +118,24 @@ class Taps:
 
     # ---- The hooks ----
 
-    def _safe(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a hook that never raises. After an error it does nothing."""
-
-        def hook(*args: Any) -> Any:
-            if self.error:
-                return None
-            try:
-                return act(*args)
-            except Exception as error:  # it would end the server
-                self.error = f"{type(error).__name__}: {error}"
-                return None
-
-        return hook
-
-    def _before(self, module: Any, act: Callable[..., Any]) -> None:
-        self._handles.append(module.register_forward_pre_hook(self._safe(act), with_kwargs=True))
-
-    def _after(self, module: Any, act: Callable[[Any], Any]) -> None:
-        """``act`` takes the output of the module and returns the one that is passed on."""
+    def _change(self, module: Any, act: Callable[[Any], Any]) -> None:
+        """Has ``act`` called with the output of a module, if there is one. It returns the one that is passed on."""
         if module is not None:
-            self._handles.append(module.register_forward_hook(self._safe(lambda module, args, output: act(output))))
+            self.after(module, lambda args, output: act(output))
 
     def _install(self) -> None:
         model = self._runner.model
         body = model.model
-        self._before(model, self._begin)
-        self._after(body.embed_tokens, lambda x: self._tap("embedding", x))
+        self.before(model, self._begin)
+        self._change(body.embed_tokens, lambda x: self._tap("embedding", x))
         for i, layer in enumerate(body.layers):
-            self._before(layer, lambda module, args, kwargs, i=i: setattr(self, "_layer", i))
             self._install_layer(layer, i)
-        self._after(body.norm, lambda pair: self._finish(self._norm("final_norm", len(body.layers) - 1, pair)))
-        hook = self._safe(lambda module, args, output: self._logits(args[1], output))
-        self._handles.append(model.logits_processor.register_forward_hook(hook))
+        self._change(body.norm, lambda pair: self._finish(self._norm("final_norm", len(body.layers) - 1, pair)))
+        self.after(model.logits_processor, lambda args, output: self._logits(args[1], output))
 
     def _install_layer(self, layer: Any, i: int) -> None:
         attention, mlp = layer.self_attn, layer.mlp
+        self.before(layer, lambda args, kwargs: setattr(self, "_layer", i))
         sizes = [attention.q_size, attention.kv_size, attention.kv_size]
 
         def tap(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -169,22 +149,22 @@ class Taps:
 
             return act
 
-        self._after(layer.input_layernorm, lambda pair: self._norm(f"{i}/attention_norm", i - 1, pair))
-        self._after(attention.qkv_proj, taps(("query", "key", "value"), lambda x: x.split(sizes, -1)))
-        self._after(getattr(attention, "q_norm", None), tap("query_norm"))
-        self._after(getattr(attention, "k_norm", None), tap("key_norm"))
-        self._after(attention.rotary_emb, lambda pair: self._rotated(i, pair))
-        self._after(attention.attn, tap("attention"))
-        self._after(attention.o_proj, lambda pair: (self._tap(f"{i}/attention_output", pair[0]), *pair[1:]))
+        self._change(layer.input_layernorm, lambda pair: self._norm(f"{i}/attention_norm", i - 1, pair))
+        self._change(attention.qkv_proj, taps(("query", "key", "value"), lambda x: x.split(sizes, -1)))
+        self._change(getattr(attention, "q_norm", None), tap("query_norm"))
+        self._change(getattr(attention, "k_norm", None), tap("key_norm"))
+        self._change(attention.rotary_emb, lambda pair: self._rotated(i, pair))
+        self._change(attention.attn, tap("attention"))
+        self._change(attention.o_proj, lambda pair: (self._tap(f"{i}/attention_output", pair[0]), *pair[1:]))
         residual = f"{i}/attention_residual"
-        self._after(
+        self._change(
             layer.post_attention_layernorm,
             lambda pair: (self._tap(f"{i}/mlp_norm", pair[0]), self._tap(residual, pair[1])),
         )
         if hasattr(mlp, "gate_up_proj"):
-            self._after(mlp.gate_up_proj, taps(("gate", "up"), lambda x: x.chunk(2, -1)))
-            self._after(mlp.act_fn, tap("activation"))
-        self._after(mlp, tap("mlp"))
+            self._change(mlp.gate_up_proj, taps(("gate", "up"), lambda x: x.chunk(2, -1)))
+            self._change(mlp.act_fn, tap("activation"))
+        self._change(mlp, tap("mlp"))
 
     def _norm(self, name: str, layer: int, output: Any) -> Any:
         """A norm gives its value, and from the second block on the residual stream that it added up first."""

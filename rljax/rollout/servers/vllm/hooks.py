@@ -1,0 +1,57 @@
+"""Hooks on the modules of a vLLM worker, which are removed together and never end its server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class Hooks:
+    """Hooks on modules. The first error inside one of them removes them all, and the forward goes on without them."""
+
+    def __init__(self) -> None:
+        """Makes no hook yet."""
+        self.error = ""  # why the hooks ended, if not by ``remove``
+        self._handles: list[Any] = []
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether there are hooks."""
+        return bool(self._handles)
+
+    def before(self, module: torch.nn.Module, act: Callable[[Any, Any], None]) -> None:
+        """Has ``act(args, kwargs)`` called before each forward of a module."""
+        hook = self._safe(lambda module, args, kwargs: act(args, kwargs))
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def after(self, module: torch.nn.Module, act: Callable[[Any, Any], Any]) -> None:
+        """Has ``act(args, output)`` called after each forward of a module. It returns another output, or None."""
+        hook = self._safe(lambda module, args, output: act(args, output))
+        self._handles.append(module.register_forward_hook(hook))
+
+    def remove(self) -> None:
+        """Takes the hooks out. It may be called twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _safe(self, act: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a hook that never raises. After an error it does nothing."""
+
+        def hook(*args: Any) -> Any:
+            if self.error:  # of another hook in the same forward
+                return None
+            try:
+                return act(*args)
+            except Exception as error:  # it would end the server
+                self.error = f"{type(error).__name__}: {error}"
+                log.warning("the hooks of rljax are removed, nothing else changes: %s", self.error)
+                self.remove()
+                return None
+
+        return hook
