@@ -6,13 +6,19 @@ import sys
 
 from ports import free_port
 
+# torch may abort a process that ends with a thread of its process group still running.
+END = "\nsys.stdout.flush()\nimport os\nos._exit(0)\n"
+
 
 def outputs_of_two_ranks(program, *words, timeout):
-    """Runs a program's text twice, with the words RANK PORT and ``words``; returns the JSON of each one's last line."""
+    """Runs a program's text twice, with the words RANK PORT and ``words``; returns the JSON of each one's last line.
+
+    The program imports ``sys``.
+    """
     port = str(free_port())
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), port, *words],
+            [sys.executable, "-c", program + END, str(rank), port, *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
