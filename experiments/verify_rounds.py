@@ -30,12 +30,12 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.build import load_jax_engine
+from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.verify import LOOKS, Verifier
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
-from rljax.rollout.types import VerifyConfig
 
 BLOCK_SIZE = 128  # of vLLM's prefix cache on a CPU
 SIDE_BY_SIDE = 8  # verifiers that ask the server at a time

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -49,32 +50,54 @@ def compute_advantages(
     """Computes the advantages of a complete batch, all processes included.
 
     Args:
-      rewards: The rewards of g responses to each of b prompts.
+      rewards: The rewards of g responses to each of b prompts. NaN: the response has failed and has no reward. The
+        others of its group are compared without it.
       config: The estimator and the overlong penalty.
-      lengths: The number of tokens of each response, the end-of-sequence token included.
+      lengths: The number of sampled tokens of each response, the end-of-sequence token included.
       max_response_tokens: The limit on the length of a response.
 
     Returns:
-      The advantages, float32. They are exactly 0 in a group of equal rewards, except under "reinforce". Under
-      "optimal_token" they are the returns from which ``optimal_token_advantages`` subtracts its baselines.
+      The advantages, float32. They are exactly 0 in a group of equal rewards, except under "reinforce", and where the
+      reward is NaN. Under "optimal_token" they are the returns from which ``optimal_token_advantages`` subtracts its
+      baselines.
 
     Raises:
       ValueError: A group has fewer than two responses under an estimator that compares them, the shapes are wrong,
-        rewards are not finite, or the overlong buffer is above the limit.
+        rewards are infinite, or the overlong buffer is above the limit.
     """
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2 or np.shape(lengths) != rewards.shape:
         raise ValueError(f"rewards and lengths must both be [b, g], got {rewards.shape} and {np.shape(lengths)}")
-    if not np.isfinite(rewards).all():
-        raise ValueError(f"rewards must be finite, got {int((~np.isfinite(rewards)).sum())} not finite")
+    if np.isinf(rewards).any():
+        raise ValueError(f"rewards must be finite, or NaN for failed ones, got {int(np.isinf(rewards).sum())} infinite")
     if config.overlong_buffer_tokens:
         buffer = config.overlong_buffer_tokens
         rewards = rewards + overlong_penalty(lengths, max_response_tokens, buffer, config.overlong_factor)
-    if config.estimator == "rloo":
-        return rloo(rewards)
     if config.estimator == "reinforce":
-        return (rewards - rewards.mean()).astype(np.float32)
-    return grpo(rewards, divide_by_std=config.estimator == "grpo")
+        known = ~np.isnan(rewards)
+        mean = rewards.mean() if known.all() else rewards[known].sum() / max(known.sum(), 1)
+        return np.where(known, rewards - mean, 0.0).astype(np.float32)
+    estimate = rloo if config.estimator == "rloo" else partial(grpo, divide_by_std=config.estimator == "grpo")
+    return _by_group(rewards, estimate)
+
+
+def _by_group(
+    rewards: Float[np.ndarray, "b g"], estimate: Callable[[np.ndarray], np.ndarray]
+) -> Float[np.ndarray, "b g"]:
+    """Applies ``estimate`` [b, g] -> [b, g] to groups, without the failed responses of each; those get 0.
+
+    A group with a single reward has nothing to compare it with, so its advantage is 0.
+    """
+    known = ~np.isnan(rewards)
+    whole = known.all(axis=1)
+    if whole.all():
+        return estimate(rewards)
+    advantages = np.zeros(rewards.shape, np.float32)
+    if whole.any():
+        advantages[whole] = estimate(rewards[whole])
+    for i in np.flatnonzero(~whole & (known.sum(axis=1) > 1)):
+        advantages[i, known[i]] = estimate(rewards[i : i + 1, known[i]])[0]
+    return advantages
 
 
 def rloo(rewards: Float[np.ndarray, "b g"]) -> Float[np.ndarray, "b g"]:
@@ -155,9 +178,12 @@ def overlong_penalty(
 
 
 def groups_with_signal(rewards: Float[np.ndarray, "b g"]) -> Bool[np.ndarray, " b"]:
-    """Marks groups whose rewards differ. The others carry no loss (arXiv 2602.01826, "rejection sampling")."""
+    """Marks groups whose rewards differ. The others carry no loss (arXiv 2602.01826, "rejection sampling").
+
+    NaN is no reward: it differs from none.
+    """
     rewards = np.asarray(rewards)
-    return np.any(rewards != rewards[:, :1], axis=1)
+    return np.asarray(np.fmin.reduce(rewards, axis=1) < np.fmax.reduce(rewards, axis=1))
 
 
 def groups_with_loss(advantages: Float[np.ndarray, "b g"]) -> Bool[np.ndarray, " b"]:

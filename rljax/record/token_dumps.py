@@ -211,18 +211,21 @@ def dump_of_responses(
     sampling: Mapping[str, Any],
     tops: Sequence[tuple[np.ndarray, np.ndarray]] = (),
     values: Mapping[str, Sequence[np.ndarray]] | None = None,
+    sampled: Sequence[np.ndarray] | None = None,
 ) -> TokenDump:
     """Makes a dump of sampled responses, one row each; the log-probabilities of prompt tokens are unknown.
 
     The prompts are int32 vectors [s], the responses [r], and the columns float32 vectors [r], n each. The other
     arguments are the fields of ``TokenDump``. ``tops`` has the ids and log-probabilities of the likeliest tokens of
     each response, [r, k] each, or is empty. ``values`` has further numbers of the responses by name, float vectors [r].
+    ``sampled`` tells which tokens of each response the policy sampled, bool [r] each; None: all of them.
     """
     pairs = list(zip(prompts, responses, strict=True))
+    masks = [np.ones(len(response), np.bool_) for response in responses] if sampled is None else sampled
     return make_dump(
         sequence_ids,
         [np.concatenate(pair) for pair in pairs],
-        [np.arange(len(prompt) + len(response)) >= len(prompt) for prompt, response in pairs],
+        [np.concatenate([np.zeros(len(p), np.bool_), own]) for (p, _), own in zip(pairs, masks, strict=True)],
         {name: after_prompts(prompts, vectors) for name, vectors in logprobs.items()},
         sources,
         sampling,

@@ -22,6 +22,7 @@ from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.engine import RolloutEngine, Stopping
 from rljax.rollout.exact import ExactEngine, Executable
 from rljax.rollout.injected import InjectedEngine
+from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.client import check_url
 from rljax.rollout.servers.discovery import make_lookup
@@ -29,7 +30,7 @@ from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.types import SERVED, ClientLimits, PublishConfig, RolloutConfig
+from rljax.rollout.types import SERVED, ClientLimits, RolloutConfig
 from rljax.sharding import MeshConfig, make_mesh, on_devices
 from rljax.weights.store import check_weight_room
 

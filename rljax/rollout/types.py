@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from rljax.errors import check_at_least, check_finite, check_positive
+from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.form import ServerForm
+from rljax.rollout.publish_config import VerifyConfig
 
 
 @dataclass(frozen=True)
@@ -68,114 +70,6 @@ class ClientLimits:
         check_at_least(self, 0, "backoff_s")
 
 
-@dataclass(frozen=True)
-class VerifyFloors:
-    """The lowest bands of mean |server - trainer| per token (nats), because a policy's own mismatch moves as it learns.
-
-    A tiny random model with equal weights showed 1.2e-2 in bfloat16, 1.6e-3 in float16 and 9e-7 in float32.
-    """
-
-    bfloat16: float = 2e-2
-    """The lowest band of a server in bfloat16 (nats)."""
-    float16: float = 2.5e-3
-    """The lowest band of a server in float16 (nats)."""
-    float32: float = 1e-5
-    """The lowest band of a server in float32 (nats)."""
-
-
-@dataclass(frozen=True)
-class VerifyCeilings:
-    """The highest bands of mean |server - trainer| per token (nats). A calibration above them is refused."""
-
-    bfloat16: float = 8e-2
-    """The highest band of a server in bfloat16 (nats)."""
-    float16: float = 1e-2
-    """The highest band of a server in float16 (nats)."""
-    float32: float = 1e-3
-    """The highest band of a server in float32 (nats)."""
-
-
-@dataclass(frozen=True)
-class VerifyConfig:
-    """The settings of the verification that a server uses the published weights.
-
-    The server generates from probe prompts, and the trainer scores the same tokens. The bits of the weights are
-    verified at every publish, too, and need no settings.
-    """
-
-    prompts: int = 4
-    """The number of probe prompts of one look. They are made from prompts of the run."""
-    tokens: int = 32
-    """The number of tokens generated from each prompt. The statistic is a mean over ``prompts * tokens`` tokens."""
-    rounds: int = 3
-    """The number of times that the probes are sampled for calibration."""
-    factor: float = 4.0
-    """The band is ``factor`` times the worst calibration round, between floor and ceiling of the dtype."""
-    floors: VerifyFloors = field(default_factory=VerifyFloors)
-    """The lowest band of each dtype."""
-    ceilings: VerifyCeilings = field(default_factory=VerifyCeilings)
-    """The highest band of each dtype."""
-    mixture_factor: float = 3.0
-    """The highest bands of a mixture of experts, as a multiple of ``ceilings``. Some tokens go to other experts where
-    server and trainer round differently."""
-    rounded_floor: float = 0.1
-    """The lowest band of a server that rounds to 8 bits as ``rollout.server_form`` says, in every dtype (nats)."""
-    rounded_ceiling: float = 0.6
-    """The highest band of a server that rounds to 8 bits as ``rollout.server_form`` says, in every dtype (nats)."""
-    seed: int = 0
-    """The seed of the choice of the probe prompts."""
-
-    def __post_init__(self) -> None:
-        check_at_least(self, 1, "prompts", "tokens", "rounds", "factor", "mixture_factor")
-        check_at_least(self, 0, "seed")
-
-    def limits(self, dtype: str, *, mixture: bool, rounded: bool = False) -> tuple[float, float]:
-        """Returns the lowest and highest band (nats) of a server in ``dtype``.
-
-        ``mixture``: Whether it serves a mixture of experts. ``rounded``: Whether it rounds weights or cache to 8 bits.
-        """
-        wider = self.mixture_factor if mixture else 1.0
-        if rounded:
-            return self.rounded_floor, self.rounded_ceiling * wider
-        return getattr(self.floors, dtype), getattr(self.ceilings, dtype) * wider
-
-
-@dataclass(frozen=True)
-class PublishConfig:
-    """The way in which new weights come to servers."""
-
-    store: str = "shared"
-    """The place that servers get weights from. shared: servers read each version in ``rollout.transfer_dir``, which
-    they and the trainer see. Otherwise each server's machine pulls what changed into its own memory: from that
-    directory (directory), from the trainer's machines (http), or from the object store at this URL (s3://..., gs://...)."""
-    straggler_s: float = 30.0
-    """The longest that a publish waits for the other servers once one is ready, if that one did not take longer itself
-    (seconds). A server that is not ready by then is left out until it is."""
-    anchor_every: int = 16
-    """The number of versions from one that is written whole to the next. Those between are written as what changed."""
-    in_place: bool = False
-    """Whether vLLM servers write what changed into their weights, instead of loading all of them. Workers whose layers
-    hold something else than what was loaded, as on a CPU, still load all of them. It has not run on a GPU yet."""
-    host: str = "127.0.0.1"
-    """The address of process 0's machine that ``store: http`` binds to: one of loopback, or a private one with
-    ``rollout.api_key_file``. Each other process serves its part of the weights at the address from which its machine
-    reaches this one."""
-    port: int = 0
-    """The port of ``store: http`` on process 0; 0 takes a free one. Process i has ``port`` + i."""
-
-    def __post_init__(self) -> None:
-        if self.store not in ("shared", "directory", "http") and "://" not in self.store:
-            raise ValueError(f"store must be shared, directory, http or a URL, got {self.store!r}")
-        if self.store.startswith(("http://", "https://")):
-            raise ValueError(f"store must be http, with host and port, for weights that are served, got {self.store!r}")
-        if self.in_place and self.store == "shared":
-            raise ValueError("in_place is for weights that servers pull: store must be directory, http or a URL")
-        check_at_least(self, 1, "anchor_every")
-        check_positive(self, "straggler_s")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"port must be in 0..65535, got {self.port}")
-
-
 SERVED = ("vllm", "sglang")
 """The names of the engines that are servers over HTTP."""
 
@@ -224,7 +118,8 @@ class RolloutConfig:
     """The most further rounds of a step with ``refill``, at least 1. After them the earliest groups without signal fill
     the batch up. So a step samples up to 1 + ``refill_limit`` batches."""
     max_response_tokens: int = 8192
-    """The longest response, the end-of-sequence token included (tokens)."""
+    """The longest response, the end-of-sequence token included (tokens). With an ``environment``: the longest
+    trajectory behind its prompt, all turns and replies included."""
     temperature: float = 1.0
     """The sampling temperature. It must be positive."""
     top_logprobs: int = 0
@@ -281,6 +176,11 @@ class RolloutConfig:
     """The limits of the client that talks to servers."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     """The settings of the verification that each server uses the published weights."""
+    environment: str | None = None
+    """The environment of trajectories of several turns: the path of a class, ``package.module:Class``. It replies to
+    each turn and rewards the trajectory. None: each prompt has one response, which ``data.reward`` scores."""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """The limits of trajectories with an ``environment``."""
     dump_every: int = 0
     """The number of steps between token dumps (``rollouts/step_*.parquet``, for ``rljax compare``). 0: no dumps."""
     transcript_every: int = 0
@@ -305,6 +205,9 @@ class RolloutConfig:
             raise ValueError("top_p and min_p need top_k, which bounds the number of tokens that are reported")
         if self.top_k and self.top_logprobs > self.top_k:
             raise ValueError(f"top_logprobs must be at most top_k = {self.top_k}, got {self.top_logprobs}")
+        if self.episode.max_turn_tokens > self.max_response_tokens:
+            longest = f"at most max_response_tokens = {self.max_response_tokens}"
+            raise ValueError(f"episode.max_turn_tokens must be {longest}, got {self.episode.max_turn_tokens}")
 
     @property
     def reported(self) -> int:
@@ -368,29 +271,46 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response."""
+    """One sampled response, or a trajectory of several turns.
+
+    The tokens of a trajectory are those that the policy sampled and those that its environment wrote, in order, as the
+    engine saw them. At the environment's tokens the log-probability is 0.
+    """
 
     prompt_index: int  # the position of the prompt in the request's list
     sample_index: int  # the position among the responses to that prompt, 0 .. n-1
-    token_ids: np.ndarray  # int32 [t], the stop token included when one was sampled
+    token_ids: np.ndarray  # int32 [t], each stop token that was sampled included
     logprobs: np.ndarray  # the engine's log-probability *of* each of these tokens (``rollout_logprobs``), float32 [t]
     truncated: bool  # whether the length limit ended the response (finish_reason "length")
     versions: tuple[VersionSpan, ...]  # the policy versions that sampled the tokens, in order and without gaps
     # The experts of each token of prompt (s) and response but the last, uint8 or uint16 [s + t - 1, layers, k].
     routes: np.ndarray | None = None
     tops: Tops | None = None  # the likeliest tokens at each position, where they were asked for
+    # The turn (1, 2, ...) that sampled each token, and 0 where the environment wrote it, int32 [t]. None: turn 1.
+    turns: np.ndarray | None = None
+    prompt: np.ndarray | None = None  # the tokens before the response, int32 [s]; None: the prompt of the request
+    # The other rows of the trajectory, which begin where a turn's prompt did not extend the tokens before it.
+    further: tuple[Response, ...] = ()
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.shape != self.logprobs.shape:
             shapes = f"{self.token_ids.shape} and {self.logprobs.shape}"
             raise ValueError(f"token_ids and logprobs must be vectors of one length, got {shapes}")
+        if self.turns is not None and self.turns.shape != self.token_ids.shape:
+            raise ValueError(f"turns must be a vector of {self.token_ids.shape[0]} entries, got {self.turns.shape}")
+
+    @property
+    def rows(self) -> tuple[Response, ...]:
+        """The rows of tokens of the response: itself, and those in ``further``."""
+        return self, *self.further
 
     @property
     def length(self) -> int:
-        """The length of the response, the stop token included (tokens)."""
-        return int(self.token_ids.shape[0])
+        """The number of sampled tokens, stop tokens included, over all rows."""
+        own = self.token_ids.shape[0] if self.turns is None else np.count_nonzero(self.turns)
+        return int(own) + sum(row.length for row in self.further)
 
     @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled any of the tokens."""
-        return min(span.version for span in self.versions)
+        return min(span.version for row in self.rows for span in row.versions)

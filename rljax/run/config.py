@@ -12,7 +12,8 @@ from rljax.data.prompts import DataConfig
 from rljax.errors import check_at_least, check_finite
 from rljax.policy.config import PolicyOptions
 from rljax.policy.lora import LoraConfig
-from rljax.rollout.types import SERVED, PublishConfig, RolloutConfig
+from rljax.rollout.publish_config import PublishConfig
+from rljax.rollout.types import SERVED, RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.guard import GuardConfig
 from rljax.run.rate import ScheduleConfig
@@ -260,5 +261,5 @@ class Config:
 
     @property
     def num_sequences(self) -> int:
-        """The number of responses in a step."""
-        return self.data.batch_size * self.rollout.group_size
+        """The most rows of tokens that a step trains on: one for each response, or ``rollout.episode.max_rows``."""
+        return self.data.batch_size * self.rollout.group_size * self.rollout.episode.max_rows

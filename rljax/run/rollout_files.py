@@ -56,7 +56,8 @@ def write_tokens(
 
     Under ``sampling`` the header has the settings of ``rollout.inject`` that are on, and any 8-bit form of the engine's
     weights or cache, and the settings that cut the sampling. Weights that such a setting changes have a name of their
-    own. Weights of an older version, or of several versions, have no name. The arguments are those of
+    own. Weights of an older version, or of several versions, have no name. Tokens that an environment wrote have no
+    log-probability, and ``turn`` is 0 there. The arguments are those of
     ``write_rollouts``. The likeliest tokens are in the dump where the sequences have them. Both columns of a cut
     sampling are normalised over its tokens. Further values of each response token are its advantage, the policy version
     that sampled it, and whether it is in the loss (1 or 0).
@@ -78,12 +79,16 @@ def write_tokens(
     pairs = [(s.top_ids, s.top_logprobs) for s in sequences]
     tops = [(ids, values) for ids, values in pairs if ids is not None and values is not None]
     engine = f"jax {jax.__version__} decode" if config.rollout.engine == "jax" else config.rollout.engine
+    turns = [s.turns for s in sequences if s.turns is not None]
     behind = [np.zeros(len(s.response)) if s.staleness is None else s.staleness for s in sequences]
     dump = dump_of_responses(
         [f"step{step}/{i}" for i in range(len(sequences))],
         [s.prompt for s in sequences],
         [s.response for s in sequences],
-        {ROLLOUT: [s.rollout_logprobs for s in sequences], TRAINER: trainer_logprobs},
+        {
+            ROLLOUT: [_where_sampled(s, s.rollout_logprobs) for s in sequences],
+            TRAINER: [_where_sampled(s, own) for s, own in zip(sequences, trainer_logprobs, strict=True)],
+        },
         {
             ROLLOUT: ColumnSource(engine, config.rollout.dtype, rollout_weights, temperature, form=label, cut=is_cut),
             TRAINER: ColumnSource(
@@ -99,7 +104,9 @@ def write_tokens(
             "advantage": [np.broadcast_to(s.advantage, len(s.response)) for s in sequences],
             "version": [policy_version - each for each in behind],
             "in_loss": [np.full(len(s.response), float(s.in_loss)) for s in sequences],
+            **({"turn": turns} if turns else {}),
         },
+        [s.sampled for s in sequences],
     )
     write_dump(_path(config, step, "parquet"), dump)
 
@@ -114,26 +121,32 @@ def _write_transcript(
 ) -> None:
     """Writes the transcript: one response per line, with reward and log-ratios."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scored = zip(sequences, rollouts.all(), rollouts.rewards.ravel(), trainer_logprobs, strict=True)
+    pairs = zip(rollouts.all(), rollouts.rewards.ravel(), strict=True)
+    rows = [(row, reward) for response, reward in pairs for row in response.rows]
     lines = []
-    for sequence, response, reward, logprobs in scored:
-        gap = np.asarray(logprobs, np.float64) - sequence.rollout_logprobs
+    for sequence, (response, reward), logprobs in zip(sequences, rows, trainer_logprobs, strict=True):
+        gap = np.asarray(logprobs, np.float64) - sequence.rollout_logprobs  # 0 at an environment's tokens
         worst = int(np.argmax(np.abs(gap))) if len(gap) else 0
         line = {
             "step": step,
             "prompt": tokenizer.decode(sequence.prompt),
             "response": tokenizer.decode(sequence.response),
-            "reward": float(reward),
+            "reward": _number(reward),
             "advantage": float(sequence.advantage),
-            "response_length": len(sequence.response),
+            "response_length": int(sequence.sampled.sum()),
             "truncated": bool(response.truncated),
-            "logprob_abs_diff_mean": _number(np.abs(gap).mean()),
+            "logprob_abs_diff_mean": _number(np.abs(gap[sequence.sampled]).mean()),
             "log_ratio_sum": _number(gap.sum()),
             "worst_position": worst,
             "worst_log_ratio": _number(gap[worst]),
         }
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     write_whole(path, "".join(lines))
+
+
+def _where_sampled(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
+    """Returns the values [r] of a response, with NaN at the tokens that an environment wrote."""
+    return values if sequence.turns is None else np.where(sequence.sampled, values, np.nan)
 
 
 def _number(value: Any) -> float | None:

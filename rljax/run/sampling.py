@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -24,7 +25,7 @@ from rljax.trainer.packing import TrainSequence
 
 _TICK_S = 0.25  # between two questions whether to give up
 _VECTORS = ("prompt", "response", "rollout_logprobs", "staleness")
-_OPTIONAL = ("routes", "top_ids", "top_logprobs")
+_OPTIONAL = ("routes", "top_ids", "top_logprobs", "turns")
 
 
 class Scored(NamedTuple):
@@ -44,7 +45,7 @@ class Scored(NamedTuple):
 class Outcomes(NamedTuple):
     """The rewards and lengths of sampled groups."""
 
-    rewards: np.ndarray  # float32 [b, g]
+    rewards: np.ndarray  # float32 [b, g]; NaN for a trajectory that failed
     lengths: np.ndarray  # the numbers of sampled tokens, int64 [b, g]
     truncated: np.ndarray  # whether the length limit ended the response, bool [b, g]
 
@@ -63,7 +64,7 @@ class Rollouts:
 
     prompts: list[np.ndarray]  # token ids, b vectors int32 [p]
     responses: list[list[Response]]  # [b][g]
-    rewards: np.ndarray  # float32 [b, g]
+    rewards: np.ndarray  # float32 [b, g]; NaN for a trajectory that failed
     dropped: Outcomes | None = None  # of the groups that were sampled for the step and replaced; None: there are none
 
     def all(self) -> list[Response]:
@@ -191,10 +192,11 @@ def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
     responses that are trained on.
     """
     rewards, lengths, truncated = rollouts.all_outcomes()
+    known = rewards[~np.isnan(rewards)]
     staleness = np.asarray([policy_version - response.oldest_version for response in rollouts.all()])
     return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
+        "reward/mean": float(known.mean()) if known.size else math.nan,
+        "reward/std": float(known.std()) if known.size else math.nan,
         "reward/groups_with_signal": float(groups_with_signal(rewards).mean()),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
@@ -217,39 +219,44 @@ def missed_stop_fraction(rollouts: Rollouts, stop: int) -> float:
 
 
 def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) -> list[TrainSequence]:
-    """Returns each response with its advantage, and whether its group carries loss.
+    """Returns each row of each response with its advantage, and whether it carries loss.
+
+    All rows of a trajectory have its advantage. A trajectory that failed carries no loss.
 
     The staleness of its tokens is counted up to ``policy_version``, the version that is trained from.
 
     Raises RuntimeError if ``rollout.top_logprobs`` or ``top_k`` asked for likeliest tokens and a response has none.
     """
-    lengths = np.asarray([[response.length for response in group] for group in rollouts.responses])
+    lengths = rollouts.outcomes().lengths
     longest, reported = config.rollout.max_response_tokens, config.rollout.reported
     advantages = compute_advantages(rollouts.rewards, config.advantage, lengths=lengths, max_response_tokens=longest)
-    signal = groups_with_loss(advantages)
+    in_loss = groups_with_loss(advantages)[:, None] & ~np.isnan(rollouts.rewards)
     lacking = sum(response.tops is None for response in rollouts.all())
     if reported and lacking:
         raise RuntimeError(f"the engine reported no likeliest tokens for {lacking} of {lengths.size} responses")
     return [
         TrainSequence(
-            prompt,
-            response.token_ids,
-            response.logprobs,
+            prompt if row.prompt is None else row.prompt,
+            row.token_ids,
+            row.logprobs,
             float(advantages[i, j]),
-            bool(signal[i]),
-            staleness_of(response, policy_version),
-            routes=response.routes if config.rollout.router_replay == "r3" else None,
-            top_ids=response.tops.ids if reported and response.tops is not None else None,
-            top_logprobs=response.tops.logprobs if reported and response.tops is not None else None,
+            bool(in_loss[i, j]),
+            staleness_of(row, policy_version),
+            routes=row.routes if config.rollout.router_replay == "r3" else None,
+            top_ids=row.tops.ids if reported and row.tops is not None else None,
+            top_logprobs=row.tops.logprobs if reported and row.tops is not None else None,
+            turns=row.turns,
+            is_further=row is not response,
         )
         for i, (prompt, group) in enumerate(zip(rollouts.prompts, rollouts.responses, strict=True))
         for j, response in enumerate(group)
+        for row in response.rows
     ]
 
 
 def staleness_of(response: Response, policy_version: int) -> np.ndarray:
     """Returns the policy versions from the one that sampled each token to ``policy_version``, int32 [t]."""
-    behind = np.zeros(response.length, np.int32)
+    behind = np.zeros(len(response.token_ids), np.int32)
     for span in response.versions:
         behind[span.start : span.end] = policy_version - span.version
     return behind
@@ -260,6 +267,7 @@ def sequence_arrays(sequences: Sequence[TrainSequence]) -> dict[str, np.ndarray]
     arrays: dict[str, np.ndarray] = {
         "advantage": np.asarray([sequence.advantage for sequence in sequences], np.float64),
         "in_loss": np.asarray([sequence.in_loss for sequence in sequences], np.bool_),
+        "is_further": np.asarray([sequence.is_further for sequence in sequences], np.bool_),
     }
     for name in _VECTORS:
         arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
@@ -274,6 +282,7 @@ def sequences_of(arrays: Mapping[str, np.ndarray]) -> list[TrainSequence]:
     prompts, responses, logprobs, staleness = (vectors_of(name, arrays) for name in _VECTORS)
     advantages, in_loss = arrays["advantage"].tolist(), arrays["in_loss"].tolist()
     sequences = list(map(TrainSequence, prompts, responses, logprobs, advantages, in_loss, staleness))
+    sequences = [s._replace(is_further=each) for s, each in zip(sequences, arrays["is_further"].tolist(), strict=True)]
     for name in (name for name in _OPTIONAL if name in arrays):
         values: Sequence[Any] = vectors_of(name, arrays)
         sequences = [s._replace(**{name: each}) for s, each in zip(sequences, values, strict=True)]

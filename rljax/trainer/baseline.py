@@ -10,7 +10,7 @@ import numpy as np
 from rljax.algorithms.advantages import optimal_token_advantages
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.mismatch import importance_weights
-from rljax.trainer.packing import TrainSequence
+from rljax.trainer.packing import TrainSequence, groups_of
 
 
 def subtract_baselines(
@@ -32,18 +32,22 @@ def subtract_baselines(
     Returns:
       The sequences. Those without loss stay as they are.
     """
-    ratios = None if correction.weighting is None else _ratios(sequences, *correction.weighting)
+    ratios: list[np.ndarray] | None = None
+    if correction.weighting is not None:
+        ratios = _ratios(sequences, *correction.weighting)
+    elif any(s.turns is not None for s in sequences):
+        ratios = [s.sampled for s in sequences]  # tokens of an environment have no energy
     result = list(sequences)
-    for start in range(0, len(result), group_size):
-        group = slice(start, start + group_size)
-        members = sequences[group]
-        if not members[0].in_loss:
+    for group in groups_of(sequences, group_size):
+        members = [i for i in group if sequences[i].in_loss]
+        if not members:
             continue
-        returns = np.array([float(s.advantage) for s in members])
-        own = [np.asarray(s.old_logprobs) for s in members]
-        weights = None if ratios is None else ratios[group]
-        advantages = optimal_token_advantages(returns, own, collisions[group], weights)
-        result[group] = [s._replace(advantage=each) for s, each in zip(members, advantages, strict=True)]
+        returns = np.array([float(sequences[i].advantage) for i in members])
+        own = [np.asarray(sequences[i].old_logprobs) for i in members]
+        weights = None if ratios is None else [ratios[i] for i in members]
+        advantages = optimal_token_advantages(returns, own, [collisions[i] for i in members], weights)
+        for i, advantage in zip(members, advantages, strict=True):
+            result[i] = sequences[i]._replace(advantage=advantage)
     return result
 
 
@@ -55,7 +59,7 @@ def _ratios(sequences: Sequence[TrainSequence], level: Any, mode: Any, threshold
     weights, _ = importance_weights(
         trainer[None],
         rollout[None],
-        np.ones((1, len(trainer)), np.bool_),
+        np.concatenate([s.sampled for s in sequences])[None],
         level=level,
         mode=mode,
         threshold=threshold,

@@ -135,6 +135,7 @@ def split_metrics(
         for versions, logprobs in behaviour.items():
             older = behind[i, :end] == versions
             then[i, :end][older] = logprobs[i][older]
+        behind[i, :end][~s.sampled] = -1
     known = np.isin(behind, [0, *behaviour])
     parts = {"mismatch_numerics": (then, rollout, known), "mismatch_drift": (now, then, known)}
     parts |= {f"mismatch_drift/{versions}": (now, then, behind == versions) for versions in behaviour}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,10 @@ class PackingConfig:
 
 
 class TrainSequence(NamedTuple):
-    """One prompt with one response, ready for the loss; p prompt tokens, r response tokens. Absent arrays are None."""
+    """One prompt with one response, ready for the loss; p prompt tokens, r response tokens. Absent arrays are None.
+
+    In a trajectory of several turns the response holds the environment's tokens, too. No array counts there.
+    """
 
     prompt: np.ndarray  # int32 [p], the token ids of the prompt
     response: np.ndarray  # int32 [r], the token ids of the response
@@ -68,6 +72,13 @@ class TrainSequence(NamedTuple):
     routes: np.ndarray | None = None  # uint8 or uint16 [p + r - 1, l, k], the experts of each token but the last
     top_ids: np.ndarray | None = None  # int32 [r, k], the sampler's likeliest tokens; -1 where there are fewer
     top_logprobs: np.ndarray | None = None  # float32 [r, k], the sampler's log-probabilities of them; -inf at id -1
+    turns: np.ndarray | None = None  # int32 [r], the turn that sampled each token, from 1; 0: the environment wrote it
+    is_further: bool = False  # whether this is another row of the trajectory of the sequence before it
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """Whether the policy sampled each token of the response, bool [r]."""
+        return np.ones(len(self.response), np.bool_) if self.turns is None else self.turns > 0
 
 
 class PackedBatch(NamedTuple):
@@ -158,8 +169,8 @@ def fill(
             place["segment_ids"][start:end] = segment
             place["positions"][start:end] = np.arange(end - start)
             place["sequence_ids"][start:end] = index
-            place["response_mask"][middle:end] = True
-            place["loss_mask"][middle:end] = s.in_loss
+            place["response_mask"][middle:end] = s.sampled
+            place["loss_mask"][middle:end] = s.in_loss & s.sampled
             place["advantages"][middle:end] = s.advantage
             place["staleness"][middle:end] = 0 if s.staleness is None else s.staleness
             for name in ("rollout_logprobs", *optional, *tops):
@@ -178,23 +189,36 @@ def _have(sequences: Sequence[TrainSequence], name: str) -> bool:
     return any(has)
 
 
-def _by_sequence(values: Any, mask: Any, batch: PackedBatch, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Splits the values of the tokens in ``mask`` [m, b, t] by sequence."""
+def groups_of(sequences: Sequence[TrainSequence], group_size: int) -> list[range]:
+    """Returns the indices of the sequences of each group of ``group_size`` trajectories, in order."""
+    firsts = [i for i, sequence in enumerate(sequences) if not sequence.is_further]
+    starts = [*firsts[::group_size], len(sequences)]
+    return [range(start, end) for start, end in itertools.pairwise(starts)]
+
+
+def _by_sequence(values: Any, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
+    """Returns the values of all tokens of each sequence in a packed batch [m, b, t], prompts included."""
+    mask = np.asarray(batch.segment_ids) > 0
     # A sequence lies in one row, so a stable sort keeps its tokens in order.
     order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
+    lengths = [len(s.prompt) + len(s.response) for s in sequences]
     return np.split(np.asarray(values)[mask][order], np.cumsum(lengths)[:-1])
 
 
 def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-    """Returns one vector [r] for each sequence: the values of its response tokens in a packed batch [m, b, t]."""
-    return _by_sequence(values, np.asarray(batch.response_mask), batch, [len(s.response) for s in sequences])
+    """Returns one vector [r] for each sequence: the values of its response in a packed batch [m, b, t].
+
+    They are 0 at tokens that an environment wrote.
+    """
+    every = zip(_by_sequence(values, batch, sequences), sequences, strict=True)
+    return [
+        each[len(s.prompt) :] if s.turns is None else np.where(s.sampled, each[len(s.prompt) :], 0) for each, s in every
+    ]
 
 
 def unpack_routes(routes: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
     """Returns the routes of each sequence, [p + r - 1, 1, l * k], from the routes of a batch [m, b, t, l * k]."""
-    lengths = [len(s.prompt) + len(s.response) for s in sequences]
-    every = _by_sequence(routes, np.asarray(batch.segment_ids) > 0, batch, lengths)
-    return [each[:-1, None] - np.ones((), each.dtype) for each in every]
+    return [each[:-1, None] - np.ones((), each.dtype) for each in _by_sequence(routes, batch, sequences)]
 
 
 def useful_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 
 from rljax.policy.model import Params
 from rljax.sharding import fetch, on_devices, on_host
-from rljax.trainer.packing import PackedBatch, TrainSequence, unpack, unpack_routes
+from rljax.trainer.packing import PackedBatch, TrainSequence, groups_of, unpack, unpack_routes
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TokenValues, TrainStep
 
@@ -176,14 +176,10 @@ class MultipleUpdates:
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
         """Returns the mini-batches of all epochs. They have complete groups, and each epoch has its own order."""
-        size, groups = self._group_size, len(sequences) // self._group_size
+        groups = groups_of(sequences, self._group_size)
         rng = np.random.default_rng(seed)
-        orders = [np.split(rng.permutation(groups), self._mini_batches) for _ in range(self._epochs)]
-        return [
-            [s for group in chosen for s in sequences[group * size : (group + 1) * size]]
-            for order in orders
-            for chosen in order
-        ]
+        orders = [np.split(rng.permutation(len(groups)), self._mini_batches) for _ in range(self._epochs)]
+        return [[sequences[i] for group in chosen for i in groups[group]] for order in orders for chosen in order]
 
 
 class OffloadedUpdate:

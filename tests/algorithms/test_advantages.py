@@ -91,13 +91,26 @@ def test_groups():
     assert groups_with_loss(punished).tolist() == [True, False, True]
 
 
+def test_failed_responses_are_left_out_of_their_group():
+    rewards = [[1, np.nan, 0, 0], [1, 0, np.nan, np.nan], [np.nan, np.nan, np.nan, 1], [1, 0, 0, 0]]
+    third = 2 / 3
+    expected = [[1, 0, -0.5, -0.5], [1, -1, 0, 0], [0, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]]
+    np.testing.assert_allclose(advantages(rewards), expected, rtol=1e-6)
+    no_std = advantages(rewards, "grpo_no_std")
+    np.testing.assert_allclose(no_std[0], [third, 0, -third / 2, -third / 2], rtol=1e-6)
+    assert groups_with_loss(no_std).tolist() == [True, True, False, True]
+    assert groups_with_signal(rewards).tolist() == [True, True, False, True]
+    # reinforce: the mean of the ten known rewards is 0.4.
+    np.testing.assert_allclose(advantages(rewards, "reinforce")[0], [0.6, 0, -0.4, -0.4], rtol=1e-6)
+
+
 def test_mistakes_are_quoted():
     with pytest.raises(ValueError, match=r"g at least 2, got shape \(3, 1\)"):
         rloo(np.zeros((3, 1)))
     assert advantages([[1.0], [0.0]], "reinforce").tolist() == [[0.5], [-0.5]]
     with pytest.raises(ValueError, match=r"both be \[b, g\], got \(2, 2\) and \(2, 3\)"):
         advantages(np.zeros((2, 2)), lengths=np.zeros((2, 3)))
-    with pytest.raises(ValueError, match="finite, got 2 not finite"):
+    with pytest.raises(ValueError, match="for failed ones, got 1 infinite"):
         advantages([[np.nan, np.inf]])
     with pytest.raises(ValueError, match=r"in 1 .. max_response_tokens = 100, got 101"):
         advantages([[0, 1]], overlong_buffer_tokens=101)

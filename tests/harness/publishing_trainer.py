@@ -20,7 +20,8 @@ from rljax.errors import run_cli
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.rollout.build import make_engine
-from rljax.rollout.types import PublishConfig, RolloutConfig, VerifyConfig
+from rljax.rollout.publish_config import PublishConfig, VerifyConfig
+from rljax.rollout.types import RolloutConfig
 from rljax.sharding import MeshConfig, make_mesh
 
 _STEP = 1 + 2**-5  # changes every bfloat16, whose values are 2^-7 to 2^-8 apart

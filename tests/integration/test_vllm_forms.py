@@ -8,8 +8,8 @@ from vllm_processes import ONE_THREAD
 from rljax.compare.report import compare_columns
 from rljax.compare.scorers import score_column
 from rljax.record.token_dumps import read_dump
+from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.vllm.server import ServerConfig, start
-from rljax.rollout.types import VerifyConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.harness]
 FORMS = [

@@ -6,7 +6,8 @@ from conftest import Served
 from vllm_checks import OTHER_BITS, adamw_step, rpc
 
 from rljax.errors import VerificationError
-from rljax.rollout.types import PublishConfig, SamplingParams
+from rljax.rollout.publish_config import PublishConfig
+from rljax.rollout.types import SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes]
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from rljax.errors import ReplyError
+from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request, check_completion
-from rljax.rollout.types import SamplingParams, VerifyConfig
+from rljax.rollout.types import SamplingParams
 
 LAYERS, K, EXPERTS = 3, 2, 8
 REQUEST = Request(np.array([3, 4, 5], np.int32), SamplingParams(4), routes=(LAYERS, K, EXPERTS))

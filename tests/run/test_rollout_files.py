@@ -86,3 +86,15 @@ def test_a_dump_has_advantage_version_and_loss_of_each_token(tmp_path):
         "in_loss": [[0, 0, 0], [1, 1, 1]],
     }
     assert all(np.isnan(vector[:3]).all() for vectors in values.values() for vector in vectors)
+
+
+def test_a_dump_tells_an_environments_tokens_apart(tmp_path):
+    config = Config(run=RunConfig(dir=str(tmp_path)))
+    ids, turns = np.arange(4, dtype=np.int32), np.array([1, 0, 0, 2], np.int32)
+    sequence = TrainSequence(ids[:2], ids, np.float32([-1, 0, 0, -2]), 0.5, True, np.zeros(4, np.int32), turns=turns)
+    write_tokens(config, 4, 3, [sequence], [np.float32([-1.5, 0, 0, -2.5])])
+    dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
+    assert dump.response_mask[0].tolist() == [False, False, True, False, False, True]
+    np.testing.assert_array_equal(dump.logprobs["trainer"][0][2:], np.float32([-1.5, np.nan, np.nan, -2.5]))
+    np.testing.assert_array_equal(dump.logprobs["rollout"][0][2:], np.float32([-1, np.nan, np.nan, -2]))
+    np.testing.assert_array_equal(dump.values["turn"][0][2:], turns)

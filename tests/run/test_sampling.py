@@ -13,6 +13,8 @@ from rljax.run.sampling import (
     missed_stop_fraction,
     mixed_fraction,
     rollout_row,
+    sequence_arrays,
+    sequences_of,
     step_seed,
     training_sequences,
 )
@@ -89,3 +91,37 @@ def test_the_likeliest_tokens_come_to_the_trainer_where_asked(rollouts):
     told.responses[1][0] = rollouts.responses[1][0]
     with pytest.raises(RuntimeError, match="reported no likeliest tokens for 1 of 4 responses"):
         training_sequences(told, config, policy_version=4)
+
+
+def trajectory(i, j, turns, *, further=(), prompt=None):
+    count = len(turns)
+    spans = (VersionSpan(3, 0, count),)
+    turns = np.asarray(turns, np.int32)
+    logprobs = np.where(turns > 0, -0.5, 0.0).astype(np.float32)
+    tokens = np.arange(10, 10 + count, dtype=np.int32)
+    return Response(i, j, tokens, logprobs, False, spans, turns=turns, prompt=prompt, further=further)
+
+
+def test_a_trajectory_is_as_long_as_its_sampled_tokens():
+    again = trajectory(0, 0, [2, 2], prompt=np.array([9, 7], np.int32))
+    one = trajectory(0, 0, [1, 1, 0, 0, 0, 2], further=(again,))
+    assert [row.length for row in one.rows] == [5, 2]
+    with pytest.raises(ValueError, match=r"turns must be a vector of 2 entries, got \(1,\)"):
+        dataclasses.replace(again, turns=np.ones(1, np.int32))
+
+
+def test_all_rows_of_a_trajectory_have_its_advantage():
+    again = trajectory(0, 1, [2], prompt=np.array([9, 9, 4], np.int32))
+    group = [trajectory(0, 0, [1, 0, 2]), trajectory(0, 1, [1, 1], further=(again,)), trajectory(0, 2, [1])]
+    rollouts = Rollouts([np.array([9, 9], np.int32)], [group], np.array([[1, 0, np.nan]], np.float32))
+    row = rollout_row(rollouts, policy_version=3)
+    assert (row["reward/mean"], row["reward/std"], row["response_length/mean"]) == (0.5, 0.5, 2.0)
+    sequences = training_sequences(rollouts, Config(), policy_version=3)
+    assert [s.advantage for s in sequences] == [1.0, -1.0, -1.0, 0.0]
+    assert [s.in_loss for s in sequences] == [True, True, True, False]
+    assert [s.is_further for s in sequences] == [False, False, True, False]
+    assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [9, 9, 4], [9, 9]]
+    assert sequences[0].sampled.tolist() == [True, False, True]
+    back = sequences_of(sequence_arrays(sequences))
+    assert [s.is_further for s in back] == [False, False, True, False]
+    assert [s.turns.tolist() for s in back] == [[1, 0, 2], [1, 1], [2], [1]]

@@ -22,7 +22,8 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.model import param_shardings
 from rljax.rollout.build import policy_functions
-from rljax.rollout.types import PublishConfig, RolloutConfig
+from rljax.rollout.publish_config import PublishConfig
+from rljax.rollout.types import RolloutConfig
 from rljax.run.acts import PublishToServers
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.access import find_key_file

@@ -38,6 +38,22 @@ def test_advantages_worked_by_hand():
     assert first.dtype == np.float32
 
 
+def test_an_environments_tokens_have_no_energy():
+    one, tokens = TrainSequence, np.zeros(3, np.int32)
+    turns = np.array([1, 0, 2], np.int32)
+    logprobs = [np.log(np.float32([0.5, 1.0, 0.25])), np.log(np.float32([0.5, 0.25, 0.5]))]
+    collisions = [np.array([0.5, 0.0, 0.5]), np.array([0.5, 0.5, 0.5])]
+    group = [
+        one(tokens[:1], tokens, logprobs[i], gain, True, old_logprobs=logprobs[i], turns=turned)
+        for i, (gain, turned) in enumerate([(1.0, turns), (0.0, np.ones(3, np.int32))])
+    ]
+    first, second = subtract_baselines(group, collisions, group_size=2, correction=CorrectionConfig())
+    # Energies 1 - 2p + sum p^2 of sampled tokens: 0.5, none, 1 more; 0.5, 1 more, 0.5 more.
+    baselines = np.array([0.5 / 1.0, 0.5 / 2.0, 1.5 / 3.5])
+    np.testing.assert_allclose(first.advantage, 1 - baselines, rtol=1e-6)
+    np.testing.assert_allclose(second.advantage, -baselines, rtol=1e-6)
+
+
 def test_equal_energies_give_the_mean_of_those_that_go_on():
     logprobs, collisions = [np.full(n, np.log(0.25)) for n in (1, 2, 2)], [np.full(n, 0.25) for n in (1, 2, 2)]
     result = optimal_token_advantages(np.array([3.0, 0.0, 6.0]), logprobs, collisions)

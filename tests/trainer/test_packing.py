@@ -13,6 +13,7 @@ from rljax.policy.score import make_scorer, packed_logprobs
 from rljax.trainer.packing import (
     PackingConfig,
     TrainSequence,
+    groups_of,
     max_micro_batches,
     pack,
     unpack,
@@ -83,6 +84,28 @@ def test_rows_are_dealt_in_turn_and_given_arrays_are_carried():
             rows_per_micro_batch=3,
             micro_batches=4,
         )
+
+
+def test_tokens_of_an_environment_are_in_no_mask():
+    rng = np.random.default_rng(0)
+    of_turns = sequence(rng, 2, 5)._replace(turns=np.array([1, 0, 0, 2, 2], np.int32), top_ids=None)
+    single = sequence(rng, 1, 2)._replace(turns=np.ones(2, np.int32))
+    batch = pack([of_turns, single], row_tokens=12, rows_per_micro_batch=1, micro_batches=1)
+    assert batch.response_mask[0, 0, :10].tolist() == [False] * 2 + [True, False, False, True, True] + [
+        False,
+        True,
+        True,
+    ]
+    np.testing.assert_array_equal(batch.loss_mask, batch.response_mask)
+    assert batch.positions[0, 0, :7].tolist() == list(range(7))  # an environment's tokens have places, too
+    values = np.arange(1.0, 13.0, dtype=np.float32)[None, None]
+    assert [each.tolist() for each in unpack(values, batch, [of_turns, single])] == [[3, 0, 0, 6, 7], [9, 10]]
+
+
+def test_groups_are_of_trajectories_and_not_of_rows():
+    one = sequence(np.random.default_rng(0), 1, 1)
+    rows = [one._replace(is_further=further) for further in (False, True, False, False, True, True, False)]
+    assert [list(group) for group in groups_of(rows, 2)] == [[0, 1, 2], [3, 4, 5, 6]]
 
 
 def test_packed_scores_equal_lone_scores_and_nothing_leaks():

@@ -25,12 +25,13 @@ import numpy as np
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError
 from rljax.policy.config import route_dtype
 from rljax.rollout.engine import Samples, Stopping
+from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.handshake import Expectation, check_logprobs
 from rljax.rollout.servers.verify import Look, Score, Verifier
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, check_prompts, make_requests, shortest
-from rljax.rollout.types import PublishConfig, Response, RolloutConfig, SamplingParams, VersionSpan
+from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum
 from rljax.weights.store import WeightVersion, open_weight_directory

@@ -12,10 +12,11 @@ import numpy as np
 
 from rljax.errors import HandshakeError, ServerRefusedError
 from rljax.rollout.form import ServerForm
+from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.verify import probe_length, sharpening
 from rljax.rollout.servers.wire import ServerInfo
-from rljax.rollout.types import RolloutConfig, VerifyConfig
+from rljax.rollout.types import RolloutConfig
 
 # The names of ``ServerForm.kv_cache`` by those of servers, where these are others.
 _CACHES = {"fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}

@@ -19,9 +19,10 @@ import numpy as np
 
 from rljax.errors import VerificationError
 from rljax.rollout.form import ServerForm
+from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
-from rljax.rollout.types import SamplingParams, VerifyConfig
+from rljax.rollout.types import SamplingParams
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
 """A function of (the policy's pytree, token sequences) that returns the log-probability of each token."""

@@ -1,0 +1,115 @@
+"""The settings of publishing weights to servers, and of the proof that they use them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rljax.errors import check_at_least, check_positive
+
+
+@dataclass(frozen=True)
+class VerifyFloors:
+    """The lowest bands of mean |server - trainer| per token (nats), because a policy's own mismatch moves as it learns.
+
+    A tiny random model with equal weights showed 1.2e-2 in bfloat16, 1.6e-3 in float16 and 9e-7 in float32.
+    """
+
+    bfloat16: float = 2e-2
+    """The lowest band of a server in bfloat16 (nats)."""
+    float16: float = 2.5e-3
+    """The lowest band of a server in float16 (nats)."""
+    float32: float = 1e-5
+    """The lowest band of a server in float32 (nats)."""
+
+
+@dataclass(frozen=True)
+class VerifyCeilings:
+    """The highest bands of mean |server - trainer| per token (nats). A calibration above them is refused."""
+
+    bfloat16: float = 8e-2
+    """The highest band of a server in bfloat16 (nats)."""
+    float16: float = 1e-2
+    """The highest band of a server in float16 (nats)."""
+    float32: float = 1e-3
+    """The highest band of a server in float32 (nats)."""
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """The settings of the verification that a server uses the published weights.
+
+    The server generates from probe prompts, and the trainer scores the same tokens. The bits of the weights are
+    verified at every publish, too, and need no settings.
+    """
+
+    prompts: int = 4
+    """The number of probe prompts of one look. They are made from prompts of the run."""
+    tokens: int = 32
+    """The number of tokens generated from each prompt. The statistic is a mean over ``prompts * tokens`` tokens."""
+    rounds: int = 3
+    """The number of times that the probes are sampled for calibration."""
+    factor: float = 4.0
+    """The band is ``factor`` times the worst calibration round, between floor and ceiling of the dtype."""
+    floors: VerifyFloors = field(default_factory=VerifyFloors)
+    """The lowest band of each dtype."""
+    ceilings: VerifyCeilings = field(default_factory=VerifyCeilings)
+    """The highest band of each dtype."""
+    mixture_factor: float = 3.0
+    """The highest bands of a mixture of experts, as a multiple of ``ceilings``. Some tokens go to other experts where
+    server and trainer round differently."""
+    rounded_floor: float = 0.1
+    """The lowest band of a server that rounds to 8 bits as ``rollout.server_form`` says, in every dtype (nats)."""
+    rounded_ceiling: float = 0.6
+    """The highest band of a server that rounds to 8 bits as ``rollout.server_form`` says, in every dtype (nats)."""
+    seed: int = 0
+    """The seed of the choice of the probe prompts."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "prompts", "tokens", "rounds", "factor", "mixture_factor")
+        check_at_least(self, 0, "seed")
+
+    def limits(self, dtype: str, *, mixture: bool, rounded: bool = False) -> tuple[float, float]:
+        """Returns the lowest and highest band (nats) of a server in ``dtype``.
+
+        ``mixture``: Whether it serves a mixture of experts. ``rounded``: Whether it rounds weights or cache to 8 bits.
+        """
+        wider = self.mixture_factor if mixture else 1.0
+        if rounded:
+            return self.rounded_floor, self.rounded_ceiling * wider
+        return getattr(self.floors, dtype), getattr(self.ceilings, dtype) * wider
+
+
+@dataclass(frozen=True)
+class PublishConfig:
+    """The way in which new weights come to servers."""
+
+    store: str = "shared"
+    """The place that servers get weights from. shared: servers read each version in ``rollout.transfer_dir``, which
+    they and the trainer see. Otherwise each server's machine pulls what changed into its own memory: from that
+    directory (directory), from the trainer's machines (http), or from the object store at this URL (s3://..., gs://...)."""
+    straggler_s: float = 30.0
+    """The longest that a publish waits for the other servers once one is ready, if that one did not take longer itself
+    (seconds). A server that is not ready by then is left out until it is."""
+    anchor_every: int = 16
+    """The number of versions from one that is written whole to the next. Those between are written as what changed."""
+    in_place: bool = False
+    """Whether vLLM servers write what changed into their weights, instead of loading all of them. Workers whose layers
+    hold something else than what was loaded, as on a CPU, still load all of them. It has not run on a GPU yet."""
+    host: str = "127.0.0.1"
+    """The address of process 0's machine that ``store: http`` binds to: one of loopback, or a private one with
+    ``rollout.api_key_file``. Each other process serves its part of the weights at the address from which its machine
+    reaches this one."""
+    port: int = 0
+    """The port of ``store: http`` on process 0; 0 takes a free one. Process i has ``port`` + i."""
+
+    def __post_init__(self) -> None:
+        if self.store not in ("shared", "directory", "http") and "://" not in self.store:
+            raise ValueError(f"store must be shared, directory, http or a URL, got {self.store!r}")
+        if self.store.startswith(("http://", "https://")):
+            raise ValueError(f"store must be http, with host and port, for weights that are served, got {self.store!r}")
+        if self.in_place and self.store == "shared":
+            raise ValueError("in_place is for weights that servers pull: store must be directory, http or a URL")
+        check_at_least(self, 1, "anchor_every")
+        check_positive(self, "straggler_s")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be in 0..65535, got {self.port}")
