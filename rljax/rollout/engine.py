@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.types import Response, SamplingParams
+
+if TYPE_CHECKING:
+    from rljax.rollout.turns import TurnQueue, TurnRequest
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,31 @@ class RolloutEngine(Protocol):
           StoppedWaitingError: The run was asked to stop, and the engine would have to wait for servers or responses.
         """
 
+    def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples the turns that ``queue`` asks for, until all its trajectories have ended.
+
+        Each response has the number of its trajectory as ``prompt_index``, and the number of its turn less one as
+        ``sample_index``. Requests may be put while the responses are iterated, between two of them and from other
+        threads. By default all open trajectories go on together, in rounds of ``answer_round``.
+
+        Args:
+          queue: The requests.
+          sampling: The settings of each turn, with the most tokens of a turn as ``max_response_tokens``.
+          seed: The seed, which fixes the samples as far as the engine can. In rounds it does where the environments
+            answer alike.
+
+        Raises as ``generate``, and the error of ``queue.fail``.
+        """
+        return answer_in_rounds(self, queue, sampling, seed)
+
+    def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples one turn for each of ``requests``, at least one. The arguments and errors are those of ``answer``.
+
+        By default it is a request to ``generate``. A response with more than ``max_tokens`` is cut.
+        """
+        samples = self.generate([request.tokens for request in requests], 1, sampling, seed=seed)
+        return as_turns(samples, requests)
+
     def prepare(self, params: Any, policy_version: int) -> None:
         """Does the part of the next ``publish`` that can be done while responses are sampled. Raises RuntimeError.
 
@@ -59,6 +87,42 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Releases the engine's resources. It may be called twice."""
+
+
+def answer_in_rounds(engine: RolloutEngine, queue: TurnQueue, sampling: SamplingParams, seed: int) -> Samples:
+    """Answers the requests of ``queue`` in rounds of all its open trajectories, as ``RolloutEngine.answer``.
+
+    Each round has a seed of its own. The metrics are the sums over the rounds.
+    """
+    metrics: dict[str, float] = {}
+
+    def responses() -> Iterator[Response]:
+        number = 0
+        while requests := queue.take_round():
+            samples = engine.answer_round(requests, sampling, seed=round_seed(seed, number))
+            yield from samples
+            for name, value in samples.metrics.items():
+                metrics[name] = metrics.get(name, 0.0) + value
+            number += 1
+
+    return Samples(responses(), metrics)
+
+
+def round_seed(seed: int, number: int) -> int:
+    """Returns an independent 32-bit seed for each round, from 0, of answers to the turns of trajectories."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+
+
+def as_turns(samples: Samples, requests: Sequence[TurnRequest]) -> Samples:
+    """Returns ``samples``, one response to the tokens of each request, as the turns that ``requests`` ask for."""
+
+    def responses() -> Iterator[Response]:
+        for response in samples:
+            request = requests[response.prompt_index]
+            turn = replace(response, prompt_index=request.key, sample_index=request.turn - 1)
+            yield turn.first(request.max_tokens)
+
+    return Samples(responses(), samples.metrics)
 
 
 class Stopping(Protocol):

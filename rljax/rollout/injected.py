@@ -20,6 +20,7 @@ from jaxtyping import Array
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params, logical_axes, param_shardings
 from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import InjectConfig, SamplingParams
 
 LARGEST = {"int8": 127.0, "fp8": float(jnp.finfo(jnp.float8_e4m3fn).max)}
@@ -145,6 +146,10 @@ class InjectedEngine(RolloutEngine):
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples with the engine inside."""
         return self._engine.generate(prompts, n, sampling, seed=seed)
+
+    def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples with the engine inside."""
+        return self._engine.answer_round(requests, sampling, seed=seed)
 
     def close(self) -> None:
         """Closes the engine inside."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -314,3 +314,19 @@ class Response:
     def oldest_version(self) -> int:
         """The oldest policy version that sampled any of the tokens."""
         return min(span.version for row in self.rows for span in row.versions)
+
+    def first(self, count: int) -> Response:
+        """Returns the first ``count`` tokens of a response of one turn, truncated, or itself if it has no more."""
+        beyond = len(self.token_ids) - count
+        if beyond <= 0:
+            return self
+        spans = tuple(replace(span, end=min(span.end, count)) for span in self.versions if span.start < count)
+        return replace(
+            self,
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            truncated=True,
+            versions=spans,
+            routes=None if self.routes is None else self.routes[:-beyond],
+            tops=None if self.tops is None else Tops(self.tops.ids[:count], self.tops.logprobs[:count]),
+        )

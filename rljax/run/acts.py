@@ -22,7 +22,8 @@ from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
 from rljax.rollout.build import PolicyFunctions, policy_functions
-from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.engine import RolloutEngine, Samples, answer_in_rounds
+from rljax.rollout.turns import TurnQueue, TurnRequest
 from rljax.rollout.types import SERVED, Response, SamplingParams
 from rljax.run.build import Inputs, Problems, build, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
@@ -174,12 +175,31 @@ class SharedEngine(Act[FollowerState]):
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples the responses. If the caller stops early, the remaining ones are sampled all the same."""
+        fields = {"n": n, "sampling": vars(sampling), "seed": seed}
+        sample = functools.partial(self._engine.generate, prompts, n, sampling, seed=seed)
+        return self._sampled("generate", fields, ragged("prompts", prompts), sample)
+
+    def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples the turns in rounds."""
+        return answer_in_rounds(self, queue, sampling, seed)
+
+    def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples the turns. If the caller stops early, the remaining ones are sampled all the same."""
+        numbers = [[request.key, request.turn, request.max_tokens] for request in requests]
+        fields = {"requests": numbers, "sampling": vars(sampling), "seed": seed}
+        arrays = ragged("tokens", [request.tokens for request in requests])
+        sample = functools.partial(self._engine.answer_round, requests, sampling, seed=seed)
+        return self._sampled("round", fields, arrays, sample)
+
+    def _sampled(
+        self, part: str, fields: dict[str, Any], arrays: dict[str, np.ndarray], sample: Callable[[], Samples]
+    ) -> Samples:
+        """Returns what ``sample`` samples while the other processes do ``part`` of this act."""
         metrics: dict[str, float] = {}
 
         def responses() -> Iterator[Response]:
-            fields = {"n": n, "sampling": vars(sampling), "seed": seed}
-            with self.lead("generate", fields, ragged("prompts", prompts)):
-                samples = self._engine.generate(prompts, n, sampling, seed=seed)
+            with self.lead(part, fields, arrays):
+                samples = sample()
                 try:
                     yield from to_the_end(samples.responses)
                 finally:
@@ -199,8 +219,15 @@ class SharedEngine(Act[FollowerState]):
             return
         stops = tuple(fields["sampling"]["stop_token_ids"])
         sampling = SamplingParams(**(fields["sampling"] | {"stop_token_ids": stops}))
-        prompts = vectors_of("prompts", request.arrays)
-        for _ in self._engine.generate(prompts, fields["n"], sampling, seed=fields["seed"]):
+        if request.part == "round":
+            tokens = vectors_of("tokens", request.arrays)
+            numbers = zip(fields["requests"], tokens, strict=True)
+            requests = [TurnRequest(key, turn, row, most) for (key, turn, most), row in numbers]
+            samples = self._engine.answer_round(requests, sampling, seed=fields["seed"])
+        else:
+            prompts = vectors_of("prompts", request.arrays)
+            samples = self._engine.generate(prompts, fields["n"], sampling, seed=fields["seed"])
+        for _ in samples:
             pass
 
 

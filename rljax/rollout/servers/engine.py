@@ -24,7 +24,7 @@ import numpy as np
 
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError
 from rljax.policy.config import route_dtype
-from rljax.rollout.engine import Samples, Stopping
+from rljax.rollout.engine import RolloutEngine, Samples, Stopping
 from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
@@ -65,7 +65,7 @@ class _Published:
     sums: Mapping[str, Checksum]
 
 
-class ServedEngine(Admission):
+class ServedEngine(Admission, RolloutEngine):
     """RolloutEngine over HTTP servers."""
 
     def __init__(

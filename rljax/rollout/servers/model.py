@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import ReplyError, ServerGoneError
-from rljax.rollout.engine import Samples
+from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.verify import sharpening
@@ -20,7 +20,7 @@ from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingP
 _FITS = 0.25  # The largest distance of a probe from what it is taken for, as a share of |log temperature|.
 
 
-class ServedModel(Admission):
+class ServedModel(Admission, RolloutEngine):
     """RolloutEngine over servers that already hold the policy. ``publish`` is refused. It also scores given tokens."""
 
     def __init__(

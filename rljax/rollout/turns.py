@@ -1,0 +1,149 @@
+"""The requests for the turns of trajectories, and the queue by which they come to an engine.
+
+One side runs environments. It puts a request for each turn into the queue, and says which trajectories have ended. The
+other side is ``RolloutEngine.answer``, which takes the requests and samples one turn for each.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from rljax.rollout.engine import Stopping, check_wanted
+
+_LOOK_S = 0.25  # The time between two looks whether what is sampled is given up (seconds).
+
+
+class TurnRequest(NamedTuple):
+    """The request for one turn of a trajectory.
+
+    Attributes:
+      key: The number of the trajectory.
+      turn: The number of the turn in the trajectory, from 1.
+      tokens: All tokens of the trajectory so far, int32 [s], which the turn continues.
+      max_tokens: The most tokens of the turn.
+    """
+
+    key: int
+    turn: int
+    tokens: np.ndarray
+    max_tokens: int
+
+
+class TurnQueue:
+    """The requests that wait for an engine. All methods may be called from any thread.
+
+    A trajectory is open until ``end`` is called for it. An open trajectory without a waiting request is either sampled
+    or in its environment, so the other side of the queue still has something to wait for.
+    """
+
+    def __init__(self, keys: int | Iterable[int], stop: Stopping | None = None) -> None:
+        """Opens all trajectories.
+
+        Args:
+          keys: The numbers of the trajectories, or how many there are, which are then numbered from 0.
+          stop: The object that says whether a wait is given up, or None if it never is.
+        """
+        self._turns = dict.fromkeys(range(keys) if isinstance(keys, int) else keys, 0)
+        self._open, self._stop = set(self._turns), stop
+        self._waiting: dict[int, TurnRequest] = {}
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._wake: Callable[[], None] = lambda: None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all trajectories have ended."""
+        with self._changed:
+            return not self._open
+
+    def put(self, request: TurnRequest) -> None:
+        """Adds the request for the next turn of an open trajectory.
+
+        Raises:
+          ValueError: The trajectory is not open or has a waiting request, or the request is not for a later turn.
+        """
+        key, turn = request.key, request.turn
+        with self._changed:
+            if key not in self._turns:
+                raise ValueError(
+                    f"no trajectory has the number {key}; the queue was made for {len(self._turns)} of them"
+                )
+            if key not in self._open:
+                raise ValueError(f"trajectory {key} asks for turn {turn}, but it has ended; put requests before end")
+            if key in self._waiting:
+                waits = f"its turn {self._waiting[key].turn} still waits"
+                raise ValueError(f"trajectory {key} asks for turn {turn}, but {waits}; put one request at a time")
+            if turn <= self._turns[key]:
+                last = self._turns[key]
+                raise ValueError(
+                    f"trajectory {key} asks for turn {turn}, expected one after {last}; count turns from 1"
+                )
+            if len(request.tokens) < 1 or request.max_tokens < 1:
+                got = f"{len(request.tokens)} tokens and max_tokens = {request.max_tokens}"
+                raise ValueError(f"turn {turn} of trajectory {key} has {got}, expected at least 1 of each")
+            self._turns[key], self._waiting[key] = turn, request
+            self._changed.notify_all()
+        self._wake()
+
+    def end(self, key: int) -> None:
+        """Ends a trajectory, which drops a request of it that still waits. It may be called twice.
+
+        A request that was taken before is answered all the same.
+        """
+        with self._changed:
+            if key not in self._turns:
+                raise ValueError(
+                    f"no trajectory has the number {key}; the queue was made for {len(self._turns)} of them"
+                )
+            self._open.discard(key)
+            self._waiting.pop(key, None)
+            self._changed.notify_all()
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """Has every later take raise ``error``, because whoever runs the environments cannot go on."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+        self._wake()
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Has ``wake`` called after each change, on the thread that made it, in place of an earlier function."""
+        self._wake = wake
+
+    def take(self, timeout_s: float) -> list[TurnRequest]:
+        """Returns the requests that wait now, in order of key; waits up to ``timeout_s`` seconds for the first one.
+
+        The list is empty where none came in time, or all trajectories have ended. Raises StoppedWaitingError if what is
+        sampled is given up, and the error of ``fail``.
+        """
+        end = time.monotonic() + timeout_s
+        return self._take(lambda: bool(self._waiting) or not self._open or time.monotonic() >= end, end)
+
+    def take_round(self) -> list[TurnRequest]:
+        """Waits until each open trajectory has a waiting request, and returns all of them in order of key.
+
+        The list is empty once all trajectories have ended. Raises as :meth:`take`.
+        """
+        return self._take(lambda: len(self._waiting) == len(self._open), None)
+
+    def _take(self, is_ready: Callable[[], bool], end: float | None) -> list[TurnRequest]:
+        """Waits until ``is_ready``, or until the time ``end``, and returns what waits then."""
+        with self._changed:
+            while True:
+                if self._stop is not None:
+                    check_wanted(self._stop)
+                if self._error is not None:
+                    raise self._error
+                if is_ready():
+                    break
+                left = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
+                self._changed.wait(max(left, 0.0))
+            taken = [self._waiting[key] for key in sorted(self._waiting)]
+            self._waiting.clear()
+        return taken

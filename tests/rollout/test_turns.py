@@ -1,0 +1,144 @@
+"""The queue of requests for turns, by hand, and what a request's limit cuts."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from stopping import StopWhen
+
+from rljax.errors import StoppedWaitingError
+from rljax.rollout.turns import TurnQueue, TurnRequest
+from rljax.rollout.types import Response, Tops, VersionSpan
+
+
+def ask(key, turn, tokens=(1,), max_tokens=4):
+    return TurnRequest(key, turn, np.asarray(tokens, np.int32), max_tokens)
+
+
+def places(requests):
+    return [(request.key, request.turn) for request in requests]
+
+
+def later(act, *arguments, seconds=0.1):
+    """Calls ``act`` on another thread a moment later."""
+    timer = threading.Timer(seconds, act, arguments)
+    timer.start()
+    return timer
+
+
+def test_a_take_has_what_waits_in_order_of_key():
+    queue = TurnQueue([7, 3, 5])
+    assert queue.take(0.0) == []
+    queue.put(ask(7, 1))
+    queue.put(ask(3, 1))
+    assert places(queue.take(0.0)) == [(3, 1), (7, 1)]
+    assert queue.take(0.0) == []
+    later(queue.put, ask(5, 1))
+    assert places(queue.take(30.0)) == [(5, 1)]
+
+
+def test_a_round_waits_for_each_open_trajectory():
+    queue = TurnQueue(3)
+    queue.put(ask(2, 1))
+    queue.put(ask(0, 1))
+    later(queue.put, ask(1, 1))
+    assert places(queue.take_round()) == [(0, 1), (1, 1), (2, 1)]
+    queue.end(1)
+    queue.put(ask(2, 2))
+    later(queue.put, ask(0, 2))
+    assert places(queue.take_round()) == [(0, 2), (2, 2)]
+    queue.put(ask(0, 3))
+    later(queue.end, 2)
+    assert places(queue.take_round()) == [(0, 3)]
+    assert not queue.is_over
+    later(queue.end, 0)
+    assert queue.take_round() == []
+    assert queue.is_over
+    assert queue.take(30.0) == []
+
+
+def test_an_end_drops_what_waits_and_may_come_twice():
+    queue = TurnQueue(2)
+    queue.put(ask(0, 1))
+    queue.end(0)
+    queue.end(0)
+    queue.put(ask(1, 1))
+    assert places(queue.take_round()) == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (ask(0, 2), "trajectory 0 asks for turn 2, but its turn 1 still waits; put one request at a time"),
+        (ask(1, 1), "trajectory 1 asks for turn 1, but it has ended; put requests before end"),
+        (ask(2, 3), "trajectory 2 asks for turn 3, expected one after 3; count turns from 1"),
+        (ask(3, 0), "trajectory 3 asks for turn 0, expected one after 0; count turns from 1"),
+        (ask(3, 1, tokens=()), "turn 1 of trajectory 3 has 0 tokens and max_tokens = 4, expected at least 1 of each"),
+        (
+            ask(3, 1, max_tokens=0),
+            "turn 1 of trajectory 3 has 1 tokens and max_tokens = 0, expected at least 1 of each",
+        ),
+        (ask(4, 1), "no trajectory has the number 4; the queue was made for 4 of them"),
+    ],
+)
+def test_a_request_out_of_order_is_refused(request_, said):
+    queue = TurnQueue(4)
+    queue.put(ask(2, 3))
+    queue.end(1)
+    queue.take(0.0)
+    queue.put(ask(0, 1))
+    with pytest.raises(ValueError, match=said):
+        queue.put(request_)
+    assert places(queue.take(0.0)) == [(0, 1)]
+
+
+def test_an_end_of_no_trajectory_is_refused():
+    with pytest.raises(ValueError, match="no trajectory has the number 2"):
+        TurnQueue(2).end(2)
+
+
+def test_a_failure_reaches_each_later_take():
+    queue = TurnQueue(2)
+    queue.put(ask(0, 1))
+    later(queue.fail, OSError("the environments are gone"))
+    with pytest.raises(OSError, match="the environments are gone"):
+        queue.take_round()
+    with pytest.raises(OSError, match="the environments are gone"):
+        queue.take(0.0)
+
+
+def test_a_wait_ends_when_the_run_gives_up():
+    began = time.monotonic()
+    queue = TurnQueue(1, StopWhen(gives_up=lambda: time.monotonic() > began + 0.3))
+    with pytest.raises(StoppedWaitingError):
+        queue.take_round()
+    assert 0.3 < time.monotonic() - began < 30.0
+
+
+def test_whoever_watches_is_told_of_each_change():
+    queue, woken = TurnQueue(1), []
+    queue.watch(lambda: woken.append(queue.is_over))
+    queue.put(ask(0, 1))
+    queue.end(0)
+    queue.fail(OSError())
+    assert woken == [False, True, True]
+
+
+def test_the_first_tokens_of_a_response_keep_all_of_theirs():
+    """Of 2 tokens of prompt and 5 of response, which versions 4 and 5 sampled, 3 of the response are left."""
+    routes = np.arange(6 * 2, dtype=np.uint8).reshape(6, 2, 1)
+    tops = Tops(np.arange(10, dtype=np.int32).reshape(5, 2), -np.arange(10, dtype=np.float32).reshape(5, 2))
+    tokens, logprobs = np.array([6, 7, 8, 9, 1], np.int32), np.array([-1, -2, -3, -4, -5], np.float32)
+    spans = VersionSpan(4, 0, 2), VersionSpan(5, 2, 4), VersionSpan(6, 4, 5)
+    whole = Response(3, 1, tokens, logprobs, False, spans, routes, tops)
+    cut = whole.first(3)
+    assert (cut.prompt_index, cut.sample_index, cut.truncated) == (3, 1, True)
+    assert cut.token_ids.tolist() == [6, 7, 8]
+    assert cut.logprobs.tolist() == [-1, -2, -3]
+    assert cut.versions == (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3))
+    assert cut.routes.tolist() == routes[:4].tolist()  # of 2 + 3 - 1 tokens
+    assert cut.tops.ids.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert cut.tops.logprobs.tolist() == [[0, -1], [-2, -3], [-4, -5]]
+    assert whole.first(5) is whole
+    assert whole.first(6) is whole
