@@ -146,7 +146,7 @@ def rows_of(times: Times, max_staleness: int, update: InFlight) -> list[dict[str
         checkpointer = stack.enter_context(contextlib.closing(Checkpointer(Path(directory, "checkpoints"), keep=1)))
         problems = load_problems(config, tokenizer)
         parts = build(config, policy, tokenizer, mesh, SleepingEngine(times), checkpointer, problems)
-        stack.callback(parts.rewards.close)
+        stack.callback(parts.source.close)
         parts = dataclasses.replace(parts, update=SleepingUpdate(parts.update, times.train))
         state, progress = starting_point(parts, mesh)
         train(parts, state, progress, rows)

@@ -37,6 +37,7 @@ from rljax.run.config_file import load_config
 from rljax.run.directory import recorded_config
 from rljax.run.evaluation import summarize_scores
 from rljax.run.sampling import Sampler, Scored
+from rljax.run.single_turn import SingleTurn
 from rljax.run.training import load_merged, wanted_state
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.state import TrainState
@@ -231,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
         open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=total, desc=name, unit="response", file=sys.stderr) as bar,
     ):
-        sampler = Sampler(engine, tokenizer, pool, sampling, arguments.n)
+        sampler = Sampler(SingleTurn(engine, tokenizer, pool), sampling, arguments.n)
         for start, part in in_batches(problems, at_once):
             for one in sampler.scored(part, arguments.seed + start):
                 response = dataclasses.replace(one.response, prompt_index=one.response.prompt_index + start)

@@ -50,6 +50,7 @@ from rljax.run.data_check import check_answers, table
 from rljax.run.evaluation import SOLVED
 from rljax.run.options import parse_arguments
 from rljax.run.sampling import Sampler
+from rljax.run.single_turn import SingleTurn
 
 FILE_SUFFIXES = (".parquet", ".jsonl", ".json")
 
@@ -291,7 +292,7 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
         open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=len(problems), initial=done, desc="scoring", unit="problem") as bar,
     ):
-        sampler = Sampler(engine, tokenizer, pool, sampling, n)
+        sampler = Sampler(SingleTurn(engine, tokenizer, pool), sampling, n)
         for start, batch in in_batches(problems, at_once):
             waiting = [problem for problem in batch if problem_key(problem) not in scores.rewards]
             found: list[dict[int, float]] = [{} for _ in waiting]

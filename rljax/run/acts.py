@@ -75,7 +75,7 @@ class Restore(Act[None]):
             checkpointer = Save(self.processes, inputs.config)
             self._at_end.callback(checkpointer.close)
             parts = build(*inputs, engine, checkpointer, problems, stop)
-            self._at_end.callback(parts.rewards.close)
+            self._at_end.callback(parts.source.close)
             if self.processes.count > 1:
                 parts.update = Step(self.processes, parts.update)
             return parts, *starting_point(parts, inputs.mesh)

@@ -40,6 +40,7 @@ from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.rate import make_rate_controller
 from rljax.run.refill import RefillingSampler
 from rljax.run.sampling import BatchSampler, Sampler
+from rljax.run.single_turn import SingleTurn
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
@@ -190,16 +191,8 @@ def build(
         min_p=rollout.min_p,
         reported=rollout.reported,
     )
-    plain = Sampler(
-        engine,
-        tokenizer,
-        rewards,
-        sampled,
-        rollout.group_size,
-        seed=config.run.seed,
-        stop=stop,
-        counts_mixed=rollout.update != "wait",
-    )
+    source = SingleTurn(engine, tokenizer, rewards, stop)
+    plain = Sampler(source, sampled, rollout.group_size, seed=config.run.seed, counts_mixed=rollout.update != "wait")
     sampler: BatchSampler = RefillingSampler(plain, problems.stream, config) if rollout.refill else plain
     batches = Batches(problems.stream, sampler)
     if rollout.max_staleness:
@@ -214,14 +207,14 @@ def build(
         )
     limit = evaluated.max_response_tokens or rollout.max_response_tokens
     of_evaluation = SamplingParams(limit, evaluated.temperature, stops)
-    evaluator = Sampler(engine, tokenizer, rewards, of_evaluation, evaluated.n, stop=stop)
+    evaluator = Sampler(source, of_evaluation, evaluated.n)
     return RunParts(
         config=config,
         policy=policy,
         engine=engine,
         batches=batches,
         tokenizer=tokenizer,
-        rewards=rewards,
+        source=source,
         evaluation=Evaluation(evaluated, config.run.steps, evaluator, problems.evaluation),
         update=trainer.update,
         controller=make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps),

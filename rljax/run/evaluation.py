@@ -67,7 +67,7 @@ class Evaluation:
             scored = list(self._sampler.scored(problems, self._config.seed))
             result = summarize_scores(scored, n=self._config.n, pass_k=self._config.pass_k)
             # Taken here, so that these failures are not counted with those of the rollouts.
-            result["reward_errors"] = self._sampler.rewards.pop_metrics()["reward/errors"]
+            result["reward_errors"] = self._sampler.source.pop_metrics()["reward/errors"]
             row |= {f"eval/{name}/{key}": value for key, value in result.items()}
         return row
 
@@ -75,8 +75,8 @@ class Evaluation:
 def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] = ()) -> dict[str, float]:
     """Computes the accuracy (avg@n: the mean reward) and other means of scored responses.
 
-    There are ``n`` responses to each problem, in any order. pass@k is the mean over problems of the chance that one or
-    more of k responses, chosen from the n, solve it.
+    There are ``n`` responses to each problem, in any order. A failed one, whose reward is NaN, earns 0. pass@k is the
+    mean over problems of the chance that one or more of k responses, chosen from the n, solve it.
 
     Returns:
       ``accuracy``, ``response_length`` (tokens), ``truncated_fraction`` and each ``pass@k``.
@@ -84,7 +84,7 @@ def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] 
     # Sorted, because float sums depend on the order.
     ordered = sorted(scored, key=lambda one: one.place)
     result = {
-        "accuracy": sum(one.reward for one in ordered) / len(ordered),
+        "accuracy": sum(one.reward for one in ordered if not math.isnan(one.reward)) / len(ordered),
         "response_length": sum(one.response.length for one in ordered) / len(ordered),
         "truncated_fraction": sum(one.response.truncated for one in ordered) / len(ordered),
     }

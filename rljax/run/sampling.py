@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -13,17 +11,12 @@ import numpy as np
 
 from rljax.algorithms.advantages import compute_advantages, groups_with_loss, groups_with_signal
 from rljax.data.prompts import Problem
-from rljax.data.tokenizer import Tokenizer
 from rljax.distributed.messages import ragged, vectors_of
 from rljax.record.rows import Row
-from rljax.rewards.pool import RewardPool
-from rljax.rollout.engine import RolloutEngine, check_wanted
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config
-from rljax.run.stop import StopRequest
 from rljax.trainer.packing import TrainSequence
 
-_TICK_S = 0.25  # between two questions whether to give up
 _VECTORS = ("prompt", "response", "rollout_logprobs", "staleness")
 _OPTIONAL = ("routes", "top_ids", "top_logprobs", "turns")
 
@@ -34,7 +27,7 @@ class Scored(NamedTuple):
     prompt: np.ndarray  # token ids, int32 [p]
     response: Response
     text: str  # of the response, without special tokens
-    reward: float
+    reward: float  # NaN for a trajectory that failed
 
     @property
     def place(self) -> tuple[int, int]:
@@ -108,81 +101,66 @@ def step_seed(seed: int, step: int, round_number: int = 0) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
+class Begun(NamedTuple):
+    """Responses that are being sampled."""
+
+    prompts: list[np.ndarray]  # the token ids of each problem's prompt, int32 [p]
+    scored: Iterator[Scored]  # as they arrive; it can be used once
+    metrics: Row  # counts and seconds for the row of the step, complete once ``scored`` has ended
+
+
+class Source(Protocol):
+    """An object that samples responses to problems and has each scored: of one turn, or with an environment."""
+
+    def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
+        """Begins to sample ``n`` responses to each problem. Raises as ``RolloutEngine.generate``, as its result may."""
+        ...
+
+    def pop_metrics(self) -> Row:
+        """Returns the counts since the last call; ``reward/errors`` counts responses that could not be scored."""
+        ...
+
+    def close(self) -> None:
+        """Releases what scores the responses."""
+        ...
+
+
 class Sampler:
-    """Samples responses to problems, and has each scored by the pool ``rewards`` as soon as it arrives."""
+    """Samples batches of responses to problems from a source, with a seed of their own for each step."""
 
     def __init__(
-        self,
-        engine: RolloutEngine,
-        tokenizer: Tokenizer,
-        rewards: RewardPool,
-        params: SamplingParams,
-        n: int,
-        *,
-        seed: int = 0,
-        stop: StopRequest | None = None,
-        counts_mixed: bool = False,
+        self, source: Source, params: SamplingParams, n: int, *, seed: int = 0, counts_mixed: bool = False
     ) -> None:
-        """Samples nothing yet; the engine has a policy before anything is sampled.
+        """Samples nothing yet; the engine of ``source`` has a policy before anything is sampled.
 
         There will be ``n`` responses to each problem, and with ``counts_mixed`` a batch reports
-        ``rollout/mixed_fraction``. Without ``stop`` sampling is never given up.
+        ``rollout/mixed_fraction``.
         """
-        self._engine, self._tokenizer, self.rewards = engine, tokenizer, rewards
-        self._params, self._n, self._seed = params, n, seed
-        self._stop, self._counts_mixed = stop or StopRequest(), counts_mixed
+        self.source, self._params, self._n, self._seed, self._counts_mixed = source, params, n, seed, counts_mixed
 
     def sample(self, problems: Sequence[Problem], step: int, round_number: int = 0) -> Sampled:
         """Samples the rollouts of ``step``, which decides their seed together with the number of the round.
 
         Raises as ``RolloutEngine.generate``.
         """
-        prompts, seed = self._encoded(problems), step_seed(self._seed, step, round_number)
-        samples = self._engine.generate(prompts, self._n, self._params, seed=seed)
-        by_place = {one.place: one for one in self._scored(problems, prompts, samples)}
+        begun = self.source.begin(problems, self._n, self._params, step_seed(self._seed, step, round_number))
+        by_place = {one.place: one for one in begun.scored}
         if len(by_place) != len(problems) * self._n:
             raise RuntimeError(f"the engine returned {len(by_place)} responses, expected {len(problems) * self._n}")
         groups = [[by_place[i, j] for j in range(self._n)] for i in range(len(problems))]
         rollouts = Rollouts(
-            prompts,
+            begun.prompts,
             [[one.response for one in group] for group in groups],
             np.asarray([[one.reward for one in group] for group in groups], np.float32),
         )
-        row: Row = {**self.rewards.pop_metrics(), **samples.metrics}
-        if self._tokenizer.template_stop is not None:
-            row["response_length/missed_stop_fraction"] = missed_stop_fraction(rollouts, self._tokenizer.template_stop)
+        row: Row = {**self.source.pop_metrics(), **begun.metrics}
         if self._counts_mixed:
             row["rollout/mixed_fraction"] = mixed_fraction(rollouts)
         return Sampled(rollouts, row)
 
     def scored(self, problems: Sequence[Problem], seed: int) -> Iterator[Scored]:
         """Yields sampled and scored responses, in the order of arrival. Raises as ``RolloutEngine.generate``."""
-        prompts = self._encoded(problems)
-        return self._scored(problems, prompts, self._engine.generate(prompts, self._n, self._params, seed=seed))
-
-    def _encoded(self, problems: Sequence[Problem]) -> list[np.ndarray]:
-        return [self._tokenizer.encode(problem["prompt"]) for problem in problems]
-
-    def _scored(
-        self, problems: Sequence[Problem], prompts: Sequence[np.ndarray], responses: Iterable[Response]
-    ) -> Iterator[Scored]:
-        waiting: deque[tuple[Response, str, Future[float]]] = deque()
-
-        def first_scored() -> Scored:
-            response, text, reward = waiting.popleft()
-            while not wait([reward], _TICK_S).done:
-                check_wanted(self._stop)
-            self._stop.progress()
-            return Scored(prompts[response.prompt_index], response, text, reward.result())
-
-        for response in responses:
-            check_wanted(self._stop)
-            text, problem = self._tokenizer.decode(response.token_ids), problems[response.prompt_index]
-            waiting.append((response, text, self.rewards.submit(problem, text, response.truncated)))
-            while waiting and waiting[0][2].done():
-                yield first_scored()
-        while waiting:
-            yield first_scored()
+        return self.source.begin(problems, self._n, self._params, seed).scored
 
 
 def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
@@ -209,13 +187,6 @@ def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
 def mixed_fraction(rollouts: Rollouts) -> float:
     """Returns the fraction of the responses that more than one policy version sampled."""
     return float(np.mean([len(response.versions) > 1 for response in rollouts.all()]))
-
-
-def missed_stop_fraction(rollouts: Rollouts, stop: int) -> float:
-    """Returns the fraction of the responses that hold the token ``stop`` but do not end with it."""
-    responses = rollouts.all()
-    inner = (one.token_ids if one.truncated else one.token_ids[:-1] for one in responses)
-    return float(np.mean([bool((tokens == stop).any()) for tokens in inner]))
 
 
 def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) -> list[TrainSequence]:

@@ -16,7 +16,6 @@ from rljax.mismatch.diagnosis import split_sum_rise
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
 from rljax.record.rows import Row
-from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import RolloutEngine
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
@@ -26,7 +25,7 @@ from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches
 from rljax.run.rate import RateController, load_fork, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
-from rljax.run.sampling import Rollouts, rollout_row, step_seed, training_sequences
+from rljax.run.sampling import Rollouts, Source, rollout_row, step_seed, training_sequences
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 from rljax.trainer.measure import without_empty_buckets
@@ -50,7 +49,7 @@ class RunParts:
     engine: RolloutEngine
     batches: Batches
     tokenizer: Tokenizer
-    rewards: RewardPool
+    source: Source
     evaluation: Evaluation
     update: Update
     controller: RateController

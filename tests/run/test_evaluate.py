@@ -10,11 +10,13 @@ from rljax.data.toy import addition_problems, build_tokenizer
 from rljax.errors import ConfigError
 from rljax.evaluate import Arguments, find_policy, in_batches, write_responses
 from rljax.rewards.pool import RewardPool
+from rljax.rollout.engine import Samples
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config, EvalConfig
 from rljax.run.config_file import load_config
 from rljax.run.evaluation import Evaluation, mean_accuracy, pass_at_k, summarize_scores
 from rljax.run.sampling import Sampler, Scored
+from rljax.run.single_turn import SingleTurn
 
 SAMPLING = SamplingParams(8, 1.0)
 PROBLEMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}]
@@ -31,6 +33,9 @@ class ScriptedEngine:
 
     def generate(self, prompts, n, sampling, *, seed):
         self.asked.append(([self.tokenizer.decode(p) for p in prompts], n, sampling, seed))
+        return Samples(self.respond())
+
+    def respond(self):
         for i, j in self.order:
             ids = self.tokenizer.encode(RESPONSES[i, j])
             yield Response(i, j, ids, np.zeros(len(ids), np.float32), (i, j) in CUT, ())
@@ -95,7 +100,7 @@ def test_the_order_of_arrival_changes_nothing(seed, workers, tokenizer):
     order = [list(RESPONSES)[i] for i in np.random.default_rng(seed).permutation(len(RESPONSES))]
     engine = ScriptedEngine(tokenizer, order)
     with RewardPool("addition", workers) as pool:
-        sampled = list(Sampler(engine, tokenizer, pool, SAMPLING, 3).scored(PROBLEMS, 5))
+        sampled = list(Sampler(SingleTurn(engine, tokenizer, pool), SAMPLING, 3).scored(PROBLEMS, 5))
     assert engine.asked == [(["1+1=", "2+3="], 3, SAMPLING, 5)]
     assert {one.place: one.text for one in sampled} == RESPONSES
     result = summarize_scores(sampled, n=3, pass_k=(2,))
@@ -119,7 +124,7 @@ def test_an_evaluation_counts_its_own_errors(tokenizer):
         pool.submit(PROBLEMS[0], "44", False)
         pool.pop_metrics()
         config = EvalConfig(n=3, pass_k=(1,), seed=9, temperature=SAMPLING.temperature)
-        sampler = Sampler(engine, tokenizer, pool, SAMPLING, 3)
+        sampler = Sampler(SingleTurn(engine, tokenizer, pool), SAMPLING, 3)
         evaluation = Evaluation(config, 1, sampler, {"a": PROBLEMS, "b": PROBLEMS})
         row = evaluation.evaluate()
         assert pool.pop_metrics()["reward/errors"] == 0

@@ -159,7 +159,7 @@ def go(update, tmp_path):
             )
             problems = load_once(config, TOKENIZER)
             components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems, stop)
-            stack.callback(components.rewards.close)
+            stack.callback(components.source.close)
             components = dataclasses.replace(components, update=NotFinite(update, not_finite))
             state, progress = starting_point(components, MESH)
             before = jax.device_get(state.params)
@@ -577,7 +577,7 @@ def test_rows_are_synced_before_each_save(update, tmp_path):
     with contextlib.closing(Watched(tmp_path / "run" / "checkpoints")) as checkpointer:
         components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, load_once(config, TOKENIZER))
         components = dataclasses.replace(components, update=update)
-        with contextlib.closing(components.rewards):
+        with contextlib.closing(components.source):
             train(components, *starting_point(components, MESH), WatchedRows())
     rows = [("row", step) for step in range(1, 5)]
     assert events == [*rows[:3], ("sync",), ("save", 3), rows[3], ("sync",), ("save", 4)]
@@ -617,7 +617,7 @@ def test_the_reference_is_fingerprinted_by_its_weights(tmp_path):
         engine, problems = ScriptedEngine(TOKENIZER, half_right), load_once(config, TOKENIZER)
         with contextlib.closing(Checkpointer(tmp_path / "run" / "checkpoints")) as checkpointer:
             components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems)
-        components.rewards.close()
+        components.source.close()
         found.append(components.fingerprints)
     assert found[0] == found[1]
     assert found[0]["problems"] == found[2]["problems"]

@@ -25,6 +25,7 @@ from rljax.run.loop import train
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.refill import RefillingSampler, sum_rows
 from rljax.run.sampling import Sampler, rollout_row, step_seed
+from rljax.run.single_turn import SingleTurn
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 from rljax.run.training import make_update
@@ -72,7 +73,8 @@ def refilling(engine, limit=2, **advantage):
     rollout = RolloutConfig(group_size=2, max_response_tokens=8, refill=True, refill_limit=limit)
     config = Config(rollout=rollout, advantage=AdvantageConfig(**advantage))
     stream = PromptStream(PROBLEMS, SIZE, SEED)
-    sampler = Sampler(engine, TOKENIZER, RewardPool("addition", 0), SamplingParams(8, 1.0, (14,)), 2, seed=SEED)
+    source = SingleTurn(engine, TOKENIZER, RewardPool("addition", 0))
+    sampler = Sampler(source, SamplingParams(8, 1.0, (14,)), 2, seed=SEED)
     return RefillingSampler(sampler, stream, config), stream
 
 
@@ -302,7 +304,7 @@ def go(update, tmp_path):
         with contextlib.ExitStack() as stack:
             checkpointer = stack.enter_context(contextlib.closing(Checkpointer(tmp_path / name / "checkpoints")))
             parts = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, load_once(config, TOKENIZER), stop)
-            stack.callback(parts.rewards.close)
+            stack.callback(parts.source.close)
             parts = dataclasses.replace(parts, update=update)
             with stop:
                 state = train(parts, *starting_point(parts, MESH), rows, last_row)

@@ -10,7 +10,6 @@ from rljax.rollout.types import Response, RolloutConfig, Tops, VersionSpan
 from rljax.run.config import Config
 from rljax.run.sampling import (
     Rollouts,
-    missed_stop_fraction,
     mixed_fraction,
     rollout_row,
     sequence_arrays,
@@ -18,6 +17,7 @@ from rljax.run.sampling import (
     step_seed,
     training_sequences,
 )
+from rljax.run.single_turn import count_missed_stops
 
 
 def response(i, j, tokens, truncated=False, versions=((3, 0, None),)):
@@ -54,10 +54,15 @@ def test_one_of_four_responses_is_of_two_versions(rollouts):
 
 
 def test_a_stop_token_counts_where_sampling_went_on(rollouts):
-    assert missed_stop_fraction(rollouts, 1) == 0.0  # it ends three responses
-    assert missed_stop_fraction(rollouts, 2) == 0.25
-    assert missed_stop_fraction(rollouts, 8) == 0.25  # the last token of a response that the limit cut off
-    assert missed_stop_fraction(rollouts, 5) == 0.5
+    def fraction(stop):
+        metrics = {}
+        assert list(count_missed_stops(rollouts.all(), stop, metrics)) == rollouts.all()
+        return metrics["response_length/missed_stop_fraction"]
+
+    assert fraction(1) == 0.0  # it ends three responses
+    assert fraction(2) == 0.25
+    assert fraction(8) == 0.25  # the last token of a response that the limit cut off
+    assert fraction(5) == 0.5
 
 
 def test_groups_without_signal_are_measured_but_carry_no_loss(rollouts):

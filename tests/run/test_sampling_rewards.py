@@ -11,6 +11,7 @@ from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import Samples
 from rljax.rollout.types import Response, SamplingParams, VersionSpan
 from rljax.run.sampling import Sampler
+from rljax.run.single_turn import SingleTurn
 
 # The longer the response, the sooner it is scored.
 REWARD = """
@@ -53,7 +54,7 @@ def pool(tmp_path, monkeypatch):
 def sample(engine, pool):
     problems = PromptStream(PROBLEMS, 4, seed=0).next_batch()
     sampling = SamplingParams(8, 1.0, (14,))
-    return Sampler(engine, build_tokenizer(), pool, sampling, 3).sample(problems, 1).rollouts
+    return Sampler(SingleTurn(engine, build_tokenizer(), pool), sampling, 3).sample(problems, 1).rollouts
 
 
 @pytest.mark.parametrize("seed", range(2))

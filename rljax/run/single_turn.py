@@ -1,0 +1,81 @@
+"""One response to each prompt, scored by a reward function as soon as it arrives."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+
+import numpy as np
+
+from rljax.data.prompts import Problem
+from rljax.data.tokenizer import Tokenizer
+from rljax.record.rows import Row
+from rljax.rewards.pool import RewardPool
+from rljax.rollout.engine import RolloutEngine, check_wanted
+from rljax.rollout.types import Response, SamplingParams
+from rljax.run.sampling import Begun, Scored
+from rljax.run.stop import StopRequest
+
+TICK_S = 0.25  # between two questions whether to give up
+
+
+class SingleTurn:
+    """A ``Source`` of responses of one turn, which the pool ``rewards`` scores."""
+
+    def __init__(
+        self, engine: RolloutEngine, tokenizer: Tokenizer, rewards: RewardPool, stop: StopRequest | None = None
+    ) -> None:
+        """Samples nothing yet. Without ``stop`` sampling is never given up. ``close`` closes the pool."""
+        self._engine, self._tokenizer, self._rewards, self._stop = engine, tokenizer, rewards, stop or StopRequest()
+
+    def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
+        """Begins to sample ``n`` responses to each problem. Raises as ``RolloutEngine.generate``."""
+        prompts = [self._tokenizer.encode(problem["prompt"]) for problem in problems]
+        samples = self._engine.generate(prompts, n, params, seed=seed)
+        stop = self._tokenizer.template_stop
+        responses = samples.responses if stop is None else count_missed_stops(samples.responses, stop, samples.metrics)
+        return Begun(prompts, self._scored(problems, prompts, responses), samples.metrics)
+
+    def pop_metrics(self) -> Row:
+        """Returns ``reward/errors`` and ``reward/timeouts`` since the last call."""
+        return dict(self._rewards.pop_metrics())
+
+    def close(self) -> None:
+        """Closes the pool of rewards."""
+        self._rewards.close()
+
+    def _scored(
+        self, problems: Sequence[Problem], prompts: Sequence[np.ndarray], responses: Iterable[Response]
+    ) -> Iterator[Scored]:
+        waiting: deque[tuple[Response, str, Future[float]]] = deque()
+
+        def first_scored() -> Scored:
+            response, text, reward = waiting.popleft()
+            while not wait([reward], TICK_S).done:
+                check_wanted(self._stop)
+            self._stop.progress()
+            return Scored(prompts[response.prompt_index], response, text, reward.result())
+
+        for response in responses:
+            check_wanted(self._stop)
+            text, problem = self._tokenizer.decode(response.token_ids), problems[response.prompt_index]
+            waiting.append((response, text, self._rewards.submit(problem, text, response.truncated)))
+            while waiting and waiting[0][2].done():
+                yield first_scored()
+        while waiting:
+            yield first_scored()
+
+
+def count_missed_stops(responses: Iterable[Response], stop: int, metrics: Row) -> Iterator[Response]:
+    """Passes responses on; ``response_length/missed_stop_fraction`` is in ``metrics`` after the last.
+
+    It is the fraction of the responses that hold the token ``stop`` but do not end with it.
+    """
+    missed = count = 0
+    for response in responses:
+        inner = response.token_ids if response.truncated else response.token_ids[:-1]
+        missed, count = missed + bool((inner == stop).any()), count + 1
+        yield response
+    if count:
+        metrics["response_length/missed_stop_fraction"] = missed / count
