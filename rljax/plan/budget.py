@@ -16,8 +16,7 @@ from rljax.plan.machines import H100, Card
 from rljax.plan.memory import TOP_BYTES
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.build import version_bytes
-from rljax.rollout.decoding import batch_sizes, cache_token_bytes, row_ways
-from rljax.rollout.embedded import cache_room
+from rljax.rollout.decode_sizes import batch_sizes, cache_room, cache_token_bytes, padded_rows, row_ways
 from rljax.rollout.injected import CACHES
 from rljax.rollout.types import SERVED
 from rljax.run.config import Config
@@ -127,7 +126,10 @@ def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devi
     if not tokens:
         free = None if devices.memory is None else max(0, devices.memory - resident)
         tokens = int(cache_room(free, jax.local_device_count()) / of_token)
-    slots = batch_sizes(config.num_sequences, rollout.group_size, tokens // places, row_ways(mesh)).slots
+    rows, n = config.num_sequences, rollout.group_size
+    if rollout.environment is not None:
+        rows, n = padded_rows(rows), 1
+    slots = batch_sizes(rows, n, tokens // places, row_ways(mesh)).slots
     return Decoding(slots, config.num_sequences, places, math.ceil(slots * places * of_token))
 
 

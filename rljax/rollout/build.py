@@ -185,6 +185,7 @@ def make_engine(
             weight_quantization=config.weight_quantization,
             decode_tokens=config.decode_tokens,
             step_prompts=step_prompts,
+            max_tokens=max_tokens,
             kv_cache_dtype=config.kv_cache_dtype,
             with_routes=config.router_replay == "r3",
         )

@@ -1,7 +1,7 @@
 """Continuous decoding of the policy: slots of a key-value cache that take the next prompt as soon as they are free.
 
 A *slot* is one row of the cache. All slots write their next key and value at one place, the ring's time, which goes
-round the cache. A row needs ``prompt + response`` places, which is the size of the ring, so that a slot never meets its
+round the cache. A row needs ``prompt + response`` places. The ring has as many or more, so that a slot never meets its
 own keys again. The mask of a slot tells its own places from those of the row that it held before.
 
 Each response depends on the seed, on its own number and on its prompt. It does not depend on the slot or on the other
@@ -10,22 +10,21 @@ rows, except that products of another shape may round differently.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig, route_dtype
 from rljax.policy.model import ForwardStats, Params, embed_tokens, run_blocks
+from rljax.rollout.decode_sizes import Batch
 from rljax.rollout.injected import to_cache
 from rljax.rollout.likeliest import ALL, Selection, next_tokens
-from rljax.sharding import RULES, constrain
+from rljax.sharding import constrain
 
 Cache = tuple[Array, ...]  # keys and values, [layers, b, s, kv heads, head_dim]
 CACHE_AXES = ("layers", "rows", "tokens", "kv_heads", "head_dim")
@@ -77,53 +76,6 @@ class Sampled(NamedTuple):
     top_logprobs: Float[Array, "n r k"] | None
 
 
-def row_ways(mesh: Mesh) -> int:
-    """Returns the number of parts into which ``mesh`` splits rows."""
-    return math.prod(mesh.shape[axis] for axis in RULES["rows"])
-
-
-def cache_token_bytes(config: PolicyConfig, mesh: Mesh, dtype: Any) -> float:
-    """Returns the bytes that one token of the cache takes on each device of ``mesh``, on average.
-
-    The mesh splits the rows of the cache. It splits the heads, too, where their number divides evenly.
-    """
-    heads = mesh.shape["tp"] if config.num_kv_heads % mesh.shape["tp"] == 0 else 1
-    whole = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
-    return whole / (row_ways(mesh) * heads)
-
-
-class Batch(NamedTuple):
-    """The sizes of a continuous batch.
-
-    Attributes:
-      slots: The number of responses that are decoded at once.
-      unit: The number of responses to one prompt that start together. It divides the responses to a prompt.
-      group: The number of units that start together once the first batch is full.
-    """
-
-    slots: int
-    unit: int
-    group: int
-
-
-def batch_sizes(rows: int, n: int, budget: int, ways: int) -> Batch:
-    """Returns the sizes of the batch that decodes ``rows`` responses, ``n`` to a prompt.
-
-    Args:
-      rows: The number of all responses.
-      n: The number of responses to each prompt.
-      budget: The number of responses whose cache fits into memory. A batch has one for each of ``ways`` at least.
-      ways: The number of parts into which the mesh splits rows.
-    """
-    if rows <= budget:
-        return Batch(rows, n, rows // n)
-    most = max(1, budget // 8)
-    unit = max(divisor for divisor in range(1, n + 1) if n % divisor == 0 and divisor <= most)
-    step = math.lcm(unit, ways)
-    slots = max(1, budget // step) * step
-    return Batch(rows, n, rows // n) if slots >= rows else Batch(slots, unit, max(1, slots // (8 * unit)))
-
-
 class Queue:
     """The responses that no slot has taken yet, in their order.
 
@@ -131,11 +83,15 @@ class Queue:
       left: The number of units that wait.
     """
 
-    def __init__(self, prompts: np.ndarray, lengths: np.ndarray, n: int, batch: Batch):
-        """Begins with ``n`` responses to each of the ``prompts``, int32 [p, s], which have ``lengths``, int32 [p]."""
+    def __init__(self, prompts: np.ndarray, lengths: np.ndarray, n: int, batch: Batch, most: int | None = None):
+        """Begins with ``n`` responses to each of the ``prompts``, int32 [p, s], which have ``lengths``, int32 [p].
+
+        ``most``: The most units that start together, or None for as many as there are slots.
+        """
         self._prompts, self._lengths, self._n, self._batch = prompts, lengths, n, batch
         self._units = np.arange(len(prompts) * n, dtype=np.int32).reshape(-1, batch.unit)
-        self._group = batch.slots // batch.unit
+        most = most or batch.slots
+        self._group, self._next_group = min(batch.slots // batch.unit, most), min(batch.group, most)
         self.left = len(self._units)
 
     @property
@@ -154,7 +110,7 @@ class Queue:
             into = np.pad(into.astype(np.int32).reshape(units.shape), rest, constant_values=self._batch.slots)
             numbers = np.pad(units[:, 0] // self._n, rest[0], constant_values=len(self._prompts))
             known = np.minimum(numbers, len(self._prompts) - 1)
-            self.left, self._group = self.left - len(units), self._batch.group
+            self.left, self._group = self.left - len(units), self._next_group
             yield self._prompts[known], self._lengths[known], rows, into, numbers
 
 
@@ -187,6 +143,7 @@ def empty(
     width: int,
     n: int,
     limit: int,
+    places: int,
     slots: int,
     with_routes: bool,
     reported: int = 0,
@@ -201,11 +158,12 @@ def empty(
       width: The length that prompts are padded to.
       n: The number of responses to each prompt.
       limit: The longest response.
+      places: The size of the ring, which is more than ``width`` and holds the longest prompt with its response.
       slots: The number of slots.
       with_routes: Whether the experts of the tokens are kept.
       reported: The number of likeliest tokens that are kept at each position.
     """
-    rows, places = prompts * n, width + limit
+    rows = prompts * n
     shape = (config.num_layers, slots, places, config.num_kv_heads, config.head_dim)
     cache = tuple(constrain(jnp.zeros(shape, cache_dtype), *CACHE_AXES) for _ in range(2))
     hidden, valid = jnp.zeros((slots, config.hidden_size), dtype), jnp.zeros((slots, places), bool)
@@ -303,6 +261,7 @@ def decode(
     temperature: Float[Array, ""],
     seed: Int[Array, ""],
     forced: Int[Array, "n r"] | None,
+    limits: Int[Array, " n"] | None,
     enough: Int[Array, ""],
     *,
     greedy: bool,
@@ -320,6 +279,7 @@ def decode(
       temperature: The sampling temperature.
       seed: The seed of the sampling.
       forced: The responses, whose tokens are then taken instead of sampling, or None.
+      limits: The most tokens of each response, or None where each may fill its row of ``sampled``.
       enough: The number of free slots at which the loop ends.
       greedy: Whether the likeliest token is taken.
       lm_head_dtype: The dtype in which the LM head computes, or None for that of ``params``.
@@ -368,7 +328,8 @@ def decode(
                 top_logprobs=sampled.top_logprobs.at[at].set(new.top_logprobs, mode="drop"),
             )
         step = slots.step + 1
-        row = jnp.where(stopped | (step >= limit), total, slots.row)
+        most = limit if limits is None else limits[jnp.minimum(slots.row, total - 1)]
+        row = jnp.where(stopped | (step >= most), total, slots.row)
         time = (slots.time + 1) % len(places)
         return Slots(time, row, step, slots.length, hidden[:, 0], valid, cache), sampled
 

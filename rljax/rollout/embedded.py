@@ -13,7 +13,6 @@ it.
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -21,23 +20,50 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import matmul_precision
 from rljax.policy.model import Params, cast_params, logical_axes, param_shardings
 from rljax.rollout import decoding
-from rljax.rollout.decoding import Batch, Queue, Sampled, Slots, batch_sizes, cache_token_bytes, row_ways
-from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.decode_sizes import (
+    Batch,
+    batch_sizes,
+    free_cache_tokens,
+    padded_count,
+    padded_rows,
+    padded_width,
+    prefill_rows,
+    row_ways,
+)
+from rljax.rollout.decoding import Queue, Sampled, Slots
+from rljax.rollout.engine import RolloutEngine, Samples, as_turns
 from rljax.rollout.injected import CACHES, quantize, restore
 from rljax.rollout.likeliest import Selection, selection_of
 from rljax.rollout.prefill import prefill_logprobs
+from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import Response, SamplingParams, Tops, VersionSpan
 from rljax.sharding import replicated
 
-_DEVICE_SHARE = 0.7  # of a device's free memory, for the cache
-_HOST_SHARE = 0.25  # of the host's memory, for the caches of devices that do not say how much is free
+
+class _Rows(NamedTuple):
+    """The prompts of one request, as its rows are laid out.
+
+    Attributes:
+      prompts: The prompts padded on the left, int32 [p, s].
+      lengths: The number of tokens of each prompt, int32 [p].
+      room: The number of prompts that arrays have room for.
+      places: The number of tokens that the cache holds of each row.
+      limits: The most tokens of each response, int32 [room], or None where all have the limit of the request.
+      at_once: The most prompts that are computed at once, or None for as many as are decoded at once.
+    """
+
+    prompts: np.ndarray
+    lengths: np.ndarray
+    room: int
+    places: int
+    limits: np.ndarray | None = None
+    at_once: int | None = None
 
 
 class EngineFunctions(NamedTuple):
@@ -106,7 +132,7 @@ def make_functions(
         with jax.default_matmul_precision(matmul_precision(dtype)):
             return prefill_logprobs(params, config, *args, **dtypes)
 
-    sizes = ("prompts", "width", "n", "limit", "slots", "with_routes", "reported")
+    sizes = ("prompts", "width", "n", "limit", "places", "slots", "with_routes", "reported")
     whole = replicated(mesh)
     return EngineFunctions(
         cast,
@@ -137,6 +163,7 @@ class JaxEngine(RolloutEngine):
         with_routes: bool = False,
         decode_tokens: int = 0,
         step_prompts: int = 0,
+        max_tokens: int = 0,
     ):
         """Builds the engine; ``publish`` must be called before ``generate``.
 
@@ -152,11 +179,13 @@ class JaxEngine(RolloutEngine):
           decode_tokens: The most tokens that the cache holds, as ``RolloutConfig.decode_tokens``.
           step_prompts: The number of prompts of a step. Requests for fewer are padded, so that they share compilations.
             0: no request is padded.
+          max_tokens: The most tokens of a trajectory of several turns, its prompt included. 0: ``max_prompt_tokens``
+            plus the longest response of the request.
         """
         self._config, self._cache_dtype = config, CACHES.get(kv_cache_dtype) or jnp.dtype(dtype)
         self._decode_tokens, self._step_prompts = decode_tokens, step_prompts
         self._with_routes = with_routes
-        self._mesh, self._width = mesh, max_prompt_tokens
+        self._mesh, self._width, self._max_tokens = mesh, max_prompt_tokens, max_tokens
         self._functions = make_functions(
             config, jnp.dtype(dtype), mesh, lm_head_dtype, weight_quantization, CACHES.get(kv_cache_dtype)
         )
@@ -167,8 +196,8 @@ class JaxEngine(RolloutEngine):
     def compilations(self) -> int:
         """The number of decoding loops compiled so far, those of other engines of this kind included.
 
-        There is one for each number of slots, of responses and of prompts, each length limit, each greediness and each
-        selection of tokens.
+        There is one for each number of slots, of responses and of prompts, each length limit, each greediness, each
+        selection of tokens, and whether responses have limits of their own.
         """
         return int(self._functions.decode._cache_size())
 
@@ -185,8 +214,34 @@ class JaxEngine(RolloutEngine):
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples all responses before it returns."""
+        return self._sample(prompts, self._laid_out(prompts, sampling), n, sampling, seed)
+
+    def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples all turns before it returns.
+
+        Widths and numbers of rows are among few, so that few programs are compiled.
+        """
+        limit, places = sampling.max_response_tokens, self._max_tokens or self._width + sampling.max_response_tokens
+        for request in requests:
+            if len(request.tokens) + request.max_tokens > places:
+                said = (
+                    f"turn {request.turn} of trajectory {request.key} would have {len(request.tokens)} tokens before it"
+                )
+                raise ValueError(f"{said} and up to {request.max_tokens} of its own; the engine has room for {places}")
+        prompts = [request.tokens for request in requests]
+        padded, lengths = self._padded(prompts, padded_width(max(map(len, prompts)), self._width, places))
+        limits = np.zeros(padded_rows(len(prompts)), np.int32)
+        limits[: len(prompts)] = [min(request.max_tokens, limit) for request in requests]
+        at_once = prefill_rows(self._config, padded.shape[1], row_ways(self._mesh))
+        rows = _Rows(padded, lengths, len(limits), places, limits, at_once)
+        return as_turns(self._sample(prompts, rows, 1, sampling, seed), requests)
+
+    def _sample(
+        self, prompts: Sequence[np.ndarray], rows: _Rows, n: int, sampling: SamplingParams, seed: int
+    ) -> Samples:
+        """Samples ``n`` responses to each of ``prompts``, which are laid out as ``rows``."""
         start = time.perf_counter()
-        sampled = self._run(prompts, n, sampling, seed, with_routes=self._with_routes)
+        sampled = self._run(rows, n, sampling, seed, with_routes=self._with_routes)
         metrics = {"time/generate_s": time.perf_counter() - start}
         responses = []
         for row, length in enumerate(sampled.counts[: len(prompts) * n].tolist()):
@@ -226,7 +281,8 @@ class JaxEngine(RolloutEngine):
         forced = np.zeros((len(prompts), limit), np.int32)
         for row, response in zip(forced, responses, strict=True):
             row[: len(response)] = response
-        logprobs = self._run(prompts, 1, SamplingParams(limit, temperature), 0, forced).logprobs
+        sampling = SamplingParams(limit, temperature)
+        logprobs = self._run(self._laid_out(prompts, sampling), 1, sampling, 0, forced).logprobs
         return [row[: len(response)] for row, response in zip(logprobs[: len(responses)], responses, strict=True)]
 
     def score_prefill(self, sequences: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
@@ -239,7 +295,7 @@ class JaxEngine(RolloutEngine):
         Returns:
           The log-probabilities of all tokens but the first, float32 [t - 1].
         """
-        padded, lengths = self._padded(sequences)
+        padded, lengths = self._padded(sequences, self._width)
         with jax.set_mesh(self._mesh):
             columns = self._functions.prefill(self._params, padded, lengths, np.float32(temperature))
             rows = jax.device_get(columns).T[:, :-1]
@@ -251,7 +307,7 @@ class JaxEngine(RolloutEngine):
 
     def _run(
         self,
-        prompts: Sequence[np.ndarray],
+        rows: _Rows,
         n: int,
         sampling: SamplingParams,
         seed: int,
@@ -260,18 +316,17 @@ class JaxEngine(RolloutEngine):
         with_routes: bool = False,
     ) -> Sampled:
         """Returns what the published policy samples, on the host. The rows of the prompts come first."""
-        padded, lengths = self._padded(prompts)
         selection = selection_of(sampling)
         limit, greedy = sampling.max_response_tokens, sampling.temperature == 0.0
         # -1 is no token: a response without stop tokens runs to the limit.
         stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
-        given = stops, np.float32(1.0 if greedy else sampling.temperature), np.uint32(seed), forced
+        given = stops, np.float32(1.0 if greedy else sampling.temperature), np.uint32(seed), forced, rows.limits
         with jax.set_mesh(self._mesh):
-            count = padded_count(len(prompts), self._step_prompts)
-            batch = self._batch(count * n, n, self._width + limit)
-            sizes = {"prompts": count, "width": self._width, "n": n, "limit": limit, "slots": batch.slots}
-            slots, sampled = self._functions.empty(**sizes, with_routes=with_routes, reported=selection.reported)
-            waiting = Queue(padded, lengths, n, batch)
+            batch = self._batch(rows.room * n, n, rows.places)
+            sizes = {"prompts": rows.room, "width": rows.prompts.shape[1], "n": n, "limit": limit}
+            sizes |= {"places": rows.places, "slots": batch.slots, "reported": selection.reported}
+            slots, sampled = self._functions.empty(**sizes, with_routes=with_routes)
+            waiting = Queue(rows.prompts, rows.lengths, n, batch, rows.at_once)
             free = np.arange(batch.slots)
             while True:
                 for group in waiting.admitted(free):
@@ -284,15 +339,21 @@ class JaxEngine(RolloutEngine):
                     return Sampled(*jax.device_get(sampled))
                 free = np.flatnonzero(jax.device_get(is_free))
 
-    def _padded(self, prompts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the prompts padded on the left, int32 [n, max_prompt_tokens], and their lengths, int32 [n]."""
+    def _laid_out(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> _Rows:
+        """Returns the rows of a request for responses to prompts of at most ``max_prompt_tokens``."""
+        padded, lengths = self._padded(prompts, self._width)
+        count = padded_count(len(prompts), self._step_prompts)
+        return _Rows(padded, lengths, count, self._width + sampling.max_response_tokens)
+
+    def _padded(self, prompts: Sequence[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the prompts padded on the left to ``width``, int32 [n, s], and their lengths, int32 [n]."""
         if self._params is None:
             raise RuntimeError("no policy was published to the embedded engine yet")
-        padded = np.zeros((len(prompts), self._width), np.int32)
+        padded = np.zeros((len(prompts), width), np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
-            if not 1 <= len(prompt) <= self._width:
-                raise ValueError(f"a prompt has {len(prompt)} tokens, expected 1 to max_prompt_tokens = {self._width}")
-            row[self._width - len(prompt) :] = prompt
+            if not 1 <= len(prompt) <= width:
+                raise ValueError(f"a prompt has {len(prompt)} tokens, expected 1 to max_prompt_tokens = {width}")
+            row[width - len(prompt) :] = prompt
         return padded, np.asarray([len(prompt) for prompt in prompts], np.int32)
 
     def _batch(self, rows: int, n: int, places: int) -> Batch:
@@ -300,37 +361,3 @@ class JaxEngine(RolloutEngine):
         if not self._decode_tokens:
             self._decode_tokens = free_cache_tokens(self._config, self._mesh, self._cache_dtype)
         return batch_sizes(rows, n, self._decode_tokens // places, row_ways(self._mesh))
-
-
-def padded_count(count: int, step_prompts: int) -> int:
-    """Returns the number of prompts that a request for ``count`` is padded to.
-
-    It is a power of two, at most ``step_prompts``. A request for as many or more is not padded.
-    """
-    return max(count, min(step_prompts, 1 << (count - 1).bit_length()))
-
-
-def cache_room(free: int | None, devices: int) -> float:
-    """Returns the bytes of one device that the cache may take.
-
-    Args:
-      free: The free bytes of the device. None: it does not say, as a CPU, and counts as its part of the host's memory.
-      devices: The number of devices that share the host's memory.
-    """
-    if free is not None:
-        return _DEVICE_SHARE * free
-    return _HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / devices
-
-
-def free_cache_tokens(config: PolicyConfig, mesh: Mesh, dtype: Any) -> int:
-    """Returns the number of tokens whose keys and values fit into the ``cache_room`` of all devices.
-
-    All processes get the number of the one with the least memory.
-    """
-    devices = mesh.local_devices
-    stats = devices[0].memory_stats() or {}
-    free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
-    tokens = int(cache_room(free, len(devices)) / cache_token_bytes(config, mesh, dtype))
-    if jax.process_count() > 1:
-        tokens = int(multihost_utils.process_allgather(np.int64(tokens)).min())
-    return tokens

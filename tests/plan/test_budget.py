@@ -21,7 +21,7 @@ from rljax.plan.dry_run import dry_run, lacks_at_start, shape_mesh, state_bytes
 from rljax.plan.machines import H100
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
-from rljax.rollout.embedded import free_cache_tokens
+from rljax.rollout.decode_sizes import free_cache_tokens
 from rljax.run.config import Config
 from rljax.sharding import MeshConfig, make_mesh
 

@@ -9,8 +9,18 @@ import pytest
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.decoding import Batch, Queue, batch_sizes, cache_token_bytes
-from rljax.rollout.embedded import JaxEngine, cache_room, free_cache_tokens, make_functions
+from rljax.rollout.decode_sizes import (
+    Batch,
+    batch_sizes,
+    cache_room,
+    cache_token_bytes,
+    free_cache_tokens,
+    padded_rows,
+    padded_width,
+    prefill_rows,
+)
+from rljax.rollout.decoding import Queue
+from rljax.rollout.embedded import JaxEngine, make_functions
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
@@ -55,6 +65,26 @@ def sample(decode_tokens, *, n=4, config=CONFIG, mesh=(1, 1), greedy=False, seed
 )
 def test_the_sizes_of_a_batch(rows, n, budget, ways, expected):
     assert batch_sizes(rows, n, budget, ways) == expected
+
+
+def test_turns_are_padded_to_few_sizes():
+    """Rows to 2^k or 3 * 2^k; widths to 6 * 2^k, and to no more than leaves one of 40 places for a response."""
+    assert [padded_rows(count) for count in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
+    assert [padded_width(longest, 6, 40) for longest in (1, 6, 7, 12, 13, 24, 25, 39)] == [6, 6, 12, 12, 24, 24, 39, 39]
+    assert padded_width(5, 6, 6) == 5
+
+
+def test_prompts_are_computed_at_once_as_scores_fit():
+    """4 heads: the scores of 256 tokens take 1 MiB, so that 1 GiB on each device holds 1024 of them."""
+    assert [prefill_rows(CONFIG, 256, ways) for ways in (1, 2)] == [1024, 2048]
+    assert prefill_rows(CONFIG, 2**14, 1) == 1
+
+
+def test_a_group_of_prompts_is_no_larger_than_asked():
+    prompts, lengths = np.zeros((5, 2), np.int32), np.ones(5, np.int32)
+    queue = Queue(prompts, lengths, 1, Batch(4, 1, 4), most=2)
+    groups = list(queue.admitted(np.arange(4)))
+    assert [rows.tolist() for _, _, rows, _, _ in groups] == [[[0], [1]], [[2], [3]]]
 
 
 def test_free_places_go_to_the_next_responses_in_order():

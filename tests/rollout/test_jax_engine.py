@@ -9,7 +9,8 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.head import token_logprobs
 from rljax.policy.model import cast_params, init_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.embedded import JaxEngine, make_functions, padded_count
+from rljax.rollout.decode_sizes import padded_count
+from rljax.rollout.embedded import JaxEngine, make_functions
 from rljax.rollout.likeliest import next_tokens
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh

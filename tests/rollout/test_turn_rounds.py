@@ -2,16 +2,22 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.embedded import JaxEngine, make_functions
 from rljax.rollout.turns import TurnQueue, TurnRequest
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.types import SamplingParams, VersionSpan
 from rljax.sharding import MeshConfig, make_mesh
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.25)
+EXPERTS = PolicyConfig(
+    **{"vocab_size": 24, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4},
+    **{"num_kv_heads": 2, "head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.25},
+    **{"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "expert_size": 16},
+)
 MESH = make_mesh(MeshConfig(1, 1))
 PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [2, 2])]
 ENVIRONMENT = np.asarray([20, 21], np.int32)  # the tokens that the environment of these tests writes after each turn
@@ -19,7 +25,7 @@ LIMITS = SamplingParams(5, 1.0, (0, 1))
 
 
 def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, turn: 5, keys=(4, 0, 7)):
-    """Runs a trajectory of ``turns[i]`` turns from each prompt; returns their responses and the row of tokens."""
+    """Runs a trajectory of ``turns[i]`` turns from each prompt; returns their responses and the tokens before each."""
     queue, rows = TurnQueue(keys), dict(zip(keys, PROMPTS, strict=True))
     wanted, responses = dict(zip(keys, turns, strict=True)), {}
     for key in keys:
@@ -37,21 +43,83 @@ def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, tur
     return responses, samples.metrics
 
 
-def make(dtype=jnp.float32, **settings):
-    engine, params = JaxEngine(CONFIG, dtype, 20, mesh=MESH, **settings), init_params(CONFIG, 0)
+def make(config=CONFIG, **settings):
+    """An engine for prompts of 3 tokens and trajectories of 3 turns with the environment's tokens between them."""
+    settings = {"max_tokens": 3 + 3 * 5 + 2 * 2, "mesh": MESH, "with_routes": bool(config.num_experts)} | settings
+    engine, params = JaxEngine(config, jnp.float32, 3, **settings), init_params(config, 0)
     engine.publish(params, 3)
     return engine, params
 
 
-def test_turns_have_the_logprobs_of_the_full_forward():
-    engine, params = make()
+def check_logprobs(responses, config, params):
+    """Checks what was sampled in turns against one pass of the trainer's forward over the joined tokens."""
+    score = make_scorer(config, jnp.float32)
+    for response, tokens in responses.values():
+        (scored,) = score(params, [np.concatenate([tokens, response.token_ids])])
+        np.testing.assert_allclose(response.logprobs, scored[len(tokens) :], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "decode_tokens"), [(CONFIG, 0), (CONFIG, 50), pytest.param(EXPERTS, 22, marks=pytest.mark.slow)]
+)
+def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
+    """All turns at once, and one or two rows of 22 tokens at a time."""
+    engine, params = make(config, decode_tokens=decode_tokens)
     responses, metrics = converse(engine, turns=(3, 1, 2))
     assert sorted(responses) == [(0, 1), (4, 1), (4, 2), (4, 3), (7, 1), (7, 2)]
     assert metrics["time/generate_s"] > 0
+    check_logprobs(responses, config, params)
     for response, tokens in responses.values():
-        row = np.concatenate([tokens, response.token_ids])
-        (scored,) = make_scorer(CONFIG, jnp.float32)(params, [row])
-        np.testing.assert_allclose(response.logprobs, scored[len(tokens) :], atol=2e-5, rtol=0)
+        assert response.versions == (VersionSpan(3, 0, response.length),)
+        if config.num_experts:
+            assert response.routes.shape == (len(tokens) + response.length - 1, 2, 2)
+
+
+@pytest.mark.mesh
+def test_turns_on_several_devices_have_the_same_logprobs():
+    engine, params = make(mesh=make_mesh(MeshConfig(2, 2, 2)), decode_tokens=4 * 22)
+    responses, _ = converse(engine, turns=(3, 1, 2))
+    check_logprobs(responses, CONFIG, params)
+
+
+def test_the_loop_scores_the_joined_tokens_as_it_sampled_them():
+    engine, params = make(decode_tokens=1000)
+    scorer = JaxEngine(CONFIG, jnp.float32, 17, mesh=MESH)
+    scorer.publish(params, 3)
+    responses, _ = converse(engine, turns=(3, 1, 2))
+    rows = [tokens for _, tokens in responses.values()]
+    scored = scorer.score(rows, [response.token_ids for response, _ in responses.values()])
+    for (response, _), logprobs in zip(responses.values(), scored, strict=True):
+        np.testing.assert_allclose(response.logprobs, logprobs, atol=2e-5, rtol=0)
+
+
+def test_turns_compile_few_loops_and_leave_those_of_one_turn():
+    """One for each number of rows, whatever the lengths, and one for responses of one turn."""
+    make_functions.cache_clear()
+    engine, _ = make()
+    for seed in range(3):
+        converse(engine, turns=(2, 1, 3), seed=seed)
+    assert engine.compilations == 3  # of 3, 2 and 1 rows
+    list(engine.generate(PROMPTS, 1, LIMITS, seed=0))
+    assert engine.compilations == 4
+
+
+def test_a_turn_that_the_engine_has_no_room_for_is_refused():
+    engine, _ = make()
+    queue = TurnQueue(1)
+    queue.put(TurnRequest(0, 2, np.ones(18, np.int32), 5))
+    said = "turn 2 of trajectory 0 would have 18 tokens before it and up to 5 of its own; the engine has room for 22"
+    with pytest.raises(ValueError, match=said):
+        list(engine.answer(queue, LIMITS, seed=0))
+
+
+def test_turns_report_the_likeliest_tokens():
+    engine, _ = make()
+    responses, _ = converse(engine, (2, 2, 2), limits=SamplingParams(5, 1.0, (0, 1), reported=3))
+    for response, _ in responses.values():
+        assert response.tops.ids.shape == response.tops.logprobs.shape == (response.length, 3)
+        among = response.tops.ids == response.token_ids[:, None]
+        np.testing.assert_array_equal(response.tops.logprobs[among], response.logprobs[among.any(axis=1)])
 
 
 def test_a_seed_decides_each_turn():

@@ -1,0 +1,125 @@
+"""The sizes that the embedded engine decodes with: what fits into memory, and what few programs are compiled for."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from rljax.policy.config import PolicyConfig
+from rljax.sharding import RULES
+
+_DEVICE_SHARE = 0.7  # of a device's free memory, for the cache
+_HOST_SHARE = 0.25  # of the host's memory, for the caches of devices that do not say how much is free
+_SCORE_BYTES = 2**30  # of the float32 scores of one layer on each device, while prompts are computed
+
+
+def row_ways(mesh: Mesh) -> int:
+    """Returns the number of parts into which ``mesh`` splits rows."""
+    return math.prod(mesh.shape[axis] for axis in RULES["rows"])
+
+
+def cache_token_bytes(config: PolicyConfig, mesh: Mesh, dtype: Any) -> float:
+    """Returns the bytes that one token of the cache takes on each device of ``mesh``, on average.
+
+    The mesh splits the rows of the cache. It splits the heads, too, where their number divides evenly.
+    """
+    heads = mesh.shape["tp"] if config.num_kv_heads % mesh.shape["tp"] == 0 else 1
+    whole = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    return whole / (row_ways(mesh) * heads)
+
+
+class Batch(NamedTuple):
+    """The sizes of a continuous batch.
+
+    Attributes:
+      slots: The number of responses that are decoded at once.
+      unit: The number of responses to one prompt that start together. It divides the responses to a prompt.
+      group: The number of units that start together once the first batch is full.
+    """
+
+    slots: int
+    unit: int
+    group: int
+
+
+def batch_sizes(rows: int, n: int, budget: int, ways: int) -> Batch:
+    """Returns the sizes of the batch that decodes ``rows`` responses, ``n`` to a prompt.
+
+    Args:
+      rows: The number of all responses.
+      n: The number of responses to each prompt.
+      budget: The number of responses whose cache fits into memory. A batch has one for each of ``ways`` at least.
+      ways: The number of parts into which the mesh splits rows.
+    """
+    if rows <= budget:
+        return Batch(rows, n, rows // n)
+    most = max(1, budget // 8)
+    unit = max(divisor for divisor in range(1, n + 1) if n % divisor == 0 and divisor <= most)
+    step = math.lcm(unit, ways)
+    slots = max(1, budget // step) * step
+    return Batch(rows, n, rows // n) if slots >= rows else Batch(slots, unit, max(1, slots // (8 * unit)))
+
+
+def padded_count(count: int, step_prompts: int) -> int:
+    """Returns the number of prompts that a request for ``count`` is padded to.
+
+    It is a power of two, at most ``step_prompts``. A request for as many or more is not padded.
+    """
+    return max(count, min(step_prompts, 1 << (count - 1).bit_length()))
+
+
+def cache_room(free: int | None, devices: int) -> float:
+    """Returns the bytes of one device that the cache may take.
+
+    Args:
+      free: The free bytes of the device. None: it does not say, as a CPU, and counts as its part of the host's memory.
+      devices: The number of devices that share the host's memory.
+    """
+    if free is not None:
+        return _DEVICE_SHARE * free
+    return _HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / devices
+
+
+def free_cache_tokens(config: PolicyConfig, mesh: Mesh, dtype: Any) -> int:
+    """Returns the number of tokens whose keys and values fit into the ``cache_room`` of all devices.
+
+    All processes get the number of the one with the least memory.
+    """
+    devices = mesh.local_devices
+    stats = devices[0].memory_stats() or {}
+    free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+    tokens = int(cache_room(free, len(devices)) / cache_token_bytes(config, mesh, dtype))
+    if jax.process_count() > 1:
+        tokens = int(multihost_utils.process_allgather(np.int64(tokens)).min())
+    return tokens
+
+
+def padded_rows(count: int) -> int:
+    """Returns the number of rows that ``count`` turns are padded to: 1, 2, 3, 4, 6, 8, 12, 16 and so on."""
+    power = 1 << (count - 1).bit_length()
+    return 3 * power // 4 if count <= 3 * power // 4 else power
+
+
+def padded_width(longest: int, first: int, places: int) -> int:
+    """Returns the width that prompts of later turns are padded to.
+
+    Args:
+      longest: The longest of the prompts (tokens).
+      first: The smallest width. It is doubled until ``longest`` fits.
+      places: The number of tokens that the cache holds of a row, of which a prompt leaves one at least.
+    """
+    while first < longest:
+        first *= 2
+    return min(first, places - 1)
+
+
+def prefill_rows(config: PolicyConfig, width: int, ways: int) -> int:
+    """Returns the most prompts of ``width`` tokens that are computed at once, so that their scores fit into memory."""
+    return max(1, _SCORE_BYTES * ways // (4 * config.num_heads * width * width))
