@@ -8,9 +8,11 @@ by the operations that the trainer makes, too.
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from rljax.policy.model import Params
 from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.likeliest import ALL, NextTokens, Selection, sample_support, selection_of
+from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import InjectConfig, Response, SamplingParams, Tops, VersionSpan
 from rljax.sharding import replicated
 
@@ -37,6 +40,24 @@ class Executable(Protocol):
 
         ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is the number of tokens of each row that count.
         """
+
+
+class _Row(NamedTuple):
+    """A response to sample.
+
+    Attributes:
+      place: The row of the executable.
+      prompt_index: The position of the prompt, as in ``Response``.
+      sample_index: The position among the responses to the prompt.
+      tokens: The tokens of the prompt, int32 [s].
+      limit: The most tokens of the response.
+    """
+
+    place: int
+    prompt_index: int
+    sample_index: int
+    tokens: np.ndarray
+    limit: int
 
 
 def token_key(seed: Array, prompt_index: Array, sample_index: Array, position: Array) -> Array:
@@ -93,7 +114,7 @@ class ExactEngine(RolloutEngine):
             return sample_tokens(rows, *rest, greedy=greedy, selection=selection, inject=inject)
 
         static = ("greedy", "selection")
-        self._sample = jax.jit(sample, static_argnames=static, out_shardings=replicated(executable.mesh))
+        self._sample_tokens = jax.jit(sample, static_argnames=static, out_shardings=replicated(executable.mesh))
         self._params: Params | None = None
         self._version = 0
 
@@ -104,76 +125,93 @@ class ExactEngine(RolloutEngine):
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples b responses at a time, where the executable has b rows."""
-        if self._params is None:
-            raise RuntimeError("no policy was published to the exact engine yet")
-        room = self._executable.row_tokens - sampling.max_response_tokens
+        limit, size = sampling.max_response_tokens, self._executable.rows
+        room = self._executable.row_tokens - limit
         for prompt in prompts:
             if not 1 <= len(prompt) <= room:
                 raise ValueError(
                     f"a prompt has {len(prompt)} tokens, expected 1 to {room}: rows of {self._executable.row_tokens} "
-                    f"tokens less max_response_tokens = {sampling.max_response_tokens}"
+                    f"tokens less max_response_tokens = {limit}"
                 )
+        wanted = [(i, j) for i in range(len(prompts)) for j in range(n)]
+        rows = [_Row(at % size, i, j, prompts[i], limit) for at, (i, j) in enumerate(wanted)]
+        return self._sample([rows[first : first + size] for first in range(0, len(rows), size)], sampling, seed)
+
+    def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples each turn of trajectory i in row i % b, as the whole trajectory is when it is trained on."""
+        batches: list[list[_Row]] = []
+        of_place = Counter[int]()
+        for key, turn, tokens, max_tokens in requests:
+            if len(tokens) + max_tokens > self._executable.row_tokens:
+                said = f"turn {turn} of trajectory {key} would have {len(tokens)} tokens before it"
+                room = f"rows have {self._executable.row_tokens}"
+                raise ValueError(f"{said} and up to {max_tokens} of its own; {room}")
+            place = key % self._executable.rows
+            number = of_place[place]
+            of_place[place] += 1
+            if number == len(batches):
+                batches.append([])
+            limit = min(max_tokens, sampling.max_response_tokens)
+            batches[number].append(_Row(place, key, turn - 1, tokens, limit))
+        return self._sample(batches, sampling, seed)
+
+    def _sample(self, batches: Sequence[Sequence[_Row]], sampling: SamplingParams, seed: int) -> Samples:
+        """Samples the batches one after the other, as they are asked for."""
+        if self._params is None:
+            raise RuntimeError("no policy was published to the exact engine yet")
         metrics = {"rollout/executable_runs": 0.0, "time/generate_s": 0.0}
-        return Samples(self._responses(self._params, prompts, n, sampling, seed, metrics), metrics)
+        each = (self._responses(self._params, batch, sampling, seed, metrics) for batch in batches)
+        return Samples(itertools.chain.from_iterable(each), metrics)
 
     def _responses(
-        self,
-        params: Params,
-        prompts: Sequence[np.ndarray],
-        n: int,
-        sampling: SamplingParams,
-        seed: int,
-        metrics: dict[str, float],
+        self, params: Params, batch: Sequence[_Row], sampling: SamplingParams, seed: int, metrics: dict[str, float]
     ) -> Iterator[Response]:
-        """Yields the responses of each batch, which runs the executable once for each token of its longest response."""
+        """Yields the responses of one batch. It runs the executable once for each token of the longest of them."""
         executable, greedy, selection = self._executable, sampling.temperature == 0.0, selection_of(sampling)
         temperature = 1.0 if greedy else sampling.temperature
-        wanted = [(i, j) for i in range(len(prompts)) for j in range(n)]
-        for first in range(0, len(wanted), executable.rows):
-            start = time.perf_counter()
-            batch = wanted[first : first + executable.rows]
-            tokens = np.zeros((executable.rows, executable.row_tokens), np.int32)
-            logprobs = np.zeros(tokens.shape, np.float32)
-            size = (*tokens.shape, selection.reported)
-            top_ids, top_logprobs = np.full(size, -1, np.int32), np.full(size, -np.inf, np.float32)
-            lengths, prompt_index, sample_index = (np.zeros(executable.rows, np.int32) for _ in range(3))
-            for row, (i, j) in enumerate(batch):
-                tokens[row, : len(prompts[i])] = prompts[i]
-                lengths[row], prompt_index[row], sample_index[row] = len(prompts[i]), i, j
-            starts = lengths.copy()
-            unfinished = np.arange(executable.rows) < len(batch)
-            for position in range(sampling.max_response_tokens):
-                log_softmax = executable.log_softmax(params, tokens, lengths, temperature)
-                metrics["rollout/executable_runs"] += 1
-                with jax.set_mesh(executable.mesh):
-                    sampled = self._sample(
-                        log_softmax,
-                        np.maximum(lengths - 1, 0),
-                        np.uint32(seed),
-                        prompt_index,
-                        sample_index,
-                        np.full(executable.rows, position, np.int32),
-                        np.float32(temperature),
-                        greedy=greedy,
-                        selection=selection,
-                    )
-                new = jax.device_get(sampled)
-                at = unfinished.nonzero()[0]
-                places = at, lengths[at]
-                tokens[places], logprobs[places] = new.tokens[at], new.logprobs[at]
-                if selection.reported:
-                    top_ids[places], top_logprobs[places] = new.top_ids[at], new.top_logprobs[at]
-                lengths[at] += 1
-                unfinished &= ~np.isin(new.tokens, sampling.stop_token_ids)
-                if not unfinished.any():
-                    break
-            metrics["time/generate_s"] += time.perf_counter() - start
-            for row, (i, j) in enumerate(batch):
-                own = slice(starts[row], lengths[row])
-                versions = (VersionSpan(self._version, 0, int(lengths[row] - starts[row])),)
-                of_row = tokens[row, own], logprobs[row, own], bool(unfinished[row]), versions
-                tops = Tops(top_ids[row, own].copy(), top_logprobs[row, own].copy()) if selection.reported else None
-                yield Response(i, j, *of_row, tops=tops)
+        start = time.perf_counter()
+        tokens = np.zeros((executable.rows, executable.row_tokens), np.int32)
+        logprobs = np.zeros(tokens.shape, np.float32)
+        size = (*tokens.shape, selection.reported)
+        top_ids, top_logprobs = np.full(size, -1, np.int32), np.full(size, -np.inf, np.float32)
+        lengths, ends, prompt_index, sample_index = (np.zeros(executable.rows, np.int32) for _ in range(4))
+        for row in batch:
+            tokens[row.place, : len(row.tokens)] = row.tokens
+            lengths[row.place], ends[row.place] = len(row.tokens), len(row.tokens) + row.limit
+            prompt_index[row.place], sample_index[row.place] = row.prompt_index, row.sample_index
+        starts, stopped = lengths.copy(), np.zeros(executable.rows, np.bool_)
+        for position in range(max(row.limit for row in batch)):
+            log_softmax = executable.log_softmax(params, tokens, lengths, temperature)
+            metrics["rollout/executable_runs"] += 1
+            with jax.set_mesh(executable.mesh):
+                sampled = self._sample_tokens(
+                    log_softmax,
+                    np.maximum(lengths - 1, 0),
+                    np.uint32(seed),
+                    prompt_index,
+                    sample_index,
+                    np.full(executable.rows, position, np.int32),
+                    np.float32(temperature),
+                    greedy=greedy,
+                    selection=selection,
+                )
+            new = jax.device_get(sampled)
+            at = (~stopped & (lengths < ends)).nonzero()[0]
+            places = at, lengths[at]
+            tokens[places], logprobs[places] = new.tokens[at], new.logprobs[at]
+            if selection.reported:
+                top_ids[places], top_logprobs[places] = new.top_ids[at], new.top_logprobs[at]
+            lengths[at] += 1
+            stopped[at] = np.isin(new.tokens[at], sampling.stop_token_ids)
+            if (stopped | (lengths == ends)).all():
+                break
+        metrics["time/generate_s"] += time.perf_counter() - start
+        for place, i, j, *_ in batch:
+            own = slice(starts[place], lengths[place])
+            versions = (VersionSpan(self._version, 0, int(lengths[place] - starts[place])),)
+            of_row = tokens[place, own], logprobs[place, own], not stopped[place], versions
+            tops = Tops(top_ids[place, own].copy(), top_logprobs[place, own].copy()) if selection.reported else None
+            yield Response(i, j, *of_row, tops=tops)
 
     def close(self) -> None:
         """Drops the parameters."""
