@@ -15,7 +15,7 @@ MESH_DEVICES = 8
 WAITING = {
     *("test_rewards_pool", "test_run_owner", "test_ownership", "test_pipeline", "test_store", "test_in_flight"),
     *("test_vllm_engine", "test_vllm_server", "test_vllm_client", "test_vllm_replies", "test_server_discovery"),
-    *("test_weight_server", "test_weight_parts"),
+    *("test_weight_server", "test_weight_parts", "test_environment_hosts", "test_tool_pool"),
 }
 # Markers of tests that need more than an environment of this package, and what runs them.
 OF_A_SCRIPT = {

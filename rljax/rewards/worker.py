@@ -1,60 +1,79 @@
-"""The program of a worker process; it imports the reward and nothing else of the trainer.
+"""The program of a worker process; it imports what it runs and nothing else of the trainer.
 
 ``multiprocessing`` would import the trainer's main module, and jax with it, into every worker. So this program gets one
-end of a pipe. The first message is ``(sys.path, reward path, memory in bytes or None)``; the answer is None or an
-error. Each later message is ``(problem, response, truncated, limit in seconds)``; the answer is ``(reward, None)`` or
-``(None, error)``. The program ends when the other end is closed.
+end of a pipe. The first message is ``(sys.path, memory in bytes or None, program, settings)``; it runs the function
+``program``, written ``module:name``, as ``program(connection, *settings)``.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import pkgutil
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import Any
 
 # A worker ends itself this many seconds after the parent's time limit; this happens only if the parent was killed.
-_GRACE_S = 5.0
+GRACE_S = 5.0
 
 
 def main() -> None:
-    """Scores responses until the parent closes the pipe."""
+    """Runs the program that the first message names."""
     signal.signal(signal.SIGTERM, _leave_to_parent)
     connection = Connection(int(sys.argv[1]))
-    sys.path[:], path, memory_bytes = connection.recv()
-    from rljax.rewards.resolve import resolve_reward, score
-
+    sys.path[:], memory_bytes, program, settings = connection.recv()
+    run = pkgutil.resolve_name(program)
     if memory_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    run(connection, *settings)
+
+
+def score_responses(connection: Connection, path: str) -> None:
+    """Scores responses with the reward ``path``; a request is ``(problem, response, truncated)``, see ``score``."""
+    from rljax.rewards.resolve import resolve_reward, score
+
     try:
         reward = resolve_reward(path)
     except ValueError as error:
         connection.send(str(error))
         return
+    answer_requests(connection, functools.partial(score, reward))
+
+
+def answer_requests(connection: Connection, answer: Callable[..., Any]) -> None:
+    """Answers requests until the parent closes the pipe; each message is ``(arguments, limit in seconds)``."""
     connection.send(None)
     while True:
         try:
-            problem, response, truncated, limit_s = connection.recv()
+            arguments, limit_s = connection.recv()
         except EOFError:
             return
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, limit_s + _GRACE_S)
-        verdict = score(reward, problem, response, truncated)
+        end_by_alarm(limit_s + GRACE_S)
+        reply = answer(*arguments)
         if os.getpid() != _OWN:
-            os._exit(1)  # a fork that the reward left behind must not answer for this process
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        connection.send(verdict)
+            os._exit(1)  # a fork that a person's code left behind must not answer for this process
+        end_by_alarm(0.0)
+        connection.send(reply)
+
+
+def end_by_alarm(after_s: float) -> None:
+    """Lets the system end this process in ``after_s`` seconds, whatever it does then; 0 takes this back."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
 
 
 _OWN = os.getpid()
 
 
 def _leave_to_parent(number: int, frame: FrameType | None) -> None:
-    """Ignores SIGTERM in the worker, and lets it end forks that a reward made.
+    """Ignores SIGTERM in the worker, and lets it end forks that a person's code made.
 
-    Slurm sends SIGTERM to every process of a job, but the parent still needs the rewards of its current step.
+    Slurm sends SIGTERM to every process of a job, but the parent still needs the answers of its current step.
     """
     del frame
     if os.getpid() != _OWN:

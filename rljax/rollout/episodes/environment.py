@@ -1,0 +1,95 @@
+"""The class that a user writes for rollouts of several turns: three async methods, one instance per trajectory."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from rljax.rewards.resolve import describe
+
+Content = str | Sequence[Mapping[str, str]] | None
+"""The writing of an environment: a text that is taken as it stands, or chat messages, or nothing."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer of an environment to one turn of the policy.
+
+    Attributes:
+      content: The text that follows the turn, as it stands; or messages ``{"role": ..., "content": ...}`` that the chat
+        template renders; or None for nothing.
+      done: Whether the trajectory ends here. Its content is then not read by the policy.
+    """
+
+    content: Content = None
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One trajectory's environment. ``rollout.environment`` names the class as ``package.module:Class``.
+
+    Each trajectory has an instance of its own, made without arguments. Thousands of instances share one asyncio loop,
+    so a method awaits what takes long and never blocks.
+    """
+
+    async def reset(self, problem: Mapping[str, Any]) -> Content:
+        """Begins the trajectory of a problem, which is a row of the data set.
+
+        Returns:
+          The prompt, as a text or as chat messages; None means the problem's own ``"prompt"``.
+        """
+
+    async def step(self, response: str, truncated: bool) -> Reply:
+        """Answers one turn of the policy.
+
+        Args:
+          response: The decoded text of the turn, without special tokens.
+          truncated: Whether a limit of tokens cut the turn off.
+        """
+
+    async def reward(self) -> float:
+        """Returns the reward of the whole trajectory, a finite number; it is called once, at the end."""
+
+
+_CALLS: Mapping[str, tuple[Any, ...]] = {"reset": ({},), "step": ("", False), "reward": ()}
+_FORMS = {"reset": "reset(self, problem)", "step": "step(self, response, truncated)", "reward": "reward(self)"}
+
+
+def find_environment(path: str) -> type[Environment]:
+    """Returns the class of an environment that is named ``package.module:Class``.
+
+    Raises:
+      ValueError: The name has another form, there is no such class, or it lacks one of the three methods.
+    """
+    if "" in path.partition(":"):
+        raise ValueError(f"environment {path!r} is not of the form package.module:Class")
+    try:
+        found: Any = pkgutil.resolve_name(path)
+    except Exception as error:  # a user's module may raise anything
+        raise ValueError(f"environment {path!r} cannot be imported: {describe(error)}") from error
+    if not inspect.isclass(found):
+        raise ValueError(f"environment {path!r} is {type(found).__name__}, not a class")
+    if not _accepts(found):
+        raise ValueError(f"environment {path!r} must be made without arguments, but {found.__name__}() needs some")
+    for name, arguments in _CALLS.items():
+        method = getattr(found, name, None)
+        if not inspect.iscoroutinefunction(method):
+            raise ValueError(f"environment {path!r} has no method 'async def {_FORMS[name]}'")
+        if not _accepts(method, found, *arguments):
+            got = inspect.signature(method)
+            raise ValueError(f"environment {path!r}: the method must be {_FORMS[name]}, but it takes {got}")
+    return cast(type[Environment], found)
+
+
+def _accepts(function: Any, *arguments: Any) -> bool:
+    """Returns whether a function can be called with these arguments, as far as its signature tells."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins have no signature; the first call shows whether it fits
+        pass
+    return True

@@ -1,0 +1,129 @@
+"""The trainer's side of one host process: two threads that send and receive, whatever number of trajectories it has."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NamedTuple
+
+from rljax.rewards.processes import WorkerProcess
+from rljax.rollout.episodes.host_worker import HostLimits
+from rljax.rollout.episodes.progress import ProgressBoard, StuckWatch
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.1
+_JOIN_S = 1.0
+
+
+class Death(NamedTuple):
+    """The end of a host process.
+
+    Attributes:
+      reason: The words that say how it ended.
+      stuck: Whether it was ended because code in it did not await for too long.
+      running: The number of the trajectory whose code ran; 0 if it cannot be told.
+    """
+
+    reason: str
+    stuck: bool
+    running: int
+
+
+class HostLink:
+    """A host process that is replaced when it dies or is stuck."""
+
+    def __init__(
+        self,
+        path: str,
+        limits: HostLimits,
+        on_message: Callable[..., None],
+        on_death: Callable[[Death], None],
+        on_broken: Callable[[str], None],
+    ):
+        """Starts the process and the thread that receives.
+
+        Args:
+          path: The name of the environment's class.
+          limits: The limits of the process.
+          on_message: A function that takes the parts of each message of the process, in the thread that receives.
+          on_death: A function that is called when the process has ended. Messages that are sent from then on go to
+            the next process.
+          on_broken: A function that is called with the reason when no process can be started.
+        """
+        self._board = ProgressBoard()
+        self._limits = limits
+        self._on_message, self._on_death, self._on_broken = on_message, on_death, on_broken
+        program = "rljax.rollout.episodes.host_worker:host_environments"
+        settings = (path, self._board.descriptor, limits)
+        self._process = WorkerProcess(
+            "process of environments", program, settings, limits.memory_gib, [self._board.descriptor]
+        )
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+        self._thread.start()
+
+    def send(self, message: bytes) -> None:
+        """Sends a message that was packed by ``pack``; it does not wait."""
+        self._outbox.put(message)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._process.stop()
+        self._outbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_S)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._process.wait_until_ready()
+                sender = threading.Thread(target=self._send_all, args=(self._outbox,), daemon=True)
+                sender.start()
+                stuck = self._receive_all()
+                self._process.kill()
+                # What was not sent is lost with the process, and so the death is told before others can send.
+                outbox, self._outbox = self._outbox, queue.SimpleQueue()
+                outbox.put(None)
+                sender.join(_JOIN_S)
+                running = self._board.read().running
+                self._on_death(Death(self._process.replace(), stuck, running))
+        except CancelledError:
+            return
+        except RuntimeError as error:
+            self._on_broken(str(error))
+
+    def _receive_all(self) -> bool:
+        """Handles messages until the process has ended; returns whether it is stuck instead."""
+        watch = StuckWatch(self._board, self._limits.busy_s, _LOOK_S)
+        next_look = 0.0
+        connection = self._process.connection
+        while True:
+            try:
+                message = connection.recv() if connection.poll(_LOOK_S) else None
+            except Exception:  # the process has ended, or a person's code wrote into the pipe
+                return False
+            if message is not None:
+                self._on_message(*message)
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + _LOOK_S
+                if watch.look():
+                    return True
+
+    def _send_all(self, outbox: queue.SimpleQueue[Any]) -> None:
+        connection = self._process.connection
+        while (message := outbox.get()) is not None:
+            try:
+                connection.send_bytes(message)
+            except OSError:  # the thread that receives sees the end, too
+                return
+
+
+def pack(*message: Any) -> bytes:
+    """Packs a message to a host process. Raises whatever pickling raises."""
+    return bytes(ForkingPickler.dumps(message))

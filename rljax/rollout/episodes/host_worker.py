@@ -1,0 +1,269 @@
+"""The program of a host process: the environments of thousands of trajectories in one asyncio loop, without jax.
+
+The parent sends ``("reset", id, problem)``, ``("step", id, response, truncated)``, ``("reward", id)``, ``("end", id)``,
+``("began", request)`` and ``("result", request, ToolResult)``. This process sends ``("outcome", id, Outcome)``,
+``("tool", request, path, arguments, counted)`` and ``("drop", request)``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import signal
+import time
+from collections.abc import Coroutine, Generator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from rljax.rewards.resolve import describe
+from rljax.rewards.worker import GRACE_S, end_by_alarm
+from rljax.rollout.episodes import tools
+from rljax.rollout.episodes.environment import Environment, find_environment
+from rljax.rollout.episodes.outcomes import Outcome, check_outcome
+from rljax.rollout.episodes.progress import ProgressBoard
+from rljax.rollout.episodes.tools import ToolResult
+
+TICK_S = 0.1
+_FULL = 0.5  # the share of the memory limit above which a process ends after a memory error
+_OWN = os.getpid()
+_trajectory: ContextVar[int] = ContextVar("trajectory", default=0)
+
+
+class HostLimits(NamedTuple):
+    """The limits of a host process.
+
+    Attributes:
+      call_s: The longest time of one call, in seconds.
+      busy_s: The longest time that code may run without awaiting, in seconds.
+      reply_chars: The longest text of a reply, in characters.
+      memory_gib: The memory limit of the process, in GiB; None means no limit.
+    """
+
+    call_s: float
+    busy_s: float
+    reply_chars: int
+    memory_gib: float | None
+
+
+def host_environments(connection: Connection, path: str, descriptor: int, limits: HostLimits) -> None:
+    """Runs the environments of class ``path`` until the parent closes the pipe."""
+    try:
+        make = find_environment(path)
+    except ValueError as error:
+        connection.send(str(error))
+        return
+    asyncio.run(_Host(connection, make, ProgressBoard(descriptor), limits).run())
+
+
+@dataclass
+class _Call:
+    """A call of an environment under way.
+
+    Attributes:
+      method: The name of the method.
+      task: The task that runs it; None until it is made.
+      used_s: The time that the call has taken, in seconds; None until its code has begun to run.
+      tools: The tool calls that it waits for, by their numbers; the value says whether a process runs it.
+    """
+
+    method: str
+    task: asyncio.Task[None] | None = None
+    used_s: float | None = None
+    tools: dict[int, bool] = field(default_factory=dict)
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether it waits only until processes are free for its tools."""
+        return bool(self.tools) and not any(self.tools.values())
+
+
+class _Host:
+    """The environments of this process and their calls."""
+
+    def __init__(self, connection: Connection, make: type[Environment], board: ProgressBoard, limits: HostLimits):
+        self._connection, self._make, self._board, self._limits = connection, make, board, limits
+        self._environments: dict[int, Environment] = {}
+        self._calls: dict[int, _Call] = {}
+        # The process before this one may have left calls of tools behind, so that numbers must not come again.
+        self._requests = itertools.count(time.monotonic_ns())
+        self._waiting: dict[int, tuple[_Call | None, asyncio.Future[ToolResult]]] = {}
+
+    async def run(self) -> None:
+        """Serves the parent for ever, and looks for calls that take too long."""
+        loop = asyncio.get_running_loop()
+        make_task: Any = self._make_task  # its declared type is a protocol of a generic method
+        loop.set_task_factory(make_task)
+        loop.set_exception_handler(lambda loop, context: None)  # a person's forgotten task may fail
+        loop.add_reader(self._connection.fileno(), self._receive)
+        tools.run_calls_by(self._run_tool)
+        end_by_alarm(self._limits.busy_s + GRACE_S)
+        self._board.write(0)
+        self._connection.send(None)
+        last = time.monotonic()
+        tick_s = min(TICK_S, self._limits.call_s / 10)
+        while True:
+            await asyncio.sleep(tick_s)
+            now = time.monotonic()
+            # Time in which others blocked the loop counts for no call.
+            elapsed, last = min(now - last, 2 * tick_s), now
+            self._board.write(0)
+            end_by_alarm(self._limits.busy_s + GRACE_S)
+            for number, call in list(self._calls.items()):
+                self._let_time_pass(number, call, elapsed)
+
+    def _let_time_pass(self, number: int, call: _Call, elapsed: float) -> None:
+        if call.used_s is None or call.is_queued:
+            return
+        call.used_s += elapsed
+        if call.used_s > self._limits.call_s:
+            self._stop(number)
+            self._settle(number, Outcome(None, "timeout", f"{call.method} took more than {self._limits.call_s:g} s"))
+
+    def _receive(self) -> None:
+        try:
+            while self._connection.poll(0):
+                self._take(*self._connection.recv())
+        except (EOFError, ConnectionError):
+            _end_with_children()
+
+    def _take(self, kind: str, number: int, *arguments: Any) -> None:
+        if kind == "began":
+            call, _ = self._waiting.get(number, (None, None))
+            if call is not None and number in call.tools:
+                call.tools[number] = True
+        elif kind == "result":
+            _, future = self._waiting.get(number, (None, None))
+            if future is not None and not future.done():
+                future.set_result(arguments[0])
+        elif kind == "end":
+            self._stop(number)
+            self._environments.pop(number, None)
+        else:
+            call = self._calls[number] = _Call(kind)
+            token = _trajectory.set(number)
+            call.task = asyncio.get_running_loop().create_task(self._run_call(number, call, arguments))
+            _trajectory.reset(token)
+
+    def _stop(self, number: int) -> None:
+        """Cancels the call of a trajectory that is under way, if there is one."""
+        call = self._calls.pop(number, None)
+        if call is not None and call.task is not None:
+            call.task.cancel()
+
+    async def _run_call(self, number: int, call: _Call, arguments: tuple[Any, ...]) -> None:
+        call.used_s = 0.0
+        memory_error = False
+        try:
+            if call.method == "reset":
+                self._environments[number] = self._make()
+            value = await getattr(self._environments[number], call.method)(*arguments)
+            outcome = check_outcome(call.method, value, self._limits.reply_chars)
+        except BaseException as error:  # a person's environment may raise anything
+            memory_error = isinstance(error, MemoryError)
+            outcome = Outcome(None, "raised", f"{call.method}: {describe(error)}")
+        if self._calls.get(number) is call:
+            del self._calls[number]
+            self._settle(number, outcome)
+        if memory_error:
+            self._make_room(number)
+
+    def _settle(self, number: int, outcome: Outcome) -> None:
+        if outcome.failure is not None:
+            self._environments.pop(number, None)
+        self._send(("outcome", number, outcome))
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        _end_if_forked()
+        self._connection.send(message)
+
+    def _make_room(self, number: int) -> None:
+        """Ends this process if its memory stays full without the environment that failed for lack of memory."""
+        self._environments.pop(number, None)
+        gc.collect()
+        limit = self._limits.memory_gib
+        if limit is not None and _used_gib() > _FULL * limit:
+            os._exit(1)
+
+    async def _run_tool(self, path: str, arguments: Mapping[str, Any], counted: bool) -> ToolResult:
+        """Has the parent run a tool in one of its processes."""
+        request = next(self._requests)
+        call = self._calls.get(_trajectory.get())
+        future = asyncio.get_running_loop().create_future()
+        self._send(("tool", request, path, dict(arguments), counted))
+        self._waiting[request] = call, future
+        if call is not None:
+            call.tools[request] = False
+        try:
+            return await future
+        finally:
+            del self._waiting[request]
+            if call is not None:
+                del call.tools[request]
+            if future.cancelled():
+                self._send(("drop", request))
+
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
+    ) -> asyncio.Task[Any]:
+        """Makes a task whose code is noted on the board while it runs, for the trajectory that made the task."""
+        number = _trajectory.get()
+        noted = _Noted(coroutine, number, self._board) if number else coroutine
+        return asyncio.Task(noted, loop=loop, **options)
+
+
+class _Noted(Coroutine[Any, Any, Any]):
+    """A coroutine that notes on the board when its code runs."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, board: ProgressBoard):
+        self._coroutine, self._number, self._board = coroutine, number, board
+
+    def send(self, value: Any) -> Any:
+        self._board.write(self._number)
+        try:
+            return self._coroutine.send(value)
+        finally:
+            self._note_end()
+
+    def throw(self, *error: Any) -> Any:
+        self._board.write(self._number)
+        try:
+            return self._coroutine.throw(*error)
+        finally:
+            self._note_end()
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._coroutine.__await__()
+
+    def _note_end(self) -> None:
+        _end_if_forked()
+        self._board.write(0)
+
+
+def _used_gib() -> float:
+    """Returns the memory of this process that counts for its limit, in GiB; infinity where it cannot be told."""
+    try:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:")]
+    except (OSError, ValueError):
+        return float("inf")
+    return int(line.split()[1]) / 2**20
+
+
+def _end_if_forked() -> None:
+    """Ends a fork that a person's code left behind, which must not answer for this process."""
+    if os.getpid() != _OWN:
+        os._exit(1)
+
+
+def _end_with_children() -> NoReturn:
+    """Ends this process and those that environments have started, because the parent has ended."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

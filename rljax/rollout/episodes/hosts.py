@@ -1,0 +1,326 @@
+"""Runs the environments of trajectories in worker processes; whatever they do, a call comes back with an outcome."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import Any
+
+from rljax.rewards.resolve import describe
+from rljax.rollout.episodes.environment import find_environment
+from rljax.rollout.episodes.host_link import Death, HostLink, pack
+from rljax.rollout.episodes.host_worker import HostLimits
+from rljax.rollout.episodes.outcomes import Outcome
+from rljax.rollout.episodes.tool_pool import ToolPool
+from rljax.rollout.episodes.tools import ToolResult
+
+log = logging.getLogger(__name__)
+
+_COUNTED = {
+    "raised": "turns/env_errors",
+    "bad_reply": "turns/env_errors",
+    "timeout": "turns/env_timeouts",
+    "died": "turns/env_deaths",
+}
+_CUT = "turns/cut_replies"
+_BUSY_S = 10.0
+
+
+@dataclass
+class _Trajectory:
+    """A trajectory that has an environment.
+
+    Attributes:
+      key: The driver's name of it.
+      number: The number of it in messages.
+      host: The place of its host process in the list.
+      method: The method that is being called; "" if none is.
+      future: The future of that call.
+      packed: The message of ``reset``, until its outcome is known.
+      resent: Whether the message of ``reset`` was sent again because a process had ended before its outcome.
+      lost: The outcome of every later call, if the trajectory has failed.
+    """
+
+    key: Hashable
+    number: int
+    host: int
+    method: str = ""
+    future: Future[Outcome] | None = None
+    packed: bytes | None = None
+    resent: bool = False
+    lost: Outcome | None = None
+
+
+class EnvironmentHosts:
+    """Processes that hold the environments of many trajectories; a context manager.
+
+    Each process runs its environments in one asyncio loop. A call that awaits for too long is cancelled. A process in
+    which code blocks the loop, which crashes or runs out of memory is replaced, and its other trajectories are lost.
+    All methods may be called from any thread, and none of them waits.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        workers: int = 1,
+        *,
+        call_timeout_s: float = 30.0,
+        tool_timeout_s: float = 10.0,
+        tool_workers: int | None = None,
+        memory_gib: float | None = 4.0,
+        max_reply_chars: int = 16384,
+    ):
+        """Checks the environment and starts the processes without waiting for them.
+
+        Args:
+          path: The name of the environment's class, ``package.module:Class``.
+          workers: The number of processes that hold environments.
+          call_timeout_s: The longest time of one call, in seconds. The time that a call waits for a free process of a
+            tool does not count. Code that does not await for this time, or for 10 s, blocks its process.
+          tool_timeout_s: The longest time of one call of a tool, in seconds.
+          tool_workers: The number of processes that run tools. None means one less than the number of CPU cores, at
+            most 8. They are started with the first call of a tool.
+          memory_gib: The memory limit of each process, in GiB; None means no limit.
+          max_reply_chars: The longest text of a reply or of a tool's result. A longer one is cut there.
+
+        Raises:
+          ValueError: The environment cannot be found or lacks a method, or a limit is out of range.
+        """
+        if tool_workers is None:
+            tool_workers = max(1, min(8, (os.cpu_count() or 2) - 1))
+        limits = {"call_timeout_s": call_timeout_s, "tool_timeout_s": tool_timeout_s}
+        counts = {"workers": workers, "tool_workers": tool_workers, "max_reply_chars": max_reply_chars}
+        for name, value in limits.items():
+            if not 0.0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        for name, count in counts.items():
+            if count < 1:
+                raise ValueError(f"{name} must be at least 1, got {count}")
+        if memory_gib is not None and not memory_gib > 0.0:
+            raise ValueError(f"memory_gib must be positive, got {memory_gib}")
+        find_environment(path)
+        self._path = path
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._by_key: dict[Hashable, _Trajectory] = {}
+        self._by_number: dict[int, _Trajectory] = {}
+        self._counts: Counter[str] = Counter()
+        self._broken: str | None = None
+        self._closed = False
+        self._tool_calls: list[dict[int, Future[ToolResult]]] = [{} for _ in range(workers)]
+        self._tools = ToolPool(tool_workers, timeout_s=tool_timeout_s, memory_gib=memory_gib, max_chars=max_reply_chars)
+        self._busy_s = min(call_timeout_s, _BUSY_S)
+        host_limits = HostLimits(call_timeout_s, self._busy_s, max_reply_chars, memory_gib)
+        self._hosts: list[HostLink] = []
+        for place in range(workers):
+            callbacks = (functools.partial(act, place) for act in (self._take, self._bury, self._give_up))
+            self._hosts.append(HostLink(path, host_limits, *callbacks))
+
+    def reset(self, key: Hashable, problem: Mapping[str, Any]) -> Future[Outcome]:
+        """Makes an environment for the trajectory ``key`` and resets it. A trajectory of the same key is ended first.
+
+        Returns:
+          A future of the prompt: a text, messages, or None for the problem's own. Every future of this class comes to
+          an ``Outcome``, which may be a failure. Only after ``close`` or ``end`` it is cancelled, and it raises
+          RuntimeError if no process can be started.
+        """
+        self.end(key)
+        with self._lock:
+            loads = Counter(trajectory.host for trajectory in self._by_key.values())
+            host = min(range(len(self._hosts)), key=lambda place: loads[place])
+            trajectory = self._by_key[key] = _Trajectory(key, next(self._numbers), host)
+            self._by_number[trajectory.number] = trajectory
+        return self._call(trajectory, "reset", dict(problem))
+
+    def step(self, key: Hashable, response: str, truncated: bool) -> Future[Outcome]:
+        """Gives a turn of the policy to the trajectory's environment; returns a future of the ``Reply``."""
+        return self._call(self._by_key[key], "step", response, truncated)
+
+    def reward(self, key: Hashable) -> Future[Outcome]:
+        """Asks for the reward of a trajectory; returns a future of a finite float."""
+        return self._call(self._by_key[key], "reward")
+
+    def end(self, key: Hashable) -> None:
+        """Forgets a trajectory and cancels its call, if there is one; an unknown key is passed over."""
+        with self._lock:
+            trajectory = self._by_key.pop(key, None)
+            if trajectory is None:
+                return
+            del self._by_number[trajectory.number]
+            future, trajectory.future = trajectory.future, None
+            if trajectory.lost is None and not self._closed:
+                self._hosts[trajectory.host].send(pack("end", trajectory.number))
+        if future is not None:
+            future.cancel()
+
+    def pop_metrics(self) -> dict[str, int]:
+        """Returns the counts since the last call, by their names ``turns/...``.
+
+        Each trajectory that failed counts once: in ``turns/env_errors`` if the environment raised or returned something
+        wrong, in ``turns/env_timeouts`` if it took too long or blocked its process, and in ``turns/env_deaths`` if it
+        was lost with its process. ``turns/cut_replies`` counts replies that were cut. The other names count calls of
+        tools.
+        """
+        with self._lock:
+            counts = {key: self._counts[key] for key in (*dict.fromkeys(_COUNTED.values()), _CUT)}
+            self._counts.clear()
+        return counts | self._tools.pop_metrics()
+
+    def close(self) -> None:
+        """Ends every process and cancels every call; a second call does nothing."""
+        with self._lock:
+            self._closed = True
+            futures = [trajectory.future for trajectory in self._by_key.values() if trajectory.future is not None]
+            self._by_key.clear()
+            self._by_number.clear()
+        for host in self._hosts:
+            host.close()
+        self._tools.close()
+        for future in futures:
+            future.cancel()
+
+    def __enter__(self) -> EnvironmentHosts:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _call(self, trajectory: _Trajectory, method: str, *arguments: Any) -> Future[Outcome]:
+        future: Future[Outcome] = Future()
+        message, refused = b"", None
+        try:
+            message = pack(method, trajectory.number, *arguments)
+        except Exception as error:  # a problem that cannot be pickled
+            refused = Outcome(None, "raised", f"{method}: {describe(error)}")
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the environments are closed")
+            if trajectory.future is not None:
+                raise ValueError(
+                    f"trajectory {trajectory.key!r} is asked for {method} before {trajectory.method} ended"
+                )
+            if refused is not None:
+                self._fail(trajectory, refused)
+            trajectory.method = method
+            broken, lost = self._broken, trajectory.lost
+            if lost is None and broken is None:
+                trajectory.future = future
+                trajectory.packed = message if method == "reset" else None
+                self._hosts[trajectory.host].send(message)
+        if broken is not None:
+            future.set_exception(RuntimeError(broken))
+        elif lost is not None:
+            future.set_result(lost)
+        return future
+
+    def _fail(self, trajectory: _Trajectory, outcome: Outcome) -> None:
+        """Notes that a trajectory has failed, counts it and warns of the first of its kind. The lock is held."""
+        if trajectory.lost is not None or outcome.failure is None:
+            return
+        trajectory.lost = outcome
+        name = _COUNTED[outcome.failure]
+        self._counts[name] += 1
+        if self._counts[name] == 1:
+            log.warning("environment %s, trajectory %s: %s", self._path, trajectory.key, outcome.message)
+
+    def _take(self, host: int, kind: str, number: int, *rest: Any) -> None:
+        """Handles a message of a host process."""
+        if kind == "outcome":
+            self._settle(number, rest[0])
+        elif kind == "tool":
+            self._start_tool(self._hosts[host], self._tool_calls[host], number, *rest)
+        elif future := self._tool_calls[host].pop(number, None):
+            future.cancel()
+
+    def _settle(self, number: int, outcome: Outcome) -> None:
+        """Gives the outcome of a call to whoever waits for it."""
+        with self._lock:
+            trajectory = self._by_number.get(number)
+            if trajectory is None or trajectory.future is None:
+                return
+            future, trajectory.future, trajectory.packed = trajectory.future, None, None
+            self._counts[_CUT] += outcome.cut
+            self._fail(trajectory, outcome)
+        _resolve(future, outcome)
+
+    def _start_tool(
+        self,
+        host: HostLink,
+        calls: dict[int, Future[ToolResult]],
+        request: int,
+        path: str,
+        arguments: Mapping[str, Any],
+        counted: bool,
+    ) -> None:
+        def finish(future: Future[ToolResult]) -> None:
+            calls.pop(request, None)
+            if not future.cancelled():
+                error = future.exception()
+                result = future.result() if error is None else ToolResult(f"error: {error}", "died")
+                host.send(pack("result", request, result))
+
+        try:
+            future = self._tools.submit(path, arguments, counted, lambda: host.send(pack("began", request)))
+        except RuntimeError:  # closed meanwhile
+            return
+        calls[request] = future
+        future.add_done_callback(finish)
+
+    def _bury(self, host: int, death: Death) -> None:
+        """Fails the trajectories of a process that has ended. A ``reset`` that was not at fault is sent again."""
+        told: list[tuple[Future[Outcome], Outcome]] = []
+        with self._lock:
+            calls, self._tool_calls[host] = self._tool_calls[host], {}
+            mine = [one for one in self._by_number.values() if one.host == host and one.lost is None]
+            culprit = next((one for one in mine if one.number == death.running), None)
+            for trajectory in mine:
+                if trajectory.packed is not None and trajectory is not culprit and (culprit or not trajectory.resent):
+                    trajectory.resent = True
+                    self._hosts[host].send(trajectory.packed)
+                    continue
+                outcome = self._lost(trajectory, death, culprit)
+                self._fail(trajectory, outcome)
+                if trajectory.future is not None:
+                    told.append((trajectory.future, outcome))
+                    trajectory.future = None
+        for call in list(calls.values()):
+            call.cancel()
+        for future, outcome in told:
+            _resolve(future, outcome)
+
+    def _lost(self, trajectory: _Trajectory, death: Death, culprit: _Trajectory | None) -> Outcome:
+        """Returns the outcome of a trajectory whose process has ended."""
+        if trajectory is not culprit:
+            how = "was stuck" if death.stuck else f"died ({death.reason})"
+            whose = f" in code of trajectory {culprit.key!r}" if culprit is not None else ""
+            return Outcome(None, "died", f"the process of the environment {how}{whose}")
+        if death.stuck:
+            reason = (
+                f"{trajectory.method} ran for more than {self._busy_s:g} s without awaiting, so its process was ended"
+            )
+            return Outcome(None, "timeout", reason)
+        return Outcome(None, "died", f"the process died in {trajectory.method} ({death.reason})")
+
+    def _give_up(self, host: int, reason: str) -> None:
+        """Has every call from now on raise, because no process can be started."""
+        with self._lock:
+            self._broken = reason
+            futures = [one.future for one in self._by_number.values() if one.host == host and one.future is not None]
+        for future in futures:
+            if not future.cancelled():
+                future.set_exception(RuntimeError(reason))
+
+
+def _resolve(future: Future[Outcome], outcome: Outcome) -> None:
+    """Sets the result of a future, unless it was cancelled."""
+    with contextlib.suppress(InvalidStateError):
+        future.set_result(outcome)

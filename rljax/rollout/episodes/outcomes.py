@@ -1,0 +1,106 @@
+"""The outcome of one call of an environment, and the checks of what the environment returned."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from rljax.rollout.episodes.environment import Reply
+
+Failure = Literal["raised", "timeout", "died", "bad_reply"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one call of an environment: a value, or a failure.
+
+    Attributes:
+      value: The prompt of ``reset`` (a text, messages or None), the ``Reply`` of ``step``, or the number of
+        ``reward``; None after a failure.
+      failure: The kind of failure. raised: the environment raised. timeout: the call took too long, or blocked its
+        process. died: the process crashed, ran out of memory, or was ended because of another trajectory. bad_reply:
+        the call returned something else than it must. None: there is a value.
+      message: One line that says what happened in a failure.
+      cut: Whether the value was longer than the limit and was cut there.
+    """
+
+    value: Any = None
+    failure: Failure | None = None
+    message: str = ""
+    cut: bool = False
+
+
+class Clipped(NamedTuple):
+    """A text within a limit, and whether it was cut."""
+
+    text: str
+    cut: bool
+
+
+def clip(text: str, limit: int) -> Clipped:
+    """Cuts a text at ``limit`` characters; what is no Unicode character becomes a question mark."""
+    return Clipped(text[:limit].encode("utf-8", "replace").decode(), len(text) > limit)
+
+
+def check_outcome(method: str, value: Any, limit: int) -> Outcome:
+    """Returns the outcome of a value that a method of an environment returned.
+
+    Args:
+      method: The name of the method: reset, step or reward.
+      value: The value, which may be anything.
+      limit: The longest text of a reply, in characters. A longer prompt is refused, a longer reply is cut.
+    """
+    try:
+        if method == "reward":
+            return Outcome(_reward(value))
+        if method == "reset":
+            prompt, cut = _content(value, limit)
+            if cut:
+                raise ValueError(f"reset returned a prompt of more than {limit} characters")
+            return Outcome(prompt)
+        if not isinstance(value, Reply) or not isinstance(value.done, bool):
+            raise ValueError(f"step must return Reply(content, done), got {_named(value)}")
+        content, cut = _content(value.content, limit)
+        return Outcome(Reply(content, value.done), cut=cut)
+    except ValueError as error:
+        return Outcome(failure="bad_reply", message=str(error))
+
+
+def _reward(value: Any) -> float:
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"reward must return a finite number, got {_named(value)}")
+    return float(value)
+
+
+def _content(value: Any, limit: int) -> tuple[Any, bool]:
+    """Returns a text, messages or None in plain types within ``limit`` characters, and whether it was cut."""
+    if value is None:
+        return None, False
+    if isinstance(value, str):
+        return clip(value, limit)
+    if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
+        raise ValueError(f"the content must be a text, a list of messages or None, got {_named(value)}")
+    messages, cut = [], False
+    for message in value:
+        if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(
+                f"a message must have the texts role and content, got the keys {sorted(map(str, message))}"
+            )
+        kept = {}
+        for key, part in message.items():
+            if not isinstance(key, str) or not isinstance(part, str):
+                raise ValueError(f"a message must have texts only, got {_named(part)} for {key!r}")
+            kept[key], was_cut = clip(part, limit)
+            if key != "role":
+                limit -= len(kept[key])
+            cut |= was_cut
+        messages.append(kept)
+    return messages, cut
+
+
+def _named(value: Any) -> str:
+    """Returns a short description of any value: a number as it is, otherwise its type."""
+    return repr(value) if isinstance(value, float) else f"a value of type {type(value).__name__}"

@@ -1,0 +1,70 @@
+"""A few bytes of memory that a host process and its parent share: which trajectory runs, and whether anything moves."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import tempfile
+import time
+from typing import NamedTuple
+
+_FORM = struct.Struct("<qq")
+
+
+class Progress(NamedTuple):
+    """The state of a host process.
+
+    Attributes:
+      running: The number of the trajectory whose code runs now; 0 if none does.
+      moves: A number that changes each time the process begins or ends something.
+    """
+
+    running: int
+    moves: int
+
+
+class ProgressBoard:
+    """The shared memory with a ``Progress``. The host process writes it, and it survives a crash of that process."""
+
+    def __init__(self, descriptor: int | None = None):
+        """Opens the memory of an inherited ``descriptor``, or makes a new one."""
+        if descriptor is None:
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the board
+            self._file.truncate(mmap.PAGESIZE)
+            descriptor = self._file.fileno()
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
+        self._moves = 0
+
+    def write(self, running: int) -> None:
+        """Notes which trajectory runs from now on; 0 means none."""
+        self._moves += 1
+        _FORM.pack_into(self._memory, 0, running, self._moves)
+
+    def read(self) -> Progress:
+        """Returns the state that was written last."""
+        return Progress(*_FORM.unpack_from(self._memory))
+
+
+class StuckWatch:
+    """Tells when a host process has been stuck for too long. Pauses of the whole machine do not count."""
+
+    def __init__(self, board: ProgressBoard, limit_s: float, look_s: float):
+        """Begins to watch.
+
+        Args:
+          board: The board of the process.
+          limit_s: The longest time without progress, in seconds.
+          look_s: The usual time from one look to the next, in seconds. A longer one counts as twice this time.
+        """
+        self._board, self._limit_s, self._look_s = board, limit_s, look_s
+        self._seen, self._stuck_s, self._last = board.read(), 0.0, time.monotonic()
+
+    def look(self) -> bool:
+        """Returns whether the process has been stuck for more than the limit."""
+        now = time.monotonic()
+        elapsed, self._last = min(now - self._last, 2 * self._look_s), now
+        state = self._board.read()
+        self._stuck_s = self._stuck_s + elapsed if state == self._seen else 0.0
+        self._seen = state
+        return self._stuck_s > self._limit_s

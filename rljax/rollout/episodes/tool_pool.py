@@ -1,0 +1,128 @@
+"""Runs tools in worker processes, as rewards run; the counts of what went wrong are kept here."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from rljax.rewards.processes import NotSentError, WorkerDiedError, WorkerPool, WorkerProcess
+from rljax.rollout.episodes.tool_worker import Ran
+from rljax.rollout.episodes.tools import ToolResult
+
+log = logging.getLogger(__name__)
+
+_IMPORT_S = 60.0
+_COUNTED = {"error": "turns/tool_errors", "timeout": "turns/tool_timeouts", "died": "turns/tool_deaths"}
+KEYS = ("turns/tool_calls", *_COUNTED.values(), "turns/tool_cut")
+
+
+class ToolPool:
+    """Processes that run tools. They are started with the first call."""
+
+    def __init__(self, workers: int, *, timeout_s: float, memory_gib: float | None, max_chars: int):
+        """Sets the limits.
+
+        Args:
+          workers: The number of processes.
+          timeout_s: The longest time of one call, in seconds, without waiting; after it the process is replaced.
+          memory_gib: The memory limit of a process, in GiB; None means no limit.
+          max_chars: The longest text of a result, in characters. A longer one is cut there.
+        """
+        self._timeout_s, self._max_chars = timeout_s, max_chars
+        make = functools.partial(
+            WorkerProcess, "tool worker", "rljax.rollout.episodes.tool_worker:run_tools", (), memory_gib
+        )
+        self._start: Callable[[], WorkerPool] = functools.partial(WorkerPool, make, workers)
+        self._pool: WorkerPool | None = None
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+
+    def submit(
+        self, path: str, arguments: Mapping[str, Any], counted: bool = True, began: Callable[[], None] | None = None
+    ) -> Future[ToolResult]:
+        """Starts to call the function ``path``.
+
+        Args:
+          path: The name of the function, ``package.module:function``.
+          arguments: The arguments by name.
+          counted: Whether the call counts in the metrics.
+          began: A function that is called, from another thread, once a process is free for the call.
+
+        Returns:
+          A future of the result. ``result()`` raises RuntimeError only if no process can be started, and
+          CancelledError after ``close``.
+
+        Raises:
+          RuntimeError: The pool is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool of tools is closed")
+            if self._pool is None:
+                self._pool = self._start()
+            return self._pool.submit(functools.partial(self._call, path, dict(arguments), counted, began))
+
+    def pop_metrics(self) -> dict[str, int]:
+        """Returns the counts since the last call, by the names in ``KEYS``."""
+        with self._lock:
+            counts = {key: self._counts[key] for key in KEYS}
+            self._counts.clear()
+        return counts
+
+    def close(self) -> None:
+        """Ends every process at once and cancels the waiting calls; a second call does nothing."""
+        with self._lock:
+            self._closed = True
+        if self._pool is not None:
+            self._pool.close()
+
+    def _call(
+        self,
+        path: str,
+        arguments: dict[str, Any],
+        counted: bool,
+        began: Callable[[], None] | None,
+        process: WorkerProcess,
+    ) -> ToolResult:
+        if began is not None:
+            began()
+        result = self._run(path, arguments, process)
+        if counted:
+            self._count(path, result)
+        return result
+
+    def _run(self, path: str, arguments: dict[str, Any], process: WorkerProcess) -> ToolResult:
+        limit_s = _IMPORT_S
+        try:
+            complaint = process.ask((path,), limit_s)
+            if complaint is not None:
+                return ToolResult(f"error: {complaint}", "error")
+            limit_s = self._timeout_s
+            ran: Ran = process.ask((path, arguments, self._max_chars), limit_s)
+        except TimeoutError:
+            return ToolResult(f"error: the tool took more than {limit_s:g} s", "timeout")
+        except WorkerDiedError as error:
+            return ToolResult(f"error: the tool's process died ({error})", "died")
+        except NotSentError as error:
+            return ToolResult(f"error: {error}", "error")
+        if ran.raised == MemoryError.__name__:
+            # The memory may stay full, and the next call would fail, too.
+            process.replace()
+            return ToolResult("error: the tool ran out of memory", "died")
+        return ToolResult(f"error: {ran.text}" if ran.raised else ran.text, "error" if ran.raised else None, ran.cut)
+
+    def _count(self, path: str, result: ToolResult) -> None:
+        with self._lock:
+            first = result.failure is not None and not any(self._counts[key] for key in _COUNTED.values())
+            self._counts["turns/tool_calls"] += 1
+            self._counts["turns/tool_cut"] += result.cut
+            if result.failure is not None:
+                self._counts[_COUNTED[result.failure]] += 1
+        if first:
+            log.warning("a call of the tool %s failed: %s", path, result.text)

@@ -1,0 +1,56 @@
+"""Tools of environments: plain functions that run in processes of their own, bounded in time, memory and output."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rljax.rollout.episodes.tool_worker import run_function
+
+ToolFailure = Literal["error", "timeout", "died"]
+_CHARS = 16384
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """The result of one call of a tool.
+
+    Attributes:
+      text: The result as text, or a text ``error: ...`` that says what went wrong.
+      failure: The kind of failure. error: the tool raised, or could not be imported. timeout: it took too long. died:
+        its process crashed or ran out of memory. None: there is a result.
+      cut: Whether the result was longer than the limit and was cut there.
+    """
+
+    text: str
+    failure: ToolFailure | None = None
+    cut: bool = False
+
+
+Runner = Callable[[str, Mapping[str, Any], bool], Awaitable[ToolResult]]
+_runner: Runner | None = None
+
+
+async def call_tool(path: str, arguments: Mapping[str, Any], *, counted: bool = True) -> ToolResult:
+    """Calls a tool, a plain function ``package.module:function``, and returns its result as text.
+
+    In a run the function is called in a process of its own. The time that the call waits for a free process does not
+    count as time of the environment. Outside a run, as in a test of an environment, it is called in this process,
+    without limits of time and memory.
+
+    Args:
+      path: The name of the function.
+      arguments: The arguments by name. They must be values that can be pickled.
+      counted: Whether the call counts in ``turns/tool_*``.
+    """
+    if _runner is not None:
+        return await _runner(path, arguments, counted)
+    text, cut, raised = run_function(path, dict(arguments), _CHARS)
+    return ToolResult(f"error: {text}" if raised else text, "error" if raised else None, cut)
+
+
+def run_calls_by(runner: Runner) -> None:
+    """Has every later ``call_tool`` of this process done by ``runner``."""
+    global _runner
+    _runner = runner

@@ -1,0 +1,413 @@
+"""Environments that misbehave cost what they must and no more; thousands run at once with few threads."""
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+
+from rljax.rollout.episodes.environment import Reply
+from rljax.rollout.episodes.hosts import EnvironmentHosts
+from rljax.rollout.episodes.outcomes import Outcome
+
+pytestmark = pytest.mark.slow
+
+# What a person's environment may do; the response says which.
+ENVIRONMENTS = """
+import asyncio, os, pathlib, signal, subprocess, sys, time
+from rljax.rollout.episodes.environment import Reply
+from rljax.rollout.episodes.tools import call_tool
+
+kept = []
+
+class Env:
+    def __init__(self):
+        self.turns, self.notes = 0, []
+
+    async def reset(self, problem):
+        if problem.get("reset") == "exit":
+            os._exit(4)
+        if problem.get("reset") == "slow exit":
+            await asyncio.sleep(0.3)
+            os._exit(4)
+        if problem.get("reset") == "wait":
+            await asyncio.sleep(0.5)
+        self.problem = problem
+        return problem.get("first")
+
+    async def step(self, response, truncated):
+        self.turns += 1
+        act = getattr(self, "do_" + response.replace(" ", "_"), None)
+        if act is None:
+            return Reply(f"{response} {self.turns} {truncated}", self.turns == 3)
+        return await act()
+
+    async def reward(self):
+        return {"nan": float("nan"), "text": "1.0"}.get(self.problem.get("reward"), self.turns / 4)
+
+    async def do_raise(self):
+        raise ValueError("no\\nsuch")
+
+    async def do_SystemExit(self):
+        sys.exit(0)
+
+    async def do_hang(self):
+        await asyncio.sleep(300)
+
+    async def do_deaf(self):
+        while True:
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                pass
+
+    async def do_block(self):
+        time.sleep(300)
+
+    async def do_block_beside(self):
+        asyncio.get_running_loop().create_task(self.do_block())
+        await asyncio.sleep(300)
+
+    async def do_count(self):
+        return 9 ** 9 ** 9
+
+    async def do_flood(self):
+        return Reply("x" * (1 << 27))
+
+    async def do_flood_messages(self):
+        return Reply([{"role": "tool", "content": "y" * 70}, {"role": "user", "content": "z" * 70}])
+
+    async def do_exit(self):
+        os._exit(3)
+
+    async def do_segv(self):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    async def do_fork(self):
+        os.fork()
+        return Reply("forked")
+
+    async def do_giant(self):
+        return Reply(str(len(bytearray(3 << 30))))
+
+    async def do_hoard(self):
+        while True:
+            self.notes.append(bytearray(1 << 20))
+
+    async def do_hoard_and_keep(self):
+        while True:
+            kept.append(bytearray(1 << 20))
+
+    async def do_wait(self):
+        await asyncio.sleep(0.3)
+        return Reply("waited")
+
+    async def do_long_wait(self):
+        await asyncio.sleep(1.2)
+        return Reply("waited")
+
+    async def do_nothing(self):
+        return None
+
+    async def do_number(self):
+        return Reply(5)
+
+    async def do_maybe(self):
+        return Reply("x", None)
+
+    async def do_roles(self):
+        return Reply([{"role": "tool"}])
+
+    async def do_broken_text(self):
+        return Reply("a\\ud800b")
+
+    async def do_pid(self):
+        return Reply(str(os.getpid()))
+
+    async def do_modules(self):
+        wanted = ("jax", "flax", "grain", "transformers", "orbax")
+        return Reply(",".join(sorted(name for name in wanted if name in sys.modules)))
+
+    async def do_child(self):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], process_group=0)
+        return Reply(f"{os.getpid()} {child.pid}")
+
+class BreaksInWorkers(Env):
+    pass
+
+if os.environ.get("RLJAX_TEST_PARENT") != str(os.getpid()):
+    del BreaksInWorkers
+"""
+
+
+@pytest.fixture(autouse=True)
+def environments_module(tmp_path, monkeypatch):
+    (tmp_path / "persons_environments.py").write_text(ENVIRONMENTS)
+    monkeypatch.setenv("RLJAX_TEST_PARENT", str(os.getpid()))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("persons_environments", None)
+
+
+def hosts_of(workers=1, call_timeout_s=20.0, **options):
+    return EnvironmentHosts("persons_environments:Env", workers, call_timeout_s=call_timeout_s, **options)
+
+
+def counts(hosts):
+    """The counts that are not 0."""
+    return {name.removeprefix("turns/"): count for name, count in hosts.pop_metrics().items() if count}
+
+
+def begun(hosts, *keys):
+    for future in [hosts.reset(key, {}) for key in keys]:
+        assert future.result(60) == Outcome(None)
+
+
+def gone(pid):
+    """Whether a process has ended; it may remain as a zombie, because nobody waits for an orphan in some containers."""
+    stat = Path("/proc", str(pid), "stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not stat.exists() or ") Z " in stat.read_text()
+
+
+def test_a_trajectory_goes_through_its_calls():
+    messages = [{"role": "user", "content": "hello"}]
+    with hosts_of() as hosts:
+        assert hosts.reset("a", {"first": "begin: "}).result(60) == Outcome("begin: ")
+        assert hosts.reset("b", {"first": messages}).result(60) == Outcome(messages)
+        begun(hosts, "c")
+        assert hosts.step("a", "x", False).result(60) == Outcome(Reply("x 1 False", False))
+        assert hosts.step("b", "y", True).result(60) == Outcome(Reply("y 1 True", False))
+        assert hosts.step("a", "z", False).result(60) == Outcome(Reply("z 2 False", False))
+        assert hosts.step("a", "z", False).result(60) == Outcome(Reply("z 3 False", True))
+        assert [hosts.reward(key).result(60) for key in "abc"] == [Outcome(0.75), Outcome(0.25), Outcome(0.0)]
+        hosts.end("a")
+        hosts.end("never begun")
+        with pytest.raises(KeyError):
+            hosts.reward("a")
+        begun(hosts, "b")
+        assert hosts.reward("b").result(60) == Outcome(0.0)
+        assert set(hosts.pop_metrics().values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("response", "failure", "message"),
+    [
+        ("raise", "raised", "step: ValueError: no such"),
+        ("SystemExit", "raised", "step: SystemExit: 0"),
+        ("giant", "raised", "step: MemoryError"),
+        ("hoard", "raised", "step: MemoryError"),
+        ("nothing", "bad_reply", "step must return Reply(content, done), got a value of type NoneType"),
+        ("maybe", "bad_reply", "step must return Reply(content, done), got a value of type Reply"),
+        ("number", "bad_reply", "the content must be a text, a list of messages or None, got a value of type int"),
+        ("roles", "bad_reply", "a message must have the texts role and content, got the keys ['role']"),
+    ],
+)
+def test_a_failure_costs_one_trajectory_alone(response, failure, message, caplog):
+    with hosts_of(memory_gib=0.25) as hosts, caplog.at_level(logging.WARNING):
+        begun(hosts, "bad", "good")
+        failed = hosts.step("bad", response, False).result(60)
+        assert failed == Outcome(None, failure, message)
+        assert hosts.step("good", "x", False).result(60) == Outcome(Reply("x 1 False", False))
+        assert hosts.reward("bad").result(60) == failed
+        assert counts(hosts) == {"env_errors": 1}
+        assert counts(hosts) == {}
+    (record,) = caplog.records
+    assert record.getMessage() == f"environment persons_environments:Env, trajectory bad: {message}"
+
+
+@pytest.mark.parametrize("reward", ["nan", "text"])
+def test_a_reward_that_is_no_finite_number_is_refused(reward):
+    with hosts_of() as hosts:
+        hosts.reset("a", {"reward": reward}).result(60)
+        outcome = hosts.reward("a").result(60)
+        assert outcome.failure == "bad_reply"
+        assert outcome.message.startswith("reward must return a finite number, got ")
+        assert counts(hosts) == {"env_errors": 1}
+
+
+def test_a_long_reply_is_cut_and_counted():
+    with hosts_of(max_reply_chars=100) as hosts:
+        begun(hosts, "a")
+        assert hosts.step("a", "flood", False).result(60) == Outcome(Reply("x" * 100), cut=True)
+        messages = [{"role": "tool", "content": "y" * 70}, {"role": "user", "content": "z" * 30}]
+        assert hosts.step("a", "flood messages", False).result(60) == Outcome(Reply(messages), cut=True)
+        assert hosts.step("a", "broken text", False).result(60) == Outcome(Reply("a?b"))
+        outcome = hosts.reset("b", {"first": "x" * 101}).result(60)
+        assert (outcome.failure, outcome.message) == (
+            "bad_reply",
+            "reset returned a prompt of more than 100 characters",
+        )
+        assert counts(hosts) == {"cut_replies": 2, "env_errors": 1}
+
+
+@pytest.mark.parametrize("response", ["hang", "deaf"])
+def test_a_call_that_awaits_too_long_is_cancelled(response):
+    with hosts_of(call_timeout_s=1.0) as hosts:
+        begun(hosts, "slow", "quick")
+        start = time.monotonic()
+        slow = hosts.step("slow", response, False)
+        assert hosts.step("quick", "wait", False).result(60) == Outcome(Reply("waited"))
+        assert not slow.done()
+        assert slow.result(60) == Outcome(None, "timeout", "step took more than 1 s")
+        assert 0.9 < time.monotonic() - start < 5.0
+        assert hosts.step("quick", "x", False).result(60).failure is None
+        assert counts(hosts) == {"env_timeouts": 1}
+
+
+@pytest.mark.parametrize("response", ["block", "block beside", "count"])
+def test_a_call_that_blocks_is_named_and_others_are_not_blamed(response, caplog):
+    with hosts_of(2, call_timeout_s=1.5) as hosts, caplog.at_level(logging.WARNING):
+        begun(hosts, *range(6))
+        pids = {key: hosts.step(key, "pid", False).result(60).value.content for key in range(6)}
+        beside = [key for key in range(1, 6) if pids[key] == pids[0]]
+        elsewhere = [key for key in range(6) if pids[key] != pids[0]]
+        assert len(beside) == 2
+        waiting = {key: hosts.step(key, "long wait", False) for key in (*beside, *elsewhere)}
+        blocked = hosts.step(0, response, False).result(60)
+        assert blocked.failure == "timeout"
+        assert blocked.message == "step ran for more than 1.5 s without awaiting, so its process was ended"
+        assert [waiting[key].result(60).value for key in elsewhere] == [Reply("waited")] * 3
+        lost = Outcome(None, "died", "the process of the environment was stuck in code of trajectory 0")
+        assert [waiting[key].result(60) for key in beside] == [lost] * 2
+        begun(hosts, 0)
+        assert hosts.step(0, "x", False).result(60).failure is None
+        assert counts(hosts) == {"env_timeouts": 1, "env_deaths": 2}
+    assert "trajectory 0: step ran for more" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize(("response", "status"), [("exit", 3), ("segv", -11), ("hoard and keep", 1)])
+def test_a_crash_loses_the_trajectories_of_its_process(response, status):
+    with hosts_of(memory_gib=0.25) as hosts:
+        begun(hosts, "bad", "idle", "waiting")
+        waiting = hosts.step("waiting", "long wait", False)
+        bad = hosts.step("bad", response, False).result(60)
+        if response == "hoard and keep":
+            assert bad == Outcome(None, "raised", "step: MemoryError")
+        else:
+            assert bad == Outcome(None, "died", f"the process died in step (exit status {status})")
+        assert waiting.result(60).failure == "died"
+        assert f"died (exit status {status})" in hosts.reward("idle").result(60).message
+        begun(hosts, "new")
+        assert sum(counts(hosts).values()) == 3
+
+
+def test_a_reset_is_sent_again_when_another_killed_its_process():
+    with hosts_of() as hosts:
+        problems = {0: "wait", 1: "slow exit", 2: "wait", 3: "exit", 4: "wait"}
+        futures = {key: hosts.reset(key, {"reset": reset}) for key, reset in problems.items()}
+        outcomes = {key: future.result(60) for key, future in futures.items()}
+        assert [outcomes[key] for key in (0, 2, 4)] == [Outcome(None)] * 3
+        died = Outcome(None, "died", "the process died in reset (exit status 4)")
+        assert [outcomes[key] for key in (1, 3)] == [died] * 2
+        assert counts(hosts) == {"env_deaths": 2}
+
+
+def test_a_fork_answers_for_no_other():
+    with hosts_of() as hosts:
+        begun(hosts, "a", "b")
+        assert hosts.step("a", "fork", False).result(60) == Outcome(Reply("forked"))
+        assert [hosts.step(key, "x", False).result(60).value.content for key in "ab"] == ["x 2 False", "x 1 False"]
+
+
+def test_thousands_run_at_once_without_a_thread_each():
+    before = threading.active_count()
+    with hosts_of(2) as hosts:
+        keys = range(2000)
+        begun(hosts, *keys)
+        start = time.monotonic()
+        futures = [hosts.step(key, "wait", False) for key in keys]
+        assert threading.active_count() - before <= 4
+        assert {future.result(60) for future in futures} == {Outcome(Reply("waited"))}
+        assert time.monotonic() - start < 30.0  # one after the other they would take 600 s
+        assert {future.result(60) for future in [hosts.reward(key) for key in keys]} == {Outcome(0.25)}
+        assert set(hosts.pop_metrics().values()) == {0}
+    assert threading.active_count() <= before
+
+
+def test_close_ends_every_process_and_cancels_what_waits():
+    hosts = hosts_of(2)
+    begun(hosts, *range(4))
+    pids = [pid for key in range(2) for pid in hosts.step(key, "child", False).result(60).value.content.split()]
+    assert len(set(pids)) == 4
+    waiting = [hosts.step(2, "hang", False), hosts.step(3, "block", False)]
+    time.sleep(0.2)
+    start = time.monotonic()
+    hosts.close()
+    assert time.monotonic() - start < 5.0
+    assert all(gone(pid) for pid in pids)
+    for future in waiting:
+        with pytest.raises(CancelledError):
+            future.result(timeout=1)
+    hosts.close()
+    with pytest.raises(RuntimeError, match="the environments are closed"):
+        hosts.reset(0, {})
+
+
+def test_a_problem_that_cannot_be_sent_is_an_error_of_its_own():
+    with hosts_of() as hosts:
+        assert hosts.reset("a", {"answer": lambda: 0}).result(60).failure == "raised"
+        begun(hosts, "b")
+        assert counts(hosts) == {"env_errors": 1}
+
+
+def test_processes_that_cannot_start_raise():
+    with EnvironmentHosts("persons_environments:BreaksInWorkers") as hosts:
+        for future in [hosts.reset(key, {}) for key in range(3)]:
+            with pytest.raises(RuntimeError, match=r"cannot be started: .* has no attribute 'BreaksInWorkers'"):
+                future.result(timeout=60)
+
+
+SCRIPT = """
+import jax, os, sys, time
+sys.path.insert(0, sys.argv[1])
+from rljax.rollout.episodes.hosts import EnvironmentHosts
+
+if __name__ == "__main__":
+    hosts = EnvironmentHosts("persons_environments:Env", call_timeout_s=1.0)
+    hosts.reset(0, {}).result(60)
+    print("modules:" + hosts.step(0, "modules", False).result(60).value.content)
+    print(hosts.step(0, "child", False).result(60).value.content, flush=True)
+    if sys.argv[2] == "killed":
+        hosts.step(0, "block", False)
+        time.sleep(0.5)
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("ending", ["without close", "killed"])
+def test_hosts_have_no_jax_and_end_with_their_parent(tmp_path, ending):
+    script = tmp_path / "trainer.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, str(script), str(tmp_path), ending]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    with open(tmp_path / "output", "w+") as output:
+        done = subprocess.run(command, stdout=output, timeout=120, env=environment, check=False)
+        output.seek(0)
+        modules, pids = output.read().splitlines()
+    assert done.returncode == (-9 if ending == "killed" else 0)
+    assert modules == "modules:"
+    assert gone(pids.split()[0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"workers": 0}, "workers must be at least 1, got 0"),
+        ({"call_timeout_s": 0.0}, "call_timeout_s must be positive and finite, got 0.0"),
+        ({"tool_timeout_s": float("inf")}, "tool_timeout_s must be positive and finite, got inf"),
+        ({"memory_gib": 0.0}, "memory_gib must be positive, got 0.0"),
+        ({"max_reply_chars": 0}, "max_reply_chars must be at least 1, got 0"),
+    ],
+)
+def test_limits_out_of_range(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        EnvironmentHosts("persons_environments:Env", **wrong)
