@@ -23,10 +23,21 @@ ENTROPY_EDGES = (0.01, 0.1, 0.5, 1.0, 2.0)
 def mismatch_by_position(tokens: Tokens, edges: Sequence[int] = POSITION_EDGES) -> Statistics:
     """Computes statistics by position in the response, arrays [len(edges) + 1].
 
-    Bucket i holds edges[i - 1] <= position < edges[i]. Positions count the valid tokens of a sequence from 1. Raises
-    ValueError unless the edges increase.
+    Bucket i holds edges[i - 1] <= position < edges[i]. Positions count the valid tokens of a sequence from 1: tokens
+    that an environment wrote between them take no position. Raises ValueError unless the edges increase.
     """
     return _buckets(tokens, _digitize(tokens.sequences.position, edges), len(edges) + 1)
+
+
+def mismatch_by_count(tokens: Tokens, counts: ArrayLike, edges: Sequence[int]) -> Statistics:
+    """Computes statistics by a whole number of each token, [b, t] int, arrays [len(edges) + 1].
+
+    Bucket i holds edges[i - 1] <= number < edges[i]. Tokens whose number is below 1 are in no bucket. Raises ValueError
+    unless the edges increase and the shapes agree.
+    """
+    check_shape("counts", counts, tokens.valid.shape)
+    values = tokens.xp.asarray(counts)
+    return _buckets(tokens, tokens.xp.where(values < 1, -1, _digitize(values, edges)), len(edges) + 1)
 
 
 def mismatch_by_entropy(tokens: Tokens, entropy: ArrayLike, edges: Sequence[float] = ENTROPY_EDGES) -> Statistics:

@@ -30,6 +30,7 @@ from rljax.trainer.packing import PackedBatch, max_micro_batches, pack
 from rljax.trainer.self_check import SelfCheckedUpdate, other_shape
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
+from rljax.trainer.turns import TurnsUpdate
 from rljax.trainer.update import (
     Baseline,
     Forward,
@@ -208,9 +209,9 @@ def make_update(
             merged=merged,
         )
         if not config.diagnosis.self_every:
-            return exact
+            return _with_turns(config, exact)
         _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
-        return _with_self_check(config, exact, forward)
+        return _with_turns(config, _with_self_check(config, exact, forward))
     step = make_step(config, policy, tx, mesh, merged)
     forward, forward_of_state = make_forwards(config, step, merged)
     score = None if reference is None else functools.partial(reference_logprobs, forward, reference)
@@ -232,7 +233,7 @@ def make_update(
             baseline=make_baseline(config),
         )
     update = _with_split_mismatch(config, update, forward_of_state)
-    return _with_self_check(config, update, forward_of_state)
+    return _with_turns(config, _with_self_check(config, update, forward_of_state))
 
 
 def make_forwards(config: Config, step: TrainStep, merged: MergedPolicy | None = None) -> tuple[Forward, Forward]:
@@ -284,6 +285,11 @@ def _with_self_check(config: Config, update: Update, forward: Forward) -> Update
     micro = max_micro_batches(count, config.max_sequence_tokens, tokens, rows)
     pack_other = functools.partial(pack, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro)
     return SelfCheckedUpdate(update, forward, pack_other, sample=count)
+
+
+def _with_turns(config: Config, update: Update) -> Update:
+    """Returns ``update``, which also measures the mismatch by turn if the run has an environment."""
+    return update if config.rollout.environment is None else TurnsUpdate(update)
 
 
 def max_version_lag(config: Config) -> int:

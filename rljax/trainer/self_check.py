@@ -49,7 +49,7 @@ class SelfCheckedUpdate:
         again = unpack(fetch(self._forward(state.params, other)[1].logprobs), other, sampled)
         updated = self._update(state, batch, sequences, options)
         every = updated.trainer_logprobs()
-        row = self_metrics([every[i] for i in chosen], again)
+        row = self_metrics([every[i] for i in chosen], again, [s.sampled for s in sampled])
         return updated._replace(row=updated.row | row, trainer_logprobs=lambda: every)
 
 
@@ -58,13 +58,18 @@ def spread(count: int, sample: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(sample, count)).round().astype(int))
 
 
-def self_metrics(first: Sequence[np.ndarray], second: Sequence[np.ndarray]) -> dict[str, float]:
-    """Computes ``mismatch_self/<name>`` from two log-probabilities of each token, float32 [r] for each response."""
+def self_metrics(
+    first: Sequence[np.ndarray], second: Sequence[np.ndarray], sampled: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """Computes ``mismatch_self/<name>`` from two log-probabilities of each token, float32 [r] for each response.
+
+    ``sampled`` tells which of these tokens the policy sampled, bool [r] for each response. The others do not count.
+    """
     shape = len(first), max(map(len, first))
     ours, others = (np.zeros(shape) for _ in range(2))
     mask = np.zeros(shape, bool)
-    for i, (one, two) in enumerate(zip(first, second, strict=True)):
-        ours[i, : len(one)], others[i, : len(two)], mask[i, : len(one)] = one, two, True
+    for i, (one, two, own) in enumerate(zip(first, second, sampled, strict=True)):
+        ours[i, : len(one)], others[i, : len(two)], mask[i, : len(one)] = one, two, own
     return {f"mismatch_self/{name}": float(value) for name, value in mismatch_metrics(ours, others, mask).items()}
 
 

@@ -77,6 +77,39 @@ def test_kinds_by_hand(kind, losses, clipped, gradient):
     np.testing.assert_allclose(slope, [gradient], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "losses", "gradient"),
+    [
+        ("ppo_clip", [-4.5, -0.375, 3.0], [0.0, -0.375, 3.0]),
+        # The mean ratio of the first sequence is that of its two sampled tokens, 1/2; the second has one token.
+        ("gspo", [-1.5, -1.5, 3.0], [-1.5, -1.5, 3.0]),
+    ],
+)
+def test_tokens_of_an_environment_have_no_loss(kind, losses, gradient):
+    """Two packed trajectories whose sampled tokens have holes between them, filled with any numbers."""
+    config = LossConfig(kind=kind, clip_low=0.6, clip_high=0.5)
+    ids = jnp.array([[0, 0, 0, 0, 1, 1, 1, 1]])
+    mask = jnp.array([[True, False, False, True, False, True, False, False]])
+    ratios = jnp.array([[2.0, 1e9, 1e-9, 0.125, 5.0, 1.0, 7.0, 1.0]])
+    logprobs = jnp.array([[-1.0, -50.0, jnp.nan, -2.0, -9.0, -3.0, jnp.nan, 0.0]])
+    advantages = jnp.where(ids == 0, 3.0, -3.0)
+
+    def run(logprobs):
+        where = {"sequence_ids": ids, "num_sequences": 2}
+        found, flags = policy_loss(config, logprobs, logprobs - jnp.log(ratios), advantages, mask, **where)
+        return jnp.sum(found), (found, flags)
+
+    (_, (found, flags)), slope = jax.jit(jax.value_and_grad(run, has_aux=True))(logprobs)
+    np.testing.assert_allclose(found[mask], losses, rtol=1e-6)
+    np.testing.assert_allclose(slope[mask], gradient, rtol=1e-6)
+    assert not found[~mask].any()
+    assert not slope[~mask].any()
+    assert not flags[~mask].any()
+    weights, denominator = aggregation_weights("sequence_mean", mask, constant=1, sequence_ids=ids, num_sequences=2)
+    assert weights[mask].tolist() == [0.5, 0.5, 1.0]
+    assert float(denominator) == 2
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum"])
 @pytest.mark.parametrize("kind", ["policy_gradient", "ppo_clip", "gspo"])
 def test_gradients_are_finite_differences(kind, aggregation):

@@ -101,7 +101,18 @@ LATE = {
 LEVEL_0 = ("errors", "schedule", "mismatch")
 # What other rooms may use of rljax.mismatch beside the names of its __init__.
 MISMATCH_MODULES = {
-    *("accurate", "metrics", "histogram", "importance", "correction", "diagnosis", "names", "centering", "regions"),
+    *(
+        "accurate",
+        "metrics",
+        "histogram",
+        "importance",
+        "correction",
+        "diagnosis",
+        "names",
+        "centering",
+        "regions",
+        "turns",
+    ),
 }
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 FOR_TORCH = {"schedule.torch": {"torch"}, "schedule.trainer_callback": {"transformers"}}

@@ -51,6 +51,38 @@ def test_hand_worked_weights(level, mode, threshold, expected):
     assert all(type(value) is float for value in stats.values())
 
 
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("token", [4.0, 0.5, 1.0, 3.0, 1 / 3]),
+        ("sequence", [2.0, 2.0, 2.0, 1.0, 1.0]),
+        ("geometric", [CUBE_ROOT, CUBE_ROOT, CUBE_ROOT, 1.0, 1.0]),
+    ],
+)
+@pytest.mark.parametrize("fill", [0.0, -40.0, np.nan])
+def test_tokens_of_an_environment_have_no_part_in_a_ratio(level, expected, fill):
+    """The tokens above with holes between and behind them, as rows and packed into one row."""
+    mask = np.array([[0, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 0, 0, 0]], bool)
+    trainer, rollout = (np.full(mask.shape, value) for value in (fill, 0.0))
+    trainer[mask], rollout[mask] = TRAINER[MASK == 1], ROLLOUT[MASK == 1]
+    options = {"level": level, "mode": "truncate", "threshold": 9.0}
+    packed = {"sequence_ids": np.repeat([[0, 1]], 7, axis=1), "num_sequences": 2}
+    for arrays, where in (
+        ((trainer, rollout, mask), {}),
+        ([each.reshape(1, 14) for each in (trainer, rollout, mask)], packed),
+    ):
+        found, stats = importance_weights(*arrays, **options, **where)
+        np.testing.assert_allclose(found[arrays[2]], expected, rtol=1e-14)
+        assert not found[~arrays[2]].any()
+        per_level = expected if level == "token" else [expected[0], expected[3]]
+        assert stats["weight_mean"] == pytest.approx(np.mean(per_level))
+        assert stats["nonfinite_count"] == 0
+        kept, stats = rejection_mask(*arrays, statistic="geometric", threshold=(0.9, 1.1), **where)
+        assert kept[arrays[2]].tolist() == [False, False, False, True, True]
+        assert not kept[~arrays[2]].any()
+        assert stats["rejected_token_fraction"] == pytest.approx(3 / 5)
+
+
 def test_bounds_are_included():
     # log 2 and its halves are exact multiples, so that these ratios meet the bounds exactly.
     for mode, threshold in (("mask", math.exp(1.0)), ("band", (math.exp(-1.0), math.exp(1.0)))):

@@ -12,6 +12,7 @@ from rljax.mismatch.diagnosis import (
     bucket_labels,
     finalize_buckets,
     finalize_sign_skew,
+    mismatch_by_count,
     mismatch_by_entropy,
     mismatch_by_position,
     mismatch_by_staleness,
@@ -44,11 +45,13 @@ def assert_buckets(buckets, members):
 def test_buckets_by_hand():
     trainer = ROLLOUT + LR
     tokens = read_tokens(trainer, ROLLOUT, MASK)
-    by_position = mismatch_by_position(tokens, (2, 3))
+    by_position = mismatch_by_position(tokens, (2, 3))  # the token outside the mask takes no position
     assert_buckets(by_position, [[0.1, 0.0], [0.3, 0.4], [0.6, -0.7]])
     entropy = np.array([[0.05, 9.0, 0.5, np.nan], [3.0, 0.5, 0.0, 0.0]])
     assert_buckets(mismatch_by_entropy(tokens, entropy, edges=(0.1, 1.0)), [[0.1, -0.7], [0.3, 0.4], [0.0]])
     staleness = np.array([[0, 0, 1, 5], [2, 0, 1, 0]])
+    counts = np.array([[1, 5, 0, 2], [0, 3, 2, 1]])
+    assert_buckets(mismatch_by_count(tokens, counts, (2, 3)), [[0.1], [0.6, -0.7], [0.4]])
     by_staleness = mismatch_by_staleness(tokens, staleness, num_buckets=4)
     assert_buckets(by_staleness, [[0.1, 0.4], [0.3, -0.7], [0.0], [0.6]])
     rows = [[a[i : i + 1] for a in (trainer, ROLLOUT, MASK, staleness)] for i in (1, 0)]

@@ -78,7 +78,12 @@ def test_samples_are_spread_over_the_batch():
 
 
 def test_metrics_by_hand():
-    row = self_metrics([np.float32([-1.0, -2.0]), np.float32([-3.0])], [np.float32([-1.5, -2.0]), np.float32([-2.0])])
+    first, second = (
+        [[-1.0, 0.0, -2.0], [-3.0]],
+        [[-1.5, 0.0, -2.0], [-2.0]],
+    )  # an environment wrote the token with zeros
+    sampled = [np.array([True, False, True]), np.array([True])]
+    row = self_metrics([*map(np.float32, first)], [*map(np.float32, second)], sampled)
     assert row["mismatch_self/logprob_abs_diff_mean"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
     assert row["mismatch_self/logprob_abs_diff_max"] == 1.0
     assert row["mismatch_self/log_ppl_abs_diff"] == pytest.approx((0.25 + 1.0) / 2)

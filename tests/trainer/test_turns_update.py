@@ -1,0 +1,77 @@
+"""The metrics turns/* of an update: of trajectories by hand, with further rows, and beside the update's own row."""
+
+import numpy as np
+import pytest
+from glossary import glossary
+
+from rljax.trainer.packing import TrainSequence
+from rljax.trainer.turns import TurnsUpdate, turn_metrics
+from rljax.trainer.update import Updated, UpdateOptions
+
+OPTIONS = UpdateOptions(1e-3, 0, noise=False)
+
+
+def sequence(turns, *, is_further=False, in_loss=True):
+    tokens = np.ones(len(turns), np.int32)
+    rollout = np.where(np.array(turns) > 0, -1.0, 0.0).astype(np.float32)
+    return TrainSequence(tokens[:1], tokens, rollout, 0.0, in_loss, turns=np.int32(turns), is_further=is_further)
+
+
+def trainer_of(sequences, gap):
+    return [np.where(s.turns > 0, s.rollout_logprobs - gap, 0.0).astype(np.float32) for s in sequences]
+
+
+def test_trajectories_by_hand():
+    # The second trajectory has two rows, and failed: it has no loss and is measured.
+    sequences = [
+        sequence([1, 1, 0, 2]),
+        sequence([1, 0], in_loss=False),
+        sequence([3, 0, 4], is_further=True, in_loss=False),
+        sequence([1]),
+    ]
+    row = turn_metrics(sequences, trainer_of(sequences, 0.25))
+    assert row["turns/mean"] == pytest.approx((2 + 4 + 1) / 3)
+    assert row["turns/max"] == 4
+    assert row["turns/environment_fraction"] == pytest.approx(3 / 10)
+    counts = {name.split("/")[1]: n for name, n in row.items() if name.endswith("token_count")}
+    assert counts == {"turn_1": 4, "turn_2": 1, "turn_3_to_4": 2, "after_1": 3}
+    assert row["turns/turn_3_to_4/kl"] == pytest.approx(0.25)
+    assert row["turns/after_1/extreme_rate"] == 0
+
+
+def test_the_glossary_has_these_keys():
+    late = sequence([1] + [0, 9] * 20 + [10] * 20)
+    row = turn_metrics([late], trainer_of([late], 0.25))
+    patterns = [pattern for key, pattern in glossary().items() if key.startswith("turns/")]
+    assert [key for key in row if not any(pattern.fullmatch(key) for pattern in patterns)] == []
+    assert all(any(pattern.fullmatch(key) for key in row) for pattern in patterns)
+
+
+def test_responses_of_one_turn_have_turn_one():
+    plain = sequence([1, 1])._replace(turns=None)
+    row = turn_metrics([plain], [np.float32([-1.0, -2.0])])
+    assert (row["turns/mean"], row["turns/max"], row["turns/environment_fraction"]) == (1, 1, 0)
+    assert row["turns/turn_1/extreme_rate"] == 0.5
+    assert not any(name.startswith("turns/after_") for name in row)
+
+
+def test_the_updates_row_stays_and_one_fetch_serves_all():
+    fetched = []
+
+    class Inner:
+        pack = staticmethod(len)
+
+        def __call__(self, state, batch, sequences, options):
+            def trainer():
+                fetched.append(len(sequences))
+                return trainer_of(sequences, 0.5)
+
+            return Updated(state, {"policy/loss": 1.0}, {}, trainer)
+
+    update, sequences = TurnsUpdate(Inner()), [sequence([1, 0, 2])]
+    assert update.pack(sequences) == 1
+    found = update("state", None, sequences, OPTIONS)
+    assert (found.state, found.row["policy/loss"]) == ("state", 1.0)
+    assert found.row["turns/turn_2/logprob_abs_diff_mean"] == 0.5
+    assert [values.tolist() for values in found.trainer_logprobs()] == [[-1.5, 0.0, -1.5]]
+    assert fetched == [1]
