@@ -305,6 +305,11 @@ class Response:
         return self, *self.further
 
     @property
+    def trained_rows(self) -> tuple[Response, ...]:
+        """The rows that have tokens."""
+        return tuple(row for row in self.rows if len(row.token_ids))
+
+    @property
     def length(self) -> int:
         """The number of sampled tokens, stop tokens included, over all rows."""
         own = self.token_ids.shape[0] if self.turns is None else np.count_nonzero(self.turns)

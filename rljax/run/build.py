@@ -21,6 +21,7 @@ from rljax.data.prompts import (
     check_lengths,
     drop_long,
     evaluation_datasets,
+    template_arguments,
     training_problems,
 )
 from rljax.data.tokenizer import Tokenizer
@@ -29,17 +30,19 @@ from rljax.policy.config import PolicyConfig
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import PolicyFunctions, make_engine
 from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.data_check import check_answers, short, table
+from rljax.run.episodes import Episodes
 from rljax.run.evaluation import Evaluation
 from rljax.run.fingerprint import json_checksum
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.rate import make_rate_controller
 from rljax.run.refill import RefillingSampler
-from rljax.run.sampling import BatchSampler, Sampler
+from rljax.run.sampling import BatchSampler, Sampler, Source
 from rljax.run.single_turn import SingleTurn
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
@@ -108,7 +111,7 @@ def look_at_data(config: Config, problems: Problems) -> str:
 
     Raises ValueError if there is no such reward, or a shipped one refuses every right answer that the run trains on.
     """
-    if not problems.tallies:
+    if not problems.tallies or config.rollout.environment is not None:
         return ""
     data = config.data
     found = check_answers(
@@ -163,6 +166,36 @@ def make_run_engine(
     )
 
 
+def make_source(config: Config, engine: RolloutEngine, tokenizer: Tokenizer, stop: StopRequest) -> Source:
+    """Returns the source of the run's responses: of one turn with a reward function, or with an environment.
+
+    Raises ConfigError if the reward or the environment cannot be used.
+    """
+    data, episode = config.data, config.rollout.episode
+    with caller_errors():
+        if config.rollout.environment is None:
+            rewards = RewardPool(data.reward_name, data.reward_workers, data.reward_timeout_s)
+            return SingleTurn(engine, tokenizer, rewards, stop)
+        hosts = EnvironmentHosts(
+            config.rollout.environment,
+            episode.workers,
+            call_timeout_s=episode.call_timeout_s,
+            tool_timeout_s=episode.tool_timeout_s,
+            memory_gib=episode.memory_gib,
+            max_reply_chars=episode.max_reply_chars,
+        )
+    arguments = template_arguments(data.enable_thinking, data.chat_template_kwargs)
+    return Episodes(
+        engine,
+        tokenizer,
+        hosts,
+        episode,
+        max_prompt_tokens=data.max_prompt_tokens,
+        template_arguments=arguments,
+        stop=stop,
+    )
+
+
 def build(
     config: Config,
     policy: PolicyConfig,
@@ -175,12 +208,12 @@ def build(
 ) -> RunParts:
     """Puts the parts of a run together, as they are at its first step; ``stop`` None: it is never asked to stop.
 
-    Raises ConfigError if the reward cannot be used, and OSError or ValueError if frozen weights cannot.
+    Raises ConfigError if the reward or the environment cannot be used, and OSError or ValueError if frozen weights
+    cannot.
     """
     stop, rollout, evaluated = stop or StopRequest(), config.rollout, config.eval
     stops = policy.stops(tokenizer.eos_token_id, rollout.stop_token_ids)
-    with caller_errors():
-        rewards = RewardPool(config.data.reward_name, config.data.reward_workers, config.data.reward_timeout_s)
+    source = make_source(config, engine, tokenizer, stop)
     trainer = make_trainer(config, policy, mesh)
     sampled = SamplingParams(
         rollout.max_response_tokens,
@@ -191,7 +224,6 @@ def build(
         min_p=rollout.min_p,
         reported=rollout.reported,
     )
-    source = SingleTurn(engine, tokenizer, rewards, stop)
     plain = Sampler(source, sampled, rollout.group_size, seed=config.run.seed, counts_mixed=rollout.update != "wait")
     sampler: BatchSampler = RefillingSampler(plain, problems.stream, config) if rollout.refill else plain
     batches = Batches(problems.stream, sampler)

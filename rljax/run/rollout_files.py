@@ -122,7 +122,7 @@ def _write_transcript(
     """Writes the transcript: one response per line, with reward and log-ratios."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pairs = zip(rollouts.all(), rollouts.rewards.ravel(), strict=True)
-    rows = [(row, reward) for response, reward in pairs for row in response.rows]
+    rows = [(row, reward) for response, reward in pairs for row in response.trained_rows]
     lines = []
     for sequence, (response, reward), logprobs in zip(sequences, rows, trainer_logprobs, strict=True):
         gap = np.asarray(logprobs, np.float64) - sequence.rollout_logprobs  # 0 at an environment's tokens

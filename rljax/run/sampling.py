@@ -15,7 +15,7 @@ from rljax.distributed.messages import ragged, vectors_of
 from rljax.record.rows import Row
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config
-from rljax.trainer.packing import TrainSequence
+from rljax.trainer.packing import TrainSequence, trajectories
 
 _VECTORS = ("prompt", "response", "rollout_logprobs", "staleness")
 _OPTIONAL = ("routes", "top_ids", "top_logprobs", "turns")
@@ -171,7 +171,8 @@ def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
     """
     rewards, lengths, truncated = rollouts.all_outcomes()
     known = rewards[~np.isnan(rewards)]
-    staleness = np.asarray([policy_version - response.oldest_version for response in rollouts.all()])
+    sampled = [response for response in rollouts.all() if response.length] or [rollouts.responses[0][0]]
+    staleness = np.asarray([policy_version - response.oldest_version for response in sampled])
     return {
         "reward/mean": float(known.mean()) if known.size else math.nan,
         "reward/std": float(known.std()) if known.size else math.nan,
@@ -192,7 +193,8 @@ def mixed_fraction(rollouts: Rollouts) -> float:
 def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) -> list[TrainSequence]:
     """Returns each row of each response with its advantage, and whether it carries loss.
 
-    All rows of a trajectory have its advantage. A trajectory that failed carries no loss.
+    All rows of a trajectory have its advantage. A trajectory that failed carries no loss, and has no row where it
+    failed before its first token.
 
     The staleness of its tokens is counted up to ``policy_version``, the version that is trained from.
 
@@ -202,7 +204,7 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
     longest, reported = config.rollout.max_response_tokens, config.rollout.reported
     advantages = compute_advantages(rollouts.rewards, config.advantage, lengths=lengths, max_response_tokens=longest)
     in_loss = groups_with_loss(advantages)[:, None] & ~np.isnan(rollouts.rewards)
-    lacking = sum(response.tops is None for response in rollouts.all())
+    lacking = sum(response.tops is None and response.length > 0 for response in rollouts.all())
     if reported and lacking:
         raise RuntimeError(f"the engine reported no likeliest tokens for {lacking} of {lengths.size} responses")
     return [
@@ -217,11 +219,11 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
             top_ids=row.tops.ids if reported and row.tops is not None else None,
             top_logprobs=row.tops.logprobs if reported and row.tops is not None else None,
             turns=row.turns,
-            is_further=row is not response,
+            trajectory=i * len(group) + j,
         )
         for i, (prompt, group) in enumerate(zip(rollouts.prompts, rollouts.responses, strict=True))
         for j, response in enumerate(group)
-        for row in response.rows
+        for row in response.trained_rows
     ]
 
 
@@ -238,7 +240,7 @@ def sequence_arrays(sequences: Sequence[TrainSequence]) -> dict[str, np.ndarray]
     arrays: dict[str, np.ndarray] = {
         "advantage": np.asarray([sequence.advantage for sequence in sequences], np.float64),
         "in_loss": np.asarray([sequence.in_loss for sequence in sequences], np.bool_),
-        "is_further": np.asarray([sequence.is_further for sequence in sequences], np.bool_),
+        "trajectory": trajectories(sequences),
     }
     for name in _VECTORS:
         arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
@@ -253,7 +255,8 @@ def sequences_of(arrays: Mapping[str, np.ndarray]) -> list[TrainSequence]:
     prompts, responses, logprobs, staleness = (vectors_of(name, arrays) for name in _VECTORS)
     advantages, in_loss = arrays["advantage"].tolist(), arrays["in_loss"].tolist()
     sequences = list(map(TrainSequence, prompts, responses, logprobs, advantages, in_loss, staleness))
-    sequences = [s._replace(is_further=each) for s, each in zip(sequences, arrays["is_further"].tolist(), strict=True)]
+    numbers = arrays["trajectory"].tolist()
+    sequences = [s._replace(trajectory=each) for s, each in zip(sequences, numbers, strict=True)]
     for name in (name for name in _OPTIONAL if name in arrays):
         values: Sequence[Any] = vectors_of(name, arrays)
         sequences = [s._replace(**{name: each}) for s, each in zip(sequences, values, strict=True)]

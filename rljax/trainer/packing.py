@@ -73,7 +73,7 @@ class TrainSequence(NamedTuple):
     top_ids: np.ndarray | None = None  # int32 [r, k], the sampler's likeliest tokens; -1 where there are fewer
     top_logprobs: np.ndarray | None = None  # float32 [r, k], the sampler's log-probabilities of them; -inf at id -1
     turns: np.ndarray | None = None  # int32 [r], the turn that sampled each token, from 1; 0: the environment wrote it
-    is_further: bool = False  # whether this is another row of the trajectory of the sequence before it
+    trajectory: int | None = None  # the number of its trajectory in the batch, group by group; None: its own place
 
     @property
     def sampled(self) -> np.ndarray:
@@ -191,9 +191,15 @@ def _have(sequences: Sequence[TrainSequence], name: str) -> bool:
 
 def groups_of(sequences: Sequence[TrainSequence], group_size: int) -> list[range]:
     """Returns the indices of the sequences of each group of ``group_size`` trajectories, in order."""
-    firsts = [i for i, sequence in enumerate(sequences) if not sequence.is_further]
-    starts = [*firsts[::group_size], len(sequences)]
-    return [range(start, end) for start, end in itertools.pairwise(starts)]
+    groups = trajectories(sequences) // group_size
+    starts = np.flatnonzero(np.diff(groups, prepend=-1)).tolist()
+    return [range(start, end) for start, end in itertools.pairwise([*starts, len(sequences)])]
+
+
+def trajectories(sequences: Sequence[TrainSequence]) -> np.ndarray:
+    """Returns the number of each sequence's trajectory, int64 [n], in rising order."""
+    numbers = [i if s.trajectory is None else s.trajectory for i, s in enumerate(sequences)]
+    return np.asarray(numbers, np.int64)
 
 
 def _by_sequence(values: Any, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rljax.mismatch.turns import mismatch_by_turn
-from rljax.trainer.packing import PackedBatch, TrainSequence
+from rljax.trainer.packing import PackedBatch, TrainSequence, trajectories
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
 
@@ -37,7 +37,7 @@ def turn_metrics(sequences: Sequence[TrainSequence], trainer: Sequence[np.ndarra
       trainer: The trainer's log-probabilities of each sequence's response tokens, float32 [r] each.
     """
     turns = [np.ones(len(s.response), np.int32) if s.turns is None else s.turns for s in sequences]
-    first = np.flatnonzero([not s.is_further for s in sequences])
+    first = np.flatnonzero(np.diff(trajectories(sequences), prepend=-1))
     counts = np.maximum.reduceat([each.max(initial=0) for each in turns], first)
     tokens, sampled = sum(map(len, turns)), sum(np.count_nonzero(each) for each in turns)
     row = {

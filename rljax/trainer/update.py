@@ -178,7 +178,7 @@ class MultipleUpdates:
         """Returns the mini-batches of all epochs. They have complete groups, and each epoch has its own order."""
         groups = groups_of(sequences, self._group_size)
         rng = np.random.default_rng(seed)
-        orders = [np.split(rng.permutation(len(groups)), self._mini_batches) for _ in range(self._epochs)]
+        orders = [np.array_split(rng.permutation(len(groups)), self._mini_batches) for _ in range(self._epochs)]
         return [[sequences[i] for group in chosen for i in groups[group]] for order in orders for chosen in order]
 
 

@@ -124,9 +124,9 @@ def test_all_rows_of_a_trajectory_have_its_advantage():
     sequences = training_sequences(rollouts, Config(), policy_version=3)
     assert [s.advantage for s in sequences] == [1.0, -1.0, -1.0, 0.0]
     assert [s.in_loss for s in sequences] == [True, True, True, False]
-    assert [s.is_further for s in sequences] == [False, False, True, False]
+    assert [s.trajectory for s in sequences] == [0, 1, 1, 2]
     assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [9, 9, 4], [9, 9]]
     assert sequences[0].sampled.tolist() == [True, False, True]
     back = sequences_of(sequence_arrays(sequences))
-    assert [s.is_further for s in back] == [False, False, True, False]
+    assert [s.trajectory for s in back] == [0, 1, 1, 2]
     assert [s.turns.tolist() for s in back] == [[1, 0, 2], [1, 1], [2], [1]]

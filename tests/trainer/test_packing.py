@@ -102,10 +102,12 @@ def test_tokens_of_an_environment_are_in_no_mask():
     assert [each.tolist() for each in unpack(values, batch, [of_turns, single])] == [[3, 0, 0, 6, 7], [9, 10]]
 
 
-def test_groups_are_of_trajectories_and_not_of_rows():
+def test_a_group_has_the_rows_of_its_prompt():
     one = sequence(np.random.default_rng(0), 1, 1)
-    rows = [one._replace(is_further=further) for further in (False, True, False, False, True, True, False)]
-    assert [list(group) for group in groups_of(rows, 2)] == [[0, 1, 2], [3, 4, 5, 6]]
+    rows = [one._replace(trajectory=number) for number in (0, 0, 1, 2, 6, 7)]
+    assert [list(group) for group in groups_of(rows, 2)] == [[0, 1, 2], [3], [4, 5]]
+    assert [list(group) for group in groups_of([one] * 4, 2)] == [[0, 1], [2, 3]]
+    assert groups_of([], 2) == []
 
 
 def test_packed_scores_equal_lone_scores_and_nothing_leaks():

@@ -11,10 +11,10 @@ from rljax.trainer.update import Updated, UpdateOptions
 OPTIONS = UpdateOptions(1e-3, 0, noise=False)
 
 
-def sequence(turns, *, is_further=False, in_loss=True):
+def sequence(turns, *, trajectory=None, in_loss=True):
     tokens = np.ones(len(turns), np.int32)
     rollout = np.where(np.array(turns) > 0, -1.0, 0.0).astype(np.float32)
-    return TrainSequence(tokens[:1], tokens, rollout, 0.0, in_loss, turns=np.int32(turns), is_further=is_further)
+    return TrainSequence(tokens[:1], tokens, rollout, 0.0, in_loss, turns=np.int32(turns), trajectory=trajectory)
 
 
 def trainer_of(sequences, gap):
@@ -24,10 +24,10 @@ def trainer_of(sequences, gap):
 def test_trajectories_by_hand():
     # The second trajectory has two rows, and failed: it has no loss and is measured.
     sequences = [
-        sequence([1, 1, 0, 2]),
-        sequence([1, 0], in_loss=False),
-        sequence([3, 0, 4], is_further=True, in_loss=False),
-        sequence([1]),
+        sequence([1, 1, 0, 2], trajectory=0),
+        sequence([1, 0], trajectory=1, in_loss=False),
+        sequence([3, 0, 4], trajectory=1, in_loss=False),
+        sequence([1], trajectory=2),
     ]
     row = turn_metrics(sequences, trainer_of(sequences, 0.25))
     assert row["turns/mean"] == pytest.approx((2 + 4 + 1) / 3)

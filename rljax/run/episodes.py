@@ -1,0 +1,272 @@
+"""Trajectories of several turns: the trainer owns the loop between the policy and its environment.
+
+The loop works on token ids. It keeps the ids that were sampled, and appends the ids of what the environment wrote,
+encoded alone. The past is never rendered or encoded again, so each turn's prompt extends the tokens before it. The
+engine answers one trajectory while the environment of another one works, and no trajectory has a thread of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from rljax.data.prompts import Problem
+from rljax.data.tokenizer import Tokenizer
+from rljax.record.rows import Row
+from rljax.rollout.engine import RolloutEngine, check_wanted
+from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.environment import Content
+from rljax.rollout.episodes.hosts import EnvironmentHosts
+from rljax.rollout.episodes.outcomes import Outcome
+from rljax.rollout.episodes.recorder import Recorder
+from rljax.rollout.turns import TurnQueue, TurnRequest
+from rljax.rollout.types import Response, SamplingParams
+from rljax.run.sampling import Begun, Scored
+from rljax.run.stop import StopRequest
+
+log = logging.getLogger(__name__)
+_TICK_S = 0.25  # between two questions whether to give up
+
+
+class Episodes:
+    """A ``Source`` of trajectories of several turns with an environment."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: Tokenizer,
+        hosts: EnvironmentHosts,
+        config: EpisodeConfig,
+        *,
+        max_prompt_tokens: int,
+        template_arguments: Mapping[str, Any] | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
+        """Samples nothing yet.
+
+        Args:
+          engine: The engine that samples the turns.
+          tokenizer: The tokenizer, with the chat template that renders messages of environments.
+          hosts: The processes in which the environments run. ``close`` closes them.
+          config: The limits of a trajectory.
+          max_prompt_tokens: The longest prompt. A trajectory whose environment gives a longer one has failed.
+          template_arguments: Further arguments of the chat template.
+          stop: The object that says whether sampling is given up; None: it never is.
+        """
+        self.engine, self.tokenizer, self.hosts, self.config = engine, tokenizer, hosts, config
+        self.max_prompt_tokens, self.template_arguments = max_prompt_tokens, dict(template_arguments or {})
+        self.stop = stop or StopRequest()
+        self.numbers = itertools.count(1)  # the names of trajectories for the hosts
+        self._failures: list[str] = []
+        self._lock = threading.Lock()
+
+    def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
+        """Begins ``n`` trajectories of each problem. Raises as ``RolloutEngine.answer``."""
+        batch = Batch(self, problems, n, params, seed)
+        return Begun(batch.prompts, batch.scored(), batch.metrics)
+
+    def failed(self, kind: str, message: str) -> None:
+        """Counts a trajectory that failed, and logs the first one since ``pop_metrics``."""
+        with self._lock:
+            self._failures.append(kind)
+            is_first = len(self._failures) == 1
+        if is_first:
+            log.warning("a trajectory failed and carries no loss (%s): %s", kind, message)
+
+    def pop_metrics(self) -> Row:
+        """Returns the counts since the last call.
+
+        ``reward/errors`` counts failed trajectories, and ``reward/timeouts`` those of them that took too long.
+        """
+        with self._lock:
+            failures, self._failures = self._failures, []
+        counts = {"reward/errors": len(failures), "reward/timeouts": failures.count("timeout")}
+        return counts | self.hosts.pop_metrics()
+
+    def close(self) -> None:
+        """Ends the environments' processes."""
+        self.hosts.close()
+
+
+@dataclasses.dataclass
+class _Episode:
+    """One trajectory on its way."""
+
+    key: int  # its number in the batch
+    name: int  # its number for the hosts
+    problem: Problem
+    recorder: Recorder
+    own_prompt: bool = False  # whether the environment gave another prompt than the problem's
+    texts: list[str] = dataclasses.field(default_factory=list)
+    last: Response | None = None  # the newest turn
+
+
+class Batch:
+    """The trajectories of one request. Methods that take outcomes run on threads of the hosts."""
+
+    def __init__(
+        self, episodes: Episodes, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int
+    ) -> None:
+        """Begins nothing yet; the arguments are those of ``Episodes.begin``."""
+        self._all, self._n, self._seed = episodes, n, seed
+        limit = min(episodes.config.max_turn_tokens or params.max_response_tokens, params.max_response_tokens)
+        self._room, self._params = params.max_response_tokens, dataclasses.replace(params, max_response_tokens=limit)
+        self.prompts = [episodes.tokenizer.encode(problem["prompt"]) for problem in problems]
+        self.metrics: Row = {}
+        self._episodes = [
+            _Episode(i * n + j, next(episodes.numbers), problem, Recorder(self.prompts[i]))
+            for i, problem in enumerate(problems)
+            for j in range(n)
+        ]
+        self._queue = TurnQueue(len(self._episodes), episodes.stop)
+        self._done: queue.SimpleQueue[Scored | BaseException] = queue.SimpleQueue()
+        self._limited = self._silent = 0
+        self._reason = ""
+
+    def scored(self) -> Iterator[Scored]:
+        """Yields the trajectories as their rewards arrive."""
+        stop, left = self._all.stop, len(self._episodes)
+        try:
+            for episode in self._episodes:
+                self._ask(episode, self._all.hosts.reset(episode.name, episode.problem), self._on_reset)
+            samples = self._all.engine.answer(self._queue, self._params, seed=self._seed)
+            for response in samples:
+                check_wanted(stop)
+                stop.progress()
+                self._take_turn(self._episodes[response.prompt_index], response)
+                for one in self._arrived():
+                    yield one
+                    left -= 1
+            while left:
+                check_wanted(stop)
+                for one in self._arrived(_TICK_S):
+                    stop.progress()
+                    yield one
+                    left -= 1
+            if self._silent == len(self._episodes):
+                raise RuntimeError(f"all {self._silent} trajectories failed before their first token: {self._reason}")
+            self.metrics |= samples.metrics
+            self.metrics["turns/limited"] = self._limited
+        finally:
+            for episode in self._episodes:
+                self._all.hosts.end(episode.name)
+
+    def _arrived(self, wait_s: float = 0.0) -> Iterator[Scored]:
+        """Yields the trajectories that are scored by now, or the first one within ``wait_s`` seconds."""
+        while True:
+            try:
+                one = self._done.get(timeout=wait_s) if wait_s else self._done.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(one, BaseException):
+                raise one
+            wait_s = 0.0
+            yield one
+
+    def _take_turn(self, episode: _Episode, response: Response) -> None:
+        """Records a turn and hands it to the environment."""
+        episode.recorder.add_turn(response)
+        episode.last = response
+        text = self._all.tokenizer.decode(response.token_ids)
+        episode.texts.append(text)
+        self._ask(episode, self._all.hosts.step(episode.name, text, response.truncated), self._on_step)
+
+    def _ask(self, episode: _Episode, asked: Future[Outcome], act: Callable[[_Episode, Any], None]) -> None:
+        """Has ``act`` called with the value of the outcome once it is there; a failure ends the trajectory."""
+
+        def settle(future: Future[Outcome]) -> None:
+            try:
+                outcome = future.result()
+                if outcome.failure is not None:
+                    self._fail(episode, outcome.failure, outcome.message)
+                else:
+                    act(episode, outcome.value)
+            except BaseException as error:
+                self._queue.fail(error)
+                self._done.put(error)
+
+        asked.add_done_callback(settle)
+
+    def _on_reset(self, episode: _Episode, prompt: Content) -> None:
+        """Asks for the first turn behind the prompt of the environment, or behind the problem's."""
+        if prompt is not None:
+            try:
+                text = prompt if isinstance(prompt, str) else self._all.tokenizer.render_chat(prompt, **self._arguments)
+            except ValueError as error:
+                self._fail(episode, "bad_reply", str(error))
+                return
+            tokens = self._all.tokenizer.encode(text)
+            longest = self._all.max_prompt_tokens
+            if not 1 <= len(tokens) <= longest:
+                got = f"the environment gave a prompt of {len(tokens)} tokens"
+                self._fail(episode, "bad_reply", f"{got}, expected 1 to data.max_prompt_tokens = {longest}")
+                return
+            episode.recorder, episode.own_prompt = Recorder(tokens), True
+        self._put(episode)
+
+    def _on_step(self, episode: _Episode, reply: Any) -> None:
+        """Goes on with the environment's reply, or ends the trajectory."""
+        recorder, last = episode.recorder, episode.last
+        assert last is not None
+        if reply.done:
+            self._end(episode, truncated=last.truncated)
+            return
+        try:
+            text = self._text_of(reply.content, last)
+        except ValueError as error:
+            self._fail(episode, "bad_reply", str(error))
+            return
+        tokens = self._all.tokenizer.encode(text)
+        if recorder.turn >= self._all.config.max_turns or recorder.count + len(tokens) >= self._room:
+            self._limited += 1
+            self._end(episode, truncated=True)
+            return
+        recorder.add_text(tokens)
+        self._put(episode)
+
+    def _text_of(self, content: Content, last: Response) -> str:
+        """Returns the text that follows the turn ``last``. Raises ValueError if the chat template refuses it."""
+        if content is None or isinstance(content, str):
+            return content or ""
+        tokenizer = self._all.tokenizer
+        ended = int(last.token_ids[-1]) == tokenizer.template_stop
+        return tokenizer.render_reply(content, ended=ended, **self._arguments)
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        return self._all.template_arguments
+
+    def _put(self, episode: _Episode) -> None:
+        """Asks the engine for the next turn."""
+        recorder = episode.recorder
+        most = min(self._params.max_response_tokens, self._room - recorder.count)
+        self._queue.put(TurnRequest(episode.key, recorder.turn + 1, recorder.tokens(), most))
+
+    def _end(self, episode: _Episode, *, truncated: bool) -> None:
+        """Asks for the reward of a trajectory that has ended."""
+        self._queue.end(episode.key)
+
+        def finish(episode: _Episode, reward: float) -> None:
+            self._finish(episode, reward, truncated=truncated)
+
+        self._ask(episode, self._all.hosts.reward(episode.name), finish)
+
+    def _fail(self, episode: _Episode, kind: str, message: str) -> None:
+        """Ends a trajectory that cannot be scored."""
+        self._queue.end(episode.key)
+        if episode.last is None:
+            self._silent, self._reason = self._silent + 1, message
+        self._all.failed(kind, message)
+        self._finish(episode, math.nan, truncated=episode.last is not None and episode.last.truncated)
+
+    def _finish(self, episode: _Episode, reward: float, *, truncated: bool) -> None:
+        place = divmod(episode.key, self._n)
+        response = episode.recorder.response(*place, truncated=truncated, own_prompt=episode.own_prompt)
+        self._done.put(Scored(self.prompts[place[0]], response, "".join(episode.texts), reward))

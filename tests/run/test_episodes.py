@@ -1,0 +1,148 @@
+"""The loop of several turns: tokens, masks and limits recounted, failures kept apart, every engine asked alike."""
+
+import counting_environments as environments
+import numpy as np
+import pytest
+
+from rljax.data.toy import build_tokenizer
+from rljax.errors import StoppedWaitingError
+from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.hosts import EnvironmentHosts
+from rljax.rollout.types import Response, SamplingParams, VersionSpan
+from rljax.run.episodes import Episodes
+from rljax.run.sampling import Sampler
+from rljax.run.stop import StopRequest
+
+TOKENIZER = build_tokenizer()
+STOP = TOKENIZER.eos_token_id
+PARAMS = SamplingParams(24, 1.0, (STOP,))
+
+
+class Scripted(RolloutEngine):
+    """Writes as many digits as the request has turns behind its prompt, plus one, and a stop token.
+
+    It keeps what it was asked: all tokens of each request, by round.
+    """
+
+    def __init__(self, digits=lambda tokens: 2):
+        self.digits, self.asked = digits, []
+
+    def generate(self, prompts, n, sampling, *, seed):
+        self.asked.append([prompt.tolist() for prompt in prompts])
+        return Samples(self.respond(prompts, sampling), {"time/generate_s": 1.0})
+
+    def respond(self, prompts, sampling):
+        for i, prompt in enumerate(prompts):
+            whole = np.append(TOKENIZER.encode("7" * self.digits(prompt)), np.int32(STOP))
+            ids = whole[: sampling.max_response_tokens]
+            logprobs = -np.arange(1.0, len(ids) + 1, dtype=np.float32)
+            span = VersionSpan(len(self.asked), 0, len(ids))
+            yield Response(i, 0, ids, logprobs, len(ids) < len(whole), (span,))
+
+
+def hosts_of(environment, **limits):
+    return EnvironmentHosts(f"counting_environments:{environment.__name__}", 1, **limits)
+
+
+def sample(problems, environment, engine, *, n=1, params=PARAMS, stop=None, limits=None, **config):
+    hosts = hosts_of(environment, **(limits or {}))
+    source = Episodes(engine, TOKENIZER, hosts, EpisodeConfig(**config), max_prompt_tokens=8, stop=stop)
+    try:
+        return Sampler(source, params, n).sample(problems, 1)
+    finally:
+        source.close()
+
+
+def problem(prompt, answer, **more):
+    return {"prompt": prompt, "answer": answer, **more}
+
+
+def test_tokens_and_masks_recounted():
+    engine = Scripted()
+    problems = [problem("1+1=", "1"), problem("2+2=", "3", opening="9=")]
+    rollouts, row = sample(problems, environments.Doubling, engine, n=2)
+    seven, three = TOKENIZER.encode("7")[0], TOKENIZER.encode("2")[0]
+    turn, text = [seven, seven, STOP], [three, three]  # the decoded turn has two characters
+    assert rollouts.responses[0][1].token_ids.tolist() == turn
+    long = rollouts.responses[1][0]
+    assert long.token_ids.tolist() == turn + text + turn + text + turn
+    assert long.turns.tolist() == [1, 1, 1, 0, 0, 2, 2, 2, 0, 0, 3, 3, 3]
+    np.testing.assert_array_equal(long.logprobs[[0, 1, 2, 3, 4, 5]], np.float32([-1, -2, -3, 0, 0, -1]))
+    assert [(s.version, s.start, s.end) for s in long.versions] == [(1, 0, 5), (2, 5, 10), (3, 10, 13)]
+    assert (long.length, long.truncated, long.prompt.tolist()) == (9, False, TOKENIZER.encode("9=").tolist())
+    assert rollouts.rewards.tolist() == [[2, 2], [6, 6]]
+    assert (row["turns/limited"], row["reward/errors"], row["time/generate_s"]) == (0, 0, 3.0)
+    # Each turn's prompt is all tokens before it: nothing is encoded again.
+    first, second, third = engine.asked
+    assert [len(round_of) for round_of in engine.asked] == [4, 2, 2]
+    assert first[0] == TOKENIZER.encode("1+1=").tolist()
+    assert second[0] == first[2] + turn + text
+    assert third[0] == second[0] + turn + text
+
+
+def test_limits_end_a_trajectory():
+    problems = [problem("1+1=", "9")]
+    turns = sample(problems, environments.Doubling, Scripted(), max_turns=2)
+    assert turns.rollouts.responses[0][0].turns.max() == 2
+    assert turns.rollouts.responses[0][0].token_ids[-1] == STOP  # no text behind the last turn
+    assert (turns.row["turns/limited"], turns.rollouts.responses[0][0].truncated) == (1, True)
+    assert turns.rollouts.rewards[0, 0] == 4  # a limited trajectory is scored
+    # Turns of three tokens and texts of two: 3 + 2 + 3 fill eight, and a text of two more leaves no room.
+    tokens = sample(problems, environments.Doubling, Scripted(), params=SamplingParams(10, 1.0, (STOP,)))
+    assert len(tokens.rollouts.responses[0][0].token_ids) == 8
+    # Of eleven tokens the third turn has one.
+    cut = sample(problems, environments.Doubling, Scripted(), params=SamplingParams(11, 1.0, (STOP,)))
+    assert cut.rollouts.responses[0][0].turns.tolist() == [1, 1, 1, 0, 0, 2, 2, 2, 0, 0, 3]
+    short = sample(problems, environments.Doubling, Scripted(), max_turns=2, max_turn_tokens=2)
+    assert short.rollouts.responses[0][0].turns.tolist() == [1, 1, 0, 0, 2, 2]
+
+
+def test_failed_trajectories_are_counted_and_have_no_reward():
+    kinds = ["well", "raises", "hangs", "unscored", "reset"]
+    problems = [problem("1+1=", "2", kind=kind) for kind in kinds]
+    rollouts, row = sample(problems, environments.Failing, Scripted(), limits={"call_timeout_s": 1.0})
+    assert np.isnan(rollouts.rewards[:, 0]).tolist() == [False, True, True, True, True]
+    assert (row["reward/errors"], row["reward/timeouts"]) == (4, 1)
+    assert (row["turns/env_errors"], row["turns/env_timeouts"], row["turns/env_deaths"]) == (3, 1, 0)
+    lengths = [group[0].length for group in rollouts.responses]
+    assert lengths == [6, 6, 6, 6, 0]  # what was sampled stays in the metrics
+
+
+def test_an_environment_that_blocks_loses_its_process_only():
+    problems = [problem("1+1=", "2", kind=kind) for kind in ("blocks", "well", "well")]
+    rollouts, row = sample(problems, environments.Failing, Scripted(), limits={"call_timeout_s": 1.0})
+    assert np.isnan(rollouts.rewards[0, 0])
+    assert row["reward/errors"] >= 1
+    assert rollouts.responses[0][0].length == 6
+
+
+def test_when_every_trajectory_fails_at_once_the_run_ends():
+    problems = [problem("1+1=", "2", kind="reset")] * 2
+    with pytest.raises(RuntimeError, match=r"all 2 trajectories failed before their first token: .*no such problem"):
+        sample(problems, environments.Failing, Scripted())
+
+
+def test_a_prompt_that_is_too_long_fails_its_trajectory():
+    problems = [problem("1+1=", "1"), problem("1+1=", "1", opening="1" * 9)]
+    rollouts, row = sample(problems, environments.Doubling, Scripted())
+    assert np.isnan(rollouts.rewards[:, 0]).tolist() == [False, True]
+    assert row["reward/errors"] == 1
+
+
+def test_a_stop_gives_up_what_is_sampled():
+    class Stop(StopRequest):
+        def gives_up(self):
+            return True
+
+    with pytest.raises(StoppedWaitingError, match="asked to stop"):
+        sample([problem("1+1=", "2")], environments.Doubling, Scripted(), stop=Stop())
+
+
+def test_hundreds_of_trajectories_end_without_a_thread_each():
+    rng = np.random.default_rng(0)
+    problems = [problem("1+1=", str(rng.integers(1, 5))) for _ in range(200)]
+    rollouts, row = sample(problems, environments.Doubling, Scripted(lambda tokens: 1 + len(tokens) % 2), n=2)
+    turns = [[response.turns.max() for response in group] for group in rollouts.responses]
+    assert turns == [[int(each["answer"])] * 2 for each in problems]
+    assert row["turns/limited"] == 0

@@ -1,0 +1,47 @@
+"""Environments of several turns for tests; each counts what the policy did, and some misbehave."""
+
+import asyncio
+import time
+
+from rljax.rollout.episodes.environment import Reply
+
+
+class Doubling:
+    """Replies to each turn with its length in digits, twice; ends after the problem's number of turns.
+
+    The reward is the number of characters that the policy wrote.
+    """
+
+    async def reset(self, problem):
+        self.turns, self.seen = int(problem["answer"]), []
+        return problem.get("opening")
+
+    async def step(self, response, truncated):
+        self.seen.append(response)
+        await asyncio.sleep(0.001)
+        return Reply(str(len(response)) * 2, len(self.seen) >= self.turns)
+
+    async def reward(self):
+        return float(sum(map(len, self.seen)))
+
+
+class Failing(Doubling):
+    """Fails on problems whose answer says how, at the second turn, and is otherwise a dialogue of two turns."""
+
+    async def reset(self, problem):
+        self.kind, self.seen, self.turns = problem["kind"], [], 2
+        if self.kind == "reset":
+            raise ValueError("no such problem")
+
+    async def step(self, response, truncated):
+        reply = await super().step(response, truncated)
+        if len(self.seen) == 2 and self.kind == "raises":
+            raise RuntimeError("the tool shed is locked")
+        if len(self.seen) == 2 and self.kind == "hangs":
+            await asyncio.sleep(60)
+        if len(self.seen) == 2 and self.kind == "blocks":
+            time.sleep(60)
+        return reply
+
+    async def reward(self):
+        return float("nan") if self.kind == "unscored" else await super().reward()
