@@ -102,7 +102,7 @@ OF_ROUNDING = ("mismatch_sign/", "mismatch/slope_per_1k", "mismatch/sum_")
 def largest_differences(rows, others):
     """Metric -> largest difference between two lists of rows of float32 runs; {} when they are equal.
 
-    Relative, but for the mismatch, where it is absolute.
+    Relative, but for the mismatch, also by turn, where it is absolute.
     """
     assert len(rows) == len(others)
     found = {}
@@ -110,7 +110,7 @@ def largest_differences(rows, others):
         assert row.keys() == other.keys(), row.keys() ^ other.keys()
         for key, value in row.items():
             if value != other[key] and not key.startswith(OF_ROUNDING):
-                size = 1.0 if key.startswith("mismatch") else max(abs(value), abs(other[key]))
+                size = 1.0 if key.startswith(("mismatch", "turns")) else max(abs(value), abs(other[key]))
                 found[key] = max(found.get(key, 0.0), abs(value - other[key]) / size)
     return found
 

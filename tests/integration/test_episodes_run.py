@@ -1,0 +1,106 @@
+"""Whole runs of several turns: dumps recounted, resumed, killed, with the exact engine, and on two processes."""
+
+import signal
+
+import numpy as np
+import pytest
+from process_runs import FLOAT32, TINY, complete_together, largest_differences
+from toy_runs import ROOT, comparable, complete, start, tiny, wait_for_rows
+
+from rljax.record.token_dumps import read_dump, run_dumps
+
+pytestmark = pytest.mark.slow
+
+STEPS = 4
+# Two or three turns fit; the toy problems' answers ask for more.
+TURNS = [
+    *("--rollout.environment", "counting_environments:Doubling", "--rollout.episode.max-turns", "3"),
+    *("--rollout.max-response-tokens", "20", "--rollout.dump-every", "2", "--rollout.refill", "true"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(toy_base, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    code, output = complete(tiny(toy_base, run_dir, STEPS, *FLOAT32, *TURNS))
+    assert code == 0, output
+    return run_dir
+
+
+def test_rows_and_dumps_tell_the_turns(whole):
+    rows = comparable(whole)
+    for row in rows:
+        assert row["mismatch/logprob_abs_diff_max"] < 1e-4  # float32: masks and places agree
+        assert 1 < row["turns/mean"] <= row["turns/max"] == 3
+        counts = [row[f"turns/turn_{name}/token_count"] for name in ("1", "2", "3_to_4")]
+        assert sum(counts) == row["mismatch/token_count"]
+        assert row["turns/limited"] > 0
+        assert row["reward/errors"] == 0
+    second = read_dump(run_dumps(whole)[0])
+    row, sampled, others = rows[1], 0, 0
+    for mask, turns, rollout, trainer in zip(
+        second.response_mask, second.values["turn"], second.logprobs["rollout"], second.logprobs["trainer"], strict=True
+    ):
+        np.testing.assert_array_equal(mask, turns > 0)
+        assert np.isfinite(rollout[mask]).all()
+        assert np.isnan(rollout[~mask]).all()
+        np.testing.assert_allclose(rollout[mask], trainer[mask], atol=1e-4)
+        of_turns = turns[turns > 0]
+        assert of_turns[0] == 1
+        assert set(np.diff(of_turns)) <= {0, 1}
+        sampled, others = sampled + mask.sum(), others + (turns == 0).sum()
+    assert sampled == row["mismatch/token_count"]
+    assert row["turns/environment_fraction"] == pytest.approx(others / (others + sampled))
+
+
+def test_a_resumed_run_of_turns_has_the_same_rows(whole, toy_base, tmp_path):
+    run_dir = tmp_path / "run"
+    for steps in (2, STEPS):
+        code, output = complete(tiny(toy_base, run_dir, steps, *FLOAT32, *TURNS))
+        assert code == 0, output
+    assert comparable(run_dir) == comparable(whole)
+
+
+@pytest.mark.harness
+def test_killed_among_its_trajectories_it_goes_on(whole, toy_base, tmp_path):
+    run_dir = tmp_path / "run"
+    words = tiny(toy_base, run_dir, STEPS, *FLOAT32, *TURNS)
+    for rows in (1, 3):
+        process = start(words, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}")
+        wait_for_rows(process, run_dir, rows)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert len(comparable(run_dir)) < STEPS
+    code, output = complete(words)
+    assert code == 0, output
+    assert comparable(run_dir) == comparable(whole)
+
+
+def test_the_exact_engine_has_no_mismatch_in_any_turn(toy_base, tmp_path):
+    exact = ("--rollout.engine", "exact", "--rollout.dtype", "bfloat16", "--precision.compute-dtype", "bfloat16")
+    code, output = complete(tiny(toy_base, tmp_path / "run", 2, *TURNS, *exact))
+    assert code == 0, output
+    for row in comparable(tmp_path / "run"):
+        assert row["mismatch/logprob_abs_diff_max"] == 0.0
+        assert row["turns/turn_3_to_4/logprob_abs_diff_max"] == 0.0
+
+
+def test_an_environment_that_lacks_a_method_is_one_line(toy_base, tmp_path):
+    words = ("--rollout.environment", "rljax.errors:ConfigError")
+    code, output = complete(tiny(toy_base, tmp_path / "run", 2, *words))
+    assert code == 2
+    assert "environment 'rljax.errors:ConfigError'" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.processes
+def test_two_processes_have_the_turns_of_one(toy_base, tmp_path):
+    for count in (1, 2):
+        words = tiny(toy_base, tmp_path / f"run_{count}", STEPS, *FLOAT32, *TINY, *TURNS)
+        complete_together(words, count, tmp_path / f"printed_{count}")
+    rows = [comparable(tmp_path / f"run_{count}") for count in (1, 2)]
+    sampled = ("rollout/", "reward/", "response_length/", "mismatch/token_count")
+    counts = [[{k: v for k, v in row.items() if k.startswith(sampled)} for row in each] for each in rows]
+    assert counts[0] == counts[1]
+    differences = largest_differences(*rows)
+    assert max(differences.values(), default=0.0) < 1e-4, differences
