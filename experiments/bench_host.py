@@ -41,6 +41,7 @@ from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import Rollouts, rollout_row, training_sequences
 from rljax.run.training import make_pack
 from rljax.trainer.packing import PackingConfig, TrainSequence, unpack
+from rljax.trainer.update import TrainerValues
 
 QWEN3_4B = PolicyConfig(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
 PEAK, UTILISATION, DEVICES = 989.4e12, 0.4, 8  # dense bfloat16 operations per second of an H100 SXM
@@ -125,7 +126,7 @@ def make_parts(options: argparse.Namespace, directory: str) -> tuple[dict[str, P
         rollout = RolloutConfig(group_size=GROUP, max_response_tokens=options.tokens, **every)  # type: ignore[arg-type]
         asked = Config(run=config.run, rollout=rollout)
         logprobs = [s.rollout_logprobs for s in of_sequences]
-        return lambda: write_rollouts(asked, 1, 0, rollouts, of_sequences, lambda: logprobs, tokenizer)
+        return lambda: write_rollouts(asked, 1, 0, rollouts, of_sequences, lambda: TrainerValues(logprobs), tokenizer)
 
     parts: dict[str, Part] = {
         "a reply read and checked": lambda: check_completion(

@@ -154,8 +154,8 @@ def run_steps(
     row: dict[str, Any] = {}
     for _ in range(WARM_UP + steps):
         start = time.perf_counter()
-        state, row, logprobs = step(state, batch, config.optimizer.learning_rate, True)
-        jax.block_until_ready((state, row, logprobs))
+        state, row, values = step(state, batch, config.optimizer.learning_rate, True)
+        jax.block_until_ready((state, row, values))
         seconds.append(time.perf_counter() - start)
     wanted = ("policy/loss", "policy/entropy", "optimizer/grad_norm", "optimizer/skipped_updates")
     return seconds[WARM_UP:], {key: float(row[key]) for key in wanted}

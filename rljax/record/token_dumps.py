@@ -171,11 +171,12 @@ def make_dump(
     sampling: Mapping[str, Any] | None = None,
     tops: Sequence[tuple[np.ndarray, np.ndarray]] = (),
     values: Mapping[str, Sequence[Sequence[float | None] | np.ndarray]] | None = None,
+    other_tops: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]] | None = None,
 ) -> TokenDump:
     """Makes a dump from plain lists or arrays. None in a column becomes NaN; a missing source becomes an unknown one.
 
     ``tops`` has the ids and log-probabilities of the likeliest tokens of each sequence, [t, k] each, or is empty.
-    ``values`` has the further numbers of the tokens, by name.
+    ``values`` has the further numbers of the tokens, by name. ``other_tops`` has the likeliest tokens of other columns.
 
     Raises ValueError if lengths do not match, ids repeat, a token id does not fit int32, or a source has no column.
     """
@@ -196,10 +197,14 @@ def make_dump(
         logprobs=numbers("column", logprobs),
         sources={name: ColumnSource() for name in logprobs} | dict(sources or {}),
         sampling={} if sampling is None else sampling,
-        top_ids=tuple(np.asarray(ids, np.int32) for ids, _ in tops),
-        top_logprobs=tuple(np.asarray(logprobs, np.float32) for _, logprobs in tops),
+        **dict(zip(_TOPS, _split_tops(tops), strict=True)),
         values=numbers("values", values or {}),
+        other_tops={name: _split_tops(pairs) for name, pairs in (other_tops or {}).items()},
     )
+
+
+def _split_tops(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tops:
+    return tuple(np.asarray(ids, np.int32) for ids, _ in tops), tuple(np.asarray(p, np.float32) for _, p in tops)
 
 
 def dump_of_responses(
@@ -212,6 +217,7 @@ def dump_of_responses(
     tops: Sequence[tuple[np.ndarray, np.ndarray]] = (),
     values: Mapping[str, Sequence[np.ndarray]] | None = None,
     sampled: Sequence[np.ndarray] | None = None,
+    other_tops: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]] | None = None,
 ) -> TokenDump:
     """Makes a dump of sampled responses, one row each; the log-probabilities of prompt tokens are unknown.
 
@@ -219,7 +225,12 @@ def dump_of_responses(
     arguments are the fields of ``TokenDump``. ``tops`` has the ids and log-probabilities of the likeliest tokens of
     each response, [r, k] each, or is empty. ``values`` has further numbers of the responses by name, float vectors [r].
     ``sampled`` tells which tokens of each response the policy sampled, bool [r] each; None: all of them.
+    ``other_tops`` has the likeliest tokens of other columns, in the form of ``tops``.
     """
+
+    def after(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [_tops_after(prompt, *each) for prompt, each in zip(prompts, tops, strict=True)] if tops else []
+
     pairs = list(zip(prompts, responses, strict=True))
     masks = [np.ones(len(response), np.bool_) for response in responses] if sampled is None else sampled
     return make_dump(
@@ -229,8 +240,9 @@ def dump_of_responses(
         {name: after_prompts(prompts, vectors) for name, vectors in logprobs.items()},
         sources,
         sampling,
-        [_tops_after(prompt, *each) for prompt, each in zip(prompts, tops, strict=True)] if tops else (),
+        after(tops),
         {name: after_prompts(prompts, vectors) for name, vectors in (values or {}).items()},
+        {name: after(each) for name, each in (other_tops or {}).items()},
     )
 
 

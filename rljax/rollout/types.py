@@ -182,7 +182,8 @@ class RolloutConfig:
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """The limits of trajectories with an ``environment``."""
     dump_every: int = 0
-    """The number of steps between token dumps (``rollouts/step_*.parquet``, for ``rljax compare``). 0: no dumps."""
+    """The number of steps between token dumps, ``rollouts/step_*.parquet``, for ``rljax compare`` and ``rljax view``.
+    0: no dumps."""
     transcript_every: int = 0
     """The number of steps between readable transcripts (``rollouts/step_*.jsonl``). 0: no transcripts."""
     inject: InjectConfig = field(default_factory=InjectConfig)

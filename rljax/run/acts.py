@@ -35,7 +35,7 @@ from rljax.run.stop import StopRequest
 from rljax.run.training import make_trainer, starting_state
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
-from rljax.trainer.update import Update, Updated, UpdateOptions
+from rljax.trainer.update import TrainerValues, Update, Updated, UpdateOptions
 from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum
 from rljax.weights.outlets import make_part_writer
@@ -126,14 +126,14 @@ class Step(Act[FollowerState]):
         with self.lead("update", options._asdict()):
             updated, slowest = self._make_update(state, batch, sequences, options)
 
-        def trainer_logprobs() -> list[np.ndarray]:
-            with self.lead("logprobs"):
-                return updated.trainer_logprobs()
+        def trainer() -> TrainerValues:
+            with self.lead("values"):
+                return updated.trainer()
 
-        return updated._replace(trainer_logprobs=trainer_logprobs, row=updated.row | slowest)
+        return updated._replace(trainer=trainer, row=updated.row | slowest)
 
     def follow(self, request: Request, local: FollowerState) -> None:
-        """Packs the sequences of process 0, makes the same update, or hands over its log-probabilities."""
+        """Packs the sequences of process 0, makes the same update, or hands over its values of the tokens."""
         if request.part == "pack":
             with self.processes.timed(PACK):
                 self._sequences = sequences_of(request.arrays)
@@ -145,7 +145,7 @@ class Step(Act[FollowerState]):
             local.state = self._updated.state
         else:
             assert self._updated is not None
-            self._updated.trainer_logprobs()
+            self._updated.trainer()
 
     def _make_update(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions

@@ -15,6 +15,7 @@ from rljax.distributed.files import write_whole
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts
 from rljax.trainer.packing import TrainSequence
+from rljax.trainer.update import TrainerValues
 
 ROLLOUT, TRAINER = "rollout", "trainer"  # a dump's columns: the engine, and the trainer before the update
 
@@ -25,24 +26,24 @@ def write_rollouts(
     policy_version: int,
     rollouts: Rollouts,
     sequences: Sequence[TrainSequence],
-    trainer_logprobs: Callable[[], list[np.ndarray]],
+    trainer: Callable[[], TrainerValues],
     tokenizer: Tokenizer,
 ) -> None:
     """Writes a token dump and a transcript, at the steps of ``rollout.dump_every`` and ``rollout.transcript_every``.
 
     ``policy_version`` is that of the trainer before the update of this step, and ``sequences`` are the responses of
-    ``rollouts``, prompt by prompt. Only when a file is written, ``trainer_logprobs`` fetches the trainer's
-    log-probabilities from the devices, float32 [r] for each sequence.
+    ``rollouts``, prompt by prompt. Only when a file is written, ``trainer`` fetches the trainer's numbers
+    of the tokens from the devices.
     """
     wanted = config.rollout
     is_dump, is_transcript = (every > 0 and step % every == 0 for every in (wanted.dump_every, wanted.transcript_every))
     if not is_dump and not is_transcript:
         return
-    logprobs = trainer_logprobs()
+    values = trainer()
     if is_dump:
-        write_tokens(config, step, policy_version, sequences, logprobs)
+        write_tokens(config, step, policy_version, sequences, values)
     if is_transcript:
-        _write_transcript(_path(config, step, "jsonl"), step, rollouts, sequences, logprobs, tokenizer)
+        _write_transcript(_path(config, step, "jsonl"), step, rollouts, sequences, values.logprobs, tokenizer)
 
 
 def write_tokens(
@@ -50,7 +51,7 @@ def write_tokens(
     step: int,
     policy_version: int,
     sequences: Sequence[TrainSequence],
-    trainer_logprobs: Sequence[np.ndarray],
+    trainer: TrainerValues,
 ) -> None:
     """Writes the token dump ``rollouts/step_<step>.parquet`` with the columns ``rollout`` and ``trainer``.
 
@@ -60,7 +61,8 @@ def write_tokens(
     log-probability, and ``turn`` is 0 there. The arguments are those of
     ``write_rollouts``. The likeliest tokens are in the dump where the sequences have them. Both columns of a cut
     sampling are normalised over its tokens. Further values of each response token are its advantage, the policy version
-    that sampled it, and whether it is in the loss (1 or 0).
+    that sampled it, whether it is in the loss (1 or 0), and the entropy of the trainer's distribution where ``trainer``
+    has it. The trainer's likeliest tokens are its log-probabilities of the sampler's, in the trainer's order.
     """
     from rljax.record.token_dumps import ColumnSource, dump_of_responses, write_dump  # pyarrow, for few runs
 
@@ -81,13 +83,14 @@ def write_tokens(
     engine = f"jax {jax.__version__} decode" if config.rollout.engine == "jax" else config.rollout.engine
     turns = [s.turns for s in sequences if s.turns is not None]
     behind = [np.zeros(len(s.response)) if s.staleness is None else s.staleness for s in sequences]
+    entropies = trainer.entropy and [_where_sampled(s, own) for s, own in zip(sequences, trainer.entropy, strict=True)]
     dump = dump_of_responses(
         [f"step{step}/{i}" for i in range(len(sequences))],
         [s.prompt for s in sequences],
         [s.response for s in sequences],
         {
             ROLLOUT: [_where_sampled(s, s.rollout_logprobs) for s in sequences],
-            TRAINER: [_where_sampled(s, own) for s, own in zip(sequences, trainer_logprobs, strict=True)],
+            TRAINER: [_where_sampled(s, own) for s, own in zip(sequences, trainer.logprobs, strict=True)],
         },
         {
             ROLLOUT: ColumnSource(engine, config.rollout.dtype, rollout_weights, temperature, form=label, cut=is_cut),
@@ -105,10 +108,18 @@ def write_tokens(
             "version": [policy_version - each for each in behind],
             "in_loss": [np.full(len(s.response), float(s.in_loss)) for s in sequences],
             **({"turn": turns} if turns else {}),
+            **({"entropy": entropies} if entropies else {}),
         },
         [s.sampled for s in sequences],
+        {} if trainer.tops is None else {TRAINER: [*map(_in_order, (ids for ids, _ in tops), trainer.tops)]},
     )
     write_dump(_path(config, step, "parquet"), dump)
+
+
+def _in_order(ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sorts the ids [r, k] of each token by their log-probabilities, the likeliest first."""
+    order = np.argsort(-logprobs, axis=1, kind="stable")
+    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(logprobs, order, axis=1)
 
 
 def _write_transcript(

@@ -207,6 +207,7 @@ def make_update(
             reference=reference,
             lora=config.lora,
             merged=merged,
+            for_dumps=has_dumps(config),
         )
         if not config.diagnosis.self_every:
             return _with_turns(config, exact)
@@ -231,6 +232,7 @@ def make_update(
             reference=score,
             replays_own=config.rollout.router_replay == "r2",
             baseline=make_baseline(config),
+            for_dumps=has_dumps(config),
         )
     update = _with_split_mismatch(config, update, forward_of_state)
     return _with_turns(config, _with_self_check(config, update, forward_of_state))
@@ -320,7 +322,13 @@ def make_step(
         lora=config.lora,
         merged=merged,
         cut=config.rollout.is_cut,
+        for_dumps=has_dumps(config),
     )
+
+
+def has_dumps(config: Config) -> bool:
+    """Returns whether a run writes token dumps, and so keeps more values of its tokens."""
+    return config.rollout.dump_every > 0
 
 
 def has_separate_forward(config: Config) -> bool:

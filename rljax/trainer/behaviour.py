@@ -87,9 +87,11 @@ class SplitUpdate:
         updated = self._update(state, batch, sequences, options)
         if not behaviour:
             return updated
-        every = updated.trainer_logprobs()
-        row = split_metrics([sequences[i] for i in chosen], behaviour, [every[i] for i in chosen], self._threshold)
-        return updated._replace(row=updated.row | row, trainer_logprobs=lambda: every)
+        every = updated.trainer()
+        row = split_metrics(
+            [sequences[i] for i in chosen], behaviour, [every.logprobs[i] for i in chosen], self._threshold
+        )
+        return updated._replace(row=updated.row | row, trainer=lambda: every)
 
     def _behaviour_logprobs(
         self, sampled: Sequence[TrainSequence], batch: PackedBatch | None = None

@@ -38,12 +38,12 @@ from rljax.policy.score import align, over_support
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import PackedBatch, TrainSequence, fill, unpack
+from rljax.trainer.packing import PackedBatch, TrainSequence, fill
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import TrainState, abstract_state
-from rljax.trainer.step import MicroSums, micro_gradients
+from rljax.trainer.step import MicroSums, TokenValues, micro_gradients, values_of
 from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_controls, update_state, zero_totals
-from rljax.trainer.update import Updated, UpdateOptions, fetch_metrics
+from rljax.trainer.update import TrainerValues, Updated, UpdateOptions, fetch_metrics, unpack_values
 
 
 class FullScores(NamedTuple):
@@ -242,6 +242,7 @@ class ExactUpdate:
         reference: Params | None = None,
         lora: LoraConfig = OFF,
         merged: MergedPolicy | None = None,
+        for_dumps: bool = False,
     ):
         """Prepares the executables around the pass that the engine samples with.
 
@@ -251,10 +252,12 @@ class ExactUpdate:
           reference: The masters of the frozen policy of a KL penalty, on the devices. The same pass scores them.
           lora: The choice of adapters. If there are any, the state has the adapters.
           merged: A function that returns the weights that the adapters make, in float32; None without adapters.
+          for_dumps: Whether the entropies of the tokens are kept for token dumps.
         """
         dynamic, objective = precision.compute_dtype == "float16", exact.objective
         trained = TrainedParams(config, lora)
         self._exact, self._reference, self._merged = exact, reference, merged
+        self._for_dumps = for_dumps
         self._temperature = exact.scalar(temperature)
         self._everywhere = replicated(exact.mesh)
         by_state = jax.tree.map(
@@ -299,19 +302,24 @@ class ExactUpdate:
         scale, provisional = exact.scalar(state.loss_scale.scale), exact.scalar(exact.objective.provisional(batch))
         has_loss = any(s.in_loss for s in sequences)
         controls = place_controls(options.learning_rate, has_loss, noise, self._everywhere)
-        logprobs, totals, needed = [], None, self._needed(state.params)
+        values: list[TokenValues] = []
+        totals, needed = None, self._needed(state.params)
         weights = state.params if self._merged is None else self._merged(state.params)
         with jax.set_mesh(exact.mesh):
             for index in range(int(batch.used)):
                 micro = exact.place(micro_of(batch, index))
                 output = exact(weights, micro, scale, provisional, self._temperature)
-                logprobs.append(output.scores.logprobs)
+                values.append(values_of(output.scores, self._for_dumps))
                 if totals is None:
                     totals = self._start(output, needed, micro)
                 totals = self._add(totals, output, needed, micro, controls.measure_noise)
             state, metrics = self._finish(state, totals, batch, controls)
         row, histograms = fetch_metrics(metrics, noise=noise)
-        return Updated(state, row, histograms, lambda: unpack(np.stack(fetch(logprobs)), batch, sequences))
+
+        def trainer() -> TrainerValues:
+            return unpack_values(jax.tree.map(lambda *parts: np.stack(parts), *fetch(values)), batch, sequences)
+
+        return Updated(state, row, histograms, trainer)
 
     def _with_reference(self, batch: PackedBatch, reference: Params) -> PackedBatch:
         """Adds the log-probabilities of the frozen policy, which the same executable computes."""

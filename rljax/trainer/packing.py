@@ -212,14 +212,13 @@ def _by_sequence(values: Any, batch: PackedBatch, sequences: Sequence[TrainSeque
 
 
 def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-    """Returns one vector [r] for each sequence: the values of its response in a packed batch [m, b, t].
+    """Returns one array [r, ...] for each sequence: the values of its response in a packed batch [m, b, t, ...].
 
-    They are 0 at tokens that an environment wrote.
+    Values of one number each are 0 at tokens that an environment wrote.
     """
     every = zip(_by_sequence(values, batch, sequences), sequences, strict=True)
-    return [
-        each[len(s.prompt) :] if s.turns is None else np.where(s.sampled, each[len(s.prompt) :], 0) for each, s in every
-    ]
+    responses = [(each[len(s.prompt) :], s) for each, s in every]
+    return [each if s.turns is None or each.ndim > 1 else np.where(s.sampled, each, 0) for each, s in responses]
 
 
 def unpack_routes(routes: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:

@@ -48,9 +48,9 @@ class SelfCheckedUpdate:
         other = self._pack_other(sampled)
         again = unpack(fetch(self._forward(state.params, other)[1].logprobs), other, sampled)
         updated = self._update(state, batch, sequences, options)
-        every = updated.trainer_logprobs()
-        row = self_metrics([every[i] for i in chosen], again, [s.sampled for s in sampled])
-        return updated._replace(row=updated.row | row, trainer_logprobs=lambda: every)
+        every = updated.trainer()
+        row = self_metrics([every.logprobs[i] for i in chosen], again, [s.sampled for s in sampled])
+        return updated._replace(row=updated.row | row, trainer=lambda: every)
 
 
 def spread(count: int, sample: int) -> np.ndarray:

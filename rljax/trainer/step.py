@@ -140,12 +140,20 @@ class TokenValues(NamedTuple):
     logprobs: Any  # float32 [m, b, t], the trainer's log-probabilities
     routes: Any = None  # the ``PackedBatch.routes`` that the forward chose
     collision: Any = None  # float32 [m, b, t], the sums of the squared probabilities
+    entropy: Any = None  # float32 [m, b, t], the entropies of the scored distributions (nats)
+    tops: Any = None  # float32 [m, b, t, k], the trainer's log-probabilities of ``PackedBatch.top_ids``
+
+
+def values_of(scores: Any, for_dumps: bool) -> TokenValues:
+    """Returns the values of tokens from their scores. ``for_dumps``: Whether token dumps need more of them."""
+    values = TokenValues(scores.logprobs)
+    return values._replace(entropy=scores.entropy, tops=scores.tops) if for_dumps else values
 
 
 class Programs(NamedTuple):
     """The jitted functions of a ``TrainStep``, and the shapes of their arguments."""
 
-    step: Any  # a function (state, batch, controls, merged weights of adapters) -> (new state, row, log-probabilities)
+    step: Any  # a function (state, batch, controls, merged weights of adapters) -> (new state, row, ``TokenValues``)
     forward: Any  # a function (parameters, batch) -> (row, ``TokenValues``)
     abstract_state: TrainState  # the state, with a jax.ShapeDtypeStruct and a sharding at each leaf
     abstract_weights: list[Params]  # the merged weights of adapters, in the same form; empty without adapters
@@ -165,6 +173,7 @@ def make_programs(
     options: PolicyOptions,
     lora: LoraConfig,
     cut: bool,
+    for_dumps: bool,
 ) -> Programs:
     """Makes the programs of a ``TrainStep`` from the arguments of the step.
 
@@ -193,20 +202,23 @@ def make_programs(
         compute: Params,
         num_sequences: int,
         diagnosis: DiagnosisConfig | None,
+        score: Any,
+        for_dumps: bool,
         with_routes: bool = False,
         with_collision: bool = False,
     ) -> Any:
         def each(micro: PackedBatch) -> tuple[dict[str, Statistics], TokenValues]:
-            scores = (score_collision if with_collision else score_alone)(compute, micro)
+            scores = score(compute, micro)
             routes = routes_of(scores.stats.router, config) if with_routes else None
-            values = TokenValues(scores.logprobs, routes, scores.collision)
+            collision = scores.collision if with_collision else None
+            values = values_of(scores, for_dumps)._replace(routes=routes, collision=collision)
             return measure(scores, micro, num_sequences, diagnosis), values
 
         return each
 
     def train_step(
         state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
-    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+    ) -> tuple[TrainState, dict[str, jax.Array], TokenValues]:
         def work(batch: PackedBatch, *shared: Any) -> tuple[Totals, Any]:
             if not casts_alone(batch):
                 return sums(batch, (batch.with_loss, batch.used), *shared)
@@ -227,7 +239,7 @@ def make_programs(
                 targets = trained.targets(compute)
                 grads, loss, scores = micro_gradients(targets, micro, objective, score_part, *of_loss)
                 measured = measure(scores, micro, objective.num_sequences, diagnosis)
-                return (trained.gradients(needed, grads), loss, measured), TokenValues(scores.logprobs)
+                return (trained.gradients(needed, grads), loss, measured), values_of(scores, for_dumps)
 
             def add(totals: Totals, sums: MicroSums) -> Totals:
                 return constrained(add_micro_batch(totals, *sums, noise))
@@ -236,7 +248,9 @@ def make_programs(
                 return constrained(zero_totals(*shapes))
 
             totals, values = over_micro_batches(batch, each, zero, add, (0, counts[0]))
-            alone = forward_alone(compute, objective.num_sequences, diagnosis)
+            # The values that are kept must be the same in both kinds of micro-batches.
+            score_rest = score if for_dumps else score_alone
+            alone = forward_alone(compute, objective.num_sequences, diagnosis, score_rest, for_dumps)
             measured, values = over_micro_batches(batch, alone, lambda _: totals.measured, merge, counts, values)
             return totals._replace(measured=measured), values
 
@@ -250,7 +264,7 @@ def make_programs(
             shared = (compute, trained.residuals(state.params), controls.measure_noise, *of_loss)
             totals, values = on_each_replica(work, add_up_replicas, batch, *shared)
         state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
-        return state, row | finalize_measured(totals.measured, diagnosis), values.logprobs
+        return state, row | finalize_measured(totals.measured, diagnosis), values
 
     def forward(
         params: Params,
@@ -260,9 +274,12 @@ def make_programs(
         diagnosis: DiagnosisConfig,
         with_routes: bool,
         with_collision: bool,
+        for_dumps: bool,
     ) -> tuple[dict[str, jax.Array], TokenValues]:
         def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], TokenValues]:
-            each = forward_alone(compute, num_sequences, diagnosis, with_routes, with_collision)
+            chosen = score_collision if with_collision else score_alone
+            flags = (for_dumps, with_routes, with_collision)
+            each = forward_alone(compute, num_sequences, diagnosis, chosen, *flags)
             return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
 
         with jax.default_matmul_precision(matmul_precision(dtype)):
@@ -283,7 +300,7 @@ def make_programs(
     )
     alone = jax.jit(
         forward,
-        static_argnames=("num_sequences", "diagnosis", "with_routes", "with_collision"),
+        static_argnames=("num_sequences", "diagnosis", "with_routes", "with_collision", "for_dumps"),
         out_shardings=(everywhere, by_rows),
     )
     return Programs(step, alone, abstract, weights)
@@ -308,6 +325,7 @@ class TrainStep:
         lora: LoraConfig = OFF,
         merged: MergedPolicy | None = None,
         cut: bool = False,
+        for_dumps: bool = False,
     ):
         """Prepares the step. It is compiled at the first call; a step with equal arguments is not compiled again.
 
@@ -322,8 +340,9 @@ class TrainStep:
           merged: A function that returns the weights that the adapters make. ``lower`` does not need it.
           cut: Whether the rollouts were sampled from a cut distribution. All log-probabilities and entropies are then
             of the distributions over ``PackedBatch.top_ids``, which each batch must have.
+          for_dumps: Whether the token values have the entropies and, where the loss needs them, ``tops``.
         """
-        settings = (temperature, diagnosis, keep_gathered, options, lora, cut)
+        settings = (temperature, diagnosis, keep_gathered, options, lora, cut, for_dumps)
         self._programs = make_programs(config, tx, mesh, precision, objective, batch_shape, *settings)
         self._mesh, self._merged, self._batch_shape = mesh, merged, batch_shape
         self._everywhere = replicated(mesh)
@@ -341,7 +360,7 @@ class TrainStep:
         learning_rate: float,
         apply_update: bool,
         measure_noise: bool = False,
-    ) -> tuple[TrainState, dict[str, jax.Array], jax.Array]:
+    ) -> tuple[TrainState, dict[str, jax.Array], TokenValues]:
         """Trains on one batch of the shape ``batch_shape``. The state is donated.
 
         Args:
@@ -350,8 +369,8 @@ class TrainStep:
           measure_noise: Whether to measure ``optimizer/grad_noise``, which is NaN otherwise.
 
         Returns:
-          The new state, the metrics of the row on the device (scalars, and the histogram), and ``trainer_logprobs``
-          [m, b, t].
+          The new state, the metrics of the row on the device (scalars, and the histogram), and the values of the
+          tokens before the update.
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
         controls = place_controls(learning_rate, apply_update, measure_noise, self._everywhere)
@@ -381,6 +400,7 @@ class TrainStep:
         diagnosis: DiagnosisConfig,
         with_routes: bool = False,
         with_collision: bool = False,
+        for_dumps: bool = False,
     ) -> tuple[dict[str, jax.Array], TokenValues]:
         """Measures the mismatch of a batch under the whole policy's parameters, without a gradient.
 
@@ -398,4 +418,5 @@ class TrainStep:
                 diagnosis=diagnosis,
                 with_routes=with_routes,
                 with_collision=with_collision,
+                for_dumps=for_dumps,
             )

@@ -27,14 +27,30 @@ LAST_VALUES = ("optimizer/skipped_updates", "precision/", "schedule/")
 NOISE = "optimizer/grad_noise"
 
 
+class TrainerValues(NamedTuple):
+    """The trainer's numbers of the response tokens of a step before its first update, for each sequence."""
+
+    logprobs: list[np.ndarray]  # float32 [r], the log-probabilities (nats)
+    entropy: list[np.ndarray] | None = None  # float32 [r], the entropies of the distributions (nats); None if not kept
+    # float32 [r, k], the log-probabilities of ``TrainSequence.top_ids``, -inf where the id is -1; None if not kept
+    tops: list[np.ndarray] | None = None
+
+
+def unpack_values(values: TokenValues, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> TrainerValues:
+    """Fetches the values of the tokens of a packed batch from the devices, and splits them by sequence."""
+    fetched = (None if x is None else fetch(x) for x in (values.logprobs, values.entropy, values.tops))
+    logprobs, *others = (None if x is None else unpack(x, batch, sequences) for x in fetched)
+    assert logprobs is not None
+    return TrainerValues(logprobs, *others)
+
+
 class Updated(NamedTuple):
     """The result of the updates of a rollout batch."""
 
     state: TrainState  # the state after the updates
     row: dict[str, float]  # the metrics of the step, by name
     histograms: dict[str, np.ndarray]  # the counts of each histogram, by name
-    # A function that fetches the trainer's log-probabilities before the first update, float32 [r] for each sequence.
-    trainer_logprobs: Callable[[], list[np.ndarray]]
+    trainer: Callable[[], TrainerValues]  # a function that fetches the trainer's numbers of the tokens
 
 
 class UpdateOptions(NamedTuple):
@@ -104,9 +120,9 @@ class SingleUpdate:
         free = free_routing_row(self._forward, state.params, batch, options)
         noise = options.noise and int(batch.with_loss) > 1
         has_loss = any(s.in_loss for s in sequences)
-        state, metrics, logprobs = self.step(state, batch, options.learning_rate, has_loss, noise)
+        state, metrics, values = self.step(state, batch, options.learning_rate, has_loss, noise)
         row, histograms = fetch_metrics(metrics, noise=noise)
-        return Updated(state, row | free, histograms, lambda: unpack(fetch(logprobs), batch, sequences))
+        return Updated(state, row | free, histograms, lambda: unpack_values(values, batch, sequences))
 
 
 class MultipleUpdates:
@@ -128,6 +144,7 @@ class MultipleUpdates:
         reference: Reference | None = None,
         replays_own: bool = False,
         baseline: Baseline | None = None,
+        for_dumps: bool = False,
     ):
         """Stores the parts.
 
@@ -140,10 +157,12 @@ class MultipleUpdates:
           reference: The log-probabilities of the reference policy of a KL penalty; None without a penalty.
           replays_own: Whether the updates route each token as the separate forward did (``rollout.router_replay: r2``).
           baseline: The advantages of single tokens. None: all tokens of a response have its advantage.
+          for_dumps: Whether the entropies of the tokens are kept for token dumps.
         """
         self.step, self._forward, self.pack, self.pack_mini = step, forward, pack, pack_mini
         self._mini_batches, self._epochs, self._group_size = mini_batches, epochs, group_size
         self._reference, self._replays_own, self._baseline = reference, replays_own, baseline
+        self._for_dumps = for_dumps
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
@@ -151,8 +170,10 @@ class MultipleUpdates:
         """Measures the whole batch with one forward, then makes one update for each mini-batch."""
         free = free_routing_row(self._forward, state.params, batch, options)
         flags = {"with_routes": self._replays_own, "with_collision": self._baseline is not None}
+        flags["for_dumps"] = self._for_dumps
         measured, values = self._forward(state.params, batch, **flags)
-        old = unpack(fetch(values.logprobs), batch, sequences)
+        trainer = unpack_values(values, batch, sequences)
+        old = trainer.logprobs
         known = [s._replace(old_logprobs=own) for s, own in zip(sequences, old, strict=True)]
         if values.routes is not None:
             of_sequences = unpack_routes(fetch(values.routes), batch, sequences)
@@ -172,7 +193,7 @@ class MultipleUpdates:
             results.append((metrics, noise))
         of_batch, histograms = fetch_metrics(measured, noise=False)
         minis = [fetch_metrics(metrics, noise=noise)[0] for metrics, noise in results]
-        return Updated(state, _combine(minis) | of_batch | free, histograms, lambda: old)
+        return Updated(state, _combine(minis) | of_batch | free, histograms, lambda: trainer)
 
     def _split(self, sequences: Sequence[TrainSequence], seed: int) -> list[list[TrainSequence]]:
         """Returns the mini-batches of all epochs. They have complete groups, and each epoch has its own order."""

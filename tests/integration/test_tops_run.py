@@ -35,6 +35,15 @@ def assert_reported(dump, k):
     return found
 
 
+def assert_entropies(rows, dumps):
+    """The entropies of a dump are those that the row has the mean of."""
+    assert len(rows) == len(dumps) == 2
+    for row, dump in zip(rows, dumps, strict=True):
+        pairs = zip(dump.values["entropy"], dump.response_mask, strict=True)
+        mean = np.concatenate([values[mask] for values, mask in pairs]).mean(dtype=np.float64)
+        assert row["policy/entropy"] == pytest.approx(mean, rel=1e-5)
+
+
 def test_a_run_that_reports_tops_trains_on_the_same_tokens(toy_base, tmp_path):
     plain, dumps = run(toy_base, tmp_path / "plain")
     told, with_tops = run(toy_base, tmp_path / "told", "--rollout.top-logprobs", "4")
@@ -43,8 +52,10 @@ def test_a_run_that_reports_tops_trains_on_the_same_tokens(toy_base, tmp_path):
         for name in ("reward/mean", "response_length/mean", "mismatch/token_count"):
             assert row[name] == other[name]
         assert row["policy/entropy"] == pytest.approx(other["policy/entropy"], abs=1e-5)
+    assert_entropies(plain, dumps)
     for dump, other in zip(with_tops, dumps, strict=True):
         assert other.top_ids == ()
+        assert dump.other_tops == {}  # nothing in this run's loss needs the trainer's
         assert_reported(dump, 4)
         for a, b in zip(dump.token_ids, other.token_ids, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -56,6 +67,7 @@ def test_a_run_of_cut_sampling_has_float32_s_mismatch(toy_base, tmp_path):
         assert row["mismatch/k3_kl"] < 1e-8
         assert row["mismatch/logprob_abs_diff_max"] < 1e-4
         assert 0 < row["policy/entropy"] < np.log(5)
+    assert_entropies(rows, dumps)
 
     for dump in dumps:
         assert dump.sampling["top_k"] == 5
@@ -71,3 +83,17 @@ def test_the_exact_engine_has_no_mismatch_in_a_cut_run(toy_base, tmp_path):
         assert row["mismatch/k3_kl"] == row["mismatch/kl"] == row["mismatch/logprob_abs_diff_max"] == 0.0
         assert row["is/token_ratio_max"] == row["is/token_ratio_min"] == 1.0
     assert_reported(dumps[0], 5)
+    assert_entropies(rows, dumps)
+
+
+def test_a_run_of_score_centering_dumps_the_trainers_side(toy_base, tmp_path):
+    """In float32 the trainer's log-probabilities of the sampler's likeliest tokens are nearly the sampler's."""
+    options = ("--correction.score-centering", "true", "--rollout.top-logprobs", "4")
+    rows, dumps = run(toy_base, tmp_path / "run", *options)
+    assert_entropies(rows, dumps)
+    for dump in dumps:
+        ids, logprobs = dump.other_tops["trainer"]
+        for ours, values, theirs, expected in zip(ids, logprobs, dump.top_ids, dump.top_logprobs, strict=True):
+            assert (values[:, :-1] >= values[:, 1:]).all()
+            np.testing.assert_array_equal(np.sort(ours, axis=1), np.sort(theirs, axis=1))
+            np.testing.assert_allclose(values, expected, atol=1e-4)

@@ -8,6 +8,7 @@ from rljax.rollout.types import InjectConfig, RolloutConfig
 from rljax.run.config import Config, RunConfig
 from rljax.run.rollout_files import write_tokens
 from rljax.trainer.packing import TrainSequence
+from rljax.trainer.update import TrainerValues
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_a_dump_names_the_weights_that_sampled(tmp_path, inject, staleness, expe
     logprobs = -np.ones(3, np.float32)
     ids = np.arange(3, dtype=np.int32)
     sequence = TrainSequence(ids, ids, logprobs, 0.5, True, np.full(3, staleness, np.int32))
-    write_tokens(config, 4, 3, [sequence], [logprobs])
+    write_tokens(config, 4, 3, [sequence], TrainerValues([logprobs]))
     dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
     trainer = dump.sources["trainer"].weights_hash
     assert trainer == f"{tmp_path} version 3"
@@ -46,7 +47,9 @@ def test_a_dump_names_the_eight_bits_of_the_engine(tmp_path):
     rollout = RolloutConfig(weight_quantization="int8", kv_cache_dtype="fp8_e4m3")
     config = Config(run=RunConfig(dir=str(tmp_path)), rollout=rollout)
     ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
-    write_tokens(config, 4, 3, [TrainSequence(ids, ids, logprobs, 0.5, True, np.zeros(3, np.int32))], [logprobs])
+    write_tokens(
+        config, 4, 3, [TrainSequence(ids, ids, logprobs, 0.5, True, np.zeros(3, np.int32))], TrainerValues([logprobs])
+    )
     dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
     assert dump.sources["rollout"].weights_hash == f"{tmp_path} version 3, weight_quantization int8"
     assert dump.sources["trainer"].weights_hash == f"{tmp_path} version 3"
@@ -59,7 +62,7 @@ def test_a_dump_of_a_cut_sampling_has_its_support(tmp_path):
     ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
     tops = np.asarray([[0, 4], [1, -1], [2, 5]], np.int32), np.asarray([[-1, -2], [0, -np.inf], [-1, -2]], np.float32)
     sequence = TrainSequence(ids, ids, logprobs, 0.5, True, np.zeros(3, np.int32), None, None, None, None, *tops)
-    write_tokens(config, 4, 3, [sequence], [logprobs])
+    write_tokens(config, 4, 3, [sequence], TrainerValues([logprobs]))
     dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
     assert {name: dump.sampling[name] for name in ("top_k", "top_p", "min_p")} == {"top_k": 2, "top_p": 0.9, "min_p": 0}
     assert dump.sources["rollout"].cut
@@ -77,7 +80,7 @@ def test_a_dump_has_advantage_version_and_loss_of_each_token(tmp_path):
         TrainSequence(ids, ids, logprobs, -0.5, False),
         TrainSequence(ids, ids, logprobs, by_token, True, stale),
     ]
-    write_tokens(config, 4, 3, sequences, [logprobs, logprobs])
+    write_tokens(config, 4, 3, sequences, TrainerValues([logprobs, logprobs]))
     values = read_dump(tmp_path / "rollouts" / "step_000004.parquet").values
     found = {name: [vector[3:].tolist() for vector in vectors] for name, vectors in values.items()}
     assert found == {
@@ -92,9 +95,27 @@ def test_a_dump_tells_an_environments_tokens_apart(tmp_path):
     config = Config(run=RunConfig(dir=str(tmp_path)))
     ids, turns = np.arange(4, dtype=np.int32), np.array([1, 0, 0, 2], np.int32)
     sequence = TrainSequence(ids[:2], ids, np.float32([-1, 0, 0, -2]), 0.5, True, np.zeros(4, np.int32), turns=turns)
-    write_tokens(config, 4, 3, [sequence], [np.float32([-1.5, 0, 0, -2.5])])
+    write_tokens(config, 4, 3, [sequence], TrainerValues([np.float32([-1.5, 0, 0, -2.5])]))
     dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
     assert dump.response_mask[0].tolist() == [False, False, True, False, False, True]
     np.testing.assert_array_equal(dump.logprobs["trainer"][0][2:], np.float32([-1.5, np.nan, np.nan, -2.5]))
     np.testing.assert_array_equal(dump.logprobs["rollout"][0][2:], np.float32([-1, np.nan, np.nan, -2]))
     np.testing.assert_array_equal(dump.values["turn"][0][2:], turns)
+
+
+def test_a_dump_has_the_trainers_entropies_and_likeliest_tokens(tmp_path):
+    """The trainer's numbers of the sampler's likeliest tokens, in the trainer's order; prompts have none."""
+    config = Config(run=RunConfig(dir=str(tmp_path)))
+    ids, logprobs = np.arange(2, dtype=np.int32), -np.ones(2, np.float32)
+    tops = np.asarray([[5, 7], [6, -1]], np.int32), np.asarray([[-0.5, -1.5], [-0.25, -np.inf]], np.float32)
+    trainer = np.asarray([[-1.0, -0.75], [-0.5, -np.inf]], np.float32)
+    sequence = TrainSequence(ids, ids, logprobs, 0.5, True, None, None, None, None, None, *tops)
+    entropy = np.asarray([1.25, 0.5], np.float32)
+    write_tokens(config, 4, 3, [sequence], TrainerValues([logprobs], [entropy], [trainer]))
+    dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
+    assert dump.values["entropy"][0][2:].tolist() == [1.25, 0.5]
+    assert np.isnan(dump.values["entropy"][0][:2]).all()
+    assert dump.top_ids[0].tolist() == [[-1, -1], [-1, -1], [5, 7], [6, -1]]
+    ((of_trainer,), (values,)) = dump.other_tops["trainer"]
+    assert of_trainer.tolist() == [[-1, -1], [-1, -1], [7, 5], [6, -1]]
+    assert values[2:].tolist() == [[-0.75, -1.0], [-0.5, -np.inf]]

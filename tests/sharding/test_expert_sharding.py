@@ -72,8 +72,8 @@ def run(mesh, *, config=CONFIG, routed=False, remat="none", balance=0.1):
         diagnosis=DiagnosisConfig(),
     )
     state = create_state(init_params(config, 0), config, tx, mesh, dynamic_scale=False)
-    state, metrics, logprobs = step(state, batch(routed), 0.1, True)
-    return jax.device_get((state.opt_state.inner_state.trace, metrics, logprobs))
+    state, metrics, values = step(state, batch(routed), 0.1, True)
+    return jax.device_get((state.opt_state.inner_state.trace, metrics, values.logprobs))
 
 
 @functools.cache

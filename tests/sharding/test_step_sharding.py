@@ -39,8 +39,8 @@ def build(fsdp, tp, tx, dtype="float32", replica=1, keep_gathered=False, remat="
 @pytest.fixture(scope="module")
 def single():
     _, step, state = build(1, 1, gradient_keeper())
-    state, metrics, logprobs = step(state, batch(), 0.1, True)
-    return jax.device_get((state.opt_state.inner_state.trace, metrics, logprobs))
+    state, metrics, values = step(state, batch(), 0.1, True)
+    return jax.device_get((state.opt_state.inner_state.trace, metrics, values.logprobs))
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def single():
 )
 def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, single):
     _, step, state = build(fsdp, tp, gradient_keeper(), **options)
-    state, metrics, logprobs = jax.device_get(step(state, batch(), 0.1, True))
+    state, metrics, values = jax.device_get(step(state, batch(), 0.1, True))
     expected_grads, expected_metrics, expected_logprobs = single
     for g, expected in zip(
         jax.tree.leaves(state.opt_state.inner_state.trace), jax.tree.leaves(expected_grads), strict=True
@@ -66,7 +66,7 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, sing
     assert metrics.keys() == expected_metrics.keys()
     for name, value in metrics.items():
         np.testing.assert_allclose(value, expected_metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
-    np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(values.logprobs, expected_logprobs, atol=2e-5, rtol=0)
 
 
 def test_parameters_and_moments_are_sharded_alike_and_stay_so():

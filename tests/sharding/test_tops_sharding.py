@@ -34,8 +34,8 @@ def run(correction, cut, fsdp, tp, replica=1):
         cut=cut,
     )
     state = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=False)
-    state, metrics, logprobs = step(state, with_supports(batch(), CONFIG.vocab_size, 6), 0.1, True)
-    return jax.device_get((state.opt_state.inner_state.trace, metrics, logprobs))
+    state, metrics, values = step(state, with_supports(batch(), CONFIG.vocab_size, 6), 0.1, True)
+    return jax.device_get((state.opt_state.inner_state.trace, metrics, values.logprobs))
 
 
 @pytest.mark.parametrize(

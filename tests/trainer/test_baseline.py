@@ -151,7 +151,7 @@ def test_the_update_has_the_gradient_of_token_advantages():
     gradient = updated.state.opt_state.inner_state.trace
     for ours, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected_gradient(expected)), strict=True):
         np.testing.assert_allclose(ours, wanted, atol=2e-6 * float(np.abs(wanted).max()) + 1e-9, rtol=2e-4)
-    for ours, wanted in zip(updated.trainer_logprobs(), logprobs, strict=True):
+    for ours, wanted in zip(updated.trainer().logprobs, logprobs, strict=True):
         np.testing.assert_allclose(ours, wanted, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ from rljax.sharding import MeshConfig, make_mesh, put
 from rljax.trainer.behaviour import SplitUpdate, make_copy, split_metrics
 from rljax.trainer.packing import TrainSequence, pack
 from rljax.trainer.step import TokenValues
-from rljax.trainer.update import Updated, UpdateOptions
+from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
 
 OPTIONS = UpdateOptions(1e-3, 0, noise=False)
 
@@ -56,7 +56,11 @@ class Inner:
         return {}, TokenValues(np.full(batch.tokens.shape, -float(params), np.float32))
 
     def __call__(self, state, batch, sequences, options):
-        return Updated(State(state.params + 1), {}, {}, lambda: [np.full(len(s.response), -9.0) for s in sequences])
+        return Updated(State(state.params + 1), {}, {}, lambda: constant(-9.0, sequences))
+
+
+def constant(value, sequences):
+    return TrainerValues([np.full(len(s.response), value) for s in sequences])
 
 
 class State:

@@ -54,7 +54,7 @@ def test_a_cut_run_has_no_mismatch_and_learns_what_is_left():
     ]
     assert any((s.top_ids < 0).any() for s in sequences)
     found = update(trained, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
-    for sequence, trainer in zip(sequences, found.trainer_logprobs(), strict=True):
+    for sequence, trainer in zip(sequences, found.trainer().logprobs, strict=True):
         np.testing.assert_array_equal(trainer, sequence.rollout_logprobs)
     assert found.row["mismatch/logprob_abs_diff_max"] == 0.0
 

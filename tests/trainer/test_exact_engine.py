@@ -110,9 +110,9 @@ def trained(dtype, steps, mesh=(1, 1), loss=None, head="compute", asked=None):
     for step in range(steps):
         engine.publish(state.params, step)
         sequences = to_train(draw(engine, seed=step, **asked), step)
-        state, row, _, logprobs = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, step == 0))
-        for sequence, trainer in zip(sequences, logprobs(), strict=True):
-            np.testing.assert_array_equal(trainer, sequence.rollout_logprobs)
+        state, row, _, trainer = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, step == 0))
+        for sequence, ours in zip(sequences, trainer().logprobs, strict=True):
+            np.testing.assert_array_equal(ours, sequence.rollout_logprobs)
         rows.append(row)
     return rows
 

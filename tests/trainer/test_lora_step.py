@@ -58,8 +58,8 @@ def run(tx, batch, *, row=20, rows=2, dtype="float32", apply=True, noise=False, 
     )
     state = create_state(adapters(), CONFIG, tx, MESH, dynamic_scale=dtype == "float16", lora=LORA)
     for _ in range(updates):
-        state, metrics, logprobs = step(state, packed(batch, row, rows), rate, apply, noise)
-    return step, base, state, jax.device_get(metrics), logprobs
+        state, metrics, values = step(state, packed(batch, row, rows), rate, apply, noise)
+    return step, base, state, jax.device_get(metrics), values.logprobs
 
 
 @pytest.fixture(scope="module")

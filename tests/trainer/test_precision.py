@@ -158,8 +158,8 @@ def test_a_float32_head_scores_with_the_published_table(dtype):
     found = []
     for params in (masters, published):
         state = create_state(jax.tree.map(jnp.copy, params), CONFIG, tx, MESH, dynamic_scale=dtype == "float16")
-        state, _, logprobs = step(state, batch(), 1.0, True)
-        found.append(jax.device_get((logprobs, state.opt_state.inner_state.trace)))
+        state, _, values = step(state, batch(), 1.0, True)
+        found.append(jax.device_get((values.logprobs, state.opt_state.inner_state.trace)))
     assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (masters, published)), strict=True))
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert np.abs(found[0][1]["embed"]).max() > 0

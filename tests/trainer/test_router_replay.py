@@ -152,7 +152,7 @@ def test_an_update_measures_free_routing_on_request():
         updated.row[f"{group}/logprob_abs_diff_mean"] for group in ("mismatch_free_routing", "mismatch")
     )
     assert free > 1.5 * with_replay
-    assert len(updated.trainer_logprobs()) == COUNT
+    assert len(updated.trainer().logprobs) == COUNT
     again = update(updated.state, batch, sequences, UpdateOptions(1e-3, 0, False, free_routing=False))
     assert not [name for name in again.row if name.startswith("mismatch_free_routing")]
     assert step.compilations == 1

@@ -6,7 +6,7 @@ import pytest
 from rljax.trainer.packing import TrainSequence, pack
 from rljax.trainer.self_check import SelfCheckedUpdate, other_shape, self_metrics, spread
 from rljax.trainer.step import TokenValues
-from rljax.trainer.update import Updated, UpdateOptions
+from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
 
 DUE = UpdateOptions(1e-3, 0, noise=False, self_mismatch=True)
 
@@ -33,9 +33,11 @@ class Inner:
         return {}, TokenValues(np.full(batch.tokens.shape, -1.0 - params, np.float32))
 
     def __call__(self, state, batch, sequences, options):
-        return Updated(
-            State(9.0), {"policy/loss": 1.0}, {}, lambda: [np.full(len(s.response), -1.0) for s in sequences]
-        )
+        return Updated(State(9.0), {"policy/loss": 1.0}, {}, lambda: constant(-1.0, sequences))
+
+
+def constant(value, sequences):
+    return TrainerValues([np.full(len(s.response), value) for s in sequences])
 
 
 class State:
@@ -64,7 +66,7 @@ def test_the_same_tokens_at_another_shape():
     assert found.row["mismatch_self/token_count"] == 5
     assert found.row["mismatch_self/logprob_abs_diff_mean"] == pytest.approx(0.25)
     assert found.row["mismatch_self/kl"] == pytest.approx(-0.25)  # lr is the update's number less the other one
-    assert [len(values) for values in found.trainer_logprobs()] == [3, 2]
+    assert [len(values) for values in found.trainer().logprobs] == [3, 2]
 
 
 def test_a_sample_is_measured():

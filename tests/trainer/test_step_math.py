@@ -45,8 +45,8 @@ def run(tx, batch_sequences, *, row=20, rows=2, dtype="float32", apply=True, par
     state = create_state(params, CONFIG, tx, MESH, dynamic_scale=dtype == "float16")
     batch = packed(batch_sequences, row, rows)
     before = jax.device_get(state)
-    state, metrics, logprobs = jax.device_get(step(state, batch, rate, apply))
-    return before, state, metrics, (batch, logprobs)
+    state, metrics, values = jax.device_get(step(state, batch, rate, apply))
+    return before, state, metrics, (batch, values.logprobs)
 
 
 # One optimizer for all tests of a whole update, so that they share a program; each gives the rate of its own step.
@@ -118,10 +118,10 @@ def test_a_forward_without_loss_changes_nothing():
         state = create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
         found.append(jax.device_get(step(state, given, 1e-2, True, True)))
     assert step.compilations == 1
-    (state, row, logprobs), (all_state, all_row, all_logprobs), (_, silent, _) = found
+    (state, row, values), (all_state, all_row, all_values), (_, silent, _) = found
     for g, expected in zip(*(jax.tree.leaves(s.opt_state.inner_state.trace) for s in (state, all_state)), strict=True):
         assert np.abs(g - expected).max() / np.abs(expected).max() < 1e-6
-    np.testing.assert_allclose(logprobs, all_logprobs, atol=2e-6, rtol=0)
+    np.testing.assert_allclose(values.logprobs, all_values.logprobs, atol=2e-6, rtol=0)
     assert row.keys() == all_row.keys() == silent.keys()
     for key in row.keys() - {"optimizer/grad_noise"}:
         np.testing.assert_allclose(row[key], all_row[key], atol=1e-6, rtol=1e-6, err_msg=key)

@@ -40,8 +40,8 @@ def make_step(cut, remat=False, temperature=1.0):
 
 def run(step, batch):
     state = create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
-    state, row, logprobs = jax.device_get(step(state, batch, 1e-2, True))
-    return state.opt_state.inner_state.trace, row, logprobs
+    state, row, values = jax.device_get(step(state, batch, 1e-2, True))
+    return state.opt_state.inner_state.trace, row, values.logprobs
 
 
 def log_softmax(params, batch, temperature):

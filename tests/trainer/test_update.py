@@ -290,7 +290,7 @@ def test_one_mini_batch_is_the_fused_step():
     assert a.row.keys() == b.row.keys()
     for key in a.row.keys() - {"optimizer/grad_noise"}:
         assert b.row[key] == pytest.approx(a.row[key], rel=2e-4, abs=1e-6), key
-    for x, y in zip(a.trainer_logprobs(), b.trainer_logprobs(), strict=True):
+    for x, y in zip(a.trainer().logprobs, b.trainer().logprobs, strict=True):
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 

@@ -1,0 +1,112 @@
+"""The entropies and log-probabilities of likeliest tokens that an update keeps for token dumps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_step import CONFIG, COUNT, LONGEST, MESH, batch_shape, keep_gradient, packed, sequences
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.model import hidden_states, init_params, lm_head_table
+from rljax.trainer.exact import ExactPass, ExactUpdate
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import create_state
+from rljax.trainer.step import TrainStep
+from rljax.trainer.update import MultipleUpdates, SingleUpdate, UpdateOptions
+
+K, TEMPERATURE = 3, 0.8
+FLOAT32 = PrecisionConfig("float32")
+CENTERED = CorrectionConfig(score_centering=True)
+
+
+def with_tops():
+    """Sequences with the ids of K random tokens at each place; the last place of each sequence has one fewer."""
+    rng, found = np.random.default_rng(5), []
+    for s in sequences():
+        ids = np.stack([rng.permutation(CONFIG.vocab_size)[:K] for _ in s.response]).astype(np.int32)
+        logprobs = np.log(rng.dirichlet(np.ones(K + 1), len(ids))[:, :K]).astype(np.float32)
+        ids[-1, -1], logprobs[-1, -1] = -1, -np.inf
+        found.append(s._replace(top_ids=ids, top_logprobs=logprobs))
+    return found
+
+
+def written_out(given):
+    """The entropy [r] and the log-probabilities of the likeliest tokens [r, k] of each sequence, one at a time."""
+    params = init_params(CONFIG, 0)
+    for s in given:
+        tokens = jnp.concatenate([s.prompt, s.response])[None]
+        hidden, _ = hidden_states(params, CONFIG, tokens, jnp.ones_like(tokens), jnp.arange(tokens.shape[1])[None])
+        logits = jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)) / TEMPERATURE
+        every = np.asarray(jax.nn.log_softmax(logits)[0, len(s.prompt) - 1 : -1], np.float64)
+        ids = np.maximum(s.top_ids, 0)
+        tops = np.where(s.top_ids < 0, -np.inf, np.take_along_axis(every, ids, axis=1))
+        yield -(np.exp(every) * every).sum(axis=1), tops
+
+
+def make_step(for_dumps, correction):
+    objective = Objective(LossConfig(), correction.resolved(), COUNT, 16)
+    where = {"precision": FLOAT32, "objective": objective, "batch_shape": batch_shape(20, 2)}
+    where |= {"temperature": TEMPERATURE, "diagnosis": DiagnosisConfig(), "for_dumps": for_dumps}
+    return TrainStep(CONFIG, keep_gradient(), MESH, **where)
+
+
+def make_update(kind, for_dumps, correction):
+    if kind == "exact":
+        objective = Objective(LossConfig(), correction.resolved(), COUNT, 16)
+        asked = {"rows": 3, "row_tokens": LONGEST, "reported": K}
+        exact = ExactPass(CONFIG, MESH, precision=FLOAT32, objective=objective, **asked)
+        where = {"precision": FLOAT32, "temperature": TEMPERATURE, "diagnosis": DiagnosisConfig()}
+        return ExactUpdate(exact, CONFIG, keep_gradient(), **where, for_dumps=for_dumps)
+    step = make_step(for_dumps, correction)
+
+    def forward(params, batch, **flags):
+        return step.forward(params, batch, num_sequences=COUNT, diagnosis=DiagnosisConfig(), **flags)
+
+    if kind == "one":
+        return SingleUpdate(step, forward, packed)
+    shape = {"mini_batches": 1, "epochs": 1, "group_size": 3}
+    return MultipleUpdates(step, forward, packed, packed, **shape, for_dumps=for_dumps)
+
+
+def trained(kind, for_dumps, correction=CENTERED):
+    update, given = make_update(kind, for_dumps, correction), with_tops()
+    state = create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
+    return given, update(state, update.pack(given), given, UpdateOptions(1e-2, 0, False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one", "several", "exact"])
+def test_kept_values_are_those_of_a_plain_forward(kind):
+    """Sequences in the loss and sequences without loss, whose micro-batches take a forward alone."""
+    given, found = trained(kind, True)
+    values = found.trainer()
+    # The separate forward scores no likeliest tokens. The exact pass has the sampler's own numbers of them.
+    assert (values.tops is None) == (kind != "one")
+    for i, (s, (entropy, tops)) in enumerate(zip(given, written_out(given), strict=True)):
+        assert len(values.logprobs[i]) == len(s.response)
+        np.testing.assert_allclose(values.entropy[i], entropy, atol=2e-5, rtol=0)
+        if values.tops is not None:
+            np.testing.assert_allclose(values.tops[i], tops, atol=5e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_kept_values_change_no_number_of_the_update():
+    """The same gradient, row and log-probabilities, bit for bit; without dumps nothing is kept."""
+    (_, plain), (_, kept) = trained("one", False), trained("one", True)
+    assert plain.trainer()[1:] == (None, None)
+    traces = [found.state.opt_state.inner_state.trace for found in (plain, kept)]
+    jax.tree.map(np.testing.assert_array_equal, *traces)
+    assert plain.row == pytest.approx(kept.row, rel=0, abs=0, nan_ok=True)
+    jax.tree.map(np.testing.assert_array_equal, plain.trainer().logprobs, kept.trainer().logprobs)
+
+
+@pytest.mark.slow
+def test_a_run_without_likeliest_tokens_keeps_entropies_alone():
+    given, found = trained("one", True, CorrectionConfig())
+    values = found.trainer()
+    assert values.tops is None
+    for ours, (entropy, _) in zip(values.entropy, written_out(given), strict=True):
+        np.testing.assert_allclose(ours, entropy, atol=2e-5, rtol=0)
