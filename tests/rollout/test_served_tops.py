@@ -12,6 +12,7 @@ from rljax.errors import HandshakeError, ReplyError
 from rljax.rollout.build import check_engine
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.sglang.client import SglangBackend
+from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.tops import check_tops, make_tops, without_ties
 from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request
@@ -270,7 +271,7 @@ def test_a_long_reply_is_read_beside_the_event_loop(fake):
         client.open(fake.url, None)
         for k in (1, 300):
             request = Request(PROMPT, SamplingParams(500, reported=k))
-            ((_, reply),) = [item for item in client.stream([request]) if item is not None]
+            ((_, reply),) = [item for item in client.stream(ListedRequests([request])) if item is not None]
             assert reply.tops.ids.shape == (500, k)
     finally:
         client.close()

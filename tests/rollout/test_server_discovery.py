@@ -14,6 +14,7 @@ from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.client import ServerClient, check_url
 from rljax.rollout.servers.discovery import Discovery, make_lookup
+from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import ClientLimits, SamplingParams
@@ -354,10 +355,10 @@ def test_responses_of_a_prompt_come_from_one_server(fakes):
         try:
             for each in servers:
                 client.open(each.url, None)
-            answered = [item[0] for item in client.stream(requests, group_size=4) if item is not None]
+            answered = [item[0] for item in client.stream(ListedRequests(requests, 4)) if item is not None]
         finally:
             client.close()
-        assert sorted(answered) == list(range(48))
+        assert sorted(answered) == [(i, j) for i in range(12) for j in range(4)]
 
     sampled(512)
     assert all(len(prompts) == 16 and len(set(prompts)) == 4 for prompts in asked.values())

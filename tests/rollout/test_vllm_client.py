@@ -14,6 +14,7 @@ from vllm_fake import FakeVllm
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import ClientLimits, SamplingParams
@@ -33,14 +34,14 @@ def client(fake):
 
 
 def sampled(client, requests, metrics=None):
-    return [item for item in client.stream(requests, metrics=metrics) if item is not None]
+    return [item for item in client.stream(ListedRequests(requests), metrics=metrics) if item is not None]
 
 
 @pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
 def test_both_routes_carry_tokens_and_logprobs(fake, client, route):
     client.set_route(fake.url, route)
-    ((index, reply),) = sampled(client, [Request(PROMPT, SamplingParams(3), seed=1)])
-    assert index == 0
+    ((place, reply),) = sampled(client, [Request(PROMPT, SamplingParams(3), seed=1)])
+    assert place == (0, 0)
     assert reply.token_ids.tolist() == [5, 6, 7]
     assert reply.token_ids.dtype == np.int32
     assert reply.logprobs.tolist() == [-1.0, -1.0, -1.0]
@@ -233,12 +234,12 @@ def test_a_thousand_responses_come_back_as_they_complete(fake, client):
     began = time.monotonic()
     first = None
     completed = set()
-    for item in client.stream(requests):
+    for item in client.stream(ListedRequests(requests)):
         if item is not None:
             first = first or time.monotonic() - began
             completed.add(item[0])
-            assert item[1].token_ids[0] == item[0] % 64
-    assert completed == set(range(1024))
+            assert item[1].token_ids[0] == item[0][0] % 64
+    assert completed == {(i, 0) for i in range(1024)}
     assert first < 0.8 * (time.monotonic() - began)
     assert 256 < fake.most_running <= 512
 
@@ -278,7 +279,7 @@ def test_replies_of_other_weights_are_not_handed_on(fake):
     client = ServerClient([fake.url], WIRE, FAST)
     try:
         client.open(fake.url, "run.1")
-        stream = client.stream([Request(PROMPT, SamplingParams(1))])
+        stream = client.stream(ListedRequests([Request(PROMPT, SamplingParams(1))]))
         assert next(stream) is None
         assert "samples from weights 'default'" in client.down()[fake.url]
         fake.version = "run.1"
@@ -292,7 +293,7 @@ def test_replies_of_other_weights_are_not_handed_on(fake):
 def test_nothing_is_sent_until_a_server_is_opened(fake):
     client = ServerClient([fake.url], WIRE, FAST)
     try:
-        stream = client.stream([Request(PROMPT, SamplingParams(1))])
+        stream = client.stream(ListedRequests([Request(PROMPT, SamplingParams(1))]))
         assert next(stream) is None
         assert fake.seen[GENERATE] == 0
         client.open(fake.url, None)

@@ -16,6 +16,7 @@ from vllm_fake import FakeVllm
 from rljax.errors import ServerError
 from rljax.rollout.servers import pool
 from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import ClientLimits, SamplingParams
@@ -37,7 +38,7 @@ def opened(*urls, limits=FAST, version="default"):
 
 
 def sampled(client, requests, vocab_size=64, metrics=None):
-    return [item for item in client.stream(requests, vocab_size, metrics=metrics) if item is not None]
+    return [item for item in client.stream(ListedRequests(requests), vocab_size, metrics=metrics) if item is not None]
 
 
 def logprob(value):
@@ -173,7 +174,7 @@ def test_a_server_is_looked_after_while_another_answers(fake):
     """Replies come all the time; the iterator yields None at its interval all the same."""
     fake.delay_s = 0.05
     with opened(fake.url, limits=ClientLimits(max_outstanding=1)) as client:
-        items = list(client.stream([REQUEST] * 30))
+        items = list(client.stream(ListedRequests([REQUEST] * 30)))
     assert sum(item is not None for item in items) == 30
     assert sum(item is None for item in items) >= 4
 

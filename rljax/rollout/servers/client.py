@@ -26,8 +26,9 @@ from typing import Any, TypeVar
 import httpx
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerPausedError, ServerRefusedError
-from rljax.rollout.servers.pool import Group, Server, ServerPool, json_object, refusal_text
+from rljax.rollout.servers.pool import Server, ServerPool, json_object, refusal_text
 from rljax.rollout.servers.retries import Pauses, may_pass
+from rljax.rollout.servers.sources import Ask, RequestSource
 from rljax.rollout.servers.wire import Completion, Request, Wire, check_completion, join_parts, remaining_request
 from rljax.rollout.types import ClientLimits
 from rljax.weights.access import find_key_file, read_api_key
@@ -166,48 +167,54 @@ class ServerClient:
                 future.cancel()
 
     def stream(
-        self,
-        requests: Sequence[Request],
-        vocab_size: int | None = None,
-        *,
-        group_size: int = 1,
-        metrics: dict[str, float] | None = None,
-    ) -> Generator[tuple[int, Completion] | None]:
-        """Samples all ``requests`` from open servers and yields (index, completion) as they complete.
+        self, source: RequestSource, vocab_size: int | None = None, *, metrics: dict[str, float] | None = None
+    ) -> Generator[tuple[tuple[int, int], Completion] | None]:
+        """Samples the requests of ``source`` from open servers; yields (``Ask.place``, completion) as they complete.
 
-        Yields None every quarter of a second, whatever completes, so that the caller can recover servers. Closing the
-        iterator gives up what has not completed. Each ``group_size`` consecutive requests have one prompt. Token ids of
-        a reply are below ``vocab_size``, if that is known. ``rollout/requests`` and ``rollout/retries`` are counted up
-        in ``metrics``. It raises ServerError, in one line with the URL, where a response failed ``max_attempts`` times
-        or was refused.
+        A request is sent as soon as it comes, whatever the caller does with the completions before. Yields None every
+        quarter of a second, whatever completes, so that the caller can recover servers. Closing the iterator gives up
+        what has not completed. Token ids of a reply are below ``vocab_size``, if that is known. ``rollout/requests``
+        and ``rollout/retries`` are counted up in ``metrics``. It raises ServerError, in one line with the URL, where a
+        response failed ``max_attempts`` times or was refused, and what ``source`` raises.
         """
-        completed: queue.SimpleQueue[Future[Completion]] = queue.SimpleQueue()
-        groups = [Group() for _ in range(0, len(requests), group_size)]
+        completed: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()
         metrics = {} if metrics is None else metrics
         for name in ("rollout/requests", "rollout/retries"):
             metrics.setdefault(name, 0.0)
-        index = {
-            self._start(self._complete(i, request, vocab_size, groups[i // group_size], metrics)): i
-            for i, request in enumerate(requests)
-        }
-        for future in index:
-            future.add_done_callback(completed.put)
-        remaining = len(requests)
+        running: dict[Future[Completion], tuple[int, int]] = {}
+        has_news = threading.Event()
+
+        def wake() -> None:
+            if not has_news.is_set():
+                has_news.set()
+                completed.put(None)
+
+        source.watch(wake)
+        has_news.set()
         look = time.monotonic() + _TICK_S
         try:
-            while remaining:
+            while True:
+                if has_news.is_set():
+                    has_news.clear()
+                    for ask in source.take():
+                        future = self._start(self._complete(ask, vocab_size, metrics))
+                        running[future] = ask.place
+                        future.add_done_callback(completed.put)
+                if not running and source.is_over:
+                    return
                 try:
-                    future = completed.get(timeout=max(look - time.monotonic(), 0.0))
+                    done = completed.get(timeout=max(look - time.monotonic(), 0.0))
                 except queue.Empty:
                     self._check_loop()
                 else:
-                    remaining -= 1
-                    yield index[future], future.result()
+                    if done is not None:
+                        yield running.pop(done), done.result()
                 if time.monotonic() >= look:
                     yield None
                     look = time.monotonic() + _TICK_S
         finally:
-            for future in index:
+            source.watch(lambda: None)
+            for future in running:
                 future.cancel()
 
     def close(self) -> None:
@@ -249,10 +256,8 @@ class ServerClient:
         if not self._thread.is_alive():
             raise ServerError("the event loop of the HTTP client has ended")
 
-    async def _complete(
-        self, index: int, request: Request, vocab_size: int | None, group: Group, metrics: dict[str, float]
-    ) -> Completion:
-        """Returns the completion of request ``index``. Raises ServerError if it is refused or all attempts failed."""
+    async def _complete(self, ask: Ask, vocab_size: int | None, metrics: dict[str, float]) -> Completion:
+        """Returns the completion of a request. Raises ServerError if it is refused or all attempts failed."""
         failure, failures, pauses = "", 0, Pauses(self.limits.request_timeout_s)
         parts: list[Completion] = []
         while failures < self.limits.max_attempts:
@@ -261,10 +266,10 @@ class ServerClient:
                 await self._back_off(failures)
             elif pauses.count:
                 await self._back_off(pauses.count)
-            server = await self._pool.acquire(group)
+            server = await self._pool.acquire(ask.group)
             metrics["rollout/requests"] += 1
             try:
-                parts.append(await self._rollout(server, remaining_request(request, parts), vocab_size))
+                parts.append(await self._rollout(server, remaining_request(ask.request, parts), vocab_size))
                 if parts[-1].finish_reason != "abort":
                     return join_parts(parts)
                 failure, pauses.count = "", 0
@@ -284,11 +289,11 @@ class ServerClient:
                 failure = str(error)
             except Exception as error:
                 said = " ".join(f"{type(error).__name__} {error}".split())
-                raise ServerError(f"response {index} from {self._router or server.url} failed: {said}") from error
+                raise ServerError(f"{ask.name} from {self._router or server.url} failed: {said}") from error
             finally:
                 await self._pool.release(server)
             failures += 1
-        raise ServerError(f"response {index} failed {self.limits.max_attempts} times; the last: {failure}")
+        raise ServerError(f"{ask.name} failed {self.limits.max_attempts} times; the last: {failure}")
 
     async def _rollout(self, server: Server, request: Request, vocab_size: int | None) -> Completion:
         """Returns a completion that may be trained on, or a part of one where new weights came meanwhile."""

@@ -29,8 +29,10 @@ from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.handshake import Expectation, check_logprobs
+from rljax.rollout.servers.sources import ListedRequests, QueuedTurns, RequestSource
 from rljax.rollout.servers.verify import Look, Score, Verifier
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo, check_prompts, make_requests, shortest
+from rljax.rollout.servers.wire import Completion, ServerInfo, check_prompts, make_requests, shortest
+from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum
@@ -187,17 +189,36 @@ class ServedEngine(Admission, RolloutEngine):
 
         On another thread than the one that publishes it does not wait when all of them died: ServersLostError.
         """
-        if not self._verified:
-            raise RuntimeError(f"the {self._backend.name} servers hold no verified policy: publish first")
         if not prompts or n < 1:
             raise ValueError(f"at least one prompt and one response each are needed, got {len(prompts)} and n = {n}")
-        info = shortest(self._infos.values())
+        info, seed_sent = self._info(), self._seed_sent(seed)
         check_prompts(prompts, sampling.max_response_tokens, info, sampling.stop_token_ids)
-        # When weights come while responses are sampled, that moment decides what is sampled, whatever the seed.
-        seed_sent = seed if self._config.seeded and self._config.update == "wait" else None
         requests = make_requests(prompts, n, sampling, seed_sent, self._expected.routes, info.vocab_size)
         metrics: dict[str, float] = {}
-        return Samples(self._responses(requests, n, metrics), metrics)
+        return Samples(self._responses(ListedRequests(requests, n), metrics), metrics)
+
+    def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples each turn as soon as it is asked for. Servers and errors are those of ``generate``.
+
+        The turns of a trajectory go to one server while it has room, which has computed the tokens before them.
+        """
+        self._info()  # raises now, not in the iteration
+        turns = QueuedTurns(queue, sampling, self._seed_sent(seed), self._info, self._expected.routes)
+        metrics: dict[str, float] = {}
+        return Samples(self._responses(turns, metrics), metrics)
+
+    def _info(self) -> ServerInfo:
+        """Returns the description of the server that takes the shortest sequences, if a policy was published."""
+        if not self._verified:
+            raise RuntimeError(f"the {self._backend.name} servers hold no verified policy: publish first")
+        return shortest(self._infos.values())
+
+    def _seed_sent(self, seed: int) -> int | None:
+        """Returns the seed from which responses get theirs, or None where the servers choose.
+
+        When weights come while responses are sampled, that moment decides what is sampled, whatever the seed.
+        """
+        return seed if self._config.seeded and self._config.update == "wait" else None
 
     def close(self) -> None:
         """Closes the client and removes the weight files. The servers keep running, with the last weights."""
@@ -205,7 +226,7 @@ class ServedEngine(Admission, RolloutEngine):
         self.files.close()
         self._current = self._prepared = None
 
-    def _responses(self, requests: Sequence[Request], n: int, metrics: dict[str, float]) -> Iterator[Response]:
+    def _responses(self, source: RequestSource, metrics: dict[str, float]) -> Iterator[Response]:
         """Yields the responses as they complete, and fills ``metrics``."""
         began = time.monotonic()
         metrics["rollout/responses_without_version"] = 0.0
@@ -215,15 +236,15 @@ class ServedEngine(Admission, RolloutEngine):
         self.fleet.side_by_side(self.check, self._client.opened())
         try:
             vocab_size = shortest(self._infos.values()).vocab_size
-            with contextlib.closing(self.fleet.stream(requests, vocab_size, n, metrics)) as stream:
-                for index, reply in stream:
-                    yield self._response(index, reply, n, metrics)
+            with contextlib.closing(self.fleet.stream(source, vocab_size, metrics)) as stream:
+                for place, reply in stream:
+                    yield self._response(place, reply, metrics)
         finally:
             if self._config.colocated and self._current is not None:
                 self.fleet.side_by_side(self._rest, self._client.opened())
             metrics["time/generate_s"] = time.monotonic() - began
 
-    def _response(self, index: int, reply: Completion, n: int, metrics: dict[str, float]) -> Response:
+    def _response(self, place: tuple[int, int], reply: Completion, metrics: dict[str, float]) -> Response:
         """Returns the response that ``reply`` is; ReplyError if it names no weights and may be of several versions."""
         if reply.spans is None:
             if self._config.update != "wait":
@@ -243,7 +264,7 @@ class ServedEngine(Admission, RolloutEngine):
         if reply.routes is not None and self._expected.routes is not None:
             routes = reply.routes.astype(route_dtype(self._expected.routes[2]), copy=False)
         sampled = reply.token_ids, reply.logprobs
-        return Response(*divmod(index, n), *sampled, reply.finish_reason == "length", versions, routes, reply.tops)
+        return Response(*place, *sampled, reply.finish_reason == "length", versions, routes, reply.tops)
 
     @property
     def version(self) -> WeightVersion:

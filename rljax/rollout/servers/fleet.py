@@ -21,7 +21,8 @@ from rljax.rollout.engine import Stopping, check_wanted
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.client import ServerClient, check_url
 from rljax.rollout.servers.discovery import Discovery
-from rljax.rollout.servers.wire import Completion, Request
+from rljax.rollout.servers.sources import RequestSource
+from rljax.rollout.servers.wire import Completion
 from rljax.rollout.types import RolloutConfig
 
 log = logging.getLogger(__name__)
@@ -130,11 +131,11 @@ class Fleet:
         self._threads.shutdown(cancel_futures=True)
 
     def stream(
-        self, requests: Sequence[Request], vocab_size: int | None, group_size: int, metrics: dict[str, float]
-    ) -> Generator[tuple[int, Completion]]:
+        self, source: RequestSource, vocab_size: int | None, metrics: dict[str, float]
+    ) -> Generator[tuple[tuple[int, int], Completion]]:
         """Yields what :meth:`ServerClient.stream` does but None, and looks after the servers meanwhile."""
         self.restart_wait()
-        sampled = self.client.stream(requests, vocab_size, group_size=group_size, metrics=metrics)
+        sampled = self.client.stream(source, vocab_size, metrics=metrics)
         with contextlib.closing(sampled) as stream:
             for item in stream:
                 if item is None:

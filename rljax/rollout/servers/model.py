@@ -13,8 +13,10 @@ from rljax.errors import ReplyError, ServerGoneError
 from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
+from rljax.rollout.servers.sources import ListedRequests, QueuedTurns, RequestSource
 from rljax.rollout.servers.verify import sharpening
 from rljax.rollout.servers.wire import Completion, Request, check_completion, check_prompts, make_requests, shortest
+from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 
 _FITS = 0.25  # The largest distance of a probe from what it is taken for, as a share of |log temperature|.
@@ -60,8 +62,19 @@ class ServedModel(Admission, RolloutEngine):
     ) -> Samples:
         """Samples ``n`` responses to each prompt; ``at_once`` requests are sent at a time, all where it is None."""
         check_prompts(prompts, sampling.max_response_tokens, self.info)
+        requests = make_requests(prompts, n, sampling, seed)
+        size, metrics = at_once or max(1, len(requests)), dict[str, float]()
+        sources = (
+            ListedRequests(requests[start : start + size], n, first=start) for start in range(0, len(requests), size)
+        )
+        responses = (response for source in sources for response in self._responses(source, metrics))
+        return Samples(responses, metrics)
+
+    def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
+        """Samples each turn as soon as it is asked for."""
         metrics: dict[str, float] = {}
-        return Samples(self._responses(make_requests(prompts, n, sampling, seed), n, at_once, metrics), metrics)
+        turns = QueuedTurns(queue, sampling, seed, lambda: self.info)
+        return Samples(self._responses(turns, metrics), metrics)
 
     def score(self, sequences: Sequence[np.ndarray], *, at_once: int) -> Iterator[np.ndarray]:
         """Yields the log-probabilities at temperature 1 of given tokens, by one server, which is not waited for.
@@ -144,16 +157,10 @@ class ServedModel(Admission, RolloutEngine):
         """Closes the client. The servers keep running."""
         self._fleet.close()
 
-    def _responses(
-        self, requests: Sequence[Request], n: int, at_once: int | None, metrics: dict[str, float]
-    ) -> Iterator[Response]:
-        size = at_once or len(requests)
-        for start in range(0, len(requests), size):
-            batch = self._fleet.stream(requests[start : start + size], self.info.vocab_size, n, metrics)
-            with contextlib.closing(batch) as stream:
-                for index, reply in stream:
-                    sampled, is_cut = (reply.token_ids, reply.logprobs), reply.finish_reason == "length"
-                    yield Response(*divmod(start + index, n), *sampled, is_cut, ())
+    def _responses(self, source: RequestSource, metrics: dict[str, float]) -> Iterator[Response]:
+        with contextlib.closing(self._fleet.stream(source, self.info.vocab_size, metrics)) as stream:
+            for place, reply in stream:
+                yield Response(*place, reply.token_ids, reply.logprobs, reply.finish_reason == "length", ())
 
     def _scored(self, requests: Iterable[Request], at_once: int) -> Iterator[Completion]:
         """Yields one server's replies to these requests, each checked. ``at_once`` are sent at a time."""

@@ -225,18 +225,27 @@ def shortest(infos: Iterable[ServerInfo]) -> ServerInfo:
 
 
 def check_prompts(
-    prompts: Sequence[np.ndarray], max_response_tokens: int, info: ServerInfo, stop_token_ids: Sequence[int] = ()
+    prompts: Sequence[np.ndarray],
+    max_response_tokens: int,
+    info: ServerInfo,
+    stop_token_ids: Sequence[int] = (),
+    *,
+    name: str = "",
 ) -> None:
-    """Raises ValueError for prompts that a server would silently shorten, and for token ids out of its range."""
+    """Raises ValueError for prompts that a server would silently shorten, and for token ids out of its range.
+
+    ``name``: The words that the message calls the only prompt by, or "" to call each by its number.
+    """
     limit, vocab = info.max_model_len, info.vocab_size
     for i, prompt in enumerate(prompts):
+        called = name or f"prompt {i}"
         if len(prompt) < 1 or (limit is not None and len(prompt) > limit - max_response_tokens):
             most = "any number" if limit is None else limit - max_response_tokens
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens; with {max_response_tokens} of response it must have 1 to {most} "
+                f"{called} has {len(prompt)} tokens; with {max_response_tokens} of response it must have 1 to {most} "
                 f"(the servers' max_model_len is {limit})"
             )
         if vocab is not None and (prompt.min() < 0 or prompt.max() >= vocab):
-            raise ValueError(f"prompt {i} has token ids outside 0..{vocab - 1}")
+            raise ValueError(f"{called} has token ids outside 0..{vocab - 1}")
     if vocab is not None and any(not 0 <= token < vocab for token in stop_token_ids):
         raise ValueError(f"stop_token_ids {tuple(stop_token_ids)} are outside 0..{vocab - 1}")

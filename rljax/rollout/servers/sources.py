@@ -1,0 +1,110 @@
+"""The requests that a stream of responses sends: all at once, or turn by turn while others are sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from rljax.rollout.servers.pool import Group
+from rljax.rollout.servers.wire import Request, ServerInfo, check_prompts, response_seed
+from rljax.rollout.turns import TurnQueue
+from rljax.rollout.types import SamplingParams
+
+
+class Ask(NamedTuple):
+    """A request, and what is known of it beside what is sent.
+
+    Attributes:
+      place: The ``prompt_index`` and the ``sample_index`` of the response.
+      name: The words that messages call the response by.
+      request: The request itself.
+      group: The requests that should go to one server, because it has computed a part of their prompts.
+    """
+
+    place: tuple[int, int]
+    name: str
+    request: Request
+    group: Group
+
+
+class RequestSource(Protocol):
+    """The requests of one stream of responses. One thread uses it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further request comes."""
+
+    def take(self) -> Iterable[Ask]:
+        """Returns the requests that came since the last call, and raises what ended their source."""
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Has ``wake`` called, on any thread, whenever ``take`` or ``is_over`` may have something new."""
+
+
+class ListedRequests:
+    """Requests that are all known from the start."""
+
+    def __init__(self, requests: Sequence[Request], group_size: int = 1, *, first: int = 0) -> None:
+        """Takes ``requests`` of which each ``group_size`` in a row have one prompt; the first has number ``first``."""
+        self._requests, self._group_size, self._first = requests, group_size, first
+        self.is_over = False
+
+    def take(self) -> Iterable[Ask]:
+        """Returns all requests the first time, and none from then on."""
+        if self.is_over:
+            return []
+        self.is_over = True
+        groups: defaultdict[int, Group] = defaultdict(Group)
+        return [
+            Ask(divmod(number, self._group_size), f"response {number}", request, groups[i // self._group_size])
+            for i, (number, request) in enumerate(enumerate(self._requests, self._first))
+        ]
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Does nothing."""
+
+
+class QueuedTurns:
+    """The turns of trajectories, which are asked for while others are sampled. A trajectory's turns form a group."""
+
+    def __init__(
+        self,
+        queue: TurnQueue,
+        sampling: SamplingParams,
+        seed: int | None,
+        info: Callable[[], ServerInfo],
+        routes: tuple[int, int, int] | None = None,
+    ) -> None:
+        """Takes nothing from ``queue`` yet.
+
+        Args:
+          queue: The queue of the turns.
+          sampling: The settings of each turn, with the most tokens of a turn as ``max_response_tokens``.
+          seed: The seed from which each turn gets its own, or None to leave it to the servers.
+          info: A function that describes the server which takes the shortest sequences now.
+          routes: The field of that name of each :class:`Request`.
+        """
+        self._queue, self._sampling, self._seed, self._info, self._routes = queue, sampling, seed, info, routes
+        self._groups: defaultdict[int, Group] = defaultdict(Group)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all trajectories have ended."""
+        return self._queue.is_over
+
+    def take(self) -> Iterable[Ask]:
+        """Returns the turns that wait. Raises as ``TurnQueue.take``, and ValueError for one that is too long."""
+        for key, turn, tokens, max_tokens in self._queue.take(0.0):
+            info, name = self._info(), f"turn {turn} of trajectory {key}"
+            limit = min(max_tokens, self._sampling.max_response_tokens)
+            check_prompts([tokens], limit, info, self._sampling.stop_token_ids, name=f"the prompt of {name}")
+            sampling = dataclasses.replace(self._sampling, max_response_tokens=limit)
+            seed = None if self._seed is None else response_seed(self._seed, key, turn)
+            request = Request(tokens, sampling, seed, None, self._routes, info.vocab_size)
+            yield Ask((key, turn - 1), name, request, self._groups[key])
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Has ``wake`` called at each change of the queue."""
+        self._queue.watch(wake)

@@ -1,0 +1,208 @@
+"""Turns of trajectories through stand-in servers, whose tokens count up from the last one of the prompt."""
+
+import contextlib
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from served_engines import PARAMS, make
+from stopping import StopWhen
+from vllm_fake import FakeVllm
+
+from rljax.errors import StoppedWaitingError
+from rljax.rollout.build import connect
+from rljax.rollout.servers.wire import response_seed
+from rljax.rollout.turns import TurnQueue, TurnRequest
+from rljax.rollout.types import SamplingParams, VersionSpan
+
+LIMITS = SamplingParams(6)
+ENVIRONMENT = [40, 41]  # the tokens that the environment of these tests writes after each turn
+
+
+@contextlib.contextmanager
+def published(*fakes, **config):
+    engine = make(*(each.url for each in fakes), **config)
+    try:
+        engine.publish(PARAMS, 0)
+        for each in fakes:
+            each.asked.clear()
+            each.sampling.clear()
+        yield engine
+    finally:
+        engine.close()
+
+
+def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, turn: 6, after=lambda response: None):
+    """Runs a trajectory of ``turns[key]`` turns from the token 10 + key; returns its responses in order of arrival."""
+    queue, rows, responses = TurnQueue(len(turns)), [[10 + key % 20] for key in range(len(turns))], []
+
+    def put(key, turn):
+        queue.put(TurnRequest(key, turn, np.asarray(rows[key], np.int32), max_tokens(key, turn)))
+
+    for key in range(len(turns)):
+        put(key, 1)
+    samples = engine.answer(queue, limits, seed=seed)
+    for response in samples:
+        responses.append(response)
+        after(response)
+        key, turn = response.prompt_index, response.sample_index + 1
+        rows[key] += [*response.token_ids.tolist(), *ENVIRONMENT]
+        if turn == turns[key]:
+            queue.end(key)
+        else:
+            put(key, turn + 1)
+    return responses, samples.metrics
+
+
+def places(responses):
+    return [(response.prompt_index, response.sample_index) for response in responses]
+
+
+def test_each_turn_extends_the_one_before(fake):
+    """Of trajectory 0 from the token 10: three turns of two tokens, with two of the environment after each."""
+    with published(fake) as engine:
+        responses, metrics = converse(engine, [3, 1], seed=5, max_tokens=lambda key, turn: 2 + 9 * key)
+    first, second = [10, 10, 11, 40, 41], [10, 10, 11, 40, 41, 41, 42, 40, 41]
+    wanted = [([10], 2, (0, 1)), ([11], 6, (1, 1)), (first, 2, (0, 2)), (second, 2, (0, 3))]
+    assert sorted(fake.asked) == sorted([(row, most, response_seed(5, *place)) for row, most, place in wanted])
+    assert sorted(places(responses)) == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    for response in responses:
+        assert response.length == (6 if response.prompt_index else 2)
+        assert response.versions == (VersionSpan(0, 0, response.length),)
+        assert response.truncated
+        assert set(response.logprobs) == {-1.0}
+    assert metrics["rollout/requests"] == 4
+    assert metrics["rollout/retries"] == 0
+    assert metrics["time/generate_s"] > 0
+
+
+def test_turns_are_answered_while_others_run(fake):
+    """Trajectory 0 takes a second for its turn; the turns of trajectory 1 do not wait for it."""
+    with published(fake) as engine:
+        fake.token_s = 0.1
+        limits = SamplingParams(20)
+        responses, _ = converse(engine, [1, 4], limits=limits, max_tokens=lambda key, turn: 1 if key else 20)
+    assert places(responses) == [(1, 0), (1, 1), (1, 2), (1, 3), (0, 0)]
+
+
+def test_requests_may_come_late_and_from_other_threads(fake):
+    with published(fake) as engine, ThreadPoolExecutor(1) as thread:
+        queue, responses = TurnQueue([3, 8]), []
+        answering = thread.submit(lambda: responses.extend(engine.answer(queue, LIMITS, seed=0)))
+        for key in (8, 3):
+            time.sleep(0.3)
+            assert not answering.done()
+            queue.put(TurnRequest(key, 1, np.asarray([key], np.int32), 1))
+        queue.end(8)
+        time.sleep(0.3)
+        assert not answering.done()
+        queue.end(3)
+        answering.result(timeout=20)
+    assert places(responses) == [(8, 0), (3, 0)]
+
+
+def test_the_turns_of_a_trajectory_stay_at_one_server():
+    fakes = [FakeVllm() for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for each in fakes:
+            stack.callback(each.stop)
+            each.delay_s = 0.02
+        engine = stack.enter_context(published(*fakes))
+        responses, _ = converse(engine, [4] * 9)
+    assert len(responses) == 36
+    asked = [{prompt[0] for prompt, _, _ in each.asked} for each in fakes]
+    assert sum(map(len, asked)) == 9
+    assert all(len(each.asked) == 12 for each in fakes)
+
+
+def test_another_server_goes_on_where_one_dies():
+    """Each turn has the tokens that it would have, whichever server samples it."""
+    fakes = [FakeVllm() for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        for each in fakes:
+            stack.callback(each.stop)
+        engine = stack.enter_context(published(*fakes))
+        undisturbed, _ = converse(engine, [4] * 4)
+        for each in fakes:
+            each.token_s = 0.02
+        deaths = iter([fakes[0].stop])
+        responses, metrics = converse(engine, [4] * 4, after=lambda response: next(deaths, lambda: None)())
+    assert metrics["rollout/retries"] >= 1
+    assert sorted(places(responses)) == sorted(places(undisturbed))
+    by_place = dict(zip(places(undisturbed), undisturbed, strict=True))
+    for response in responses:
+        wanted = by_place[response.prompt_index, response.sample_index]
+        np.testing.assert_array_equal(response.token_ids, wanted.token_ids)
+
+
+@pytest.mark.parametrize("update", ["keep", "abort"])
+def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update):
+    with published(fake, update=update, max_staleness=1) as engine, ThreadPoolExecutor(1) as thread:
+        fake.token_s = 0.02
+        limits = SamplingParams(40)
+        answering = thread.submit(converse, engine, [2, 2], limits=limits, max_tokens=lambda key, turn: 40)
+        while fake.running < 2:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        engine.publish(PARAMS, 1)
+        responses, _ = answering.result(timeout=30)
+    assert sorted(places(responses)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for response in responses:
+        versions = [span.version for span in response.versions]
+        assert versions == ([1] if response.sample_index else [0, 1])
+        assert response.versions[-1].end == response.length == 40
+    assert all(sampling["seed"] is None for sampling in fake.sampling if sampling["max_tokens"] == 40)
+
+
+def test_a_turn_that_a_server_would_shorten_is_refused(fake):
+    """The stand-in takes 128 tokens, of which 6 are for the turn."""
+    queue = TurnQueue(1)
+    queue.put(TurnRequest(0, 2, np.ones(123, np.int32), 100))
+    said = "the prompt of turn 2 of trajectory 0 has 123 tokens; with 6 of response it must have 1 to 122"
+    with published(fake) as engine, pytest.raises(ValueError, match=said):
+        list(engine.answer(queue, LIMITS, seed=0))
+
+
+def test_a_failure_of_the_environments_ends_the_answers(fake):
+    queue = TurnQueue(2)
+    queue.put(TurnRequest(0, 1, np.ones(1, np.int32), 1))
+    with published(fake) as engine:
+        answers = iter(engine.answer(queue, LIMITS, seed=0))
+        assert next(answers).prompt_index == 0
+        threading.Timer(0.2, queue.fail, [OSError("the environments are gone")]).start()
+        with pytest.raises(OSError, match="the environments are gone"):
+            next(answers)
+
+
+def test_a_run_that_gives_up_does_not_wait_for_environments(fake):
+    gives_up = threading.Event()
+    with published(fake, stop=StopWhen(gives_up=gives_up.is_set)) as engine:
+        threading.Timer(0.3, gives_up.set).start()
+        with pytest.raises(StoppedWaitingError):
+            list(engine.answer(TurnQueue(1), LIMITS, seed=0))
+
+
+@pytest.mark.slow
+def test_hundreds_of_trajectories_take_no_thread_each(fake):
+    """The stand-in has a thread for each request, in this process, so the engine's are told by their names."""
+    counts, names = [], ("rljax", "asyncio")
+    with published(fake) as engine:
+        responses, _ = converse(
+            engine,
+            [2] * 300,
+            after=lambda _: counts.append(sum(each.name.startswith(names) for each in threading.enumerate())),
+        )
+    assert len(responses) == 600
+    assert max(counts) < 20
+
+
+def test_a_served_model_answers_turns(fake):
+    model = connect([fake.url])
+    try:
+        responses, _ = converse(model, [2, 1], max_tokens=lambda key, turn: 2)
+    finally:
+        model.close()
+    assert sorted(places(responses)) == [(0, 0), (0, 1), (1, 0)]
+    assert {response.length for response in responses} == {2}
