@@ -25,8 +25,8 @@ class TurnsUpdate:
     ) -> Updated:
         """Makes the updates, and measures the turns of all sequences."""
         updated = self._update(state, batch, sequences, options)
-        every = updated.trainer_logprobs()
-        return updated._replace(row=updated.row | turn_metrics(sequences, every), trainer_logprobs=lambda: every)
+        every = updated.trainer()
+        return updated._replace(row=updated.row | turn_metrics(sequences, every.logprobs), trainer=lambda: every)
 
 
 def turn_metrics(sequences: Sequence[TrainSequence], trainer: Sequence[np.ndarray]) -> dict[str, float]:

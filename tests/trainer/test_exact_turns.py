@@ -82,7 +82,7 @@ def test_trajectories_of_several_turns_have_no_mismatch():
     assert {int(sequence.turns.max()) for sequence in sequences} == {1, 2, 3}
     assert metrics["rollout/executable_runs"] >= 5  # two rows of the executable in the first round, and two more rounds
     found = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
-    for sequence, trainer in zip(sequences, found.trainer_logprobs(), strict=True):
+    for sequence, trainer in zip(sequences, found.trainer().logprobs, strict=True):
         sampled = sequence.turns > 0
         np.testing.assert_array_equal(trainer[sampled], sequence.rollout_logprobs[sampled])
     assert found.row["mismatch/logprob_abs_diff_max"] == 0.0

@@ -6,7 +6,7 @@ from glossary import glossary
 
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.turns import TurnsUpdate, turn_metrics
-from rljax.trainer.update import Updated, UpdateOptions
+from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
 
 OPTIONS = UpdateOptions(1e-3, 0, noise=False)
 
@@ -64,7 +64,7 @@ def test_the_updates_row_stays_and_one_fetch_serves_all():
         def __call__(self, state, batch, sequences, options):
             def trainer():
                 fetched.append(len(sequences))
-                return trainer_of(sequences, 0.5)
+                return TrainerValues(trainer_of(sequences, 0.5))
 
             return Updated(state, {"policy/loss": 1.0}, {}, trainer)
 
@@ -73,5 +73,5 @@ def test_the_updates_row_stays_and_one_fetch_serves_all():
     found = update("state", None, sequences, OPTIONS)
     assert (found.state, found.row["policy/loss"]) == ("state", 1.0)
     assert found.row["turns/turn_2/logprob_abs_diff_mean"] == 0.5
-    assert [values.tolist() for values in found.trainer_logprobs()] == [[-1.5, 0.0, -1.5]]
+    assert [values.tolist() for values in found.trainer().logprobs] == [[-1.5, 0.0, -1.5]]
     assert fetched == [1]
