@@ -15,6 +15,8 @@ from rljax.compare.distributions import DistributionPair
 from rljax.compare.verdict import Verdict, judge
 from rljax.mismatch import mismatch_metrics, read_tokens
 from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position
+from rljax.mismatch.turns import mismatch_by_turn
+from rljax.record.dump_turns import turns_of
 from rljax.record.text_tables import text_table
 from rljax.record.token_arrays import to_rows
 from rljax.record.token_dumps import ABOVE_ZERO, PLACES, SECOND_RUN, ColumnSource, TokenDump
@@ -37,6 +39,9 @@ class Pair:
     metrics: dict[str, float]  # those of mismatch_metrics
     growth: dict[str, dict[str, float]]  # token_count, k3_kl, logprob_abs_diff_mean of each position bucket with tokens
     verdict: Verdict
+    # The token_count, k3_kl, logprob_abs_diff_mean and extreme_rate of each bucket of mismatch_by_turn; empty without
+    # responses of several turns.
+    turns: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,12 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     cut, sampler = _cut(dump.sampling), dump.sampling.get("column")
     cuts = {name: cut if (name == sampler if sampler else roles[name] == "rollout") else "" for name in names}
     arrays = {name: to_rows(vectors, np.nan) for name, vectors in dump.logprobs.items()}
-    pairs = []
+    pairs, turns = [], turns_of(dump)
     for a, b in itertools.combinations(names, 2):
         both, origins = (arrays[a], arrays[b], mask), (dump.sources[a], dump.sources[b])
         verdict = judge(*both, *origins, cut=_cut_of_pair(*origins, cuts[a] or cuts[b]), same_weights=same_weights)
-        pairs.append(Pair(a, b, roles[a] != roles[b], mismatch_metrics(*both), _growth(*both), verdict))
+        by_turn = _by_turn(dump.logprobs[a], dump.logprobs[b], turns)
+        pairs.append(Pair(a, b, roles[a] != roles[b], mismatch_metrics(*both), _growth(*both), verdict, by_turn))
     seconds = {name: arrays[name + SECOND_RUN] for name in names if name + SECOND_RUN in arrays}
     floors = {name: mismatch_metrics(arrays[name], second, mask) for name, second in seconds.items()}
     sources = {name: dataclasses.replace(dump.sources[name], role=roles[name]) for name in names}
@@ -153,6 +159,8 @@ def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]
     """Joins the tables and a paragraph about columns that share a role."""
     matrices = [_matrix(comparison, metric) for metric in MATRIX_METRICS]
     tables = [_columns_table(comparison), *matrices, _growth_table(comparison), _verdict_table(comparison)]
+    if any(pair.turns for pair in comparison.pairs):
+        tables[-1:-1] = [_turns_table(comparison, *about) for about in TURN_TABLES]
     if comparison.distributions:
         tables.append(_distributions_table(comparison))
     parts = [section.format(title, to_table(rows)) for title, rows in tables]
@@ -165,6 +173,17 @@ def _growth(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, dict[st
     filled = [label for label in labels if numbers[f"{label}/token_count"]]
     kept = ("token_count", "k3_kl", "logprob_abs_diff_mean")
     return {label: {name: numbers[f"{label}/{name}"] for name in kept} for label in filled}
+
+
+def _by_turn(
+    x: Sequence[np.ndarray], y: Sequence[np.ndarray], turns: Sequence[np.ndarray]
+) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for name, value in mismatch_by_turn(x, y, turns).items():
+        label, _, metric = name.partition("/")
+        if metric in ("token_count", "k3_kl", "logprob_abs_diff_mean", "extreme_rate"):
+            found.setdefault(label, {})[metric] = value
+    return found
 
 
 _Rows = list[list[str]]
@@ -208,6 +227,23 @@ def _growth_table(comparison: Comparison) -> tuple[str, _Rows]:
         gaps = [f"{pair.growth[k]['logprob_abs_diff_mean']:.3g}" if k in pair.growth else "" for k in labels]
         rows.append([f"{pair.trainer} / {pair.rollout}", *gaps, f"{pair.metrics['slope_per_1k']:.3g}"])
     return "logprob_abs_diff_mean by position in the response", rows
+
+
+TURN_TABLES = (
+    ("turn_", "turn"),
+    ("after_", "distance from the environment's last token (its next token is at 1)"),
+)
+"""The first part of the labels in each table of turns, and what the table splits the mismatch by."""
+
+
+def _turns_table(comparison: Comparison, kind: str, what: str) -> tuple[str, _Rows]:
+    labels = dict.fromkeys(label for pair in comparison.pairs for label in pair.turns if label.startswith(kind))
+    rows = [["pair", *(label.removeprefix(kind) for label in labels)]]
+    for pair in comparison.pairs:
+        cells = (pair.turns.get(label) for label in labels)
+        texts = [f"{cell['logprob_abs_diff_mean']:.3g} ({cell['extreme_rate']:.2%})" if cell else "" for cell in cells]
+        rows.append([f"{pair.trainer} / {pair.rollout}", *texts])
+    return f"logprob_abs_diff_mean (and share of extreme tokens) by {what}", rows
 
 
 def _verdict_table(comparison: Comparison) -> tuple[str, _Rows]:

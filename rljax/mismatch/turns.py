@@ -31,16 +31,19 @@ def after_environment(turns: np.ndarray) -> np.ndarray:
     """Counts the tokens from the environment's last token to each sampled token, int64 [t].
 
     The first token after those of the environment has 1. Tokens that no environment's token precedes have 0, and so
-    have the environment's own. The prompt of a sequence whose first turn is not turn 1 ends with the environment's.
+    have the environment's own. The tokens before the first sampled one are the prompt. It ends with the environment's
+    tokens if that first one is of a later turn than 1.
 
     Args:
-      turns: The turns of the tokens after the prompt, int [t].
+      turns: The turns of the tokens of a sequence, with its prompt or without, int [t].
     """
-    place = np.arange(len(turns))
-    last = np.maximum.accumulate(np.where(turns > 0, -1, place)) if len(turns) else place
-    sampled = turns[turns > 0]
-    begins_later = len(sampled) > 0 and sampled[0] > 1
-    return np.where((turns > 0) & ((last >= 0) | begins_later), place - last, 0)
+    place, sampled = np.arange(len(turns)), turns > 0
+    if not sampled.any():
+        return np.zeros(len(turns), np.int64)
+    first = int(np.argmax(sampled))
+    before = first - 1 if turns[first] > 1 else -1
+    last = np.maximum.accumulate(np.where(~sampled & (place > first), place, before))
+    return np.where(sampled & ((last >= 0) | (turns[first] > 1)), place - last, 0)
 
 
 def mismatch_by_turn(
@@ -53,7 +56,7 @@ def mismatch_by_turn(
     """Computes the mismatch of sampled tokens by turn and by distance from the environment's last token.
 
     Args:
-      trainer: The trainer's log-probabilities of each sequence's tokens after the prompt, float [t] each.
+      trainer: The trainer's log-probabilities of each sequence's tokens, float [t] each. They need no prompt.
       rollout: The engine's log-probabilities of the same tokens.
       turns: The turns of the same tokens, int [t] each.
       chunk: The number of tokens that are measured together, about.

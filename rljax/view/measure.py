@@ -14,6 +14,8 @@ from rljax.mismatch.accurate import exp_minus_one_minus_x
 from rljax.mismatch.correction import correct_tokens, finalize_correction
 from rljax.mismatch.metrics import finalize_mismatch
 from rljax.mismatch.regions import region_factor
+from rljax.mismatch.turns import after_environment
+from rljax.record.dump_turns import turns_of
 from rljax.record.token_arrays import to_rows
 from rljax.record.token_dumps import ABOVE_ZERO, PLACES, TokenDump
 
@@ -27,9 +29,16 @@ _STEPS = np.asarray([digit * 10.0**power for power in range(-5, 1) for digit in 
 EDGES = {
     "value": np.concatenate([-_STEPS[::-1], _STEPS]),  # of log-ratios, nats
     "entropy": np.asarray([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 1, 1.5, 2, 3, 4, 6]),  # nats
-    "position": 2.0 ** np.arange(4, 20),  # places in the response, from 1
+    "position": 2.0 ** np.arange(4, 20),  # places among the sampled tokens of the response, from 1
+    "turn": np.asarray([2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33, 65]),  # turns, from 1
+    "after": np.asarray(
+        [2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025]
+    ),  # tokens from the environment's last one, from 1
 }
 """The edges of the buckets of each chart. Bucket i holds edges[i - 1] <= x < edges[i]."""
+
+GROWING = ("position", "turn", "after")
+"""The charts that show the mean of abs(log-ratio) in each bucket, not the number of tokens."""
 
 _CHUNK = 2**19  # padded tokens that are measured together
 
@@ -47,9 +56,12 @@ class Measured:
     order: np.ndarray  # the sequences with a response token, the largest contribution first, int64
     metrics: dict[str, float]
     histograms: dict[str, np.ndarray]  # the counts of the buckets of ``EDGES`` by its names, int64
-    growth: np.ndarray  # the sum of abs(log-ratio) in each bucket of positions, float64
+    growth: dict[str, np.ndarray]  # the sum of abs(log-ratio) in each bucket of ``GROWING``, by its names, float64
     entropy: list[np.ndarray]  # entropies of the tokens (nats), float32 [t] each, NaN if unknown; [] without any
     entropy_of: str  # the source of the entropies, in words
+    # The turn of each token, and its distance from the environment's last token, int64 [t]; 0: none. [] with one turn.
+    turns: list[np.ndarray] = field(default_factory=list)
+    after: list[np.ndarray] = field(default_factory=list)
     weights: list[np.ndarray] = field(default_factory=list)  # of the correction, float32 [t]; [] if unknown
     notes: list[str] = field(default_factory=list)  # sentences on what was left out
 
@@ -98,8 +110,10 @@ def measure(
     names = ("tokens", "nonfinite", "sum", "size", "largest", "k3", "position")
     sequences = {name: np.zeros(count) for name in names}
     histograms = {name: np.zeros(len(edges) + 1, np.int64) for name, edges in EDGES.items()}
-    found = Measured(trainer, rollout, sequences, np.zeros(0, int), {}, histograms, np.zeros(0), entropy, entropy_of)
-    found.growth = np.zeros(len(EDGES["position"]) + 1)
+    growth = {name: np.zeros(len(EDGES[name]) + 1) for name in GROWING}
+    found = Measured(trainer, rollout, sequences, np.zeros(0, int), {}, histograms, growth, entropy, entropy_of)
+    found.turns = turns_of(dump)
+    found.after = [after_environment(turns) for turns in found.turns]
     weighing = _Weighing(dump, correction) if trainer else None
     total: Statistics | None = None
     for rows in _chunks([len(ids) for ids in dump.token_ids]):
@@ -155,14 +169,20 @@ def _add_rows(found: Measured, rows: np.ndarray, tokens: Any, position: np.ndarr
     of["k3"][rows] = exp_minus_one_minus_x(np, lr).sum(1)
     worst = np.argmax(size, axis=1)
     of["position"][rows] = position[np.arange(len(rows)), worst] * (size.max(1) > 0)
-    of_tokens = {"value": lr[valid], "position": position[valid].astype(float)}
+    of_tokens = {"value": lr[valid], "position": position[valid]}
+    sizes = {"position": size[valid]}
+    for name, counts in (("turn", found.turns), ("after", found.after)) if found.turns else ():
+        values = _pad(counts, rows, 0)
+        known = valid & (values > 0)
+        of_tokens[name], sizes[name] = values[known], size[known]
     if found.entropy:
         entropies = _pad(found.entropy, rows, np.nan)[valid]
         of_tokens["entropy"] = entropies[np.isfinite(entropies)]
     for name, values in of_tokens.items():
         found.histograms[name] += np.bincount(bucket(name, values), minlength=len(found.histograms[name]))
-    places = bucket("position", of_tokens["position"])
-    found.growth += np.bincount(places, weights=size[valid], minlength=len(found.growth))
+    for name, weights in sizes.items():
+        places = bucket(name, of_tokens[name])
+        found.growth[name] += np.bincount(places, weights=weights, minlength=len(found.growth[name]))
 
 
 def bucket(name: str, values: np.ndarray) -> np.ndarray:

@@ -107,11 +107,10 @@ function options(select, pairs) {
 }
 
 function showChoices() {
-  for (const name of ["turn", "version"]) {
-    const found = distinct(name);
-    $(`of-${name}`).hidden = found.length < 2;
-    options($(name), [["", "any"], ...found.map((value) => [value, value])]);
-  }
+  const versions = distinct("version");
+  $("of-version").hidden = versions.length < 2;
+  options($("version"), [["", "any"], ...versions.map((value) => [value, value])]);
+  for (const name of ["turn", "after"]) $(`of-${name}`).hidden = !view.values.after;
   $("of-advantage").hidden = !view.values.advantage;
   $("of-entropy").hidden = !view.values.entropy;
   const what = dump.isPair ? "log-ratios" : "log-probabilities";
@@ -125,8 +124,8 @@ const number = (id) => ($(id).value === "" ? null : Number($(id).value));
 
 function readFilters() {
   filters = { size: [number("size-low"), null] };
-  for (const name of ["position", "value", "entropy"]) filters[name] = [number(`${name}-low`), number(`${name}-high`)];
-  for (const name of ["turn", "version", "advantage"]) filters[name] = number(name);
+  for (const name of ["position", "value", "entropy", "turn", "after"]) filters[name] = [number(`${name}-low`), number(`${name}-high`)];
+  for (const name of ["version", "advantage"]) filters[name] = number(name);
   applyFilters();
 }
 
@@ -136,12 +135,12 @@ function inside(value, [low, high]) {
 }
 
 function keeps(i) {
-  const { turn, version, advantage, entropy } = view.values;
+  const { version, advantage } = view.values;
   const value = view.value[i];
   if (!view.mask[i] || Number.isNaN(value)) return false;
   return inside(view.position[i], filters.position) && inside(value, filters.value) && inside(Math.abs(value), filters.size) &&
-    (!entropy || inside(entropy[i], filters.entropy)) &&
-    (filters.turn === null || turn[i] === filters.turn) && (filters.version === null || version[i] === filters.version) &&
+    ["entropy", "turn", "after"].every((name) => !view.values[name] || inside(view.values[name][i], filters[name])) &&
+    (filters.version === null || version[i] === filters.version) &&
     (filters.advantage === null || Math.sign(advantage[i]) === filters.advantage);
 }
 
@@ -179,6 +178,10 @@ function chartTexts() {
   return {
     value: [dump.isPair ? "Log-ratio, trainer − rollout (nats)" : "Log-probability (nats)", "tokens, logarithmic"],
     position: ["Growth along the position in the response", `mean size of the ${what}, nats`],
+    ...(view.values.after && {
+      turn: ["By turn", `mean size of the ${what}, nats`],
+      after: ["By distance from the environment's last token", `mean size of the ${what}, nats`],
+    }),
     ...(view.values.entropy && { entropy: ["Entropy (nats)", `tokens, logarithmic; ${dump.entropyOf}`] }),
   };
 }
@@ -206,7 +209,7 @@ function heights(name) {
   });
   const mean = (sums, over) => sums.map((sum, i) => (over[i] ? sum / over[i] : 0));
   const log = (numbers) => numbers.map((n) => Math.log10(1 + n));
-  const [all, some] = name === "position" ? [mean(growth, counts), mean(size, here)] : [log(counts), log(number)];
+  const [all, some] = growth[name] ? [mean(growth[name], counts), mean(size, here)] : [log(counts), log(number)];
   return { edges, counts, number, all, some };
 }
 
@@ -233,7 +236,7 @@ function drawChart(name) {
   for (let i = first; i <= last; i++) {
     const [low, high] = ends(i);
     const range = `${low === null ? "below" : `${short(low)} to`} ${high === null ? "more" : short(high)}`;
-    const told = name === "position" ? `; mean size ${short(all[i])}, of which the selected make ${short(some[i])} on this page` : "";
+    const told = dump.growth[name] ? `; mean size ${short(all[i])}, of which the selected make ${short(some[i])} on this page` : "";
     const bar = svg("g", {});
     bar.append(svg("title", {}, `${range}: ${counts[i]} tokens, ${number[i]} selected on this page${told}`),
       svg("rect", { x: x(i), y: 0, width: wide, height: base, fill: "transparent" }),
@@ -243,7 +246,7 @@ function drawChart(name) {
     const step = Math.ceil(bars / 9);
     if (low !== null && i > first && (i - first) % step === 0) picture.append(svg("text", { x: x(i), y: base + 12, "text-anchor": "middle" }, short(low, 2)));
   }
-  const label = name === "position" ? short(top, 2) : Math.round(10 ** top - 1).toLocaleString("en", { notation: "compact" });
+  const label = dump.growth[name] ? short(top, 2) : Math.round(10 ** top - 1).toLocaleString("en", { notation: "compact" });
   picture.append(svg("text", { x: left - 3, y: 14, "text-anchor": "end" }, label), svg("text", { x: left - 3, y: base, "text-anchor": "end" }, "0"),
     svg("line", { x1: left, x2: width, y1: base, y2: base, stroke: "var(--line)" }));
   const places = (event) => {
@@ -355,7 +358,7 @@ function showSequence(s) {
     const span = make("span", plain(view.ids[i]));
     const breaks = tokenText(view.ids[i]).split("\n").length - 1;
     span.dataset.token = i;
-    if (!view.mask[i]) span.className = "prompt";
+    if (!view.mask[i]) span.className = isOfEnvironment(i) ? "environment" : "prompt";
     else if (Number.isNaN(view.value[i])) span.className = "lost";
     else span.className = level(view.value[i]) || "";
     spans.set(i, span);
@@ -368,6 +371,8 @@ function showSequence(s) {
   fade();
   showCounts();
 }
+
+const isOfEnvironment = (i) => !view.mask[i] && view.values.turn?.[i] === 0;
 
 const sequenceOf = (i) => bucketOf(view.starts, i) - 1;
 
@@ -391,18 +396,21 @@ function cardOf(i) {
   const line = (name, value) => table.append(rowOf([name, value]));
   card.append(make("b", plain(view.ids[i])));
   line("token id", view.ids[i]);
-  line("position", view.mask[i] ? `${view.position[i]} in the response` : "not sampled by the policy");
+  const notSampled = isOfEnvironment(i) ? "written by the environment" : "not sampled by the policy";
+  line("position", view.mask[i] ? `${view.position[i]} in the response` : notSampled);
   const logprob = (value) => (Number.isNaN(value) ? "none" : `${short(value, 7)} (p ${short(Math.exp(value), 3)})`);
   if (dump.isPair) line("trainer log-probability", logprob(view.trainer[i]));
   line(dump.isPair ? "rollout log-probability" : "log-probability", logprob(view.rollout[i]));
   if (dump.isPair && !Number.isNaN(view.value[i])) {
     line("log-ratio", `${short(view.value[i], 5)} (ratio ${short(Math.exp(view.value[i]), 4)})`);
   }
-  const { entropy, ...others } = view.values;
+  const { entropy, after, ...others } = view.values;
+  if (isOfEnvironment(i)) delete others.turn;
   for (const [side, tops] of Object.entries(view.tops)) {
     if (tops.rank[i]) line(`rank for the ${side}`, tops.rank[i] > tops.of ? `beyond ${tops.of}` : tops.rank[i]);
   }
   if (entropy && Number.isFinite(entropy[i])) line(dump.entropyOf === "entropy" ? "entropy" : "entropy, at least", short(entropy[i]));
+  if (after && Number.isFinite(after[i])) line("after the environment", `${after[i]} tokens`);
   for (const name of Object.keys(others).sort()) if (Number.isFinite(others[name][i])) line(name, short(others[name][i]));
   card.append(table);
   for (const [side, { k, ids, logprobs }] of Object.entries(view.tops)) {

@@ -71,7 +71,7 @@ class Page:
                 "metrics": [[key, _short(value)] for key, value in measured.metrics.items()],
                 "edges": {key: edges.tolist() for key, edges in EDGES.items()},
                 "counts": {key: counts.tolist() for key, counts in measured.histograms.items()},
-                "growth": [_short(value) for value in measured.growth],
+                "growth": {key: [_short(value) for value in sums] for key, sums in measured.growth.items()},
                 "entropyOf": measured.entropy_of,
                 "names": [dump.sequence_ids[row] for row in listed],
                 "sequences": {key: [_short(measured.sequences[key][row]) for row in listed] for key in _COLUMNS},
@@ -91,10 +91,9 @@ class Page:
             values["entropy"] = joined(measured.entropy, "<f4")
         if measured.weights:
             values["weight"] = joined(measured.weights, "<f4")
-        if "turn" not in dump.values:
-            turns = {row: _turns(dump.response_mask[row]) for row in rows}
-            if any(turn.max(initial=0) > 1 for turn in turns.values()):
-                values["turn"] = packed(np.concatenate([turns[row] for row in rows]).astype("<f4"))
+        if measured.turns:
+            values["turn"] = joined([_after_prompt(turns) for turns in measured.turns], "<f4")
+            values["after"] = joined([np.where(after > 0, after, np.nan) for after in measured.after], "<f4")
         found: dict[str, Any] = {
             "ids": joined(dump.token_ids, "<u4"),
             "mask": joined(dump.response_mask, "<u1"),
@@ -172,10 +171,9 @@ def _source(dump: TokenDump, name: str) -> dict[str, str]:
     return {"name": name, "about": ", ".join(word for word in about if word)}
 
 
-def _turns(mask: np.ndarray) -> np.ndarray:
-    """Numbers the runs of response tokens from 1, int64 [t]; 0 at other tokens."""
-    begins = mask & ~np.concatenate([[False], mask[:-1]])
-    return np.where(mask, np.cumsum(begins), 0)
+def _after_prompt(turns: np.ndarray) -> np.ndarray:
+    """Returns turns with NaN before the first sampled token, float64 [t], so that 0 is left to the environment."""
+    return np.where(np.cumsum(turns) > 0, turns, np.nan)
 
 
 def _ranks(token_ids: np.ndarray, tops: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rljax.commands import compare
+from rljax.compare.importers import read_tokens
 from rljax.compare.report import compare_columns, to_json, to_markdown, to_text
 from rljax.compare.scorers import score_column
 from rljax.errors import run_cli
@@ -459,3 +460,56 @@ def test_without_torch_only_the_hf_scorer_is_missing(model, monkeypatch):
     assert len(score_column("jax:float32", dump, model)[0]) == 1
     with pytest.raises(ValueError, match="needs torch and transformers"):
         score_column("hf:float32", dump, model)
+
+
+def turned_dump(values=None):
+    """Two trajectories with an environment's tokens, and log-ratios 1, 0.25, 0.5 and -0.75 at the sampled tokens."""
+    mask = [[False, True, False, True, True], [False, False, True, False, False]]
+    rollout = [[None, -1.0, None, -1.0, -1.0], [None, None, -2.0, None, None]]
+    trainer = [[None, -2.0, None, -1.25, -0.5], [None, None, -1.25, None, None]]
+    columns = {"trainer": trainer, "rollout": rollout}
+    return make_dump(["a", "b"], [[1, 2, 3, 4, 5]] * 2, mask, columns, values=values)
+
+
+def test_a_mask_with_holes_gives_the_mismatch_by_turn():
+    comparison = compare_columns(turned_dump())
+    turns = comparison.pairs[0].turns
+    assert {label: cell["token_count"] for label, cell in turns.items()} == {
+        **{"turn_1": 2, "turn_2": 2, "after_1": 1, "after_2_to_4": 1}
+    }
+    assert [turns[label]["logprob_abs_diff_mean"] for label in turns] == [0.875, 0.375, 0.25, 0.5]
+    assert [turns[label]["extreme_rate"] for label in turns] == [1.0, 0.0, 0.0, 0.0]
+    assert json.loads(to_json(comparison))["pairs"][0]["turns"]["turn_1"]["token_count"] == 2
+    text = to_markdown(comparison)
+    assert "share of extreme tokens) by turn\n\n| pair | 1 | 2 |\n" in text
+    assert "| trainer / rollout | 0.875 (100.00%) | 0.375 (0.00%) |" in text
+    assert "from the environment's last token" in to_text(comparison)
+
+
+def test_masks_of_peers_give_turns(tmp_path):
+    mask, rollout, trainer = [0, 1, 0, 1, 1], [0.0, -1.0, 0.0, -1.0, -1.0], [0.0, -2.0, 0.0, -1.25, -0.5]
+    verl = {"prompt_ids": [1], "response_ids": [2, 3, 4, 5], "response_mask": mask[1:]}
+    verl |= {"logprobs": {"trainer": trainer[1:], "rollout": rollout[1:]}}
+    prime = {"schema_version": 1, "step": 1, "rank": 0, "export_sequence_idx": 0, "token_ids": [1, 2, 3, 4, 5]}
+    prime |= {"loss_mask": mask, "trainer_logprobs": trainer, "inference_logprobs": rollout}
+    nemo = {"input_lengths": 5, "token_ids": [1, 2, 3, 4, 5], "token_loss_mask": mask, "sample_loss_mask": 1.0}
+    nemo |= {"prev_logprobs": trainer, "generation_logprobs": rollout}
+    for name, record in (("verl", verl), ("prime", prime), ("nemo", nemo)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
+        turns = compare_columns(read_tokens(tmp_path / f"{name}.jsonl")).pairs[0].turns
+        counts = {label: cell["token_count"] for label, cell in turns.items()}
+        assert counts == {"turn_1": 1, "turn_2": 2, "after_1": 1, "after_2_to_4": 1}, name
+
+
+def test_the_turns_of_a_dump_come_before_those_of_its_mask():
+    nan = None  # the second sequence is a further row: its prompt ends with the environment's tokens
+    values = {"turn": [[nan, 1, 0, 2, 3], [nan, nan, 3, 0, 0]]}
+    turns = compare_columns(turned_dump(values)).pairs[0].turns
+    counts = {label: cell["token_count"] for label, cell in turns.items()}
+    assert counts == {"turn_1": 1, "turn_2": 1, "turn_3_to_4": 2, "after_1": 2, "after_2_to_4": 1}
+
+
+def test_responses_of_one_turn_have_no_table_of_turns():
+    comparison = compare_columns(noisy_dump())
+    assert comparison.pairs[0].turns == {}
+    assert "by turn" not in to_markdown(comparison)

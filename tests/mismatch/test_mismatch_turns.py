@@ -19,7 +19,8 @@ NAMES = {"token_count", "kl", "k3_kl", "logprob_abs_diff_mean", "logprob_abs_dif
         ([1, 2, 2], [0, 0, 0]),  # the environment wrote nothing between two turns
         ([1, 0, 2, 3], [0, 0, 1, 2]),
         ([3, 3, 0, 4], [1, 2, 0, 1]),  # a further row, whose prompt ends with the environment's tokens
-        ([0, 1], [0, 1]),
+        ([0, 0, 1, 0, 2], [0, 0, 0, 0, 1]),  # with a prompt
+        ([0, 0, 3, 3], [0, 0, 1, 2]),
         ([0, 0], [0, 0]),
         ([], []),
     ],

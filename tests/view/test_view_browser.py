@@ -97,6 +97,7 @@ def test_hovering_shows_the_numbers_of_the_dump(tmp_path, opened):
     token(page, 3).hover()
     assert card(page) == {
         **{"token id": "3", "position": "2 in the response", "advantage": "1", "turn": "2", "version": "3"},
+        **{"after the environment": "1 tokens"},
         **{"trainer log-probability": "-2 (p 0.135)", "rollout log-probability": "-1 (p 0.368)"},
         **{"log-ratio": f"-1 (ratio {math.exp(-1):.4f})", "entropy": "2.5"},
     }
@@ -104,6 +105,9 @@ def test_hovering_shows_the_numbers_of_the_dump(tmp_path, opened):
     assert card(page)["log-ratio"] == "0.0625 (ratio 1.064)"
     token(page, 0).hover()
     assert card(page)["position"] == "not sampled by the policy"
+    token(page, 2).hover()
+    assert card(page)["position"] == "written by the environment"
+    assert "turn" not in card(page)
     page.mouse.move(5, 5)
     assert page.is_hidden("#card")
 
@@ -151,7 +155,7 @@ def test_colours_tell_sign_and_size(tmp_path, opened):
     page = opened(write_page(tmp_path))
     # The 99th percentile of the sizes is below 1, so the steps are 0.01, 0.03, 0.1, 0.3, 1.
     classes = [span.get_attribute("class") for span in page.locator("#tokens span").all()]
-    assert classes == ["prompt", "p4", "prompt", "n5", "p2"]
+    assert classes == ["prompt", "p4", "environment", "n5", "p2"]
     assert page.locator("#steps i").all_inner_texts() == [
         *("≤ −1", "≤ −0.3", "≤ −0.1", "≤ −0.03", "≤ −0.01", "within ±0.01"),
         *("≥ 0.01", "≥ 0.03", "≥ 0.1", "≥ 0.3", "≥ 1"),
@@ -168,7 +172,9 @@ def test_colours_tell_sign_and_size(tmp_path, opened):
         ({"#value-low": "0.1", "#value-high": "0.5"}, "1 of 7", [EVIL]),
         ({"#position-low": "2", "#position-high": "3"}, "2 of 7", ["long", EVIL]),
         ({"#entropy-low": "0.5", "#entropy-high": "1"}, "3 of 7", ["long", EVIL, "short"]),
-        ({"#turn": "2"}, "2 of 7", ["long"]),
+        ({"#turn-low": "2"}, "2 of 7", ["long"]),
+        ({"#turn-high": "2"}, "4 of 7", ["long", EVIL, "short"]),
+        ({"#after-low": "1", "#after-high": "2"}, "1 of 7", ["long"]),
         ({"#version": "4"}, "4 of 7", ["long", EVIL, "short"]),
         ({"#advantage": "-1"}, "2 of 7", [EVIL]),
         ({"#advantage": "1", "#version": "4"}, "1 of 7", ["long"]),
@@ -177,7 +183,7 @@ def test_colours_tell_sign_and_size(tmp_path, opened):
 def test_a_filter_leaves_what_it_should(tmp_path, opened, filters, left, sequences):
     page = opened(write_page(tmp_path))
     for name, value in filters.items():
-        page.select_option(name, value) if name in ("#turn", "#version", "#advantage") else page.fill(name, value)
+        page.select_option(name, value) if name in ("#version", "#advantage") else page.fill(name, value)
     assert kept(page) == left
     rows = [row for row in page.locator("#sequences tbody tr").all() if row.is_visible()]
     assert [row.locator("td").first.inner_text() for row in rows] == sequences
@@ -212,6 +218,28 @@ def test_brushing_a_chart_selects_tokens(tmp_path, opened):
     assert kept(page) == "2 of 7"
     page.locator("section[data-chart=value] svg").click(position={"x": 100, "y": 30})
     assert kept(page) == "6 of 7"
+
+
+def test_a_bar_of_a_turn_selects_its_tokens(tmp_path, opened):
+    page = opened(write_page(tmp_path))
+    charts = [chart.get_attribute("data-chart") for chart in page.locator("#charts section").all()]
+    assert charts == ["value", "position", "turn", "after", "entropy"]
+    bars = page.locator("section[data-chart=turn] svg g")
+    titles = [bar.locator("title").text_content() for bar in bars.all()]
+    assert [title.partition(" tokens")[0] for title in titles] == ["below 2: 4", "2 to 3: 2"]
+    bars.last.click()
+    assert [page.input_value(f"#turn-{end}") for end in ("low", "high")] == ["2", "3"]
+    assert kept(page) == "2 of 7"
+
+
+def test_a_dump_of_one_turn_has_no_turn_filters(tmp_path, opened):
+    columns = {"trainer": [[None, -0.5]], "rollout": [[None, -1.0]]}
+    path = write_dump(tmp_path / "x.parquet", make_dump(["a"], [[1, 2]], [[False, True]], columns))
+    assert outcome(main, [path, "-o", tmp_path / "page.html"])[0] == 0
+    page = opened((tmp_path / "page.html").as_uri())
+    assert page.locator("section[data-chart=turn]").count() == 0
+    assert page.is_hidden("#of-turn")
+    assert page.is_hidden("#of-after")
 
 
 def test_sequences_are_sorted_and_chosen(tmp_path, opened):

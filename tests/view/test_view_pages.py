@@ -64,7 +64,7 @@ def test_the_buckets_count_all_tokens():
     assert edges[places[-1.0]] == -1.0
     assert found.histograms["value"].sum() == 3
     assert found.histograms["position"].tolist()[:2] == [3, 0]
-    assert found.growth[0] == 0.25 + 0.5 + 1.0
+    assert found.growth["position"][0] == 0.25 + 0.5 + 1.0
 
 
 def test_the_metrics_are_those_of_a_comparison():
@@ -109,11 +109,30 @@ def test_rank_entropy_turn_and_alternatives_are_there(tmp_path):
     assert (tops["k"], tops["of"]) == (1, 2)
     assert numbers(tops["rank"]) == [0, 2, 0, 1, 3]  # the last is none of the two
     assert numbers(tops["ids"]) == [2**32 - 1, 6, 2**32 - 1, 9, 3]
-    assert numbers(tokens["values"]["turn"]) == [0, 1, 0, 2, 2]
+    np.testing.assert_equal(numbers(tokens["values"]["turn"]), [math.nan, 1, 0, 2, 2])
+    np.testing.assert_equal(numbers(tokens["values"]["after"]), [math.nan, math.nan, math.nan, 1, 2])
     np.testing.assert_equal(numbers(tokens["values"]["advantage"]), [math.nan, 1, math.nan, -1, -1])
     half, quarter = 0.5 * math.log(2), 0.25 * math.log(4)  # the parts of probabilities 1/2 and 1/4
     expected = [math.nan, half + 2 * quarter, math.nan, 2 * half, half + 2 * quarter]
     np.testing.assert_allclose(numbers(tokens["values"]["entropy"]), expected, rtol=1e-6)
+
+
+def test_the_turns_of_a_dump_are_charted(tmp_path):
+    turned = {**values_dump().values, "turn": ((np.float32([math.nan, 3, 0, 4, 4])),)}
+    (dump,) = viewed(tmp_path, dump_of(tmp_path, dataclasses.replace(values_dump(), values=turned)))["dumps"]
+    np.testing.assert_equal(numbers(dump["tokens"]["values"]["turn"]), [math.nan, 3, 0, 4, 4])
+    # The first turn of the row is turn 3, so its prompt ends with the environment's tokens.
+    np.testing.assert_equal(numbers(dump["tokens"]["values"]["after"]), [math.nan, 1, math.nan, 1, 2])
+    assert dump["counts"]["turn"][:4] == [0, 0, 1, 2]  # turns 1, 2, 3, 4
+    np.testing.assert_allclose(dump["growth"]["turn"][2:4], np.log([3, 2]), rtol=1e-5)
+    assert dump["counts"]["after"][:2] == [2, 1]
+    np.testing.assert_allclose(dump["growth"]["after"][:2], [math.log(3) + math.log(2), 0], rtol=1e-5)
+
+
+def test_a_dump_of_one_turn_has_no_turns(tmp_path):
+    (dump,) = viewed(tmp_path, dump_of(tmp_path, small_dump()))["dumps"]
+    assert {"turn", "after"}.isdisjoint(dump["tokens"]["values"])
+    assert sum(dump["counts"]["turn"]) == 0
 
 
 def test_each_side_has_its_own_likeliest_tokens(tmp_path):
