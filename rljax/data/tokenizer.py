@@ -21,6 +21,9 @@ import tokenizers
 from rljax.data.byte_level import ByteLevelDecoder
 from rljax.errors import parse_json
 
+# Template texts are searched for the answer, so its words must stand in no other place.
+_SHORT_CHAT = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "the-answer"})
+
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -113,37 +116,84 @@ class Tokenizer:
         Raises:
           ValueError: The template refuses the messages, or does not name an argument.
         """
-        unknown = [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", self._chat_template or "")]
+        return self._checked(messages, "a prompt", add_generation_prompt=True, **arguments)
+
+    def render_reply(self, messages: Sequence[Mapping[str, str]], *, ended: bool, **arguments: Any) -> str:
+        """Renders what the template writes from the end of an answer to the beginning of the model's next answer.
+
+        The text does not depend on the chat before: it is read from a short chat that these messages follow.
+
+        Args:
+          messages: The messages after the answer, for example of the roles tool and user.
+          ended: Whether the answer's tokens hold the token ``template_stop`` already. Its text is then left out.
+          **arguments: Further arguments of the template, such as ``enable_thinking``.
+
+        Raises:
+          ValueError: The template refuses the messages or leaves one out, does not name an argument, or ends an answer
+            in another way when messages follow.
+        """
+        if not self.has_chat_template:
+            raise ValueError(f"messages need a chat template, but {self.missing_template}; reply with a text")
+        marks = [message | {"content": f"message{place}of{len(messages)}"} for place, message in enumerate(messages)]
+        text, marked = (
+            self._behind_answer(chat, add_generation_prompt=True, **arguments) for chat in (messages, marks)
+        )
+        missing = [mark["role"] for mark in marks if mark["content"] not in marked]
+        if missing:
+            raise ValueError(f"the chat template leaves out messages of role {', '.join(missing)} behind an answer")
+        stop = self._stop_text
+        if stop is None:
+            return text
+        ending, stop, _ = self._behind_answer([], add_generation_prompt=False, **arguments).partition(stop)
+        if not text.startswith(ending + stop):
+            raise ValueError(f"the chat template does not end an answer with {ending + stop!r} when messages follow")
+        return text.removeprefix(ending + stop) if ended else text
+
+    def _behind_answer(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
+        """Renders a short chat with ``messages`` behind the model's answer; returns the text behind that answer."""
+        text = self._checked([*_SHORT_CHAT, *messages], "a reply", **arguments)
+        _, found, behind = text.partition(_SHORT_CHAT[-1]["content"])
+        if not found:
+            raise ValueError("the chat template leaves out the model's answer when messages follow")
+        return behind
+
+    def _checked(self, messages: Sequence[Mapping[str, str]], what: str, **arguments: Any) -> str:
+        """Renders messages; whatever is wrong raises ValueError, whose message calls them ``what``."""
+        given = [name for name in arguments if name != "add_generation_prompt"]
+        unknown = [name for name in given if not re.search(rf"\b{re.escape(name)}\b", self._chat_template or "")]
         if unknown:
             raise ValueError(f"the chat template does not use {', '.join(unknown)}: leave it out, or correct its name")
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            return self._rendered(chat, add_generation_prompt=True, **arguments)
+            return self._rendered(chat, **arguments)
         except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refuses a prompt: {error}") from error
+            raise ValueError(f"the chat template refuses {what}: {error}") from error
         except Exception as error:  # a template is a program that may raise anything
-            raise ValueError(f"the chat template fails on a prompt ({type(error).__name__}): {error}") from error
+            raise ValueError(f"the chat template fails on {what} ({type(error).__name__}): {error}") from error
 
     def _rendered(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
-        template = compile_template(self._chat_template or "")
-        return template.render(messages=messages, tools=None, documents=None, **(arguments | self._named))
+        return self._template.render(messages=messages, tools=None, documents=None, **(arguments | self._named))
+
+    @functools.cached_property
+    def _template(self) -> jinja2.Template:
+        return compile_template(self._chat_template or "")
 
     @functools.cached_property
     def template_stop(self) -> int | None:
         """The special token with which the chat template ends an answer, or None if it cannot be told."""
         if not self.has_chat_template:
             return None
-        answer = "the answer"
         try:
-            text = self._rendered(
-                [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}],
-                add_generation_prompt=False,
-            )
-        except Exception:  # a template is a program that may raise anything
+            ending = self._behind_answer([], add_generation_prompt=False)
+        except ValueError:
             return None
-        _, found, ending = text.rpartition(answer)
         special = {key for key, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
-        return next((token for token in self.encode(ending).tolist() if token in special), None) if found else None
+        return next((token for token in self.encode(ending).tolist() if token in special), None)
+
+    @functools.cached_property
+    def _stop_text(self) -> str | None:
+        """The text of ``template_stop``."""
+        return None if self.template_stop is None else self._tokenizer.id_to_token(self.template_stop)
 
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files into a Hugging Face directory."""
