@@ -57,7 +57,7 @@ class Arguments:
     best: bool = False
     """Load the best checkpoint of a run directory (``checkpoint.keep_best``)."""
     dataset: str = "toy"
-    """toy or toy_swaps for the evaluation split of that task, or a Parquet or JSONL file of problems."""
+    """toy, toy_swaps or calculator for the evaluation split of that task, or a Parquet or JSONL file of problems."""
     n: int = 1
     """Responses per problem. The accuracy is their mean (avg@n)."""
     pass_k: tuple[int, ...] = ()

@@ -4,7 +4,7 @@
     python tools/make_toy_base.py runs/swaps-base --task swaps
 
 About 2 minutes on 2 cores. The directory holds config.json, model.safetensors (float32) and a tokenizer, and loads
-with transformers.AutoModelForCausalLM. rljax/data/toy.py and toy_swaps.py say what it is fitted on.
+with transformers.AutoModelForCausalLM. rljax/data/toy.py, toy_swaps.py and toy_calculator.py say what it is fitted on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import optax
 import tyro
 from tqdm import tqdm
 
-from rljax.data import toy, toy_swaps
+from rljax.data import toy, toy_calculator, toy_swaps
 from rljax.data.toy import ToyBaseConfig
 from rljax.distributed.files import replacing
 from rljax.errors import run_cli
@@ -36,7 +36,7 @@ from rljax.policy.model import Params, init_params
 from rljax.policy.score import packed_logprobs
 
 # Each has ALPHABET, build_tokenizer, demonstration_batch and PROMPT_TOKENS.
-TASKS: dict[str, ModuleType] = {"addition": toy, "swaps": toy_swaps}
+TASKS: dict[str, ModuleType] = {"addition": toy, "swaps": toy_swaps, "calculator": toy_calculator}
 
 
 def _loss(params: Params, config: PolicyConfig, tokens: jax.Array, lengths: jax.Array, prompt: int) -> jax.Array:
@@ -87,7 +87,7 @@ class Arguments:
 
     out: tyro.conf.Positional[Path]
     config: Annotated[ToyBaseConfig, tyro.conf.arg(name="")] = field(default_factory=ToyBaseConfig)
-    task: Literal["addition", "swaps"] = "addition"
+    task: Literal["addition", "swaps", "calculator"] = "addition"
     overwrite: bool = False
 
 

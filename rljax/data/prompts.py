@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rljax.data import toy, toy_swaps
+from rljax.data import toy, toy_calculator, toy_swaps
 from rljax.data.files import Problem, Tally, answered_rows, prompt_text, read_problems
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import check_at_least
@@ -40,6 +40,7 @@ class ToyTask:
 TOYS: Mapping[str, ToyTask] = {
     "toy": ToyTask(toy.addition_problems, "addition", toy.MAX_RESPONSE_TOKENS),
     "toy_swaps": ToyTask(toy_swaps.swap_problems, "swaps", toy_swaps.MAX_RESPONSE_TOKENS),
+    "calculator": ToyTask(toy_calculator.calculator_problems, "addition", toy_calculator.MAX_RESPONSE_TOKENS),
 }
 FILE_REWARD = "math"
 
@@ -48,8 +49,9 @@ FILE_REWARD = "math"
 class DataConfig:
     """The training problems and their reward."""
 
-    task: Literal["toy", "toy_swaps", "file"] = "toy"
-    """toy: three-digit addition. toy_swaps: letters that change places. file: the problems in ``path``."""
+    task: Literal["toy", "toy_swaps", "calculator", "file"] = "toy"
+    """toy: three-digit addition. toy_swaps: letters that change places. calculator: additions for the environment
+    ``rljax.rollout.episodes.calculator:Calculator``. file: the problems in ``path``."""
     path: str | None = None
     """A Parquet file in verl's format, or a JSONL file with ``prompt`` and ``answer``."""
     reward: str | None = None

@@ -134,7 +134,7 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             raise ValueError(f"messages need a chat template, but {self.missing_template}; reply with a text")
-        marks = [message | {"content": f"message{place}of{len(messages)}"} for place, message in enumerate(messages)]
+        marks = [dict(message) | {"content": f"mark{i}of{len(messages)}"} for i, message in enumerate(messages)]
         text, marked = (
             self._behind_answer(chat, add_generation_prompt=True, **arguments) for chat in (messages, marks)
         )

@@ -1,5 +1,6 @@
 """The text that a chat template writes between two answers of the model, by hand for templates of several families."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,7 @@ LLAMA_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\n"
         ),
         (PLAIN, [TOOL, USER], "", "\nTool: 42\nUser: And now?\nAssistant:"),
     ],
+    ids=["qwen", "qwen-several", "llama-tool", "llama-user", "plain"],
 )
 def test_the_text_between_two_answers(template, messages, stop, expected):
     tokenizer = tokenizer_of(template)
@@ -98,13 +100,13 @@ def test_a_message_like_the_dummy_answer_is_kept():
     [
         (USERS_ONLY, [TOOL, USER], "the chat template leaves out messages of role tool behind an answer"),
         (STRICT, [TOOL, USER], "the chat template refuses a reply: roles must alternate"),
-        (LAST_ONLY, [USER], "does not end an answer with '\\\\n<|im_end|>' when messages follow"),
+        (LAST_ONLY, [USER], "does not end an answer with '\\n<|im_end|>' when messages follow"),
         (FORGETFUL, [USER], "the chat template leaves out the model's answer when messages follow"),
         (None, [USER], "messages need a chat template, but the tokenizer has none; reply with a text"),
     ],
+    ids=["users-only", "strict", "last-only", "forgetful", "none"],
 )
 def test_templates_that_cannot_be_continued_are_refused(template, messages, message):
     tokenizer = tokenizer_of(template)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=re.escape(message)):
         tokenizer.render_reply(messages, ended=True)
-    assert message.replace("\\\\", "\\") in str(refused.value)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from toy_runs import TOY_BASE, outcome
 
-from rljax.data import toy, toy_swaps
+from rljax.data import toy, toy_calculator, toy_swaps
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import ToyBaseConfig
 from rljax.policy.config import toy_config
@@ -31,7 +31,12 @@ def demonstration_loss(module, params, seed=9):
 
 
 @pytest.mark.parametrize(
-    ("task", "module"), [("addition", toy), pytest.param("swaps", toy_swaps, marks=pytest.mark.harness)]
+    ("task", "module"),
+    [
+        ("addition", toy),
+        pytest.param("swaps", toy_swaps, marks=pytest.mark.harness),
+        pytest.param("calculator", toy_calculator, marks=pytest.mark.harness),
+    ],
 )
 def test_a_short_fit_learns_and_is_a_directory_that_loads(task, module, tmp_path):
     out = tmp_path / "base"

@@ -2,7 +2,7 @@
 
 The parent sends ``("reset", id, problem)``, ``("step", id, response, truncated)``, ``("reward", id)``, ``("end", id)``,
 ``("began", request)`` and ``("result", request, ToolResult)``. This process sends ``("outcome", id, Outcome)``,
-``("tool", request, path, arguments, counted)`` and ``("drop", request)``.
+``("tool", request, path, arguments, counted)``, ``("drop", request)`` and ``("refused", 0)``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Coroutine, Generator, Mapping
+from collections.abc import Coroutine, Generator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -26,6 +26,7 @@ from rljax.rollout.episodes import tools
 from rljax.rollout.episodes.environment import Environment, find_environment
 from rljax.rollout.episodes.outcomes import Outcome, check_outcome
 from rljax.rollout.episodes.progress import ProgressBoard
+from rljax.rollout.episodes.tool_worker import Arguments
 from rljax.rollout.episodes.tools import ToolResult
 
 TICK_S = 0.1
@@ -100,7 +101,7 @@ class _Host:
         loop.set_task_factory(make_task)
         loop.set_exception_handler(lambda loop, context: None)  # a person's forgotten task may fail
         loop.add_reader(self._connection.fileno(), self._receive)
-        tools.run_calls_by(self._run_tool)
+        tools.run_calls_by(self._run_tool, lambda: self._send(("refused", 0)))
         end_by_alarm(self._limits.busy_s + GRACE_S)
         self._board.write(0)
         self._connection.send(None)
@@ -189,12 +190,12 @@ class _Host:
         if limit is not None and _used_gib() > _FULL * limit:
             os._exit(1)
 
-    async def _run_tool(self, path: str, arguments: Mapping[str, Any], counted: bool) -> ToolResult:
+    async def _run_tool(self, path: str, arguments: Arguments, counted: bool) -> ToolResult:
         """Has the parent run a tool in one of its processes."""
         request = next(self._requests)
         call = self._calls.get(_trajectory.get())
         future = asyncio.get_running_loop().create_future()
-        self._send(("tool", request, path, dict(arguments), counted))
+        self._send(("tool", request, path, arguments, counted))
         self._waiting[request] = call, future
         if call is not None:
             call.tools[request] = False

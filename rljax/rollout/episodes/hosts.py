@@ -21,6 +21,7 @@ from rljax.rollout.episodes.host_link import Death, HostLink, pack
 from rljax.rollout.episodes.host_worker import HostLimits
 from rljax.rollout.episodes.outcomes import Outcome
 from rljax.rollout.episodes.tool_pool import ToolPool
+from rljax.rollout.episodes.tool_worker import Arguments
 from rljax.rollout.episodes.tools import ToolResult
 
 log = logging.getLogger(__name__)
@@ -238,6 +239,8 @@ class EnvironmentHosts:
             self._settle(number, rest[0])
         elif kind == "tool":
             self._start_tool(self._hosts[host], self._tool_calls[host], number, *rest)
+        elif kind == "refused":
+            self._tools.count_refused()
         elif future := self._tool_calls[host].pop(number, None):
             future.cancel()
 
@@ -258,7 +261,7 @@ class EnvironmentHosts:
         calls: dict[int, Future[ToolResult]],
         request: int,
         path: str,
-        arguments: Mapping[str, Any],
+        arguments: Arguments,
         counted: bool,
     ) -> None:
         def finish(future: Future[ToolResult]) -> None:

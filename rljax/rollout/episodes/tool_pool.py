@@ -6,12 +6,11 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
 
 from rljax.rewards.processes import NotSentError, WorkerDiedError, WorkerPool, WorkerProcess
-from rljax.rollout.episodes.tool_worker import Ran
+from rljax.rollout.episodes.tool_worker import Arguments, Ran
 from rljax.rollout.episodes.tools import ToolResult
 
 log = logging.getLogger(__name__)
@@ -44,15 +43,16 @@ class ToolPool:
         self._closed = False
 
     def submit(
-        self, path: str, arguments: Mapping[str, Any], counted: bool = True, began: Callable[[], None] | None = None
+        self, path: str, arguments: Arguments, counted: bool = True, began: Callable[[], None] | None = None
     ) -> Future[ToolResult]:
         """Starts to call the function ``path``.
 
         Args:
           path: The name of the function, ``package.module:function``.
-          arguments: The arguments by name.
+          arguments: The arguments, by name or in their order.
           counted: Whether the call counts in the metrics.
-          began: A function that is called, from another thread, once a process is free for the call.
+          began: A function that is called, from another thread, once a process is free for the call
+            and has imported the function.
 
         Returns:
           A future of the result. ``result()`` raises RuntimeError only if no process can be started, and
@@ -66,7 +66,13 @@ class ToolPool:
                 raise RuntimeError("the pool of tools is closed")
             if self._pool is None:
                 self._pool = self._start()
-            return self._pool.submit(functools.partial(self._call, path, dict(arguments), counted, began))
+            return self._pool.submit(functools.partial(self._call, path, arguments, counted, began))
+
+    def count_refused(self) -> None:
+        """Counts a call that was refused before it came here, as an error."""
+        with self._lock:
+            self._counts["turns/tool_calls"] += 1
+            self._counts[_COUNTED["error"]] += 1
 
     def pop_metrics(self) -> dict[str, int]:
         """Returns the counts since the last call, by the names in ``KEYS``."""
@@ -85,24 +91,26 @@ class ToolPool:
     def _call(
         self,
         path: str,
-        arguments: dict[str, Any],
+        arguments: Arguments,
         counted: bool,
         began: Callable[[], None] | None,
         process: WorkerProcess,
     ) -> ToolResult:
-        if began is not None:
-            began()
-        result = self._run(path, arguments, process)
+        result = self._run(path, arguments, began, process)
         if counted:
             self._count(path, result)
         return result
 
-    def _run(self, path: str, arguments: dict[str, Any], process: WorkerProcess) -> ToolResult:
+    def _run(
+        self, path: str, arguments: Arguments, began: Callable[[], None] | None, process: WorkerProcess
+    ) -> ToolResult:
         limit_s = _IMPORT_S
         try:
             complaint = process.ask((path,), limit_s)
             if complaint is not None:
                 return ToolResult(f"error: {complaint}", "error")
+            if began is not None:
+                began()
             limit_s = self._timeout_s
             ran: Ran = process.ask((path, arguments, self._max_chars), limit_s)
         except TimeoutError:

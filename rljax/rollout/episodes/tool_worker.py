@@ -6,13 +6,16 @@ import asyncio
 import inspect
 import json
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from rljax.rewards.resolve import describe
 from rljax.rewards.worker import answer_requests
 from rljax.rollout.episodes.outcomes import clip
+
+Arguments = Mapping[str, Any] | Sequence[Any]
+"""The arguments of a tool: by name, or in their order."""
 
 
 class Ran(NamedTuple):
@@ -47,13 +50,14 @@ def import_function(path: str) -> str | None:
     return None
 
 
-def run_function(path: str, arguments: dict[str, Any], longest: int) -> Ran:
+def run_function(path: str, arguments: Arguments, longest: int) -> Ran:
     """Calls a function by name; its result becomes a text of at most ``longest`` characters.
 
     A text stays as it is. Other results are written as JSON where they can be, else by ``str``.
     """
     try:
-        value = _function(path)(**arguments)
+        function = _function(path)
+        value = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
         return Ran(*clip(_written(value), longest))

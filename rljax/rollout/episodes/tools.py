@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from rljax.rollout.episodes.tool_worker import run_function
+from rljax.rollout.episodes.tool_worker import Arguments, run_function
 
 ToolFailure = Literal["error", "timeout", "died"]
 _CHARS = 16384
@@ -28,11 +28,12 @@ class ToolResult:
     cut: bool = False
 
 
-Runner = Callable[[str, Mapping[str, Any], bool], Awaitable[ToolResult]]
+Runner = Callable[[str, Arguments, bool], Awaitable[ToolResult]]
 _runner: Runner | None = None
+_count_refused: Callable[[], None] | None = None
 
 
-async def call_tool(path: str, arguments: Mapping[str, Any], *, counted: bool = True) -> ToolResult:
+async def call_tool(path: str, arguments: Arguments, *, counted: bool = True) -> ToolResult:
     """Calls a tool, a plain function ``package.module:function``, and returns its result as text.
 
     In a run the function is called in a process of its own. The time that the call waits for a free process does not
@@ -41,16 +42,23 @@ async def call_tool(path: str, arguments: Mapping[str, Any], *, counted: bool = 
 
     Args:
       path: The name of the function.
-      arguments: The arguments by name. They must be values that can be pickled.
+      arguments: The arguments, by name or in their order. They must be values that can be pickled.
       counted: Whether the call counts in ``turns/tool_*``.
     """
     if _runner is not None:
         return await _runner(path, arguments, counted)
-    text, cut, raised = run_function(path, dict(arguments), _CHARS)
+    text, cut, raised = run_function(path, arguments, _CHARS)
     return ToolResult(f"error: {text}" if raised else text, "error" if raised else None, cut)
 
 
-def run_calls_by(runner: Runner) -> None:
-    """Has every later ``call_tool`` of this process done by ``runner``."""
-    global _runner
-    _runner = runner
+def refuse_call(reason: str) -> ToolResult:
+    """Returns the result of a call that cannot be made, such as one of an unknown tool, and counts it as an error."""
+    if _count_refused is not None:
+        _count_refused()
+    return ToolResult(f"error: {reason}", "error")
+
+
+def run_calls_by(runner: Runner, count_refused: Callable[[], None]) -> None:
+    """Has every later ``call_tool`` of this process done by ``runner``, and refused calls counted."""
+    global _runner, _count_refused
+    _runner, _count_refused = runner, count_refused

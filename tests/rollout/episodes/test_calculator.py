@@ -1,0 +1,90 @@
+"""The calculator: a call by hand, what is no call, and demonstrations whose turns the environment takes as they are."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rljax.data.prompts import TOYS, DataConfig, training_problems
+from rljax.data.toy import ToyBaseConfig
+from rljax.data.toy_calculator import ALPHABET, MAX_RESPONSE_TOKENS, PROMPT_TOKENS, build_tokenizer, demonstration_batch
+from rljax.rollout.episodes.calculator import Calculator
+from rljax.rollout.episodes.environment import Reply, find_environment
+from rljax.rollout.episodes.hosts import EnvironmentHosts
+from rljax.rollout.episodes.outcomes import Outcome
+
+PATH = "rljax.rollout.episodes.calculator:Calculator"
+PROBLEM = {"prompt": "123+456=", "answer": "579"}
+
+
+def play(*turns, truncated=False):
+    """The replies to the turns, and the reward."""
+
+    async def episode():
+        environment = Calculator()
+        assert await environment.reset(PROBLEM) is None
+        replies = [await environment.step(turn, truncated) for turn in turns]
+        return replies, await environment.reward()
+
+    return asyncio.run(episode())
+
+
+@pytest.mark.parametrize(
+    ("turns", "contents", "reward"),
+    [
+        (["579"], [None], 1.0),
+        (["578"], [None], 0.0),
+        ([">123+456=", "579"], ["579,", None], 1.0),
+        ([">123+456=", "597"], ["579,", None], 0.0),
+        ([">3+6+0=", "09,579"], ["9,", None], 1.0),
+        (["123+456=", ">1+2=", "579"], ["579,", "3,", None], 1.0),
+        ([">123+="], [None], 0.0),
+        ([">3+6+0=09,579"], [None], 1.0),
+        ([">1+=2+3="], [None], 0.0),
+    ],
+)
+def test_turns_by_hand(turns, contents, reward):
+    replies, got = play(*turns)
+    assert replies == [Reply(content, content is None) for content in contents]
+    assert got == reward
+    tokenizer = build_tokenizer()
+    for content in contents[:-1]:
+        assert tokenizer.decode(tokenizer.encode(content)) == content
+
+
+def test_a_turn_that_was_cut_off_is_the_last():
+    assert play(">123+456=", truncated=True) == ([Reply(None, True)], 0.0)
+
+
+def test_the_task_names_its_problems():
+    config = DataConfig(task="calculator")
+    assert config.reward_name == "addition"
+    assert training_problems(config)[7] == training_problems(DataConfig(task="toy"))[7]
+    assert TOYS["calculator"].max_response_tokens == 35
+    assert find_environment(PATH) is Calculator
+
+
+def test_demonstrations_are_trajectories_of_the_environment():
+    config = ToyBaseConfig(batch_size=400, practice_rate=0.5, wrong_digit_rate=0.0, wrong_direct_rate=0.0)
+    tokens, lengths = demonstration_batch(np.random.default_rng(0), config, settled=False)
+    texts = ["".join(ALPHABET[i] for i in row[:n]) for row, n in zip(tokens, lengths, strict=True)]
+    calls = [text for text in texts if ">" in text]
+    assert 150 < len(calls) < 250
+    assert max(lengths) <= PROMPT_TOKENS + MAX_RESPONSE_TOKENS
+    for text in calls[:20]:
+        prompt, response = text.split("=", 1)
+        a, b = (int(number) for number in prompt.split("+"))
+        assert response == f">{a}+{b}=${a + b},{a + b}$"
+
+
+@pytest.mark.slow
+def test_hosts_run_the_calculator_with_its_tool_apart():
+    with EnvironmentHosts(PATH, tool_workers=1) as hosts:
+        for key in range(4):
+            hosts.reset(key, PROBLEM).result(60)
+        steps = [hosts.step(key, f">{key}+456=", False) for key in range(4)]
+        replies = [Outcome(Reply(f"{key + 456},", False)) for key in range(4)]
+        assert [step.result(60) for step in steps] == replies
+        assert hosts.step(0, "579", False).result(60) == Outcome(Reply(None, True))
+        assert hosts.reward(0).result(60) == Outcome(1.0)
+        assert hosts.pop_metrics()["turns/tool_calls"] == 4

@@ -1,0 +1,192 @@
+"""Tools run isolated: each failure becomes a text and a count of its own, and waiting for a process is no fault."""
+
+import asyncio
+import sys
+import time
+
+import pytest
+
+from rljax.rollout.episodes.environment import Reply
+from rljax.rollout.episodes.hosts import EnvironmentHosts
+from rljax.rollout.episodes.outcomes import Outcome
+from rljax.rollout.episodes.tool_calls import ToolCall
+from rljax.rollout.episodes.tool_environment import ToolEnvironment
+from rljax.rollout.episodes.tools import ToolResult, call_tool
+
+pytestmark = pytest.mark.slow
+
+MODULE = """
+import asyncio, os, time
+from rljax.rollout.episodes.environment import Reply
+from rljax.rollout.episodes.tool_environment import ToolEnvironment
+from rljax.rollout.episodes.tools import call_tool
+
+kept = []
+
+def add(a: float, b: float):
+    return a + b
+
+def slow(seconds):
+    time.sleep(seconds)
+    return os.getpid()
+
+def crash():
+    os._exit(3)
+
+def hoard():
+    while True:
+        kept.append(bytearray(1 << 20))
+
+def flood(size):
+    return "x" * size
+
+def table():
+    return {"rows": [1, None], "name": "é"}
+
+async def later():
+    await asyncio.sleep(0.01)
+    return "later"
+
+def equals(problem, response, truncated):
+    return float(response == problem["answer"] and not truncated)
+
+class Tools(ToolEnvironment):
+    scored_by = "persons_tools:equals"
+    tools = {name: f"persons_tools:{name}" for name in ("add", "slow", "crash", "hoard", "flood", "table", "later")}
+    tools["missing"] = "persons_tools:missing"
+
+class Direct:
+    async def reset(self, problem):
+        self.calls = problem["calls"]
+
+    async def step(self, response, truncated):
+        results = [await call_tool(__name__ + ":slow", {"seconds": 0.4}) for _ in range(self.calls)]
+        return Reply(results[-1].text)
+
+    async def reward(self):
+        return 0.0
+"""
+PAIR = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+@pytest.fixture(autouse=True)
+def tools_module(tmp_path, monkeypatch):
+    (tmp_path / "persons_tools.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("persons_tools", None)
+
+
+def hosts_of(name, **options):
+    return EnvironmentHosts(f"persons_tools:{name}", **options)
+
+
+def calls_of(*calls):
+    return "".join(
+        f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>' for name, arguments in calls
+    )
+
+
+def texts(hosts, key, turn):
+    outcome = hosts.step(key, turn, False).result(60)
+    assert outcome.failure is None, outcome
+    return [message["content"] for message in outcome.value.content]
+
+
+def tool_counts(hosts):
+    return {name.removeprefix("turns/"): count for name, count in hosts.pop_metrics().items() if count}
+
+
+def test_results_and_failures_are_texts_and_counted_apart():
+    options = {"tool_workers": 2, "tool_timeout_s": 1.0, "memory_gib": 0.25, "max_reply_chars": 1000}
+    with hosts_of("Tools", **options) as hosts:
+        assert hosts.reset(0, {"answer": "3"}).result(60) == Outcome(None)
+        good = calls_of(("add", '{"a": 1, "b": 2}'), ("table", "{}"), ("later", "{}"))
+        assert texts(hosts, 0, good) == ["3", '{"rows": [1, null], "name": "é"}', "later"]
+        assert tool_counts(hosts) == {"tool_calls": 3}
+        wrong = calls_of(("add", '{"a": 1}'), ("add", '{"a": 1, "b": "2"}'), ("missing", "{}"), ("other", "{}"))
+        assert texts(hosts, 0, wrong + "<tool_call>add</tool_call>") == [
+            "error: TypeError: add() missing 1 required positional argument: 'b'",
+            "error: TypeError: unsupported operand type(s) for +: 'int' and 'str'",
+            "error: AttributeError: module 'persons_tools' has no attribute 'missing'",
+            "error: there is no tool 'other', only add, slow, crash, hoard, flood, table, later, missing",
+            "error: a call is not JSON (Expecting value)",
+        ]
+        assert tool_counts(hosts) == {"tool_calls": 5, "tool_errors": 5}
+
+
+def test_tools_that_hang_crash_flood_or_eat_memory_are_bounded():
+    options = {"tool_workers": 2, "tool_timeout_s": 2.0, "memory_gib": 0.125, "max_reply_chars": 1000}
+    with hosts_of("Tools", **options) as hosts:
+        hosts.reset(0, {}).result(60)
+        turn = calls_of(
+            ("slow", '{"seconds": 300}'), ("crash", "{}"), ("hoard", "{}"), ("flood", '{"size": 100000000}')
+        )
+        assert texts(hosts, 0, calls_of(("flood", '{"size": 100000000}'))) == ["x" * 1000]
+        assert tool_counts(hosts) == {"tool_calls": 1, "tool_cut": 1}
+        assert texts(hosts, 0, turn.replace("100000000", "10")) == [
+            "error: the tool took more than 2 s",
+            "error: the tool's process died (exit status 3)",
+            "error: the tool ran out of memory",
+            "x" * 10,
+        ]
+        assert tool_counts(hosts) == {"tool_calls": 4, "tool_timeouts": 1, "tool_deaths": 2}
+        assert texts(hosts, 0, PAIR) == ["3"]
+
+
+def test_waiting_for_a_free_process_takes_no_time():
+    """Six calls of 0.4 s by one process take 2.4 s; each may take 1 s. Four calls in a row are too long for one."""
+    with hosts_of("Direct", tool_workers=1, call_timeout_s=1.0) as hosts:
+        start = time.monotonic()
+        for future in [hosts.reset(key, {"calls": 1}) for key in range(6)]:
+            future.result(60)
+        outcomes = [future.result(60) for future in [hosts.step(key, "", False) for key in range(6)]]
+        assert [outcome.failure for outcome in outcomes] == [None] * 6
+        assert len({outcome.value.content for outcome in outcomes}) == 1
+        assert time.monotonic() - start > 2.4
+        hosts.reset("long", {"calls": 4}).result(60)
+        assert hosts.step("long", "", False).result(60) == Outcome(None, "timeout", "step took more than 1 s")
+        counts = hosts.pop_metrics()
+        assert (counts["turns/env_timeouts"], counts["turns/tool_timeouts"]) == (1, 0)
+
+
+def test_an_answer_without_a_call_is_scored_by_the_named_reward():
+    with hosts_of("Tools") as hosts:
+        for key, answer, truncated, expected in [
+            ("right", "3", False, 1.0),
+            ("wrong", "4", False, 0.0),
+            ("cut off", "3", True, 0.0),
+        ]:
+            hosts.reset(key, {"answer": "3"}).result(60)
+            assert texts(hosts, key, PAIR) == ["3"]
+            assert hosts.step(key, answer, truncated).result(60) == Outcome(Reply(None, True))
+            assert hosts.reward(key).result(60) == Outcome(expected)
+        hosts.reset("none", {"question": ""}).result(60)
+        outcome = hosts.reward("none").result(60)
+        assert outcome.failure == "raised"
+        assert tool_counts(hosts) == {"tool_calls": 3, "env_errors": 1}
+
+
+class Text(ToolEnvironment):
+    tools = {"now": "time:time", "join": "posixpath:join"}  # noqa: RUF012 - a person writes it so
+    scored_by = "addition"
+    max_calls = 2
+
+    def parse(self, response):
+        return [ToolCall("join", {"a": word}) for word in response.split()[1:]]
+
+    def write(self, results):
+        return "".join(f"[{result.text}]" for result in results)
+
+
+def test_a_test_may_use_an_environment_without_hosts():
+    async def play():
+        environment = Text()
+        assert await environment.reset({"answer": "5"}) is None
+        assert (await environment.step("use x y z", False)).content == "[x][y][error: more than 2 calls in one turn]"
+        assert await environment.step("5", False) == Reply(None, True)
+        return await environment.reward()
+
+    assert asyncio.run(play()) == 1.0
+    failed = asyncio.run(call_tool("posixpath:join", {}))
+    assert failed == ToolResult("error: TypeError: join() missing 1 required positional argument: 'a'", "error")
