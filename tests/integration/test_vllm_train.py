@@ -53,6 +53,45 @@ def test_float32_engines_agree_after_updates_and_a_resume(server, toy_base, tmp_
         assert row["publish/changed_fraction"] > 0.5
 
 
+TURNS = ["--rollout.environment", "counting_environments:Doubling", "--rollout.episode.max-turns", "3"]
+
+
+def check_turns(row):
+    assert row["turns/max"] == 3
+    assert row["turns/turn_2/token_count"] + row["turns/turn_3_to_4/token_count"] == sum(
+        row[f"turns/after_{name}/token_count"]
+        for name in ("1", "2_to_4", "5_to_16")
+        if f"turns/after_{name}/token_count" in row
+    )
+    assert row["reward/errors"] == row["rollout/responses_without_version"] == 0
+
+
+def test_turns_of_a_trajectory_have_the_servers_logprobs(server, toy_base, tmp_path):
+    options = [*FLOAT32, *TURNS, "--run.steps", "3", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
+    code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
+    assert code == 0, output
+    rows = comparable(tmp_path)
+    assert len(rows) == 3
+    for row in rows:
+        check_turns(row)
+        assert 0 < row["mismatch/logprob_abs_diff_max"] < 1e-4
+        assert row["rollout/staleness"] == 0
+
+
+@pytest.mark.harness
+def test_turns_go_on_while_new_weights_come(server, toy_base, tmp_path):
+    options = [*FLOAT32, *TURNS, "--run.steps", "6", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
+    options += ["--rollout.max-staleness", "1", "--rollout.update", "keep", "--diagnosis.behaviour-responses", "64"]
+    options += ["--rollout.limits.max-outstanding", "8", "--packing.rows-per-micro-batch", "32"]
+    code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
+    assert code == 0, output
+    rows = comparable(tmp_path)
+    for row in rows:
+        check_turns(row)
+    for row in rows[1:]:
+        assert row["mismatch_numerics/logprob_abs_diff_max"] < 1e-4 < row["mismatch_drift/logprob_abs_diff_max"]
+
+
 @pytest.mark.harness
 def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "5", "--optimizer.learning-rate", "2e-4", "--eval.every", "2"]
