@@ -19,7 +19,8 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from rljax.data.prompts import FILE_REWARD, TOYS, DataConfig, Problem, evaluation_datasets
+from rljax.data.gym_problems import task_names
+from rljax.data.prompts import TOYS, DataConfig, Problem, evaluation_datasets, task_reward
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import caller_errors, check_at_least, run_cli
 from rljax.policy.config import PolicyConfig
@@ -57,7 +58,12 @@ class Arguments:
     best: bool = False
     """Load the best checkpoint of a run directory (``checkpoint.keep_best``)."""
     dataset: str = "toy"
-    """toy, toy_swaps or calculator for the evaluation split of that task, or a Parquet or JSONL file of problems."""
+    """toy, toy_swaps, calculator or ``reasoning_gym:NAME`` for the evaluation split of that task, or a Parquet or JSONL
+    file of problems."""
+    task_options: tuple[str, ...] = ()
+    """Settings of a reasoning-gym task, as in ``data.task_options``."""
+    task_instruction: str = ""
+    """A text that follows each question of a reasoning-gym task, as in ``data.task_instruction``."""
     n: int = 1
     """Responses per problem. The accuracy is their mean (avg@n)."""
     pass_k: tuple[int, ...] = ()
@@ -79,7 +85,7 @@ class Arguments:
     batch_size: int = 256
     """Problems that the embedded engine decodes at the same time."""
     reward: str | None = None
-    """The function that scores a response, as in ``data.reward``. None: the reward of the toy task; math for a file."""
+    """The function that scores a response, as in ``data.reward``. None: the reward of the task; math for a file."""
     reward_workers: int | None = None
     """The number of processes that score responses. None: one for each core."""
     reward_timeout_s: float = 10.0
@@ -211,15 +217,23 @@ def main(argv: Sequence[str]) -> int:
     with caller_errors():
         policy = find_policy(arguments.path, step=arguments.step, best=arguments.best)
         tokenizer = load_tokenizer(policy.hf_path)
-        shared = ("seed", "chat_template", "enable_thinking", "chat_template_kwargs")
-        data = DataConfig(**{name: getattr(arguments, name) for name in shared})
+        shared = (
+            "seed",
+            "chat_template",
+            "enable_thinking",
+            "chat_template_kwargs",
+            "task_options",
+            "task_instruction",
+        )
+        task = arguments.dataset if task_names(arguments.dataset) else "toy"
+        data = DataConfig(task, **{name: getattr(arguments, name) for name in shared})
         ((name, problems),) = evaluation_datasets([arguments.dataset], data, tokenizer).items()
         prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
         toy = TOYS.get(arguments.dataset)
-        toy_limit, toy_reward = (toy.max_response_tokens, toy.reward) if toy else (None, FILE_REWARD)
+        toy_limit = toy.max_response_tokens if toy else None
         wanted = toy_limit if arguments.max_response_tokens is None else arguments.max_response_tokens
         limit = response_limit(wanted, policy.config, prompt_tokens)
-        function = arguments.reward or toy_reward
+        function = arguments.reward or task_reward(arguments.dataset)
         pool = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
     sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
     names = ("engine", "urls", "api_key_file", "dtype")

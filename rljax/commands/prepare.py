@@ -40,6 +40,7 @@ from rljax.data.files import (
     write_rows,
 )
 from rljax.data.forms import FormName
+from rljax.data.gym_problems import task_names
 from rljax.data.prompts import FILE_REWARD, prompt_key, render_prompt, template_arguments
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors
@@ -185,6 +186,8 @@ def find_source(source: str) -> Path:
     """Returns the local file of a source; a file on the hub is downloaded. Raises ConfigError in one line."""
     match = _HUB_ID.fullmatch(source)
     is_file_name = ":" not in source and source.endswith(FILE_SUFFIXES)
+    if task_names(source):
+        raise ConfigError(f"{source} needs no preparation: a run with data.task = {source} makes its problems")
     if Path(source).exists() or not match or is_file_name:
         return Path(source)
     from huggingface_hub import HfApi, hf_hub_download  # heavy, and used only here

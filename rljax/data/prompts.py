@@ -1,4 +1,4 @@
-"""The prompts of a run: problems of a toy task or a file, shuffled and repeated by grain, with a position as state."""
+"""The prompts of a run: problems of a task or a file, shuffled and repeated by grain, with a position as state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rljax.data import gym_problems as gym
 from rljax.data import toy, toy_calculator, toy_swaps
 from rljax.data.files import Problem, Tally, answered_rows, prompt_text, read_problems
 from rljax.data.tokenizer import Tokenizer
@@ -49,14 +50,23 @@ FILE_REWARD = "math"
 class DataConfig:
     """The training problems and their reward."""
 
-    task: Literal["toy", "toy_swaps", "calculator", "file"] = "toy"
+    task: str = "toy"
     """toy: three-digit addition. toy_swaps: letters that change places. calculator: additions for the environment
-    ``rljax.rollout.episodes.calculator:Calculator``. file: the problems in ``path``."""
+    ``rljax.rollout.episodes.calculator:Calculator``. file: the problems in ``path``. ``reasoning_gym:NAME``: a task of
+    reasoning-gym; ``reasoning_gym:NAME+NAME``: a mixture of several."""
+    task_options: tuple[str, ...] = ()
+    """Settings of a reasoning-gym task, each as ``NAME=VALUE`` with VALUE as JSON, or else text: ``min_digits=1``. In a
+    mixture, ``TASK.NAME=VALUE`` is for one task."""
+    task_problems: int = 5000
+    """The number of training problems that a reasoning-gym task makes, from ``seed``."""
+    task_instruction: str = ""
+    """A text that follows each question of a reasoning-gym task after an empty line. Use it to say where the answer
+    goes."""
     path: str | None = None
     """A Parquet file in verl's format, or a JSONL file with ``prompt`` and ``answer``."""
     reward: str | None = None
-    """The function that scores a response: addition, swaps or math, or your own as ``package.module:function``. None:
-    the reward of the toy task; math if ``task`` is file."""
+    """The function that scores a response: addition, swaps, math, reasoning_gym, reasoning_gym_library, or your own as
+    ``package.module:function``. None: the reward of the task; math if ``task`` is file."""
     reward_workers: int | None = None
     """The number of processes that score responses. 0: score in the trainer's process. None: 0 for the toy tasks,
     otherwise chosen by the number of CPU cores."""
@@ -83,14 +93,15 @@ class DataConfig:
     max_prompt_tokens: int = 1024
     """The longest prompt, in tokens."""
     seed: int = 0
-    """The seed of the toy problems, of their order, and of the choice of ``fraction``."""
+    """The seed of the toy problems, of their order, of reasoning-gym's problems, and of the choice of ``fraction``."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "batch_size", "max_prompt_tokens")
+        check_at_least(self, 1, "batch_size", "max_prompt_tokens", "task_problems")
         check_at_least(self, 0, "check_answers")
         arguments = template_arguments(self.enable_thinking, self.chat_template_kwargs)
         if arguments and self.chat_template is False:
             raise ValueError(f"chat_template = false applies no template, but {', '.join(arguments)} is given for it")
+        self._check_task()
         if self.task == "file" and not self.path:
             raise ValueError("path is needed with task = file")
         if self.task != "file" and self.path:
@@ -102,10 +113,31 @@ class DataConfig:
         if not 0.0 < self.reward_timeout_s < float("inf"):
             raise ValueError(f"reward_timeout_s must be positive and finite, got {self.reward_timeout_s}")
 
+    def _check_task(self) -> None:
+        """Raises ValueError for a task of no known kind, and for settings that its kind does not have."""
+        is_gym = bool(gym.task_names(self.task))
+        if self.task not in (*TOYS, "file") and not is_gym:
+            known = f"{', '.join(TOYS)}, file or {gym.PREFIX}NAME"
+            raise ValueError(f"task must be {known}, got {self.task!r}")
+        for name in ("task_options", "task_instruction"):
+            if getattr(self, name) and not is_gym:
+                raise ValueError(f"{name} is for a reasoning-gym task, but task = {self.task}")
+        for name in _named_values(self.task_options, "task_options", may_have_task=True):
+            owner, point, _ = name.partition(".")
+            if point and owner not in gym.task_names(self.task):
+                raise ValueError(f"task_options has {name}, but task = {self.task} has no task {owner}")
+
     @property
     def reward_name(self) -> str:
         """``reward``, or the default of the task."""
-        return self.reward or (TOYS[self.task].reward if self.task in TOYS else FILE_REWARD)
+        return self.reward or task_reward(self.task)
+
+
+def task_reward(task: str) -> str:
+    """Returns the reward of a task, or of a file."""
+    if gym.task_names(task):
+        return gym.REWARD
+    return TOYS[task].reward if task in TOYS else FILE_REWARD
 
 
 def template_arguments(enable_thinking: bool | None, more: Sequence[str]) -> dict[str, Any]:
@@ -114,16 +146,27 @@ def template_arguments(enable_thinking: bool | None, more: Sequence[str]) -> dic
     Raises:
       ValueError: One is not ``NAME=VALUE``, or a name is given twice.
     """
-    arguments: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    for word in more:
+    thinking = () if enable_thinking is None else (f"enable_thinking={json.dumps(enable_thinking)}",)
+    return _named_values((*thinking, *more), "chat_template_kwargs")
+
+
+def _named_values(words: Sequence[str], key: str, *, may_have_task: bool = False) -> dict[str, Any]:
+    """Returns the values of words ``NAME=VALUE`` by name; a name may be ``TASK.NAME`` where ``may_have_task``.
+
+    Raises:
+      ValueError: One has another form, or a name is given twice.
+    """
+    values: dict[str, Any] = {}
+    for word in words:
         name, equals, value = word.partition("=")
-        if not (equals and name.isidentifier()) or name in arguments:
-            raise ValueError(f"chat_template_kwargs must be NAME=VALUE, each name once, got {word!r}")
+        last = name.partition(".")[2] or name if may_have_task else name
+        if not (equals and last.isidentifier()) or name in values:
+            raise ValueError(f"{key} must be NAME=VALUE, each name once, got {word!r}")
         try:
-            arguments[name] = json.loads(value)
+            values[name] = json.loads(value)
         except ValueError:
-            arguments[name] = value
-    return arguments
+            values[name] = value
+    return values
 
 
 def training_problems(
@@ -139,7 +182,8 @@ def training_problems(
     Raises:
       ValueError: The file cannot be read, or a row is not a problem; the message names the row.
     """
-    problems = _problems(TOYS.get(config.task), str(config.path), "train", config, tokenizer, tally)
+    source = str(config.path) if config.task == "file" else config.task
+    problems = _problems(source, "train", config, tokenizer, tally)
     if config.fraction == 1.0:
         return problems
     order = np.random.default_rng(config.seed).permutation(len(problems))
@@ -152,7 +196,7 @@ def evaluation_datasets(
     """Returns the datasets to evaluate on, by their names in the metrics.
 
     Args:
-      names: The datasets: each is a file, ``NAME=FILE``, or a toy task for its eval split. Without names, a toy task is
+      names: The datasets: each is a file, ``NAME=FILE``, or a task for its eval split. Without names, a task is
         evaluated on its own eval split.
       config: The configuration of the data, with task, seed and chat template.
       tokenizer: The tokenizer whose chat template is applied; the toy tasks need none.
@@ -161,33 +205,48 @@ def evaluation_datasets(
       ValueError: A file cannot be read, or two datasets have the same name.
     """
     datasets: dict[str, Sequence[Problem]] = {}
-    for entry in names or [task for task in TOYS if task == config.task]:
-        name, equals, path = entry.partition("=")
+    for entry in names or ([] if config.task == "file" else [config.task]):
+        name, equals, source = entry.partition("=")
         if not equals:
-            name, path = Path(entry).stem, entry
+            name, source = Path(entry).stem.removeprefix(gym.PREFIX), entry
         if name in datasets:
             raise ValueError(f"two datasets are called {name}: give one as NAME=FILE")
-        datasets[name] = _problems(TOYS.get(path), path, "eval", config, tokenizer)
+        datasets[name] = _problems(source, "eval", config, tokenizer)
     return datasets
 
 
 def _problems(
-    task: ToyTask | None,
-    path: str,
+    source: str,
     split: str,
     config: DataConfig,
     tokenizer: Tokenizer | None,
     tally: Tally | None = None,
 ) -> Sequence[Problem]:
-    """Returns a split of the toy task, or all problems of the file with rendered prompts."""
-    if task is not None:
-        return task.problems(split, seed=config.seed)
+    """Returns a split of a task, or all problems of a file; the prompts of a toy task need no rendering."""
+    if source in TOYS:
+        return TOYS[source].problems(split, seed=config.seed)
     arguments = template_arguments(config.enable_thinking, config.chat_template_kwargs)
-    read = read_problems(path) if tally is None else (problem for _, problem in answered_rows(path, tally))
+    read: Iterable[Problem]
+    if names := gym.task_names(source):
+        read = _gym_problems(names, split, config)
+        if tally is not None:
+            tally.rows = len(read)
+    else:
+        read = read_problems(source) if tally is None else (problem for _, problem in answered_rows(source, tally))
     return [
         problem | {"prompt": render_prompt(problem["prompt"], tokenizer, config.chat_template, arguments)}
         for problem in read
     ]
+
+
+def _gym_problems(names: Sequence[str], split: str, config: DataConfig) -> list[Problem]:
+    """Returns the problems of a split of reasoning-gym's tasks, with the instruction behind each question."""
+    options = _named_values(config.task_options, "task_options", may_have_task=True)
+    settings = {name: gym.own_options(name, config.task, options) for name in names}
+    problems = gym.gym_problems(names, split, seed=config.seed, count=config.task_problems, options=settings)
+    for problem in problems if config.task_instruction else ():
+        problem["prompt"][0]["content"] += f"\n\n{config.task_instruction}"
+    return problems
 
 
 def render_prompt(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
+from rljax.data.gym_problems import task_names
 from rljax.plan.budget import (
     Decoding,
     Demand,
@@ -267,7 +268,8 @@ def _batch(config: Config) -> dict[str, str]:
     of_update, updates = count // config.loss.mini_batches, config.loss.mini_batches * config.loss.epochs
     micro, rows, tokens = batch_shape(config, of_update)
     each = f", {updates} updates of {of_update}" if updates > 1 else ""
-    source = config.data.path or f"the embedded task {config.data.task}"
+    of_task = f"{config.data.task_problems:,} problems of" if task_names(config.data.task) else "the embedded task"
+    source = config.data.path or f"{of_task} {config.data.task}"
     absent = "" if config.data.path is None or Path(config.data.path).exists() else " (not here)"
     share = f", {config.data.fraction:.1%} of it" if config.data.fraction < 1.0 else ""
     at_most = prompts * (1 + config.rollout.refill_limit)

@@ -15,6 +15,8 @@ SHIPPED: Mapping[str, str] = {
     "addition": "rljax.data.toy:addition_reward",
     "swaps": "rljax.data.toy_swaps:swaps_reward",
     "math": "rljax.rewards.math_answer:math_reward",
+    "reasoning_gym": "rljax.rewards.gym_answer:strict_reward",
+    "reasoning_gym_library": "rljax.rewards.gym_answer:library_reward",
 }
 # These shipped rewards take microseconds and cannot hang, so they need no worker process.
 CHEAP = frozenset({"addition", "swaps"})

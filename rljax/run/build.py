@@ -92,7 +92,7 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
         )
     stream = PromptStream(training, data.batch_size, config.run.seed)
     fingerprint = json_checksum([[problem["prompt"], problem["answer"]] for problem in training])
-    tallies = [tally] if data.path else []
+    tallies = [] if data.task in TOYS else [tally]
     prompts = [tokenizer.encode(problem["prompt"]) for problem in itertools.islice(training, PROBED_PROMPTS)]
     if not config.eval.is_wanted:
         return Problems(stream, fingerprint, {}, tallies, prompts)
@@ -123,9 +123,10 @@ def look_at_data(config: Config, problems: Problems) -> str:
         timeout_s=data.reward_timeout_s,
     )
     first = found[0]
-    if data.path and first.checked and len(first.failed) == first.checked:
+    if data.task not in TOYS and first.checked and len(first.failed) == first.checked:
+        source = f"data.path = {data.path}" if data.path else f"data.task = {data.task}"
         raise ValueError(
-            f"data.path = {data.path}: data.reward = {data.reward_name} refuses all {first.checked} right answers when "
+            f"{source}: data.reward = {data.reward_name} refuses all {first.checked} right answers when "
             f"they are given as the response, such as {short(first.failed[0]['answer'])}; choose another reward, "
             "correct the answers, or set data.check_answers = 0"
         )

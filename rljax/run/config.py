@@ -92,8 +92,9 @@ class EvalConfig:
     at_start: bool = False
     """Whether the policy before the first step is evaluated. The first row has it as ``eval/.../..._at_start``."""
     datasets: tuple[str, ...] = ()
-    """Datasets to evaluate on. Each is a Parquet or JSONL file, ``NAME=FILE``, or toy, toy_swaps or calculator for the
-    evaluation split of that task. Empty: the evaluation split of the toy task, or none if ``data.task`` is file."""
+    """Datasets to evaluate on. Each is a Parquet or JSONL file, ``NAME=FILE``, or toy, toy_swaps, calculator or
+    ``reasoning_gym:NAME`` for the evaluation split of that task. Empty: the evaluation split of ``data.task``, or none
+    if it is file."""
     n: int = 1
     """Responses per problem. The accuracy is their mean (avg@n)."""
     pass_k: tuple[int, ...] = ()

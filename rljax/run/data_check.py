@@ -23,7 +23,13 @@ TOLERATED = 0.01
 _EXAMPLES = 3
 _TRIALS = 8
 # The ways to write an answer as a response. A reward of the user's own may read any of them.
-_WRITTEN = {"math": ("Answer: {}",), "addition": ("{}",), "swaps": ("{}",)}
+_WRITTEN = {
+    "math": ("Answer: {}",),
+    "addition": ("{}",),
+    "swaps": ("{}",),
+    "reasoning_gym": ("<answer>{}</answer>",),
+    "reasoning_gym_library": ("<answer>{}</answer>",),
+}
 _ANY_WAY = ("{}", "\\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>", "#### {}")
 
 
@@ -76,7 +82,9 @@ def _check(
 ) -> AnswerCheck:
     """Checks one data set: a few answers in every way of writing, and the rest in the best of them."""
     order = np.random.default_rng(seed).permutation(len(problems))[:count]
-    chosen = [problems[int(i)] for i in order]
+    chosen = [problem for problem in (problems[int(i)] for i in order) if problem["answer"]]
+    if not chosen:
+        return AnswerCheck(reason="no right answer is known")
     try:
         ways = _WRITTEN.get(reward, _ANY_WAY)
         trials = {way: _score(pool, chosen[:_TRIALS], way, deadline) for way in ways}

@@ -59,7 +59,7 @@ DOORS = {
     "transformers": {"data.tokenizer", "compare.scorers", "schedule.trainer_callback"},
     "tensorboardX": {"record.writers", "record.event_files"},
     "tqdm": {
-        *("record.writers", "run.data_check", "evaluate"),
+        *("record.writers", "run.data_check", "evaluate", "data.gym_maker"),
         *("commands.bench_mismatch", "commands.check", "commands.compare", "commands.prepare", "commands.view"),
     },
     "jinja2": {"data.tokenizer"},
@@ -85,6 +85,7 @@ DOORS = {
     },
     "math_verify": {"rewards.math_answer", "rewards.math_value"},
     "latex2sympy2_extended": {"rewards.math_value"},
+    "reasoning_gym": {"data.gym_maker", "rewards.gym_answer"},
 }
 # What the start of a command does not import: it answers within two seconds and prints nothing of theirs.
 LATE = {
@@ -96,6 +97,7 @@ LATE = {
     "tensorboardX",
     "huggingface_hub",
     "math_verify",
+    "reasoning_gym",
     "fsspec",
 }
 LEVEL_0 = ("errors", "schedule", "mismatch")

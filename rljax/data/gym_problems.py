@@ -1,0 +1,142 @@
+"""The problems of reasoning-gym's tasks, which are made anew for each run from a seed.
+
+A task is named ``reasoning_gym:NAME``, and a mixture of several ``reasoning_gym:NAME+NAME``. The library makes them in
+a process of its own (``rljax.data.gym_maker``), and the trainer never imports it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PREFIX = "reasoning_gym:"
+REWARD = "reasoning_gym"
+EVAL_PROBLEMS = 200  # the size of the evaluation split of a task
+
+_MAKER = Path(__file__).with_name("gym_maker.py")
+_SPLITS = ("train", "eval")
+_HASH_SEED = "0"
+
+
+def task_names(task: str) -> tuple[str, ...]:
+    """Returns the names of the library's tasks in ``reasoning_gym:NAME+NAME``; () if ``task`` is none of them.
+
+    Raises:
+      ValueError: A name is empty or is given twice.
+    """
+    if not task.startswith(PREFIX):
+        return ()
+    names = tuple(task.removeprefix(PREFIX).split("+"))
+    if not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"task must be {PREFIX}NAME or {PREFIX}NAME+NAME, each name once, got {task!r}")
+    return names
+
+
+def own_options(name: str, task: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of one task of the library.
+
+    Args:
+      name: The name of the task.
+      task: The tasks that the settings are for, as in ``DataConfig.task``. Any other task has the library's settings.
+      options: The values of the settings. A key ``NAME.SETTING`` is for the task NAME. A key without a point is for
+        each task.
+    """
+    found = {key: value for key, value in options.items() if "." not in key and name in task_names(task)}
+    prefix = f"{name}."
+    return found | {key.removeprefix(prefix): value for key, value in options.items() if key.startswith(prefix)}
+
+
+def gym_problems(
+    names: Sequence[str], split: str, *, seed: int, count: int, options: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns the problems of a split, whose prompts are chats of one message.
+
+    The splits share no prompt: training problems whose question the evaluation split has are left out. Problems whose
+    right answer is an empty text are left out, too.
+
+    Args:
+      names: The names of the library's tasks, each of which gives the same number of problems.
+      split: The split, "train" or "eval". The latter has ``EVAL_PROBLEMS`` problems, without repeats.
+      seed: The seed. The library gets another one for each split.
+      count: The number of training problems to make.
+      options: The settings of each task by its name.
+
+    Raises:
+      ValueError: The library refuses a name or a setting, or no problem is left. The message is one line.
+    """
+    problems: list[dict[str, Any]] = []
+    for place, name in enumerate(names):
+        settings = json.dumps(options.get(name, {}), sort_keys=True)
+        evaluated = _made(name, settings, _library_seed(seed, "eval"), EVAL_PROBLEMS)
+        taken = {entry["question"]: entry for entry in reversed(evaluated)}
+        whole = count if split == "train" else EVAL_PROBLEMS
+        part = whole // len(names) + (place < whole % len(names))
+        if split == "eval":
+            entries = list(taken.values())[::-1][:part]
+        else:
+            made = _made(name, settings, _library_seed(seed, "train"), part)
+            entries = [entry for entry in made if entry["question"] not in taken]
+            if made and not entries:
+                raise ValueError(
+                    f"{PREFIX}{name} has too few different problems: all {part} are in the evaluation split, too; "
+                    "change its settings"
+                )
+        problems += [_problem(name, settings, entry) for entry in entries if entry["answer"] != ""]
+    return problems
+
+
+def _library_seed(seed: int, split: str) -> int:
+    """Returns the seed of the library, below 2**31.
+
+    The library seeds problem i with the sum of seed and i, so that neighbouring seeds would share nearly all problems.
+    """
+    return int(np.random.SeedSequence([seed, _SPLITS.index(split)]).generate_state(1)[0]) >> 1
+
+
+def _problem(name: str, settings: str, entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "prompt": [{"role": "user", "content": entry["question"]}],
+        "answer": right_answer(entry),
+        "data_source": f"reasoning_gym/{name}",
+        "extra_info": {"task": name, "options": settings, "entry": entry},
+    }
+
+
+def right_answer(entry: Mapping[str, Any]) -> str:
+    """Returns a right answer of an entry; "" if the library gives none."""
+    metadata = entry["metadata"]
+    if entry["answer"] is not None:
+        return str(entry["answer"])
+    if "possible_answer" in metadata:  # graph_color: the colour of each vertex
+        return json.dumps(metadata["possible_answer"])
+    return str(metadata.get("example_answer") or metadata.get("example_correct_answer") or "")
+
+
+@functools.lru_cache(maxsize=16)
+def _made(name: str, settings: str, seed: int, size: int) -> list[dict[str, Any]]:
+    """Returns the entries that the library makes in another process, with a fixed hash seed."""
+    if not size:
+        return []
+    request = {"path": sys.path, "name": name, "options": json.loads(settings), "seed": seed, "size": size}
+    done = subprocess.run(
+        [sys.executable, "-P", str(_MAKER)],
+        input=json.dumps(request).encode(),
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONHASHSEED": _HASH_SEED},
+        check=False,
+    )
+    if done.returncode:
+        raise ValueError(f"{PREFIX}{name} could not be made: its process ended with exit status {done.returncode}")
+    made: list[dict[str, Any]] | str = pickle.loads(done.stdout)
+    if isinstance(made, str):
+        raise ValueError(made)
+    return made

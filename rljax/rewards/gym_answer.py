@@ -1,0 +1,140 @@
+"""Rewards of reasoning-gym's tasks: a strict score, and the library's own.
+
+The strict score is 1.0 if the library's score is exactly 1.0 and the answer says nothing beside it, else 0.0. For some
+tasks the library gives 1.0 to more than right answers, and then a rule here is added.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rljax.rewards.final_answer import boxed_answer, tagged_answer
+
+try:
+    import reasoning_gym
+except ImportError as error:
+    raise ImportError(f"it needs reasoning-gym ({error}): pip install 'rljax[gym]'") from error
+
+EXECUTING = frozenset(
+    {
+        *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication"),
+        *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+    }
+)
+"""The tasks whose scorers execute an answer as Python."""
+
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+# The functions that an answer to an executing scorer may call.
+_FUNCTIONS = frozenset(
+    {
+        *("Abs", "abs", "sqrt", "exp", "log", "ln", "sin", "cos", "tan", "cot", "sec", "csc"),
+        *("asin", "acos", "atan", "acot", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
+    }
+)
+# An attribute, a comment or a line end before a bracket, or words that give a function another name.
+_UNSAFE = re.compile(r"\.\s*[^\W\d]|[#\\:]|\bfor\b")
+_CALL = re.compile(r"(\w+|[\])}\"'])\s*\(")
+
+
+def strict_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> float:
+    """Returns 1.0 if the answer in a response is right and complete, else 0.0; see this module.
+
+    Args:
+      problem: A problem of ``rljax.data.gym_problems``.
+      response: The decoded text, without special tokens.
+      truncated: Whether the length limit cut the response off; then it has no answer.
+
+    Raises:
+      ValueError: The problem is none of a reasoning-gym task.
+    """
+    name, entry = _task(problem)
+    answer = stated_answer(response)
+    if library_reward(problem, response, truncated) != 1.0 or not answer:
+        return 0.0
+    return float(_RULES.get(name, _accepts)(answer, entry))
+
+
+def library_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> float:
+    """Returns the library's score of the answer in a response, from 0.0 to 1.0.
+
+    Some scorers give part of it to an answer that contains the right one. The arguments and errors are the same as for
+    ``strict_reward``.
+    """
+    name, entry = _task(problem)
+    answer = stated_answer(response)
+    if truncated or (name in EXECUTING and is_program(answer)):
+        return 0.0
+    score = float(_dataset(name, problem["extra_info"]["options"]).score_answer(answer=answer, entry=entry))
+    return min(max(score, 0.0), 1.0)
+
+
+def stated_answer(response: str) -> str:
+    r"""Returns the answer in a response, without white space around it.
+
+    Only the text after the last ``</think>`` counts, if there is one. The answer is the last ``<answer>`` tag; without
+    one, the last ``\boxed{}``; without both, the last line that is not empty. A box that is all of a tag is opened.
+    """
+    text = response.rsplit("</think>", 1)[-1]
+    tag = tagged_answer(text)
+    if tag is not None:
+        opened = boxed_answer(tag)
+        return opened if opened is not None and tag == f"\\boxed{{{opened}}}" else tag
+    box = boxed_answer(text)
+    return box if box is not None else text.strip().rsplit("\n", 1)[-1].strip()
+
+
+def is_program(answer: str) -> bool:
+    """Returns whether an answer is more than a formula: it calls other functions or reads attributes.
+
+    Such an answer could do anything in a scorer that executes it.
+    """
+    is_unsafe = _UNSAFE.search(answer) is not None
+    return is_unsafe or any(called not in _FUNCTIONS for called in _CALL.findall(answer))
+
+
+def _task(problem: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a problem's task, and its entry as the library made it."""
+    facts = problem.get("extra_info") or {}
+    if not {"task", "options", "entry"} <= set(facts):
+        raise ValueError("the problem is none of a reasoning-gym task: set data.task = reasoning_gym:NAME")
+    return facts["task"], facts["entry"]
+
+
+@functools.lru_cache(maxsize=128)
+def _dataset(name: str, options: str) -> Any:
+    """Returns the task with its settings, which some scorers read."""
+    return reasoning_gym.create_dataset(name, seed=0, size=1, **json.loads(options))
+
+
+def _accepts(answer: str, entry: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _is_exact(answer: str, entry: Mapping[str, Any]) -> bool:
+    return answer == entry["answer"].strip()
+
+
+def _has_same_numbers(answer: str, entry: Mapping[str, Any]) -> bool:
+    """Returns whether the answer has the numbers of the right answer and no other; its notation is free."""
+    return _NUMBER.findall(answer) == _NUMBER.findall(entry["answer"])
+
+
+def _uses_given_numbers(answer: str, entry: Mapping[str, Any]) -> bool:
+    return sorted(_NUMBER.findall(answer)) == sorted(map(str, entry["metadata"]["numbers"]))
+
+
+# What the library gives 1.0 to beside right answers stands with each rule.
+_RULES: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
+    "coin_flip": _is_exact,  # a number whose digits begin the right one, such as 0
+    "fraction_simplification": _has_same_numbers,  # a right fraction before other text
+    "game_of_life_halting": _is_exact,  # everything
+    "gsm_symbolic": _has_same_numbers,  # a right number before other numbers
+    "letter_jumble": _is_exact,  # the right words before others
+    "puzzle24": _uses_given_numbers,  # any four numbers that make 24
+    "spell_backward": _is_exact,  # the right word with more letters behind it, in rare cases
+    "time_intervals": _is_exact,  # a right number of days before other text
+}

@@ -1,0 +1,209 @@
+"""The problems of reasoning-gym's tasks: which there are, that a seed fixes them, and what of a task is refused."""
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from toy_runs import ROOT, TOY_BASE, complete, tiny
+
+from rljax.data import gym_maker, gym_problems
+from rljax.data.gym_problems import own_options, right_answer, task_names
+from rljax.data.prompts import DataConfig, evaluation_datasets, training_problems
+from rljax.data.tokenizer import load_tokenizer
+from rljax.data.toy import build_tokenizer
+
+CHECKSUM = """
+import hashlib
+from rljax.data import gym_problems as gym
+gym.EVAL_PROBLEMS = 2
+made = gym.gym_problems(["list_functions", "word_ladder"], "train", seed=3, count=40, options={})
+print(hashlib.sha256(repr([(one["prompt"], one["answer"]) for one in made]).encode()).hexdigest())
+"""
+
+
+def test_tasks_are_named_with_a_prefix():
+    assert task_names("reasoning_gym:lcm") == ("lcm",)
+    assert task_names("reasoning_gym:lcm+gcd") == ("lcm", "gcd")
+    assert task_names("toy") == task_names("data/reasoning_gym.parquet") == ()
+    for wrong in ("reasoning_gym:", "reasoning_gym:lcm+", "reasoning_gym:lcm+lcm", "reasoning_gym:a b"):
+        with pytest.raises(ValueError, match=r"task must be reasoning_gym:NAME or .*, each name once, got"):
+            task_names(wrong)
+
+
+def test_settings_are_for_every_task_or_for_one():
+    options = {"max_value": 9, "lcm.min_value": 2}
+    assert own_options("lcm", "reasoning_gym:lcm+gcd", options) == {"max_value": 9, "min_value": 2}
+    assert own_options("gcd", "reasoning_gym:lcm+gcd", options) == {"max_value": 9}
+    assert own_options("dice", "reasoning_gym:lcm+gcd", options) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "tyo"}, "task must be toy, toy_swaps, file or reasoning_gym:NAME, got 'tyo'"),
+        ({"task_options": ("a=1",)}, "task_options is for a reasoning-gym task, but task = toy"),
+        ({"task_instruction": "Hi"}, "task_instruction is for a reasoning-gym task, but task = toy"),
+        ({"task": "reasoning_gym:lcm", "path": "x.jsonl"}, "path is given, but task = reasoning_gym:lcm reads no file"),
+        ({"task": "reasoning_gym:lcm", "task_options": ("a",)}, "task_options must be NAME=VALUE, each name once"),
+        ({"task": "reasoning_gym:lcm", "task_options": ("gcd.a=1",)}, "task_options has gcd.a, but .* has no task gcd"),
+        ({"task": "reasoning_gym:lcm", "task_problems": 0}, "task_problems must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**settings)
+
+
+def test_its_tasks_have_the_strict_reward():
+    assert DataConfig(task="reasoning_gym:lcm+gcd").reward_name == "reasoning_gym"
+    assert DataConfig(task="reasoning_gym:lcm", reward="reasoning_gym_library").reward_name == "reasoning_gym_library"
+
+
+def test_a_missing_library_is_said_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r"reasoning_gym:lcm needs reasoning-gym .*: pip install 'rljax\[gym\]'"):
+        gym_maker.make("lcm", {}, 0, 1)
+
+
+def test_an_answer_may_stand_in_the_metadata():
+    assert right_answer({"answer": "", "metadata": {}}) == ""
+    assert right_answer({"answer": None, "metadata": {"possible_answer": {0: 1, 5: 2}}}) == '{"0": 1, "5": 2}'
+    assert right_answer({"answer": None, "metadata": {"example_answer": "P"}}) == "P"
+    assert right_answer({"answer": None, "metadata": {"example_correct_answer": "U R"}}) == "U R"
+    assert right_answer({"answer": None, "metadata": {"moves": 3}}) == ""
+
+
+@pytest.fixture
+def library():
+    found = pytest.importorskip("reasoning_gym.factory")
+    state = random.getstate()
+    yield found
+    random.setstate(state)
+
+
+@pytest.mark.slow
+def test_every_task_but_two_can_be_made(library):
+    refused = {}
+    for name in library.DATASETS:
+        try:
+            made = gym_maker.make(name, {}, 11, 2)
+        except ValueError as error:
+            refused[name] = str(error)
+        else:
+            assert [set(entry) for entry in made] == [{"question", "answer", "metadata"}] * 2, name
+    assert len(library.DATASETS) - len(refused) == 104
+    assert refused["codeio"] == "reasoning_gym:codeio makes other problems each time: choose another task"
+    assert refused["composite"].startswith("reasoning_gym has no task 'composite'")
+    assert set(refused) == {"codeio", "composite"}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("chian_sum", {}, "reasoning_gym has no task 'chian_sum'; did you mean chain_sum or "),
+        (
+            "chain_sum",
+            {"min_digit": 1},
+            "chain_sum has no setting 'min_digit' of its own; its settings: min_terms, max",
+        ),
+        ("chain_sum", {"seed": 1}, "chain_sum has no setting 'seed' of its own"),
+        (
+            "chain_sum",
+            {"min_digits": 5},
+            "chain_sum cannot be made with {'min_digits': 5}: max_digits must be >= min_di",
+        ),
+        ("chain_sum", {"min_digits": "x"}, "chain_sum cannot be made with {'min_digits': 'x'}: '>' not supported"),
+    ],
+)
+def test_what_the_library_refuses_is_one_line(library, name, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        gym_maker.make(name, options, 0, 1)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_problems_do_not_depend_on_the_hash_seed(library):
+    """word_ladder depends on the hash seed, and list_functions draws from Python's global random numbers."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHECKSUM],
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (process.communicate(timeout=300)[0] for process in running)
+    assert len(first.strip()) == 64
+    assert first == second
+
+
+def template(tmp_path):
+    build_tokenizer().save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    )
+    return load_tokenizer(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_splits_of_a_mixture_share_no_prompt(library, tmp_path):
+    config = DataConfig(
+        task="reasoning_gym:lcm+chain_sum",
+        task_options=("lcm.max_value=40", "chain_sum.max_terms=2"),
+        task_problems=301,
+        task_instruction="Only the number.",
+        seed=5,
+    )
+    tokenizer = template(tmp_path)
+    training = training_problems(config, tokenizer)
+    evaluated = evaluation_datasets(["both=reasoning_gym:lcm+chain_sum", "reasoning_gym:lcm"], config, tokenizer)
+    assert list(evaluated) == ["both", "lcm"]
+    prompts = {problem["prompt"] for problem in training}
+    for problems in evaluated.values():
+        assert not prompts & {problem["prompt"] for problem in problems}
+    assert {problem["prompt"] for problem in evaluated["both"][:90]} <= {one["prompt"] for one in evaluated["lcm"]}
+    sources = [problem["data_source"] for problem in training]
+    assert sources.count("reasoning_gym/chain_sum") in range(130, 151)
+    assert sources.count("reasoning_gym/lcm") in range(90, 152)
+    first = training[0]["prompt"]
+    assert first.startswith("<user>Find the Least Common Multiple (LCM) of these numbers: ")
+    assert first.endswith("\n\nOnly the number.<end>")
+    again = training_problems(config, tokenizer)
+    assert [one["prompt"] for one in again] == [one["prompt"] for one in training]
+
+
+@pytest.mark.slow
+def test_neighbouring_seeds_share_few_problems(library, monkeypatch):
+    monkeypatch.setattr(gym_problems, "EVAL_PROBLEMS", 2)
+    made = [
+        {
+            one["prompt"][0]["content"]
+            for one in gym_problems.gym_problems(["dice"], "train", seed=s, count=50, options={})
+        }
+        for s in (0, 1)
+    ]
+    assert len(made[0] & made[1]) < 5
+
+
+@pytest.mark.slow
+def test_a_task_with_too_few_problems_is_refused(library):
+    config = DataConfig(task="reasoning_gym:coin_flip", task_options=("min_trials=3", "max_trials=3"), task_problems=20)
+    with pytest.raises(ValueError, match="coin_flip has too few different problems: all 20 are in"):
+        training_problems(config)
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_a_task_and_evaluates_it(library, tmp_path):
+    words = ("--data.task", "reasoning_gym:lcm", "--data.task-options", "max_value=99", "--data.task-problems", "40")
+    more = ("--data.max-prompt-tokens", "80", "--packing.row-tokens", "128", "--eval.every", "1")
+    status, output = complete(tiny(TOY_BASE, tmp_path / "run", 1, *words, *more))
+    assert status == 0, output
+    table = (tmp_path / "run/data.txt").read_text().splitlines()
+    assert table[1].split()[0] == "reasoning_gym:lcm"
+    assert table[1].endswith("0 of 40") or table[1].endswith("0 of 39")
+    assert table[2].startswith("eval lcm")
+    assert "eval/lcm/accuracy" in (tmp_path / "run/metrics.jsonl").read_text()
+    assert "task_options:\n  - max_value=99\n" in (tmp_path / "run/config.yaml").read_text()
