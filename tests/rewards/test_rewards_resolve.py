@@ -66,8 +66,8 @@ def test_a_dotted_path_is_the_function_itself(name, reward):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("", "reward '' is neither one of addition, math, swaps nor of the form package.module:function"),
-        ("maths", "reward 'maths' is neither one of addition, math, swaps nor of the form package.module:function"),
+        ("", "reward '' is neither one of addition, math, reasoning_gym, reasoning_gym_library, swaps nor of the form"),
+        ("maths", "reward 'maths' is neither one of addition, math, reasoning_gym, reasoning_gym_library, swaps nor "),
         ("named_rewards.three", "is neither one of"),
         (":three", "is neither one of"),
         ("nowhere.at_all:three", "cannot import nowhere.at_all:three: ModuleNotFoundError: No module named 'nowhere'"),
