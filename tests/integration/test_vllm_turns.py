@@ -1,0 +1,53 @@
+"""Trajectories of two turns by a real server: the prompt of the second extends the tokens of the first."""
+
+import numpy as np
+import pytest
+
+from rljax.rollout.turns import TurnQueue, TurnRequest
+from rljax.rollout.types import SamplingParams, VersionSpan
+
+pytestmark = pytest.mark.vllm
+
+ENVIRONMENT = np.asarray([7, 8, 9], np.int32)
+LIMITS = SamplingParams(20, stop_token_ids=tuple(range(0, 256, 16)))
+
+
+def converse(engine, prompts, seed):
+    """Returns the response to each turn by (trajectory, turn), with the tokens before it."""
+    queue, responses = TurnQueue(len(prompts)), {}
+    for key, prompt in enumerate(prompts):
+        queue.put(TurnRequest(key, 1, prompt, 20))
+    for response in engine.answer(queue, LIMITS, seed=seed):
+        key, turn = response.prompt_index, response.sample_index + 1
+        before = prompts[key] if turn == 1 else responses[key, 1][1]
+        if turn == 1:
+            row = np.concatenate([before, response.token_ids, ENVIRONMENT])
+            responses[key, 1] = response, row
+            queue.put(TurnRequest(key, 2, row, 12))
+        else:
+            responses[key, 2] = response, np.concatenate([before, response.token_ids])
+            queue.end(key)
+    return responses
+
+
+def test_a_second_turn_goes_on_from_the_tokens_of_the_first(float32, prompts):
+    """Log-probabilities are those of one pass over the joined tokens, and a seed decides both turns."""
+    engine, count = float32.engine(), len(prompts)
+    try:
+        params = float32.model.moved(5)
+        engine.publish(params, 3)
+        first, again, other = (converse(engine, prompts, seed) for seed in (1, 1, 2))
+    finally:
+        engine.close()
+    assert sorted(first) == [(key, turn) for key in range(count) for turn in (1, 2)]
+    scored = float32.score(params, [first[key, 2][1] for key in range(count)])
+    for key, (prompt, logprobs) in enumerate(zip(prompts, scored, strict=True)):
+        starts = len(prompt), len(first[key, 1][1])
+        for turn, start, most in ((1, starts[0], 20), (2, starts[1], 12)):
+            response = first[key, turn][0]
+            assert response.versions == (VersionSpan(3, 0, response.length),)
+            assert response.truncated == (response.token_ids[-1] not in LIMITS.stop_token_ids)
+            assert response.length == most or not response.truncated
+            np.testing.assert_allclose(response.logprobs, logprobs[start : start + response.length], atol=1e-4, rtol=0)
+            np.testing.assert_array_equal(response.token_ids, again[key, turn][0].token_ids)
+    assert any(first[place][0].token_ids.tolist() != other[place][0].token_ids.tolist() for place in first)
