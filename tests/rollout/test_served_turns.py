@@ -156,6 +156,20 @@ def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update):
     assert all(sampling["seed"] is None for sampling in fake.sampling if sampling["max_tokens"] == 40)
 
 
+@pytest.mark.parametrize("update", ["keep", "abort"])
+def test_turns_are_asked_for_while_new_weights_come(fake, update):
+    """Trajectories of many short turns, some of which end while the servers are not verified yet."""
+    with published(fake, update=update, max_staleness=1) as engine, ThreadPoolExecutor(1) as thread:
+        fake.token_s = 0.01
+        limits = SamplingParams(1, stop_token_ids=(63,))
+        answering = thread.submit(converse, engine, [30] * 4, limits=limits, max_tokens=lambda key, turn: 1)
+        for version in (1, 2, 3):
+            time.sleep(0.1)
+            engine.publish(PARAMS, version)
+        responses, _ = answering.result(timeout=60)
+    assert sorted(places(responses)) == [(key, turn) for key in range(4) for turn in range(30)]
+
+
 def test_a_turn_that_a_server_would_shorten_is_refused(fake):
     """The stand-in takes 128 tokens, of which 6 are for the turn."""
     queue = TurnQueue(1)

@@ -191,7 +191,8 @@ class ServedEngine(Admission, RolloutEngine):
         """
         if not prompts or n < 1:
             raise ValueError(f"at least one prompt and one response each are needed, got {len(prompts)} and n = {n}")
-        info, seed_sent = self._info(), self._seed_sent(seed)
+        self._check_verified()
+        info, seed_sent = self._shortest(), self._seed_sent(seed)
         check_prompts(prompts, sampling.max_response_tokens, info, sampling.stop_token_ids)
         requests = make_requests(prompts, n, sampling, seed_sent, self._expected.routes, info.vocab_size)
         metrics: dict[str, float] = {}
@@ -202,22 +203,22 @@ class ServedEngine(Admission, RolloutEngine):
 
         The turns of a trajectory go to one server while it has room, which has computed the tokens before them.
         """
-        self._info()  # raises now, not in the iteration
-        turns = QueuedTurns(queue, sampling, self._seed_sent(seed), self._info, self._expected.routes)
+        self._check_verified()
+        turns = QueuedTurns(queue, sampling, self._seed_sent(seed), self._shortest, self._expected.routes)
         metrics: dict[str, float] = {}
         return Samples(self._responses(turns, metrics), metrics)
 
-    def _info(self) -> ServerInfo:
-        """Returns the description of the server that takes the shortest sequences, if a policy was published."""
+    def _check_verified(self) -> None:
         if not self._verified:
             raise RuntimeError(f"the {self._backend.name} servers hold no verified policy: publish first")
-        return shortest(self._infos.values())
+
+    def _shortest(self) -> ServerInfo:
+        """Returns the description of the server that takes the shortest sequences now, on any thread."""
+        return shortest(list(self._infos.values()))
 
     def _seed_sent(self, seed: int) -> int | None:
-        """Returns the seed from which responses get theirs, or None where the servers choose.
-
-        When weights come while responses are sampled, that moment decides what is sampled, whatever the seed.
-        """
+        """Returns the seed from which responses get theirs, or None where the servers choose."""
+        # When weights come while responses are sampled, that moment decides what is sampled, whatever the seed.
         return seed if self._config.seeded and self._config.update == "wait" else None
 
     def close(self) -> None:
@@ -235,8 +236,7 @@ class ServedEngine(Admission, RolloutEngine):
             self._renew_all(asleep)
         self.fleet.side_by_side(self.check, self._client.opened())
         try:
-            vocab_size = shortest(self._infos.values()).vocab_size
-            with contextlib.closing(self.fleet.stream(source, vocab_size, metrics)) as stream:
+            with contextlib.closing(self.fleet.stream(source, self._shortest().vocab_size, metrics)) as stream:
                 for place, reply in stream:
                     yield self._response(place, reply, metrics)
         finally:
