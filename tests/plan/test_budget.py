@@ -54,6 +54,14 @@ def test_the_cache_that_decode_tokens_allow(tokens, slots):
     assert found == (slots, 8, 100, slots * 100 * 192)
 
 
+def test_trajectories_are_decoded_in_padded_rows():
+    """2 prompts x 5 trajectories: 10 rows of at most 100 tokens are padded to 12, or share 7 places."""
+    for tokens, slots in ((10_000, 12), (799, 7)):
+        config = tiny(decode_tokens=tokens, group_size=5, environment="package.module:Class")
+        found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
+        assert found == (slots, 10, 100, slots * 100 * 192)
+
+
 def test_an_eight_bit_cache_takes_half():
     config = tiny(decode_tokens=800, kv_cache_dtype="fp8_e5m2")
     assert plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0).bytes == 8 * 100 * 96
