@@ -13,7 +13,7 @@ from rljax.compare.layers.picture import plot_layers
 from rljax.compare.layers.tables import Judged, layers_json, layers_markdown, layers_text
 from rljax.compare.layers.tracers import open_tracer
 from rljax.compare.scorers import check_vocabulary
-from rljax.errors import ConfigError, caller_errors
+from rljax.errors import ConfigError
 from rljax.policy.config import SIZES, PolicyConfig
 from rljax.record.token_dumps import TokenDump
 
@@ -58,7 +58,7 @@ def run_layers(
         raise ConfigError(f"--layer-tokens must be at least 2, got {longest}")
     tokens = choose_sequence(dump, sequence, longest)
     judged: list[Judged] = []
-    with caller_errors(), open_tracer(scorers[0], model) as reference:
+    with open_tracer(scorers[0], model) as reference:
         check_vocabulary(dump, reference.config.vocab_size)
         for spec in scorers[1:]:
             with open_tracer(spec, model) as tested:

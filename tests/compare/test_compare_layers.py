@@ -1,5 +1,6 @@
 """The layer and operation at which this library's forward and transformers' part, with planted faults."""
 
+import copy
 import dataclasses
 import json
 
@@ -34,16 +35,16 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def reference(request, directory):
-    return JaxTracer(directory, JaxForm(request.param), f"jax:{request.param}")
+    # Its logits are rounded, as those of transformers are.
+    return JaxTracer(directory, JaxForm(request.param, logits=request.param), f"jax:{request.param}")
 
 
-def judged(reference, tested, effects=0):
-    comparison = compare_layers(reference, tested, TOKENS, effects)
+def judged(reference, tested, effects=0, tokens=TOKENS):
+    comparison = compare_layers(reference, tested, tokens, effects)
     return comparison, judge_layers(comparison)
 
 
 def test_a_sound_pair_is_rounding_evenly(reference, directory):
-    """The logits of this library are float32 also in bfloat16, and those of transformers are rounded: it is said."""
     comparison, verdict = judged(reference, TorchTracer(directory, reference.dtype, "hf"), effects=4)
     assert verdict.passed
     assert verdict.findings == []
@@ -54,8 +55,42 @@ def test_a_sound_pair_is_rounding_evenly(reference, directory):
     effects = [each.effect_mean for each in comparison.differences if each.effect_mean is not None]
     assert len(effects) == 4
     assert 0 < max(effects) < 3 * comparison.logprob_mean
-    named = "logits, another dtype: float32 in jax:bfloat16, bfloat16 in hf; all else: rounding, evenly"
-    assert verdict.sentence == {"float32": "rounding, evenly", "bfloat16": named}[reference.dtype]
+    assert verdict.sentence == "rounding, evenly"
+
+
+def test_logits_that_one_side_rounds_are_a_finding(directory):
+    """The logits of this library are float32 also in bfloat16, and those of transformers are rounded."""
+    ours = JaxTracer(directory, JaxForm("bfloat16"), "jax:bfloat16")
+    _, verdict = judged(ours, TorchTracer(directory, "bfloat16", "hf"))
+    assert not verdict.passed
+    assert verdict.sentence == "logits (rounded to bfloat16 in hf only); all else: rounding, evenly"
+    assert [finding.operations for finding in verdict.findings] == [["logits"]]
+
+
+SMALL_SCALES = {
+    "eps": ("every layer, norm before attention", "layer 0, norm before attention"),
+    "projection": ("layer 1, up projection",),
+    "norm": ("layer 1, query norm",),
+}
+
+
+@pytest.mark.parametrize("fault", SMALL_SCALES)
+def test_a_small_scale_is_found_in_the_mean_of_many_numbers(reference, directory, fault):
+    """An eps of 1e-5 for 1e-6, a product times 1.001 and a norm times 0.999: one bfloat16 rounds by more."""
+    tested = TorchTracer(directory, reference.dtype, "hf", "eager")
+    layers = tested.model.model.layers
+    if fault == "eps":
+        for layer in layers:
+            layer.input_layernorm.variance_epsilon = 1e-5
+    else:
+        part, factor = (layers[1].mlp.up_proj, 1.001) if fault == "projection" else (layers[1].self_attn.q_norm, 0.999)
+        wide = copy.deepcopy(part).float()
+        part.forward = lambda x: (wide(x.float()) * factor).to(x.dtype)
+    tokens = np.random.default_rng(0).integers(2, 62, 128).astype(np.int32)
+    _, verdict = judged(reference, tested, tokens=tokens)
+    assert verdict.findings[0].place in SMALL_SCALES[fault], verdict.sentence
+    assert len(verdict.findings) == 1
+    assert "as if multiplied by" in verdict.sentence
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -66,7 +101,8 @@ def test_a_planted_fault_is_found_at_its_place(reference, directory, fault):
         against = TorchTracer(directory, "bfloat16", "plain", "eager")
         plant(tested.model)
         _, verdict = judged(against, tested)
-        assert verdict.sentence.startswith("logits, another dtype: bfloat16 in plain, float32 in hf")
+        assert not verdict.passed
+        assert verdict.sentence == "logits (rounded to bfloat16 in plain only); all else: rounding, evenly"
         return
     plant(tested.model)
     _, verdict = judged(reference, tested)
@@ -160,7 +196,7 @@ def test_a_mixture_has_one_operation_for_its_experts():
     ("spec", "message"),
     [
         ("jax-decode:float32", "cannot look into the scorer 'jax-decode:float32'"),
-        ("jax:float32,tq=2", "has the key 'tq', expected attention, head, fsdp, tp, rows, width"),
+        ("jax:float32,tq=2", "has the key 'tq', expected attention, head, logits, fsdp, tp, rows, width"),
         ("jax:float32,tp=0", "tp=0, expected a number of at least 1"),
         ("jax:float32,head=int8", "head=int8, expected one of float32, bfloat16, float16"),
         ("hf:float32,tp=2", "has the key 'tp', expected attention, rows"),

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 from vllm_checks import OTHER_BITS, OUT_OF_BAND
 
+from rljax.compare.layers.differences import compare_layers
+from rljax.compare.layers.findings import judge_layers
+from rljax.compare.layers.tracers import open_tracer
 from rljax.errors import VerificationError
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import config_to_hf
@@ -126,3 +129,26 @@ def test_experts_that_are_not_packed_are_caught_by_their_use(served):
         engine.publish(served.model.moved(20), 2)
     finally:
         engine.close()
+
+
+def test_its_operations_are_a_references(served, tmp_path):
+    """Biases and experts: each operation of the server is rounding, and a stale layer of the reference is named."""
+    engine, config, params = served.engine(), served.model.config, served.model.params
+    try:
+        engine.publish(params, 0)
+    finally:
+        engine.close()
+    stale = jax.tree.map(lambda leaf: leaf.at[1].set(1.05 * leaf[1]), params["layers"]["mlp"])
+    stale = {"sound": params, "stale": params | {"layers": params["layers"] | {"mlp": stale}}}
+    tokens, found = np.random.default_rng(0).integers(2, 250, 60).astype(np.int32), {}
+    for name, weights in stale.items():
+        save_params(tmp_path / name, weights, config, jnp.dtype(served.dtype))
+        spec = f"hf:{served.dtype},attention=eager"
+        with open_tracer(spec, tmp_path / name) as reference, open_tracer(f"vllm:{served.url}", None) as tested:
+            comparison = compare_layers(reference, tested, tokens, effects=0)
+        found[name] = judge_layers(comparison)
+    assert found["sound"].sentence == "rounding, evenly"
+    assert len(comparison.differences) == 2 * {"qwen2": 15, "qwen3_moe": 14}[config.family] + 3
+    places = [finding.place for finding in found["stale"].findings]
+    assert places
+    assert all(place.startswith("layer 1") for place in places)

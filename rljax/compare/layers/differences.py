@@ -27,12 +27,13 @@ from rljax.compare.layers.operations import (
 from rljax.policy.config import PolicyConfig
 
 LIMITS = {"float32": 2e-6, "float16": 6.25e-4, "bfloat16": 5e-3}
-"""The largest own error that rounding explains, by the coarser dtype. Measured: 4e-7, 5e-4 and 4.3e-3."""
+"""The largest own error that rounding explains, by the coarser dtype."""
 PRODUCT_LIMITS = {"float32": 2e-6, "float16": 1.25e-4, "bfloat16": 1e-3}
-"""The limits of products and sums, which round a float32 number once on either side. Measured: 4e-7, 2e-5 and 3e-5."""
+"""The limits of products and sums, which round a float32 number once on either side."""
 OTHER_DTYPE = 2.0  # the factor of the limits where the dtypes of the scorers differ
 ONE_PLACE = 3.0  # the factor of the limits for a single channel and for a single token
-BIAS, BIAS_NOISE = 0.2, 16.0  # the factor of the limits for a scale, and its spread over n numbers as own / sqrt(n)
+BIAS, BIAS_ACTIVATION = 0.03, 0.08  # the factors of the limits for a scale: rounding up and down cancels in the mean
+BIAS_NOISE = 5.0  # a scale must also be this many times its standard error, and 1 + 4 / t times that for t tokens
 EFFECTS = 12  # the number of operations whose effect on log-probabilities is measured, those nearest to their limits
 ONCE = (*PRODUCTS, "attention_residual", "residual", "embedding", "logits")
 """The operations with the limits of products."""
@@ -55,7 +56,7 @@ class Difference:
     own: float  # the own error; NaN where the tested scorer computes no such value
     worst_channel: float  # the own error of the worst channel over all tokens
     worst_token: float  # the own error of the worst token over all channels
-    factor: float  # the factor that fits the value best to the reference's; rounding leaves it at 1
+    factor: float  # the mean factor between the value and the reference's; rounding leaves it at 1
     limit: float  # the limit of ``own``; ``ratio`` uses parts and multiples of it for the other errors
     ratio: float  # the largest error as a multiple of its limit; above 1, rounding does not explain it
     precisions: tuple[str, str]  # the coarsest dtypes that hold the values of the reference and of the tested scorer
@@ -145,14 +146,31 @@ def _difference(
         np.linalg.norm(gap, axis=axis) / np.maximum(np.linalg.norm(wide, axis=axis), _TINY) for axis in (0, 1)
     )
     error = _relative(value, expected)
-    factor = float((value * wide).sum() / max((wide**2).sum(), _TINY)) if wide.any() else 1.0
-    bias_limit = max(BIAS * limit, BIAS_NOISE * error / wide.size**0.5)
+    factor, bias_error = _scale(gap, wide)
+    bias = BIAS_ACTIVATION if operation.kind == "activation" else BIAS
+    bias_limit = max(bias * limit, BIAS_NOISE * (1 + 4 / len(wide)) * bias_error)
     worst = float(channels.max()), float(tokens.max())
     ratio = max(error / limit, max(worst) / (ONE_PLACE * limit), abs(factor - 1) / bias_limit)
     hints: list[str] = []
     if ratio > 1:
-        hints = list(_hints(operation, value, theirs, inputs, factor, tokens > ONE_PLACE * limit, limit, config))
+        is_scaled = abs(factor - 1) > bias_limit
+        bad_tokens = tokens > ONE_PLACE * limit
+        hints = list(_hints(operation, value, theirs, inputs, factor, is_scaled, bad_tokens, limit, config))
     return Difference(operation, error, *worst, factor, limit, ratio, precisions, "; ".join(hints))
+
+
+def _scale(gap: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    """Returns the mean factor between two values [t, n], and its standard error.
+
+    The factor is 1 plus the sum of the signed differences over the sum of the expected sizes. Rounding errors of one
+    token, or of one channel, may have a common part, so the standard error is the larger one over tokens and channels.
+    """
+    signed, size = gap * np.sign(expected), np.abs(expected)
+    total = max(float(size.sum()), _TINY)
+    mean = float(signed.sum()) / total
+    left = signed - mean * size
+    spread = max(float(np.sqrt((left.sum(axis=axis) ** 2).sum())) for axis in (0, 1))
+    return 1.0 + mean, spread / total
 
 
 def _limit(operation: Operation, dtypes: tuple[str, str], precisions: tuple[str, str]) -> float:
@@ -171,6 +189,7 @@ def _hints(
     theirs: Values,
     inputs: Values,
     factor: float,
+    is_scaled: bool,
     bad_tokens: np.ndarray,
     limit: float,
     config: PolicyConfig,
@@ -184,12 +203,13 @@ def _hints(
         return
     size, gap = np.linalg.norm(expected), value - expected
     left, error = np.linalg.norm(value - factor * expected) / size, np.linalg.norm(gap) / size
-    if abs(factor - 1) > BIAS * limit and (left < _FACTOR_FIT * error or left < LIMITS["bfloat16"] < error):
-        yield f"as if multiplied by {factor:.5g}"
     squares = (gap**2).sum(axis=0)
     if operation.kind in PER_HEAD:
         squares = squares.reshape(-1, config.head_dim).sum(axis=0)
-    if squares.max() > _CHANNEL_SHARE * squares.sum():
+    is_one_channel = bool(squares.max() > _CHANNEL_SHARE * squares.sum())
+    if is_scaled and not is_one_channel and float(left) < max(_FACTOR_FIT * float(error), LIMITS["bfloat16"]):
+        yield f"as if multiplied by {factor:.5g}"
+    if is_one_channel:
         yield f"in channel {int(squares.argmax())}" + (" of each head" if operation.kind in PER_HEAD else "")
     first = int(np.argmax(bad_tokens))
     if first > 1 and bad_tokens[first:].mean() > _LATER_SHARE:

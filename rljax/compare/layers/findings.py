@@ -12,6 +12,7 @@ from rljax.compare.layers.operations import IN_BLOCK, PRODUCTS
 EVEN = "rounding, evenly"
 _MANY = 4  # so many products of one block above their limits mean that the block has other weights
 FUSED = 0.1  # the share of the limit from which on a fused operation is named
+_COARSENESS = ("bfloat16", "float16", "float32")  # the coarsest dtype first
 _NAMED = 6  # the number of findings that the sentence names
 
 
@@ -29,14 +30,14 @@ class Finding:
 class LayerVerdict:
     """The verdict on a comparison by layers.
 
-    The status is "even" (rounding alone), "precision" (some values are rounded to another dtype or not at all, and all
-    else is rounding) or "place" (some operations differ by more than rounding).
+    The status is "even" (rounding alone), "fused" (a compiler leaves out some roundings, and all else is rounding) or
+    "place" (some operations differ by more than rounding, or give values of another dtype).
     """
 
     status: str
     sentence: str
     findings: list[Finding]  # the places, the largest ratio first
-    precisions: list[str]  # sentences about values that one scorer rounds to another dtype, or does not round
+    fusions: list[str]  # sentences about roundings that a scorer's compiler leaves out
 
     @property
     def passed(self) -> bool:
@@ -46,15 +47,17 @@ class LayerVerdict:
 
 def judge_layers(comparison: LayerComparison) -> LayerVerdict:
     """Judges each operation by its own error and groups the places that are above their limits."""
-    above = [each for each in comparison.differences if each.ratio > 1]
+    above = [each for each in comparison.differences if each.ratio > 1 or _other_dtype(each, comparison)]
     findings = sorted(_grouped(above, comparison), key=lambda finding: finding.ratio, reverse=True)
-    precisions = [*_precisions(comparison), *_fusions(comparison)]
+    fusions = list(_fusions(comparison))
     if findings:
-        named = "; ".join(f"{finding.place} ({finding.reason})" for finding in findings[:_NAMED])
+        named = [f"{finding.place} ({finding.reason})" for finding in findings[:_NAMED]]
         more = len(findings) - _NAMED
-        return LayerVerdict("place", named + (f"; and {more} more" if more > 0 else ""), findings, precisions)
-    sentence = "; ".join([*precisions, f"all else: {EVEN}"]) if precisions else EVEN
-    return LayerVerdict("precision" if precisions else "even", sentence, [], precisions)
+        named += [f"and {more} more"] if more > 0 else []
+        named += [f"all else: {EVEN}"] if findings[0].ratio <= 1 else []
+        return LayerVerdict("place", "; ".join(named), findings, fusions)
+    sentence = "; ".join([*fusions, f"all else: {EVEN}"]) if fusions else EVEN
+    return LayerVerdict("fused" if fusions else "even", sentence, [], fusions)
 
 
 def _grouped(above: Sequence[Difference], comparison: LayerComparison) -> Iterator[Finding]:
@@ -65,47 +68,52 @@ def _grouped(above: Sequence[Difference], comparison: LayerComparison) -> Iterat
     if other == layers:
         other = set()
         if len(products) == sum(each.operation.kind in PRODUCTS for each in comparison.differences):
-            yield _finding("every layer", above, "other weights")
+            yield _finding("every layer", above, comparison, "other weights")
             return
     for layer in sorted(other, key=str):
         inside = [each for each in above if each.operation.layer == layer]
-        yield _finding(f"layer {layer}", inside, "other weights in the whole layer, such as stale ones")
+        yield _finding(f"layer {layer}", inside, comparison, "other weights in the whole layer, such as stale ones")
     rest = [each for each in above if each.operation.layer not in other]
     by_kind = sorted(rest, key=lambda each: each.operation.kind)
     for kind, group in itertools.groupby(by_kind, key=lambda each: each.operation.kind):
         members = list(group)
         if kind in IN_BLOCK and len(members) > 1 and {each.operation.layer for each in members} == layers:
-            yield _finding(f"every layer, {IN_BLOCK[kind]}", members)
+            yield _finding(f"every layer, {IN_BLOCK[kind]}", members, comparison)
         else:
             for each in members:
-                yield _finding(each.operation.label, [each])
+                yield _finding(each.operation.label, [each], comparison)
 
 
-def _finding(place: str, members: Sequence[Difference], reason: str = "") -> Finding:
+def _finding(place: str, members: Sequence[Difference], comparison: LayerComparison, reason: str = "") -> Finding:
     worst = max(members, key=lambda each: each.ratio)
-    if not reason:
+    other_dtype = _other_dtype(worst, comparison)
+    if not reason and worst.ratio <= 1:
+        reason = other_dtype
+    elif not reason:
         reason = f"own error {worst.own:.2g}, limit {worst.limit:.2g}"
         if worst.own <= worst.limit:
             reason = f"one channel by {worst.worst_channel:.2g}, one token by {worst.worst_token:.2g}"
             reason += f", all by a factor {worst.factor:.5g}"
         hints = [worst.hint] if worst.hint else []
-        if worst.operation.kind in PRODUCTS and worst.own < max(LIMITS.get(name, 0.0) for name in worst.precisions):
+        hints += [other_dtype] if other_dtype else []
+        if (
+            not worst.hint
+            and worst.operation.kind in PRODUCTS
+            and worst.own < max(LIMITS.get(name, 0.0) for name in worst.precisions)
+        ):
             hints.append("as of a sum in a lower precision")
         reason = "; ".join([reason, *hints])
     return Finding(place, reason, [each.operation.name for each in members], worst.ratio)
 
 
-def _precisions(comparison: LayerComparison) -> Iterator[str]:
-    """Names the operations whose values one scorer rounds more coarsely, where the two have one dtype."""
-    if len({dtype for dtype in comparison.dtypes if dtype}) != 1:
-        return
-    for each in comparison.differences:
-        ours, theirs = each.precisions
-        if ours != theirs and each.ratio <= 1:
-            yield (
-                f"{each.operation.label}, another dtype: {ours} in {comparison.reference}, "
-                f"{theirs} in {comparison.tested}"
-            )
+def _other_dtype(difference: Difference, comparison: LayerComparison) -> str:
+    """Says that one scorer rounds the values of an operation more coarsely; empty if the two have other dtypes."""
+    ours, theirs = difference.precisions
+    if ours == theirs or len({dtype for dtype in comparison.dtypes if dtype}) != 1:
+        return ""
+    sides = {ours: comparison.reference, theirs: comparison.tested}
+    coarse = min(sides, key=lambda name: _COARSENESS.index(name))
+    return f"rounded to {coarse} in {sides[coarse]} only"
 
 
 def _fusions(comparison: LayerComparison) -> Iterator[str]:

@@ -31,6 +31,7 @@ class JaxForm:
     dtype: str
     attention: AttentionName = "auto"
     head: str = ""  # the dtype of the operands of the LM head; "" for that of the weights
+    logits: str = ""  # the dtype that the logits are rounded to; "" for none, as in the trainer
     fsdp: int = 1
     tp: int = 1
     rows: int = 1  # the number of rows of the batch; each holds the sequence
@@ -78,7 +79,8 @@ class JaxTracer:
         with recording(given) as recorded, jax.default_matmul_precision(matmul_precision(self.dtype)):
             cast = cast_params(params, self.dtype)
             hidden, _ = hidden_states(cast, self.config, tokens, segments, positions, kernels=self._kernels)
-            tap("logits", all_logits(hidden[0], lm_head_table(cast), self._form.head or None)[None])
+            logits = all_logits(hidden[0], lm_head_table(cast), self._form.head or None)[None]
+            tap("logits", logits.astype(self._form.logits or logits.dtype))
         return recorded
 
     def _given(self, row: np.ndarray, segments: np.ndarray, given: Mapping[str, np.ndarray]) -> Given:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rljax.compare.layers.differences import LayerComparison
 from rljax.compare.layers.operations import IN_BLOCK
 from rljax.compare.layers.tables import Judged
-from rljax.record.panel_style import COLORS, GRID, head, note
+from rljax.record.panel_style import COLORS, GRID, head, note, save_figure
 
 _LOWEST, _HIGHEST = 1e-2, 1e2  # the range of the map, as multiples of the limit
 _SMALLEST = 1e-9  # an error of 0 is drawn here on a log axis
@@ -32,7 +32,7 @@ def plot_layers(judged: Sequence[Judged], path: Path) -> None:
         plot_effects(right, comparison)
         place = verdict.findings[0].place if verdict.findings else verdict.sentence
         left.set_xlabel(f"layer\n\n{comparison.tested} against {comparison.reference}:\n{place:.100}", loc="left")
-    figure.savefig(path, dpi=100)
+    save_figure(figure, path)
 
 
 def plot_map(axis: Axes, comparison: LayerComparison) -> None:

@@ -18,8 +18,8 @@ from rljax.policy.config import AttentionName
 
 _DTYPE = f"(?P<dtype>{'|'.join(DTYPES)})"
 _SPEC = re.compile(rf"(?P<kind>jax|hf):{_DTYPE}(?P<options>(,\w+=[\w.-]+)*)(@(?P<directory>.+))?", re.DOTALL)
-_KEYS = {"jax": ("attention", "head", "fsdp", "tp", "rows", "width"), "hf": ("attention", "rows")}
-_NAMES = {"attention": get_args(AttentionName), "head": DTYPES}
+_KEYS = {"jax": ("attention", "head", "logits", "fsdp", "tp", "rows", "width"), "hf": ("attention", "rows")}
+_NAMES = {"attention": get_args(AttentionName), "head": DTYPES, "logits": DTYPES}
 _FORMS = "jax:DTYPE[,KEY=VALUE...][@DIR], hf:DTYPE[,KEY=VALUE...][@DIR] or vllm:URL"
 
 
@@ -27,9 +27,10 @@ _FORMS = "jax:DTYPE[,KEY=VALUE...][@DIR], hf:DTYPE[,KEY=VALUE...][@DIR] or vllm:
 def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> Iterator[Tracer]:
     """Opens a scorer whose operations can be compared; the end of a ``with`` closes it.
 
-    The keys of ``jax:`` are attention (auto, xla, cudnn or splash), head (the dtype of the LM head's products), fsdp,
-    tp, rows and width (the batch, in rows and tokens). The keys of ``hf:`` are attention (a name of transformers) and
-    rows. Each row of a batch holds the same sequence. ``vllm:`` is a running server.
+    The keys of ``jax:`` are attention (auto, xla, cudnn or splash), head (the dtype of the LM head's products), logits
+    (the dtype that logits are rounded to), fsdp, tp, rows and width (the batch, in rows and tokens). The keys of
+    ``hf:`` are attention (a name of transformers) and rows. Each row of a batch holds the same sequence. ``vllm:`` is a
+    running server.
 
     Args:
       spec: The spec of the scorer.
