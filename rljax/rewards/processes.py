@@ -217,6 +217,11 @@ def _end_session(leader: int) -> None:
     """Kills a process and all others of its session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
+    end_followers(leader)
+
+
+def end_followers(leader: int) -> None:
+    """Kills the processes of a session, except its leader."""
     for _ in range(_SWEEPS):
         left = _session(leader)
         if not left:

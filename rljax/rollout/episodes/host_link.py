@@ -95,8 +95,8 @@ class HostLink:
                 self._on_death(Death(self._process.replace(), stuck, running))
         except CancelledError:
             return
-        except RuntimeError as error:
-            self._on_broken(str(error))
+        except Exception as error:  # nobody else sees it, and whoever waits must not wait for ever
+            self._on_broken(str(error) or type(error).__name__)
 
     def _receive_all(self) -> bool:
         """Handles messages until the process has ended; returns whether it is stuck instead."""

@@ -11,7 +11,6 @@ import asyncio
 import gc
 import itertools
 import os
-import signal
 import time
 from collections.abc import Coroutine, Generator
 from contextvars import ContextVar
@@ -20,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from rljax.rewards.processes import end_followers
 from rljax.rewards.resolve import describe
 from rljax.rewards.worker import GRACE_S, end_by_alarm
 from rljax.rollout.episodes import tools
@@ -265,6 +265,5 @@ def _end_if_forked() -> None:
 
 def _end_with_children() -> NoReturn:
     """Ends this process and those that environments have started, because the parent has ended."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
+    end_followers(os.getpid())
     os._exit(1)

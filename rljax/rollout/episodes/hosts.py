@@ -34,6 +34,7 @@ _COUNTED = {
 }
 _CUT = "turns/cut_replies"
 _BUSY_S = 10.0
+_CLOSED = "the environments are closed"
 
 
 @dataclass
@@ -114,6 +115,7 @@ class EnvironmentHosts:
         self._numbers = itertools.count(1)
         self._by_key: dict[Hashable, _Trajectory] = {}
         self._by_number: dict[int, _Trajectory] = {}
+        self._loads = [0] * workers  # the trajectories of each process
         self._counts: Counter[str] = Counter()
         self._broken: str | None = None
         self._closed = False
@@ -136,19 +138,19 @@ class EnvironmentHosts:
         """
         self.end(key)
         with self._lock:
-            loads = Counter(trajectory.host for trajectory in self._by_key.values())
-            host = min(range(len(self._hosts)), key=lambda place: loads[place])
+            host = min(range(len(self._hosts)), key=self._loads.__getitem__)
+            self._loads[host] += 1
             trajectory = self._by_key[key] = _Trajectory(key, next(self._numbers), host)
             self._by_number[trajectory.number] = trajectory
         return self._call(trajectory, "reset", dict(problem))
 
     def step(self, key: Hashable, response: str, truncated: bool) -> Future[Outcome]:
         """Gives a turn of the policy to the trajectory's environment; returns a future of the ``Reply``."""
-        return self._call(self._by_key[key], "step", response, truncated)
+        return self._call(self._known(key), "step", response, truncated)
 
     def reward(self, key: Hashable) -> Future[Outcome]:
         """Asks for the reward of a trajectory; returns a future of a finite float."""
-        return self._call(self._by_key[key], "reward")
+        return self._call(self._known(key), "reward")
 
     def end(self, key: Hashable) -> None:
         """Forgets a trajectory and cancels its call, if there is one; an unknown key is passed over."""
@@ -157,6 +159,7 @@ class EnvironmentHosts:
             if trajectory is None:
                 return
             del self._by_number[trajectory.number]
+            self._loads[trajectory.host] -= 1
             future, trajectory.future = trajectory.future, None
             if trajectory.lost is None and not self._closed:
                 self._hosts[trajectory.host].send(pack("end", trajectory.number))
@@ -195,6 +198,12 @@ class EnvironmentHosts:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _known(self, key: Hashable) -> _Trajectory:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(_CLOSED)
+            return self._by_key[key]
+
     def _call(self, trajectory: _Trajectory, method: str, *arguments: Any) -> Future[Outcome]:
         future: Future[Outcome] = Future()
         message, refused = b"", None
@@ -204,7 +213,7 @@ class EnvironmentHosts:
             refused = Outcome(None, "raised", f"{method}: {describe(error)}")
         with self._lock:
             if self._closed:
-                raise RuntimeError("the environments are closed")
+                raise RuntimeError(_CLOSED)
             if trajectory.future is not None:
                 raise ValueError(
                     f"trajectory {trajectory.key!r} is asked for {method} before {trajectory.method} ended"

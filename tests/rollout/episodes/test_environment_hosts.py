@@ -348,8 +348,20 @@ def test_close_ends_every_process_and_cancels_what_waits():
         with pytest.raises(CancelledError):
             future.result(timeout=1)
     hosts.close()
-    with pytest.raises(RuntimeError, match="the environments are closed"):
-        hosts.reset(0, {})
+    for call in (lambda: hosts.reset(0, {}), lambda: hosts.step(2, "x", False), lambda: hosts.reward(2)):
+        with pytest.raises(RuntimeError, match="the environments are closed"):
+            call()
+
+
+def test_two_calls_of_one_trajectory_at_once_are_refused():
+    with hosts_of() as hosts:
+        begun(hosts, "a")
+        first = hosts.step("a", "wait", False)
+        with pytest.raises(ValueError, match="trajectory 'a' is asked for reward before step ended"):
+            hosts.reward("a")
+        hosts.end("a")
+        with pytest.raises(CancelledError):
+            first.result(timeout=1)
 
 
 def test_a_problem_that_cannot_be_sent_is_an_error_of_its_own():
@@ -367,7 +379,7 @@ def test_processes_that_cannot_start_raise():
 
 
 SCRIPT = """
-import jax, os, sys, time
+import os, sys, time
 sys.path.insert(0, sys.argv[1])
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 
@@ -395,7 +407,12 @@ def test_hosts_have_no_jax_and_end_with_their_parent(tmp_path, ending):
         modules, pids = output.read().splitlines()
     assert done.returncode == (-9 if ending == "killed" else 0)
     assert modules == "modules:"
-    assert gone(pids.split()[0])
+    host, child = pids.split()
+    assert gone(host)
+    if ending == "without close":
+        assert gone(child)
+    else:  # its host could not end it
+        os.kill(int(child), 9)
 
 
 @pytest.mark.parametrize(
