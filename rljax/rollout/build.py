@@ -21,6 +21,7 @@ from rljax.policy.score import make_scorer
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.engine import RolloutEngine, Stopping
 from rljax.rollout.exact import ExactEngine, Executable
+from rljax.rollout.external.address import is_address, parse_address
 from rljax.rollout.injected import InjectedEngine
 from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.backend import Backend
@@ -64,6 +65,8 @@ def check_engine(config: RolloutConfig) -> None:
         raise ValueError("rollout.max_staleness: the exact engine samples with the policy that is trained; give 0")
     if config.max_staleness and config.colocated:
         raise ValueError("rollout.max_staleness: colocated servers sleep while the trainer trains; give 0")
+    if config.trajectories is not None:
+        _check_trajectories(config)
     if config.update != "wait":
         _check_in_flight(config)
     for name, default in (("weight_quantization", "none"), ("kv_cache_dtype", "auto"), ("decode_tokens", 0)):
@@ -101,6 +104,26 @@ def check_engine(config: RolloutConfig) -> None:
         raise ValueError("rollout.router_replay: the exact engine routes as the trainer does; give none")
     if config.engine == "jax" and inject.logit_noise:
         raise ValueError("rollout.inject.logit_noise works with rollout.engine = exact only")
+
+
+def _check_trajectories(config: RolloutConfig) -> None:
+    """Raises ValueError for settings of sampling that do nothing where another program samples."""
+    said = "rollout.trajectories: another program samples, so"
+    if is_address(config.trajectories or ""):
+        parse_address(config.trajectories or "")
+    if config.engine == "exact":
+        raise ValueError(
+            f"{said} rollout.engine must be jax, vllm or sglang, got exact, which trains on its own samples"
+        )
+    wanted = {"refill": False, "environment": None, "update": "wait", "colocated": False}
+    for name, value in wanted.items():
+        if (got := getattr(config, name)) != value:
+            expected = "none" if value is None else str(value).lower()
+            raise ValueError(f"{said} rollout.{name} must be {expected}, got {str(got).lower()}")
+    if config.router_replay == "r3":
+        raise ValueError(f"{said} the experts of its tokens are not known: rollout.router_replay must be none or r2")
+    if config.inject.given:
+        raise ValueError(f"{said} rollout.inject changes nothing that is trained on; leave it out")
 
 
 def _check_in_flight(config: RolloutConfig) -> None:

@@ -181,6 +181,10 @@ class RolloutConfig:
     each turn and rewards the trajectory. None: each prompt has one response, which ``data.reward`` scores."""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """The limits of trajectories with an ``environment``."""
+    trajectories: str | None = None
+    """The place of trajectories that another program makes, and that the run trains on: a directory of Parquet or JSONL
+    files, or the address http://HOST:PORT at which the trainer receives them (PORT 0: a free one). ``engine`` then only
+    gets the weights, and evaluates. None: ``engine`` samples the training data."""
     dump_every: int = 0
     """The number of steps between token dumps, ``rollouts/step_*.parquet``, for ``rljax compare`` and ``rljax view``.
     0: no dumps."""

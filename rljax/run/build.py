@@ -37,6 +37,7 @@ from rljax.run.config import Config
 from rljax.run.data_check import check_answers, short, table
 from rljax.run.episodes import Episodes
 from rljax.run.evaluation import Evaluation
+from rljax.run.external import make_external_batches
 from rljax.run.fingerprint import json_checksum
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches, BatchesAhead
@@ -228,7 +229,10 @@ def build(
     plain = Sampler(source, sampled, rollout.group_size, seed=config.run.seed, counts_mixed=rollout.update != "wait")
     sampler: BatchSampler = RefillingSampler(plain, problems.stream, config) if rollout.refill else plain
     batches = Batches(problems.stream, sampler)
-    if rollout.max_staleness:
+    if rollout.trajectories is not None:
+        kept = checkpointer.all_steps
+        batches = make_external_batches(config, policy, problems.stream, sampled, stop, kept)
+    elif rollout.max_staleness:
         batches = BatchesAhead(
             problems.stream,
             sampler,

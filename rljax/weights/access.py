@@ -106,15 +106,16 @@ def read_api_key(path: Path) -> str:
 class RequireKey:
     """ASGI middleware that answers 401 to each request without the key, except to ``/health``.
 
-    The key is in the file that ``$RLJAX_API_KEY_FILE`` names. vLLM loads this class with
+    The key is in ``key_file``, or in the file that ``$RLJAX_API_KEY_FILE`` names. vLLM loads this class with
     ``--middleware rljax.weights.access.RequireKey``. It adds such a middleware last, so that this one sees a request
     before everything else. vLLM's own ``--api-key`` guards /v1 and /inference alone, not the weight-update endpoints.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, key_file: Path | None = None) -> None:
         """Reads the key once. Raises ValueError if there is none, so that the server does not start."""
         self._app = app
-        self._expected = _digest(b"Bearer " + read_api_key(Path(os.environ.get(KEY_FILE, ""))).encode())
+        path = key_file or Path(os.environ.get(KEY_FILE, ""))
+        self._expected = _digest(b"Bearer " + read_api_key(path).encode())
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Handles one request, or the start and end of the server."""

@@ -1,0 +1,80 @@
+"""Trajectories that wait until their group is complete and a step takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from rljax.rollout.external.rows import Trajectory
+
+
+class Item(NamedTuple):
+    """A trajectory and the file that holds it."""
+
+    file: str
+    trajectory: Trajectory
+
+
+class GroupCounts(NamedTuple):
+    """The numbers of groups that wait."""
+
+    ready: int  # complete, and sampled with policies that the trainer has had
+    newer: int  # complete, but some of their tokens were sampled with a newer policy
+    incomplete: int
+
+
+class WaitingGroups:
+    """The trajectories that no step has taken, by their groups.
+
+    The first ``group_size`` trajectories with the name of a group make one group, the next ones another.
+    """
+
+    def __init__(self, group_size: int) -> None:
+        """Starts without a trajectory."""
+        self._group_size = group_size
+        self._open: dict[str, list[Item]] = {}
+        self._complete: list[list[Item]] = []
+
+    def add(self, file: str, trajectories: Iterable[Trajectory]) -> None:
+        """Adds the trajectories of a file, in their order."""
+        for trajectory in trajectories:
+            group = self._open.setdefault(trajectory.group, [])
+            group.append(Item(file, trajectory))
+            if len(group) == self._group_size:
+                self._complete.append(self._open.pop(trajectory.group))
+
+    def count_with(self, trajectories: Sequence[Trajectory] = ()) -> int:
+        """Returns the number of groups that would wait with these trajectories, incomplete ones included."""
+        sizes = {name: len(members) for name, members in self._open.items()}
+        for trajectory in trajectories:
+            sizes[trajectory.group] = sizes.get(trajectory.group, 0) + 1
+        return len(self._complete) + sum(-(-size // self._group_size) for size in sizes.values())
+
+    def counts(self, version: int) -> GroupCounts:
+        """Returns how many groups wait, for a trainer whose policy is ``version``."""
+        ready = sum(_is_ready(group, version) for group in self._complete)
+        return GroupCounts(ready, len(self._complete) - ready, len(self._open))
+
+    def drop_older(self, oldest: int) -> list[Item]:
+        """Drops each group with a token of a policy before version ``oldest``; returns its trajectories."""
+        stale = [group for group in (*self._complete, *self._open.values()) if _oldest(group) < oldest]
+        self._complete = [group for group in self._complete if _oldest(group) >= oldest]
+        self._open = {name: group for name, group in self._open.items() if _oldest(group) >= oldest}
+        return [item for group in stale for item in group]
+
+    def take(self, count: int, version: int) -> list[list[Item]]:
+        """Takes the first ``count`` groups that are ready, in the order in which they became complete."""
+        taken: list[list[Item]] = []
+        left = []
+        for group in self._complete:
+            (taken if len(taken) < count and _is_ready(group, version) else left).append(group)
+        self._complete = left
+        return taken
+
+
+def _oldest(group: Sequence[Item]) -> int:
+    return min(item.trajectory.oldest_version for item in group)
+
+
+def _is_ready(group: Sequence[Item], version: int) -> bool:
+    return all(item.trajectory.newest_version <= version for item in group)

@@ -1,0 +1,254 @@
+"""The HTTP server at which the trainer receives trajectories of another program.
+
+``POST /trajectories`` takes rows as JSON (one object, or an array), as JSON lines, or as msgpack (an array). It answers
+once they are in a file of the run, so that a trainer that is killed loses nothing that it acknowledged. ``GET /policy``
+tells the newest policy version. docs/external_trajectories.md has the answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from rljax.distributed.files import replacing
+from rljax.errors import parse_json
+from rljax.rollout.external.address import parse_address
+from rljax.rollout.external.queue import TrajectoryQueue
+from rljax.rollout.external.rows import COLUMNS, Row, RowLimits, read_trajectories
+from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, private_address, read_api_key
+
+MOST_BYTES = 64 * 2**20  # the largest request
+_BODY_S = 60.0  # the longest that a request may take to arrive
+_AT_ONCE = 4  # the requests that are held in memory at the same time; the others wait
+_START_S = 10.0
+_JSON, _LINES, _MSGPACK = ("application/json",), ("application/jsonl", "application/x-ndjson"), ("application/msgpack",)
+
+
+class RefusedError(ValueError):
+    """A request that is answered with ``status`` and one line."""
+
+    def __init__(self, status: int, line: str) -> None:
+        super().__init__(line)
+        self.status = status
+
+
+class Receiver:
+    """Receives trajectories for a queue, and keeps each request in a file of ``spool`` until a step has used it.
+
+    ``url`` is the address of the server. It is known once the server runs.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        spool: Path,
+        queue: TrajectoryQueue,
+        limits: RowLimits,
+        *,
+        max_groups: int,
+        facts: dict[str, int],
+        api_key_file: str | None = None,
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+          url: The address to bind to, http://HOST:PORT.
+          spool: The directory of the files.
+          queue: The queue that trajectories come into.
+          limits: The limits of each row.
+          max_groups: The most groups that may wait. Beyond them a request is answered with 429.
+          facts: Numbers of the run that ``GET /policy`` tells besides the version.
+          api_key_file: The file with the key that requests must bring. None: the one that ``$RLJAX_API_KEY_FILE``
+            names, and no key where that is not set.
+
+        Raises:
+          ValueError: The address or the key cannot be used, or others may reach the address without a key.
+        """
+        self._host, self._port = parse_address(url)
+        self._key_file = find_key_file(api_key_file)
+        if self._key_file is not None:
+            read_api_key(self._key_file)
+        elif not private_address(self._host).is_loopback:
+            wanted = f"rollout.api_key_file or {KEY_FILE} must name a key file"
+            raise ValueError(f"rollout.trajectories: others reach {self._host}, which is not loopback, so {wanted}")
+        self.url = url
+        self._spool, self._queue, self._limits = spool, queue, limits
+        self._max_groups, self._facts = max_groups, facts
+        self._last = 0
+        self._keys: dict[str, str] = {}  # the digest of each request's key -> its file
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+
+    def start(self) -> None:
+        """Starts the server on a thread. Raises OSError if the address cannot be bound, RuntimeError if it fails."""
+        for path in self._spool.glob("*.jsonl"):
+            number, _, digest = path.stem.partition("-")
+            self._last = max(self._last, int(number) if number.isdecimal() else 0)
+            if digest:
+                self._keys[digest] = path.name
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        self._socket = socket.create_server((self._host, self._port), family=family, backlog=128)
+        host, port = self._socket.getsockname()[:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        config = uvicorn.Config(self._application(), log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+        self._server = uvicorn.Server(config)
+        run = functools.partial(self._server.run, sockets=[self._socket])
+        self._thread = threading.Thread(target=run, name="rljax-trajectories", daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise RuntimeError(f"the server of rollout.trajectories did not start at {self.url}")
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Ends the server; requests under way are answered within a few seconds or given up."""
+        self._server.should_exit = True
+        self._thread.join(5.0)
+        self._server.force_exit = True
+        self._socket.close()
+
+    def _application(self) -> Starlette:
+        locks = [] if self._key_file is None else [Middleware(RequireKey, key_file=self._key_file)]
+        routes = [
+            Route("/trajectories", self._post, methods=["POST"]),
+            Route("/policy", self._policy),
+            Route("/health", _health),
+        ]
+        return Starlette(routes=routes, middleware=locks)
+
+    async def _policy(self, _: Request) -> Response:
+        return JSONResponse(await run_in_threadpool(self._told))
+
+    async def _post(self, request: Request) -> Response:
+        key = request.headers.get("idempotency-key")
+        kind = request.headers.get("content-type", _JSON[0]).partition(";")[0].strip().lower()
+        try:
+            async with self._at_once:
+                body = await _body(request)
+                return JSONResponse(await run_in_threadpool(self._accept, body, kind, key))
+        except RefusedError as error:
+            headers = {"retry-after": "1"} if error.status == 429 else {}
+            return PlainTextResponse(f"{error}\n", error.status, headers=headers)
+
+    def _accept(self, body: bytes, kind: str, key: str | None) -> dict[str, int]:
+        """Checks the rows of a request and keeps them; returns the answer. Raises RefusedError."""
+        digest = "" if key is None else hashlib.sha256(key.encode()).hexdigest()[:32]
+        try:
+            rows = _rows(body, kind)
+            trajectories = read_trajectories(rows, "POST", self._limits)
+            self._queue.check_versions(trajectories, "POST")
+            lines = [msgspec.json.encode({name: row[name] for name in COLUMNS if name in row}) for _, row in rows]
+        except (ValueError, TypeError, OverflowError) as error:
+            raise RefusedError(400, " ".join(str(error).split())) from error
+        if not trajectories:
+            raise RefusedError(400, "POST: the request has no row")
+
+        def is_wanted(before: int, after: int) -> bool:
+            return digest not in self._keys and after <= max(self._max_groups, before)
+
+        def write() -> str:
+            self._last = max(time.time_ns(), self._last + 1)
+            name = f"{self._last:020d}-{digest}.jsonl" if digest else f"{self._last:020d}.jsonl"
+            _write_durably(self._spool / name, b"\n".join([*lines, b""]))
+            if digest:
+                self._keys[digest] = name
+            return name
+
+        try:
+            is_added = self._queue.add_if(is_wanted, trajectories, write)
+        except OSError as error:
+            raise RefusedError(503, f"POST: the rows cannot be kept in {self._spool}: {error.strerror}") from error
+        if not is_added and digest not in self._keys:
+            raise RefusedError(
+                429, f"POST: {self._max_groups} groups wait for a step already; send the rows again later"
+            )
+        return {"rows": len(rows)} | self._told()
+
+    def _told(self) -> dict[str, int]:
+        counts = self._queue.counts()
+        waiting = counts.ready + counts.newer + counts.incomplete
+        return {
+            "policy_version": self._queue.version,
+            "waiting_groups": waiting,
+            "max_waiting_groups": self._max_groups,
+            **self._facts,
+        }
+
+
+async def _health(_: Request) -> Response:
+    return PlainTextResponse("ok\n")
+
+
+async def _body(request: Request) -> bytes:
+    """Returns the whole request. Raises RefusedError if it is too large, or comes too slowly."""
+    too_large = RefusedError(413, f"POST: a request may have {MOST_BYTES} bytes at most; send fewer rows at a time")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MOST_BYTES:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > MOST_BYTES:
+                    raise too_large
+    except TimeoutError as error:
+        raise RefusedError(408, f"POST: the request did not arrive within {_BODY_S:g} s") from error
+    except ClientDisconnect as error:
+        raise RefusedError(400, "POST: the connection was closed") from error
+    return bytes(body)
+
+
+def _rows(body: bytes, kind: str) -> Sequence[tuple[int, Row]]:
+    """Returns the rows of a request with their numbers. Raises ValueError if they cannot be read."""
+    if kind in _LINES:
+        lines = [line for line in body.split(b"\n") if line.strip()]
+        return [(number, _parse(line, f"POST: row {number}")) for number, line in enumerate(lines, 1)]
+    if kind in _MSGPACK:
+        try:
+            values: Any = msgspec.msgpack.decode(body)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"POST: not msgpack ({error})") from error
+    elif kind in _JSON:
+        values = _parse(body, "POST")
+    else:
+        known = ", ".join((*_JSON, *_LINES, *_MSGPACK))
+        raise ValueError(f"POST: content-type must be one of {known}, got {kind:.60}")
+    return list(enumerate(values if isinstance(values, list) else [values], 1))
+
+
+def _parse(text: bytes, place: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    """Writes a file in one rename, and returns once it is on the disk."""
+    with replacing(path) as partial, partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

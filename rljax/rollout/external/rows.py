@@ -1,0 +1,297 @@
+"""Rows of trajectories that another program made, read into responses and rewards. docs/external_trajectories.md has
+the columns.
+
+A row is refused by one line that names its place, the column, what was got and what was expected.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rljax.errors import ReplyError
+from rljax.rollout.servers.tops import check_tops, make_tops
+from rljax.rollout.types import Response, SamplingParams, Tops, VersionSpan
+
+REQUIRED = ("prompt_ids", "token_ids", "logprobs", "reward", "version", "group")
+"""The columns that each row has, besides one of ``mask`` and ``turns``."""
+COLUMNS = (*REQUIRED, "mask", "turns", "trajectory", "truncated", "top_ids", "top_logprobs")
+"""All columns that are read."""
+_LARGEST = 2**31 - 1  # token ids, turns and versions are int32
+_ROUNDING = 1e-4  # the most by which a log-probability may be above 0 (nats); it is then taken as 0
+_EACH = "expected {}, one for each of token_ids"
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RowLimits:
+    """The limits of a run that each row must keep."""
+
+    vocab_size: int
+    max_prompt_tokens: int
+    sampling: SamplingParams  # the longest response, and the likeliest tokens that the run needs at each position
+    max_rows: int = 1  # the most rows of one trajectory
+
+
+class Trajectory(NamedTuple):
+    """One trajectory of another program."""
+
+    group: str  # the name of its group
+    prompt: np.ndarray  # token ids of its first row, int32 [p]
+    response: Response  # the places in the batch are not known yet, and are 0
+    reward: float  # NaN: the trajectory has failed
+    rows: tuple[int, ...]  # the numbers of its rows in their file
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled any of its tokens."""
+        return self.response.oldest_version
+
+    @property
+    def newest_version(self) -> int:
+        """The newest policy version that sampled any of its tokens."""
+        return max(span.version for row in self.response.rows for span in row.versions)
+
+
+def read_trajectories(numbered: Iterable[tuple[int, Row]], where: str, limits: RowLimits) -> list[Trajectory]:
+    """Reads the trajectories of a file or of a request.
+
+    Consecutive rows with the same ``group`` and ``trajectory`` are the rows of one trajectory.
+
+    Args:
+      numbered: The rows with their numbers.
+      where: The name of the file or the request, which begins each message.
+      limits: The limits of the run.
+
+    Raises:
+      ValueError: A row cannot be used. The message is one line that names the row.
+    """
+    found, known = [], set()
+    for key, members in itertools.groupby(_keyed(numbered, where), key=lambda entry: entry[0]):
+        rows = [(number, row) for _, number, row in members]
+        place = f"{where}: row {rows[0][0]}"
+        if key[1] is not None and key in known:
+            raise ValueError(f"{place}: the rows of trajectory {key[1]} of group {key[0]} must follow one another")
+        known.add(key)
+        parts = [rows] if key[1] is not None else [[each] for each in rows]
+        found += [_read_trajectory(key[0], part, where, limits) for part in parts]
+    return found
+
+
+def _keyed(numbered: Iterable[tuple[int, Row]], where: str) -> Iterator[tuple[tuple[str, str | None], int, Row]]:
+    """Yields each row with the names of its group and its trajectory, once all its columns are known to be there."""
+    for number, row in numbered:
+        place = f"{where}: row {number}"
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{place} must be an object with the columns {', '.join(REQUIRED)}, got {row!r:.60}")
+        if "response_mask" in row and "prompt_ids" not in row:
+            raise ValueError(
+                f"{place} is one of a token dump (rollouts/step_*.parquet), which has no rewards, groups or prompts "
+                "of their own: write rows with the columns of docs/external_trajectories.md"
+            )
+        missing = [name for name in REQUIRED if name not in row]
+        missing += [] if "mask" in row or "turns" in row else ["mask (or turns)"]
+        if missing:
+            raise ValueError(f"{place} lacks {', '.join(missing)}; it has {', '.join(map(str, row)) or 'no column'}")
+        trajectory = row.get("trajectory")
+        group = _name(row["group"], f"{place}: group")
+        yield (group, None if trajectory is None else _name(trajectory, f"{place}: trajectory")), number, row
+
+
+def _read_trajectory(group: str, rows: Sequence[tuple[int, Row]], where: str, limits: RowLimits) -> Trajectory:
+    place = f"{where}: row {rows[0][0]}"
+    if len(rows) > limits.max_rows:
+        raise ValueError(
+            f"{place}: the trajectory has {len(rows)} rows, expected at most rollout.episode.max_rows = "
+            f"{limits.max_rows}: raise it, or give each trajectory a name of its own"
+        )
+    rewards = [_reward(row["reward"], f"{where}: row {number}: reward") for number, row in rows]
+    if not np.array_equal(rewards, [rewards[0]] * len(rewards), equal_nan=True):
+        raise ValueError(f"{place}: all rows of a trajectory have one reward, got {rewards}")
+    prompts, responses, turn = [], [], 0
+    for i, (number, row) in enumerate(rows):
+        prompt, response = _read_row(row, f"{where}: row {number}", limits, turn, is_first=i == 0)
+        assert response.turns is not None
+        turn = int(response.turns.max())
+        prompts.append(prompt)
+        responses.append(response)
+    further = tuple(replace(one, prompt=prompt) for one, prompt in zip(responses[1:], prompts[1:], strict=True))
+    whole = replace(responses[0], truncated=responses[-1].truncated, further=further)
+    return Trajectory(group, prompts[0], whole, rewards[0], tuple(number for number, _ in rows))
+
+
+def _read_row(
+    row: Row, place: str, limits: RowLimits, turns_before: int, *, is_first: bool
+) -> tuple[np.ndarray, Response]:
+    """Returns the prompt and the response of one row; turns that only a mask tells go on after ``turns_before``."""
+    prompt = _integers(row["prompt_ids"], f"{place}: prompt_ids", below=limits.vocab_size)
+    tokens = _integers(row["token_ids"], f"{place}: token_ids", below=limits.vocab_size)
+    count = len(tokens)
+    if not len(prompt) or not count:
+        raise ValueError(f"{place}: prompt_ids and token_ids need at least one token, got {len(prompt)} and {count}")
+    most_prompt, most = limits.max_prompt_tokens, limits.sampling.max_response_tokens
+    if is_first and len(prompt) > most_prompt:
+        limit = f"expected at most data.max_prompt_tokens = {most_prompt}"
+        raise ValueError(f"{place}: prompt_ids has {len(prompt)} tokens, {limit}")
+    if is_first and count > most:
+        raise ValueError(
+            f"{place}: token_ids has {count} tokens, expected at most rollout.max_response_tokens = {most}"
+        )
+    if len(prompt) + count > most_prompt + most:
+        raise ValueError(
+            f"{place}: prompt_ids and token_ids have {len(prompt) + count} tokens, expected at most "
+            f"{most_prompt + most} (data.max_prompt_tokens + rollout.max_response_tokens)"
+        )
+    turns = _turns(row, place, count, turns_before)
+    logprobs = _logprobs(row["logprobs"], f"{place}: logprobs", turns > 0)
+    versions = _versions(row["version"], f"{place}: version", turns > 0)
+    truncated = row.get("truncated") or False
+    if not isinstance(truncated, bool):
+        raise ValueError(f"{place}: truncated must be true or false, got {truncated!r:.60}")
+    tops = _tops(row, place, tokens, logprobs, turns > 0, limits) if limits.sampling.reported else None
+    return prompt, Response(0, 0, tokens, logprobs, truncated, versions, tops=tops, turns=turns)
+
+
+def _name(value: Any, what: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise ValueError(f"{what} must be a text or a whole number, got {value!r:.60}")
+    return str(value)
+
+
+def _reward(value: Any, what: str) -> float:
+    """Returns the reward; NaN for null, which stands for a trajectory that failed."""
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value) or abs(value) > 3e38:
+        raise ValueError(f"{what} must be a finite number, or null for a trajectory that failed, got {value!r:.60}")
+    return float(value)
+
+
+def _vector(values: Any, what: str, count: int | None = None) -> np.ndarray:
+    """Returns a list as an array of any type; ``count`` is its length where that is known."""
+    if not isinstance(values, list | tuple | np.ndarray):
+        raise ValueError(f"{what} must be a list, got {values!r:.60}")
+    if count is not None and len(values) != count:
+        raise ValueError(f"{what} has {len(values)} entries, {_EACH.format(count)}")
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{what} must be a plain list of numbers") from error
+    if array.ndim != 1:
+        raise ValueError(f"{what} must be a plain list of numbers, got a shape of {array.shape}")
+    return array
+
+
+def _integers(values: Any, what: str, *, count: int | None = None, below: int = _LARGEST) -> np.ndarray:
+    """Returns whole numbers of 0 .. ``below`` - 1 as int32."""
+    array = _vector(values, what, count)
+    if not array.size:
+        return np.zeros(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{what} must hold whole numbers only, got {_first_other(values, int)}")
+    if int(array.min()) < 0 or int(array.max()) >= below:
+        raise ValueError(f"{what} must be in 0 .. {below - 1}, got {int(array.min())} .. {int(array.max())}")
+    return array.astype(np.int32)
+
+
+def _first_other(values: Any, kind: type) -> str:
+    others = [value for value in values if isinstance(value, bool) or not isinstance(value, kind)]
+    return f"{others[0]!r:.60}" if others else "numbers that are too large"
+
+
+def _turns(row: Row, place: str, count: int, before: int) -> np.ndarray:
+    """Returns the turn of each token, int32 [t], 0 where the policy did not sample it."""
+    turns = None if row.get("turns") is None else _integers(row["turns"], f"{place}: turns", count=count)
+    mask = None
+    if row.get("mask") is not None:
+        mask = _vector(row["mask"], f"{place}: mask", count)
+        if mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
+            raise ValueError(f"{place}: mask must hold true or false only, got {_first_other(row['mask'], int)}")
+        mask = mask.astype(np.bool_)
+    if turns is None:
+        if mask is None:
+            raise ValueError(f"{place}: mask and turns are both null; give one of them")
+        begins = mask & ~np.concatenate([[False], mask[:-1]])
+        turns = np.where(mask, before + np.cumsum(begins), 0).astype(np.int32)
+    elif mask is not None and (mask != (turns > 0)).any():
+        position = int(np.flatnonzero(mask != (turns > 0))[0])
+        raise ValueError(f"{place}: mask is {bool(mask[position])} at token {position}, but turns is {turns[position]}")
+    sampled = turns[turns > 0]
+    if not sampled.size:
+        raise ValueError(f"{place}: the policy sampled none of the {count} tokens; leave such a row out")
+    if (np.diff(sampled) < 0).any() or sampled[0] < before:
+        raise ValueError(f"{place}: turns must not fall, got {sampled.tolist()[:20]} after turn {before}")
+    return turns
+
+
+def _logprobs(values: Any, what: str, sampled: np.ndarray) -> np.ndarray:
+    """Returns the log-probabilities, float32 [t]; 0 outside the mask, where they may be null."""
+    if isinstance(values, list | tuple):
+        values = [math.nan if value is None else value for value in values]
+    array = _vector(values, what, len(sampled))
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"{what} must hold numbers or null, got {_first_other(values, float)}")
+    with np.errstate(over="ignore"):
+        array = np.where(sampled, array, 0.0).astype(np.float32)
+    if not np.isfinite(array).all():
+        position = int(np.flatnonzero(~np.isfinite(array))[0])
+        raise ValueError(f"{what} must be finite where the policy sampled, got {array[position]} at token {position}")
+    if array.max() > _ROUNDING:
+        position = int(array.argmax())
+        raise ValueError(f"{what} must be at most 0 (nats), got {array[position]:.6g} at token {position}")
+    return np.minimum(array, np.float32(0.0))
+
+
+def _versions(value: Any, what: str, sampled: np.ndarray) -> tuple[VersionSpan, ...]:
+    """Returns the spans of one version each; an environment's tokens belong to the span before them."""
+    count = len(sampled)
+    if isinstance(value, int) and not isinstance(value, bool):
+        version = int(_integers([value], what)[0])
+        return (VersionSpan(version, 0, count),)
+    if not isinstance(value, list | tuple | np.ndarray):
+        raise ValueError(f"{what} must be a whole number, or one for each of token_ids, got {value!r:.60}")
+    if isinstance(value, list | tuple) and len(value) == count:
+        value = [0 if each is None and not is_own else each for each, is_own in zip(value, sampled, strict=True)]
+    versions = _integers(value, what, count=count)
+    places = np.flatnonzero(sampled)
+    # Each token takes the version of the last sampled token up to it, and the first ones that of the first.
+    versions = versions[places[np.maximum(np.cumsum(sampled) - 1, 0)]]
+    starts = np.flatnonzero(np.concatenate([[True], versions[1:] != versions[:-1]])).tolist()
+    ends = [*starts[1:], count]
+    return tuple(VersionSpan(int(versions[start]), start, end) for start, end in zip(starts, ends, strict=True))
+
+
+def _tops(
+    row: Row, place: str, tokens: np.ndarray, logprobs: np.ndarray, sampled: np.ndarray, limits: RowLimits
+) -> Tops:
+    """Returns the likeliest tokens of each position, likeliest first; none where the policy did not sample."""
+    lists = {}
+    for name in ("top_ids", "top_logprobs"):
+        if not isinstance(row.get(name), list | tuple):
+            raise ValueError(
+                f"{place} lacks {name}, which a run with {limits.sampling.reported} likeliest tokens needs"
+            )
+        if len(row[name]) != len(tokens):
+            raise ValueError(f"{place}: {name} has {len(row[name])} entries, {_EACH.format(len(tokens))}")
+        lists[name] = [each or [] if is_own else [] for each, is_own in zip(row[name], sampled, strict=True)]
+    counts = {name: [len(each) for each in parts] for name, parts in lists.items()}
+    if counts["top_ids"] != counts["top_logprobs"]:
+        raise ValueError(f"{place}: top_ids and top_logprobs must have equal lengths at each token")
+    flat = {name: list(itertools.chain.from_iterable(parts)) for name, parts in lists.items()}
+    ids = _integers(flat["top_ids"], f"{place}: top_ids", below=limits.vocab_size)
+    own = _vector(flat["top_logprobs"], f"{place}: top_logprobs")
+    if own.dtype.kind not in "iuf" or np.isnan(own).any() or own.max(initial=0.0) > _ROUNDING:
+        raise ValueError(f"{place}: top_logprobs must be numbers of at most 0 (nats)")
+    tops = make_tops(counts["top_ids"], ids.tolist(), np.minimum(own, 0.0).tolist(), limits.sampling.reported)
+    inner = Tops(tops.ids[sampled], tops.logprobs[sampled])
+    try:
+        check_tops(place, inner, tokens[sampled], logprobs[sampled], limits.sampling, limits.vocab_size)
+    except ReplyError as error:
+        raise ValueError(str(error)) from error
+    return tops

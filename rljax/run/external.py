@@ -1,0 +1,236 @@
+"""Batches of trajectories that another program made (``rollout.trajectories``).
+
+They come from a directory of files, or over HTTP into one (``trajectories/`` of the run directory). A checkpoint says
+which rows were used, so that a resumed run loses none and uses none twice. ``policy.json`` of the run directory tells
+the newest policy version to the other program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rljax.data.prompts import Problem, PromptStream
+from rljax.distributed.files import write_whole
+from rljax.errors import StoppedWaitingError, caller_errors, parse_json
+from rljax.policy.config import PolicyConfig
+from rljax.policy.model import Params
+from rljax.rollout.external.address import is_address
+from rljax.rollout.external.files import TrajectoryFiles
+from rljax.rollout.external.queue import TrajectoryQueue
+from rljax.rollout.external.rows import RowLimits, Trajectory
+from rljax.rollout.types import SamplingParams
+from rljax.run.config import Config
+from rljax.run.pipeline import Batches
+from rljax.run.sampling import Rollouts, Sampled
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
+
+if TYPE_CHECKING:
+    from rljax.rollout.external.receiver import Receiver
+
+POLICY_FILE = "policy.json"
+_TICK_S = 0.25  # between two looks into the directory
+_FIRST_LINE_S, _LINES_S = 2.0, 60.0  # the wait before the first line about waiting, and the longest between two
+_MOST_BATCHES = 16  # the most batches that wait at the HTTP server
+
+
+class ExternalSampler:
+    """Takes the batch of a step from trajectories of another program. It is a ``BatchSampler``."""
+
+    def __init__(self, queue: TrajectoryQueue, stop: StopRequest) -> None:
+        """Takes nothing yet; ``stop`` ends a wait."""
+        self._queue, self._stop = queue, stop
+
+    def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
+        """Waits for as many complete groups as there are problems, which are not used otherwise.
+
+        Raises StoppedWaitingError as soon as the run is asked to stop, and ConfigError if a row cannot be used.
+        """
+        began, count = time.perf_counter(), len(problems)
+        next_line, interval = began + _FIRST_LINE_S, _FIRST_LINE_S
+        while (batch := self._queue.take(count, step)) is None:
+            if self._stop.is_requested():
+                raise StoppedWaitingError("asked to stop while the run waited for trajectories of another program")
+            with caller_errors():
+                if self._queue.read_file():
+                    self._stop.progress()
+                    continue
+            if time.perf_counter() >= next_line:
+                print(f"step {step}: {self._waiting_line(count)}", file=sys.stderr)
+                interval = min(2 * interval, _LINES_S)
+                next_line = time.perf_counter() + interval
+            if self._queue.wait(_TICK_S):
+                self._stop.progress()
+        waited_s = time.perf_counter() - began
+        rollouts = make_rollouts(batch.groups)
+        counts = self._queue.counts()
+        return Sampled(
+            rollouts,
+            {
+                "rollout/dropped_stale_rows": batch.dropped_rows,
+                "rollout/failed_trajectories": int(np.isnan(rollouts.rewards).sum()),
+                "rollout/waiting_groups": counts.ready + counts.newer + counts.incomplete,
+                "time/wait_s": waited_s,
+            },
+        )
+
+    def _waiting_line(self, count: int) -> str:
+        (ready, newer, incomplete), dropped = self._queue.counts(), self._queue.dropped_rows
+        line = f"waiting for trajectories: {ready} of {count} groups"
+        line += f", {incomplete} incomplete" if incomplete else ""
+        line += f", {newer} of a policy newer than version {self._queue.version}" if newer else ""
+        return line + (f"; {dropped} rows were too old (rollout.max_staleness)" if dropped else "")
+
+
+class ExternalBatches(Batches):
+    """The batches of a run on trajectories of another program, and where that program gives them."""
+
+    def __init__(
+        self,
+        stream: PromptStream,
+        queue: TrajectoryQueue,
+        stop: StopRequest,
+        *,
+        run_dir: Path,
+        source: str,
+        receiver: Receiver | None,
+        kept_steps: Callable[[], Sequence[int]],
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+          stream: The problems, of which only their number matters.
+          queue: The queue that the trajectories are taken from.
+          stop: The request to stop, which ends a wait.
+          run_dir: The run directory, for ``policy.json``.
+          source: The value of ``rollout.trajectories``.
+          receiver: The HTTP server that fills the queue; None: the queue reads a directory.
+          kept_steps: A function that returns the steps of the checkpoints, oldest first.
+        """
+        super().__init__(stream, ExternalSampler(queue, stop))
+        self._queue, self._run_dir, self._source = queue, run_dir, source
+        self._receiver, self._kept_steps, self._has_started = receiver, kept_steps, False
+
+    def start(self, step: int) -> None:
+        """Reads on in files that were begun, and starts the server. Raises ConfigError."""
+        super().start(step)
+        with caller_errors(RuntimeError):
+            highest = self._recorded_highest()
+            if highest is None:
+                highest = None if step else 0
+            self._queue.start(step, None if highest is None else max(highest, step))
+            self._tell(step)
+            if self._receiver is not None:
+                self._receiver.start()
+                self._has_started = True
+                print(f"trajectories are received at {self._receiver.url}/trajectories", file=sys.stderr, flush=True)
+
+    def take(self, timers: Timers) -> Sampled:
+        """Returns the batch of the next step; received files that no checkpoint needs any more are deleted."""
+        sampled = super().take(timers)
+        if self._receiver is not None and len(kept := self._kept_steps()) > 1:
+            self._queue.delete_finished(kept[0])
+        return sampled
+
+    @contextlib.contextmanager
+    def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
+        """Tells the other program of the version once the block is over. In it trajectories may have that version."""
+        self._queue.expect(policy_version)
+        self._tell(policy_version - 1)
+        yield
+        self._queue.publish(policy_version)
+        self._tell(policy_version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the stream, and which rows were used."""
+        return super().state_dict() | {"trajectories": self._queue.state_dict() | {"source": self._source}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from ``state_dict``. A fork with another source, or of a run without one, begins with all rows."""
+        super().load_state_dict(state)
+        used = state.get("trajectories")
+        if used is not None and used["source"] == self._source:
+            self._queue.load_state_dict(used)
+
+    def close(self) -> None:
+        """Ends the server."""
+        if self._receiver is not None and self._has_started:
+            self._receiver.close()
+
+    def _tell(self, version: int) -> None:
+        told = {"policy_version": version, "highest_version": self._queue.highest}
+        write_whole(self._run_dir / POLICY_FILE, json.dumps(told) + "\n")
+
+    def _recorded_highest(self) -> int | None:
+        """Returns the highest version that an earlier process may have published; None if it is not known."""
+        path = self._run_dir / POLICY_FILE
+        told = parse_json(path.read_bytes()) if path.exists() else {}
+        highest = told.get("highest_version") if isinstance(told, dict) else None
+        return highest if isinstance(highest, int) else None
+
+
+def make_rollouts(groups: Sequence[Sequence[Trajectory]]) -> Rollouts:
+    """Returns the rollouts of complete groups. The prompt of a group is that of its first trajectory."""
+    prompts = [group[0].prompt for group in groups]
+    responses = [
+        [
+            dataclasses.replace(
+                one.response,
+                prompt_index=i,
+                sample_index=j,
+                prompt=None if np.array_equal(one.prompt, prompts[i]) else one.prompt,
+            )
+            for j, one in enumerate(group)
+        ]
+        for i, group in enumerate(groups)
+    ]
+    return Rollouts(prompts, responses, np.asarray([[one.reward for one in group] for group in groups], np.float32))
+
+
+def make_external_batches(
+    config: Config,
+    policy: PolicyConfig,
+    stream: PromptStream,
+    sampling: SamplingParams,
+    stop: StopRequest,
+    kept_steps: Callable[[], Sequence[int]],
+) -> ExternalBatches:
+    """Builds the batches of ``rollout.trajectories``. Raises OSError or ValueError if they cannot be had."""
+    rollout, run_dir = config.rollout, Path(config.run.dir)
+    source = rollout.trajectories
+    assert source is not None
+    limits = RowLimits(policy.vocab_size, config.data.max_prompt_tokens, sampling, rollout.episode.max_rows)
+    is_received = is_address(source)
+    directory = run_dir / "trajectories" if is_received else Path(source)
+    if is_received:
+        directory.mkdir(parents=True, exist_ok=True)
+    elif not directory.is_dir():
+        raise ValueError(f"rollout.trajectories: {source} is no directory; make it before the run starts")
+    files = TrajectoryFiles(directory, limits)
+    queue = TrajectoryQueue(files, group_size=rollout.group_size, max_staleness=rollout.max_staleness)
+    receiver = None
+    if is_received:
+        from rljax.rollout.external.receiver import Receiver  # uvicorn, for few runs
+
+        size = config.data.batch_size
+        receiver = Receiver(
+            source,
+            directory,
+            queue,
+            limits,
+            max_groups=size * min(1 + rollout.max_staleness, _MOST_BATCHES),
+            facts={"group_size": rollout.group_size, "batch_size": size, "max_staleness": rollout.max_staleness},
+            api_key_file=rollout.api_key_file,
+        )
+    return ExternalBatches(
+        stream, queue, stop, run_dir=run_dir, source=source, receiver=receiver, kept_steps=kept_steps
+    )

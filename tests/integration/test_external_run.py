@@ -1,0 +1,100 @@
+"""Whole runs on trajectories of another program, killed in their middle and started again."""
+
+import json
+import signal
+from collections import Counter
+
+import httpx
+import pytest
+from external_rows import make_row, write_file
+from ports import free_port
+from toy_runs import complete, start, tiny, wait_for_rows
+
+pytestmark = pytest.mark.slow
+
+STEPS, GROUPS, SIZE = 6, 2, 4  # groups of a step, and trajectories of a group, as in ``tiny``
+STALE = ("--rollout.max-staleness", "20", "--diagnosis.behaviour-responses", "0", "--rollout.transcript-every", "1")
+
+
+def groups(first, count):
+    """Rows of the groups ``first`` and following; the reward names each trajectory."""
+    return [
+        make_row(f"g{g}", SIZE * g + i, tokens=(3 + i, 4, 14)) for g in range(first, first + count) for i in range(SIZE)
+    ]
+
+
+def trained(run_dir):
+    """The rewards of the trajectories of each step, of the rows that the run kept."""
+    steps = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    return [[json.loads(line)["reward"] for line in path.read_text().splitlines()] for path in steps]
+
+
+def test_a_killed_run_uses_each_row_of_a_directory_once(toy_base, tmp_path):
+    """The files have three groups, so that most steps end within one. The run is killed after an unsaved step."""
+    place, run_dir = tmp_path / "rows", tmp_path / "run"
+    place.mkdir()
+    words = tiny(toy_base, run_dir, STEPS, "--rollout.trajectories", str(place), *STALE)
+    write_file(place / "0.jsonl", groups(0, 3))
+    write_file(place / "1.jsonl", groups(3, 3))
+    process = start(words)
+    wait_for_rows(run_dir, 3, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    write_file(place / "2.jsonl", groups(6, 6))
+    code, output = complete(words)
+    assert code == 0, output
+    assert Counter(reward for step in trained(run_dir) for reward in step) == Counter(range(STEPS * GROUPS * SIZE))
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["rollout/staleness"] for row in rows] == list(range(STEPS))
+    assert {row["rollout/dropped_stale_rows"] for row in rows} == {0}
+    assert all(row["time/wait_s"] <= row["time/rollout_s"] for row in rows)
+
+
+def test_a_killed_run_keeps_all_that_it_acknowledged(toy_base, tmp_path):
+    """Eight groups are acknowledged, of which the run trains on some. It is killed, and the other four come later."""
+    run_dir, url = tmp_path / "run", f"http://127.0.0.1:{free_port()}"
+    words = tiny(toy_base, run_dir, STEPS, "--rollout.trajectories", url, *STALE)
+    process = start(words)
+    with httpx.Client(transport=httpx.HTTPTransport(retries=0), timeout=20) as client:
+        _until_up(client, url)
+        for first in range(0, 8, 2):
+            assert client.post(f"{url}/trajectories", json=groups(first, 2)).status_code == 200
+        wait_for_rows(run_dir, 3, process)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        process = start(words)
+        _until_up(client, url)
+        assert client.post(f"{url}/trajectories", json=groups(8, 4)).status_code == 200
+        output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert Counter(reward for step in trained(run_dir) for reward in step) == Counter(range(STEPS * GROUPS * SIZE))
+
+
+def test_a_wrong_file_ends_a_run_in_one_line(toy_base, tmp_path):
+    """The step before it is saved, and the corrected file is used."""
+    place, run_dir = tmp_path / "rows", tmp_path / "run"
+    place.mkdir()
+    words = tiny(toy_base, run_dir, 2, "--rollout.trajectories", str(place), *STALE)
+    write_file(place / "0.jsonl", groups(0, 2))
+    write_file(place / "1.jsonl", [{**groups(2, 1)[0], "logprobs": [-1.0]}])
+    code, output = complete(words)
+    assert code == 2, output
+    assert "step 1 is saved; the same command goes on from there" in output
+    assert "error: " in output.splitlines()[-1]
+    assert "1.jsonl: row 1: logprobs has 1 entries, expected 3, one for each of token_ids" in output.splitlines()[-1]
+    write_file(place / "1.jsonl", groups(2, 2))
+    code, output = complete(words)
+    assert code == 0, output
+    assert trained(run_dir) == [list(range(8)), list(range(8, 16))]
+
+
+def _until_up(client, url, tries=1200):
+    import time
+
+    for _ in range(tries):
+        try:
+            client.get(f"{url}/health")
+            return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise AssertionError(f"nothing answers at {url}")

@@ -1,0 +1,193 @@
+"""Trajectories over HTTP: what is acknowledged is on the disk, what is wrong is refused, and a full queue says so."""
+
+import json
+import time
+from collections import Counter
+
+import httpx
+import msgspec
+import pytest
+from external_rows import make_row
+
+from rljax.rollout.external import receiver as module
+from rljax.rollout.external.files import TrajectoryFiles
+from rljax.rollout.external.queue import TrajectoryQueue
+from rljax.rollout.external.receiver import Receiver
+from rljax.rollout.external.rows import RowLimits
+from rljax.rollout.types import SamplingParams
+
+LIMITS = RowLimits(16, 4, SamplingParams(8))
+FACTS = {"group_size": 2, "batch_size": 1, "max_staleness": 9}
+
+
+class Served:
+    """A receiver on a free port, its queue, and a client; ``max_groups`` is 2."""
+
+    def __init__(self, spool, url="http://127.0.0.1:0", **options):
+        spool.mkdir(exist_ok=True)
+        self.spool = spool
+        self.queue = TrajectoryQueue(TrajectoryFiles(spool, LIMITS), group_size=2, max_staleness=9)
+        self.queue.start(0, 0)
+        self.receiver = Receiver(url, spool, self.queue, LIMITS, max_groups=2, facts=FACTS, **options)
+
+    def __enter__(self):
+        self.receiver.start()
+        self.client = httpx.Client(base_url=self.receiver.url, timeout=20)
+        return self
+
+    def __exit__(self, *exception):
+        self.client.close()
+        self.receiver.close()
+
+    def post(self, *rows, **headers):
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.client.post("/trajectories", json=list(rows), headers=names)
+
+    def files(self):
+        return sorted(path.name for path in self.spool.iterdir())
+
+    def rewards(self, step=1):
+        batch = self.queue.take(1, step)
+        return batch and [[one.reward for one in group] for group in batch.groups]
+
+
+@pytest.fixture
+def served(tmp_path):
+    with Served(tmp_path / "spool") as running:
+        yield running
+
+
+def test_an_answer_comes_once_the_rows_are_kept(served):
+    reply = served.post(make_row("a", 1), make_row("a", 2))
+    assert reply.status_code == 200
+    assert reply.json() == {"rows": 2, "policy_version": 0, "waiting_groups": 1, "max_waiting_groups": 2} | FACTS
+    (name,) = served.files()
+    lines = [json.loads(line) for line in (served.spool / name).read_text().splitlines()]
+    assert [line["reward"] for line in lines] == [1, 2]
+    assert served.rewards() == [[1, 2]]
+
+
+def test_rows_come_as_json_lines_and_msgpack(served):
+    lines = "\n".join(["", json.dumps(make_row("a", 1)), "", json.dumps(make_row("a", 2)), ""])
+    kinds = {"application/x-ndjson": lines.encode(), "application/json": json.dumps(make_row("b", 3)).encode()}
+    kinds["application/msgpack"] = msgspec.msgpack.encode([make_row("b", 4)])
+    for kind, body in kinds.items():
+        reply = served.client.post("/trajectories", content=body, headers={"content-type": kind})
+        assert reply.status_code == 200, reply.text
+    assert [served.rewards(), served.rewards()] == [[[1, 2]], [[3, 4]]]
+    assert served.client.post("/trajectories", content=b"x", headers={"content-type": "text/csv"}).status_code == 400
+
+
+def test_a_wrong_request_is_refused_and_not_kept(served):
+    lacking = make_row("a", 1)
+    del lacking["reward"]
+    cases = {
+        "POST: row 2 lacks reward": [make_row("a", 1), lacking],
+        "version is 1, but the newest policy of the run is 0": [make_row("a", 1, version=1)],
+        "POST: row 1: token_ids must be in 0 .. 15": [make_row("a", 1, tokens=(16,))],
+        "the request has no row": [],
+    }
+    for said, rows in cases.items():
+        reply = served.post(*rows)
+        assert reply.status_code == 400
+        assert said in reply.text
+        assert reply.text.count("\n") == 1
+    for body in (b"{", b"\xff", b"[" * 100_000):
+        reply = served.client.post("/trajectories", content=body, headers={"content-type": "application/json"})
+        assert reply.status_code == 400
+        assert "POST: not" in reply.text
+    assert served.files() == []
+    assert served.queue.counts() == (0, 0, 0)
+
+
+def test_a_full_queue_takes_only_the_rest_of_groups(served):
+    """Two groups may wait. One of them lacks a row, which still comes in; another group does not."""
+    assert served.post(make_row("a", 1), make_row("a", 2), make_row("b", 3)).status_code == 200
+    reply = served.post(make_row("c", 4))
+    assert reply.status_code == 429
+    assert reply.headers["retry-after"] == "1"
+    assert served.post(make_row("b", 5)).status_code == 200
+    assert served.post(make_row("b", 6)).status_code == 429
+    assert len(served.files()) == 2
+    assert served.rewards() == [[1, 2]]
+    assert served.post(make_row("c", 4)).status_code == 200
+
+
+def test_a_request_with_one_key_is_kept_once(tmp_path):
+    """Also by a server that starts again on the same files."""
+    rows = [make_row("a", 1)]
+    with Served(tmp_path / "spool") as first:
+        assert [first.post(*rows, idempotency_key="one").status_code for _ in range(2)] == [200, 200]
+        assert len(first.files()) == 1
+    with Served(tmp_path / "spool") as second:
+        assert second.post(*rows, idempotency_key="one").status_code == 200
+        assert len(second.files()) == 1
+        assert second.post(*rows, idempotency_key="two").status_code == 200
+        assert second.queue.read_file()
+        assert not second.queue.read_file()
+        assert second.rewards() == [[1, 1]]
+
+
+def test_the_policy_version_is_told(served):
+    assert served.client.get("/policy").json()["policy_version"] == 0
+    served.queue.expect(1)
+    assert served.post(make_row("a", 1, version=1)).status_code == 200
+    served.queue.publish(1)
+    assert served.client.get("/policy").json()["policy_version"] == 1
+
+
+def test_used_files_are_deleted(served):
+    for step in (1, 2):
+        served.post(make_row("a", 1), make_row("a", 2))
+        served.rewards(step)
+    _first, second = served.files()
+    served.queue.delete_finished(1)
+    assert served.files() == [second]
+    assert list(served.queue.state_dict()["finished"]) == [second]
+
+
+def test_a_request_that_is_too_large_is_refused(served, monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES", 100)
+    assert served.post(make_row("a", 1)).status_code == 413
+
+    def parts():
+        yield b"x" * 99
+        yield b"x" * 2
+
+    assert served.client.post("/trajectories", content=parts()).status_code == 413
+
+
+def test_a_key_is_asked_for_where_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("RLJAX_API_KEY_FILE", raising=False)
+    key = tmp_path / "key"
+    key.write_text("k" * 32)
+    key.chmod(0o600)
+    with pytest.raises(ValueError, match="which is not loopback, so rollout"):
+        Served(tmp_path / "spool", "http://10.0.0.7:0")
+    with Served(tmp_path / "spool", api_key_file=str(key)) as served:
+        assert served.post(make_row("a", 1)).status_code == 401
+        assert served.client.get("/policy").status_code == 401
+        assert served.client.get("/health").status_code == 200
+        assert served.post(make_row("a", 1), authorization=f"Bearer {'k' * 32}").status_code == 200
+
+
+def test_many_writers_lose_nothing(served):
+    """Four threads send groups against a full queue while one takes them."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def send(writer):
+        for i in range(5):
+            rows = [make_row(f"{writer}-{i}", 10 * writer + i, tokens=(3,)) for _ in range(2)]
+            while served.post(*rows).status_code == 429:
+                time.sleep(0.01)
+
+    seen = Counter()
+    with ThreadPoolExecutor(4) as pool:
+        sent = [pool.submit(send, writer) for writer in range(4)]
+        deadline = time.monotonic() + 30
+        while sum(seen.values()) < 20 and time.monotonic() < deadline:
+            if found := served.rewards():
+                seen[found[0][0]] += 1
+            time.sleep(0.002)
+        [each.result() for each in sent]
+    assert seen == Counter(10 * writer + i for writer in range(4) for i in range(5))

@@ -1,0 +1,177 @@
+"""Rows of another program: what they become, and the line that refuses each wrong one."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from rljax.rollout.external.rows import RowLimits, read_trajectories
+from rljax.rollout.types import SamplingParams, VersionSpan
+
+LIMITS = RowLimits(10, 3, SamplingParams(5), max_rows=2)
+ROW = {
+    "group": 7,
+    "prompt_ids": [1, 2],
+    "token_ids": [3, 4, 5, 6],
+    "mask": [True, True, False, True],
+    "logprobs": [-0.5, -1.0, None, -2.0],
+    "reward": 0.25,
+    "version": 3,
+}
+
+
+def read(*rows, limits=LIMITS):
+    return read_trajectories(enumerate(rows, 1), "FILE", limits)
+
+
+def without(name):
+    return {key: value for key, value in ROW.items() if key != name}
+
+
+def refusal(*rows, limits=LIMITS):
+    with pytest.raises(ValueError, match="FILE: row") as caught:
+        read(*rows, limits=limits)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+def test_a_row_becomes_a_response_of_turns():
+    (one,) = read(ROW | {"truncated": True})
+    response = one.response
+    assert (one.group, one.reward, one.rows) == ("7", 0.25, (1,))
+    np.testing.assert_array_equal(one.prompt, [1, 2])
+    np.testing.assert_array_equal(response.token_ids, [3, 4, 5, 6])
+    np.testing.assert_array_equal(response.turns, [1, 1, 0, 2])
+    np.testing.assert_array_equal(response.logprobs, np.float32([-0.5, -1.0, 0.0, -2.0]))
+    assert response.token_ids.dtype == response.turns.dtype == np.int32
+    assert response.length == 3
+    assert response.truncated
+    assert response.versions == (VersionSpan(3, 0, 4),)
+
+
+def test_the_versions_of_tokens_become_spans():
+    """The environment's token belongs to the span before it, whatever its own entry says."""
+    (one,) = read(ROW | {"version": [2, 3, None, 3]})
+    assert one.response.versions == (VersionSpan(2, 0, 1), VersionSpan(3, 1, 4))
+    (one,) = read(ROW | {"mask": [False, True, False, True], "version": [9, 4, 8, 5]})
+    assert one.response.versions == (VersionSpan(4, 0, 3), VersionSpan(5, 3, 4))
+    assert (one.oldest_version, one.newest_version) == (4, 5)
+
+
+def test_turns_may_stand_for_the_mask():
+    (one,) = read(without("mask") | {"turns": [2, 2, 0, 5]})
+    np.testing.assert_array_equal(one.response.turns, [2, 2, 0, 5])
+
+
+@pytest.mark.parametrize("reward", [None, math.nan])
+def test_no_reward_means_that_it_failed(reward):
+    (one,) = read(ROW | {"reward": reward})
+    assert math.isnan(one.reward)
+
+
+def test_rows_of_one_trajectory_are_one_response():
+    """The second row may have a longer prompt, and its turns go on."""
+    second = ROW | {"prompt_ids": [1, 2, 3, 4, 5], "token_ids": [6, 7], "mask": [True, True], "logprobs": [-1, -1]}
+    first, other = read(ROW | {"trajectory": "a"}, second | {"trajectory": "a"}, ROW | {"trajectory": "b"})
+    assert (first.rows, other.rows) == ((1, 2), (3,))
+    (further,) = first.response.further
+    np.testing.assert_array_equal(further.prompt, [1, 2, 3, 4, 5])
+    np.testing.assert_array_equal(further.turns, [3, 3])
+    assert first.response.length == 5
+    assert len(read(ROW, ROW)) == 2  # without a name each row is one
+
+
+def test_likeliest_tokens_come_in_order():
+    limits = RowLimits(10, 3, SamplingParams(5, reported=2))
+    half, quarter, rest = (math.log(share) for share in (0.5, 0.25, 0.125))
+    row = ROW | {
+        "logprobs": [half, quarter, None, rest],
+        "top_ids": [[4, 3], [8, 4], None, [1, 2]],
+        "top_logprobs": [[quarter, half], [half, quarter], None, [half, quarter]],
+    }
+    (one,) = read(row, limits=limits)
+    np.testing.assert_array_equal(one.response.tops.ids, [[3, 4], [8, 4], [-1, -1], [1, 2]])
+    np.testing.assert_allclose(one.response.tops.logprobs[0], [half, quarter], rtol=1e-6)
+    assert np.isneginf(one.response.tops.logprobs[2]).all()
+    assert "lacks top_ids" in refusal(ROW, limits=limits)
+    assert "top_logprobs has 1 entries" in refusal(row | {"top_logprobs": [[0.0]]}, limits=limits)
+    assert "nats from their likeliest" in refusal(row | {"logprobs": [-5.0, quarter, None, rest]}, limits=limits)
+    assert "equal lengths" in refusal(row | {"top_ids": [[4], [8, 4], None, [1, 2]]}, limits=limits)
+
+
+@pytest.mark.parametrize("name", ["prompt_ids", "token_ids", "logprobs", "reward", "version", "group", "mask"])
+def test_a_row_without_a_column_is_refused(name):
+    assert f"lacks {name}" in refusal(without(name))
+
+
+REFUSED = {
+    "group": [("", "group must be"), (True, "group must be"), (None, "group must be")],
+    "prompt_ids": [
+        ([1, 2, 3, 4], "data.max_prompt_tokens = 3"),
+        ([], "at least one token"),
+        ([10], "in 0 .. 9, got 10"),
+        ("12", "must be a list"),
+        ([[1]], "plain list"),
+    ],
+    "token_ids": [
+        ([3, 4, 5], "mask has 4 entries, expected 3"),
+        ([3, 4, 5, 6, 7, 8], "rollout.max_response_tokens = 5"),
+        ([3, 4, 5, -1], "in 0 .. 9, got -1"),
+        ([3, 4, 5, 6.5], "whole numbers only, got 6.5"),
+        ([3, 4, 5, 2**70], "whole numbers"),
+    ],
+    "mask": [
+        ([True] * 3, "mask has 3 entries, expected 4"),
+        ([1, 1, 2, 0], "true or false"),
+        ([False] * 4, "sampled none"),
+        (None, "mask and turns are both null"),
+    ],
+    "logprobs": [
+        ([-1, -1, 0], "logprobs has 3 entries, expected 4"),
+        ([-1, None, 0, -1], "finite where the policy sampled, got nan at token 1"),
+        ([-1, -1, 0, -math.inf], "got -inf at token 3"),
+        ([-1, -1, 0, -1e300], "got -inf at token 3"),
+        ([-1, 0.5, 0, -1], "at most 0 (nats), got 0.5 at token 1"),
+        (["-1", -1, 0, -1], "numbers or null"),
+    ],
+    "reward": [("1", "finite number"), (math.inf, "finite number"), (True, "finite number"), (1e300, "finite number")],
+    "version": [
+        (-1, "version must be in 0"),
+        ([1, 1], "version has 2 entries"),
+        (1.5, "whole number"),
+        ([None, 3, 3, 3], "whole numbers only"),
+    ],
+    "turns": [([1, 1, 1, 2], "mask is False at token 2"), ([2, 2, 0, 1], "must not fall")],
+    "truncated": [("no", "truncated must be")],
+}
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [(n, v, s) for n, cases in REFUSED.items() for v, s in cases])
+def test_a_wrong_value_is_refused_in_one_line(name, value, said):
+    assert said in refusal(ROW | {name: value})
+
+
+def test_wrong_rows_of_a_trajectory_are_refused():
+    one = ROW | {"trajectory": "a"}
+    assert "have one reward, got [0.25, 1.0]" in refusal(one, one | {"reward": 1.0, "turns": None})
+    assert "rollout.episode.max_rows = 2" in refusal(one, one, one)
+    assert "must follow one another" in refusal(one, ROW, one)
+    assert "expected at most 8" in refusal(one, one | {"prompt_ids": [1] * 5})
+    assert "must be an object" in refusal("text")
+
+
+def test_a_token_dump_of_a_run_is_told_apart():
+    dump = {"sequence_id": "step1/0", "token_ids": [1, 2], "response_mask": [False, True], "logprobs_rollout": [0, -1]}
+    assert "token dump (rollouts/step_*.parquet)" in refusal(dump)
+
+
+def test_a_logprob_just_above_zero_is_rounding():
+    (one,) = read(ROW | {"logprobs": [1e-6, -1.0, 5.0, -2.0]})
+    assert one.response.logprobs[0] == 0.0
+    assert one.response.logprobs[2] == 0.0
+
+
+def test_the_rows_survive_json():
+    assert len(read(json.loads(json.dumps(ROW)))) == 1

@@ -1,0 +1,237 @@
+"""Batches of trajectories of another program: their sequences, what waits, what is too old, and what a resume reads."""
+
+import json
+import signal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from external_rows import make_row, write_file
+
+from rljax.data.prompts import DataConfig, PromptStream
+from rljax.errors import ConfigError, StoppedWaitingError
+from rljax.policy.config import toy_config
+from rljax.rollout.build import check_engine
+from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.types import InjectConfig, RolloutConfig, SamplingParams
+from rljax.run.config import Config, RunConfig
+from rljax.run.external import make_external_batches
+from rljax.run.sampling import rollout_row, training_sequences
+from rljax.run.stop import StopRequest
+from rljax.run.timers import Timers
+from rljax.trainer.packing import groups_of
+
+PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(100, 110)]
+STOP = StopRequest()
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "rows").mkdir()
+    return tmp_path / "rows"
+
+
+def make_config(place, batch_size=2, **rollout):
+    return Config(
+        run=RunConfig(dir=str(place.parent)),
+        data=DataConfig(batch_size=batch_size, max_prompt_tokens=8),
+        rollout=RolloutConfig(trajectories=str(place), group_size=2, max_response_tokens=8, **rollout),
+    )
+
+
+def make_batches(config, step=0, state=None, stop=STOP):
+    """The batches of a run that begins or goes on after ``step``."""
+    stream = PromptStream(PROBLEMS, config.data.batch_size, 0)
+    made = make_external_batches(config, toy_config(), stream, SamplingParams(8), stop, list)
+    if state is not None:
+        made.load_state_dict(json.loads(json.dumps(state)))
+    made.start(step)
+    return made
+
+
+def take(batches):
+    return batches.take(Timers(STOP))
+
+
+def publish(batches, version):
+    with batches.paused(None, version, Timers(STOP), drains=False):
+        pass
+
+
+def rewards_of(sampled):
+    return sampled.rollouts.rewards.tolist()
+
+
+def test_hand_worked_rows_become_sequences(place):
+    """RLOO in a group of two: each advantage is the difference of the rewards. Versions 1 and 2 at version 3."""
+    turns = make_row("a", 0.0, 1, (3, 4, 5, 6), mask=[True, False, False, True], logprobs=[-1, None, None, -2])
+    failed = make_row("b", None, 2)
+    rows = [make_row("a", 1.0, [1, 2, 2]), failed, turns, make_row("b", 1.0, 2, prompt_ids=[9])]
+    write_file(place / "x.jsonl", rows)
+    config = make_config(place, max_staleness=2)
+    sampled = take(make_batches(config, step=3))
+    one, two, three, four = training_sequences(sampled.rollouts, config, 3)
+    assert [s.advantage for s in (one, two, three, four)] == [1.0, -1.0, 0.0, 0.0]
+    assert [s.in_loss for s in (one, two, three, four)] == [True, True, False, False]
+    assert one.staleness.tolist() == [2, 1, 1]
+    assert two.staleness.tolist() == [2, 2, 2, 2]
+    assert one.turns.tolist() == [1, 1, 1]
+    assert two.turns.tolist() == [1, 0, 0, 2]
+    assert two.sampled.tolist() == [True, False, False, True]
+    assert two.rollout_logprobs.tolist() == [-1.0, 0.0, 0.0, -2.0]
+    assert [s.prompt.tolist() for s in (one, two, three, four)] == [[1, 2], [1, 2], [1, 2], [9]]
+    row = rollout_row(sampled.rollouts, 3)
+    assert (row["response_length/mean"], row["reward/mean"]) == ((3 + 2 + 3 + 3) / 4, pytest.approx(2 / 3))
+    assert (row["rollout/policy_version"], row["rollout/staleness"]) == (1, 1.5)
+    assert sampled.row["rollout/failed_trajectories"] == 1
+
+
+def test_rows_of_one_trajectory_share_its_advantage(place):
+    config = make_config(place, batch_size=1, episode=EpisodeConfig(max_rows=2))
+    parts = [make_row("a", 1.0, trajectory="t"), make_row("a", 1.0, prompt_ids=[5, 6], trajectory="t")]
+    write_file(place / "x.jsonl", [*parts, make_row("a", 0.0, trajectory="u")])
+    sequences = training_sequences(take(make_batches(config)).rollouts, config, 0)
+    assert [s.advantage for s in sequences] == [1.0, 1.0, -1.0]
+    assert [s.prompt.tolist() for s in sequences] == [[1, 2], [5, 6], [1, 2]]
+    assert groups_of(sequences, 2) == [range(3)]
+
+
+def test_files_are_taken_in_the_order_of_names(place):
+    """Groups come in the order in which they become complete, and other files do not count."""
+    write_file(place / "2.jsonl", [make_row("a", 3), make_row("c", 5), make_row("c", 6)])
+    table = pa.Table.from_pylist([make_row("a", 1), make_row("b", 2), make_row("b", 4)])
+    pq.write_table(table, place / "1.parquet")
+    (place / "0.jsonl.partial").write_text("{")
+    (place / ".0.jsonl").write_text("{")
+    config = make_config(place, batch_size=3)
+    sampled = take(make_batches(config))
+    assert rewards_of(sampled) == [[2, 4], [1, 3], [5, 6]]
+    assert sampled.row["rollout/waiting_groups"] == 0
+
+
+def test_a_wrong_file_ends_the_run_before_it_is_used(place):
+    write_file(place / "1.jsonl", [make_row("a", 1), make_row("a", 2)])
+    bad = make_row("b", 2)
+    del bad["logprobs"]
+    write_file(place / "2.jsonl", [make_row("b", 1), bad])
+    batches = make_batches(make_config(place))
+    with pytest.raises(ConfigError, match=r"2\.jsonl: row 2 lacks logprobs; it has group, prompt_ids"):
+        take(batches)
+    assert batches.state_dict()["trajectories"]["begun"] == [["1.jsonl", []]]
+
+
+def test_a_version_that_does_not_exist_ends_the_run(place):
+    write_file(place / "1.jsonl", [make_row("a", 1, 1), make_row("a", 2, 1)])
+    with pytest.raises(ConfigError, match="version is 1, but the newest policy of the run is 0"):
+        take(make_batches(make_config(place, batch_size=1)))
+
+
+def test_groups_with_old_rows_are_dropped_and_counted(place):
+    """At step 4 the policy is version 3, so with two versions of staleness rows of version 0 are too old."""
+    old = [make_row("a", 1, 0), make_row("a", 2, 3), make_row("b", 1, 0)]
+    write_file(place / "1.jsonl", old)
+    write_file(place / "2.jsonl", [make_row("c", 1, 1), make_row("c", 5, 3)])
+    batches = make_batches(make_config(place, batch_size=1, max_staleness=2), step=3)
+    sampled = take(batches)
+    assert rewards_of(sampled) == [[1, 5]]
+    assert sampled.row["rollout/dropped_stale_rows"] == 3
+    assert batches.state_dict()["trajectories"]["finished"] == {"1.jsonl": 4, "2.jsonl": 4}
+
+
+def test_a_resume_loses_no_row_and_uses_none_twice(place):
+    """Rewards name the rows. After step 1 the first file is partly used; the run goes on from there twice."""
+    write_file(place / "1.jsonl", [make_row(g, r) for g, r in [("a", 0), ("b", 1), ("a", 2), ("c", 3)]])
+    write_file(place / "2.jsonl", [make_row(g, r) for g, r in [("c", 4), ("b", 5), ("d", 6)]])
+    config = make_config(place, batch_size=1, max_staleness=9)
+    first = make_batches(config)
+    assert rewards_of(take(first)) == [[0, 2]]
+    state = first.state_dict()
+    assert rewards_of(take(first)) == [[3, 4]]
+    write_file(place / "0.jsonl", [make_row("d", 7)])
+    again = make_batches(config, 1, state)
+    assert [rewards_of(take(again)) for _ in range(2)] == [[[3, 4]], [[1, 5]]]
+    third = make_batches(config, 3, again.state_dict())
+    assert rewards_of(take(third)) == [[7, 6]]
+    assert third.state_dict()["trajectories"]["finished"] == {"1.jsonl": 3, "0.jsonl": 4, "2.jsonl": 4}
+
+
+def test_rows_of_a_lost_policy_wait_for_their_version(place):
+    """A killed run had published version 2. It goes on from step 0, and a group of version 2 waits for step 3."""
+    write_file(place / "1.jsonl", [make_row("a", 0), make_row("a", 1)])
+    config = make_config(place, batch_size=1, max_staleness=9)
+    killed = make_batches(config)
+    take(killed)
+    for version in (1, 2):
+        publish(killed, version)
+    write_file(place / "0.jsonl", [make_row("z", 8, 2), make_row("z", 9, 2)])
+    write_file(place / "2.jsonl", [make_row("b", 2), make_row("b", 3)])
+    again = make_batches(config)
+    assert [rewards_of(take(again)) for _ in range(3)] == [[[0, 1]], [[2, 3]], [[8, 9]]]
+
+
+def test_the_policy_file_tells_the_version(place):
+    batches = make_batches(make_config(place))
+    path = place.parent / "policy.json"
+    assert json.loads(path.read_text()) == {"policy_version": 0, "highest_version": 0}
+    with batches.paused(None, 1, Timers(STOP), drains=False):
+        assert json.loads(path.read_text()) == {"policy_version": 0, "highest_version": 1}
+    assert json.loads(path.read_text()) == {"policy_version": 1, "highest_version": 1}
+
+
+def test_a_request_to_stop_ends_the_wait(place):
+    stop = StopRequest()
+    batches = make_batches(make_config(place), stop=stop)
+    stop.request(signal.SIGTERM)
+    with pytest.raises(StoppedWaitingError, match="waited for trajectories"):
+        take(batches)
+
+
+def test_another_source_begins_anew(place, tmp_path):
+    write_file(place / "1.jsonl", [make_row("a", 0), make_row("a", 1)])
+    config = make_config(place, batch_size=1)
+    first = make_batches(config)
+    take(first)
+    state = first.state_dict()
+    state["trajectories"]["source"] = "elsewhere"
+    assert rewards_of(take(make_batches(config, 0, state))) == [[0, 1]]
+    plain = {"problems_drawn": 4}  # of a run without rollout.trajectories, from which this one is a fork
+    assert rewards_of(take(make_batches(config, 0, plain))) == [[0, 1]]
+
+
+def test_a_place_that_is_no_directory_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is no directory; make it before"):
+        make_batches(make_config(tmp_path / "none"))
+
+
+REFUSED = {
+    "engine must be jax": {"engine": "exact"},
+    "refill must be false": {"refill": True},
+    "environment must be none": {"environment": "a:B"},
+    "update must be wait": {"update": "keep"},
+    "inject changes nothing": {"inject": InjectConfig(weight_noise=0.1)},
+    "router_replay must be none or r2": {"router_replay": "r3"},
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_settings_of_sampling_are_refused(said):
+    with pytest.raises(ValueError, match=f"another program samples, so .*{said}"):
+        check_engine(RolloutConfig(trajectories="rows", **REFUSED[said]))
+
+
+@pytest.mark.parametrize(
+    "url", ["https://127.0.0.1:80", "http://127.0.0.1", "http://8.8.8.8:80", "http://name:80", "http://127.0.0.1:80/a"]
+)
+def test_an_address_that_cannot_be_used_is_refused(url):
+    with pytest.raises(ValueError, match=r"(trajectories|host) must be"):
+        check_engine(RolloutConfig(trajectories=url))
+
+
+def test_likeliest_tokens_of_rows_are_needed(place):
+    write_file(place / "1.jsonl", [make_row("a", 0), make_row("a", 1)])
+    config = make_config(place, batch_size=1, top_logprobs=2)
+    stream = PromptStream(PROBLEMS, 1, 0)
+    made = make_external_batches(config, toy_config(), stream, SamplingParams(8, reported=2), STOP, list)
+    made.start(0)
+    with pytest.raises(ConfigError, match="lacks top_ids, which a run with 2 likeliest tokens needs"):
+        take(made)
