@@ -54,6 +54,7 @@ COMMON_OPTIONS = (
     *("run.dir", "run.steps", "run.seed", "run.resume", "model.path", "data.task", "data.path", "data.reward"),
     *("data.batch_size", "data.max_prompt_tokens", "rollout.engine", "rollout.urls", "rollout.dtype"),
     *("rollout.group_size", "rollout.max_response_tokens", "rollout.temperature", "rollout.max_staleness"),
+    "rollout.trajectories",
     *("precision.compute_dtype", "precision.remat", "packing.row_tokens", "packing.rows_per_micro_batch"),
     *("mesh.fsdp", "optimizer.learning_rate", "schedule.kind", "schedule.decay_period", "correction.preset"),
     *("lora.rank", "eval.every", "eval.datasets", "checkpoint.every"),

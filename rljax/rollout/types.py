@@ -104,7 +104,8 @@ class RolloutConfig:
     the devices."""
     max_staleness: int = 0
     """The most policy versions from the one that samples a batch to the one that is trained on it. 0: a batch is
-    sampled when its step begins. k: while one step trains, the next batches are sampled, up to k steps ahead."""
+    sampled when its step begins. k: while one step trains, the next batches are sampled, up to k steps ahead. With
+    ``trajectories``, rows of older policies are dropped."""
     update: InFlight = "wait"
     """The fate of the responses that servers sample ahead when new weights come. wait: they are finished first. keep:
     they are held, and go on with the new weights after their keys and values are computed again. abort: the servers

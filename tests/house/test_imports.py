@@ -15,12 +15,13 @@ ROOT = Path(__file__).parents[2]
 # Third party -> the only modules that may import it.
 DOORS = {
     "httpx": {"rollout.servers.client", "weights.source"},
-    "starlette": {"weights.server"},
-    "uvicorn": {"weights.server"},
+    "starlette": {"weights.server", "rollout.external.receiver"},
+    "uvicorn": {"weights.server", "rollout.external.receiver"},
     "msgspec": {
         "rollout.servers.vllm.client",
         "rollout.servers.sglang.client",
         "rollout.servers.wire",
+        "rollout.external.receiver",
         "weights.format",
         "weights.delta",
         "weights.writer",

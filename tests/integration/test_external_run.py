@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 from collections import Counter
 
 import httpx
@@ -37,7 +38,7 @@ def test_a_killed_run_uses_each_row_of_a_directory_once(toy_base, tmp_path):
     write_file(place / "0.jsonl", groups(0, 3))
     write_file(place / "1.jsonl", groups(3, 3))
     process = start(words)
-    wait_for_rows(run_dir, 3, process)
+    wait_for_rows(process, run_dir, 3)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     write_file(place / "2.jsonl", groups(6, 6))
@@ -55,11 +56,11 @@ def test_a_killed_run_keeps_all_that_it_acknowledged(toy_base, tmp_path):
     run_dir, url = tmp_path / "run", f"http://127.0.0.1:{free_port()}"
     words = tiny(toy_base, run_dir, STEPS, "--rollout.trajectories", url, *STALE)
     process = start(words)
-    with httpx.Client(transport=httpx.HTTPTransport(retries=0), timeout=20) as client:
+    with httpx.Client(timeout=20) as client:
         _until_up(client, url)
         for first in range(0, 8, 2):
             assert client.post(f"{url}/trajectories", json=groups(first, 2)).status_code == 200
-        wait_for_rows(run_dir, 3, process)
+        wait_for_rows(process, run_dir, 3)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         process = start(words)
@@ -89,8 +90,6 @@ def test_a_wrong_file_ends_a_run_in_one_line(toy_base, tmp_path):
 
 
 def _until_up(client, url, tries=1200):
-    import time
-
     for _ in range(tries):
         try:
             client.get(f"{url}/health")

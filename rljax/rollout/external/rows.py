@@ -1,7 +1,7 @@
-"""Rows of trajectories that another program made, read into responses and rewards. docs/external_trajectories.md has
-the columns.
+"""Rows of trajectories that another program made, read into responses and rewards.
 
-A row is refused by one line that names its place, the column, what was got and what was expected.
+docs/external_trajectories.md has the columns. A row is refused by one line that names its place, the column, what was
+got and what was expected.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _keyed(numbered: Iterable[tuple[int, Row]], where: str) -> Iterator[tuple[tu
         if "response_mask" in row and "prompt_ids" not in row:
             raise ValueError(
                 f"{place} is one of a token dump (rollouts/step_*.parquet), which has no rewards, groups or prompts "
-                "of their own: write rows with the columns of docs/external_trajectories.md"
+                f"of their own: write rows with the columns {', '.join(REQUIRED)} and mask"
             )
         missing = [name for name in REQUIRED if name not in row]
         missing += [] if "mask" in row or "turns" in row else ["mask (or turns)"]
