@@ -65,7 +65,7 @@ class WaitingGroups:
     def take(self, count: int, version: int) -> list[list[Item]]:
         """Takes the first ``count`` groups that are ready, in the order in which they became complete."""
         taken: list[list[Item]] = []
-        left = []
+        left: list[list[Item]] = []
         for group in self._complete:
             (taken if len(taken) < count and _is_ready(group, version) else left).append(group)
         self._complete = left
