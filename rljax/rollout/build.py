@@ -115,11 +115,10 @@ def _check_trajectories(config: RolloutConfig) -> None:
         raise ValueError(
             f"{said} rollout.engine must be jax, vllm or sglang, got exact, which trains on its own samples"
         )
-    wanted = {"refill": False, "environment": None, "update": "wait", "colocated": False}
+    wanted = {"refill": False, "update": "wait", "colocated": False}
     for name, value in wanted.items():
         if (got := getattr(config, name)) != value:
-            expected = "none" if value is None else str(value).lower()
-            raise ValueError(f"{said} rollout.{name} must be {expected}, got {str(got).lower()}")
+            raise ValueError(f"{said} rollout.{name} must be {str(value).lower()}, got {str(got).lower()}")
     if config.router_replay == "r3":
         raise ValueError(f"{said} the experts of its tokens are not known: rollout.router_replay must be none or r2")
     if config.inject.given:

@@ -290,8 +290,9 @@ def _with_self_check(config: Config, update: Update, forward: Forward) -> Update
 
 
 def _with_turns(config: Config, update: Update) -> Update:
-    """Returns ``update``, which also measures the mismatch by turn if the run has an environment."""
-    return update if config.rollout.environment is None else TurnsUpdate(update)
+    """Returns ``update``, which also measures the mismatch by turn if the run's rollouts may have several."""
+    has_turns = config.rollout.environment is not None or config.rollout.trajectories is not None
+    return TurnsUpdate(update) if has_turns else update
 
 
 def max_version_lag(config: Config) -> int:

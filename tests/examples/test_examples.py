@@ -1,6 +1,7 @@
 """Each program of examples/ does what it says."""
 
 import custom_reward
+import external_rollouts
 import numpy as np
 import offline_comparison
 import optax_loop
@@ -11,6 +12,9 @@ from rljax.compare.importers import read_tokens
 from rljax.data.prompts import DataConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.rewards.pool import RewardPool
+from rljax.rollout.external.files import TrajectoryFiles
+from rljax.rollout.external.rows import RowLimits
+from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config
 
 
@@ -73,3 +77,14 @@ def test_a_worker_runs_the_custom_reward_of_data_reward(monkeypatch):
     config = Config(data=DataConfig(reward="examples.custom_reward:digits_right", reward_workers=1))
     with RewardPool(config.data.reward_name, config.data.reward_workers) as pool:
         assert pool.submit({"answer": "130"}, "1,120", truncated=False).result(60) == 2 / 3
+
+
+@pytest.mark.slow
+def test_the_other_program_writes_rows_that_a_run_takes(toy_base, tmp_path, monkeypatch, capsys):
+    options = ["--model", str(toy_base), "--groups", "4", "--at-once", "2", "--group-size", "3"]
+    monkeypatch.setattr("sys.argv", ["external_rollouts.py", str(tmp_path / "run"), str(tmp_path), *options])
+    external_rollouts.main()
+    assert "sent groups 2 .. 3 of version 0" in capsys.readouterr().out
+    files = TrajectoryFiles(tmp_path, RowLimits(16, 8, SamplingParams(36)))
+    read = [one for name in ("groups-000000.jsonl", "groups-000002.jsonl") for one in files.read(name)]
+    assert [one.group for one in read] == [f"problem {i}" for i in range(4) for _ in range(3)]

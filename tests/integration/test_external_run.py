@@ -18,9 +18,12 @@ STALE = ("--rollout.max-staleness", "20", "--diagnosis.behaviour-responses", "0"
 
 
 def groups(first, count):
-    """Rows of the groups ``first`` and following; the reward names each trajectory."""
+    """Rows of the groups ``first`` and following; the reward names each trajectory. The second token is a tool's."""
+    turns = {"mask": [True, False, True], "logprobs": [-1.0, None, -2.0]}
     return [
-        make_row(f"g{g}", SIZE * g + i, tokens=(3 + i, 4, 14)) for g in range(first, first + count) for i in range(SIZE)
+        make_row(f"g{g}", SIZE * g + i, tokens=(3 + i, 4, 14), **turns)
+        for g in range(first, first + count)
+        for i in range(SIZE)
     ]
 
 
@@ -48,6 +51,9 @@ def test_a_killed_run_uses_each_row_of_a_directory_once(toy_base, tmp_path):
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["rollout/staleness"] for row in rows] == list(range(STEPS))
     assert {row["rollout/dropped_stale_rows"] for row in rows} == {0}
+    assert {row["response_length/mean"] for row in rows} == {2}
+    assert {row["mismatch/token_count"] for row in rows} == {GROUPS * SIZE * 2}
+    assert {row["turns/max"] for row in rows} == {2}
     assert all(row["time/wait_s"] <= row["time/rollout_s"] for row in rows)
 
 

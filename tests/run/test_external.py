@@ -206,7 +206,6 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path):
 REFUSED = {
     "engine must be jax": {"engine": "exact"},
     "refill must be false": {"refill": True},
-    "environment must be none": {"environment": "a:B"},
     "update must be wait": {"update": "keep"},
     "inject changes nothing": {"inject": InjectConfig(weight_noise=0.1)},
     "router_replay must be none or r2": {"router_replay": "r3"},
