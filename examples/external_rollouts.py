@@ -3,7 +3,8 @@
 python examples/external_rollouts.py RUN_DIR http://127.0.0.1:PORT    sends groups to the trainer over HTTP
 python examples/external_rollouts.py RUN_DIR DIRECTORY                writes files of rows into a directory
 
-It samples with the embedded engine. The weights are those of the newest checkpoint in RUN_DIR, or the model's.
+It samples with the embedded engine. The weights are those of the newest checkpoint in RUN_DIR, or the model's. With
+--server URL it asks a vLLM server instead, to which the run publishes its weights (rollout.engine: vllm).
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +22,14 @@ from rljax.data.toy import addition_problems
 from rljax.evaluate import find_policy
 from rljax.rewards.resolve import resolve_reward
 from rljax.rollout.build import load_jax_engine
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.types import Response, SamplingParams, VersionSpan
 from rljax.sharding import MeshConfig, make_mesh
 
 
-def rows_of(group, problem, prompt, responses, version, tokenizer, reward):
+def rows_of(group, problem, prompt, responses, tokenizer, reward):
     """Returns one row for each response to a problem; rows with one ``group`` are compared with each other."""
     for response in responses:
+        versions = np.concatenate([np.full(span.end - span.start, span.version) for span in response.versions])
         text = tokenizer.decode(response.token_ids)
         yield {
             "group": group,
@@ -35,23 +38,72 @@ def rows_of(group, problem, prompt, responses, version, tokenizer, reward):
             "mask": [True] * len(response.token_ids),  # the policy sampled all of them
             "logprobs": response.logprobs.tolist(),
             "reward": reward(problem, text, response.truncated),
-            "version": version,
+            "version": versions.tolist(),
             "truncated": response.truncated,
         }
 
 
+def use_newest_policy(run, engine, version, mesh):
+    """Gives the engine the newest checkpoint of the run, if it is newer than ``version``; returns its version."""
+    try:
+        policy = find_policy(run)
+        if policy.step != version:
+            engine.publish(policy.load(mesh), policy.step)
+        return policy.step
+    except (OSError, ValueError, RuntimeError):
+        return version  # There is no checkpoint yet, or it was just deleted.
+
+
+def ask_server(url, prompts, count, sampling, seed):
+    """Returns responses of a vLLM server: token ids, log-probabilities, and the weight version of each part."""
+
+    def ask_one(place):
+        number, sample = divmod(place, count)
+        settings = {
+            "max_tokens": sampling.max_response_tokens,
+            **{"temperature": sampling.temperature, "top_p": 1.0, "top_k": 0},
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "seed": seed * 1000 + place,
+        }
+        body = {"token_ids": prompts[number].tolist(), "sampling_params": settings}
+        reply = ask(f"{url}/inference/v1/generate", json.dumps(body).encode(), {"content-type": "application/json"})
+        (choice,) = reply["choices"]
+        logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
+        # A run names its versions RUN.NUMBER; "default" are the weights that the server was started with.
+        spans = [
+            VersionSpan(0 if span["version"] == "default" else int(span["version"].rpartition(".")[2]), *place)
+            for span in choice["weight_versions"]
+            for place in [(span["start"], span["end"])]
+        ]
+        return Response(
+            number,
+            sample,
+            np.asarray(choice["token_ids"], np.int32),
+            np.asarray(logprobs, np.float32),
+            choice["finish_reason"] == "length",
+            tuple(spans),
+        )
+
+    with ThreadPoolExecutor(32) as pool:
+        return list(pool.map(ask_one, range(len(prompts) * count)))
+
+
 def ask(url, content=None, headers=None):
-    """Returns the reply of the trainer, a JSON object; None: it has no room. Ends when no trainer runs for a minute."""
-    for _ in range(120):
+    """Returns the reply of the trainer, a JSON object; None: it has no room. Ends when nothing answers for five minutes."""
+    for _ in range(600):
         try:
             with urllib.request.urlopen(urllib.request.Request(url, content, headers or {})) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             if error.code == 429:
                 return None
-            raise SystemExit(f"refused: {error.read().decode().strip()}") from error
+            if error.code != 503:  # a server is paused while it gets new weights
+                raise SystemExit(f"refused: {error.read().decode().strip()}") from error
         except OSError:
-            time.sleep(0.5)
+            pass
+        time.sleep(0.5)
     raise SystemExit(f"nothing answers at {url}")
 
 
@@ -81,35 +133,37 @@ def main():
     parser.add_argument("run", type=Path, help="the run directory of the trainer")
     parser.add_argument("place", help="the value of rollout.trajectories")
     parser.add_argument("--model", default="configs/toy-base", help="the model that the run starts from")
+    parser.add_argument("--server", help="the URL of a vLLM server that samples")
     parser.add_argument("--groups", type=int, default=4096, help="the number of groups to send")
     parser.add_argument("--group-size", type=int, default=8, help="rollout.group_size of the run")
     parser.add_argument("--at-once", type=int, default=16, help="the number of groups that are sampled together")
     wanted = parser.parse_args()
     tokenizer, mesh = load_tokenizer(wanted.model), make_mesh(MeshConfig(1, 1))
-    engine, reward, version = load_jax_engine(wanted.model, "bfloat16", 8), resolve_reward("addition"), 0
+    engine = None if wanted.server else load_jax_engine(wanted.model, "bfloat16", 8)
+    reward, version = resolve_reward("addition"), 0
     sampling = SamplingParams(36, 1.0, (tokenizer.eos_token_id,))
     problems = addition_problems("train")
     for first in range(0, wanted.groups, wanted.at_once):
         if "://" in wanted.place:
             wait_for_room(wanted.place, wanted.at_once)
-        try:
-            policy = find_policy(wanted.run)
-            if policy.step != version:
-                engine.publish(policy.load(mesh), policy.step)
-                version = policy.step
-        except (OSError, ValueError, RuntimeError):
-            pass  # There is no checkpoint yet, or it was just deleted.
+        if engine is not None:
+            version = use_newest_policy(wanted.run, engine, version, mesh)
         chosen = [problems[i] for i in range(first, first + wanted.at_once)]
         prompts = [tokenizer.encode(problem["prompt"]) for problem in chosen]
         groups = [[] for _ in chosen]
-        for response in engine.generate(prompts, wanted.group_size, sampling, seed=first):
+        if engine is None:
+            responses = ask_server(wanted.server, prompts, wanted.group_size, sampling, first)
+        else:
+            responses = engine.generate(prompts, wanted.group_size, sampling, seed=first)
+        for response in responses:
             groups[response.prompt_index].append(response)
         rows = []
         for i, (problem, prompt) in enumerate(zip(chosen, prompts, strict=True)):
-            rows += rows_of(f"problem {first + i}", problem, prompt, groups[i], version, tokenizer, reward)
+            rows += rows_of(f"problem {first + i}", problem, prompt, groups[i], tokenizer, reward)
         send(wanted.place, f"groups-{first:06d}", rows)
         mean = np.mean([row["reward"] for row in rows])
-        print(f"sent groups {first} .. {first + wanted.at_once - 1} of version {version}, mean reward {mean:.3f}")
+        newest = rows[-1]["version"][-1]
+        print(f"sent groups {first} .. {first + wanted.at_once - 1} of version {newest}, mean reward {mean:.3f}")
 
 
 if __name__ == "__main__":
