@@ -91,7 +91,7 @@ def ask_server(url, prompts, count, sampling, seed):
 
 
 def ask(url, content=None, headers=None):
-    """Returns the reply of the trainer, a JSON object; None: it has no room. Ends when nothing answers for five minutes."""
+    """Returns the reply of the trainer, a JSON object; None: it has no room. Ends if nothing answers for 5 minutes."""
     for _ in range(600):
         try:
             with urllib.request.urlopen(urllib.request.Request(url, content, headers or {})) as reply:
