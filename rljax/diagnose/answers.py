@@ -135,6 +135,10 @@ def _floor(facts: Facts) -> str:
     return f"{UNKNOWN}: the trainer was not compared with itself"
 
 
+_NUMERICS = ("eight_bits", "sixteen_bits", "head_dtype", "length_growth", "mismatch_growth")
+"""The causes in the numbers of the engines, which a look into their layers can place."""
+
+
 def to_measure(facts: Facts, cause: str) -> Iterator[str]:
     """Yields what to measure next, where the facts leave something open."""
     course, tokens = facts.course, facts.tokens
@@ -161,5 +165,10 @@ def to_measure(facts: Facts, cause: str) -> Iterator[str]:
     if cause in ("cannot_tell", "eight_bits", "sixteen_bits", "mismatch_growth"):
         scorers = "--scorer jax:float32 --scorer jax:bfloat16"
         yield f"the same tokens by other engines: rljax compare TOKENS --model DIR {scorers}"
+    if cause in (*_NUMERICS, "other_weights", "cannot_tell"):
+        scorers = "--scorer jax:DTYPE --scorer vllm:URL"
+        yield f"the layer and operation at which the engines part: rljax compare TOKENS --model DIR {scorers} --layers"
+    if tokens is not None and cause != "healthy":
+        yield "the tokens one by one, the worst sequences first: rljax view on the file or on the run"
     if cause in ("high_rate", "mismatch_growth"):
         yield "a short run with --rollout.engine exact: if it fails too, the mismatch is not the cause"

@@ -67,8 +67,27 @@ def _comparable(facts: Facts) -> Iterator[Finding]:
             yield Finding("missing_numbers", SURE, steps)
 
 
+def _stale_tokens(tokens: TokenFacts, origin: str) -> Iterator[Finding]:
+    """Yields staleness from the versions of a dump's tokens, without a log."""
+    if not tokens.staleness > 0:
+        return
+    said = f"the tokens were sampled {tokens.staleness:.3g} versions before they were trained on, in the mean"
+    gaps = tokens.by_staleness
+    if len(gaps) == 2:
+        parts = (
+            f"{said}; the gap per uncertainty is {gaps['stale']:.2g} of stale tokens and {gaps['fresh']:.2g} of fresh"
+        )
+        yield Finding("staleness", SURE if gaps["stale"] > 2 * gaps["fresh"] else POSSIBLE, parts)
+    elif _are_two_states(tokens) or origin in ("8 bits", BEYOND):
+        yield Finding("staleness", LIKELY, f"{said}, and the gap is larger than rounding in 16 bits makes it")
+    else:
+        yield Finding("staleness", POSSIBLE, said)
+
+
 def _stale(facts: Facts) -> Iterator[Finding]:
     course = facts.course
+    if course is None and facts.tokens is not None:
+        yield from _stale_tokens(facts.tokens, facts.origin)
     if course is None or not course.is_stale:
         return
     age = max(course.first["staleness"], course.last["staleness"], 0.0)
@@ -155,6 +174,8 @@ def _weights(facts: Facts) -> Iterator[Finding]:
                 "staleness is reported: the engine does not get all of the new weights",
             )
     tokens = facts.tokens
+    if any(finding.confidence != POSSIBLE for finding in _stale(facts)):
+        return
     if tokens is not None and _are_two_states(tokens) and course is None and not facts.declared.forms:
         listed = ", ".join(f"{value:.2g} ({label})" for label, value in tokens.by_uncertainty.items())
         yield Finding(

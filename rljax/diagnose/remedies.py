@@ -115,11 +115,17 @@ _COMPARE = Remedy(
     "rljax's page compare; in rljax every publish is proven by checksums of what each worker loaded (rljax's page "
     "vllm)",
 )
+_LAYERS = Remedy(
+    "the layer and operation at which the engines part",
+    "rljax compare TOKENS --model CHECKPOINT --scorer jax:DTYPE --scorer vllm:URL --layers",
+    "minutes, outside the run; the server must run eagerly",
+    "rljax's page layers: planted faults are named at their place in a real vLLM",
+)
 _LOOK = Remedy(
     "a look at those tokens",
-    "--rollout.dump-every 20 --rollout.top-logprobs 20, then rljax compare",
+    "--rollout.dump-every 20 --rollout.top-logprobs 20, then rljax view on the run",
     "a file of tokens every 20 steps",
-    "rljax's page mismatch, the tokens themselves",
+    "rljax's page view: the worst sequences first, with both sides' likeliest tokens",
 )
 _CACHE = Remedy(
     "a key-value cache in the engine's own dtype",
@@ -169,11 +175,11 @@ REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
     "extreme_tokens": (_LOOK, _REGION, _TOKEN_MIS, _TOKEN_TIS),
     "length_growth": (_CACHE, _DECAY, _GEOMETRIC, _TOKEN_TIS),
     "mismatch_growth": (_TENTH, _DECAY, _TOKEN_TIS, _FLOAT16, _CENTERING),
-    "other_weights": (_COMPARE,),
+    "other_weights": (_COMPARE, _LAYERS),
     "not_comparable": (_COMPARE,),
     "missing_numbers": (_LOOK,),
     "entropy_collapse": (_REFILL, _CLIP_HIGH, _KL, _TENTH),
     "high_rate": (_TENTH, _DECAY, _GUARD),
-    "cannot_tell": (_EXACT,),
+    "cannot_tell": (_EXACT, _LAYERS),
 }
 """The remedies by cause, the best fitting first."""

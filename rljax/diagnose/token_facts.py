@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,6 +31,7 @@ _GRID_SHARE, _FEWEST_PAIRS = 0.8, 12  # the least share of pairs on a grid, and 
 _SHARED_TOKENS = 16  # the response tokens from the first that are searched for shared contexts
 _OUTLIER = 8.0  # a token is an outlier if its error of the logit is above so many times the 90% quantile's
 _SMALLEST_OUTLIER = 0.5  # nats
+_VERSION = re.compile(r"version (\d+)$")  # the end of the name of the trainer's weights in a dump of a run
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class TokenFacts:
     effects: Mapping[str, float]  # the error of the logits by position
     grids: Mapping[str, str]  # the dtype of the logits by column, where it shows
     floors: Mapping[str, float]  # mean of abs(lr) between two runs of a scorer
+    staleness: float = math.nan  # the mean number of versions between sampling and training; NaN if it is unknown
+    by_staleness: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty, fresh and stale tokens
 
 
 def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
@@ -78,6 +82,8 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
     own = {trainer: dump.sources[trainer].temperature, rollout: dump.sources[rollout].temperature}
     sampled = dump.sampling.get("temperature")
     given = float(sampled) if isinstance(sampled, (int, float)) and sampled > 0 else temperature
+    behind = _behind(dump, trainer)[valid]
+    stale = behind >= 1
     seconds = {name: name + SECOND_RUN for name in (trainer, rollout) if name + SECOND_RUN in dump.logprobs}
     return TokenFacts(
         trainer=trainer,
@@ -97,7 +103,30 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
             name: mismatch_metrics(_rows(dump, name), _rows(dump, second), mask)["logprob_abs_diff_mean"]
             for name, second in seconds.items()
         },
+        staleness=float(behind.mean()) if len(behind) else math.nan,
+        by_staleness=_fresh_and_stale(lr[~far], uncertainty[~far], stale[~far]),
     )
+
+
+def _behind(dump: TokenDump, trainer: str) -> np.ndarray:
+    """Returns how many versions older than the trainer's the weights were that sampled each token, float64 [n, t].
+
+    It is NaN without the values ``version``, or where the name of the trainer's weights does not end in its version.
+    """
+    named = _VERSION.search(dump.sources[trainer].weights_hash)
+    if named is None or "version" not in dump.values:
+        return to_rows([np.full(len(ids), np.nan) for ids in dump.token_ids], np.nan)
+    return float(named[1]) - to_rows(dump.values["version"], np.nan).astype(np.float64)
+
+
+def _fresh_and_stale(lr: np.ndarray, uncertainty: np.ndarray, stale: np.ndarray) -> dict[str, float]:
+    """Returns the gap per uncertainty of the fresh and of the stale tokens, where there are enough."""
+    groups = {"fresh": ~stale, "stale": stale}
+    return {
+        name: float(np.abs(lr[of]).mean() / max(uncertainty[of].mean(), 1e-12))
+        for name, of in groups.items()
+        if of.sum() >= FEWEST_TOKENS
+    }
 
 
 def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:

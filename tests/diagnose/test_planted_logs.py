@@ -1,15 +1,18 @@
 """Ten runs of the toy task, each with a cause that was planted (``experiments/planted_logs.py``), are told apart."""
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from peer_logs import renamed
 
 from rljax.commands import diagnose
 from rljax.diagnose.page import diagnose as diagnosis
 from rljax.diagnose.signals import PROJECTS, read_signals
+from rljax.record.token_dumps import read_dump, write_dump
 
 LOGS = Path(__file__).parents[1] / "data" / "planted_logs"
 # The planted cause -> the cause that is named.
@@ -60,6 +63,28 @@ def test_a_log_alone(planted, folder):
 @pytest.mark.parametrize("planted", CAUSES)
 def test_a_dump_alone(planted):
     assert found(LOGS / f"{planted}.parquet")["cause"] == OF_TOKENS[planted]
+
+
+def test_a_dump_with_versions_is_called_stale(tmp_path):
+    """Older rollouts look like other weights, but the versions of tokens and weights tell them apart."""
+    dump = read_dump(LOGS / "staleness.parquet")
+    assert dump.sources["trainer"].weights_hash == "staleness version 39"
+    known = [np.where(mask, np.float32(37), np.nan) for mask in dump.response_mask]
+    write_dump(tmp_path / "stale.parquet", dataclasses.replace(dump, values={"version": tuple(known)}))
+    said = found(tmp_path / "stale.parquet")
+    assert (said["cause"], said["confidence"]) == ("staleness", "likely")
+    assert "sampled 2 versions before" in str(said["findings"])
+    fresh = [np.where(mask, np.float32(39), np.nan) for mask in dump.response_mask]
+    write_dump(tmp_path / "fresh.parquet", dataclasses.replace(dump, values={"version": tuple(fresh)}))
+    assert found(tmp_path / "fresh.parquet")["cause"] == "other_weights"
+
+
+def test_the_next_measurement_is_named():
+    """A numeric cause is looked for in the layers, and the tokens are looked at one by one."""
+    text = " ".join(found(LOGS / "eight_bits.parquet")["next"])
+    assert "--layers" in text
+    assert "rljax view" in text
+    assert "--layers" not in " ".join(found(LOGS / "temperature.parquet")["next"])
 
 
 @pytest.mark.parametrize("project", [name for name in PROJECTS if name != "rljax"])

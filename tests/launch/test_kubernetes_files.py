@@ -84,6 +84,9 @@ def test_the_servers_are_started_as_the_configuration_says(overlay, tmp_path):
     assert settings["DTYPE"] == config.rollout.dtype
     assert int(settings["MAX_MODEL_LEN"]) >= config.max_engine_tokens
     assert int(settings["MAX_LOGPROBS"]) > config.rollout.reported  # the sampled token comes with the likeliest
+    assert settings["KV_CACHE"] == config.rollout.server_form.kv_cache
+    assert settings["QUANTIZATION"] == {"none": "None"}.get(*[config.rollout.server_form.weights] * 2)
+    assert settings["VLLM_BATCH_INVARIANT"] == str(int(config.rollout.batch_invariant))
     assert config.precision.lm_head_dtype != "float32"  # it would want --head-dtype of the servers
 
 
@@ -108,7 +111,25 @@ def test_a_server_is_started_with_options_that_there_are():
     words = filled(container["args"], DTYPE="bfloat16", MAX_MODEL_LEN="9216", MAX_LOGPROBS="21")
     options = parse("vLLM", words)
     assert (options["model"], options["port"], options["host"]) == ("$(MODEL)", 8000, "$(POD_IP)")
-    assert options["extra_args"] == ("--tensor-parallel-size=$(TENSOR_PARALLEL)",)
+    assert options["extra_args"] == (
+        *(
+            "--tensor-parallel-size=$(TENSOR_PARALLEL)",
+            "--kv-cache-dtype=$(KV_CACHE)",
+            "--quantization=$(QUANTIZATION)",
+        ),
+    )
+
+
+@pytest.mark.parametrize("file", ["server/deployment.yaml", "leaderworkerset/leaderworkerset.yaml"])
+def test_each_pod_of_a_server_gets_its_settings_as_variables(file):
+    """vLLM itself reads VLLM_BATCH_INVARIANT."""
+    document = yaml.safe_load((FOLDER / file).read_text(encoding="utf-8"))["spec"]
+    templates = document.get("leaderWorkerTemplate", {"template": document.get("template")})
+    specs = [each["spec"] for name, each in templates.items() if name.lower().endswith("template")]
+    assert len(specs) == (2 if "leaderWorkerTemplate" in document else 1)
+    for spec in specs:
+        (container,) = spec["containers"]
+        assert container["envFrom"] == [{"configMapRef": {"name": "rljax-server"}}]
 
 
 def pairs(words):
