@@ -19,6 +19,7 @@ def answers(facts: Facts, cause: str, findings: Sequence[Finding]) -> dict[str, 
         "a few tokens or all": _concentration(facts),
         "with length": _by_bucket(facts, "mismatch_position", "position", "length"),
         "with entropy": _by_bucket(facts, "mismatch_entropy", "entropy", "entropy"),
+        **_by_turn(facts.course),
         "with step": _with_step(facts.course),
         "before or after the collapse": _lead(facts.course),
         "floor": _floor(facts),
@@ -84,6 +85,17 @@ def _by_bucket(facts: Facts, group: str, what: str, signal: str) -> str:
             f"{changes:+.2f} between their changes from step to step"
         )
     return f"{UNKNOWN}: neither buckets nor {signal} in the data"
+
+
+def _by_turn(course: Course | None) -> dict[str, str]:
+    """Returns the gap by turn and after the environment's tokens, if the log has several turns."""
+    questions = {"turns/turn": "with turns", "turns/after": "after the environment's tokens"}
+    gaps = {} if course is None else {group: course.gaps.get(group, {}) for group in questions}
+    return {
+        questions[group]: ", ".join(f"{label} {value:.2g}" for label, value in values.items()) + " (the gap, nats)"
+        for group, values in gaps.items()
+        if len(values) > 1
+    }
 
 
 def _with_step(course: Course | None) -> str:

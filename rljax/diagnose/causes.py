@@ -16,6 +16,7 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "head_dtype": ("numerics", "the LM head computes in another dtype than the rest, on one side"),
     "eight_bits": ("numerics", "rounding in 8 bits on one side: weights or key-value cache"),
     "extreme_tokens": ("numerics", "a few extreme tokens carry it"),
+    "after_environment": ("numerics", "the tokens after what an environment wrote carry its extreme values"),
     "length_growth": ("numerics", "the error grows along the response"),
     "staleness": ("staleness", "the rollouts were sampled with older weights"),
     "temperature": ("settings", "the two sides use different temperatures"),
@@ -32,6 +33,8 @@ CAUSES: Mapping[str, tuple[str, str]] = {
 _ALONG = 2.5  # the error of the last bucket over that of the first one that shows growth, or a fall
 _STEEP = 4.5  # the rise with uncertainty that rounding does not give
 _DEAD = 0.1  # the share of its first value under which entropy, signal or gradient norm is gone
+_NEAR = ("1", "2_to_4")  # the buckets of distances that lie right after an environment's tokens
+_FEWEST_EXTREMES = 20
 _TEMPERATURE_EFFECT = 0.02  # smaller errors are no temperature that anyone would set
 
 
@@ -223,6 +226,25 @@ def _extreme(facts: Facts) -> Iterator[Finding]:
         yield Finding("extreme_tokens", LIKELY, f"the standard deviation of abs(lr) is {std / mean:.0f} times its mean")
 
 
+def _after_environment(facts: Facts) -> Iterator[Finding]:
+    """Yields the tokens after an environment's, if most extreme tokens are there and few of the others."""
+    course = facts.course
+    if course is None:
+        return
+    every, extreme = (sum(counts.get("turns/turn", {}).values()) for counts in (course.tokens, course.extremes))
+    near, found = (
+        sum(counts.get("turns/after", {}).get(label, 0.0) for label in _NEAR)
+        for counts in (course.tokens, course.extremes)
+    )
+    if extreme >= max(_FEWEST_EXTREMES, 1e-3 * every) and found > 0.5 * extreme and found / extreme > 3 * near / every:
+        yield Finding(
+            "after_environment",
+            SURE,
+            f"{found / extreme:.0%} of the {extreme:.0f} extreme tokens are among the first 4 after what the "
+            f"environment wrote, and {near / every:.1%} of all tokens are there",
+        )
+
+
 def _length(facts: Facts) -> Iterator[Finding]:
     tokens, course = facts.tokens, facts.course
     groups: list[Mapping[str, float]] = []
@@ -283,7 +305,7 @@ def _dtype(facts: Facts) -> Iterator[Finding]:
 
 
 def _explains(facts: Facts) -> Iterator[Finding]:
-    for rule in (_stale, _temperature, _weights, _extreme, _length):
+    for rule in (_stale, _temperature, _weights, _after_environment, _extreme, _length):
         yield from (finding for finding in rule(facts) if finding.confidence != POSSIBLE)
 
 
@@ -331,5 +353,16 @@ def _rounding(facts: Facts) -> Iterator[Finding]:
         yield Finding("sixteen_bits", sure, f"{facts.size} is that of bfloat16, and a limit is crossed")
 
 
-RULES = (_comparable, _extreme, _stale, _temperature, _weights, _length, _dtype, _failure, _rounding)
+RULES = (
+    _comparable,
+    _after_environment,
+    _extreme,
+    _stale,
+    _temperature,
+    _weights,
+    _length,
+    _dtype,
+    _failure,
+    _rounding,
+)
 """The rules, each a function that yields findings. Of equally sure findings the earlier rule's comes first."""

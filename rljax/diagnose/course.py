@@ -49,6 +49,8 @@ class Course:
     # The error of the logits by bucket, over the whole log: group -> label -> effect.
     effects: Mapping[str, Mapping[str, float]]
     gaps: Mapping[str, Mapping[str, float]]  # the mean gap by bucket
+    tokens: Mapping[str, Mapping[str, float]]  # the tokens of all steps by bucket
+    extremes: Mapping[str, Mapping[str, float]]  # those of them that are extreme, if the log tells it
 
     @property
     def is_stale(self) -> bool:
@@ -138,6 +140,8 @@ def read_course(log: Log) -> Course:
         correlations=_correlations(log, gap),
         effects={group: _bucket_effects(labels) for group, labels in log.buckets.items()},
         gaps={group: _bucket_gaps(labels) for group, labels in log.buckets.items()},
+        tokens={group: _bucket_counts(labels, "token_count") for group, labels in log.buckets.items()},
+        extremes={group: _bucket_counts(labels, "extreme_rate") for group, labels in log.buckets.items()},
     )
 
 
@@ -228,6 +232,15 @@ def _bucket_effects(labels: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str,
 
 def _bucket_gaps(labels: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, float]:
     return {label: _mean(each, "logprob_abs_diff_mean") for label, each in _full(labels)}
+
+
+def _bucket_counts(labels: Mapping[str, Mapping[str, np.ndarray]], name: str) -> dict[str, float]:
+    """Returns the sum of a count over all steps, or that of a share of the tokens, as a number of tokens."""
+    return {
+        label: float(np.nansum(each["token_count"] * (1.0 if name == "token_count" else each[name])))
+        for label, each in labels.items()
+        if {"token_count", name} <= set(each)
+    }
 
 
 def _full(labels: Mapping[str, Mapping[str, np.ndarray]]) -> list[tuple[str, Mapping[str, np.ndarray]]]:

@@ -127,6 +127,11 @@ _LOOK = Remedy(
     "a file of tokens every 20 steps",
     "rljax's page view: the worst sequences first, with both sides' likeliest tokens",
 )
+_LOOK_TURNS = _LOOK._replace(
+    settings="--rollout.dump-every 20 --rollout.top-logprobs 20, then rljax view and the chart of distances from the "
+    "environment's last token",
+    source="rljax's page view; When Speed Kills Stability (Liu and others, 2025): runs with tools collapsed first",
+)
 _CACHE = Remedy(
     "a key-value cache in the engine's own dtype",
     "--rollout.kv-cache-dtype auto (a server: --kv-cache-dtype auto)",
@@ -173,6 +178,7 @@ REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
     "staleness": (_FRESH, _DECAY_STALE, _DRIFT, _CENTERING, _TOKEN_TIS),
     "temperature": (_TEMPERATURE,),
     "extreme_tokens": (_LOOK, _REGION, _TOKEN_MIS, _TOKEN_TIS),
+    "after_environment": (_LOOK_TURNS, _REGION, _TOKEN_MIS, _TOKEN_TIS, _DECAY),
     "length_growth": (_CACHE, _DECAY, _GEOMETRIC, _TOKEN_TIS),
     "mismatch_growth": (_TENTH, _DECAY, _TOKEN_TIS, _FLOAT16, _CENTERING),
     "other_weights": (_COMPARE, _LAYERS),

@@ -127,8 +127,8 @@ _NEAR: Mapping[tuple[str, str], str] = {
     ("slime", "train/train_rollout_logprob_abs_diff"): "logprob_abs_diff_mean",
     ("skyrl", "policy/rollout_train_logprobs_abs_diff_std"): "logprob_abs_diff_std",
 }
-BUCKETED = ("mismatch_position", "mismatch_entropy", "mismatch_staleness")
-"""The groups of rljax's rows that split the mismatch by bucket."""
+BUCKETED = ("mismatch_position", "mismatch_entropy", "mismatch_staleness", "turns")
+"""The groups of rljax's rows that split the mismatch by bucket. ``turns`` has two splits: ``turn`` and ``after``."""
 PARTS = ("mismatch_numerics", "mismatch_drift", "mismatch_self")
 """The groups of rljax's rows that have a part of the mismatch, or that of the trainer with itself."""
 
@@ -211,6 +211,9 @@ def read_signals(rows: Rows) -> Log:
         group, _, rest = name.partition("/")
         if group in BUCKETED and "/" in rest:
             label, _, metric = rest.partition("/")
+            if group == "turns":
+                kind, _, label = label.partition("_")
+                group = f"turns/{kind}"
             buckets.setdefault(group, {}).setdefault(label, {})[metric] = values
     plain = {name: values for name, values in table.items() if name.partition("/")[0] not in BUCKETED}
     if "token_mult_prob_error" in plain and "logprob_abs_diff_mean" not in plain:

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from rljax.mismatch.turns import TURN_EDGES, count_labels
 from rljax.record.panel_style import INK, LINES, QUIET, head, log_axis, note, save_figure, style_axis
 from rljax.record.rows import Row, is_accuracy, last_value, read_rows
 
@@ -173,6 +174,36 @@ def _surges(axis: Axes, runs: Sequence[Run], *, labels: bool) -> None:
             )
 
 
+def plot_turns(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
+    """Draws the mismatch of each bucket of turns, and, dashed, that of the first token after the environment's."""
+    head(axis, "Mismatch by turn", "logprob_abs_diff_mean, nats")
+    labels = count_labels(TURN_EDGES)
+    lines = [(f"turns/turn_{label}/logprob_abs_diff_mean", f"turn {label.replace('_', ' ')}") for label in labels]
+    lines.append(("turns/after_1/logprob_abs_diff_mean", "first after the environment"))
+    drawn: list[np.ndarray] = []
+    for place, (key, name) in enumerate(lines):
+        shade, width = 1 - 0.7 * (place % len(labels)) / len(labels), 1.6
+        for run in runs:
+            steps, values = run.series(key)
+            values = np.where(values > 0, values, np.nan)
+            if smooth and len(values):
+                values = exponential_mean(values, smooth**2)
+            line = (0, (3, 2)) if place == len(labels) else run.line
+            axis.plot(steps, values, color=run.color, linestyle=line, linewidth=width, alpha=shade)
+            drawn.append(values)
+        if any(key in row for run in runs for row in run.rows):
+            color = runs[0].color if len(runs) == 1 else QUIET
+            style = (0, (3, 2)) if place == len(labels) else "-"
+            axis.plot([], [], color=color, linestyle=style, linewidth=width, alpha=shade, label=name)
+    found = np.concatenate(drawn)
+    if not np.isfinite(found).any():
+        note(axis, "no turns/turn_*/logprob_abs_diff_mean in the record")
+        return
+    log_axis(axis, found)
+    frame = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.8}
+    axis.legend(fontsize=8, labelcolor=QUIET, loc="best", ncols=2, **frame)
+
+
 PANELS: dict[str, Panel] = {
     "reward": curve_panel("reward/mean", "Reward", "mean per response"),
     "accuracy": Panel(plot_accuracy, "eval/*/accuracy"),
@@ -183,6 +214,7 @@ PANELS: dict[str, Panel] = {
     "mismatch": curve_panel(
         "mismatch/log_ppl_abs_diff", "Training-inference mismatch", "log_ppl_abs_diff, nats per token", log=True
     ),
+    "turns": Panel(plot_turns, "turns/turn_*/logprob_abs_diff_mean"),
 }
 """The panels of a report by name."""
 
@@ -190,7 +222,14 @@ PanelGrid = Sequence[Sequence[str]]
 """Rows of panel names."""
 
 REPORT: PanelGrid = (("reward", "accuracy"), ("length", "learning_rate"), ("grad_norm", "entropy"), ("mismatch",))
-"""The panels of ``report.png``."""
+"""The panels of ``report.png``. ``with_turns`` adds one for runs with an environment."""
+
+
+def with_turns(grid: PanelGrid, runs: Sequence[Run]) -> PanelGrid:
+    """Returns a grid with the panel of turns beside that of the mismatch, if a run has turns."""
+    if not any("turns/turn_1/token_count" in row for run in runs for row in run.rows):
+        return grid
+    return [("mismatch", "turns") if tuple(row) == ("mismatch",) else row for row in grid]
 
 
 def plot_report(
@@ -214,7 +253,8 @@ def plot_report(
       ValueError: There are no runs, a run has no rows, or an argument is out of range.
       RuntimeError: A metrics.jsonl is damaged.
     """
-    return save_figure(plot_grid(REPORT, read_runs(run_dirs, labels), smooth), out)
+    runs = read_runs(run_dirs, labels)
+    return save_figure(plot_grid(with_turns(REPORT, runs), runs, smooth), out)
 
 
 def read_runs(run_dirs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None = None) -> list[Run]:

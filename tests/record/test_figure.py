@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from records import record_row, write_record
 
-from rljax.record.figure import PANELS, REPORT, Run, exponential_mean, plot_grid, plot_report, read_runs, short_names
+from rljax.record.figure import (
+    PANELS,
+    REPORT,
+    Run,
+    exponential_mean,
+    plot_grid,
+    plot_report,
+    read_runs,
+    short_names,
+    with_turns,
+)
 from rljax.record.panel_style import svg_text
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -67,6 +77,31 @@ def test_the_report_is_a_picture_with_the_curves_in_it(tmp_path):
     color = matplotlib.colors.to_rgb(read_runs([run])[0].color)
     pixels = matplotlib.image.imread(out)[..., :3]
     assert (np.abs(pixels - color).max(axis=-1) < 0.01).sum() > 7 * 500  # seven panels, each curve 500 pixels long
+
+
+def turned_rows(total=12):
+    turns = {"turn_1": 1e-3, "turn_2": 4e-3, "after_1": 8e-3}
+    more = {f"turns/{label}/logprob_abs_diff_mean": value for label, value in turns.items()}
+    return [row | more | {"turns/turn_1/token_count": 9} for row in rows_of(total)]
+
+
+def test_runs_with_turns_have_a_panel_of_them(tmp_path):
+    run = write_record(tmp_path / "run", turned_rows())
+    runs = read_runs([run, write_record(tmp_path / "other", rows_of(12))])
+    assert with_turns(REPORT, runs[1:]) == REPORT
+    for some in (runs[:1], runs):
+        axis = axis_named(plot_grid(with_turns(REPORT, some), some, 0.9), "Mismatch by turn")
+        shown = [line.get_ydata()[0] for line in axis.lines if len(line.get_ydata())]
+        np.testing.assert_allclose(shown, [1e-3, 4e-3, 8e-3])
+        names = [text.get_text() for text in axis.get_legend().get_texts()]
+        assert names == ["turn 1", "turn 2", "first after the environment"]
+        assert axis.get_yscale() == "log"
+    plot_report([run], tmp_path / "report.png")
+
+
+def test_a_panel_of_turns_without_turns_says_so():
+    axis = plot_grid([("turns",)], [run_of(rows_of(3))], 0.0).axes[0]
+    assert texts(axis) == [f"no {PANELS['turns'].needs} in the record"]
 
 
 def test_the_surge_and_the_decay_period_are_marked():
