@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rljax.data.tokenizer import load_tokenizer
 from rljax.distributed.acts import follow as follow_acts
@@ -33,12 +34,13 @@ from rljax.policy.families import read_config
 from rljax.policy.hub import model_directory
 from rljax.policy.kernels import choose_kernels
 from rljax.record.rows import format_summary, summarize, write_summary
+from rljax.record.trackers import Trackers
 from rljax.record.writers import Recorder
 from rljax.rollout.build import check_engine
 from rljax.run.acts import Restore, make_shared_engine
 from rljax.run.build import Inputs, load_problems, look_at_data
 from rljax.run.config import Config
-from rljax.run.config_file import config_to_yaml, load_config
+from rljax.run.config_file import config_to_yaml, dotted, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
 from rljax.run.loop import train
 from rljax.run.stop import StopRequest
@@ -84,7 +86,8 @@ def main(argv: Sequence[str]) -> int:
             with contextlib.ExitStack() as stack:
                 with caller_errors():
                     owner = stack.enter_context(own_directory(run_dir))
-                status = run(config, owner, processes)
+                    trackers = stack.enter_context(Trackers(config.record))
+                status = run(config, owner, processes, trackers)
         processes.end(status)
         return status
 
@@ -170,8 +173,8 @@ def follow(config: Config, processes: Processes) -> int:
         return follow_acts(processes, acts, local)
 
 
-def run(config: Config, owner: Ownership, processes: Processes) -> int:
-    """Trains in the run directory, which this process owns; returns the exit status."""
+def run(config: Config, owner: Ownership, processes: Processes, trackers: Trackers) -> int:
+    """Trains in the run directory, which this process owns, and starts the trackers; returns the exit status."""
     run_dir = Path(config.run.dir)
     inputs = read_inputs(config)
     config = inputs.config
@@ -189,6 +192,7 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)
         stack.callback(recorder.close)
         write_config(config, run_dir)
+        trackers.start(run_dir, *settings_of(config), stop.left_s)
         if looked:
             write_whole(run_dir / "data.txt", looked + "\n")
         parts.check_owner = functools.partial(check_owner, owner)
@@ -214,6 +218,12 @@ def run(config: Config, owner: Ownership, processes: Processes) -> int:
 def write_config(config: Config, run_dir: Path) -> None:
     """Writes config.yaml in one rename; a resume is compared with it."""
     write_whole(run_dir / "config.yaml", config_to_yaml(config))
+
+
+def settings_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the settings as nested dictionaries, and by dotted key."""
+    values = dataclasses.asdict(config)
+    return values, {key: value for key, value in dotted(values) if not isinstance(value, dict)}
 
 
 def finish(run_dir: Path) -> None:

@@ -28,6 +28,7 @@ OF_A_SCRIPT = {
     "sglang": "tools/test_sglang.sh",
     "slurm": "tools/test_slurm.sh",
     "store": "tools/test_store.sh",
+    "trackers": "tools/test_trackers.sh",
 }
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -12,6 +12,7 @@ from rljax.data.prompts import DataConfig
 from rljax.errors import check_at_least, check_finite
 from rljax.policy.config import PolicyOptions
 from rljax.policy.lora import LoraConfig
+from rljax.record.trackers import RecordConfig
 from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.types import SERVED, RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
@@ -151,6 +152,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     diagnosis: DiagnosisConfig = field(default_factory=DiagnosisConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
+    record: RecordConfig = field(default_factory=RecordConfig)
 
     def __post_init__(self) -> None:
         size, parts = self.data.batch_size, self.loss.mini_batches

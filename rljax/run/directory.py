@@ -23,6 +23,7 @@ OWNER = "owner.json"  # the file of a run directory that names the process that 
 MAY_DIFFER = (
     *("run.processes", "run.process_id", "run.coordinator", "run.heartbeat_s", "run.stuck_s"),
     *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
+    "record.",
     *("eval.every", "eval.at_start", "checkpoint.", "model.path", "data.reward_workers"),
     *("data.check_answers", "rollout.urls"),
     *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),

@@ -1,0 +1,193 @@
+"""The experiment trackers that rljax knows; each class is a ``rljax.record.trackers.Tracker``.
+
+None of them asks a question or sends anything that the user did not choose: W&B sends rows only where it is logged in
+and online, trackio and MLflow write into files unless MLFLOW_TRACKING_URI names a server.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rljax.record.rows import Row
+from rljax.record.trackers import END_S, TrackedRun
+
+
+class WandbTracker:
+    """A run of Weights & Biases. Offline (``WANDB_MODE=offline``) it writes files, which ``wandb sync`` uploads."""
+
+    FLUSH_S = 1.0  # between two writes of the rows to the disk
+
+    @staticmethod
+    def check() -> None:
+        """Raises ValueError where W&B would ask for a login."""
+        import wandb
+
+        is_online = wandb.setup().settings.mode in ("online", "shared", "run")
+        has_key = any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+        if is_online and not has_key and not wandb.login(prompt=False, verify=False):
+            remedy = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to keep the record in files"
+            raise ValueError(f"no login: {remedy}")
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._image = wandb.Image
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            save_code=False,
+            reinit="create_new",
+            finish_timeout=END_S / 2,
+            x_transaction_log_flush_interval=self.FLUSH_S,
+        )
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=os.environ.get("WANDB_DIR") or run.directory,
+            config=run.config,
+            settings=settings,
+        )
+        self._last = self.stored_step = run.stored_step
+        self._flushed: deque[tuple[float, int]] = deque()  # the time at which each step is on the disk
+        self.where = f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else str(self._run.url)
+
+    def log(self, row: Row) -> None:
+        """Takes the row of a step."""
+        self._last, now = row["step"], time.monotonic()
+        self._run.log(row, step=self._last, commit=True)
+        self._flushed.append((now + 2 * self.FLUSH_S, self._last))
+        while self._flushed[0][0] < now:
+            self.stored_step = self._flushed.popleft()[1]
+
+    def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
+        """Puts summary and figures into the run's summary: a picture in the history would be a step of its own."""
+        if summary:
+            self._run.summary.update({"summary": dict(summary)})
+        for name, path in figures.items():
+            self._run.summary.update({name: self._image(str(path))})
+        self._run.finish(exit_code=int(failed))
+        self.stored_step = self._last
+
+
+class TrackioTracker:
+    """A run in trackio's local store. ``trackio show`` opens it, and nothing goes to a Space."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+        from trackio.sqlite_storage import SQLiteStorage
+
+        class LocalRun(trackio.Run):
+            """A run that writes in the calling thread, and that asks the Hugging Face hub for no user's name."""
+
+            failure = ""
+
+            def _get_username(self) -> None:
+                return None
+
+            def _start_background_thread(self, *args: Any, **options: Any) -> bool:
+                return False
+
+            def _warn_once(self, key: str, message: str) -> None:
+                self.failure = self.failure or message
+
+        self._types = {"image": trackio.Image, "text": trackio.Markdown}
+        self._run = LocalRun(None, run.project, None, name=run.name, run_id=run.id, config=run.settings)
+        stored = SQLiteStorage.get_max_step_for_run(run.project, run.name, run_id=run.id)
+        self.stored_step = max(run.stored_step, stored or 0)
+        self.where = f"trackio show --project {run.project!r}"
+
+    def log(self, row: Row) -> None:
+        """Takes the row of a step. The key ``step`` is trackio's own."""
+        self._log({key: value for key, value in row.items() if key != "step"}, row["step"])
+        self.stored_step = row["step"]
+
+    def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
+        """Writes summary and figures as a further entry at the last step."""
+        shown = {name: self._types["image"](str(path)) for name, path in figures.items()}
+        if summary:
+            shown["summary"] = self._types["text"](_as_table(summary))
+        if shown:
+            self._log(shown, self.stored_step)
+        self._run.finish()
+
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        self._run.log(dict(values), step=step)
+        if self._run.failure:
+            raise RuntimeError(self._run.failure)
+
+
+class MlflowTracker:
+    """A run in MLflow: in the store that MLFLOW_TRACKING_URI names, or else in ``mlflow.db`` of the current folder."""
+
+    TAG = "rljax.run"  # holds the id by which a process that continues the run finds it
+
+    def __init__(self, run: TrackedRun) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        import mlflow
+
+        for name in ("mlflow", "alembic"):  # they say each table that they make, and each attempt to open the store
+            logging.getLogger(name).setLevel(logging.ERROR)
+        self._entities = mlflow.entities
+        self._client = mlflow.MlflowClient()
+        found = self._client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project)
+        known = self._client.search_runs([experiment], f"tags.`{self.TAG}` = '{run.id}'")
+        stored = run.stored_step
+        if known:
+            self._id = known[0].info.run_id
+            stored = max(stored, int(known[0].data.metrics.get("step", 0)))
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            self._id = self._client.create_run(experiment, run_name=run.name, tags={self.TAG: run.id}).info.run_id
+            self._log_settings(run.settings)
+        self.stored_step = stored
+        self.where = f"run {self._id} in {mlflow.get_tracking_uri()}"
+
+    def log(self, row: Row) -> None:
+        """Takes the numbers of a row; MLflow has no texts by step."""
+        metric, now = self._entities.Metric, time.time_ns() // 1_000_000
+        numbers = {key: float(value) for key, value in row.items() if isinstance(value, (bool, int, float))}
+        step = numbers.pop("step")  # goes last, because it marks the row as whole
+        metrics = [metric(_mlflow_key(key), value, now, row["step"]) for key, value in numbers.items()]
+        for part in _parts([*metrics, metric("step", step, now, row["step"])], 1000):
+            self._client.log_batch(self._id, metrics=part)
+        self.stored_step = row["step"]
+
+    def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
+        """Stores summary.json and the figures as artifacts."""
+        if summary:
+            self._client.log_dict(self._id, dict(summary), "summary.json")
+        for path in figures.values():
+            self._client.log_artifact(self._id, str(path))
+        self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
+
+    def _log_settings(self, settings: Mapping[str, Any]) -> None:
+        """Stores the configuration as parameters, of which MLflow takes 100 in a request."""
+        param = self._entities.Param
+        for part in _parts([param(_mlflow_key(key), str(value)[:6000]) for key, value in settings.items()], 100):
+            self._client.log_batch(self._id, params=part)
+
+
+def _parts(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """Yields the values in parts of at most ``size``."""
+    return (values[start : start + size] for start in range(0, len(values), size))
+
+
+def _mlflow_key(key: str) -> str:
+    """Returns the key with an underscore for each character that MLflow refuses in a name."""
+    return re.sub(r"[^\w\-. :/]", "_", key)
+
+
+def _as_table(summary: Mapping[str, Any]) -> str:
+    """Returns the summary as a Markdown table."""
+    return "\n".join(["| name | value |", "|---|---|", *(f"| {k} | {json.dumps(v)} |" for k, v in summary.items())])

@@ -1,0 +1,294 @@
+"""Gives the record of a run to experiment trackers: Weights & Biases, trackio, MLflow, or a class of the user.
+
+Each tracker has a thread, which reads the rows from ``metrics.jsonl``. So a slow tracker holds nothing up and takes no
+memory. A line says that a tracker failed, and it gets no more rows. A tracker that hangs is left behind at the end. A
+run that continues goes on in the same run of the tracker, which first gets the rows that it lacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import pkgutil
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from rljax.distributed.files import write_whole
+from rljax.errors import OwnedError, parse_json
+from rljax.record.rows import NONFINITE_KEYS, Row
+
+SHIPPED: Mapping[str, str] = {
+    "wandb": "rljax.record.tracker_kinds:WandbTracker",
+    "trackio": "rljax.record.tracker_kinds:TrackioTracker",
+    "mlflow": "rljax.record.tracker_kinds:MlflowTracker",
+}
+FOLDER = "trackers"  # the folder of a run directory with the id of each tracker's run, and the tracker's own files
+READ_EVERY_S = 0.5
+END_S = 10.0  # the longest time that the end of a run waits for its trackers
+_LONGEST = 300  # the characters of a library's error that a message keeps
+
+
+@dataclass(frozen=True)
+class RecordConfig:
+    """The experiment trackers that get the record of a run, beside the files of its directory."""
+
+    trackers: tuple[str, ...] = ()
+    """Trackers that get the configuration, each row, report.png and the summary: wandb, trackio, mlflow, or
+    ``package.module:Class`` of your own. Each of the three needs the extra of its name, as in
+    ``pip install 'rljax[trackio]'``."""
+    project: str = "rljax"
+    """Project of the trackers that the run belongs to. MLflow calls it an experiment."""
+    run_name: str = ""
+    """Name of the run in the trackers. Empty: the name of the run directory."""
+
+    def __post_init__(self) -> None:
+        for name in self.trackers:
+            if name not in SHIPPED and "" in name.partition(":"):
+                known = ", ".join(SHIPPED)
+                raise ValueError(f"trackers must name {known} or package.module:Class, got {name!r}")
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers must be different, got {list(self.trackers)}")
+        if not self.project:
+            raise ValueError("project must not be empty")
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The facts that a tracker is made from."""
+
+    project: str
+    name: str
+    id: str  # the same in each process that continues the run
+    stored_step: int  # the last step that the tracker is known to have; 0: none
+    directory: Path  # the folder in the run directory for the tracker's own files; it exists
+    config: dict[str, Any]  # the resolved configuration, nested as in config.yaml
+    settings: dict[str, Any]  # the same values by dotted key
+
+
+class Tracker(Protocol):
+    """A run in an experiment tracker, made as ``Class(run: TrackedRun)`` and used by one thread alone.
+
+    Any method may raise, and then no method is called any more. A static method ``check()`` is called before the run
+    starts, if the class has one. It raises ValueError if the tracker cannot be used.
+    """
+
+    stored_step: int  # the last step that the tracker has for certain, steps of earlier processes included
+    where: str  # the place at which a reader finds the run, for one line on the terminal
+
+    def log(self, row: Row) -> None:
+        """Takes the row of a step: its numbers, NaN for those that are not finite, bools and strings."""
+
+    def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
+        """Takes the summary and the PNG files by name, and ends the run in the tracker.
+
+        Both are empty if the run failed, or if they were given before.
+        """
+
+
+MakeTracker = Callable[[TrackedRun], Tracker]
+
+
+class Trackers:
+    """The trackers of a run, as a context around it. A thread feeds each of them from :meth:`start` on.
+
+    At the end of the block each tracker gets the summary and the figures. All of them together have ``END_S`` seconds
+    for that. A run that ended with an error is marked as failed there.
+    """
+
+    def __init__(self, config: RecordConfig) -> None:
+        """Finds the trackers. Raises ValueError if one is not installed, cannot be imported or refuses its check."""
+        self._config = config
+        self._makers = {kind: _find(kind) for kind in config.trackers}
+        self._feeds: list[_Feed] = []
+        self._run_dir = Path()
+        self._left_s: Callable[[], float] = lambda: math.inf
+
+    def start(
+        self,
+        run_dir: Path,
+        config: dict[str, Any],
+        settings: dict[str, Any],
+        left_s: Callable[[], float] = lambda: math.inf,
+    ) -> None:
+        """Opens the trackers on threads of their own, which then read the rows of ``run_dir``.
+
+        ``config`` is the resolved configuration, and ``settings`` has its values by dotted key. The function ``left_s``
+        returns the seconds after which the process has to end. Raises OSError if the run directory cannot be written.
+        """
+        self._run_dir, self._left_s = run_dir, left_s
+        project, name = self._config.project, self._config.run_name or run_dir.resolve().name
+        for kind, make in self._makers.items():
+            folder = run_dir / FOLDER
+            folder.mkdir(exist_ok=True)
+            state = _State.read(folder / f"{kind}.json", project)
+            run = TrackedRun(project, name, state.id, state.stored_step, folder, config, settings)
+            self._feeds.append(_Feed(kind, make, run, state, run_dir / "metrics.jsonl"))
+            self._feeds[-1].start()
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OwnedError) or isinstance(getattr(error, "__cause__", None), OwnedError):
+            for feed in self._feeds:  # another process goes on with the run
+                feed.leave()
+            return
+        seconds = max(min(self._left_s(), END_S), 1.0) if not isinstance(error, KeyboardInterrupt) else 1.0
+        ends_at = time.monotonic() + seconds
+        for feed in self._feeds:
+            feed.end(self._run_dir, ends_at - seconds / 2, failed=error is not None)
+        for feed in self._feeds:
+            feed.join(max(ends_at - time.monotonic(), 0.0))
+            feed.leave()
+
+
+@dataclass
+class _State:
+    """The file by which a process that continues the run finds it in a tracker."""
+
+    path: Path
+    project: str
+    id: str
+    stored_step: int = 0  # the last step that the tracker has for certain
+    ended_step: int = 0  # the last step at which the tracker got the summary; 0: it got none
+
+    @classmethod
+    def read(cls, path: Path, project: str) -> _State:
+        """Reads the file; a new state, which is written, if there is none of this project."""
+        if path.exists():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                kept = parse_json(path.read_bytes())
+                if kept["project"] == project:
+                    return cls(path, **{key: kept[key] for key in ("project", "id", "stored_step", "ended_step")})
+        state = cls(path, project, uuid.uuid4().hex)
+        state.write()
+        return state
+
+    def write(self) -> None:
+        kept = {key: value for key, value in dataclasses.asdict(self).items() if key != "path"}
+        write_whole(self.path, json.dumps(kept) + "\n")
+
+
+class _Feed(threading.Thread):
+    """The thread of one tracker. The process may end while the tracker hangs."""
+
+    def __init__(self, kind: str, make: MakeTracker, run: TrackedRun, state: _State, rows: Path) -> None:
+        super().__init__(name=f"tracker {kind}", daemon=True)
+        self._kind, self._make, self._run, self._state = kind, make, run, state
+        # Another process that takes the directory over replaces the file, so its rows are never read here.
+        self._file = rows.open("rb")
+        self._given = run.stored_step
+        self._results: tuple[Row, dict[str, Path], bool] = ({}, {}, True)  # the arguments of Tracker.finish
+        self._rows_until = math.inf
+        self._ending, self._left, self._is_over, self._has_told = threading.Event(), False, False, False
+
+    def run(self) -> None:
+        """Opens the tracker and gives it rows until the end. An error becomes one line."""
+        try:
+            with self._file:
+                self._feed()
+        except BaseException as error:  # a library may raise anything, SystemExit included
+            self._tell(f"failed and gets no more rows: {_in_one_line(error)}")
+        self._is_over = True
+
+    def end(self, run_dir: Path, rows_until: float, *, failed: bool) -> None:
+        """Asks for the end: the last rows, while the clock is under ``rows_until``, and then the summary."""
+        summary, picture = run_dir / "summary.json", run_dir / "report.png"
+        self._results = ({}, {}, failed)
+        if not failed and summary.exists():
+            self._results = (parse_json(summary.read_bytes()), {"report": picture} if picture.exists() else {}, False)
+        self._rows_until = rows_until
+        self._ending.set()
+
+    def leave(self) -> None:
+        """Leaves the tracker behind. A line says so if the end was asked for and has not come."""
+        if self._ending.is_set() and not self._is_over:
+            self._tell(f"did not end in time, it has the rows up to step {self._given}")
+        self._left = True
+        self._ending.set()
+
+    def _feed(self) -> None:
+        tracker = self._make(self._run)
+        self._given = max(self._given, tracker.stored_step)
+        if not self._left:
+            tqdm.write(f"tracked by {self._kind}: {tracker.where}", file=sys.stderr)
+        while not self._ending.is_set():
+            self._give(tracker)
+            self._ending.wait(READ_EVERY_S)
+        if skipped := self._give(tracker):
+            self._tell(f"was too slow, it lacks the last {skipped} rows, those after step {self._given}")
+        if self._left:
+            return
+        summary, figures, failed = self._results
+        is_known = self._given == self._state.ended_step
+        tracker.finish({} if is_known else summary, {} if is_known else figures, failed)
+        if summary:
+            self._state.ended_step = self._given
+        self._keep(tracker)
+
+    def _give(self, tracker: Tracker) -> int:
+        """Gives the new rows of the file to the tracker, and returns the number of those that it had no time for."""
+        skipped = 0
+        while not self._left and (line := self._file.readline()):
+            if not line.endswith(b"\n"):  # the rest of the line is written later
+                self._file.seek(-len(line), os.SEEK_CUR)
+                break
+            row = _shown(parse_json(line))
+            if row["step"] <= self._given:
+                continue
+            if skipped or time.monotonic() > self._rows_until:
+                skipped += 1
+                continue
+            tracker.log(row)
+            self._given = row["step"]
+            if tracker.stored_step > self._state.stored_step:
+                self._keep(tracker)
+        return skipped
+
+    def _keep(self, tracker: Tracker) -> None:
+        if not self._left:
+            self._state.stored_step = tracker.stored_step
+            self._state.write()
+
+    def _tell(self, what: str) -> None:
+        if not self._left and not self._has_told:
+            self._has_told = True
+            tqdm.write(f"warning: record.trackers: {self._kind} {what}; metrics.jsonl has all", file=sys.stderr)
+
+
+def _find(kind: str) -> MakeTracker:
+    """Returns the class of a tracker after its check. Raises ValueError, in one line, if it cannot be used."""
+    if kind in SHIPPED:
+        found = importlib.util.find_spec(kind)
+        if found is None or found.origin is None:  # a folder of this name, such as wandb's own, is no package
+            raise ValueError(f"record.trackers: {kind} is not installed: pip install 'rljax[{kind}]'")
+    try:
+        tracker = pkgutil.resolve_name(SHIPPED.get(kind, kind))
+        if (check := getattr(tracker, "check", None)) is not None:
+            check()
+    except Exception as error:  # a user's module may raise anything
+        raise ValueError(f"record.trackers: {kind}: {_in_one_line(error)}") from error
+    return tracker
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:_LONGEST]
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def _shown(row: Row) -> Row:
+    """Returns the values of a row that a tracker shows, with NaN for each that was not finite."""
+    values = {key: value for key, value in row.items() if value is not None and key != NONFINITE_KEYS}
+    return values | dict.fromkeys(row.get(NONFINITE_KEYS, ()), math.nan)

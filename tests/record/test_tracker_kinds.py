@@ -1,0 +1,302 @@
+"""Real trackers, each with a store on this machine: what they have of a whole run, a killed one and a fork of it."""
+
+import importlib.util
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toy_runs import ROOT, TOY_BASE, environment, start, tiny, wait_for_rows
+
+from rljax.record.rows import NONFINITE_KEYS, read_rows
+from rljax.run.directory import recorded_config
+from rljax.train import settings_of
+
+pytestmark = pytest.mark.trackers
+
+INSTALLED = [kind for kind in ("wandb", "trackio", "mlflow") if importlib.util.find_spec(kind)]
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """The folder of the runs and of the stores of the trackers, for this process and for its children."""
+    root = tmp_path_factory.mktemp("tracked")
+    settings = {
+        "HOME": str(root / "home"),
+        "TRACKIO_DIR": str(root / "trackio"),
+        "WANDB_MODE": "offline",
+        "MLFLOW_TRACKING_URI": f"sqlite:///{root}/mlflow.db",
+    }
+    (root / "home").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        patch.delenv("WANDB_API_KEY", raising=False)
+        if "mlflow" in INSTALLED:
+            from mlflow import MlflowClient
+
+            MlflowClient().create_experiment("rljax", artifact_location=str(root / "artifacts"))
+        yield root
+
+
+def words(run_dir, *options, kinds=INSTALLED):
+    return tiny(TOY_BASE, run_dir, STEPS, "--record.trackers", *kinds, *options)
+
+
+def ended(process, status=0):
+    """What a process printed, once it has ended with this status."""
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == status, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def whole(root):
+    """A run that nothing interrupts."""
+    output = ended(start(words(root / "whole")))
+    assert "warning" not in output
+    return root / "whole"
+
+
+@pytest.fixture(scope="module")
+def killed(root):
+    """A run that is killed after five rows, with a checkpoint of step 4 or before, and then goes on to its end."""
+    run_dir = root / "killed"
+    process = start(words(run_dir, "--checkpoint.every", "3"))
+    wait_for_rows(process, run_dir, 5)
+    process.kill()
+    process.wait()
+    assert "warning" not in ended(start(words(run_dir, "--checkpoint.every", "3")))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def forked(root, whole):
+    """A fork of the whole run from its checkpoint of the end, two steps longer."""
+    point = str(whole / "checkpoints" / str(STEPS))
+    ended(start(words(root / "forked", "--run.fork", point, "--run.steps", str(STEPS + 2))))
+    return root / "forked"
+
+
+def kept(run_dir, kind):
+    """The id by which a run is known to a tracker."""
+    return json.loads((run_dir / "trackers" / f"{kind}.json").read_text())["id"]
+
+
+def wandb_records(run_dir):
+    """The records of each ``.wandb`` file of a run, in the order of its processes: 32 KiB blocks of framed messages."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for path in sorted(run_dir.glob(f"trackers/wandb/offline-run-*/run-{kept(run_dir, 'wandb')}.wandb")):
+        data, place, whole = path.read_bytes(), 7, b""
+        while place + 7 <= len(data):
+            if 32768 - place % 32768 < 7:
+                place += 32768 - place % 32768
+                continue
+            _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+            whole = (b"" if kind in (1, 2) else whole) + data[place + 7 : place + 7 + size]
+            place += 7 + size
+            if kind in (1, 4):
+                yield Record.FromString(whole)
+
+
+def wandb_rows(run_dir):
+    rows = []
+    for record in wandb_records(run_dir):
+        if record.WhichOneof("record_type") == "history":
+            values = {
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item
+            }
+            rows.append({key: value for key, value in values.items() if not key.startswith("_")})
+    return rows
+
+
+def trackio_rows(run_dir):
+    """All entries; a picture or a text is named by its type."""
+    from trackio.sqlite_storage import SQLiteStorage
+
+    logs = SQLiteStorage.get_logs("rljax", run_dir.name, run_id=kept(run_dir, "trackio"))
+    rows = [{key: value for key, value in log.items() if key != "timestamp"} for log in logs]
+    return [{k: v["_type"] if isinstance(v, dict) else v for k, v in row.items()} for row in rows]
+
+
+def mlflow_run(run_dir):
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("rljax").experiment_id
+    (found,) = client.search_runs([experiment], f"tags.`rljax.run` = '{kept(run_dir, 'mlflow')}'")
+    return client, found
+
+
+def mlflow_rows(run_dir):
+    client, found = mlflow_run(run_dir)
+    rows = {}
+    for key in found.data.metrics:
+        for point in client.get_metric_history(found.info.run_id, key):
+            row = rows.setdefault(point.step, {})
+            assert key not in row, f"two values of {key} at step {point.step}"
+            row[key] = point.value
+    return [rows[step] for step in sorted(rows)]
+
+
+def expected(run_dir, *, numbers=False, clock=True):
+    """The rows of metrics.jsonl as a tracker should have them."""
+    rows = []
+    for row in read_rows(run_dir / "metrics.jsonl"):
+        values = {k: v for k, v in row.items() if v is not None and k != NONFINITE_KEYS}
+        values |= dict.fromkeys(row.get(NONFINITE_KEYS, ()), "nan")
+        rows.append(
+            values if not numbers else {k: v for k, v in values.items() if not isinstance(v, str) or v == "nan"}
+        )
+    return rows if clock else [timeless(row) for row in rows]
+
+
+def timeless(row):
+    return {key: value for key, value in row.items() if not key.startswith(("time/", "perf/"))}
+
+
+def plain(rows):
+    """NaN equals nothing, itself included."""
+    return [
+        {k: "nan" if (isinstance(v, float) and math.isnan(v)) or v == "NaN" else v for k, v in row.items()}
+        for row in rows
+    ]
+
+
+def as_json(values):
+    return json.loads(json.dumps(values))
+
+
+def test_wandb_has_each_key_of_each_row(whole):
+    pytest.importorskip("wandb")
+    assert plain(wandb_rows(whole)) == expected(whole)
+
+
+def test_wandb_has_configuration_summary_and_figure(whole):
+    pytest.importorskip("wandb")
+    config, summary = {}, {}
+    for record in wandb_records(whole):
+        if record.HasField("run"):
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        if record.HasField("summary"):
+            summary |= {item.key: json.loads(item.value_json) for item in record.summary.update if item.key}
+    nested, _ = settings_of(recorded_config(whole))
+    assert {key: config[key] for key in nested} == as_json(nested)
+    assert summary["summary"] == json.loads((whole / "summary.json").read_text())
+    (files,) = whole.glob("trackers/wandb/offline-run-*/files")
+    assert (files / summary["report"]["path"]).read_bytes() == (whole / "report.png").read_bytes()
+
+
+def test_trackio_has_each_key_of_each_row(whole):
+    pytest.importorskip("trackio")
+    *rows, results = trackio_rows(whole)
+    assert plain(rows) == expected(whole)
+    assert results == {"step": STEPS, "report": "trackio.image", "summary": "trackio.markdown"}
+
+
+def test_trackio_has_configuration_summary_and_figure(root, whole):
+    trackio = pytest.importorskip("trackio")
+    (run,) = [run for run in trackio.Api().runs("rljax") if run.id == kept(whole, "trackio")]
+    _, settings = settings_of(recorded_config(whole))
+    assert run.name == "whole"
+    assert {key: run.config[key] for key in settings} == as_json(settings)
+    assert run.config["_Username"] is None
+    pictures = list((root / "trackio" / "media").rglob("*.png"))
+    assert (whole / "report.png").read_bytes() in [path.read_bytes() for path in pictures]
+
+
+def test_mlflow_has_each_number_of_each_row(whole):
+    pytest.importorskip("mlflow")
+    assert plain(mlflow_rows(whole)) == expected(whole, numbers=True)
+
+
+def test_mlflow_has_configuration_summary_and_figure(whole):
+    pytest.importorskip("mlflow")
+    client, found = mlflow_run(whole)
+    _, settings = settings_of(recorded_config(whole))
+    assert (found.info.run_name, found.info.status) == ("whole", "FINISHED")
+    assert found.data.params == {key: str(value) for key, value in settings.items()}
+    folder = Path(client.download_artifacts(found.info.run_id, ""))
+    assert sorted(os.listdir(folder)) == ["report.png", "summary.json"]
+    assert json.loads((folder / "summary.json").read_text()) == json.loads((whole / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio", "mlflow"])
+def test_a_killed_run_goes_on_without_double_steps(killed, kind):
+    pytest.importorskip(kind)
+    rows = {"wandb": wandb_rows, "trackio": trackio_rows, "mlflow": mlflow_rows}[kind](killed)
+    rows = [row for row in rows if "report" not in row]
+    if kind == "wandb":  # files overlap by what was not on the disk for certain; wandb sync drops steps that it has
+        rows = list({row["step"]: row for row in reversed(rows)}.values())[::-1]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [timeless(row) for row in plain(rows)] == expected(killed, numbers=kind == "mlflow", clock=False)
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio", "mlflow"])
+def test_a_fork_is_a_run_of_its_own(whole, forked, kind):
+    pytest.importorskip(kind)
+    rows = {"wandb": wandb_rows, "trackio": trackio_rows, "mlflow": mlflow_rows}[kind]
+    assert kept(whole, kind) != kept(forked, kind)
+    assert [row["step"] for row in rows(forked) if "report" not in row] == list(range(1, STEPS + 3))
+    assert [row["step"] for row in rows(whole) if "report" not in row] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_wandb_without_a_login_is_refused_at_once(root, monkeypatch, on_terminal):
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE")
+    command = [sys.executable, "-m", "rljax.train", *words(root / "no_login", kinds=["wandb"])]
+    parent, child = os.openpty()
+    streams = {"stdin": child, "stdout": child, "stderr": child} if on_terminal else {"stderr": child}
+    process = subprocess.Popen(command, env=environment(), cwd=ROOT, **streams)
+    try:
+        assert process.wait(timeout=120) == 2
+        said = os.read(parent, 100_000).decode().splitlines()
+    finally:
+        process.kill()
+        os.close(parent)
+        os.close(child)
+    assert said[-1].startswith("error: record.trackers: wandb: no login: run `wandb login`, set WANDB_API_KEY")
+    assert not (root / "no_login").exists()
+
+
+def test_trackers_whose_stores_are_away_do_not_end_a_run(root, monkeypatch):
+    kinds = [kind for kind in INSTALLED if kind != "wandb"]  # it falls back to a folder under /tmp
+    monkeypatch.setenv("TRACKIO_DIR", "/proc/nowhere")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/no.db")
+    output = ended(start(words(root / "away", kinds=kinds)))
+    assert len(read_rows(root / "away" / "metrics.jsonl")) == STEPS
+    for kind in kinds:
+        assert output.count(f"warning: record.trackers: {kind} ") == 1
+
+
+def test_a_server_that_does_not_answer_is_left_behind(root, monkeypatch):
+    pytest.importorskip("wandb")
+    with socket.socket() as silent:  # takes connections and says nothing
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(100)
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        process = start(words(root / "silent", kinds=["wandb"]))
+        output = ended(process)
+    assert "wandb did not end in time, it has the rows up to step 0" in output
+    assert len(read_rows(root / "silent" / "metrics.jsonl")) == STEPS
+
+
+def test_a_stop_ends_trackers_within_the_grace(root):
+    run_dir = root / "stopped"
+    process = start(words(run_dir, "--run.steps", "1000", "--run.grace-s", "20"))
+    wait_for_rows(process, run_dir, 3)
+    process.send_signal(signal.SIGTERM)
+    assert "warning" not in ended(process, 128 + signal.SIGTERM)
+    if "trackio" in INSTALLED:
+        assert "report" in trackio_rows(run_dir)[-1]

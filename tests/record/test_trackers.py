@@ -1,0 +1,232 @@
+"""The trackers of a run: what they get, when they fail, hang or lag, and how a run that continues goes on in them."""
+
+import contextlib
+import json
+import math
+import time
+
+import pytest
+from planted_trackers import read
+
+from rljax.errors import ConfigError, OwnedError
+from rljax.record.trackers import SHIPPED, RecordConfig, Trackers
+from rljax.record.writers import Recorder
+
+
+@contextlib.contextmanager
+def tracked(run_dir, *classes, first_step=1, seconds=math.inf, **options):
+    """A block that records rows which trackers of these classes get; ``seconds`` bounds its end."""
+    config = RecordConfig(trackers=tuple(f"planted_trackers:{name}" for name in classes), **options)
+    with Trackers(config) as trackers:
+        recorder = Recorder(run_dir, 100, first_step=first_step, tensorboard=False, progress=False)
+        with contextlib.closing(recorder):
+            trackers.start(run_dir, {"seed": 7}, {"a.b": 1}, lambda: seconds)
+            yield recorder
+
+
+def write(recorder, *steps, **values):
+    for step in steps:
+        recorder.write({"step": step, "reward/mean": step / 8} | values)
+
+
+def steps_of(run_dir):
+    return [entry["row"]["step"] for entry in read(run_dir) if "row" in entry]
+
+
+def end_with(run_dir, error):
+    """A run of one step that raises."""
+
+    def raise_in_run():
+        with tracked(run_dir, "Kept") as recorder:
+            write(recorder, 1)
+            wait_for(lambda: steps_of(run_dir) == [1])
+            raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        raise_in_run()
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "not within 30 s"
+        time.sleep(0.01)
+
+
+def test_a_tracker_gets_settings_rows_and_results(tmp_path):
+    with tracked(tmp_path, "Kept", project="adds", run_name="seed 7") as recorder:
+        write(recorder, 1, 2)
+        wait_for(lambda: steps_of(tmp_path) == [1, 2])  # while the run goes on
+        write(recorder, 3, **{"eval/x/accuracy": None, "said": "yes", "is_last": True})
+        (tmp_path / "summary.json").write_text('{"steps": 3}')
+        (tmp_path / "report.png").write_bytes(b"")
+    begun, *rows, end = read(tmp_path)
+    assert begun["begun"] | {"id": ""} == {"id": "", "name": "seed 7", "project": "adds", "stored_step": 0}
+    assert (begun["seed"], begun["nested"]) == (7, 1)
+    assert [entry["row"] for entry in rows] == [
+        {"step": 1, "reward/mean": 0.125},
+        {"step": 2, "reward/mean": 0.25},
+        {"step": 3, "reward/mean": 0.375, "said": "yes", "is_last": True},
+    ]
+    assert end == {"summary": {"steps": 3}, "figures": ["report"], "failed": False}
+
+
+def test_the_run_directory_names_the_run(tmp_path):
+    with tracked(tmp_path / "seed3", "Kept"):
+        pass
+    assert read(tmp_path / "seed3")[0]["begun"]["name"] == "seed3"
+
+
+def test_a_number_that_is_not_finite_is_given_as_nan(tmp_path):
+    with tracked(tmp_path, "Kept") as recorder:
+        write(recorder, 1, loss=math.inf, norm=math.nan)
+    row = read(tmp_path)[1]["row"]
+    assert row.keys() == {"step", "reward/mean", "loss", "norm"}
+    assert math.isnan(row["loss"])
+    assert math.isnan(row["norm"])
+
+
+@pytest.mark.parametrize(
+    ("planted", "said", "kept"),
+    [
+        ("FailsToStart", "failed and gets no more rows: OSError: no server", []),
+        ("FailsToLog", "failed and gets no more rows: SystemExit: out of quota", [1, 2]),
+        ("FailsToFinish", "failed and gets no more rows: ValueError: ", [1, 2, 3, 4]),
+    ],
+)
+def test_a_tracker_that_fails_is_told_once(tmp_path, capfd, planted, said, kept):
+    with tracked(tmp_path, planted) as recorder:
+        write(recorder, 1, 2, 3, 4)
+    warning = f"warning: record.trackers: planted_trackers:{planted} {said}; metrics.jsonl has all\n"
+    *_, last = capfd.readouterr().err.splitlines(keepends=True)
+    assert last == warning
+    assert (steps_of(tmp_path) if planted != "FailsToStart" else []) == kept
+
+
+@pytest.mark.parametrize(("planted", "last"), [("HangsAtStart", 0), ("HangsAtLog", 2), ("HangsAtFinish", 4)])
+def test_a_tracker_that_hangs_is_left_behind(tmp_path, capfd, planted, last):
+    with tracked(tmp_path, planted, seconds=1.0) as recorder:
+        write(recorder, 1, 2, 3, 4)
+        ended = time.monotonic()
+    assert 0.9 < time.monotonic() - ended < 5.0
+    said = f"planted_trackers:{planted} did not end in time, it has the rows up to step {last}; metrics.jsonl has all"
+    assert capfd.readouterr().err.splitlines()[-1] == f"warning: record.trackers: {said}"
+
+
+def test_one_that_hangs_does_not_hold_up_another(tmp_path):
+    with tracked(tmp_path, "HangsAtStart", "Kept", seconds=1.0) as recorder:
+        write(recorder, 1, 2)
+    assert steps_of(tmp_path) == [1, 2]
+    assert "summary" in read(tmp_path)[-1]
+
+
+def test_a_slow_tracker_lags_and_later_catches_up(tmp_path, capfd):
+    with tracked(tmp_path, "Slow", seconds=2.0) as recorder:
+        began = time.monotonic()
+        write(recorder, *range(1, 41))
+        assert time.monotonic() - began < 1.0  # 40 rows take the tracker four seconds
+    first = steps_of(tmp_path)
+    assert first == list(range(1, len(first) + 1))
+    assert 3 <= len(first) < 40
+    said = f"was too slow, it lacks the last {40 - len(first)} rows, those after step {len(first)}"
+    assert said in capfd.readouterr().err
+    with tracked(tmp_path, "Slow", first_step=41) as recorder:
+        write(recorder, 41)
+        wait_for(lambda: steps_of(tmp_path) == list(range(1, 42)))
+
+
+def test_steps_that_run_again_are_not_given_twice(tmp_path):
+    with tracked(tmp_path, "Kept") as recorder:
+        write(recorder, 1, 2, 3, 4)
+    with tracked(tmp_path, "Kept", first_step=3) as recorder:  # from the checkpoint of step 2
+        write(recorder, 3, 4, 5)
+    begun = [entry["begun"] for entry in read(tmp_path) if "begun" in entry]
+    assert begun[0]["id"] == begun[1]["id"]
+    assert [each["stored_step"] for each in begun] == [0, 4]
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
+
+
+def test_rows_from_before_a_tracker_was_named_are_given(tmp_path):
+    with tracked(tmp_path) as recorder:
+        write(recorder, 1, 2)
+    assert not (tmp_path / "trackers").exists()
+    with tracked(tmp_path, "Kept", first_step=3) as recorder:
+        write(recorder, 3)
+    assert steps_of(tmp_path) == [1, 2, 3]
+
+
+def test_results_are_not_given_twice(tmp_path):
+    for first_step, steps in ((1, [1, 2]), (3, []), (3, [3])):
+        with tracked(tmp_path, "Kept", first_step=first_step) as recorder:
+            write(recorder, *steps)
+            (tmp_path / "summary.json").write_text("{}" if not steps else json.dumps({"steps": steps[-1]}))
+    summaries = [entry["summary"] for entry in read(tmp_path) if "summary" in entry]
+    assert summaries == [{"steps": 2}, {}, {"steps": 3}]
+
+
+def test_another_project_is_another_run_with_all_rows(tmp_path):
+    with tracked(tmp_path, "Kept") as recorder:
+        write(recorder, 1)
+    with tracked(tmp_path, "Kept", first_step=2, project="other"):
+        pass
+    assert steps_of(tmp_path) == [1, 1]
+    first, second = (entry["begun"]["id"] for entry in read(tmp_path) if "begun" in entry)
+    assert first != second
+
+
+def test_a_run_that_raises_is_marked_as_failed(tmp_path):
+    (tmp_path / "summary.json").write_text('{"steps": 0}')  # of an earlier process
+    end_with(tmp_path, RuntimeError("boom"))
+    assert steps_of(tmp_path) == [1]
+    assert read(tmp_path)[-1] == {"summary": {}, "figures": [], "failed": True}
+
+
+def test_a_run_that_another_process_took_is_left_open(tmp_path):
+    taken = ConfigError("taken")
+    taken.__cause__ = OwnedError("taken")
+    end_with(tmp_path, taken)
+    time.sleep(1.0)
+    assert "row" in read(tmp_path)[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"trackers": ("wandbb",)}, "trackers must name wandb, trackio, mlflow or package.module:Class, got 'wandbb'"),
+        ({"trackers": ("a:",)}, "trackers must name"),
+        ({"trackers": ("wandb", "wandb")}, "trackers must be different"),
+        ({"project": ""}, "project must not be empty"),
+    ],
+)
+def test_settings_that_name_no_tracker_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        RecordConfig(**options)
+
+
+def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(SHIPPED, "absent_tracker", "planted_trackers:Kept")
+    (tmp_path / "absent_tracker").mkdir()  # such a folder, as wandb makes one, is no package
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"absent_tracker is not installed: pip install 'rljax\[absent_tracker\]'"):
+        Trackers(RecordConfig(trackers=("absent_tracker",)))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("planted_trackers:Refuses", "record.trackers: planted_trackers:Refuses: not logged in"),
+        ("planted_trackers:Absent", "planted_trackers:Absent: AttributeError"),
+        ("no_such_module:Tracker", "no_such_module:Tracker: ModuleNotFoundError"),
+    ],
+)
+def test_a_tracker_that_cannot_be_used_is_refused(name, said):
+    with pytest.raises(ValueError, match=said):
+        Trackers(RecordConfig(trackers=(name,)))
+
+
+def test_a_damaged_state_begins_a_new_run(tmp_path):
+    (tmp_path / "trackers").mkdir()
+    (tmp_path / "trackers" / "planted_trackers:Kept.json").write_text('{"project": "rljax"}')
+    with tracked(tmp_path, "Kept") as recorder:
+        write(recorder, 1)
+    assert steps_of(tmp_path) == [1]

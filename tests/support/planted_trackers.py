@@ -1,0 +1,80 @@
+"""Trackers to name in ``record.trackers``: one that keeps what it gets in a file, and some that misbehave."""
+
+import json
+import sys
+import threading
+import time
+
+
+class Kept:
+    """Appends each call to ``kept.jsonl`` in its directory."""
+
+    def __init__(self, run):
+        self.path = run.directory / "kept.jsonl"
+        self.where, self.stored_step = str(self.path), run.stored_step
+        begun = {"id": run.id, "name": run.name, "project": run.project, "stored_step": run.stored_step}
+        self.keep(begun=begun, seed=run.config.get("seed"), nested=run.settings.get("a.b"))
+
+    def keep(self, **entry):
+        with self.path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def log(self, row):
+        self.keep(row=row)
+        self.stored_step = row["step"]
+
+    def finish(self, summary, figures, failed):
+        self.keep(summary=summary, figures=[*figures], failed=failed)
+
+
+class FailsToStart(Kept):
+    def __init__(self, run):
+        raise OSError("no\nserver")
+
+
+class FailsToLog(Kept):
+    def log(self, row):
+        if row["step"] == 3:
+            sys.exit("out of quota")
+        super().log(row)
+
+
+class FailsToFinish(Kept):
+    def finish(self, summary, figures, failed):
+        raise ValueError
+
+
+class HangsAtStart(Kept):
+    def __init__(self, run):
+        threading.Event().wait()
+
+
+class HangsAtLog(Kept):
+    def log(self, row):
+        if row["step"] == 3:
+            threading.Event().wait()
+        super().log(row)
+
+
+class HangsAtFinish(Kept):
+    def finish(self, summary, figures, failed):
+        threading.Event().wait()
+
+
+class Slow(Kept):
+    """Takes a tenth of a second for a row."""
+
+    def log(self, row):
+        time.sleep(0.1)
+        super().log(row)
+
+
+class Refuses(Kept):
+    @staticmethod
+    def check():
+        raise ValueError("not logged in")
+
+
+def read(run_dir):
+    """The entries of ``kept.jsonl``."""
+    return [json.loads(line) for line in (run_dir / "trackers" / "kept.jsonl").read_text().splitlines()]
