@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,14 @@ class WandbTracker:
         if is_online and not has_key and not wandb.login(prompt=False, verify=False):
             remedy = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline to keep the record in files"
             raise ValueError(f"no login: {remedy}")
+
+    @staticmethod
+    def abandon() -> None:
+        """Kills W&B's own process, for whose end Python would wait. The files that it wrote can be uploaded later."""
+        for children in Path("/proc/self/task").glob("*/children"):
+            for process in children.read_text().split():
+                if Path(f"/proc/{process}/comm").read_text().strip() == "wandb-core":
+                    os.kill(int(process), signal.SIGKILL)
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb

@@ -80,8 +80,9 @@ class TrackedRun:
 class Tracker(Protocol):
     """A run in an experiment tracker, made as ``Class(run: TrackedRun)`` and used by one thread alone.
 
-    Any method may raise, and then no method is called any more. A static method ``check()`` is called before the run
-    starts, if the class has one. It raises ValueError if the tracker cannot be used.
+    Any method may raise, and then no method is called any more. The class may have two static methods. ``check()`` is
+    called before the run starts, and raises ValueError if the tracker cannot be used. ``abandon()`` is called if the
+    tracker did not end in time, on another thread, and stops what would hold up the end of the process.
     """
 
     stored_step: int  # the last step that the tracker has for certain, steps of earlier processes included
@@ -112,7 +113,6 @@ class Trackers:
         self._config = config
         self._makers = {kind: _find(kind) for kind in config.trackers}
         self._feeds: list[_Feed] = []
-        self._run_dir = Path()
         self._left_s: Callable[[], float] = lambda: math.inf
 
     def start(
@@ -125,17 +125,14 @@ class Trackers:
         """Opens the trackers on threads of their own, which then read the rows of ``run_dir``.
 
         ``config`` is the resolved configuration, and ``settings`` has its values by dotted key. The function ``left_s``
-        returns the seconds after which the process has to end. Raises OSError if the run directory cannot be written.
+        returns the seconds after which the process has to end.
         """
-        self._run_dir, self._left_s = run_dir, left_s
-        project, name = self._config.project, self._config.run_name or run_dir.resolve().name
-        for kind, make in self._makers.items():
-            folder = run_dir / FOLDER
-            folder.mkdir(exist_ok=True)
-            state = _State.read(folder / f"{kind}.json", project)
-            run = TrackedRun(project, name, state.id, state.stored_step, folder, config, settings)
-            self._feeds.append(_Feed(kind, make, run, state, run_dir / "metrics.jsonl"))
-            self._feeds[-1].start()
+        self._left_s = left_s
+        name = self._config.run_name or run_dir.resolve().name
+        run = TrackedRun(self._config.project, name, "", 0, run_dir / FOLDER, config, settings)
+        self._feeds = [_Feed(kind, make, run, run_dir) for kind, make in self._makers.items()]
+        for feed in self._feeds:
+            feed.start()
 
     def __enter__(self) -> Trackers:
         return self
@@ -148,7 +145,7 @@ class Trackers:
         seconds = max(min(self._left_s(), END_S), 1.0) if not isinstance(error, KeyboardInterrupt) else 1.0
         ends_at = time.monotonic() + seconds
         for feed in self._feeds:
-            feed.end(self._run_dir, ends_at - seconds / 2, failed=error is not None)
+            feed.end(ends_at - seconds / 2, failed=error is not None)
         for feed in self._feeds:
             feed.join(max(ends_at - time.monotonic(), 0.0))
             feed.leave()
@@ -173,10 +170,12 @@ class _State:
                 if kept["project"] == project:
                     return cls(path, **{key: kept[key] for key in ("project", "id", "stored_step", "ended_step")})
         state = cls(path, project, uuid.uuid4().hex)
-        state.write()
+        state.keep()
         return state
 
-    def write(self) -> None:
+    def keep(self, tracker: Tracker | None = None) -> None:
+        """Writes the file, with the last step that the tracker has."""
+        self.stored_step = tracker.stored_step if tracker else self.stored_step
         kept = {key: value for key, value in dataclasses.asdict(self).items() if key != "path"}
         write_whole(self.path, json.dumps(kept) + "\n")
 
@@ -184,14 +183,12 @@ class _State:
 class _Feed(threading.Thread):
     """The thread of one tracker. The process may end while the tracker hangs."""
 
-    def __init__(self, kind: str, make: MakeTracker, run: TrackedRun, state: _State, rows: Path) -> None:
+    def __init__(self, kind: str, make: MakeTracker, run: TrackedRun, run_dir: Path) -> None:
         super().__init__(name=f"tracker {kind}", daemon=True)
-        self._kind, self._make, self._run, self._state = kind, make, run, state
+        self._kind, self._make, self._run, self._run_dir = kind, make, run, run_dir
         # Another process that takes the directory over replaces the file, so its rows are never read here.
-        self._file = rows.open("rb")
-        self._given = run.stored_step
-        self._results: tuple[Row, dict[str, Path], bool] = ({}, {}, True)  # the arguments of Tracker.finish
-        self._rows_until = math.inf
+        self._file = (run_dir / "metrics.jsonl").open("rb")
+        self._given, self._rows_until, self._failed = 0, math.inf, False
         self._ending, self._left, self._is_over, self._has_told = threading.Event(), False, False, False
 
     def run(self) -> None:
@@ -203,42 +200,41 @@ class _Feed(threading.Thread):
             self._tell(f"failed and gets no more rows: {_in_one_line(error)}")
         self._is_over = True
 
-    def end(self, run_dir: Path, rows_until: float, *, failed: bool) -> None:
+    def end(self, rows_until: float, *, failed: bool) -> None:
         """Asks for the end: the last rows, while the clock is under ``rows_until``, and then the summary."""
-        summary, picture = run_dir / "summary.json", run_dir / "report.png"
-        self._results = ({}, {}, failed)
-        if not failed and summary.exists():
-            self._results = (parse_json(summary.read_bytes()), {"report": picture} if picture.exists() else {}, False)
-        self._rows_until = rows_until
+        self._rows_until, self._failed = rows_until, failed
         self._ending.set()
 
     def leave(self) -> None:
-        """Leaves the tracker behind. A line says so if the end was asked for and has not come."""
+        """Leaves the tracker behind. If the end was asked for and has not come, a line says so."""
         if self._ending.is_set() and not self._is_over:
             self._tell(f"did not end in time, it has the rows up to step {self._given}")
+            with contextlib.suppress(Exception):  # of a process that has just ended, or of a user's class
+                getattr(self._make, "abandon", lambda: None)()
         self._left = True
         self._ending.set()
 
     def _feed(self) -> None:
-        tracker = self._make(self._run)
-        self._given = max(self._given, tracker.stored_step)
+        self._run.directory.mkdir(exist_ok=True)
+        state = _State.read(self._run.directory / f"{self._kind}.json", self._run.project)
+        tracker = self._make(dataclasses.replace(self._run, id=state.id, stored_step=state.stored_step))
+        self._given = tracker.stored_step
         if not self._left:
             tqdm.write(f"tracked by {self._kind}: {tracker.where}", file=sys.stderr)
         while not self._ending.is_set():
-            self._give(tracker)
+            self._give(tracker, state)
             self._ending.wait(READ_EVERY_S)
-        if skipped := self._give(tracker):
+        if skipped := self._give(tracker, state):
             self._tell(f"was too slow, it lacks the last {skipped} rows, those after step {self._given}")
         if self._left:
             return
-        summary, figures, failed = self._results
-        is_known = self._given == self._state.ended_step
-        tracker.finish({} if is_known else summary, {} if is_known else figures, failed)
-        if summary:
-            self._state.ended_step = self._given
-        self._keep(tracker)
+        has_none = self._failed or self._given == state.ended_step
+        summary, figures = ({}, {}) if has_none else _results(self._run_dir)
+        tracker.finish(summary, figures, self._failed)
+        state.ended_step = self._given if summary else state.ended_step
+        state.keep(tracker)
 
-    def _give(self, tracker: Tracker) -> int:
+    def _give(self, tracker: Tracker, state: _State) -> int:
         """Gives the new rows of the file to the tracker, and returns the number of those that it had no time for."""
         skipped = 0
         while not self._left and (line := self._file.readline()):
@@ -253,14 +249,9 @@ class _Feed(threading.Thread):
                 continue
             tracker.log(row)
             self._given = row["step"]
-            if tracker.stored_step > self._state.stored_step:
-                self._keep(tracker)
+            if tracker.stored_step > state.stored_step and not self._left:
+                state.keep(tracker)
         return skipped
-
-    def _keep(self, tracker: Tracker) -> None:
-        if not self._left:
-            self._state.stored_step = tracker.stored_step
-            self._state.write()
 
     def _tell(self, what: str) -> None:
         if not self._left and not self._has_told:
@@ -286,6 +277,13 @@ def _find(kind: str) -> MakeTracker:
 def _in_one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())[:_LONGEST]
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def _results(run_dir: Path) -> tuple[Row, dict[str, Path]]:
+    """Returns the summary of a run and its pictures by name, as far as they exist."""
+    summary, picture = run_dir / "summary.json", run_dir / "report.png"
+    found = parse_json(summary.read_bytes()) if summary.exists() else {}
+    return found, {"report": picture} if picture.exists() else {}
 
 
 def _shown(row: Row) -> Row:

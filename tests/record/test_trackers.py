@@ -100,7 +100,7 @@ def test_a_tracker_that_fails_is_told_once(tmp_path, capfd, planted, said, kept)
     warning = f"warning: record.trackers: planted_trackers:{planted} {said}; metrics.jsonl has all\n"
     *_, last = capfd.readouterr().err.splitlines(keepends=True)
     assert last == warning
-    assert (steps_of(tmp_path) if planted != "FailsToStart" else []) == kept
+    assert steps_of(tmp_path) == kept
 
 
 @pytest.mark.parametrize(("planted", "last"), [("HangsAtStart", 0), ("HangsAtLog", 2), ("HangsAtFinish", 4)])
@@ -111,6 +111,12 @@ def test_a_tracker_that_hangs_is_left_behind(tmp_path, capfd, planted, last):
     assert 0.9 < time.monotonic() - ended < 5.0
     said = f"planted_trackers:{planted} did not end in time, it has the rows up to step {last}; metrics.jsonl has all"
     assert capfd.readouterr().err.splitlines()[-1] == f"warning: record.trackers: {said}"
+
+
+def test_one_that_hangs_can_stop_what_it_began(tmp_path, capfd):
+    with tracked(tmp_path, "IsAbandoned", "Kept", seconds=1.0):
+        pass
+    assert capfd.readouterr().err.splitlines().count("abandoned") == 1
 
 
 def test_one_that_hangs_does_not_hold_up_another(tmp_path):

@@ -49,6 +49,12 @@ class HangsAtStart(Kept):
         threading.Event().wait()
 
 
+class IsAbandoned(HangsAtStart):
+    @staticmethod
+    def abandon():
+        print("abandoned", file=sys.stderr)
+
+
 class HangsAtLog(Kept):
     def log(self, row):
         if row["step"] == 3:
@@ -77,4 +83,5 @@ class Refuses(Kept):
 
 def read(run_dir):
     """The entries of ``kept.jsonl``."""
-    return [json.loads(line) for line in (run_dir / "trackers" / "kept.jsonl").read_text().splitlines()]
+    path = run_dir / "trackers" / "kept.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
