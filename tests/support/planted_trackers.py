@@ -7,10 +7,10 @@ import time
 
 
 class Kept:
-    """Appends each call to ``kept.jsonl`` in its directory."""
+    """Appends each call to a file in its directory that has the name of the class."""
 
     def __init__(self, run):
-        self.path = run.directory / "kept.jsonl"
+        self.path = run.directory / f"{type(self).__name__}.jsonl"
         self.where, self.stored_step = str(self.path), run.stored_step
         begun = {"id": run.id, "name": run.name, "project": run.project, "stored_step": run.stored_step}
         self.keep(begun=begun, seed=run.config.get("seed"), nested=run.settings.get("a.b"))
@@ -81,7 +81,7 @@ class Refuses(Kept):
         raise ValueError("not logged in")
 
 
-def read(run_dir):
-    """The entries of ``kept.jsonl``."""
-    path = run_dir / "trackers" / "kept.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def read(run_dir, kind="*"):
+    """The calls that the trackers of a class, or of all, have written down."""
+    lines = [line for path in run_dir.glob(f"trackers/{kind}.jsonl") for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
