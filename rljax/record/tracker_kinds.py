@@ -109,7 +109,7 @@ class TrackioTracker:
             def _warn_once(self, key: str, message: str) -> None:
                 self.failure = self.failure or message
 
-        self._types = {"image": trackio.Image, "text": trackio.Markdown}
+        self._image, self._table = trackio.Image, trackio.Table
         self._run = LocalRun(None, run.project, None, name=run.name, run_id=run.id, config=run.settings)
         stored = SQLiteStorage.get_max_step_for_run(run.project, run.name, run_id=run.id)
         self.stored_step = max(run.stored_step, stored or 0)
@@ -122,9 +122,10 @@ class TrackioTracker:
 
     def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
         """Writes summary and figures as a further entry at the last step."""
-        shown = {name: self._types["image"](str(path)) for name, path in figures.items()}
+        shown = {name: self._image(str(path)) for name, path in figures.items()}
         if summary:
-            shown["summary"] = self._types["text"](_as_table(summary))
+            cells = [[name, json.dumps(value)] for name, value in summary.items()]
+            shown["summary"] = self._table(columns=["name", "value"], data=cells)
         if shown:
             self._log(shown, self.stored_step)
         self._run.finish()
@@ -195,8 +196,3 @@ def _parts(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 def _mlflow_key(key: str) -> str:
     """Returns the key with an underscore for each character that MLflow refuses in a name."""
     return re.sub(r"[^\w\-. :/]", "_", key)
-
-
-def _as_table(summary: Mapping[str, Any]) -> str:
-    """Returns the summary as a Markdown table."""
-    return "\n".join(["| name | value |", "|---|---|", *(f"| {k} | {json.dumps(v)} |" for k, v in summary.items())])

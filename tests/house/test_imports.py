@@ -43,6 +43,9 @@ DOORS = {
         "rollout.servers.sglang.plugin",
         "compare.layers.vllm_tracer",
     },
+    "wandb": {"record.tracker_kinds"},
+    "trackio": {"record.tracker_kinds"},
+    "mlflow": {"record.tracker_kinds"},
     "vllm": {"rollout.servers.vllm.plugin", "rollout.servers.vllm.description"},
     "sglang": {"rollout.servers.sglang.plugin"},
     "torch": {
@@ -60,7 +63,7 @@ DOORS = {
     "transformers": {"data.tokenizer", "compare.scorers", "schedule.trainer_callback"},
     "tensorboardX": {"record.writers", "record.event_files"},
     "tqdm": {
-        *("record.writers", "run.data_check", "evaluate", "data.gym_maker"),
+        *("record.trackers", "record.writers", "run.data_check", "evaluate", "data.gym_maker"),
         *("commands.bench_mismatch", "commands.check", "commands.compare", "commands.prepare", "commands.view"),
     },
     "jinja2": {"data.tokenizer"},

@@ -200,15 +200,21 @@ def test_trackio_has_each_key_of_each_row(whole):
     pytest.importorskip("trackio")
     *rows, results = trackio_rows(whole)
     assert plain(rows) == expected(whole)
-    assert results == {"step": STEPS, "report": "trackio.image", "summary": "trackio.markdown"}
+    assert results == {"step": STEPS, "report": "trackio.image", "summary": "trackio.table"}
 
 
 def test_trackio_has_configuration_summary_and_figure(root, whole):
     trackio = pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
     (run,) = [run for run in trackio.Api().runs("rljax") if run.id == kept(whole, "trackio")]
     _, settings = settings_of(recorded_config(whole))
     assert run.name == "whole"
     assert {key: run.config[key] for key in settings} == as_json(settings)
+    summary = json.loads((whole / "summary.json").read_text())
+    logs = SQLiteStorage.get_logs("rljax", "whole", run_id=run.id)
+    table = {row["name"]: json.loads(row["value"]) for row in logs[-1]["summary"]["_value"]}
+    assert table == summary
     assert run.config["_Username"] is None
     pictures = list((root / "trackio" / "media").rglob("*.png"))
     assert (whole / "report.png").read_bytes() in [path.read_bytes() for path in pictures]
