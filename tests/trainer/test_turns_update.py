@@ -42,9 +42,10 @@ def test_trajectories_by_hand():
 def test_the_glossary_has_these_keys():
     late = sequence([1] + [0, 9] * 20 + [10] * 20)
     row = turn_metrics([late], trainer_of([late], 0.25))
-    patterns = [pattern for key, pattern in glossary().items() if key.startswith("turns/")]
-    assert [key for key in row if not any(pattern.fullmatch(key) for pattern in patterns)] == []
-    assert all(any(pattern.fullmatch(key) for key in row) for pattern in patterns)
+    patterns = {key: pattern for key, pattern in glossary().items() if key.startswith("turns/")}
+    assert [key for key in row if not any(pattern.fullmatch(key) for pattern in patterns.values())] == []
+    for key in ("turns/mean", "turns/max", "turns/turn_<bucket>/<name>", "turns/after_<bucket>/<name>"):
+        assert any(patterns[key].fullmatch(name) for name in row), key
 
 
 def test_responses_of_one_turn_have_turn_one():
