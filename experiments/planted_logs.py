@@ -121,9 +121,8 @@ class PlantedEngine(RolloutEngine):
         self._engine.close()
 
 
-def run(cause: str, out: Path, seed: int) -> None:
-    """Makes the run of one cause in ``out``. Raises RuntimeError if it does not end well."""
-    plant, options = PLANTS[cause]
+def run(cause: str, plant: Plant, options: str, out: Path, seed: int) -> None:
+    """Makes a run in ``out`` with a planted cause and further options. Raises RuntimeError if it does not end well."""
 
     def planted(*arguments: Any, **settings: Any) -> RolloutEngine:
         with mock.patch("rljax.rollout.build.JaxEngine", with_head):
@@ -166,7 +165,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     for cause in arguments.causes:
-        run(cause, arguments.out / cause, arguments.seed)
+        run(cause, *PLANTS[cause], arguments.out / cause, arguments.seed)
         if arguments.keep is not None:
             keep(cause, arguments.out / cause, arguments.keep)
 
