@@ -1,0 +1,135 @@
+"""An environment of ``verifiers``: loaded for a run on this machine, and played one trajectory at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.agent import ModelContext
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.runtimes import SubprocessConfig, runtime_is_local
+from verifiers.v1.utils.loaders import default_harness_id, harness_config_type
+
+from rljax.rollout.episodes.verifiers import chat
+from rljax.rollout.episodes.verifiers.chat import FULL, TOOLS
+from rljax.rollout.episodes.verifiers.renderer import AppendingConfig, AppendingRenderer
+from rljax.rollout.episodes.verifiers.shim import MODEL
+
+CHAT = "rljax_chat"
+"""The identity of the harness that agents get in place of verifiers' own ``bash``."""
+
+_RENDERER = f"{AppendingRenderer.__module__}:{AppendingRenderer.__name__}"
+
+
+def load(settings: Mapping[str, Any]) -> Any:
+    """Returns the environment that the settings describe, with all of it on this machine.
+
+    Raises what ``verifiers`` raises, and ValueError if an agent is to run elsewhere, or asks another model.
+    """
+    sys.modules[CHAT] = chat  # verifiers finds a harness by the name of its module
+    os.environ["PRIME_INFERENCE_URL"] = "http://127.0.0.1:9"  # The default place of other models is a remote host.
+    given = settings["environment"]
+    config = vf.resolve_env_config(given)
+    own_harness = default_harness_id(config.taskset.id)
+    for name, role in agent_config_fields(config).items():
+        asked = given.get(name) or {}
+        changed = {key: value for key, value in settings["agent"].items() if getattr(role, key) is None}
+        if not runtime_is_local(role.runtime):
+            if "runtime" in asked:
+                raise ValueError(f"{name}.runtime must be one of this machine, got {role.runtime.type}")
+            changed["runtime"] = SubprocessConfig()
+        if role.client is not None:
+            raise ValueError(f"{name}.client must not be set: the run's own policy answers")
+        if role.harness is None and own_harness == "bash":
+            harness = {"id": CHAT, "tool_timeout": settings["tool_timeout_s"]}
+            changed["harness"] = harness_config_type(CHAT).model_validate(harness)
+        config = config.model_copy(update={name: role.model_copy(update=changed)})
+    environment = vf.load_environment(config)
+    environment.rljax_tasks = {}
+    return environment
+
+
+def model_context(settings: Mapping[str, Any], url: str) -> Any:
+    """Returns the context in which each trajectory asks the trainer's engine through the server at ``url``."""
+    client = vf.TrainClientConfig(
+        base_url=f"{url}/v1",
+        api_key_var="RLJAX_NO_KEY",
+        renderer={"name": "custom", "import_path": _RENDERER, **settings["renderer"]},
+        renderer_model_name=settings["renderer"]["directory"],
+    )
+    return ModelContext(model=MODEL, client=client, sampling=vf.Sampling(temperature=settings["temperature"]))
+
+
+def first_prompts(environment: Any, settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
+    """Returns the text, the number of tokens and the identity of each task, at most ``limit`` of them.
+
+    A task whose chat the environment itself opens has no text yet.
+    """
+    renderer = AppendingRenderer(None, AppendingConfig(**settings["renderer"]))
+    found = []
+    for task in itertools.islice(environment.taskset, limit):
+        data = task.data
+        messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        if isinstance(data.prompt, str):
+            messages.append({"role": "user", "content": data.prompt})
+        else:
+            messages += [{"role": each.role, "content": each.content} for each in data.prompt or []]
+        found.append({"text": renderer.text(messages) if messages else "", "identity": task.key})
+    return found
+
+
+def task_of(environment: Any, index: int) -> Any:
+    """Returns the task at a position of the taskset, whose tasks are kept once they are read."""
+    known: dict[int, Any] = environment.rljax_tasks
+    if index not in known:
+        known.update(enumerate(itertools.islice(environment.taskset, index + 1)))
+    return known[index]
+
+
+async def play(environment: Any, index: int, context: Any, begin: Callable[[Any], None]) -> dict[str, Any]:
+    """Runs one trajectory on a task, and returns how it ended.
+
+    ``begin`` is called with each trace before it asks for a turn. The result has ``failure`` (None, or one of
+    timeout, provider, unscored, environment), ``error`` (what the library said), ``reward``, ``rows`` (the token ids of
+    each branch, and whether each was sampled), and ``tools`` (counts).
+    """
+    episode = await environment.run_episode(task_of(environment, index), context, on_trace=begin)
+    traces = [trace for trace in episode.traces if trace.agent.trainable]
+    if len(traces) > 1:
+        names = ", ".join(trace.agent.name for trace in traces)
+        raise TypeError(f"{len(traces)} agents of one episode are trained ({names}); a run trains one")
+    trace = traces[0] if traces else None
+    failure, error = failure_of(episode, trace)
+    rewards = [] if trace is None else list(trace.rewards.values())
+    branches = [] if trace is None else [branch for branch in trace.branches if branch.trainable]
+    return {
+        "failure": failure,
+        "error": error,
+        "reward": None if failure else sum(reward.value for reward in rewards),
+        "rows": [[branch.token_ids, branch.sampled_mask] for branch in branches],
+        "stop": None if trace is None else trace.stop_condition,
+        "tools": {} if trace is None else trace.info.get(TOOLS, {}),
+    }
+
+
+def failure_of(episode: Any, trace: Any) -> tuple[str | None, str]:
+    """Returns why an episode is not whole, or None, and what the library said about it."""
+    errors = [*episode.errors, *(trace.errors if trace is not None else [])]
+    said = f"{errors[-1].type}: {errors[-1].message}" if errors else ""
+    if episode.is_timeout or any(each.is_timeout for each in episode.traces):
+        return "timeout", said or "a deadline of the environment passed"
+    last = trace.calls[-1].error if trace is not None and trace.calls else None
+    if (errors and errors[-1].type == "ProviderError") or (last is not None and FULL not in last.message):
+        return "provider", said or f"{last.type}: {last.message}"
+    if trace is None or not trace.ok or not episode.ok:
+        scored = trace is not None and trace.timing.scoring.start and errors and errors[-1].type == "TaskError"
+        return "unscored" if scored else "environment", said
+    rewards = list(trace.rewards.values())
+    if not rewards or any(reward is None or not math.isfinite(reward.value) for reward in rewards):
+        return "unscored", "the episode has no reward"
+    return None, ""

@@ -1,0 +1,162 @@
+"""The program that runs the environments of ``verifiers``, in a process and with a Python of its own.
+
+The trainer holds the other end of a pipe; messages are JSON. The first message has the settings. The answer is
+``{"ready": ...}`` or ``{"error": ...}``. Then the trainer says which trajectories to run, the program asks for each
+turn, and at last tells how each trajectory ended. The program ends when the other end is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).parents[3]
+
+
+def load_package() -> None:
+    """Makes this file's ``rljax`` importable, and no other package beside it.
+
+    Its directory may be the trainer's ``site-packages``, whose other packages are not for this Python.
+    """
+    if "rljax" in sys.modules:
+        return
+    file = _PACKAGE / "__init__.py"
+    spec = importlib.util.spec_from_file_location("rljax", file, submodule_search_locations=[str(_PACKAGE)])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["rljax"] = module
+    spec.loader.exec_module(module)
+
+
+class Program:
+    """The environment, and the trajectories that run in it."""
+
+    def __init__(self, connection: Connection, settings: dict[str, Any]) -> None:
+        """Loads the environment. Raises what ``verifiers`` or the environment raises."""
+        from rljax.rollout.episodes.verifiers import environment, shim
+
+        self._connection, self._sending = connection, threading.Lock()
+        self._environment = environment.load(settings)
+        room = shim.Room(
+            settings["max_prompt_tokens"],
+            settings["max_response_tokens"],
+            settings["max_turn_tokens"],
+            settings["temperature"],
+        )
+        self._shim = shim.Shim(self._ask, room)
+        self._settings, self._asked = settings, dict[int, asyncio.Future[dict[str, Any]]]()
+        self._numbers = iter(range(1 << 62))
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Runs trajectories until the trainer closes the pipe."""
+        from rljax.rollout.episodes.verifiers import environment
+
+        messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        threading.Thread(target=self._read, args=(messages, asyncio.get_running_loop()), daemon=True).start()
+        url = await self._shim.start()
+        context = environment.model_context(self._settings, url)
+        async with self._environment.serving():
+            self.send({"ready": True})
+            while (message := await messages.get()) is not None:
+                if "run" in message:
+                    for key, index in message["run"]:
+                        task = asyncio.create_task(self._play(key, index, context))
+                        self._running.add(task)
+                        task.add_done_callback(self._running.discard)
+                elif "stop" in message:
+                    for task in self._running:
+                        task.cancel()
+                elif (waiting := self._asked.pop(message["answer"], None)) is not None and not waiting.done():
+                    waiting.set_result(message)
+            for task in self._running:
+                task.cancel()
+        await self._shim.close()
+
+    def tell_tasks(self, limit: int) -> None:
+        """Sends the first prompt of each task, at most ``limit`` of them, and how many tokens it has."""
+        from rljax.rollout.episodes.verifiers import environment
+
+        self.send({"tasks": environment.first_prompts(self._environment, self._settings, limit)})
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message to the trainer, from any thread."""
+        with self._sending:
+            self._connection.send_bytes(json.dumps(message).encode())
+
+    def _read(self, messages: asyncio.Queue[dict[str, Any] | None], loop: asyncio.AbstractEventLoop) -> None:
+        """Puts each message of the trainer into the queue, and None at the end, on a thread."""
+        message: dict[str, Any] | None = {}
+        while message is not None:
+            try:
+                message = json.loads(self._connection.recv_bytes())
+            except (EOFError, OSError):
+                message = None
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(messages.put_nowait, message)
+
+    async def _ask(self, key: int, turn: int, tokens: list[int], max_tokens: int) -> dict[str, Any]:
+        """Returns the engine's answer to a turn."""
+        number = next(self._numbers)
+        self._asked[number] = asyncio.get_running_loop().create_future()
+        self.send({"ask": number, "key": key, "turn": turn, "tokens": tokens, "max_tokens": max_tokens})
+        try:
+            return await self._asked[number]
+        finally:
+            self._asked.pop(number, None)
+
+    async def _play(self, key: int, index: int, context: Any) -> None:
+        """Runs one trajectory, and tells how it ended."""
+        from rljax.rollout.episodes.verifiers import environment
+        from rljax.rollout.episodes.verifiers.shim import Asking
+
+        asking, traces = Asking(key), list[str]()
+
+        def begin(trace: Any) -> None:
+            traces.append(trace.id)
+            self._shim.sessions[trace.id] = asking
+
+        try:
+            told = await environment.play(self._environment, index, context, begin)
+        except Exception as error:  # an environment may raise anything
+            told = {"failure": "environment", "error": f"{type(error).__name__}: {error}", "rows": []}
+        finally:
+            for trace in traces:
+                self._shim.sessions.pop(trace, None)
+        self.send({"episode": key, "is_full": asking.is_full, **told})
+
+
+def main() -> None:
+    """Serves the trainer, or with ``tasks`` in the settings only tells the tasks."""
+    connection = Connection(int(sys.argv[1]))
+    settings = json.loads(connection.recv_bytes())
+    for path in reversed(settings["paths"]):
+        sys.path.insert(0, path)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*settings["paths"], *filter(None, [os.environ.get("PYTHONPATH")])])
+    logging.getLogger("verifiers").setLevel(logging.ERROR)
+    try:
+        load_package()
+        program = Program(connection, settings)
+        if settings.get("tasks"):
+            program.tell_tasks(settings["tasks"])
+            return
+    except Exception as error:  # an environment may raise anything while it is loaded
+        connection.send_bytes(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        return
+    asyncio.run(program.serve())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (BrokenPipeError, EOFError, KeyboardInterrupt):
+        os._exit(1)  # The trainer has ended, so nobody can get a report.

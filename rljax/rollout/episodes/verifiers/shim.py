@@ -1,0 +1,138 @@
+"""The loopback server that the train client of ``verifiers`` posts its turns to, in the process of ``verifiers``.
+
+It speaks the part of vLLM's interface that the client uses: ``/inference/v1/generate`` and ``/v1/models``. The tokens
+come from the trainer, which keeps what the engine answered. A header says which trajectory asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from rljax.rollout.episodes.verifiers.chat import FULL
+
+MODEL = "policy"
+"""The name of the model in requests."""
+
+SESSION = "X-Session-ID"
+"""The header with the identity of the trace that asks."""
+
+_LARGEST = 1 << 30  # The largest body of a request (bytes); aiohttp's own limit is 1 MiB.
+
+
+@dataclass
+class Asking:
+    """One trajectory that asks for turns.
+
+    Attributes:
+      key: The number of the trajectory.
+      turns: The number of turns asked for so far.
+      first: The number of tokens of the first prompt, or None before it.
+      is_full: Whether a turn was refused because no token was left for it.
+      lock: The lock that lets one turn be asked for at a time.
+    """
+
+    key: int
+    turns: int = 0
+    first: int | None = None
+    is_full: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(frozen=True)
+class Room:
+    """The limits on the tokens of a trajectory."""
+
+    prompt_tokens: int  # the longest first prompt
+    response_tokens: int  # the most tokens behind the first prompt
+    turn_tokens: int  # the most tokens of one turn; 0 for no limit of its own
+    temperature: float  # the temperature of the run, the only one that is sampled at
+
+
+Ask = Callable[[int, int, list[int], int], Awaitable[dict[str, Any]]]
+
+
+class Shim:
+    """The server; ``sessions`` says which trajectory each trace belongs to."""
+
+    def __init__(self, ask: Ask, room: Room) -> None:
+        """Prepares the server.
+
+        Args:
+          ask: A function of key, turn, tokens and most tokens that returns the answer of the engine.
+          room: The limits.
+        """
+        self.sessions: dict[str, Asking] = {}
+        self._ask, self._room = ask, room
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        """Starts the server on a free port of 127.0.0.1, and returns its URL."""
+        app = web.Application(client_max_size=_LARGEST)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get("/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        return f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """Stops the server."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        asking = self.sessions.get(request.headers.get(SESSION, ""))
+        if asking is None:
+            return _refused("no trajectory of this run asks: the header with its trace is unknown")
+        body = await request.json()
+        params = body.get("sampling_params", {})
+        if (refusal := self._unlike(params)) is not None:
+            return _refused(refusal)
+        async with asking.lock:
+            tokens = body["token_ids"]
+            asking.first = len(tokens) if asking.first is None else asking.first
+            if asking.first > self._room.prompt_tokens:
+                return _refused(f"the prompt has {asking.first} tokens, more than {self._room.prompt_tokens}")
+            left = asking.first + self._room.response_tokens - len(tokens)
+            if left < 1:
+                asking.is_full = True
+                return _refused(f"this trajectory's {FULL} is {asking.first + self._room.response_tokens} tokens")
+            limits = (left, self._room.turn_tokens or left, params.get("max_tokens") or left)
+            asking.turns += 1
+            try:
+                answer = await self._ask(asking.key, asking.turns, tokens, min(limits))
+            except ConnectionError as error:
+                return web.json_response({"error": {"message": str(error)}}, status=503)
+        logprobs = zip(answer["token_ids"], answer["logprobs"], strict=True)
+        content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in logprobs]
+        choice = {
+            "index": 0,
+            "token_ids": answer["token_ids"],
+            "logprobs": {"content": content},
+            "finish_reason": "length" if answer["truncated"] else "stop",
+        }
+        return web.json_response({"request_id": f"{asking.key}-{asking.turns}", "choices": [choice]})
+
+    def _unlike(self, params: dict[str, Any]) -> str | None:
+        """Returns what is wrong with sampling settings that the run does not sample with, or None."""
+        asked = params.get("temperature", self._room.temperature)
+        if asked != self._room.temperature:
+            return f"the environment asks for temperature {asked}, but the run samples at {self._room.temperature}"
+        if params.get("stop"):
+            return "the environment asks for stop strings, but the run stops at tokens"
+        return None
+
+
+def _refused(message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=400)
