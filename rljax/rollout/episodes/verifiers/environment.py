@@ -26,6 +26,10 @@ CHAT = "rljax_chat"
 _RENDERER = f"{AppendingRenderer.__module__}:{AppendingRenderer.__name__}"
 
 
+class UnfitError(Exception):
+    """The environment does something that no run can train on, so that the run ends."""
+
+
 def load(settings: Mapping[str, Any]) -> Any:
     """Returns the environment that the settings describe, with all of it on this machine.
 
@@ -102,18 +106,23 @@ async def play(environment: Any, index: int, context: Any, begin: Callable[[Any]
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if len(traces) > 1:
         names = ", ".join(trace.agent.name for trace in traces)
-        raise TypeError(f"{len(traces)} agents of one episode are trained ({names}); a run trains one")
+        raise UnfitError(f"{len(traces)} agents of one episode are trained ({names}); a run trains one")
     trace = traces[0] if traces else None
     failure, error = failure_of(episode, trace)
-    rewards = [] if trace is None else list(trace.rewards.values())
-    branches = [] if trace is None else [branch for branch in trace.branches if branch.trainable]
+    if failure is not None or trace is None:
+        return broken(failure or "environment", error, traces)
+    return {**broken("", "", traces), "failure": None, "reward": trace.reward}
+
+
+def broken(failure: str, error: str, traces: list[Any]) -> dict[str, Any]:
+    """Returns how a trajectory ended that has no reward, with what its last trace has kept."""
+    branches = [branch for trace in traces[-1:] for branch in trace.branches if branch.trainable]
     return {
         "failure": failure,
         "error": error,
-        "reward": None if failure else sum(reward.value for reward in rewards),
+        "reward": None,
         "rows": [[branch.token_ids, branch.sampled_mask] for branch in branches],
-        "stop": None if trace is None else trace.stop_condition,
-        "tools": {} if trace is None else trace.info.get(TOOLS, {}),
+        "tools": traces[-1].info.get(TOOLS, {}) if traces else {},
     }
 
 

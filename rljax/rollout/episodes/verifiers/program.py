@@ -15,11 +15,18 @@ import logging
 import os
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rljax.rollout.episodes.verifiers.shim import Asking
 
 _PACKAGE = Path(__file__).parents[3]
+_ALIVE_S = 1.0  # between two signs of life
+_SETUP_S = 300.0  # the longest time before the first turn, in which processes of tools are started
+_END_S = 5.0  # the longest that trajectories may take to end once they are cancelled
 
 
 def load_package() -> None:
@@ -55,14 +62,15 @@ class Program:
         self._shim = shim.Shim(self._ask, room)
         self._settings, self._asked = settings, dict[int, asyncio.Future[dict[str, Any]]]()
         self._numbers = iter(range(1 << 62))
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[Asking, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
         """Runs trajectories until the trainer closes the pipe."""
-        from rljax.rollout.episodes.verifiers import environment
+        from rljax.rollout.episodes.verifiers import environment, shim
 
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         threading.Thread(target=self._read, args=(messages, asyncio.get_running_loop()), daemon=True).start()
+        alive = asyncio.create_task(self._watch())
         url = await self._shim.start()
         context = environment.model_context(self._settings, url)
         async with self._environment.serving():
@@ -70,16 +78,14 @@ class Program:
             while (message := await messages.get()) is not None:
                 if "run" in message:
                     for key, index in message["run"]:
-                        task = asyncio.create_task(self._play(key, index, context))
-                        self._running.add(task)
-                        task.add_done_callback(self._running.discard)
-                elif "stop" in message:
-                    for task in self._running:
-                        task.cancel()
+                        asking = shim.Asking(key)
+                        self._running[asking] = asyncio.create_task(self._play(asking, index, context))
                 elif (waiting := self._asked.pop(message["answer"], None)) is not None and not waiting.done():
                     waiting.set_result(message)
-            for task in self._running:
+            for task in self._running.values():
                 task.cancel()
+            await asyncio.wait(self._running.values(), timeout=_END_S) if self._running else None
+        alive.cancel()
         await self._shim.close()
 
     def tell_tasks(self, limit: int) -> None:
@@ -104,35 +110,59 @@ class Program:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(messages.put_nowait, message)
 
-    async def _ask(self, key: int, turn: int, tokens: list[int], max_tokens: int) -> dict[str, Any]:
-        """Returns the engine's answer to a turn."""
+    async def _watch(self) -> None:
+        """Gives a sign of life each second, and ends trajectories whose environment takes too long."""
+        while True:
+            await asyncio.sleep(_ALIVE_S)
+            if self._running:
+                self.send({"alive": True})
+            now = time.monotonic()
+            for asking, task in self._running.items():
+                limit = self._settings["call_timeout_s"] if asking.turns else _SETUP_S
+                if asking.since is not None and now - asking.since > limit:
+                    asking.is_late = True
+                    task.cancel()
+
+    async def _ask(self, asking: Asking, tokens: list[int], max_tokens: int) -> dict[str, Any]:
+        """Returns the engine's answer to a turn; meanwhile no time of the environment passes."""
         number = next(self._numbers)
         self._asked[number] = asyncio.get_running_loop().create_future()
-        self.send({"ask": number, "key": key, "turn": turn, "tokens": tokens, "max_tokens": max_tokens})
+        asking.since = None
+        turn = {"key": asking.key, "turn": asking.turns, "tokens": tokens, "max_tokens": max_tokens}
+        self.send({"ask": number, **turn})
         try:
             return await self._asked[number]
         finally:
+            asking.since = time.monotonic()
             self._asked.pop(number, None)
 
-    async def _play(self, key: int, index: int, context: Any) -> None:
+    async def _play(self, asking: Asking, index: int, context: Any) -> None:
         """Runs one trajectory, and tells how it ended."""
         from rljax.rollout.episodes.verifiers import environment
-        from rljax.rollout.episodes.verifiers.shim import Asking
 
-        asking, traces = Asking(key), list[str]()
+        traces: list[Any] = []
 
         def begin(trace: Any) -> None:
-            traces.append(trace.id)
+            traces.append(trace)
             self._shim.sessions[trace.id] = asking
 
+        told: dict[str, Any]
         try:
             told = await environment.play(self._environment, index, context, begin)
+        except environment.UnfitError as error:
+            told = {"unfit": str(error)}
+        except asyncio.CancelledError:
+            if not asking.is_late:
+                raise
+            limit = self._settings["call_timeout_s"]
+            told = environment.broken("timeout", f"the environment took more than {limit:g} s", traces)
         except Exception as error:  # an environment may raise anything
-            told = {"failure": "environment", "error": f"{type(error).__name__}: {error}", "rows": []}
+            told = environment.broken("environment", f"{type(error).__name__}: {error}", traces)
         finally:
+            del self._running[asking]
             for trace in traces:
-                self._shim.sessions.pop(trace, None)
-        self.send({"episode": key, "is_full": asking.is_full, **told})
+                self._shim.sessions.pop(trace.id, None)
+        self.send({"episode": asking.key, "is_full": asking.is_full, **told})
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ come from the trainer, which keeps what the engine answered. A header says which
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,7 @@ SESSION = "X-Session-ID"
 _LARGEST = 1 << 30  # The largest body of a request (bytes); aiohttp's own limit is 1 MiB.
 
 
-@dataclass
+@dataclass(eq=False)
 class Asking:
     """One trajectory that asks for turns.
 
@@ -33,6 +34,8 @@ class Asking:
       turns: The number of turns asked for so far.
       first: The number of tokens of the first prompt, or None before it.
       is_full: Whether a turn was refused because no token was left for it.
+      since: When the environment's turn began, by the clock ``time.monotonic``, or None while the engine samples.
+      is_late: Whether the environment took too long.
       lock: The lock that lets one turn be asked for at a time.
     """
 
@@ -40,6 +43,8 @@ class Asking:
     turns: int = 0
     first: int | None = None
     is_full: bool = False
+    since: float | None = field(default_factory=time.monotonic)
+    is_late: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -53,7 +58,7 @@ class Room:
     temperature: float  # the temperature of the run, the only one that is sampled at
 
 
-Ask = Callable[[int, int, list[int], int], Awaitable[dict[str, Any]]]
+Ask = Callable[[Asking, list[int], int], Awaitable[dict[str, Any]]]
 
 
 class Shim:
@@ -63,7 +68,7 @@ class Shim:
         """Prepares the server.
 
         Args:
-          ask: A function of key, turn, tokens and most tokens that returns the answer of the engine.
+          ask: A function of trajectory, tokens and most tokens that returns the answer of the engine.
           room: The limits.
         """
         self.sessions: dict[str, Asking] = {}
@@ -110,10 +115,7 @@ class Shim:
                 return _refused(f"this trajectory's {FULL} is {asking.first + self._room.response_tokens} tokens")
             limits = (left, self._room.turn_tokens or left, params.get("max_tokens") or left)
             asking.turns += 1
-            try:
-                answer = await self._ask(asking.key, asking.turns, tokens, min(limits))
-            except ConnectionError as error:
-                return web.json_response({"error": {"message": str(error)}}, status=503)
+            answer = await self._ask(asking, tokens, min(limits))
         logprobs = zip(answer["token_ids"], answer["logprobs"], strict=True)
         content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in logprobs]
         choice = {

@@ -1,0 +1,267 @@
+"""The trainer's side of the process that runs the environments of ``verifiers``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rljax.rollout.episodes.verifiers.join import Answered, Branch
+from rljax.rollout.turns import TurnQueue, TurnRequest
+from rljax.rollout.types import Response
+
+log = logging.getLogger(__name__)
+
+PYTHON = "RLJAX_VERIFIERS_PYTHON"
+"""The environment variable with the Python that has ``verifiers``; without it, the trainer's own."""
+
+_PROGRAM = Path(__file__).with_name("program.py")
+_START_S = 180.0  # verifiers takes 3 to 7 s to import, and a data set may take longer
+_POLL_S = 0.25
+_END_S = 10.0  # the longest that the process may take to end its tools by itself
+_SAID = 2000  # the last characters of what the process wrote that an error quotes
+
+
+class Ended(NamedTuple):
+    """How one trajectory ended.
+
+    Attributes:
+      failure: Why it is not whole (timeout, provider, unscored, environment, process), or None.
+      error: What was said about it.
+      reward: The reward, or None if it failed.
+      branches: The branches that the library kept.
+      is_full: Whether no token was left for a further turn.
+      tools: The counts of calls of tools, of errors and of timeouts among them.
+    """
+
+    failure: str | None
+    error: str
+    reward: float | None
+    branches: list[Branch]
+    is_full: bool = False
+    tools: Mapping[str, int] = {}  # noqa: RUF012 - never written to
+
+
+class VerifiersHost:
+    """The process, which is started again after it died. One batch of trajectories runs at a time."""
+
+    def __init__(self, settings: Mapping[str, Any], silence_s: float) -> None:
+        """Starts the process, and waits until it has loaded the environment.
+
+        Args:
+          settings: The first message to the process.
+          silence_s: The longest time between two signs of life while trajectories run. After it the process is ended.
+
+        Raises:
+          ValueError: The environment cannot be loaded.
+        """
+        self._settings, self._silence_s = dict(settings), silence_s
+        self._process: _Process | None = _Process(self._settings)
+        self._asked: dict[tuple[int, int], tuple[int, np.ndarray]] = {}
+        self.answered: dict[int, list[Answered]] = {}
+        self.ended: dict[int, Ended] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, tasks: Mapping[int, int], queue: TurnQueue) -> threading.Thread:
+        """Starts the trajectories of a batch, each with a number and a task, and returns the thread that reads of them.
+
+        The thread puts each turn into ``queue`` and ends it at last. It ends with the last trajectory.
+        """
+        self._asked, self.ended = {}, {}
+        self.answered = {key: [] for key in tasks}
+        if self._process is None or not self._process.is_alive:
+            self._process = _Process(self._settings)
+        self._process.send({"run": list(tasks.items())})
+        thread = threading.Thread(target=self._read, args=(self._process, set(tasks), queue), daemon=True)
+        thread.start()
+        return thread
+
+    def answer(self, response: Response) -> None:
+        """Keeps a turn that the engine answered, and hands its tokens on."""
+        key, turn = response.prompt_index, response.sample_index + 1
+        with self._lock:
+            number, tokens = self._asked.pop((key, turn))
+        self.answered[key].append(Answered(tokens, response))
+        told = {
+            "answer": number,
+            "token_ids": response.token_ids.tolist(),
+            "logprobs": response.logprobs.tolist(),
+            "truncated": response.truncated,
+        }
+        with contextlib.suppress(OSError):  # The thread sees that the process has died.
+            assert self._process is not None
+            self._process.send(told)
+
+    def stop(self) -> None:
+        """Ends the process, and with it the trajectories that still run."""
+        if self._process is not None:
+            self._process.close()
+
+    def _read(self, process: _Process, running: set[int], queue: TurnQueue) -> None:
+        """Reads what the process says until all trajectories have ended."""
+        heard = time.monotonic()
+        try:
+            while running:
+                message = process.receive(_POLL_S)
+                if message is None:
+                    if time.monotonic() - heard > self._silence_s:
+                        raise ConnectionError(f"it gave no sign of life for {self._silence_s:g} s")
+                    continue
+                heard = time.monotonic()
+                if "unfit" in message:
+                    raise RuntimeError(f"rollout.environment cannot be trained on: {message['unfit']}")
+                if "ask" in message:
+                    key, turn = message["key"], message["turn"]
+                    tokens = np.asarray(message["tokens"], np.int32)
+                    with self._lock:
+                        self._asked[key, turn] = message["ask"], tokens
+                    queue.put(TurnRequest(key, turn, tokens, message["max_tokens"]))
+                elif "episode" in message:
+                    key = message["episode"]
+                    self.ended[key] = _ended(message)
+                    running.discard(key)
+                    queue.end(key)
+        except (OSError, EOFError) as error:
+            said = process.close()
+            log.warning("the process of verifiers ended while %d trajectories ran: %s%s", len(running), error, said)
+            for key in running:
+                self.ended[key] = Ended("process", f"the process of verifiers ended: {error}", None, [])
+                queue.end(key)
+        except BaseException as error:
+            queue.fail(error)
+
+
+def _ended(message: Mapping[str, Any]) -> Ended:
+    branches = [Branch(np.asarray(ids, np.int32), np.asarray(sampled, bool)) for ids, sampled in message["rows"]]
+    return Ended(
+        message["failure"],
+        message["error"],
+        message.get("reward"),
+        branches,
+        message["is_full"],
+        message.get("tools", {}),
+    )
+
+
+def read_tasks(settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
+    """Returns the text of the first prompt and the identity of each task, at most ``limit`` of them.
+
+    Raises ValueError if the environment cannot be loaded.
+    """
+    process = _Process({**settings, "tasks": limit}, is_told="tasks")
+    process.close()
+    return list(process.told)
+
+
+class _Process:
+    """One process with its pipe."""
+
+    def __init__(self, settings: Mapping[str, Any], is_told: str = "ready") -> None:
+        """Starts the process and waits for the message with the key ``is_told``. Raises ValueError without one."""
+        python = os.environ.get(PYTHON) or sys.executable
+        self._connection, theirs = multiprocessing.Pipe()
+        self._output = tempfile.TemporaryFile()
+        self._sending = threading.Lock()
+        loopback = ",".join([*filter(None, [os.environ.get("NO_PROXY")]), "127.0.0.1", "localhost"])
+        with theirs:
+            # Without -P the files beside the program would hide other modules of the same names.
+            self._process = subprocess.Popen(
+                [python, "-P", str(_PROGRAM), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                start_new_session=True,
+                env={**os.environ, "NO_PROXY": loopback, "no_proxy": loopback},
+            )
+        self.send(settings)
+        self.told: Any = None
+        try:
+            message = self.receive(_START_S)
+        except (EOFError, OSError):
+            message = {"error": "the process ended"}
+        if message is None:
+            message = {"error": f"not ready within {_START_S:g} s"}
+        if "error" in message:
+            said = self.close()
+            raise ValueError(
+                f"the environment of verifiers cannot be loaded by {python}: {message['error']}{said}; "
+                f"{PYTHON} names a Python with the extra verifiers"
+            )
+        self.told = message[is_told]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends a message. Raises OSError if the process has ended."""
+        with self._sending:
+            self._connection.send_bytes(json.dumps(message).encode())
+
+    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+        """Returns the next message, or None if none came. Raises EOFError or OSError if the process has ended."""
+        if not self._connection.poll(timeout_s):
+            return None
+        return dict(json.loads(self._connection.recv_bytes()))
+
+    def close(self) -> str:
+        """Ends the process and those that it started, and returns the end of what it wrote, as the end of a message."""
+        self._connection.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._output.closed:
+            return ""
+        with self._output:
+            self._output.seek(0, os.SEEK_END)
+            self._output.seek(max(0, self._output.tell() - _SAID))
+            said = self._output.read().decode(errors="replace").strip()
+        return f" ({said})" if said else ""
+
+
+def described(path: str) -> dict[str, Any]:
+    """Returns the settings of an environment: those in a YAML or TOML file, or the identity of a taskset alone.
+
+    Raises ValueError if the file cannot be read.
+    """
+    if path.endswith(".toml"):
+        import tomllib
+
+        try:
+            read = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"rollout.environment: {path} cannot be read: {error}") from error
+    elif path.endswith((".yaml", ".yml")):
+        import yaml
+
+        try:
+            read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ValueError(f"rollout.environment: {path} cannot be read: {error}") from error
+    else:
+        return {"taskset": {"id": path}}
+    if not isinstance(read, dict) or not isinstance(read.get("taskset"), dict):
+        raise ValueError(f"rollout.environment: {path} must be a mapping with taskset: {{id: NAME}}, got {read!r}")
+    return read
+
+
+def failures(ended: Mapping[int, Ended]) -> Iterator[str]:
+    """Yields the failure of each trajectory that failed."""
+    return (one.failure for one in ended.values() if one.failure is not None)
