@@ -58,7 +58,7 @@ def load(settings: Mapping[str, Any]) -> Any:
     return environment
 
 
-def model_context(settings: Mapping[str, Any], url: str) -> Any:
+def model_context(settings: Mapping[str, Any], url: str, temperature: float) -> Any:
     """Returns the context in which each trajectory asks the trainer's engine through the server at ``url``."""
     client = vf.TrainClientConfig(
         base_url=f"{url}/v1",
@@ -66,11 +66,11 @@ def model_context(settings: Mapping[str, Any], url: str) -> Any:
         renderer={"name": "custom", "import_path": _RENDERER, **settings["renderer"]},
         renderer_model_name=settings["renderer"]["directory"],
     )
-    return ModelContext(model=MODEL, client=client, sampling=vf.Sampling(temperature=settings["temperature"]))
+    return ModelContext(model=MODEL, client=client, sampling=vf.Sampling(temperature=temperature))
 
 
 def first_prompts(environment: Any, settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-    """Returns the text, the number of tokens and the identity of each task, at most ``limit`` of them.
+    """Returns the text of the first prompt and the identity of each task, at most ``limit`` of them.
 
     A task whose chat the environment itself opens has no text yet.
     """

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,19 +75,20 @@ class VerifiersHost:
         self.ended: dict[int, Ended] = {}
         self._lock = threading.Lock()
 
-    def begin(self, tasks: Mapping[int, int], queue: TurnQueue) -> threading.Thread:
-        """Starts the trajectories of a batch, each with a number and a task, and returns the thread that reads of them.
+    def begin(self, tasks: Mapping[int, int], room: Mapping[str, Any], queue: TurnQueue) -> None:
+        """Starts the trajectories of a batch. Their turns come into ``queue``, which ends each of them.
 
-        The thread puts each turn into ``queue`` and ends it at last. It ends with the last trajectory.
+        Args:
+          tasks: The position of the task in the taskset, by the number of the trajectory.
+          room: The limits, as the program's ``Room`` has them.
+          queue: The requests for an engine.
         """
         self._asked, self.ended = {}, {}
         self.answered = {key: [] for key in tasks}
         if self._process is None or not self._process.is_alive:
             self._process = _Process(self._settings)
-        self._process.send({"run": list(tasks.items())})
-        thread = threading.Thread(target=self._read, args=(self._process, set(tasks), queue), daemon=True)
-        thread.start()
-        return thread
+        self._process.send({"run": list(tasks.items()), "room": dict(room)})
+        threading.Thread(target=self._read, args=(self._process, set(tasks), queue), daemon=True).start()
 
     def answer(self, response: Response) -> None:
         """Keeps a turn that the engine answered, and hands its tokens on."""
@@ -260,8 +261,3 @@ def described(path: str) -> dict[str, Any]:
     if not isinstance(read, dict) or not isinstance(read.get("taskset"), dict):
         raise ValueError(f"rollout.environment: {path} must be a mapping with taskset: {{id: NAME}}, got {read!r}")
     return read
-
-
-def failures(ended: Mapping[int, Ended]) -> Iterator[str]:
-    """Yields the failure of each trajectory that failed."""
-    return (one.failure for one in ended.values() if one.failure is not None)

@@ -53,13 +53,7 @@ class Program:
 
         self._connection, self._sending = connection, threading.Lock()
         self._environment = environment.load(settings)
-        room = shim.Room(
-            settings["max_prompt_tokens"],
-            settings["max_response_tokens"],
-            settings["max_turn_tokens"],
-            settings["temperature"],
-        )
-        self._shim = shim.Shim(self._ask, room)
+        self._shim = shim.Shim(self._ask)
         self._settings, self._asked = settings, dict[int, asyncio.Future[dict[str, Any]]]()
         self._numbers = iter(range(1 << 62))
         self._running: dict[Asking, asyncio.Task[None]] = {}
@@ -72,13 +66,14 @@ class Program:
         threading.Thread(target=self._read, args=(messages, asyncio.get_running_loop()), daemon=True).start()
         alive = asyncio.create_task(self._watch())
         url = await self._shim.start()
-        context = environment.model_context(self._settings, url)
         async with self._environment.serving():
             self.send({"ready": True})
             while (message := await messages.get()) is not None:
                 if "run" in message:
+                    room = shim.Room(**message["room"])
+                    context = environment.model_context(self._settings, url, room.temperature)
                     for key, index in message["run"]:
-                        asking = shim.Asking(key)
+                        asking = shim.Asking(key, room)
                         self._running[asking] = asyncio.create_task(self._play(asking, index, context))
                 elif (waiting := self._asked.pop(message["answer"], None)) is not None and not waiting.done():
                     waiting.set_result(message)

@@ -25,12 +25,30 @@ SESSION = "X-Session-ID"
 _LARGEST = 1 << 30  # The largest body of a request (bytes); aiohttp's own limit is 1 MiB.
 
 
+@dataclass(frozen=True)
+class Room:
+    """The limits of the trajectories of a batch.
+
+    Attributes:
+      prompt_tokens: The longest first prompt (tokens).
+      response_tokens: The most tokens behind the first prompt.
+      turn_tokens: The most tokens of one turn.
+      temperature: The temperature of the batch, the only one that it is sampled at.
+    """
+
+    prompt_tokens: int
+    response_tokens: int
+    turn_tokens: int
+    temperature: float
+
+
 @dataclass(eq=False)
 class Asking:
     """One trajectory that asks for turns.
 
     Attributes:
       key: The number of the trajectory.
+      room: The limits.
       turns: The number of turns asked for so far.
       first: The number of tokens of the first prompt, or None before it.
       is_full: Whether a turn was refused because no token was left for it.
@@ -40,6 +58,7 @@ class Asking:
     """
 
     key: int
+    room: Room
     turns: int = 0
     first: int | None = None
     is_full: bool = False
@@ -48,31 +67,20 @@ class Asking:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-@dataclass(frozen=True)
-class Room:
-    """The limits on the tokens of a trajectory."""
-
-    prompt_tokens: int  # the longest first prompt
-    response_tokens: int  # the most tokens behind the first prompt
-    turn_tokens: int  # the most tokens of one turn; 0 for no limit of its own
-    temperature: float  # the temperature of the run, the only one that is sampled at
-
-
 Ask = Callable[[Asking, list[int], int], Awaitable[dict[str, Any]]]
 
 
 class Shim:
     """The server; ``sessions`` says which trajectory each trace belongs to."""
 
-    def __init__(self, ask: Ask, room: Room) -> None:
+    def __init__(self, ask: Ask) -> None:
         """Prepares the server.
 
         Args:
           ask: A function of trajectory, tokens and most tokens that returns the answer of the engine.
-          room: The limits.
         """
         self.sessions: dict[str, Asking] = {}
-        self._ask, self._room = ask, room
+        self._ask = ask
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -102,18 +110,19 @@ class Shim:
             return _refused("no trajectory of this run asks: the header with its trace is unknown")
         body = await request.json()
         params = body.get("sampling_params", {})
-        if (refusal := self._unlike(params)) is not None:
+        if (refusal := _unlike(params, asking.room)) is not None:
             return _refused(refusal)
         async with asking.lock:
             tokens = body["token_ids"]
+            room = asking.room
             asking.first = len(tokens) if asking.first is None else asking.first
-            if asking.first > self._room.prompt_tokens:
-                return _refused(f"the prompt has {asking.first} tokens, more than {self._room.prompt_tokens}")
-            left = asking.first + self._room.response_tokens - len(tokens)
+            if not 1 <= asking.first <= room.prompt_tokens:
+                return _refused(f"the prompt has {asking.first} tokens, expected 1 to {room.prompt_tokens}")
+            left = asking.first + room.response_tokens - len(tokens)
             if left < 1:
                 asking.is_full = True
-                return _refused(f"this trajectory's {FULL} is {asking.first + self._room.response_tokens} tokens")
-            limits = (left, self._room.turn_tokens or left, params.get("max_tokens") or left)
+                return _refused(f"this trajectory's {FULL} is {asking.first + room.response_tokens} tokens")
+            limits = (left, room.turn_tokens, params.get("max_tokens") or left)
             asking.turns += 1
             answer = await self._ask(asking, tokens, min(limits))
         logprobs = zip(answer["token_ids"], answer["logprobs"], strict=True)
@@ -126,14 +135,15 @@ class Shim:
         }
         return web.json_response({"request_id": f"{asking.key}-{asking.turns}", "choices": [choice]})
 
-    def _unlike(self, params: dict[str, Any]) -> str | None:
-        """Returns what is wrong with sampling settings that the run does not sample with, or None."""
-        asked = params.get("temperature", self._room.temperature)
-        if asked != self._room.temperature:
-            return f"the environment asks for temperature {asked}, but the run samples at {self._room.temperature}"
-        if params.get("stop"):
-            return "the environment asks for stop strings, but the run stops at tokens"
-        return None
+
+def _unlike(params: dict[str, Any], room: Room) -> str | None:
+    """Returns what is wrong with sampling settings that the batch is not sampled with, or None."""
+    asked = params.get("temperature", room.temperature)
+    if asked != room.temperature:
+        return f"the environment asks for temperature {asked}, but the run samples at {room.temperature}"
+    if params.get("stop"):
+        return "the environment asks for stop strings, but the run stops at tokens"
+    return None
 
 
 def _refused(message: str) -> web.Response:

@@ -1,0 +1,228 @@
+"""Trajectories of environments of ``verifiers``, which runs the chat itself and asks for each turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rljax.data.prompts import Problem, template_arguments
+from rljax.data.tokenizer import Tokenizer
+from rljax.record.rows import Row
+from rljax.rollout.engine import RolloutEngine, check_wanted
+from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.recorder import Recorder
+from rljax.rollout.episodes.verifiers.host import Ended, VerifiersHost, described, read_tasks
+from rljax.rollout.episodes.verifiers.join import Answered, UnmatchedBranchError, rows_of
+from rljax.rollout.turns import TurnQueue
+from rljax.rollout.types import Response, SamplingParams
+from rljax.run.config import Config
+from rljax.run.sampling import Begun, Scored
+from rljax.run.stop import StopRequest
+
+log = logging.getLogger(__name__)
+
+PREFIX = "verifiers:"
+"""The beginning of ``rollout.environment`` for an environment of verifiers."""
+
+TASK = "verifiers_task"
+"""The key of a problem with the position of its task in the taskset."""
+
+_COUNTED = {
+    "timeout": "turns/env_timeouts",
+    "environment": "turns/env_errors",
+    "process": "turns/env_deaths",
+    "provider": "turns/provider_errors",
+    "unscored": "turns/unscored",
+    "rows": "turns/forked_too_often",
+    "unmatched": "turns/unmatched",
+}
+_TOOLS = {"calls": "turns/tool_calls", "errors": "turns/tool_errors", "timeouts": "turns/tool_timeouts"}
+_SILENCE_S = 30.0  # beside ``call_timeout_s``: a process that is short of time also gives its sign of life late
+
+
+def program_settings(config: Config, stops: Sequence[int] = ()) -> dict[str, Any]:
+    """Returns the first message to the process of verifiers.
+
+    Args:
+      config: The configuration of the run, with the local directory of the model.
+      stops: The token ids that end a turn.
+
+    Raises:
+      ValueError: The file of the environment cannot be read.
+    """
+    data, episode = config.data, config.rollout.episode
+    given = described((config.rollout.environment or "").removeprefix(PREFIX))
+    renderer = {
+        "directory": str(Path(config.model.path).absolute()),
+        "stops": list(stops),
+        "chat_template": data.chat_template is not False,
+        "arguments": template_arguments(data.enable_thinking, data.chat_template_kwargs),
+        **given.pop("renderer", {}),
+    }
+    return {
+        "environment": given,
+        "renderer": renderer,
+        "paths": [str(Path.cwd())],
+        "agent": {"max_turns": episode.max_turns},
+        "tool_timeout_s": episode.tool_timeout_s,
+        "call_timeout_s": episode.call_timeout_s,
+    }
+
+
+def verifiers_problems(config: Config) -> list[Problem]:
+    """Returns a problem for each task of the taskset, at most ``data.task_problems`` of them.
+
+    Raises ValueError if the environment cannot be loaded, or has no task.
+    """
+    tasks = read_tasks(program_settings(config), config.data.task_problems)
+    if not tasks:
+        raise ValueError(f"rollout.environment = {config.rollout.environment} has no task")
+    # A task whose environment opens the chat has no text before that.
+    return [
+        {"prompt": task["text"] or f"task {i}", "answer": task["identity"], TASK: i} for i, task in enumerate(tasks)
+    ]
+
+
+class VerifiersEpisodes:
+    """A ``Source`` of trajectories with an environment of verifiers."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        tokenizer: Tokenizer,
+        settings: Mapping[str, Any],
+        config: EpisodeConfig,
+        *,
+        max_prompt_tokens: int,
+        stop: StopRequest | None = None,
+    ) -> None:
+        """Starts the process of verifiers.
+
+        Args:
+          engine: The engine that samples the turns.
+          tokenizer: The tokenizer of the problems' prompts.
+          settings: The message of ``program_settings``.
+          config: The limits of a trajectory.
+          max_prompt_tokens: The longest first prompt.
+          stop: The object that says whether sampling is given up; None: it never is.
+
+        Raises:
+          ValueError: The environment cannot be loaded.
+        """
+        self._engine, self._tokenizer, self._config = engine, tokenizer, config
+        self._host = VerifiersHost(settings, config.call_timeout_s + _SILENCE_S)
+        self._max_prompt_tokens, self._stop = max_prompt_tokens, stop or StopRequest()
+        self._counts: Counter[str] = Counter()
+
+    def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
+        """Begins ``n`` trajectories of each problem. Raises as ``RolloutEngine.answer``."""
+        prompts = [self._tokenizer.encode(problem["prompt"]) for problem in problems]
+        metrics: Row = {}
+        return Begun(prompts, self._scored(problems, prompts, n, params, seed, metrics), metrics)
+
+    def pop_metrics(self) -> Row:
+        """Returns the counts since the last call, of each kind of failure and of tools.
+
+        ``reward/errors`` counts failed trajectories, and ``reward/timeouts`` those of them that took too long.
+        """
+        counts, self._counts = self._counts, Counter()
+        row: Row = {
+            "reward/errors": sum(counts[name] for name in _COUNTED.values()),
+            "reward/timeouts": counts["turns/env_timeouts"],
+        }
+        return row | {name: counts[name] for name in [*_COUNTED.values(), *_TOOLS.values(), "turns/forked"]}
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._host.stop()
+
+    def _scored(
+        self,
+        problems: Sequence[Problem],
+        prompts: Sequence[np.ndarray],
+        n: int,
+        params: SamplingParams,
+        seed: int,
+        metrics: Row,
+    ) -> Iterator[Scored]:
+        """Yields all trajectories once the last one has ended."""
+        room = params.max_response_tokens
+        limit = min(self._config.max_turn_tokens or room, room)
+        limits = {
+            "prompt_tokens": self._max_prompt_tokens,
+            "response_tokens": room,
+            "turn_tokens": limit,
+            "temperature": params.temperature,
+        }
+        tasks = {i * n + j: int(problem[TASK]) for i, problem in enumerate(problems) for j in range(n)}
+        queue = TurnQueue(tasks, self._stop)
+        self._host.begin(tasks, limits, queue)
+        samples = self._engine.answer(queue, dataclasses.replace(params, max_response_tokens=limit), seed=seed)
+        for response in samples:
+            check_wanted(self._stop)
+            self._stop.progress()
+            self._host.answer(response)
+        metrics |= samples.metrics
+        outcomes = {key: self._outcome(self._host.ended[key], self._host.answered[key]) for key in sorted(tasks)}
+        if not any(one.rows for one in outcomes.values()):
+            said = next(iter(self._host.ended.values())).error
+            raise RuntimeError(f"all {len(tasks)} trajectories of verifiers failed before their first token: {said}")
+        metrics["turns/limited"] = sum(one.is_limited for one in outcomes.values())
+        for key, one in outcomes.items():
+            i, j = divmod(key, n)
+            response = one.response(prompts[i], i, j)
+            text = "".join(self._tokenizer.decode(row.token_ids[row.turns > 0]) for row in response.rows)
+            yield Scored(prompts[i], response, text, one.reward)
+
+    def _outcome(self, ended: Ended, answered: Sequence[Answered]) -> _Outcome:
+        """Returns what is trained on of a trajectory, and counts why it failed."""
+        failure, error, rows = ended.failure, ended.error, list[Recorder]()
+        try:
+            rows = rows_of(answered, ended.branches)
+        except UnmatchedBranchError as unmatched:
+            failure, error = "unmatched", str(unmatched)
+        self._counts["turns/forked"] += len(rows) > 1
+        if failure is None and len(rows) > self._config.max_rows:
+            failure = "rows"
+            error = f"it has {len(rows)} rows of tokens, more than rollout.episode.max_rows = {self._config.max_rows}"
+        if failure is None and not rows:
+            failure, error = "environment", "it ended without a turn"
+        for name, key in _TOOLS.items():
+            self._counts[key] += ended.tools.get(name, 0)
+        if failure is not None:
+            if not any(self._counts[name] for name in _COUNTED.values()):
+                log.warning("a trajectory of verifiers failed and carries no loss (%s): %s", failure, error)
+            self._counts[_COUNTED[failure]] += 1
+        is_cut = bool(answered) and answered[-1].response.truncated
+        reward = math.nan if failure is not None or ended.reward is None else ended.reward
+        return _Outcome(rows[: self._config.max_rows], reward, ended.is_full or is_cut, ended.is_full)
+
+
+class _Outcome(NamedTuple):
+    """What is trained on of a trajectory."""
+
+    rows: list[Recorder]
+    reward: float
+    is_truncated: bool
+    is_limited: bool  # whether a turn was refused because no token was left
+
+    def response(self, prompt: np.ndarray, prompt_index: int, sample_index: int) -> Response:
+        """Returns the rows as one response to a problem with the ``prompt``."""
+        made = [
+            row.response(
+                prompt_index,
+                sample_index,
+                truncated=self.is_truncated,
+                own_prompt=i > 0 or not np.array_equal(row.prompt, prompt),
+            )
+            for i, row in enumerate(self.rows or [Recorder(prompt)])
+        ]
+        return dataclasses.replace(made[0], further=tuple(itertools.islice(made, 1, None)))
