@@ -29,6 +29,7 @@ OF_A_SCRIPT = {
     "slurm": "tools/test_slurm.sh",
     "store": "tools/test_store.sh",
     "trackers": "tools/test_trackers.sh",
+    "verifiers": "tools/test_verifiers.sh",
 }
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

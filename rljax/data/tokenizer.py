@@ -172,7 +172,8 @@ class Tokenizer:
             raise ValueError(f"the chat template fails on {what} ({type(error).__name__}): {error}") from error
 
     def _rendered(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
-        return self._template.render(messages=messages, tools=None, documents=None, **(arguments | self._named))
+        known = {"messages": messages, "tools": None, "documents": None}
+        return self._template.render(known | arguments | self._named)
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:

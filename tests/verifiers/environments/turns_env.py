@@ -1,0 +1,53 @@
+"""A taskset and an environment of verifiers: three turns, between which a user says "9+"."""
+
+import asyncio
+
+import verifiers.v1 as vf
+
+
+class TurnsTaskConfig(vf.TaskConfig):
+    rewards_fail: bool = False
+    seconds: float = 0.0
+    """How long scoring takes."""
+
+
+class TurnsTask(vf.Task[vf.TaskData, vf.State, TurnsTaskConfig]):
+    @vf.reward
+    async def length(self, trace) -> float:
+        if self.config.rewards_fail:
+            raise RuntimeError("no reward today")
+        await asyncio.sleep(self.config.seconds)
+        return float(sum(len(message.content or "") for message in trace.assistant_messages))
+
+
+class TurnsTasksetConfig(vf.TasksetConfig):
+    task: TurnsTaskConfig = TurnsTaskConfig()
+
+
+class TurnsTaskset(vf.Taskset[TurnsTask, TurnsTasksetConfig]):
+    def load(self):
+        for i in range(4):
+            yield TurnsTask(vf.TaskData(prompt=f"{i}+1="), self.config.task)
+
+
+class TurnsEnvConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+    other: vf.AgentConfig = vf.AgentConfig()
+    turns: int = 3
+    both: bool = False
+    """Whether a second agent plays, too, so that no single one is trained."""
+
+
+class TurnsEnv(vf.Env[TurnsEnvConfig]):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as chat:
+            segment = await chat.turn()
+            for _ in range(self.config.turns - 1):
+                if segment.terminated:
+                    break
+                segment = await chat.turn("9+")
+        if self.config.both:
+            await agents.other.run(task)
+
+
+__all__ = ["TurnsEnv", "TurnsTaskset"]
