@@ -44,6 +44,7 @@ TOYS: Mapping[str, ToyTask] = {
     "calculator": ToyTask(toy_calculator.calculator_problems, "addition", toy_calculator.MAX_RESPONSE_TOKENS),
 }
 FILE_REWARD = "math"
+VERIFIERS = "verifiers"  # the task whose problems are those of the environment of the rollouts
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class DataConfig:
     task: str = "toy"
     """toy: three-digit addition. toy_swaps: letters that change places. calculator: additions for the environment
     ``rljax.rollout.episodes.calculator:Calculator``. file: the problems in ``path``. ``reasoning_gym:NAME``: a task of
-    reasoning-gym; ``reasoning_gym:NAME+NAME``: a mixture of several."""
+    reasoning-gym; ``reasoning_gym:NAME+NAME``: a mixture of several. verifiers: the tasks of ``rollout.environment``,
+    which also rewards them."""
     task_options: tuple[str, ...] = ()
     """Settings of a reasoning-gym task, each as ``NAME=VALUE`` with VALUE as JSON, or else text: ``min_digits=1``. In a
     mixture, ``TASK.NAME=VALUE`` is for one task."""
@@ -116,8 +118,8 @@ class DataConfig:
     def _check_task(self) -> None:
         """Raises ValueError for a task of no known kind, and for settings that its kind does not have."""
         is_gym = bool(gym.task_names(self.task))
-        if self.task not in (*TOYS, "file") and not is_gym:
-            known = f"{', '.join(TOYS)}, file or {gym.PREFIX}NAME"
+        if self.task not in (*TOYS, "file", VERIFIERS) and not is_gym:
+            known = f"{', '.join(TOYS)}, file, {VERIFIERS} or {gym.PREFIX}NAME"
             raise ValueError(f"task must be {known}, got {self.task!r}")
         for name in ("task_options", "task_instruction"):
             if getattr(self, name) and not is_gym:
@@ -183,7 +185,11 @@ def training_problems(
       ValueError: The file cannot be read, or a row is not a problem; the message names the row.
     """
     source = str(config.path) if config.task == "file" else config.task
-    problems = _problems(source, "train", config, tokenizer, tally)
+    return fraction_of(_problems(source, "train", config, tokenizer, tally), config)
+
+
+def fraction_of(problems: Sequence[Problem], config: DataConfig) -> Sequence[Problem]:
+    """Returns the fraction of the problems that is trained on."""
     if config.fraction == 1.0:
         return problems
     order = np.random.default_rng(config.seed).permutation(len(problems))
@@ -205,7 +211,7 @@ def evaluation_datasets(
       ValueError: A file cannot be read, or two datasets have the same name.
     """
     datasets: dict[str, Sequence[Problem]] = {}
-    for entry in names or ([] if config.task == "file" else [config.task]):
+    for entry in names or ([] if config.task in ("file", VERIFIERS) else [config.task]):
         name, equals, source = entry.partition("=")
         if not equals:
             name, source = Path(entry).stem.removeprefix(gym.PREFIX), entry

@@ -45,6 +45,7 @@ _COUNTED = {
     "unmatched": "turns/unmatched",
 }
 _TOOLS = {"calls": "turns/tool_calls", "errors": "turns/tool_errors", "timeouts": "turns/tool_timeouts"}
+_ENDLESS = 10_000  # the tasks that are taken of a taskset without end
 _SILENCE_S = 30.0  # beside ``call_timeout_s``: a process that is short of time also gives its sign of life late
 
 
@@ -78,11 +79,11 @@ def program_settings(config: Config, stops: Sequence[int] = ()) -> dict[str, Any
 
 
 def verifiers_problems(config: Config) -> list[Problem]:
-    """Returns a problem for each task of the taskset, at most ``data.task_problems`` of them.
+    """Returns a problem for each task of the taskset. Of a taskset without end it returns the first 10,000.
 
     Raises ValueError if the environment cannot be loaded, or has no task.
     """
-    tasks = read_tasks(program_settings(config), config.data.task_problems)
+    tasks = read_tasks(program_settings(config), _ENDLESS)
     if not tasks:
         raise ValueError(f"rollout.environment = {config.rollout.environment} has no task")
     # A task whose environment opens the chat has no text before that.

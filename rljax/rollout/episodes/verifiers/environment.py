@@ -70,13 +70,14 @@ def model_context(settings: Mapping[str, Any], url: str, temperature: float) -> 
 
 
 def first_prompts(environment: Any, settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-    """Returns the text of the first prompt and the identity of each task, at most ``limit`` of them.
+    """Returns the text of the first prompt and the identity of each task.
 
-    A task whose chat the environment itself opens has no text yet.
+    A task whose chat the environment itself opens has no text yet. Of a taskset without end, these are the first
+    ``limit`` tasks.
     """
     renderer = AppendingRenderer(None, AppendingConfig(**settings["renderer"]))
     found = []
-    for task in itertools.islice(environment.taskset, limit):
+    for task in itertools.islice(environment.taskset, None if environment.taskset.bounded else limit):
         data = task.data
         messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
         if isinstance(data.prompt, str):

@@ -158,9 +158,10 @@ def _ended(message: Mapping[str, Any]) -> Ended:
 
 
 def read_tasks(settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-    """Returns the text of the first prompt and the identity of each task, at most ``limit`` of them.
+    """Returns the text of the first prompt and the identity of each task.
 
-    Raises ValueError if the environment cannot be loaded.
+    Of a taskset without end, these are the first ``limit`` tasks. Raises ValueError if the environment cannot be
+    loaded.
     """
     process = _Process({**settings, "tasks": limit}, is_told="tasks")
     process.close()

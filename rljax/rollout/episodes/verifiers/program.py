@@ -84,7 +84,7 @@ class Program:
         await self._shim.close()
 
     def tell_tasks(self, limit: int) -> None:
-        """Sends the first prompt of each task, at most ``limit`` of them, and how many tokens it has."""
+        """Sends the first prompt of each task, and of ``limit`` tasks where there is no end of them."""
         from rljax.rollout.episodes.verifiers import environment
 
         self.send({"tasks": environment.first_prompts(self._environment, self._settings, limit)})
