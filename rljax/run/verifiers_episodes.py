@@ -41,7 +41,7 @@ _COUNTED = {
     "process": "turns/env_deaths",
     "provider": "turns/provider_errors",
     "unscored": "turns/unscored",
-    "rows": "turns/forked_too_often",
+    "rows": "turns/too_many_rows",
     "unmatched": "turns/unmatched",
 }
 _TOOLS = {"calls": "turns/tool_calls", "errors": "turns/tool_errors", "timeouts": "turns/tool_timeouts"}

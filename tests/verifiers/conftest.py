@@ -6,10 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from vllm_processes import ONE_THREAD
 
-from rljax.rollout.build import load_jax_engine
+from rljax.policy.families import read_config
+from rljax.policy.hf import load_params
+from rljax.rollout.build import load_jax_engine, make_engine
 from rljax.rollout.episodes.verifiers.host import PYTHON
+from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
+from rljax.rollout.types import RolloutConfig
+from rljax.sharding import MeshConfig, make_mesh
 
 HERE = Path(__file__).parent
 TOY = HERE.parents[1] / "rljax/configs/toy-base"
@@ -36,6 +43,34 @@ def verifiers_python():
 def toy_engine():
     """The embedded engine with the toy base in float32."""
     return load_jax_engine(TOY, "float32", 64)
+
+
+@pytest.fixture(scope="session")
+def vllm_engine(tmp_path_factory):
+    """A real vLLM server with the toy base in float32, which has published it as version 0."""
+    if os.environ.get("RLJAX_SKIP_VLLM") == "1":
+        pytest.skip("RLJAX_SKIP_VLLM=1")
+    try:
+        python = str(vllm_python())
+    except RuntimeError:
+        pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    settings = {"max_model_len": 512, "max_num_seqs": 16, "max_logprobs": 16, "log_path": log, "extra_env": ONE_THREAD}
+    server = start(ServerConfig(str(TOY), python, dtype="float32", **settings), timeout_s=540)
+    policy = read_config(TOY)
+    engine = make_engine(
+        RolloutConfig(engine="vllm", urls=(server.url,), dtype="float32"),
+        policy,
+        make_mesh(MeshConfig(), jax.devices()[:1]),
+        max_prompt_tokens=64,
+        max_tokens=400,
+    )
+    try:
+        engine.publish(load_params(TOY, policy), 0)
+        yield engine
+    finally:
+        engine.close()
+        server.stop()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
+from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import load_tokenizer
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
@@ -45,7 +46,7 @@ def run(tmp_path, engine, settings, *, n=2, room=60, model=TOY, sampling=None, *
     file.write_text(yaml.safe_dump(settings))
     episode = EpisodeConfig(**{"tool_timeout_s": 3.0} | limits)
     rollout = RolloutConfig(environment=f"verifiers:{file}", episode=episode, max_response_tokens=room)
-    config = Config(model=ModelConfig(path=str(model)), rollout=rollout)
+    config = Config(model=ModelConfig(path=str(model)), data=DataConfig(task="verifiers"), rollout=rollout)
     keeping = KeepingEngine(engine)
     source = VerifiersEpisodes(
         keeping, load_tokenizer(model), program_settings(config, [EOS]), episode, max_prompt_tokens=64
@@ -85,9 +86,13 @@ def check_scores(row):
     np.testing.assert_allclose(own[len(row.prompt) :][sampled], row.logprobs[sampled], atol=2e-5)
 
 
-def test_turns_as_the_engine_answered(tmp_path, toy_engine):
+ENGINES = ["toy_engine", pytest.param("vllm_engine", marks=pytest.mark.vllm)]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_turns_as_the_engine_answered(tmp_path, request, name):
     settings = {"taskset": {"id": "turns_env"}}
-    scored, counts, kept = run(tmp_path, toy_engine, settings)
+    scored, counts, kept = run(tmp_path, request.getfixturevalue(name), settings)
     assert sorted(scored) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     tokenizer = load_tokenizer(TOY)
     for (i, j), one in scored.items():
@@ -103,9 +108,10 @@ def test_turns_as_the_engine_answered(tmp_path, toy_engine):
     assert counts["reward/errors"] == counts["turns/forked"] == counts["turns/unmatched"] == 0
 
 
-def test_a_tool_that_adds(tmp_path, toy_engine):
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_tool_that_adds(tmp_path, request, name):
     settings = {"taskset": {"id": "adder_env"}, "renderer": {"parser": "adder_env:calls"}}
-    scored, counts, kept = run(tmp_path, toy_engine, settings, n=4, max_turns=4)
+    scored, counts, kept = run(tmp_path, request.getfixturevalue(name), settings, n=4, max_turns=4)
     tokenizer = load_tokenizer(TOY)
     replies = 0
     for (i, j), one in scored.items():
@@ -119,6 +125,7 @@ def test_a_tool_that_adds(tmp_path, toy_engine):
         assert tokenizer.decode(row.token_ids[row.turns == 0]) == expected
         replies += len(answers) - 1
         assert one.reward >= len(answers) - 1  # The reply to the last turn of a full trajectory is not read.
+        check_scores(row)
     assert counts["turns/tool_calls"] >= replies > 0
     assert counts["turns/tool_errors"] == counts["turns/tool_timeouts"] == counts["reward/errors"] == 0
 
@@ -154,7 +161,7 @@ def test_turns_that_do_not_extend_the_last(tmp_path, toy_engine, forgetful_model
     settings = {"taskset": {"id": "turns_env"}}
     scored, counts, kept = run(tmp_path, toy_engine, settings, n=1, model=forgetful_model, max_rows=max_rows)
     assert counts["turns/forked"] == 2
-    assert counts["turns/forked_too_often"] == counts["reward/errors"] == (2 if max_rows == 1 else 0)
+    assert counts["turns/too_many_rows"] == counts["reward/errors"] == (2 if max_rows == 1 else 0)
     tokenizer = load_tokenizer(TOY)
     for (i, _), one in scored.items():
         assert math.isnan(one.reward) == (max_rows == 1)
@@ -197,7 +204,8 @@ def test_an_unknown_environment_is_named(tmp_path, toy_engine):
 
 def test_problems_are_the_tasks(tmp_path):
     rollout = RolloutConfig(environment="verifiers:turns_env")
-    problems = verifiers_problems(Config(model=ModelConfig(path=str(TOY)), rollout=rollout))
+    data = DataConfig(task="verifiers")
+    problems = verifiers_problems(Config(model=ModelConfig(path=str(TOY)), data=data, rollout=rollout))
     assert [problem["prompt"] for problem in problems] == ["0+1=", "1+1=", "2+1=", "3+1="]
     assert [problem["verifiers_task"] for problem in problems] == [0, 1, 2, 3]
     assert len({problem["answer"] for problem in problems}) == 4

@@ -52,7 +52,7 @@ class Ended(NamedTuple):
     reward: float | None
     branches: list[Branch]
     is_full: bool = False
-    tools: Mapping[str, int] = {}  # noqa: RUF012 - never written to
+    tools: Mapping[str, int] = {}
 
 
 class VerifiersHost:
