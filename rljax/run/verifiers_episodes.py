@@ -180,8 +180,12 @@ class VerifiersEpisodes:
         for key, one in outcomes.items():
             i, j = divmod(key, n)
             response = one.response(prompts[i], i, j)
-            text = "".join(self._tokenizer.decode(row.token_ids[row.turns > 0]) for row in response.rows)
-            yield Scored(prompts[i], response, text, one.reward)
+            yield Scored(prompts[i], response, self._text(response), one.reward)
+
+    def _text(self, response: Response) -> str:
+        """Returns the text of the sampled tokens of all rows."""
+        rows = ((row.token_ids, row.turns) for row in response.rows)
+        return "".join(self._tokenizer.decode(ids[turns > 0]) for ids, turns in rows if turns is not None)
 
     def _outcome(self, ended: Ended, answered: Sequence[Answered]) -> _Outcome:
         """Returns what is trained on of a trajectory, and counts why it failed."""

@@ -198,7 +198,7 @@ def test_remote_agents_are_refused(tmp_path, toy_engine):
 
 
 def test_an_unknown_environment_is_named(tmp_path, toy_engine):
-    with pytest.raises(ValueError, match="cannot be loaded .* 'no_such_env'"):
+    with pytest.raises(ValueError, match=r"cannot be loaded .* 'no_such_env'"):
         run(tmp_path, toy_engine, {"taskset": {"id": "no_such_env"}})
 
 

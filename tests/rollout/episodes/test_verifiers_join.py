@@ -64,7 +64,7 @@ def test_the_last_of_equal_answers_counts():
 
 @pytest.mark.parametrize("ids", [[1, 2, 3, 5], [0, 2, 3, 4]])
 def test_tokens_that_no_engine_answered(ids):
-    with pytest.raises(UnmatchedBranchError, match="took 2 tokens .* answered 0 of them"):
+    with pytest.raises(UnmatchedBranchError, match=r"took 2 tokens .* answered 0 of them"):
         rows_of([FIRST], [branch(ids, "--ss")])
 
 

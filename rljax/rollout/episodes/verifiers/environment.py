@@ -134,8 +134,8 @@ def failure_of(episode: Any, trace: Any) -> tuple[str | None, str]:
     if episode.is_timeout or any(each.is_timeout for each in episode.traces):
         return "timeout", said or "a deadline of the environment passed"
     last = trace.calls[-1].error if trace is not None and trace.calls else None
-    if (errors and errors[-1].type == "ProviderError") or (last is not None and FULL not in last.message):
-        return "provider", said or f"{last.type}: {last.message}"
+    if last is not None and FULL not in last.message:
+        return "provider", f"{last.type}: {last.message}"
     if trace is None or not trace.ok or not episode.ok:
         scored = trace is not None and trace.timing.scoring.start and errors and errors[-1].type == "TaskError"
         return "unscored" if scored else "environment", said

@@ -175,7 +175,7 @@ class _Process:
         """Starts the process and waits for the message with the key ``is_told``. Raises ValueError without one."""
         python = os.environ.get(PYTHON) or sys.executable
         self._connection, theirs = multiprocessing.Pipe()
-        self._output = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - the process writes to it until it ends
         self._sending = threading.Lock()
         loopback = ",".join([*filter(None, [os.environ.get("NO_PROXY")]), "127.0.0.1", "localhost"])
         with theirs:

@@ -38,7 +38,8 @@ def load_package() -> None:
         return
     file = _PACKAGE / "__init__.py"
     spec = importlib.util.spec_from_file_location("rljax", file, submodule_search_locations=[str(_PACKAGE)])
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["rljax"] = module
     spec.loader.exec_module(module)

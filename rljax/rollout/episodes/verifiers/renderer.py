@@ -1,4 +1,4 @@
-"""The renderer of a chat in the process of ``verifiers``: each turn appends tokens, and the past is never encoded again.
+"""The renderer of chats in the process of ``verifiers``: a turn appends tokens, and the past is never encoded again.
 
 The first prompt is rendered by the chat template and encoded. Before each later turn, only the text of the new messages
 is encoded, and follows the tokens that were sampled. Without a template the texts of the messages follow each other.
