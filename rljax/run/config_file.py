@@ -279,7 +279,7 @@ def _print_help(
 def _read_yaml(file: Path, may_have_base: bool, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Places]:
     """Reads a file over its base; ``above`` are the files that named this one."""
     places: Places = {}
-    values = _read_document(file, places)
+    values = read_document(file, places)
     if not isinstance(values, dict):
         got = "an empty file" if values is None else shown(values)
         raise ConfigError(f"{file}: expected a mapping, got {got}")
@@ -297,7 +297,7 @@ def _read_yaml(file: Path, may_have_base: bool, above: tuple[Path, ...] = ()) ->
     return laid_over(below, values), its_places | places
 
 
-def _read_document(file: Path, places: Places) -> Any:
+def read_document(file: Path, places: Places) -> Any:
     """Returns the one document of a file as plain values, and adds the place of each key to ``places``."""
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)

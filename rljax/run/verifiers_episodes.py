@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,11 +20,12 @@ from rljax.record.rows import Row
 from rljax.rollout.engine import RolloutEngine, check_wanted
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.recorder import Recorder
-from rljax.rollout.episodes.verifiers.host import Ended, VerifiersHost, described, read_tasks
+from rljax.rollout.episodes.verifiers.host import Ended, VerifiersHost, read_tasks
 from rljax.rollout.episodes.verifiers.join import Answered, UnmatchedBranchError, rows_of
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config
+from rljax.run.config_file import read_document
 from rljax.run.sampling import Begun, Scored
 from rljax.run.stop import StopRequest
 
@@ -47,6 +49,26 @@ _COUNTED = {
 _TOOLS = {"calls": "turns/tool_calls", "errors": "turns/tool_errors", "timeouts": "turns/tool_timeouts"}
 _ENDLESS = 10_000  # the tasks that are taken of a taskset without end
 _SILENCE_S = 30.0  # beside ``call_timeout_s``: a process that is short of time also gives its sign of life late
+
+
+def described(name: str) -> dict[str, Any]:
+    """Returns the settings of an environment: those in a YAML or TOML file, or the name of a taskset alone.
+
+    Raises ValueError or ConfigError if the file cannot be read.
+    """
+    file = Path(name)
+    if file.suffix == ".toml":
+        try:
+            read = tomllib.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"rollout.environment: {name} cannot be read: {error}") from error
+    elif file.suffix in (".yaml", ".yml"):
+        read = read_document(file, {})
+    else:
+        return {"taskset": {"id": name}}
+    if not isinstance(read, dict) or not isinstance(read.get("taskset"), dict):
+        raise ValueError(f"rollout.environment: {name} must be a mapping with taskset: {{id: NAME}}, got {read!r}")
+    return read
 
 
 def program_settings(config: Config, stops: Sequence[int] = ()) -> dict[str, Any]:
@@ -212,7 +234,7 @@ class VerifiersEpisodes:
 
 
 class _Outcome(NamedTuple):
-    """What is trained on of a trajectory."""
+    """The part of a trajectory that is trained on."""
 
     rows: list[Recorder]
     reward: float

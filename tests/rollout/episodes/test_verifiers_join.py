@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from rljax.rollout.episodes.verifiers.host import described
 from rljax.rollout.episodes.verifiers.join import Answered, Branch, UnmatchedBranchError, rows_of
 from rljax.rollout.types import Response, VersionSpan
 from rljax.run.config import Config, DataConfig, RolloutConfig
+from rljax.run.verifiers_episodes import described
 
 
 def answered(tokens, sampled, logprobs, version):

@@ -10,7 +10,7 @@ import json
 from contextlib import AsyncExitStack
 from typing import Any
 
-import httpx
+import aiohttp
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import connect_mcp, mcp_content_to_chat_content
@@ -53,7 +53,8 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         else:
             messages += [message_to_wire(message) for message in prompt or []]
         async with AsyncExitStack() as stack:
-            http = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
+            unlimited = aiohttp.ClientTimeout(total=None)
+            http = await stack.enter_async_context(aiohttp.ClientSession(timeout=unlimited))
             servers = {
                 name: {"url": url, "timeout": 2 * self.config.tool_timeout, "connect_timeout": 5.0}
                 for name, url in mcp_urls.items()
@@ -63,14 +64,14 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
                 tools.schemas, tools.places, tools.servers = await connect_mcp({"mcpServers": servers}, stack)
             while True:
                 body = {"model": ctx.model, "messages": messages} | ({"tools": tools.schemas} if servers else {})
-                reply = await http.post(
-                    f"{endpoint}/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"}
-                )
-                if reply.status_code == 400 and FULL in reply.text:
+                keys = {"Authorization": f"Bearer {secret}"}
+                async with http.post(f"{endpoint}/chat/completions", json=body, headers=keys) as reply:
+                    text = await reply.text()
+                if reply.status == 400 and FULL in text:
                     break
-                if reply.status_code != 200:
-                    return vf.ProgramResult(exit_code=1, stdout="", stderr=reply.text)
-                message = reply.json()["choices"][0]["message"]
+                if reply.status != 200:
+                    return vf.ProgramResult(exit_code=1, stdout="", stderr=text)
+                message = json.loads(text)["choices"][0]["message"]
                 messages.append(message)
                 if not message.get("tool_calls"):
                     break

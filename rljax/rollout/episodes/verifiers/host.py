@@ -36,11 +36,11 @@ _SAID = 2000  # the last characters of what the process wrote that an error quot
 
 
 class Ended(NamedTuple):
-    """How one trajectory ended.
+    """The end of one trajectory.
 
     Attributes:
-      failure: Why it is not whole (timeout, provider, unscored, environment, process), or None.
-      error: What was said about it.
+      failure: The reason why it is not whole (timeout, provider, unscored, environment, process), or None.
+      error: The message about it.
       reward: The reward, or None if it failed.
       branches: The branches that the library kept.
       is_full: Whether no token was left for a further turn.
@@ -222,7 +222,7 @@ class _Process:
         return dict(json.loads(self._connection.recv_bytes()))
 
     def close(self) -> str:
-        """Ends the process and those that it started, and returns the end of what it wrote, as the end of a message."""
+        """Ends the process and its children, and returns the end of what it wrote, as the end of a message."""
         self._connection.close()
         try:
             self._process.wait(_END_S)
@@ -236,29 +236,3 @@ class _Process:
             self._output.seek(max(0, self._output.tell() - _SAID))
             said = self._output.read().decode(errors="replace").strip()
         return f" ({said})" if said else ""
-
-
-def described(path: str) -> dict[str, Any]:
-    """Returns the settings of an environment: those in a YAML or TOML file, or the identity of a taskset alone.
-
-    Raises ValueError if the file cannot be read.
-    """
-    if path.endswith(".toml"):
-        import tomllib
-
-        try:
-            read = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"rollout.environment: {path} cannot be read: {error}") from error
-    elif path.endswith((".yaml", ".yml")):
-        import yaml
-
-        try:
-            read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ValueError(f"rollout.environment: {path} cannot be read: {error}") from error
-    else:
-        return {"taskset": {"id": path}}
-    if not isinstance(read, dict) or not isinstance(read.get("taskset"), dict):
-        raise ValueError(f"rollout.environment: {path} must be a mapping with taskset: {{id: NAME}}, got {read!r}")
-    return read

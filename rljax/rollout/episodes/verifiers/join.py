@@ -1,4 +1,4 @@
-"""What the engine answered to the turns of a trajectory, joined to the branches that ``verifiers`` kept of it.
+"""The join of an engine's answers to the branches that ``verifiers`` kept of a trajectory.
 
 The library rounds log-probabilities and drops versions, likeliest tokens and routes. So the trainer keeps each answer,
 and a branch only says which of them the trajectory is made of.

@@ -172,7 +172,7 @@ def _call(body: str) -> ParsedToolCall:
 
 
 def _rendered(ids: list[int], past: int, messages: Sequence[Message]) -> RenderedTokens:
-    """Returns ``ids`` with the tokens after the first ``past`` as those of the last message."""
+    """Returns ``ids`` as rendered tokens. The tokens after the first ``past`` belong to the last message."""
     return RenderedTokens(
         token_ids=ids,
         message_indices=[-1] * past + [len(messages) - 1] * (len(ids) - past),

@@ -52,7 +52,7 @@ class Asking:
       turns: The number of turns asked for so far.
       first: The number of tokens of the first prompt, or None before it.
       is_full: Whether a turn was refused because no token was left for it.
-      since: When the environment's turn began, by the clock ``time.monotonic``, or None while the engine samples.
+      since: The time at which the environment's work began (``time.monotonic``), or None while the engine samples.
       is_late: Whether the environment took too long.
       lock: The lock that lets one turn be asked for at a time.
     """
