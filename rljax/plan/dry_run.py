@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from rljax.data.gym_problems import task_names
+from rljax.data.prompts import VERIFIERS
 from rljax.plan.budget import (
     Decoding,
     Demand,
@@ -269,14 +270,16 @@ def _batch(config: Config) -> dict[str, str]:
     micro, rows, tokens = batch_shape(config, of_update)
     each = f", {updates} updates of {of_update}" if updates > 1 else ""
     of_task = f"{config.data.task_problems:,} problems of" if task_names(config.data.task) else "the embedded task"
-    source = config.data.path or f"{of_task} {config.data.task}"
+    source, reward = config.data.path or f"{of_task} {config.data.task}", config.data.reward_name
+    if config.data.task == VERIFIERS:
+        source, reward = f"the tasks of {config.rollout.environment}", "of the environment"
     absent = "" if config.data.path is None or Path(config.data.path).exists() else " (not here)"
     share = f", {config.data.fraction:.1%} of it" if config.data.fraction < 1.0 else ""
     at_most = prompts * (1 + config.rollout.refill_limit)
     refill = {"refill": f"a step samples {prompts} to {at_most} prompts"} if config.rollout.refill else {}
     return {
         "steps": f"{config.run.steps}, seed {config.run.seed}",
-        "data": f"{source}{absent}{share}, reward {config.data.reward_name}",
+        "data": f"{source}{absent}{share}, reward {reward}",
         "a step": f"{prompts} prompts x {group} responses = {count:,} responses{each}",
         **refill,
         "tokens a step": f"at most {count * config.max_sequence_tokens:,}: {config.data.max_prompt_tokens:,} + "
@@ -347,7 +350,8 @@ def _recipe(config: Config) -> dict[str, str]:
         weights += f", score centering over {config.rollout.reported} tokens"
     wanted = config.eval
     evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
-    sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"
+    is_evaluated = wanted.is_wanted and config.data.task != VERIFIERS
+    sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if is_evaluated else "never"
     rollout = config.rollout
     where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(rollout.urls)
     servers = f" at {where} (not asked)" if where else ""

@@ -29,7 +29,7 @@ PYTHON = "RLJAX_VERIFIERS_PYTHON"
 """The environment variable with the Python that has ``verifiers``; without it, the trainer's own."""
 
 _PROGRAM = Path(__file__).with_name("program.py")
-_START_S = 180.0  # verifiers takes 3 to 7 s to import, and a data set may take longer
+_START_S = 600.0  # verifiers takes 3 to 7 s to import; a data set that is downloaded may take minutes
 _POLL_S = 0.25
 _END_S = 10.0  # the longest that the process may take to end its tools by itself
 _SAID = 2000  # the last characters of what the process wrote that an error quotes

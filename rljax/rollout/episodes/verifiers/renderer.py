@@ -19,7 +19,6 @@ from renderers.configs import BaseRendererConfig
 
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 
-_MARK = "the-answer-of-this-turn"
 _TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 Message = Mapping[str, Any]
@@ -85,11 +84,10 @@ class AppendingRenderer:
             return None
         past = [*previous_prompt_ids, *previous_completion_ids]
         try:
-            added = self._tokenizer.encode(self._reply(new_messages, tools)).tolist()
+            reply = self._reply(new_messages, tools, ended=past[-1] == self._tokenizer.template_stop)
         except ValueError:
             return None
-        if added and added[0] == past[-1] and past[-1] in self._config.stops:
-            added = added[1:]  # The policy itself wrote the token that ends its turn.
+        added = self._tokenizer.encode(reply).tolist()
         return _rendered(past + added, len(past), new_messages)
 
     def parse_response(
@@ -111,18 +109,16 @@ class AppendingRenderer:
         known = {"tools": list(tools)} if tools else {}
         return self._tokenizer.render_chat(messages, **self._config.arguments, **known)
 
-    def _reply(self, new_messages: Sequence[Message], tools: Sequence[Any] | None) -> str:
-        """Returns the text from the end of an answer to the beginning of the next one.
+    def _reply(self, new_messages: Sequence[Message], tools: Sequence[Any] | None, *, ended: bool) -> str:
+        """Returns the text from the end of an answer, whose end token is sampled if it ``ended``, to the next answer.
 
-        Raises ValueError if the template refuses the messages, or does not show the text of an answer.
+        Raises ValueError if the template refuses the messages.
         """
+        texts = [{**message, "content": content_text(message)} for message in new_messages]
         if not self._has_template:
-            return "".join(content_text(message) for message in new_messages)
-        past = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}]
-        _, found, reply = self.text([*past, *new_messages], tools).rpartition(_MARK)
-        if not found:
-            raise ValueError("the chat template does not show the text of an answer")
-        return reply
+            return "".join(message["content"] for message in texts)
+        known = {"tools": list(tools)} if tools else {}
+        return self._tokenizer.render_reply(texts, ended=ended, **self._config.arguments, **known)
 
 
 @functools.cache
