@@ -44,7 +44,7 @@ def run(tmp_path, engine, settings, *, n=2, room=60, model=TOY, sampling=None, *
     """All trajectories of two tasks by place, the row of counts, and the turns that the engine answered by key."""
     file = tmp_path / "environment.yaml"
     file.write_text(yaml.safe_dump(settings))
-    episode = EpisodeConfig(**{"tool_timeout_s": 3.0} | limits)
+    episode = EpisodeConfig(**{"tool_timeout_s": 60.0, "call_timeout_s": 120.0} | limits)
     rollout = RolloutConfig(environment=f"verifiers:{file}", episode=episode, max_response_tokens=room)
     config = Config(model=ModelConfig(path=str(model)), data=DataConfig(task="verifiers"), rollout=rollout)
     keeping = KeepingEngine(engine)
@@ -134,7 +134,8 @@ def test_a_tool_that_adds(tmp_path, request, name):
 def test_a_tool_that_misbehaves(tmp_path, toy_engine, mode, name):
     taskset = {"id": "adder_env", "tools": {"mode": mode}}
     settings = {"taskset": taskset, "renderer": {"parser": "adder_env:calls"}}
-    scored, counts, _ = run(tmp_path, toy_engine, settings, max_turns=2, room=300)
+    late = {} if mode == "raises" else {"tool_timeout_s": 3.0}
+    scored, counts, _ = run(tmp_path, toy_engine, settings, max_turns=2, room=300, **late)
     assert counts["turns/tool_calls"] == counts[f"turns/tool_{name}"] > 0
     assert counts["reward/errors"] == 0
     assert all(math.isfinite(one.reward) for one in scored.values())
