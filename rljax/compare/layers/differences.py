@@ -31,6 +31,7 @@ LIMITS = {"float32": 2e-6, "float16": 6.25e-4, "bfloat16": 5e-3}
 PRODUCT_LIMITS = {"float32": 2e-6, "float16": 1.25e-4, "bfloat16": 1e-3}
 """The limits of products and sums, which round a float32 number once on either side."""
 OTHER_DTYPE = 2.0  # the factor of the limits where the dtypes of the scorers differ
+EXPERTS = 2.0  # the factor of the limits for all experts together: engines round between their products, or do not
 ONE_PLACE = 3.0  # the factor of the limits for a single channel and for a single token
 BIAS, BIAS_ACTIVATION = 0.03, 0.08  # the factors of the limits for a scale: rounding up and down cancels in the mean
 BIAS_NOISE = 5.0  # a scale must also be this many times its standard error, and 1 + 4 / t times that for t tokens
@@ -141,6 +142,8 @@ def _difference(
         return Difference(operation, *errors, float("inf"), ("", ""), hint)
     precisions = precision(expected), precision(value)
     limit = _limit(operation, dtypes, precisions)
+    if operation.kind == "mlp" and config.num_experts:
+        limit = max(limit, EXPERTS * _limit(Operation("activation"), dtypes, precisions))
     gap, wide = np.subtract(value, expected, dtype=np.float64), expected.astype(np.float64)
     channels, tokens = (
         np.linalg.norm(gap, axis=axis) / np.maximum(np.linalg.norm(wide, axis=axis), _TINY) for axis in (0, 1)
