@@ -1,0 +1,138 @@
+"""Measures the mismatch of the turns behind a tool's text against that of the turns before it, from run directories.
+
+    python tools/make_toy_base.py runs/calculator-base --task calculator
+    python -m rljax.train configs/calculator.yaml --run.dir runs/calculator-0 --run.seed 0
+    python experiments/calculator_turns.py runs/calculator-* --json benchmarks/calculator_turns.json
+
+The steps of a run are divided by their mean reward: "learning" below 0.9, and "learned" from the first step on whose
+trailing mean over ten steps is 0.9. Each number is a mean of |trainer - rollout| per token (nats), over all tokens of a
+place in these steps. The figure shows the reward, the share of trajectories with a call, and both turns' mismatch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from rljax.errors import ConfigError, run_cli
+from rljax.record.panel_style import COLORS, head, log_axis, save_figure, style_axis
+from rljax.record.rows import Row, read_rows, trailing_mean
+from rljax.record.text_tables import text_table
+
+PLACES = ("turn_1", "turn_2", "after_1", "after_2_to_4")
+LEARNED, WINDOW = 0.9, 10
+
+
+def learned_step(rows: Sequence[Row]) -> int:
+    """Returns the number of steps before the trailing mean reward is first ``LEARNED``; all steps if it never is."""
+    mean = trailing_mean([row["reward/mean"] for row in rows], WINDOW)
+    reached = np.flatnonzero(np.asarray(mean) >= LEARNED)
+    return int(reached[0]) if len(reached) else len(rows)
+
+
+def pooled(rows: Sequence[Row], place: str) -> tuple[float, int]:
+    """Returns the mean |trainer - rollout| over all tokens of a place (nats; NaN without tokens) and their number."""
+    pairs = [
+        (row[f"turns/{place}/logprob_abs_diff_mean"], row[f"turns/{place}/token_count"])
+        for row in rows
+        if f"turns/{place}/token_count" in row
+    ]
+    tokens = int(sum(count for _, count in pairs))
+    return (sum(mean * count for mean, count in pairs) / tokens if tokens else math.nan), tokens
+
+
+def turns_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """Computes the numbers of one run."""
+    step = learned_step(rows)
+    found: dict[str, Any] = {"steps": len(rows), "learned_at": step if step < len(rows) else None}
+    for name, part in (("first", rows[:WINDOW]), ("last", rows[-WINDOW:])):
+        found[f"reward_{name}"] = float(np.mean([row["reward/mean"] for row in part]))
+        found[f"calls_{name}"] = float(np.mean([row["turns/tool_calls"] for row in part]))
+    for name, part in (("learning", rows[:step]), ("learned", rows[step:])):
+        values = {place: pooled(part, place) for place in PLACES}
+        found[name] = {place: {"mean": mean, "tokens": tokens} for place, (mean, tokens) in values.items()}
+        found[name]["ratio"] = values["turn_2"][0] / values["turn_1"][0] if values["turn_1"][1] else math.nan
+    return found
+
+
+def sign_test(ratios: Sequence[float]) -> float:
+    """Computes the exact two-sided p of a split of ratios at 1 as uneven as this, if both sides were equally likely."""
+    n, above = len(ratios), sum(ratio > 1 for ratio in ratios)
+    fewer = min(above, n - above)
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
+
+
+def plot(runs: dict[str, Sequence[Row]], out: Path) -> None:
+    """Draws a column of three panels for each run."""
+    figure = Figure(figsize=(5 * len(runs), 7.5), layout="constrained")
+    axes = figure.subplots(3, len(runs), squeeze=False)
+    for column, (name, rows) in enumerate(runs.items()):
+        steps = [row["step"] for row in rows]
+        for axis in axes[:, column]:
+            style_axis(axis, steps[0], steps[-1])
+        head(axes[0, column], f"{name}: reward", "mean reward")
+        axes[0, column].plot(steps, [row["reward/mean"] for row in rows], color=COLORS[0])
+        head(axes[1, column], "calls", "calls of a step")
+        axes[1, column].plot(steps, [row["turns/tool_calls"] for row in rows], color=COLORS[2])
+        head(axes[2, column], "mismatch by turn", "mean |trainer - rollout| (nats)")
+        every = []
+        for color, place in zip((COLORS[0], COLORS[1]), ("turn_1", "turn_2"), strict=True):
+            values = [row.get(f"turns/{place}/logprob_abs_diff_mean", math.nan) for row in rows]
+            axes[2, column].plot(steps, values, color=color, label=place.replace("_", " "))
+            every += values
+        log_axis(axes[2, column], np.asarray(every))
+        axes[2, column].legend(frameon=False, fontsize=9)
+    save_figure(figure, out)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a table with a row for each run, and writes the JSON file and the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--figure", type=Path, help="file for the figure of the runs in --shown")
+    parser.add_argument("--shown", nargs="*", default=[], metavar="NAME=RUN", help="the runs of the figure")
+    options = parser.parse_args(argv)
+    found = {}
+    for run in options.runs:
+        rows = read_rows(run / "metrics.jsonl")
+        if not rows or "turns/tool_calls" not in rows[0]:
+            raise ConfigError(f"{run} has no rows of a run with an environment")
+        found[run.name] = turns_of(rows)
+    cells = [["run", "reward", "calls a step", "learned at", "part", *PLACES, "turn 2 / turn 1"]]
+    for name, run in found.items():
+        for part in ("learning", "learned"):
+            means = [f"{run[part][place]['mean']:.2e}" for place in PLACES]
+            told = [f"{run['reward_first']:.2f} -> {run['reward_last']:.2f}"]
+            told += [f"{run['calls_first']:.0f} -> {run['calls_last']:.0f}", str(run["learned_at"])]
+            cells.append([name, *told, part, *means, f"{run[part]['ratio']:.2f}"])
+    print(text_table(cells))
+    for part in ("learning", "learned"):
+        ratios = [run[part]["ratio"] for run in found.values() if math.isfinite(run[part]["ratio"])]
+        above = sum(ratio > 1 for ratio in ratios)
+        print(
+            f"{part}: turn 2 above turn 1 in {above} of {len(ratios)} runs, exact sign test p = {sign_test(ratios):.3g}"
+        )
+    if options.json:
+        options.json.write_text(json.dumps({"runs": found}, indent=1) + "\n")
+    if options.figure:
+        plot(
+            {
+                name: read_rows(Path(run) / "metrics.jsonl")
+                for name, _, run in (s.partition("=") for s in options.shown)
+            },
+            options.figure,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
