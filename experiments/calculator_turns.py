@@ -1,7 +1,7 @@
 """Measures the mismatch of the turns behind a tool's text against that of the turns before it, from run directories.
 
     python tools/make_toy_base.py runs/calculator-base --task calculator
-    python -m rljax.train configs/calculator.yaml --run.dir runs/calculator-0 --run.seed 0
+    python -m rljax.train experiments/calculator.yaml --run.dir runs/calculator-0 --run.seed 0
     python experiments/calculator_turns.py runs/calculator-* --json benchmarks/calculator_turns.json
 
 The steps of a run are divided by their mean reward: "learning" below 0.9, and "learned" from the first step on whose

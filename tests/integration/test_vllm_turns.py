@@ -51,3 +51,15 @@ def test_a_second_turn_goes_on_from_the_tokens_of_the_first(float32, prompts):
             np.testing.assert_allclose(response.logprobs, logprobs[start : start + response.length], atol=1e-4, rtol=0)
             np.testing.assert_array_equal(response.token_ids, again[key, turn][0].token_ids)
     assert any(first[place][0].token_ids.tolist() != other[place][0].token_ids.tolist() for place in first)
+
+
+def test_many_seeded_prompts_are_computed_whole(float32):
+    """More tokens of prompts than the server computes at once, each with a seed: a prompt in parts ends its engine."""
+    rng, engine = np.random.default_rng(0), float32.engine()
+    many = [rng.integers(2, 250, 150).astype(np.int32) for _ in range(120)]
+    try:
+        engine.publish(float32.model.params, 1)
+        responses = list(engine.generate(many, 1, SamplingParams(2, stop_token_ids=(1,)), seed=3))
+    finally:
+        engine.close()
+    assert sorted(response.prompt_index for response in responses) == list(range(120))

@@ -54,7 +54,9 @@ class ServerConfig(process.ServerConfig):
         if self.head_dtype != "model":
             args += ["--hf-overrides", f'{{"head_dtype": "{self.head_dtype}"}}']
         if not gpu:
-            args.append("--enforce-eager")
+            # A prompt that is computed in parts ends the CPU build's engine if its request has a seed: vLLM 0.32 sets
+            # the random generator back by an offset, which a generator on a CPU does not have.
+            args += ["--enforce-eager", "--no-enable-chunked-prefill"]
         if self.api_key_file is not None:
             args += ["--middleware", "rljax.weights.access.RequireKey"]
         return [*args, *self.extra_args, "--host", self.host]
