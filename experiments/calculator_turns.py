@@ -38,15 +38,15 @@ def learned_step(rows: Sequence[Row]) -> int:
     return int(reached[0]) if len(reached) else len(rows)
 
 
-def pooled(rows: Sequence[Row], place: str) -> tuple[float, int]:
-    """Returns the mean |trainer - rollout| over all tokens of a place (nats; NaN without tokens) and their number."""
+def pooled(rows: Sequence[Row], place: str) -> tuple[float | None, int]:
+    """Returns the mean |trainer - rollout| over all tokens of a place (nats; None without tokens) and their number."""
     pairs = [
         (row[f"turns/{place}/logprob_abs_diff_mean"], row[f"turns/{place}/token_count"])
         for row in rows
         if f"turns/{place}/token_count" in row
     ]
     tokens = int(sum(count for _, count in pairs))
-    return (sum(mean * count for mean, count in pairs) / tokens if tokens else math.nan), tokens
+    return (sum(mean * count for mean, count in pairs) / tokens if tokens else None), tokens
 
 
 def turns_of(rows: Sequence[Row]) -> dict[str, Any]:
@@ -59,15 +59,9 @@ def turns_of(rows: Sequence[Row]) -> dict[str, Any]:
     for name, part in (("learning", rows[:step]), ("learned", rows[step:])):
         values = {place: pooled(part, place) for place in PLACES}
         found[name] = {place: {"mean": mean, "tokens": tokens} for place, (mean, tokens) in values.items()}
-        found[name]["ratio"] = values["turn_2"][0] / values["turn_1"][0] if values["turn_1"][1] else math.nan
+        first, second = values["turn_1"][0], values["turn_2"][0]
+        found[name]["ratio"] = second / first if first and second else None
     return found
-
-
-def sign_test(ratios: Sequence[float]) -> float:
-    """Computes the exact two-sided p of a split of ratios at 1 as uneven as this, if both sides were equally likely."""
-    n, above = len(ratios), sum(ratio > 1 for ratio in ratios)
-    fewer = min(above, n - above)
-    return min(1.0, 2 * sum(math.comb(n, k) for k in range(fewer + 1)) / 2**n)
 
 
 def plot(runs: dict[str, Sequence[Row]], out: Path) -> None:
@@ -110,17 +104,13 @@ def main(argv: Sequence[str]) -> int:
     cells = [["run", "reward", "calls a step", "learned at", "part", *PLACES, "turn 2 / turn 1"]]
     for name, run in found.items():
         for part in ("learning", "learned"):
-            means = [f"{run[part][place]['mean']:.2e}" for place in PLACES]
+            if not run[part]["turn_1"]["tokens"]:
+                continue
+            means = [f"{run[part][place]['mean'] or math.nan:.2e}" for place in PLACES]
             told = [f"{run['reward_first']:.2f} -> {run['reward_last']:.2f}"]
             told += [f"{run['calls_first']:.0f} -> {run['calls_last']:.0f}", str(run["learned_at"])]
-            cells.append([name, *told, part, *means, f"{run[part]['ratio']:.2f}"])
+            cells.append([name, *told, part, *means, f"{run[part]['ratio'] or math.nan:.2f}"])
     print(text_table(cells))
-    for part in ("learning", "learned"):
-        ratios = [run[part]["ratio"] for run in found.values() if math.isfinite(run[part]["ratio"])]
-        above = sum(ratio > 1 for ratio in ratios)
-        print(
-            f"{part}: turn 2 above turn 1 in {above} of {len(ratios)} runs, exact sign test p = {sign_test(ratios):.3g}"
-        )
     if options.json:
         options.json.write_text(json.dumps({"runs": found}, indent=1) + "\n")
     if options.figure:
