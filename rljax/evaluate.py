@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from rljax.data.gym_problems import task_names
-from rljax.data.prompts import TOYS, DataConfig, Problem, evaluation_datasets, task_reward
+from rljax.data.prompts import TOYS, DataConfig, Problem, evaluation_datasets, task_reward, template_arguments
 from rljax.data.tokenizer import load_tokenizer
 from rljax.errors import caller_errors, check_at_least, run_cli
 from rljax.policy.config import PolicyConfig
@@ -31,13 +32,16 @@ from rljax.policy.model import param_shardings
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine
+from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.hosts import EnvironmentHosts, make_hosts
 from rljax.rollout.types import SERVED, RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
 from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
 from rljax.run.directory import recorded_config
+from rljax.run.episodes import Episodes
 from rljax.run.evaluation import summarize_scores
-from rljax.run.sampling import Sampler, Scored
+from rljax.run.sampling import Sampler, Scored, Source
 from rljax.run.single_turn import SingleTurn
 from rljax.run.training import load_merged, wanted_state
 from rljax.sharding import MeshConfig, make_mesh
@@ -90,6 +94,11 @@ class Arguments:
     """The number of processes that score responses. None: one for each core."""
     reward_timeout_s: float = 10.0
     """The longest time to score one response (seconds)."""
+    environment: str | None = None
+    """The environment of trajectories of several turns, package.module:Class, as in ``rollout.environment``. It
+    replaces ``reward``. None: the policy answers each problem once."""
+    episode: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """The limits of trajectories with an environment, as in ``rollout.episode``."""
     chat_template: bool | Literal["auto"] = "auto"
     """Whether prompts are put into the model's chat template. auto: if they are lists of messages."""
     enable_thinking: bool | None = None
@@ -108,6 +117,8 @@ class Arguments:
             raise ValueError("urls are needed with engine = vllm or sglang, and only there")
         if self.best and self.step is not None:
             raise ValueError("best and step name two checkpoints: give one")
+        if self.environment is not None and self.reward is not None:
+            raise ValueError("environment and reward both score the responses: give one")
 
 
 @dataclass(frozen=True)
@@ -233,8 +244,12 @@ def main(argv: Sequence[str]) -> int:
         toy_limit = toy.max_response_tokens if toy else None
         wanted = toy_limit if arguments.max_response_tokens is None else arguments.max_response_tokens
         limit = response_limit(wanted, policy.config, prompt_tokens)
-        function = arguments.reward or task_reward(arguments.dataset)
-        pool = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
+        scorer: RewardPool | EnvironmentHosts
+        if arguments.environment is not None:
+            scorer = make_hosts(arguments.environment, arguments.episode)
+        else:
+            function = arguments.reward or task_reward(arguments.dataset)
+            scorer = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
     sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
     names = ("engine", "urls", "api_key_file", "dtype")
     rollout = RolloutConfig(**{name: getattr(arguments, name) for name in names})
@@ -242,17 +257,24 @@ def main(argv: Sequence[str]) -> int:
     scored: list[Scored] = []
     total = len(problems) * arguments.n
     with (
-        pool,
+        scorer,
         open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=total, desc=name, unit="response", file=sys.stderr) as bar,
     ):
-        sampler = Sampler(SingleTurn(engine, tokenizer, pool), sampling, arguments.n)
+        source: Source
+        if isinstance(scorer, RewardPool):
+            source = SingleTurn(engine, tokenizer, scorer)
+        else:
+            asked = template_arguments(arguments.enable_thinking, arguments.chat_template_kwargs)
+            limits: dict[str, Any] = {"max_prompt_tokens": prompt_tokens, "template_arguments": asked}
+            source = Episodes(engine, tokenizer, scorer, arguments.episode, **limits)
+        sampler = Sampler(source, sampling, arguments.n)
         for start, part in in_batches(problems, at_once):
             for one in sampler.scored(part, arguments.seed + start):
                 response = dataclasses.replace(one.response, prompt_index=one.response.prompt_index + start)
                 scored.append(one._replace(response=response))
                 bar.update()
-        errors = pool.pop_metrics()["reward/errors"]
+        errors = source.pop_metrics()["reward/errors"]
     if arguments.out is not None:
         write_responses(Path(arguments.out), problems, scored)
     where = {"step": policy.step} if policy.run is not None else {}
@@ -263,13 +285,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_responses(path: Path, problems: Sequence[Problem], scored: Sequence[Scored]) -> None:
-    """Writes one JSON line for each response: problem, sample, prompt, answer, response, reward, length, truncated."""
+    """Writes one JSON line for each response: problem, sample, prompt, answer, response, reward, length, truncated.
+
+    The reward of a trajectory that failed is null.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as out:
         for one in sorted(scored, key=lambda one: one.place):
             index, sample = one.place
             problem = {"prompt": problems[index]["prompt"], "answer": problems[index]["answer"]}
-            line = {"problem": index, "sample": sample, **problem, "response": one.text, "reward": one.reward}
+            line = {"problem": index, "sample": sample, **problem, "response": one.text}
+            line["reward"] = None if math.isnan(one.reward) else one.reward
             line |= {"response_length": one.response.length, "truncated": one.response.truncated}
             out.write(json.dumps(line, ensure_ascii=False) + "\n")
 

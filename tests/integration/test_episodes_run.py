@@ -1,12 +1,14 @@
 """Whole runs of several turns: dumps recounted, resumed, killed, with the exact engine, and on two processes."""
 
+import json
 import signal
 
 import numpy as np
 import pytest
 from process_runs import FLOAT32, TINY, complete_together, largest_differences
-from toy_runs import ROOT, comparable, complete, start, tiny, wait_for_rows
+from toy_runs import ROOT, comparable, complete, outcome, start, tiny, wait_for_rows
 
+from rljax import evaluate
 from rljax.record.token_dumps import read_dump, run_dumps
 
 pytestmark = pytest.mark.slow
@@ -59,6 +61,22 @@ def test_a_resumed_run_of_turns_has_the_same_rows(whole, toy_base, tmp_path):
         code, output = complete(tiny(toy_base, run_dir, steps, *FLOAT32, *TURNS))
         assert code == 0, output
     assert comparable(run_dir) == comparable(whole)
+
+
+def test_a_run_is_evaluated_with_its_environment(whole, tmp_path):
+    words = ["--path", whole, "--environment", "counting_environments:Doubling", "--episode.max-turns", "2"]
+    words += ["--max-response-tokens", "20", "--out", tmp_path / "responses.jsonl"]
+    status, out, err = outcome(evaluate.main, words)
+    assert status == 0, err
+    result = json.loads(out)
+    lines = [json.loads(line) for line in (tmp_path / "responses.jsonl").read_text().splitlines()]
+    # This environment rewards the characters of all turns.
+    assert [line["reward"] for line in lines] == [len(line["response"]) for line in lines]
+    assert result["accuracy"] == pytest.approx(sum(line["reward"] for line in lines) / len(lines))
+    assert result["reward_errors"] == 0
+    status, out, err = outcome(evaluate.main, [*words, "--reward", "addition"])
+    assert status == 2
+    assert "environment and reward both score the responses: give one" in err
 
 
 @pytest.mark.harness

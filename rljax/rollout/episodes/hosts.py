@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rljax.rewards.resolve import describe
+from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import find_environment
 from rljax.rollout.episodes.host_link import Death, HostLink, pack
 from rljax.rollout.episodes.host_worker import HostLimits
@@ -330,6 +331,18 @@ class EnvironmentHosts:
         for future in futures:
             if not future.cancelled():
                 future.set_exception(RuntimeError(reason))
+
+
+def make_hosts(path: str, limits: EpisodeConfig) -> EnvironmentHosts:
+    """Makes the processes of the environment ``path`` with the limits of a configuration. Raises as their class."""
+    return EnvironmentHosts(
+        path,
+        limits.workers,
+        call_timeout_s=limits.call_timeout_s,
+        tool_timeout_s=limits.tool_timeout_s,
+        memory_gib=limits.memory_gib,
+        max_reply_chars=limits.max_reply_chars,
+    )
 
 
 def _resolve(future: Future[Outcome], outcome: Outcome) -> None:
