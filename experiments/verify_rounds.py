@@ -1,7 +1,7 @@
 """Measures how often the verification by probes would refuse a sound server.
 
     python experiments/verify_rounds.py --engine embedded --output benchmarks/verify_rounds.json
-    python experiments/verify_rounds.py --engine vllm --output FILE.json
+    python experiments/verify_rounds.py --engine vllm --output FILE.json [--kv-cache-dtype fp8_e4m3]
 
 A vLLM server, or the embedded engine in its place, holds the trainer's weights. Many verifiers take looks at it, each
 with probes of its own. The probes are independent of each other, so many more looks are drawn from the measured ones.
@@ -41,6 +41,7 @@ BLOCK_SIZE = 128  # of vLLM's prefix cache on a CPU
 SIDE_BY_SIDE = 8  # verifiers that ask the server at a time
 DRAWS = 300_000
 TAIL = 1e-3  # the share of the draws that the exponential tail is fitted to
+CASES = [(2, 4.0), (4, 4.0), (8, 2.5), (16, 2.5), (16, 2.0)]  # (prompts of a look, factor of the band)
 PUBLISHES, SERVERS = 600, 8  # of the run for which refusals are counted
 
 
@@ -83,18 +84,19 @@ def measure(client: Any, options: argparse.Namespace, kind: str) -> np.ndarray:
     return np.array([[verifier.difference(look, params).per_prompt for look in looks] for verifier, looks in taken])
 
 
-def refusals(measured: np.ndarray, dtype: str, prompts: int) -> dict[str, float]:
+def refusals(measured: np.ndarray, dtype: str, prompts: int, factor: float, *, rounded: bool) -> dict[str, float]:
     """Returns the figures of looks of so many ``prompts``, and the chance that a run refuses a sound server.
 
-    ``measured`` is what :func:`measure` returns.
+    ``measured`` is what :func:`measure` returns. The band is ``factor`` times the worst look of the calibration.
+    ``rounded``: Whether the server has a cache of 8 bits.
     """
     config, rng, each = VerifyConfig(), np.random.default_rng(0), measured.ravel()
-    floor, ceiling = config.limits(dtype, mixture=False)
+    floor, ceiling = config.limits(dtype, mixture=False, rounded=rounded)
     looks = np.zeros(DRAWS)
     for _ in range(prompts):
         looks += rng.choice(each, DRAWS) / prompts
     calibration = looks[: DRAWS // config.rounds * config.rounds].reshape(-1, config.rounds).max(axis=1)
-    bands = np.clip(config.factor * calibration, floor, ceiling)
+    bands = np.clip(factor * calibration, floor, ceiling)
     start_of_tail = np.quantile(looks, 1 - TAIL)
     excess = float(np.mean(looks[looks > start_of_tail] - start_of_tail))
 
@@ -109,6 +111,7 @@ def refusals(measured: np.ndarray, dtype: str, prompts: int) -> dict[str, float]
     out = beyond(bands)
     return {
         "prompts_of_a_look": prompts,
+        "factor": factor,
         "mean": float(looks.mean()),
         "standard_deviation": float(looks.std()),
         "largest": float(looks.max()),
@@ -124,9 +127,8 @@ def opened(options: argparse.Namespace, stack: contextlib.ExitStack) -> ServerCl
     """Returns a client of the engine that the options name."""
     if options.engine == "embedded":
         return EmbeddedServer(options.path, options.dtype)
-    # vLLM 0.32 ends on a CPU where it computes the prompt of a seeded request in several pieces.
-    whole = ("--max-num-batched-tokens", "65536")
-    config = ServerConfig(options.path, str(vllm_python()), options.dtype, max_model_len=512, extra_args=whole)
+    cache = ("--kv-cache-dtype", options.kv_cache_dtype)
+    config = ServerConfig(options.path, str(vllm_python()), options.dtype, max_model_len=512, extra_args=cache)
     server = stack.enter_context(start(config))
     client = stack.enter_context(contextlib.closing(ServerClient([server.url], VllmBackend())))
     VllmBackend().describe(client, server.url)  # sets the route
@@ -139,11 +141,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--path", default="configs/toy-base", help="directory of the policy")
     parser.add_argument("--engine", choices=["vllm", "embedded"], default="vllm", help="the engine (vllm)")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of server and trainer")
+    caches = ["auto", "fp8_e4m3", "fp8_e5m2"]
+    parser.add_argument("--kv-cache-dtype", choices=caches, default="auto", help="the cache of a vLLM server (auto)")
     parser.add_argument("--verifiers", type=int, default=2, help="verifiers, each with probes of its own (2)")
     parser.add_argument("--prompts", type=int, default=32, help="probes of a measured look (32)")
     parser.add_argument("--looks", type=int, default=4, help="looks of each verifier (4)")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     options = parser.parse_args(argv)
+    rounded = options.kv_cache_dtype != "auto"
     settings = {name: value for name, value in vars(options).items() if name != "output"}
     result: dict[str, Any] = {"settings": settings, "publishes": PUBLISHES, "servers": SERVERS, "kinds": {}}
     with contextlib.ExitStack() as stack:
@@ -153,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
             of_kind = result["kinds"][kind] = {
                 "measured_probes": measured.size,
                 "largest_measured_probe": float(measured.max()),
-                "cases": [refusals(measured, options.dtype, prompts) for prompts in (2, 4)],
+                "cases": [refusals(measured, options.dtype, *case, rounded=rounded) for case in CASES],
             }
             print(kind, json.dumps(of_kind), flush=True)
     if options.output is not None:

@@ -137,7 +137,7 @@ def go_on(words: Sequence[str]) -> int:
                 checkpointer = Checkpointer(run_dir / "checkpoints", keep=99)
             stack.callback(checkpointer.close)
             run = make(checkpointer=checkpointer)
-            stack.callback(run.rewards.close)
+            stack.callback(run.source.close)
             state, progress = starting_point(run, mesh)
             checkpointer.last_save_s()
             _check_restored(run, state, progress, said.getvalue())

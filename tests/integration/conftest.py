@@ -171,7 +171,9 @@ def make_model(tmp_path_factory) -> Callable[[bool], Model]:
 
 @pytest.fixture(scope="session")
 def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProcess]:
-    def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1, unpacked: bool = False) -> ServerProcess:
+    def run(
+        model: Model, dtype: str, *, port: int = 0, workers: int = 1, unpacked: bool = False, more: tuple[str, ...] = ()
+    ) -> ServerProcess:
         path = [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             "PYTHONPATH": os.pathsep.join(path),
@@ -187,12 +189,24 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProc
             max_num_seqs=64,
             max_logprobs=256,  # the whole vocabulary
             log_path=tmp_path_factory.mktemp("vllm") / f"{dtype}.log",
-            extra_args=("--worker-extension-cls", "vllm_sabotage.Sabotage", "--tensor-parallel-size", str(workers)),
+            extra_args=(
+                "--worker-extension-cls",
+                "vllm_sabotage.Sabotage",
+                "--tensor-parallel-size",
+                str(workers),
+                *more,
+            ),
             extra_env=environment,
         )
         return start(config, timeout_s=480)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[[ServerProcess, Model, str], Served]:
+    """Puts a running server and its policy together."""
+    return Served
 
 
 class Servers:

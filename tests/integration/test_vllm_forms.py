@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 from toy_runs import comparable, complete_beside, tiny
+from vllm_checks import OUT_OF_BAND, check_use, rpc
 from vllm_processes import ONE_THREAD
 
 from rljax.compare.report import compare_columns
 from rljax.compare.scorers import score_column
+from rljax.errors import VerificationError
 from rljax.record.token_dumps import read_dump
+from rljax.rollout.form import ServerForm
 from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.vllm.server import ServerConfig, start
 
@@ -60,3 +63,39 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
         print(form, pair.trainer, pair.rollout, f"{gap:.4g}", pair.verdict.status, pair.verdict.cause)
         assert pair.verdict.cause in ("none", "above_bar"), pair.verdict.reason
         assert np.isfinite(gap)
+
+
+@pytest.mark.parametrize("cache", ["fp8_e4m3"])  # the band of e5m2 is as wide as what these faults do
+def test_faults_of_use_are_out_of_the_wider_band(cache, make_model, start_server, serve):
+    """A cache of older weights and a head of older weights stand far outside the band of a server of 8 bits."""
+    model = make_model(True)
+    with start_server(model, "bfloat16", more=("--kv-cache-dtype", cache)) as server:
+        served = serve(server, model, "bfloat16")
+        engine = served.engine(server_form=ServerForm(kv_cache=cache))
+        try:
+            sound = engine.publish(model.params, 0)
+            print(cache, sound["publish/verify_abs_diff_mean"], engine.verifier.band)
+            call = engine.fleet.client.call
+
+            def without_reset(url, method, path, *, params=None, **kwargs):
+                if path == "/reset_prefix_cache":
+                    return {"success": True}
+                if path == "/pause":
+                    params = {"mode": "wait", "clear_cache": "false"}
+                return call(url, method, path, params=params, **kwargs)
+
+            engine.fleet.client.call = without_reset
+            with pytest.raises(VerificationError, match=OUT_OF_BAND) as stale:
+                engine.publish(model.moved(2), 1)
+            print(stale.value)
+            engine.fleet.client.call = call
+            engine.publish(model.moved(2), 2)
+            rpc(served, "sabotage_tied_head", "on")
+            with pytest.raises(VerificationError) as unpacked:
+                engine.publish(model.moved(3), 3)
+            print(unpacked.value)
+            if rpc(served, "head_is_stale")[0]["stale"]:  # on some processors the head has a copy of its own
+                with pytest.raises(VerificationError, match=OUT_OF_BAND):
+                    check_use(engine, server.url, model.moved(3))
+        finally:
+            engine.close()

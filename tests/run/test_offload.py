@@ -107,7 +107,7 @@ def go(tmp_path):
             problems = load_once(config, TOKENIZER)
             components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems)
             components.update = change(components.update)
-            stack.callback(components.rewards.close)
+            stack.callback(components.source.close)
             state, progress = starting_point(components, MESH)
             state = train(components, state, progress, rows)
         return types.SimpleNamespace(engine=engine, rows=rows, state=state, saved=checkpointer.all_steps())

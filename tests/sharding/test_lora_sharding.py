@@ -43,7 +43,8 @@ def run(fsdp, tp, dtype="float32", replica=1, keep_gathered=False):
     )
     state = create_state(adapters, CONFIG, tx, mesh, dynamic_scale=False, lora=LORA)
     weights = merged(state.params)
-    return step(state, batch(), 0.1, True), weights, merged
+    state, metrics, values = step(state, batch(), 0.1, True)
+    return (state, metrics, values.logprobs), weights, merged
 
 
 @pytest.fixture(scope="module")
