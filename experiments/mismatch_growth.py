@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from study_outcome import late_collapse_step
 
 from rljax.errors import ConfigError, run_cli
-from rljax.record.rows import Row, collapse_step, read_rows, trailing_mean
+from rljax.record.rows import Row, read_rows, trailing_mean
 
 WINDOW = 10
 MISMATCH = "log_ppl_abs_diff"
@@ -63,7 +64,7 @@ def growth_of(rows: Sequence[Row]) -> dict[str, Any]:
         "accuracy_peak": float(accuracy[peak]),
         "accuracy_last": float(accuracy[-1]),
         "peak_step": peak + 1,
-        "collapse_step": collapse_step(accuracy),
+        "collapse_step": late_collapse_step(accuracy),
         "steps_in_band": int(np.sum((series[MISMATCH] >= BAND[0]) & (series[MISMATCH] <= BAND[1]))),
         "largest": float(series[MISMATCH].max()),
         "largest_step": int(np.argmax(series[MISMATCH])) + 1,

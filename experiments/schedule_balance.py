@@ -2,17 +2,16 @@
 
     python experiments/schedule_balance.py
 
-It reads the results in benchmarks/ and prints the tables of docs/should_i_use_it.md. A run ends well if its final
-accuracy is above 0.3, as in the studies. Runs are compared in pairs with the same seed. The p value of a row is exact
-and two-sided. Under the null hypothesis the difference of each pair has either sign with the same probability. The
-value is the share of all patterns of signs whose mean is at least as far from 0. With three pairs it is at least 0.25.
+It reads the results in benchmarks/ and prints the tables of docs/should_i_use_it.md and docs/study.md. A run ends well
+if its final accuracy is above 0.3, as in the studies. Runs are compared in pairs with the same seed. The p values are
+exact and two-sided (exact_tests.py). The first takes all pairs of a row as independent. The second takes the mean
+difference of each seed, because the runs of a seed are not. With three seeds it is at least 0.25.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from study_claims import ENDS_WELL
+from exact_tests import fisher_p, sign_flip_p
+from study_outcome import ENDS_WELL, LEARNED
 from study_rows import Runs, read_table
 
 from rljax.record.rows import trailing_mean
@@ -85,25 +85,26 @@ AGAINST_TRIGGERED = (
 )
 """Other schedules against the length-triggered one."""
 
-
-def sign_flip_p(differences: Sequence[float]) -> float:
-    """Returns the exact two-sided p value of paired differences; pairs without a difference do not count."""
-    moved = [difference for difference in differences if difference != 0]
-    least = abs(math.fsum(moved)) * (1 - 1e-12)
-    patterns = itertools.product((1, -1), repeat=len(moved))
-    far = sum(abs(math.fsum(map(math.prod, zip(signs, moved, strict=True)))) >= least for signs in patterns)
-    return far / 2 ** len(moved)
-
-
-def fisher_p(well: int, runs: int, other_well: int, other_runs: int) -> float:
-    """Returns the exact two-sided p value of two shares: tables that are no more probable than the observed one."""
-    both, total = well + other_well, runs + other_runs
-
-    def ways(first: int) -> int:
-        return math.comb(runs, first) * math.comb(other_runs, both - first)
-
-    tables = [ways(first) for first in range(max(0, both - other_runs), min(runs, both) + 1)]
-    return sum(count for count in tables if count <= ways(well)) / math.comb(total, both)
+OTHERS = (
+    Comparison("noise: none instead of 6%", "toy", (("uninjected", "constant"),)),
+    Comparison("noise: a tenth of the rate", "toy", (("constant_tenth", "constant"),)),
+    Comparison("8 bits: token TIS", "slow", (("token_tis", "constant"),)),
+    Comparison("8 bits: token MIS", "slow", (("token_mis", "constant"),)),
+    Comparison("8 bits: sequence TIS", "slow", (("sequence_tis", "constant"),)),
+    Comparison("8 bits: sequence MIS", "slow", (("sequence_mis", "constant"),)),
+    Comparison("8 bits: float16 activations", "slow", (("fp16", "constant"),)),
+    Comparison("16 bits instead of 8", "slow", (("sixteen_bits", "constant"),)),
+    Comparison("8 bits: the four weights, decay too", "slow", triggered(*CORRECTED[:-1])),
+    Comparison("8 bits: linear within a quarter of the run", "slow", (("linear_short", "constant"),)),
+    Comparison("8 bits: linear within the run", "slow", (("linear", "constant"),)),
+    Comparison("8 bits: decay by the mismatch", "slow", (("by_mismatch", "constant"),)),
+    Comparison("8 bits: decay by the gradient norm", "slow", (("by_grad_norm", "constant"),)),
+    Comparison("8 bits: decay by the entropy", "slow", (("by_entropy", "constant"),)),
+    Comparison("one version old instead of none", "staleness", (("ahead_1", "stale_0"),)),
+    Comparison("four versions old instead of none", "staleness", (("stale_4", "stale_0"),)),
+    Comparison("vLLM: four versions old instead of none", "ahead", (("ahead_4", "ahead_0"),)),
+)
+"""What the claims of docs/study.md rest on besides the schedule; no plan named these comparisons before the runs."""
 
 
 def read_studies() -> dict[str, Study]:
@@ -120,12 +121,16 @@ def slow_runs() -> Runs:
 def compare(comparison: Comparison, studies: Mapping[str, Study]) -> dict[str, Any]:
     """Computes one row of a table."""
     study = studies[comparison.study]
-    pairs = [
-        (study[arm][seed], study[other][seed])
+    paired = [
+        (seed, study[arm][seed], study[other][seed])
         for arm, other in comparison.arms
         for seed in sorted(set(study[arm]) & set(study[other]))
     ]
+    pairs = [(one, other) for _, one, other in paired]
     differences = [one["final"] - other["final"] for one, other in pairs]
+    by_seed: dict[str, list[float]] = {}
+    for (seed, *_), difference in zip(paired, differences, strict=True):
+        by_seed.setdefault(seed, []).append(difference)
     return {
         "pairs": len(pairs),
         "well": sum(one["final"] > ENDS_WELL for one, _ in pairs),
@@ -135,6 +140,8 @@ def compare(comparison: Comparison, studies: Mapping[str, Study]) -> dict[str, A
         "same": sum(difference == 0 for difference in differences),
         "difference": math.fsum(differences) / len(pairs),
         "p": sign_flip_p(differences),
+        "seeds": len(by_seed),
+        "p_by_seed": sign_flip_p([math.fsum(of_seed) / len(of_seed) for of_seed in by_seed.values()]),
     }
 
 
@@ -147,25 +154,34 @@ def comparison_table(comparisons: Sequence[Comparison], studies: Mapping[str, St
       names: The heads of the first column and of the two columns that count runs that end well.
     """
     head = [names[0], "pairs", f"{names[1]}: end well", f"{names[2]}: end well", "better / same / worse"]
-    lines = [[*head, "mean difference", "p"], ["---"] * 7]
+    lines = [[*head, "mean difference", "p", "p by seed"], ["---"] * 8]
     for comparison in comparisons:
         row = compare(comparison, studies)
         worse = row["pairs"] - row["better"] - row["same"]
         cells = [comparison.label, row["pairs"], row["other_well"], row["well"]]
         signs = f"{row['better']} / {row['same']} / {worse}"
-        lines.append([*map(str, cells), signs, f"{row['difference']:+.2f}", f"{row['p']:.2g}"])
+        values = [signs, f"{row['difference']:+.2f}", f"{row['p']:.2g}", f"{row['p_by_seed']:.2g}"]
+        lines.append([*map(str, cells), *values])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
 
 
 def totals(studies: Mapping[str, Study]) -> str:
-    """Counts all runs of the six studies, and those that collapse from an accuracy worth the name."""
-    engines = json.loads((BENCHMARKS / ENGINES).read_text())["runs"].values()
-    runs = [(run["accuracy_peak"], run["collapse_step"]) for run in engines]
-    for study in studies.values():
-        runs += [(run["peak"], run["collapse_step"]) for arm in study.values() for run in arm.values()]
-    fallen = [peak for peak, step in runs if step is not None]
-    high = [sum(peak > least for peak in fallen) for least in (ENDS_WELL, 0.5)]
-    return f"{len(runs)} runs; {len(fallen)} collapse, {high[0]} from a peak above 0.3, {high[1]} from one above 0.5"
+    """Counts the runs of the six studies: all, those that differ, and what becomes of these."""
+    engines = json.loads((BENCHMARKS / ENGINES).read_text())["runs"]
+    runs = {name: (run["accuracy_peak"], run["collapse_step"]) for name, run in engines.items()}
+    total = len(runs)
+    for name, study in studies.items():
+        for arm in study.values():
+            for seed, run in arm.items():
+                total += 1
+                what = {key: value for key, value in run.items() if key != "wall_seconds"}
+                runs[f"{name} {seed} {what}"] = (run["peak"], run["collapse_step"])
+    collapsed = [peak for peak, step in runs.values() if step is not None]
+    low = sum(peak < LEARNED for peak, _ in runs.values())
+    return (
+        f"{total} runs, {len(runs)} of them different: {low} never reach 0.3, "
+        f"{len(collapsed)} collapse from 0.3 or more, {sum(peak > 0.5 for peak in collapsed)} from more than 0.5"
+    )
 
 
 def steps_to(accuracy: float, arms: Sequence[str]) -> str:
@@ -218,10 +234,11 @@ def counts(studies: Mapping[str, Study]) -> str:
 
 
 def tables(studies: Mapping[str, Study]) -> list[str]:
-    """Returns the two tables."""
+    """Returns the three tables."""
     return [
         comparison_table(AGAINST_CONSTANT, studies, ("mismatch from", "constant rate", "schedule")),
         comparison_table(AGAINST_TRIGGERED, studies, ("instead of the schedule", "schedule", "instead")),
+        comparison_table(OTHERS, studies, ("changed", "before", "after")),
     ]
 
 

@@ -33,7 +33,7 @@ import numpy as np
 import tyro
 import yaml
 from study_forks import check_forks, fork_checkpoint, recorded_fork
-from study_outcome import Outcome, outcome_of
+from study_outcome import LEARNED, Outcome, outcome_of
 from study_rows import Runs, read_table, write_table
 from tqdm import tqdm
 
@@ -210,13 +210,15 @@ def report(outcomes: dict[str, dict[int, Outcome]], figures: Sequence[str], comm
         f"Command: `{command}`. {sum(map(len, outcomes.values()))} runs, {seconds / 3600:.1f} hours of training time.",
         "",
         "All numbers are medians over the seeds. Accuracy is the mean reward of the rollouts over ten steps. A run "
-        "has collapsed when its accuracy stays under half of its peak to the end; the end is the collapse, if there "
-        "was one. Mismatch is log_ppl_abs_diff, lead the number of steps from surge to collapse, and C the threshold "
-        "of the importance ratio. The two sides of an arrow are separate medians.",
+        "falls when its accuracy gets under half of its peak and stays there to the end; the end is the fall, if there "
+        "was one. It has collapsed if that peak was at least 0.3, and never learned if its peak is lower. Mismatch is "
+        "log_ppl_abs_diff, lead the number of steps from surge to fall, and C the threshold of the importance ratio. "
+        "The two sides of an arrow are separate medians.",
         "",
-        "| arm | seeds | peak | final | final of each | held-out final | collapsed | at step | surge | lead | "
+        "| arm | seeds | peak | final | final of each | held-out final | never learned | collapsed | fell | at step | "
+        "surge | lead | "
         "mismatch at peak -> end | gradient norm at peak -> end | tokens above C | of the worst step | final rate |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_line(arm, list(by_seed.values())) for arm, by_seed in outcomes.items()]
     for name in figures:
@@ -225,8 +227,8 @@ def report(outcomes: dict[str, dict[int, Outcome]], figures: Sequence[str], comm
 
 
 def _line(arm: str, outcomes: list[Outcome]) -> str:
-    collapsed = [outcome for outcome in outcomes if outcome.collapse_step is not None]
-    leads = [outcome.lead for outcome in collapsed if outcome.lead is not None]
+    fallen = [outcome for outcome in outcomes if outcome.fall_step is not None]
+    leads = [outcome.lead for outcome in fallen if outcome.lead is not None]
     held_out = [outcome.evaluation_final for outcome in outcomes if outcome.evaluation_final is not None]
 
     def median(values: Sequence[float | None], form: str) -> str:
@@ -244,8 +246,10 @@ def _line(arm: str, outcomes: list[Outcome]) -> str:
         median([outcome.final for outcome in outcomes], ".3f"),
         " ".join(f"{outcome.final:.2f}" for outcome in outcomes),
         median(held_out, ".3f"),
-        f"{len(collapsed)} of {len(outcomes)}",
-        median([outcome.collapse_step for outcome in collapsed], ".0f"),
+        str(sum(outcome.peak < LEARNED for outcome in outcomes)),
+        str(sum(outcome.collapse_step is not None for outcome in outcomes)),
+        str(len(fallen)),
+        median([outcome.fall_step for outcome in fallen], ".0f"),
         median([outcome.surge_step for outcome in outcomes], ".0f"),
         median(leads, ".0f"),
         pair("log_ppl_abs_diff"),

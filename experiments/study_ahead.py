@@ -75,9 +75,10 @@ def line(arm: str, runs: Sequence[dict[str, Any]]) -> str:
     for name, form in HEADS.values():
         known = [run[name] for run in runs if run[name] is not None]
         cells.append(format(float(np.median(known)), form) if known else "")
-    collapses = [run["collapse_step"] for run in runs if run["collapse_step"] is not None]
-    at = f" (step {', '.join(map(str, collapses))})" if collapses else ""
-    cells += [" ".join(f"{run['final']:.2f}" for run in runs), f"{len(collapses)} of {len(runs)}{at}"]
+    collapsed = sum(run["collapse_step"] is not None for run in runs)
+    falls = [run["fall_step"] for run in runs if run["fall_step"] is not None]
+    at = f" (step {', '.join(map(str, falls))})" if falls else ""
+    cells += [" ".join(f"{run['final']:.2f}" for run in runs), str(collapsed), f"{len(falls)}{at}"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
             arms.setdefault(arm, {})[seed] = counted(read_rows(path.parent / "metrics.jsonl"))
     if not arms:
         raise ConfigError(f"{arguments.runs} has no complete run")
-    heads = ["arm", "seeds", *HEADS, "final accuracy of each seed", "collapsed"]
+    heads = ["arm", "seeds", *HEADS, "final accuracy of each seed", "collapsed", "fell"]
     print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     for arm, runs in arms.items():
         print(line(arm, list(runs.values())))

@@ -1,19 +1,20 @@
-"""Compares the arms of a study from its rows, with intervals over the seeds.
+"""Compares the arms of a study from its rows, with exact tests and intervals over the seeds (exact_tests.py).
 
     python experiments/study_claims.py configs/study/slow.yaml benchmarks/study_slow.parquet --json benchmarks/slow.json
 
 Reads only the Parquet file that experiments/study.py writes. There are four tables:
 
-arms: The number of seeds that end well and that collapse (study_outcome.py), and the mean final accuracy of each arm.
+arms: The number of seeds that end well, with its 95% interval, and the numbers that collapse, fall and never learn
+  (study_outcome.py). Arms whose runs are the same, seed by seed, share one line.
 comparisons: The mean difference of the final accuracy between two arms with the same seeds, for the pairs in the
-  study's file. Intervals are percentiles of 10,000 bootstrap samples of the seeds. Each of m comparisons has the
-  coverage 1 - 0.05 / m, so that all together have 95% (Bonferroni).
-signals: The step at which a signal changes, against the step of the collapse, in each run of the arms of --signals.
+  study's file. Each has the p value of its signs, and Fisher's of the runs that end well. With m comparisons the
+  corrected p value is m times the first, and an interval has the coverage 1 - 0.05 / m (Bonferroni).
+signals: The step at which a signal changes, against the step of the fall, in each run of the arms of --signals.
 runs: The final accuracy, the surge's step and the mismatch at the end of each arm, seed by seed.
 
 A signal changes at the first step from which, for PERSISTENCE steps, its trailing mean is above FACTOR times (or below
-1 / FACTOR of) its median over the REFERENCE steps from the surge on. A change in a run that does not collapse is a
-false alarm. A step without a measurement has the value of the step before.
+1 / FACTOR of) its median over the REFERENCE steps from the surge on. A change in a run that does not fall is a false
+alarm. A step without a measurement has the value of the step before.
 """
 
 from __future__ import annotations
@@ -27,15 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from exact_tests import fisher_p, share_interval, shift_interval, sign_flip_p
 from study import read_study
-from study_outcome import Outcome, outcome_of
-from study_rows import read_table
+from study_outcome import ENDS_WELL, LEARNED, Outcome, outcome_of
+from study_rows import Runs, read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.rows import EDGE_STEPS, Row, trailing_mean
 
-ENDS_WELL = 0.3  # a run ends well if its final accuracy is above this
-RESAMPLES = 10_000
 FACTOR, PERSISTENCE, REFERENCE = 1.5, 5, 40
 SIGNALS = {
     "gradient norm": "optimizer/grad_norm",
@@ -50,25 +50,30 @@ SIGNALS = {
 Outcomes = Mapping[str, Mapping[int, Outcome]]  # arm -> seed
 
 
-def interval(values: np.ndarray, coverage: float) -> tuple[float, float]:
-    """Returns the interval of the mean from bootstrap percentiles; for one value it is that value twice."""
-    samples = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
-    low, high = np.quantile(values[samples].mean(1), [(1 - coverage) / 2, (1 + coverage) / 2])
-    return float(low), float(high)
+def same_arms(runs: Runs) -> dict[str, str]:
+    """Returns, for each arm, the first arm with the same runs: the same seeds, and rows that differ only in time."""
+    rows_of: dict[str, dict[int, str]] = {}
+    for (arm, seed), rows in runs.items():
+        timeless = [{key: value for key, value in row.items() if not key.startswith("time/")} for row in rows]
+        rows_of.setdefault(arm, {})[seed] = repr(timeless)
+    return {arm: next(first for first, other in rows_of.items() if other == rows) for arm, rows in rows_of.items()}
 
 
 def arm_row(outcomes: Mapping[int, Outcome]) -> dict[str, Any]:
     """Computes the line of one arm."""
     finals = np.array([outcome.final for outcome in outcomes.values()])
-    collapses = [outcome.collapse_step for outcome in outcomes.values() if outcome.collapse_step is not None]
+    falls = [outcome.fall_step for outcome in outcomes.values() if outcome.fall_step is not None]
+    well = int(np.sum(finals > ENDS_WELL))
     return {
         "seeds": len(outcomes),
-        "end_well": int(np.sum(finals > ENDS_WELL)),
-        "collapsed": len(collapses),
+        "end_well": well,
+        "end_well_interval": share_interval(well, len(outcomes), 0.95),
+        "never_learned": sum(outcome.peak < LEARNED for outcome in outcomes.values()),
+        "collapsed": sum(outcome.collapse_step is not None for outcome in outcomes.values()),
+        "fell": len(falls),
         "final_mean": float(finals.mean()),
-        "final_interval": interval(finals, 0.95),
         "peak_mean": float(np.mean([outcome.peak for outcome in outcomes.values()])),
-        "collapse_step_median": float(np.median(collapses)) if collapses else None,
+        "fall_step_median": float(np.median(falls)) if falls else None,
     }
 
 
@@ -81,12 +86,19 @@ def comparison_row(one: Mapping[int, Outcome], other: Mapping[int, Outcome], cou
     seeds = sorted(set(one) & set(other))
     if not seeds:
         raise ValueError("the arms have no seed in common")
-    differences = np.array([one[seed].final - other[seed].final for seed in seeds])
+    differences = [one[seed].final - other[seed].final for seed in seeds]
+    well, other_well = (sum(arm[seed].final > ENDS_WELL for seed in seeds) for arm in (one, other))
+    p = sign_flip_p(differences)
     return {
         "seeds": len(seeds),
-        "difference": float(differences.mean()),
-        "interval": interval(differences, 1 - 0.05 / count),
-        "better": int(np.sum(differences > 0)),
+        "difference": float(np.mean(differences)),
+        "interval": shift_interval(differences, 1 - 0.05 / count),
+        "better": sum(difference > 0 for difference in differences),
+        "same": sum(difference == 0 for difference in differences),
+        "p": p,
+        "corrected_p": min(1.0, count * p),
+        "end_well": [well, other_well],
+        "fisher_p": fisher_p(well, len(seeds), other_well, len(seeds)),
     }
 
 
@@ -134,13 +146,13 @@ def signal_row(metric: str, runs: Sequence[tuple[Outcome, Sequence[Row]]]) -> di
         if outcome.surge_step is None:
             continue
         step = change_step(filled([row.get(metric) for row in rows]), outcome.surge_step)
-        if outcome.collapse_step is None:
+        if outcome.fall_step is None:
             healthy += 1
             false_alarms += step is not None
-        elif step is None or step > outcome.collapse_step:
+        elif step is None or step > outcome.fall_step:
             missed += 1
         else:
-            leads.append(outcome.collapse_step - step)
+            leads.append(outcome.fall_step - step)
     return {
         "leads": sorted(leads),
         "lead_median": float(np.median(leads)) if leads else None,
@@ -165,8 +177,9 @@ def claims(study_file: Path, table: Path, signal_arms: Sequence[str]) -> dict[st
     present = {arm: by_seed for arm, by_seed in outcomes.items() if by_seed}
     pairs = [(one, other) for one, other in study.comparisons if one in present and other in present]
     signals = [(outcomes[arm][seed], rows) for (arm, seed), rows in runs.items() if arm in signal_arms]
+    same = same_arms(runs)
     return {
-        "arms": {arm: arm_row(by_seed) for arm, by_seed in present.items()},
+        "arms": {arm: arm_row(by_seed) | {"same_as": same[arm]} for arm, by_seed in present.items()},
         "comparisons": [
             {"arms": list(pair), **comparison_row(present[pair[0]], present[pair[1]], len(study.comparisons))}
             for pair in pairs
@@ -181,28 +194,42 @@ def claims(study_file: Path, table: Path, signal_arms: Sequence[str]) -> dict[st
 
 def markdown(tables: Mapping[str, Any]) -> str:
     """Formats the tables in Markdown, as in the documentation."""
-    lines = [
-        "| arm | seeds | end well | collapsed | at step | peak | final | 95% interval |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    names: dict[str, list[str]] = {}
     for arm, row in tables["arms"].items():
-        at = "-" if row["collapse_step_median"] is None else f"{row['collapse_step_median']:.0f}"
-        cells = (arm, row["seeds"], row["end_well"], row["collapsed"], at, f"{row['peak_mean']:.2f}")
-        lines.append(_line(*cells, f"{row['final_mean']:.2f}", _between(row["final_interval"])))
-    lines += ["", "| compared | seeds | difference | interval | better |", "|---|---|---|---|---|"]
+        names.setdefault(row["same_as"], []).append(arm)
+    lines = [
+        "| arm | seeds | end well | 95% interval | never learned | collapsed | fell | at step | peak | final |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for arm, together in names.items():
+        row = tables["arms"][arm]
+        at = "-" if row["fall_step_median"] is None else f"{row['fall_step_median']:.0f}"
+        well = "{:.2f} to {:.2f}".format(*row["end_well_interval"])
+        cells = (", ".join(together), row["seeds"], row["end_well"], well, row["never_learned"], row["collapsed"])
+        lines.append(_line(*cells, row["fell"], at, f"{row['peak_mean']:.2f}", f"{row['final_mean']:.2f}"))
+    lines += [
+        "",
+        "| compared | difference | interval | better / same / worse | p | corrected p | end well | Fisher p |",
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     for row in tables["comparisons"]:
-        cells = (" - ".join(row["arms"]), row["seeds"], f"{row['difference']:+.2f}")
-        lines.append(_line(*cells, _between(row["interval"]), f"{row['better']} of {row['seeds']}"))
+        signs = f"{row['better']} / {row['same']} / {row['seeds'] - row['better'] - row['same']}"
+        values = (f"{row['p']:.2g}", f"{row['corrected_p']:.2g}", "{}, {} of {}".format(*row["end_well"], row["seeds"]))
+        cells = (" - ".join(row["arms"]), f"{row['difference']:+.2f}", _between(row["interval"]), signs)
+        lines.append(_line(*cells, *values, f"{row['fisher_p']:.2g}"))
     lines += ["", "| signal | median lead | leads | missed | false alarms |", "|---|---|---|---|---|"]
     for name, row in tables["signals"].items():
         lead = "-" if row["lead_median"] is None else f"{row['lead_median']:.0f}"
         alarms = f"{row['false_alarms']} of {row['healthy']}"
         lines.append(_line(name, lead, " ".join(map(str, row["leads"])), row["missed"], alarms))
     lines += ["", f"| arm | final of each seed | surge | mismatch, last {EDGE_STEPS} steps |", "|---|---|---|---|"]
-    for arm, runs in tables["runs"].items():
+    for arm, together in names.items():
+        runs = tables["runs"][arm]
         finals = " ".join(f"{run['final']:.2f}" for run in runs.values())
         surges = " ".join(str(run["surge_step"] or "-") for run in runs.values())
-        lines.append(_line(arm, finals, surges, " ".join(f"{run['mismatch_last']:.2g}" for run in runs.values())))
+        lines.append(
+            _line(", ".join(together), finals, surges, " ".join(f"{run['mismatch_last']:.2g}" for run in runs.values()))
+        )
     return "\n".join(lines)
 
 
@@ -210,8 +237,8 @@ def _line(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _between(bounds: Sequence[float]) -> str:
-    return f"{bounds[0]:+.2f} to {bounds[1]:+.2f}"
+def _between(bounds: Sequence[float] | None) -> str:
+    return "-" if bounds is None else f"{bounds[0]:+.2f} to {bounds[1]:+.2f}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -219,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", type=Path, help="YAML file of the study")
     parser.add_argument("rows", type=Path, help="rows.parquet of the study")
-    parser.add_argument("--signals", nargs="*", default=[], help="arms whose signals are compared with the collapse")
+    parser.add_argument("--signals", nargs="*", default=[], help="arms whose signals are compared with the fall")
     parser.add_argument("--json", type=Path, help="JSON file for the tables, with the outcome of each run")
     options = parser.parse_args(argv)
     with caller_errors():

@@ -2,9 +2,9 @@
 
 The study's file has the ``claims``, each with a title, ``arms`` and ``metrics``. A figure has a panel over the steps
 for each metric, with a thin line for each run and a thick line for the median of an arm's seeds. Both are trailing
-means of ten steps. The last panel has the final accuracy of each seed, the mean over the seeds and its 95% bootstrap
-interval. With ``signals`` another figure shows how many steps before a collapse each signal changes, by the rule of
-experiments/study_claims.py. The program reads only ROWS, the study's rows.parquet.
+means of ten steps. The last panel has the final accuracy of each seed and the mean over the seeds. With ``signals``
+another figure shows how many steps before a fall each signal changes, by the rule of experiments/study_claims.py. The
+program reads only ROWS, the study's rows.parquet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from study import Study, read_study
-from study_claims import claims, filled, interval
+from study_claims import claims, filled
 from study_outcome import outcome_of
 from study_rows import Runs, read_table
 
@@ -37,7 +37,7 @@ class Arguments:
       study: The YAML file of the study.
       rows: The rows.parquet of the study.
       out: The directory of the figures study_NAME_CLAIM.png, where NAME is the study's file without its suffix.
-      signals: The arms whose signals are compared with the collapse.
+      signals: The arms whose signals are compared with the fall.
     """
 
     study: Annotated[Path, tyro.conf.Positional]
@@ -64,17 +64,16 @@ def plot_metric(axis: Axes, runs: Runs, arms: Sequence[str], metric: str) -> Non
 
 
 def plot_finals(axis: Axes, runs: Runs, arms: Sequence[str]) -> None:
-    """Draws the final accuracy of each run, and the mean of each arm with its interval."""
+    """Draws the final accuracy of each run, and the mean of each arm."""
     style_axis(axis, 0, 1)
     axis.set_xlim(-0.03, 1.03)
     axis.set_xticks(np.linspace(0, 1, 6))
     axis.set_xlabel("final accuracy", fontsize=8.5, color=QUIET)
-    axis.set_title("each seed, mean and 95% interval", loc="left", fontsize=10, fontweight="bold", color=INK)
+    axis.set_title("each seed, and the mean", loc="left", fontsize=10, fontweight="bold", color=INK)
     for place, (color, arm) in enumerate(zip(COLORS, arms, strict=False)):
         finals = np.array([outcome_of(rows).final for (name, _), rows in runs.items() if name == arm])
         if len(finals):
             axis.plot(finals, [place - 0.15] * len(finals), "o", color=color, alpha=0.45, markersize=5)
-            axis.plot(interval(finals, 0.95), [place + 0.15] * 2, color=color, linewidth=2.2)
             axis.plot(finals.mean(), place + 0.15, "D", color=color, markersize=6)
     axis.set_yticks(range(len(arms)), arms)
     axis.set_ylim(len(arms) - 0.5, -0.5)
@@ -95,13 +94,13 @@ def claim_figure(title: str, runs: Runs, arms: Sequence[str], metrics: Sequence[
 
 
 def signals_figure(signals: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Draws how many steps before a collapse each signal changes, with its misses and false alarms."""
+    """Draws how many steps before a fall each signal changes, with its misses and false alarms."""
     figure = Figure(figsize=(9, 0.9 + 0.5 * len(signals)), layout="constrained")
     axis = figure.subplots()
     longest = max((lead for row in signals.values() for lead in row["leads"]), default=1)
     style_axis(axis, 0, longest)
-    axis.set_xlabel("steps before the collapse", fontsize=8.5, color=QUIET)
-    axis.set_title("Signals that change before a collapse", loc="left", fontsize=12, fontweight="bold", color=INK)
+    axis.set_xlabel("steps before the fall", fontsize=8.5, color=QUIET)
+    axis.set_title("Signals that change before a fall", loc="left", fontsize=12, fontweight="bold", color=INK)
     labels = []
     for place, (color, (name, row)) in enumerate(zip(COLORS, signals.items(), strict=False)):
         axis.plot(row["leads"], [place] * len(row["leads"]), "o", color=color, alpha=0.6)

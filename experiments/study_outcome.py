@@ -9,6 +9,9 @@ import numpy as np
 
 from rljax.record.rows import Row, collapse_step, summarize, trailing_mean
 
+ENDS_WELL = 0.3  # a run ends well if its final accuracy is above this
+LEARNED = 0.3  # a run has learned if its peak is at least this
+
 OUTCOME_METRICS = {
     "log_ppl_abs_diff": "mismatch/log_ppl_abs_diff",
     "k3_kl": "mismatch/k3_kl",
@@ -27,13 +30,14 @@ class Outcome:
       peak: The highest accuracy.
       peak_step: The step of the highest accuracy.
       final: The accuracy at the end.
-      collapse_step: The first step from which accuracy stays under half of the peak before it; None without a collapse.
+      fall_step: The first step from which accuracy stays under half of the peak before it; None without such a fall.
+      collapse_step: The step of that fall, if the peak is at least ``LEARNED``; None without a collapse.
       surge_step: The step at which the tracker called the surge; None without a call.
-      lead: The number of steps from surge to collapse; None without either.
+      lead: The number of steps from surge to fall; None without either.
       evaluation_peak: The highest accuracy on an evaluation dataset; None without evaluations.
       evaluation_final: The last accuracy on an evaluation dataset; None without evaluations.
       at_peak: The trailing means of ``OUTCOME_METRICS`` at the peak.
-      at_end: The trailing means of ``OUTCOME_METRICS`` at the collapse, or at the end without one.
+      at_end: The trailing means of ``OUTCOME_METRICS`` at the fall, or at the end without one.
       above_share: The mean over the steps of the share of tokens with a ratio above ``diagnosis.is_threshold``.
       above_share_largest: The largest such share of a step.
       final_rate: The learning rate of the last update.
@@ -45,6 +49,7 @@ class Outcome:
     peak: float
     peak_step: int
     final: float
+    fall_step: int | None
     collapse_step: int | None
     surge_step: int | None
     lead: int | None
@@ -59,12 +64,17 @@ class Outcome:
     wall_seconds: float
 
 
+def late_collapse_step(accuracy: np.ndarray) -> int | None:
+    """Returns the step of the fall to under half of the peak, for a peak of at least ``LEARNED``; None without one."""
+    return collapse_step(accuracy) if len(accuracy) and accuracy.max() >= LEARNED else None
+
+
 def outcome_of(rows: Sequence[Row]) -> Outcome:
     """Computes the outcome of a run. Raises ValueError if there are no rows."""
     summary = summarize(rows)
     accuracy = trailing_mean([row["reward/mean"] for row in rows])
     peak = int(np.argmax(accuracy))
-    collapse, surge = collapse_step(accuracy), summary["surge_step"]
+    fall, surge = collapse_step(accuracy), summary["surge_step"]
     evaluations = list(summary["evaluations"].values())
     above = [row.get("is/token_fraction_above") or 0.0 for row in rows]
     return Outcome(
@@ -72,13 +82,14 @@ def outcome_of(rows: Sequence[Row]) -> Outcome:
         peak=float(accuracy[peak]),
         peak_step=peak + 1,
         final=float(accuracy[-1]),
-        collapse_step=collapse,
+        fall_step=fall,
+        collapse_step=late_collapse_step(accuracy),
         surge_step=surge,
-        lead=None if collapse is None or surge is None else collapse - surge,
+        lead=None if fall is None or surge is None else fall - surge,
         evaluation_peak=max((evaluation["best"] for evaluation in evaluations), default=None),
         evaluation_final=evaluations[-1]["last"] if evaluations else None,
         at_peak=_trailing_metrics(rows[: peak + 1]),
-        at_end=_trailing_metrics(rows[:collapse]),
+        at_end=_trailing_metrics(rows[:fall]),
         above_share=float(np.mean(above)),
         above_share_largest=max(above),
         final_rate=summary["learning_rate_final"],

@@ -1,33 +1,12 @@
-"""Where the schedule helped: exact p values by hand, the counts of a row, and the page against the files."""
+"""Where the schedule helped: the counts of a row, and the pages against the files."""
 
 from pathlib import Path
 
-import pytest
 import schedule_balance
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/should_i_use_it.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize(
-    ("differences", "expected"),
-    [
-        ([0.1, 0.2, 0.3], 2 / 8),  # all three up, or all three down
-        ([-0.1, 0.2, 0.4], 4 / 8),  # the sums 0.7 and 0.5, and their opposites, reach 0.5
-        ([0.1, 0.2, -0.3], 1.0),
-        ([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0], 2 / 64),
-        ([0.0, 0.0], 1.0),
-    ],
-)
-def test_signs_are_flipped_in_every_way(differences, expected):
-    assert schedule_balance.sign_flip_p(differences) == expected
-
-
-def test_two_shares_by_hand():
-    # 5 of 8 against 2 of 8: tables with 0 to 7 of the 7 in the first row, over C(16, 7) = 11440. The ways are
-    # 8, 224, 1568, 3920, 3920, 1568, 224, 8; at most 1568 are 3600 of them.
-    assert schedule_balance.fisher_p(5, 8, 2, 8) == pytest.approx(3600 / 11440)
-    assert schedule_balance.fisher_p(1, 1, 0, 1) == 1.0
+STUDY = (ROOT / "docs/study.md").read_text(encoding="utf-8")
 
 
 def test_a_row_counts_pairs_of_the_same_seed():
@@ -42,12 +21,27 @@ def test_a_row_counts_pairs_of_the_same_seed():
     row = schedule_balance.compare(comparison, {"x": study})
     assert row == {
         **{"pairs": 2, "well": 1, "other_well": 0, "no_call": 1, "better": 1, "same": 1},
-        **{"difference": 0.125, "p": 1.0},
+        **{"difference": 0.125, "p": 1.0, "seeds": 2, "p_by_seed": 1.0},
     }
 
 
-def test_the_page_has_the_counts_and_both_tables():
+def test_the_runs_of_a_seed_count_once():
+    def runs(*finals):
+        return {str(seed): {"final": final, "surge_step": 5} for seed, final in enumerate(finals)}
+
+    study = {"a_triggered": runs(0.5, 0.5), "a": runs(0.1, 0.2), "b_triggered": runs(0.9, 0.4), "b": runs(0.0, 0.5)}
+    row = schedule_balance.compare(
+        schedule_balance.Comparison("", "x", schedule_balance.triggered("a", "b")), {"x": study}
+    )
+    # By pair: 0.4, 0.3, 0.9 and -0.1. Two of the 8 sums of one sign, 1.7 and 1.5, reach 1.5. By seed: 0.65 and 0.1.
+    assert (row["pairs"], row["p"]) == (4, 4 / 16)
+    assert (row["seeds"], row["p_by_seed"]) == (2, 2 / 4)
+
+
+def test_the_pages_have_the_counts_and_the_tables():
     studies = schedule_balance.read_studies()
     assert schedule_balance.counts(studies) in PAGE
-    for table in schedule_balance.tables(studies):
-        assert table in PAGE
+    constant, triggered, others = schedule_balance.tables(studies)
+    assert constant in PAGE
+    assert triggered in PAGE
+    assert others in STUDY

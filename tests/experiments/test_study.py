@@ -90,9 +90,9 @@ def test_the_report_is_made_from_run_directories_alone(study_file, tmp_path, cap
     assert text in capsys.readouterr().out
     assert "3 runs, 1.5 hours of training time" in text
     # One of two collapsed: under half of 0.75 from the sixth step without reward on, 21 steps after the surge at 5.
-    expected = "| constant | 2 | 0.625 | 0.250 | 0.00 0.50 | - | 1 of 2 | 26 | 6 | 21 |"
+    expected = "| constant | 2 | 0.625 | 0.250 | 0.00 0.50 | - | 0 | 1 | 1 | 26 | 6 | 21 |"
     assert expected in text
-    assert "| triggered | 1 | 0.250 | 0.250 | 0.25 | - | 0 of 1 | - | 7 | - |" in text
+    assert "| triggered | 1 | 0.250 | 0.250 | 0.25 | - | 1 | 0 | 0 | - | 7 | - |" in text
     assert all(coloured_share(out / f"both-{seed}.png") > 1e-3 for seed in (0, 1))
     assert json.loads((out / "outcomes.json").read_text())["arms"]["constant"]["0"]["collapse_step"] == 26
 

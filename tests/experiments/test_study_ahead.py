@@ -34,12 +34,13 @@ def test_what_is_counted_of_a_run():
     assert (found["trainer_waits"], found["staleness"]) == (0.25, 2.0)
     assert (found["drift_early"], found["drift_late"]) == (pytest.approx(0.4), pytest.approx(0.1))
     assert found["numerics_early"] is None
-    assert (found["final"], found["collapse_step"], found["surge_step"]) == (0.5, None, None)
+    assert (found["final"], found["fall_step"], found["surge_step"]) == (0.5, None, None)
 
 
 def test_a_line_has_medians_and_the_accuracy_of_each_seed():
     run = counted([row(step) for step in range(1, 31)])
-    runs = [run | {"seconds_per_step": s, "final": f, "collapse_step": c} for s, f, c in ((1, 0.5, None), (3, 0, 21))]
+    ends = {"final": 0, "fall_step": 21, "collapse_step": 21}
+    runs = [run | {"seconds_per_step": 1}, run | {"seconds_per_step": 3} | ends]
     cells = line("ahead_2", runs).split(" | ")
     assert cells[:3] == ["| ahead_2", "2", "2.00"]
-    assert cells[-2:] == ["0.50 0.00", "1 of 2 (step 21) |"]
+    assert cells[-3:] == ["0.50 0.00", "1", "1 (step 21) |"]

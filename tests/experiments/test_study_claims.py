@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from records import study_run
-from study_claims import change_step, edges, filled, interval, main, signal_row
+from study_claims import change_step, edges, filled, main, same_arms, signal_row
 from study_outcome import outcome_of
 from study_rows import read_table, write_table
 
@@ -35,12 +35,10 @@ def test_rows_come_back_as_they_were(tmp_path):
         read_table(tmp_path / "other.parquet")
 
 
-def test_the_interval_of_two_values_is_worked_out_by_hand():
-    """Means of two draws of 0 and 1 are 0, 0.5 and 1 with 1/4, 1/2 and 1/4."""
-    values = np.array([0.0, 1.0])
-    assert interval(values, 0.95) == (0.0, 1.0)
-    assert interval(values, 0.45) == (0.5, 0.5)
-    assert interval(np.array([0.3]), 0.95) == (0.3, 0.3)
+def test_arms_are_the_same_if_all_seeds_are():
+    slower = [row | {"time/step_s": 2.0} for row in study_run(0.0)]
+    runs = {("a", 0): study_run(0.0), ("b", 0): slower, ("c", 0): study_run(0.0), ("c", 1): study_run(0.0)}
+    assert same_arms(runs | {("d", 0): study_run(0.1)}) == {"a": "a", "b": "a", "c": "c", "d": "d"}
 
 
 def test_the_edges_of_a_run():
@@ -103,12 +101,14 @@ def test_the_program_compares_the_arms(tmp_path, capsys):
     found = json.loads(out.read_text())
     (comparison,) = found["comparisons"]
     assert comparison["difference"] == pytest.approx((0.75 + 0.45) / 2, abs=1e-6)
-    assert comparison["interval"] == pytest.approx([0.45, 0.75], abs=1e-6)
-    assert (comparison["better"], comparison["seeds"]) == (2, 2)
+    # Two pairs, both up: 2 of 4 patterns of signs. So few allow no interval of 95%.
+    assert (comparison["p"], comparison["corrected_p"], comparison["interval"]) == (0.5, 0.5, None)
+    assert (comparison["better"], comparison["same"], comparison["seeds"]) == (2, 0, 2)
+    assert (comparison["end_well"], comparison["fisher_p"]) == ([2, 1], 1.0)
     constant, triggered = found["arms"]["constant"], found["arms"]["triggered"]
-    assert (constant["end_well"], constant["collapsed"], constant["collapse_step_median"]) == (1, 1, 86.0)
-    assert (triggered["end_well"], triggered["collapsed"], triggered["collapse_step_median"]) == (2, 0, None)
+    assert (constant["end_well"], constant["collapsed"], constant["fall_step_median"]) == (1, 1, 86.0)
+    assert (triggered["end_well"], triggered["collapsed"], triggered["fall_step_median"]) == (2, 0, None)
     printed = capsys.readouterr().out
-    assert "| triggered - constant | 2 | +0.60 | +0.45 to +0.75 | 2 of 2 |" in printed
+    assert "| triggered - constant | +0.60 | - | 2 / 0 / 0 | 0.5 | 0.5 | 2, 1 of 2 | 1 |" in printed
     assert "| gradient norm | - |  | 1 | 0 of 1 |" in printed
     assert "| constant | 0.00 0.40 | 20 20 | 0.01 0.01 |" in printed

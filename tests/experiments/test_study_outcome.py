@@ -27,7 +27,7 @@ def test_an_outcome_by_hand():
     """Forty steps at 0.75, then forty at 0: the mean over ten is under half of it from the sixth of these on."""
     found = outcome_of(rows([0.75] * 40 + [0.0] * 40, surge=12))
     assert (found.steps, found.peak, found.final) == (80, 0.75, 0.0)
-    assert (found.collapse_step, found.surge_step, found.lead) == (46, 12, 34)
+    assert (found.fall_step, found.collapse_step, found.surge_step, found.lead) == (46, 46, 12, 34)
     assert (found.evaluation_peak, found.evaluation_final) == (0.75, 0.0)
     assert found.at_end["log_ppl_abs_diff"] == pytest.approx(0.001 * (46 - 4.5))
     assert found.at_end["k3_kl"] == 0.0
@@ -35,6 +35,12 @@ def test_an_outcome_by_hand():
     assert found.above_share_largest == 0.01
     assert found.final_rate == pytest.approx(1e-3 / 80)
     assert found.skipped_updates == 1
+
+
+@pytest.mark.parametrize(("peak", "expected"), [(0.3125, 46), (0.25, None)])
+def test_a_policy_that_never_learned_falls_without_a_collapse(peak, expected):
+    found = outcome_of(rows([peak] * 40 + [0.0] * 40, surge=12))
+    assert (found.fall_step, found.collapse_step, found.lead) == (46, expected, 34)
 
 
 def test_a_run_that_holds_has_no_collapse():
