@@ -1,0 +1,170 @@
+"""Counts the numbers of the studies' pages again from the rows, by other means than the programs that printed them."""
+
+import json
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/study*.md")}
+
+
+def table(page, head):
+    """The cells of the first table of a page whose head begins so, a list for each line."""
+    lines = iter(PAGES[page].splitlines())
+    next(line for line in lines if line.startswith(f"| {head} |"))
+    next(lines)
+    rows = []
+    while (line := next(lines, "")).startswith("|"):
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+@pytest.fixture(scope="module")
+def rewards():
+    """The mean reward of each step, by arm and seed, in the study of 8 bits."""
+    rows = pyarrow.parquet.read_table(ROOT / "benchmarks/study_slow.parquet").to_pydict()
+    found = {}
+    for arm, seed, step, reward in zip(rows["arm"], rows["seed"], rows["step"], rows["reward/mean"], strict=True):
+        found.setdefault((arm, seed), {})[step] = reward
+    return {run: [by_step[step] for step in sorted(by_step)] for run, by_step in found.items()}
+
+
+def fate(series):
+    """The peak, the final accuracy, and whether the run fell, from sums over ten steps."""
+    sums = np.concatenate([[0.0], np.cumsum(series)])
+    means = [(sums[i] - sums[max(0, i - 10)]) / min(i, 10) for i in range(1, len(sums))]
+    # A run fell if it is under half of its peak at the end. It has no higher peak after the fall.
+    return max(means), means[-1], means[-1] < max(means) / 2
+
+
+def runs_of_files():
+    """The peak, the final accuracy and the fall of each run of the four other studies with a schedule."""
+    for name in ("study_toy", "study_staleness", "study_ahead", "study_ahead_6e-4"):
+        for arm, seeds in json.loads((ROOT / f"benchmarks/{name}.json").read_text())["arms"].items():
+            for seed, run in seeds.items():
+                yield (name, arm, seed), run
+
+
+def sign_p(differences):
+    """The exact p value from the distribution of all sums, which grows pair by pair, in whole numbers."""
+    whole = [round(difference * 2**40) for difference in differences]
+    ways = {0: 1}
+    for value in whole:
+        ways = {
+            total: ways.get(total - value, 0) + ways.get(total + value, 0)
+            for total in {t + s * value for t in ways for s in (1, -1)}
+        }
+    far = sum(count for total, count in ways.items() if abs(total) >= abs(sum(whole)) - 2**10)
+    return Fraction(far, 2 ** len(whole))
+
+
+def test_each_arm_of_the_engine_of_8_bits(rewards):
+    rows = table("study_tables", "arm | seeds | end well")
+    assert sum(len(row[0].split(", ")) * int(row[1]) for row in rows) == len(rewards) == 110
+    for cells in rows:
+        for arm in cells[0].split(", "):
+            fates = [fate(series) for (name, _), series in rewards.items() if name == arm]
+            peaks, finals, fell = map(np.array, zip(*fates, strict=True))
+            counts = [len(fates), sum(finals > 0.3), sum(peaks < 0.3), sum(fell & (peaks >= 0.3)), sum(fell)]
+            assert [cells[1], cells[2], *cells[4:7]] == list(map(str, counts)), arm
+            assert cells[8:] == [f"{peaks.mean():.2f}", f"{finals.mean():.2f}"], arm
+    for cells in table("study_eight_bits", "arm | seeds | end well"):
+        assert cells in rows
+
+
+def test_the_planned_comparisons(rewards):
+    finals = {run: fate(series)[1] for run, series in rewards.items()}
+    for cells in table("study_eight_bits", "compared"):
+        one, other = cells[0].split(" - ")
+        pairs = [(finals[one, seed], finals[other, seed]) for seed in range(8)]
+        differences = [a - b for a, b in pairs]
+        p = float(sign_p(differences))
+        well = [sum(value > 0.3 for value in arm) for arm in zip(*pairs, strict=True)]
+        signs = [sum(difference > 0 for difference in differences), sum(difference == 0 for difference in differences)]
+        assert cells[1] == f"{np.mean(differences):+.2f}"
+        # Of 256 parts of the line, the first and the last are left out: 99.2% is the first step above 99%.
+        assert cells[2] == f"{min(differences):+.2f} to {max(differences):+.2f}"
+        assert cells[3] == f"{signs[0]} / {signs[1]} / {8 - sum(signs)}"
+        assert cells[4:7] == [f"{p:.2g}", f"{min(1, 5 * p):.2g}", f"{well[0]}, {well[1]} of 8"]
+
+
+def test_no_run_of_8_bits_collapses_and_copies_are_told(rewards):
+    assert not any(fell and peak >= 0.3 for peak, _, fell in map(fate, rewards.values()))
+    assert len({(seed, tuple(series)) for (_, seed), series in rewards.items()}) == 94
+    assert all(rewards["by_mismatch", seed] == rewards["by_kl", seed] for seed in range(3))
+
+
+def test_the_counts_of_all_studies(rewards):
+    fates = {(run[1], tuple(series)): fate(series) for run, series in rewards.items()}
+    for (name, arm, seed), run in runs_of_files():
+        key = (name, seed, run["peak_step"], run["peak"], run["final"], str(run["at_end"]))
+        # Only in the study of noise two arms may be one run.
+        key += () if name == "study_toy" else (arm,)
+        fates[key] = (run["peak"], run["final"], run["fall_step"] is not None)
+    engines = json.loads((ROOT / "benchmarks/mismatch_growth.json").read_text())["runs"]
+    for name, run in engines.items():
+        peak, last = run["accuracy_peak"], run["accuracy_last"]
+        fates[name] = (peak, last, last < peak / 2)
+    collapses = [peak for peak, _, fell in fates.values() if fell and peak >= 0.3]
+    never = sum(peak < 0.3 for peak, _, _ in fates.values())
+    assert (len(fates), never, len(collapses), sum(peak > 0.5 for peak in collapses)) == (235, 99, 6, 1)
+    assert "255 runs, and 235 of them are different" in PAGES["study"]
+    assert f"These are {never} of the 235 different runs" in PAGES["study"]
+    assert f"These are {len(collapses)} of the 235, and one of them" in PAGES["study"]
+    assert (f"{min(collapses):.2f}", f"{max(collapses):.2f}") == ("0.31", "0.57")
+
+
+def test_what_grows_from_peak_to_collapse():
+    collapsed = [run for _, run in runs_of_files() if run["fall_step"] is not None and run["peak"] >= 0.3]
+    assert [run["collapse_step"] for run in collapsed] == [run["fall_step"] for run in collapsed]
+    growth = {
+        name: sorted(run["at_end"][name] / run["at_peak"][name] for run in collapsed)
+        for name in ("log_ppl_abs_diff", "grad_norm")
+    }
+    assert [f"{ratio:.2f}" for ratio in growth["log_ppl_abs_diff"]] == ["0.43", "0.44", "0.56", "1.06", "1.46", "1.51"]
+    assert "(1.06 to 1.5 times), and falls in three (to 0.43 to 0.56 times)" in PAGES["study"]
+    assert [ratio > 1 for ratio in growth["grad_norm"]] == [False] + [True] * 5
+    p = sign_p(np.log(growth["grad_norm"]))
+    assert f"{float(p):.2g}" == "0.062"
+    assert "five of the six collapses, at most 1.7 times (p 0.062" in PAGES["study"]
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "head"),
+    [
+        ("study_tables", "study_toy", "arm | seeds | peak"),
+        ("study_servers", "study_ahead", "arm | seeds | s a step"),
+        ("study_tables", "study_ahead_6e-4", "arm | seeds | s a step"),
+        ("study_staleness", "study_staleness", "versions old"),
+    ],
+)
+def test_the_counts_of_the_other_tables(page, name, head):
+    """The columns of finals, runs that never learned, collapses and falls, of each arm in the order of the file."""
+    lines = PAGES[page].splitlines()
+    names = [
+        cell.strip() for cell in next(line for line in lines if line.startswith(f"| {head}")).strip("|").split("|")
+    ]
+    arms = json.loads((ROOT / f"benchmarks/{name}.json").read_text())["arms"]
+    rows = table(page, head)
+    assert len(rows) == len(arms)
+    for cells, (arm, seeds) in zip(rows, arms.items(), strict=True):
+        row = dict(zip(names, cells, strict=True))
+        runs = list(seeds.values())
+        finals = row["final of each"] if "final of each" in row else row["final accuracy of each seed"]
+        assert finals == " ".join(f"{run['final']:.2f}" for run in runs), arm
+        fallen = [run for run in runs if run["fall_step"] is not None]
+        assert int(row["fell"].split()[0]) == len(fallen), arm
+        assert int(row["collapsed"]) == sum(run["peak"] >= 0.3 for run in fallen), arm
+        if "never learned" in row:
+            assert int(row["never learned"]) == sum(run["peak"] < 0.3 for run in runs), arm
+
+
+def test_the_sum_of_signs_by_hand():
+    assert sign_p([0.5, 0.25, 0.25]) == Fraction(2, 8)
+    assert sign_p([-0.25, 0.25, 0.5]) == Fraction(6, 8)  # sums of 1, 0.5 (twice), and their opposites reach 0.5
+    assert all(a > b for a, b in pairwise([sign_p([1.0] * n) for n in range(1, 6)]))
