@@ -33,6 +33,7 @@ from rljax.run.stop import StopRequest
 
 log = logging.getLogger(__name__)
 _TICK_S = 0.25  # between two questions whether to give up
+_REFUSED = "refused"  # the kind of a failure that is found here: a prompt or a reply that cannot be used
 
 
 class Episodes:
@@ -69,16 +70,19 @@ class Episodes:
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
         """Begins ``n`` trajectories of each problem. Raises as ``RolloutEngine.answer``."""
-        batch = Batch(self, problems, n, params, seed)
+        batch = _Batch(self, problems, n, params, seed)
         return Begun(batch.prompts, batch.scored(), batch.metrics)
 
     def failed(self, kind: str, message: str) -> None:
-        """Counts a trajectory that failed, and logs the first one since ``pop_metrics``."""
+        """Counts a trajectory that failed. The first one since ``pop_metrics`` that is refused here is logged.
+
+        The hosts log what they find.
+        """
         with self._lock:
+            is_told = kind == _REFUSED and kind not in self._failures
             self._failures.append(kind)
-            is_first = len(self._failures) == 1
-        if is_first:
-            log.warning("a trajectory failed and carries no loss (%s): %s", kind, message)
+        if is_told:
+            log.warning("a trajectory failed and carries no loss: %s", message)
 
     def pop_metrics(self) -> Row:
         """Returns the counts since the last call.
@@ -108,7 +112,7 @@ class _Episode:
     last: Response | None = None  # the newest turn
 
 
-class Batch:
+class _Batch:
     """The trajectories of one request. Methods that take outcomes run on threads of the hosts."""
 
     def __init__(
@@ -116,8 +120,8 @@ class Batch:
     ) -> None:
         """Begins nothing yet; the arguments are those of ``Episodes.begin``."""
         self._all, self._n, self._seed = episodes, n, seed
-        limit = min(episodes.config.max_turn_tokens or params.max_response_tokens, params.max_response_tokens)
-        self._room, self._params = params.max_response_tokens, dataclasses.replace(params, max_response_tokens=limit)
+        self._room = params.max_response_tokens
+        self._params = dataclasses.replace(params, max_response_tokens=episodes.config.turn_tokens(self._room))
         self.prompts = [episodes.tokenizer.encode(problem["prompt"]) for problem in problems]
         self.metrics: Row = {}
         self._episodes = [
@@ -200,13 +204,13 @@ class Batch:
             try:
                 text = prompt if isinstance(prompt, str) else self._all.tokenizer.render_chat(prompt, **self._arguments)
             except ValueError as error:
-                self._fail(episode, "bad_reply", str(error))
+                self._fail(episode, _REFUSED, str(error))
                 return
             tokens = self._all.tokenizer.encode(text)
             longest = self._all.max_prompt_tokens
             if not 1 <= len(tokens) <= longest:
                 got = f"the environment gave a prompt of {len(tokens)} tokens"
-                self._fail(episode, "bad_reply", f"{got}, expected 1 to data.max_prompt_tokens = {longest}")
+                self._fail(episode, _REFUSED, f"{got}, expected 1 to data.max_prompt_tokens = {longest}")
                 return
             episode.recorder, episode.own_prompt = Recorder(tokens), True
         self._put(episode)
@@ -221,7 +225,7 @@ class Batch:
         try:
             text = self._text_of(reply.content, last)
         except ValueError as error:
-            self._fail(episode, "bad_reply", str(error))
+            self._fail(episode, _REFUSED, str(error))
             return
         tokens = self._all.tokenizer.encode(text)
         if recorder.turn >= self._all.config.max_turns or recorder.count + len(tokens) >= self._room:

@@ -178,7 +178,7 @@ class VerifiersEpisodes:
     ) -> Iterator[Scored]:
         """Yields all trajectories once the last one has ended."""
         room = params.max_response_tokens
-        limit = min(self._config.max_turn_tokens or room, room)
+        limit = self._config.turn_tokens(room)
         limits = {
             "prompt_tokens": self._max_prompt_tokens,
             "response_tokens": room,

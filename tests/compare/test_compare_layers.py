@@ -35,7 +35,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def reference(request, directory):
-    # Its logits are rounded, as those of transformers are.
+    # transformers rounds its logits to the dtype of the model, so the reference rounds them, too.
     return JaxTracer(directory, JaxForm(request.param, logits=request.param), f"jax:{request.param}")
 
 

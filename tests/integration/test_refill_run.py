@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from process_runs import FLOAT32, TINY, complete_together, largest_differences
+from process_runs import FLOAT32, TINY, assert_two_processes_do_as_one
 from toy_runs import ROOT, comparable, complete, start, tiny, wait_for_rows
 
 pytestmark = pytest.mark.slow
@@ -92,13 +92,5 @@ def test_the_exact_engine_stays_at_zero_mismatch(toy_base, tmp_path):
 
 @pytest.mark.processes
 def test_two_processes_make_the_rows_of_one(toy_base, tmp_path):
-    for count in (1, 2):
-        words = tiny(toy_base, tmp_path / f"run_{count}", STEPS, *FLOAT32, *TINY, *REFILL)
-        complete_together(words, count, tmp_path / f"printed_{count}")
-    rows = [comparable(tmp_path / f"run_{count}") for count in (1, 2)]
-    sampled = ("rollout/", "reward/", "response_length/", "mismatch/token_count")
-    counts = [[{k: v for k, v in row.items() if k.startswith(sampled)} for row in each] for each in rows]
-    assert counts[0] == counts[1]
-    differences = largest_differences(*rows)
-    assert max(differences.values(), default=0.0) < 1e-4, differences
+    assert_two_processes_do_as_one(lambda run: tiny(toy_base, run, STEPS, *FLOAT32, *TINY, *REFILL), tmp_path)
     assert_refilled(tmp_path / "run_2")

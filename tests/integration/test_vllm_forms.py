@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from toy_runs import comparable, complete_beside, tiny
-from vllm_checks import OUT_OF_BAND, check_use, rpc
+from vllm_checks import OUT_OF_BAND, cache_kept, check_use, rpc
 from vllm_processes import ONE_THREAD
 
 from rljax.compare.report import compare_columns
@@ -75,20 +75,9 @@ def test_faults_of_use_are_out_of_the_wider_band(cache, make_model, start_server
         try:
             sound = engine.publish(model.params, 0)
             print(cache, sound["publish/verify_abs_diff_mean"], engine.verifier.band)
-            call = engine.fleet.client.call
-
-            def without_reset(url, method, path, *, params=None, **kwargs):
-                if path == "/reset_prefix_cache":
-                    return {"success": True}
-                if path == "/pause":
-                    params = {"mode": "wait", "clear_cache": "false"}
-                return call(url, method, path, params=params, **kwargs)
-
-            engine.fleet.client.call = without_reset
-            with pytest.raises(VerificationError, match=OUT_OF_BAND) as stale:
+            with cache_kept(engine), pytest.raises(VerificationError, match=OUT_OF_BAND) as stale:
                 engine.publish(model.moved(2), 1)
             print(stale.value)
-            engine.fleet.client.call = call
             engine.publish(model.moved(2), 2)
             rpc(served, "sabotage_tied_head", "on")
             with pytest.raises(VerificationError) as unpacked:

@@ -10,7 +10,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from vllm_checks import OTHER_BITS, OUT_OF_BAND, adamw_step, check_use, rpc
+from vllm_checks import OTHER_BITS, OUT_OF_BAND, adamw_step, cache_kept, check_use, rpc
 from weight_training import change_after_writing
 
 from rljax.errors import VerificationError
@@ -94,19 +94,8 @@ def test_tied_head_not_repacked(bfloat16, calibrated):
 def test_prefix_cache_not_reset(float32, calibrated):
     """The same update passes when the cache is reset and fails when it is not."""
     engine = calibrated(float32)
-    sound = engine.fleet.client.call
-
-    def without_reset(url, method, path, *, params=None, **kwargs):
-        if path == "/reset_prefix_cache":
-            return {"success": True}
-        if path == "/pause":
-            params = {"mode": "wait", "clear_cache": "false"}
-        return sound(url, method, path, params=params, **kwargs)
-
-    engine.fleet.client.call = without_reset
-    with pytest.raises(VerificationError, match=OUT_OF_BAND):
+    with cache_kept(engine), pytest.raises(VerificationError, match=OUT_OF_BAND):
         engine.publish(float32.model.moved(2), 1)
-    engine.fleet.client.call = sound
     engine.publish(float32.model.moved(2), 2)
 
 

@@ -118,6 +118,23 @@ def largest_differences(rows, others):
 SITE = "import sys\nif 'rljax.train' in sys.orig_argv:\n    import replayed_vllm\n    replayed_vllm.install()\n"
 
 
+def assert_two_processes_do_as_one(words_of, directory):
+    """Trains on one process and on two: equal counts of what was sampled, and all else within rounding.
+
+    Args:
+      words_of: A function of a run directory that returns the words of the run, in float32.
+      directory: The directory of both runs, ``run_1`` and ``run_2``.
+    """
+    for count in (1, 2):
+        complete_together(words_of(directory / f"run_{count}"), count, directory / f"printed_{count}")
+    rows = [comparable(directory / f"run_{count}") for count in (1, 2)]
+    sampled = ("rollout/", "reward/", "response_length/", "mismatch/token_count")
+    counts = [[{k: v for k, v in row.items() if k.startswith(sampled)} for row in each] for each in rows]
+    assert counts[0] == counts[1]
+    differences = largest_differences(*rows)
+    assert max(differences.values(), default=0.0) < 1e-4, differences
+
+
 def without_publish(run_dir):
     """The server's probes are sampled anew in each run, and what is not sampled is not counted."""
     anew = ("publish/", "rollout/re")  # requests, retries, responses_without_version

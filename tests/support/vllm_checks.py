@@ -1,5 +1,7 @@
 """Checks of a real vLLM server's weights, and one small step of them."""
 
+import contextlib
+
 import jax
 import optax
 
@@ -19,6 +21,25 @@ def rpc(served, method: str, *arguments: object) -> list:
         ]
     finally:
         client.close()
+
+
+@contextlib.contextmanager
+def cache_kept(engine):
+    """In the block no publish of ``engine`` resets the prefix cache of its servers."""
+    sound = engine.fleet.client.call
+
+    def without_reset(url, method, path, *, params=None, **kwargs):
+        if path == "/reset_prefix_cache":
+            return {"success": True}
+        if path == "/pause":
+            params = {"mode": "wait", "clear_cache": "false"}
+        return sound(url, method, path, params=params, **kwargs)
+
+    engine.fleet.client.call = without_reset
+    try:
+        yield
+    finally:
+        engine.fleet.client.call = sound
 
 
 def check_use(engine, url: str, params):

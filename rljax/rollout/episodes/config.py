@@ -29,6 +29,10 @@ class EpisodeConfig:
     memory_gib: float = 4.0
     """The memory limit of each of these processes and of each tool's process (GiB)."""
 
+    def turn_tokens(self, room: int) -> int:
+        """Returns the most tokens of one turn, where a trajectory has at most ``room`` tokens behind its prompt."""
+        return min(self.max_turn_tokens or room, room)
+
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_turns", "max_rows", "workers", "max_reply_chars")
         check_at_least(self, 0, "max_turn_tokens")
