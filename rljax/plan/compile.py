@@ -27,9 +27,8 @@ from rljax.policy.kernels import compiled_for_hopper
 from rljax.policy.lora import OFF, LoraConfig, targets_of
 from rljax.policy.model import abstract_params, logical_axes
 from rljax.run.config import Config
-from rljax.run.training import batch_shape, has_separate_forward, make_step, responses_per_update
+from rljax.run.training import batch_shape, make_step, optional_logprobs, responses_per_update
 from rljax.sharding import make_mesh
-from rljax.trainer.packing import OptionalLogprobs
 from rljax.trainer.state import make_optimizer
 
 Report = dict[str, Any]
@@ -67,15 +66,8 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=int(mesh.shape["fsdp"])))
     check_shapes(config, policy, mesh)
     step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
-    wanted: dict[OptionalLogprobs, bool] = {
-        "old_logprobs": has_separate_forward(config),
-        "reference_logprobs": config.loss.kl != "none",
-        "behaviour_logprobs": config.correction.part != "whole",
-    }
     with compiled_for_hopper() if machine.platform == "cuda" else contextlib.nullcontext():
-        lowered = step.lower(
-            *(name for name, is_wanted in wanted.items() if is_wanted), reported=config.rollout.reported
-        )
+        lowered = step.lower(*optional_logprobs(config), reported=config.rollout.reported)
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program would take no time
     start = time.perf_counter()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -25,9 +26,18 @@ from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
 from rljax.trainer.baseline import subtract_baselines
 from rljax.trainer.behaviour import SplitUpdate, make_copy
 from rljax.trainer.exact import ExactPass, ExactUpdate
+from rljax.trainer.measure import Cause
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import PackedBatch, max_micro_batches, pack
-from rljax.trainer.self_check import SelfCheckedUpdate, other_shape
+from rljax.trainer.packing import OptionalLogprobs, PackedBatch, max_micro_batches, pack
+from rljax.trainer.self_check import (
+    OTHER_REMAT,
+    Check,
+    SelfCheckedUpdate,
+    at_other_shape,
+    in_other_program,
+    other_mesh,
+    other_shape,
+)
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 from rljax.trainer.turns import TurnsUpdate
@@ -209,10 +219,7 @@ def make_update(
             merged=merged,
             for_dumps=has_dumps(config),
         )
-        if not config.diagnosis.self_every:
-            return _with_turns(config, exact)
-        _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
-        return _with_turns(config, _with_self_check(config, exact, forward))
+        return _with_turns(config, _with_self_check(config, exact, policy, tx, mesh, merged))
     step = make_step(config, policy, tx, mesh, merged)
     forward, forward_of_state = make_forwards(config, step, merged)
     score = None if reference is None else functools.partial(reference_logprobs, forward, reference)
@@ -235,7 +242,7 @@ def make_update(
             for_dumps=has_dumps(config),
         )
     update = _with_split_mismatch(config, update, forward_of_state)
-    return _with_turns(config, _with_self_check(config, update, forward_of_state))
+    return _with_turns(config, _with_self_check(config, update, policy, tx, mesh, merged))
 
 
 def make_forwards(config: Config, step: TrainStep, merged: MergedPolicy | None = None) -> tuple[Forward, Forward]:
@@ -276,17 +283,50 @@ def _with_split_mismatch(config: Config, update: Update, forward: Forward) -> Up
     )
 
 
-def _with_self_check(config: Config, update: Update, forward: Forward) -> Update:
+def _with_self_check(
+    config: Config,
+    update: Update,
+    policy: PolicyConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    merged: MergedPolicy | None,
+) -> Update:
     """Returns ``update``, which also measures the trainer's mismatch with itself if the configuration wants it."""
+    causes = config.diagnosis.self_causes
     if not config.diagnosis.self_every:
         return update
-    count = min(config.diagnosis.self_responses, config.num_sequences)
+    count, checks = min(config.diagnosis.self_responses, config.num_sequences), dict[Cause, Check]()
+    if "shape" in causes:
+        _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
+        checks["shape"] = at_other_shape(forward, _make_other_pack(config, count), sample=count)
+    if "mesh" in causes and (other := other_mesh(mesh)) is not None:
+        _, forward_there = make_forwards(config, make_step(config, policy, tx, other, merged), merged)
+        checks["mesh"] = in_other_program(lambda state, batch: forward_there(state.params, batch)[1], sample=count)
+    if "remat" in causes:
+        remat = OTHER_REMAT[config.precision.remat_policy]
+        changed = dataclasses.replace(config, precision=dataclasses.replace(config.precision, remat=remat))
+        step = make_step(changed, policy, tx, mesh, merged)
+        checks["remat"] = in_other_program(step.loss_forward, sample=count, stand_ins=optional_logprobs(config))
+    return SelfCheckedUpdate(update, checks)
+
+
+def _make_other_pack(config: Config, count: int) -> Pack:
+    """Returns a function that packs ``count`` responses into micro-batches of another shape."""
     _, rows, tokens = batch_shape(config)
     *by_rows, _ = config.mesh.shape(jax.device_count())
     rows, tokens = other_shape(rows, tokens, math.prod(by_rows))
     micro = max_micro_batches(count, config.max_sequence_tokens, tokens, rows)
-    pack_other = functools.partial(pack, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro)
-    return SelfCheckedUpdate(update, forward, pack_other, sample=count)
+    return functools.partial(pack, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro)
+
+
+def optional_logprobs(config: Config) -> list[OptionalLogprobs]:
+    """Returns the names of the optional log-probabilities that the batches of a run's steps have."""
+    wanted: dict[OptionalLogprobs, bool] = {
+        "old_logprobs": has_separate_forward(config),
+        "reference_logprobs": config.loss.kl != "none",
+        "behaviour_logprobs": config.correction.part != "whole",
+    }
+    return [name for name, is_wanted in wanted.items() if is_wanted]
 
 
 def _with_turns(config: Config, update: Update) -> Update:

@@ -7,7 +7,7 @@ therefore change no value.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from rljax.mismatch.metrics import finalize_mismatch
 from rljax.trainer.packing import PackedBatch
 from rljax.trainer.router import finalize_router, router_statistics
 
+Cause = Literal["shape", "mesh", "remat"]
+"""What differs between two programs of the trainer that are compared."""
 HISTOGRAM = "mismatch/logprob_abs_diff"
 """The name of the histogram among the metrics of a step. ``rljax.mismatch.histogram.bin_edges`` gives its bins."""
 
@@ -44,10 +46,15 @@ class DiagnosisConfig:
     ``rollout.router_replay: r3`` replays. Each measurement takes one more forward. 0: never."""
     self_every: int = 0
     """Steps between measurements of ``mismatch_self/``, the mismatch of the trainer with itself: the same tokens in
-    micro-batches of half as many rows, each twice as long. Each measurement takes one more forward of
-    ``self_responses`` responses, and the first one compiles it. 0: never."""
+    other programs of the same function. The first measurement compiles them. 0: never."""
+    self_causes: tuple[Cause, ...] = ("shape", "mesh", "remat")
+    """The other programs of ``mismatch_self/``. shape: micro-batches of half as many rows, each twice as long. mesh:
+    another split of the same devices over ``mesh.fsdp`` and ``mesh.tp``; absent where both are 1. remat: another choice
+    of ``precision.remat``. That is blocks, and in the place of blocks and offload it is dots, which takes more memory.
+    Each takes a forward of ``self_responses`` responses, and remat also a backward."""
     self_responses: int = 64
-    """Number of responses of a step that ``mismatch_self/`` is measured on. They are spread evenly over the batch."""
+    """Number of responses of a step that ``mismatch_self/`` is measured on. For shape they are spread evenly over the
+    batch. For mesh and remat they are those of its first micro-batches."""
     behaviour_responses: int = 64
     """Number of responses of a step whose mismatch is split into numerics and drift, if their rollouts are stale. This
     takes a forward under the policy that sampled them. 0: none, and no copies of older policies are kept."""

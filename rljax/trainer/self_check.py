@@ -1,56 +1,121 @@
-"""The mismatch of the trainer with itself: the same tokens in micro-batches of another shape.
+"""The mismatch of the trainer with itself: the same tokens in another compiled program of the same function.
 
-Two compiled programs of one function add up in another order, so their log-probabilities differ a little. No remedy can
-bring the mismatch with an engine below this difference.
+The programs add up in another order, so their log-probabilities differ a little. No remedy can bring the mismatch with
+an engine below this difference. Three causes are told apart: micro-batches of another shape, another split of the
+weights over the same devices, and other activations that the backward pass recomputes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from jax.sharding import Mesh
 
 from rljax.mismatch import mismatch_metrics
+from rljax.policy.model import Remat
 from rljax.sharding import fetch
-from rljax.trainer.packing import PackedBatch, TrainSequence, unpack
+from rljax.trainer.measure import Cause
+from rljax.trainer.packing import OptionalLogprobs, PackedBatch, TrainSequence, unpack
 from rljax.trainer.state import TrainState
+from rljax.trainer.step import TokenValues
 from rljax.trainer.update import Forward, Pack, Update, Updated, UpdateOptions
+
+PREFIXES: dict[Cause, str] = {
+    "shape": "mismatch_self/",
+    "mesh": "mismatch_self/mesh/",
+    "remat": "mismatch_self/remat/",
+}
+"""The first part of the metric keys of each cause."""
+OTHER_REMAT: dict[Remat, Remat] = {"none": "blocks", "dots": "blocks", "blocks": "dots", "offload": "dots"}
+"""The choice of recomputed activations that each choice is compared with."""
+
+Check = Callable[[TrainState, PackedBatch, Sequence[TrainSequence]], tuple[Sequence[int], list[np.ndarray]]]
+"""A function of the arguments of an ``Update`` that returns the indices and log-probabilities of some responses."""
 
 
 class SelfCheckedUpdate:
     """An ``Update`` that also measures ``mismatch_self/<name>``, in the steps whose options say so.
 
-    Before the update a second forward scores a sample of the responses, in micro-batches of another shape. The update's
-    own log-probabilities of the same tokens take the trainer's place in the metrics, the second ones the
-    engine's. The second forward has no gradient, so nothing is recomputed in it, whatever ``precision.remat`` says.
+    Before the update some responses are scored by other programs. The update's own log-probabilities of the same tokens
+    take the trainer's place in the metrics, the other ones the engine's.
     """
 
-    def __init__(self, update: Update, forward: Forward, pack_other: Pack, *, sample: int):
-        """Wraps the update that trains.
-
-        Args:
-          update: The update.
-          forward: A function that scores a batch under the parameters of a state.
-          pack_other: A function that packs ``sample`` responses into micro-batches of another shape.
-          sample: The largest number of responses of a step that are measured.
-        """
-        self._update, self._forward, self._pack_other, self._sample = update, forward, pack_other, sample
+    def __init__(self, update: Update, checks: Mapping[Cause, Check]):
+        """Wraps the update that trains. ``checks`` has the other programs, by their cause."""
+        self._update, self._checks = update, checks
         self.pack = update.pack
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
     ) -> Updated:
-        """Makes the updates; in a step that is due it scores the sample before them."""
+        """Makes the updates; in a step that is due the other programs score before them."""
         if not options.self_mismatch:
             return self._update(state, batch, sequences, options)
-        chosen = spread(len(sequences), self._sample)
-        sampled = [sequences[i] for i in chosen]
-        other = self._pack_other(sampled)
-        again = unpack(fetch(self._forward(state.params, other)[1].logprobs), other, sampled)
+        again = {cause: check(state, batch, sequences) for cause, check in self._checks.items()}
         updated = self._update(state, batch, sequences, options)
-        every = updated.trainer()
-        row = self_metrics([every.logprobs[i] for i in chosen], again, [s.sampled for s in sampled])
-        return updated._replace(row=updated.row | row, trainer=lambda: every)
+        every, row = updated.trainer(), dict(updated.row)
+        for cause, (chosen, logprobs) in again.items():
+            own, sampled = [every.logprobs[i] for i in chosen], [sequences[i].sampled for i in chosen]
+            row |= {PREFIXES[cause] + name: value for name, value in self_metrics(own, logprobs, sampled).items()}
+        return updated._replace(row=row, trainer=lambda: every)
+
+
+def at_other_shape(forward: Forward, pack_other: Pack, *, sample: int) -> Check:
+    """Returns the check of responses that are spread over the batch, in micro-batches of another shape.
+
+    The forward has no gradient, so nothing is recomputed in it.
+
+    Args:
+      forward: A function that scores a batch under the parameters of a state.
+      pack_other: A function that packs ``sample`` responses into micro-batches of another shape.
+      sample: The largest number of responses that are scored.
+    """
+
+    def check(
+        state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence]
+    ) -> tuple[Sequence[int], list[np.ndarray]]:
+        chosen = spread(len(sequences), sample).tolist()
+        sampled = [sequences[i] for i in chosen]
+        other = pack_other(sampled)
+        return chosen, unpack(fetch(forward(state.params, other)[1].logprobs), other, sampled)
+
+    return check
+
+
+def in_other_program(
+    score: Callable[[TrainState, PackedBatch], TokenValues], *, sample: int, stand_ins: Sequence[OptionalLogprobs] = ()
+) -> Check:
+    """Returns the check of the first micro-batches of the update, as they are, in another program.
+
+    Args:
+      score: A function that scores a batch under a state.
+      sample: The number of responses at which no further micro-batch is scored.
+      stand_ins: The names of optional log-probabilities that the program reads. The rollout engine's take their place:
+        they change the gradient, and not the log-probabilities.
+    """
+
+    def check(
+        state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence]
+    ) -> tuple[Sequence[int], list[np.ndarray]]:
+        count, chosen = first_micro_batches(batch, sample)
+        shorter = {name: np.minimum(getattr(batch, name), np.int32(count)) for name in ("with_loss", "used")}
+        missing = {name: batch.rollout_logprobs for name in stand_ins if getattr(batch, name) is None}
+        logprobs = fetch(score(state, batch._replace(**shorter, **missing)).logprobs)
+        every = unpack(logprobs, batch, sequences)
+        return chosen, [every[i] for i in chosen]
+
+    return check
+
+
+def first_micro_batches(batch: PackedBatch, sample: int) -> tuple[int, list[int]]:
+    """Returns how many micro-batches, from the first, hold ``sample`` responses, and the indices of their responses."""
+    held: set[int] = set()
+    count = 0
+    while count < int(batch.used) and len(held) < sample:
+        held |= set(np.unique(batch.sequence_ids[count][batch.segment_ids[count] > 0]).tolist())
+        count += 1
+    return count, sorted(held)
 
 
 def spread(count: int, sample: int) -> np.ndarray:
@@ -61,7 +126,7 @@ def spread(count: int, sample: int) -> np.ndarray:
 def self_metrics(
     first: Sequence[np.ndarray], second: Sequence[np.ndarray], sampled: Sequence[np.ndarray]
 ) -> dict[str, float]:
-    """Computes ``mismatch_self/<name>`` from two log-probabilities of each token, float32 [r] for each response.
+    """Computes the mismatch metrics of two log-probabilities of each token, float32 [r] for each response.
 
     ``sampled`` tells which of these tokens the policy sampled, bool [r] for each response. The others do not count.
     """
@@ -70,7 +135,7 @@ def self_metrics(
     mask = np.zeros(shape, bool)
     for i, (one, two, own) in enumerate(zip(first, second, sampled, strict=True)):
         ours[i, : len(one)], others[i, : len(two)], mask[i, : len(one)] = one, two, own
-    return {f"mismatch_self/{name}": float(value) for name, value in mismatch_metrics(ours, others, mask).items()}
+    return {name: float(value) for name, value in mismatch_metrics(ours, others, mask).items()}
 
 
 def other_shape(rows: int, tokens: int, ways: int) -> tuple[int, int]:
@@ -80,3 +145,19 @@ def other_shape(rows: int, tokens: int, ways: int) -> tuple[int, int]:
     otherwise as many as before.
     """
     return (rows // 2 if rows % (2 * ways) == 0 else rows), 2 * tokens
+
+
+def other_mesh(mesh: Mesh) -> Mesh | None:
+    """Returns a mesh of the same devices in the same order, with another number of them on ``fsdp`` and ``tp``.
+
+    The smallest prime factor of ``tp`` moves to ``fsdp``; if ``tp`` is 1, one of ``fsdp`` moves to ``tp``. So the sums
+    over devices have other terms, and rows lie on other devices. None if both are 1.
+    """
+    sizes = dict(mesh.shape)
+    source, target = ("tp", "fsdp") if sizes["tp"] > 1 else ("fsdp", "tp")
+    if sizes[source] == 1:
+        return None
+    factor = next(n for n in range(2, sizes[source] + 1) if sizes[source] % n == 0)
+    sizes[source] //= factor
+    sizes[target] *= factor
+    return Mesh(mesh.devices.reshape(tuple(sizes.values())), mesh.axis_names, axis_types=mesh.axis_types)

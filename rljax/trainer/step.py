@@ -45,6 +45,7 @@ from rljax.trainer.totals import (
     add_micro_batch,
     add_up_replicas,
     place_controls,
+    square_norm,
     update_state,
     zero_totals,
 )
@@ -154,6 +155,7 @@ class Programs(NamedTuple):
     """The jitted functions of a ``TrainStep``, and the shapes of their arguments."""
 
     step: Any  # a function (state, batch, controls, merged weights of adapters) -> (new state, row, ``TokenValues``)
+    loss_forward: Any  # a function of the arguments of ``step`` -> (``TokenValues``, squared norm of the gradients)
     forward: Any  # a function (parameters, batch) -> (row, ``TokenValues``)
     abstract_state: TrainState  # the state, with a jax.ShapeDtypeStruct and a sharding at each leaf
     abstract_weights: list[Params]  # the merged weights of adapters, in the same form; empty without adapters
@@ -216,9 +218,9 @@ def make_programs(
 
         return each
 
-    def train_step(
-        state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
-    ) -> tuple[TrainState, dict[str, jax.Array], TokenValues]:
+    def gradients(
+        state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None
+    ) -> tuple[Totals, TokenValues]:
         def work(batch: PackedBatch, *shared: Any) -> tuple[Totals, Any]:
             if not casts_alone(batch):
                 return sums(batch, (batch.with_loss, batch.used), *shared)
@@ -262,9 +264,20 @@ def make_programs(
             compute = compute if casts_alone(batch) else copy_weights(compute)
             of_loss = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
             shared = (compute, trained.residuals(state.params), controls.measure_noise, *of_loss)
-            totals, values = on_each_replica(work, add_up_replicas, batch, *shared)
+            return on_each_replica(work, add_up_replicas, batch, *shared)
+
+    def train_step(
+        state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array], TokenValues]:
+        totals, values = gradients(state, batch, controls, weights)
         state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
         return state, row | finalize_measured(totals.measured, diagnosis), values
+
+    def loss_forward(
+        state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
+    ) -> tuple[TokenValues, jax.Array]:
+        totals, values = gradients(state, batch, controls, weights)
+        return values, square_norm(totals.grads)  # without a use the compiler would leave the backward out
 
     def forward(
         params: Params,
@@ -298,12 +311,17 @@ def make_programs(
         out_shardings=(by_state, everywhere, by_rows),
         donate_argnums=(0,),
     )
+    again = jax.jit(
+        loss_forward,
+        in_shardings=(by_state, None, everywhere, *[None for _ in weights]),
+        out_shardings=(by_rows, everywhere),
+    )
     alone = jax.jit(
         forward,
         static_argnames=("num_sequences", "diagnosis", "with_routes", "with_collision", "for_dumps"),
         out_shardings=(everywhere, by_rows),
     )
-    return Programs(step, alone, abstract, weights)
+    return Programs(step, again, alone, abstract, weights)
 
 
 class TrainStep:
@@ -372,11 +390,23 @@ class TrainStep:
           The new state, the metrics of the row on the device (scalars, and the histogram), and the values of the
           tokens before the update.
         """
-        placed = place_batch(batch, self._by_rows, self._everywhere)
         controls = place_controls(learning_rate, apply_update, measure_noise, self._everywhere)
+        return self._run(self._programs.step, state, batch, controls)
+
+    def loss_forward(self, state: TrainState, batch: PackedBatch) -> TokenValues:
+        """Computes the values of the tokens by the forward and backward of the step, without an update.
+
+        The batch may have another number of micro-batches than the steps. The state is not donated.
+        """
+        controls = place_controls(0.0, False, False, self._everywhere)
+        return self._run(self._programs.loss_forward, state, batch, controls)[0]
+
+    def _run(self, program: Any, state: TrainState, batch: PackedBatch, controls: Controls) -> Any:
+        """Places the batch and calls a program of gradients."""
+        placed = place_batch(batch, self._by_rows, self._everywhere)
         weights = [] if self._merged is None else [self._merged(state.params)]
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
-            return self._programs.step(state, placed, controls, *weights)
+            return program(state, placed, controls, *weights)
 
     def lower(self, *optional: OptionalLogprobs, reported: int = 0) -> jax.stages.Lowered:
         """Lowers the step for the devices of the mesh, which need not exist: shapes replace state and batch.

@@ -6,28 +6,60 @@ import jax
 import pytest
 from toy_runs import comparable, complete, tiny
 
-pytestmark = pytest.mark.slow
 KEYS = {"logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl", "log_ppl_abs_diff", "token_count"}
+SEPARATE = ["--loss.mini-batches", "2", "--loss.kl", "k3"]  # a separate forward, and a batch with optional arrays
+RUNS = {"jax": ([], 1), "exact": (["--rollout.engine", "exact"], 1), "mini batches": (SEPARATE, 2)}
 
 
 def without_self(rows):
     return [{key: value for key, value in row.items() if not key.startswith("mismatch_self/")} for row in rows]
 
 
-@pytest.mark.parametrize("engine", ["jax", "exact"])
-def test_rows_stay_and_forwards_compile_once(toy_base, tmp_path, caplog, engine):
-    words = ["--rollout.engine", engine, "--checkpoint.every", "100"]
-    assert complete(tiny(toy_base, tmp_path / "off", 6, *words))[0] == 0
-    jax.clear_caches()  # so that no forward is here already
+def checked_runs(base, directory, caplog, words):
+    """The rows without and with the checks, and the programs that were compiled with them."""
+    words = [*words, "--checkpoint.every", "100"]
+    assert complete(tiny(base, directory / "off", 6, *words))[0] == 0
+    jax.clear_caches()  # so that no program is here already
     with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
-        assert complete(tiny(toy_base, tmp_path / "on", 6, *words, "--diagnosis.self-every", "2"))[0] == 0
-    compiled = [record.getMessage() for record in caplog.records if "Compiling jit(forward)" in record.getMessage()]
-    assert len(compiled) == 1
-    off, on = comparable(tmp_path / "off"), comparable(tmp_path / "on")
+        assert complete(tiny(base, directory / "on", 6, *words, "--diagnosis.self-every", "2"))[0] == 0
+    said = [record.getMessage() for record in caplog.records]
+    count = {name: sum(f"Compiling jit({name})" in line for line in said) for name in ("forward", "loss_forward")}
+    return comparable(directory / "off"), comparable(directory / "on"), count
+
+
+def causes(row):
+    """The causes whose metrics a row has; "" is the shape."""
+    keys = [key.split("/")[1:] for key in row if key.startswith("mismatch_self/")]
+    found = {}
+    for *cause, name in keys:
+        found.setdefault("/".join(cause), set()).add(name)
+    assert all(names >= KEYS for names in found.values())
+    return set(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RUNS)
+def test_rows_stay_and_programs_compile_once(toy_base, tmp_path, caplog, kind):
+    words, forwards = RUNS[kind]
+    off, on, compiled = checked_runs(toy_base, tmp_path, caplog, words)
+    assert compiled == {"forward": forwards, "loss_forward": 1}
     assert without_self(on) == off
     for row in on:
-        names = {key.partition("/")[2] for key in row if key.startswith("mismatch_self/")}
-        assert (names >= KEYS) == (row["step"] % 2 == 0)
+        assert causes(row) == ({"", "remat"} if row["step"] % 2 == 0 else set())
     measured = on[1]
-    assert measured["mismatch_self/token_count"] == measured["mismatch/token_count"]
-    assert measured["mismatch_self/logprob_abs_diff_mean"] <= 3e-7  # docs/mismatch.md has up to 1e-7
+    for prefix in ("mismatch_self/", "mismatch_self/remat/"):
+        assert measured[f"{prefix}token_count"] == measured["mismatch/token_count"]
+        assert measured[f"{prefix}logprob_abs_diff_mean"] <= 3e-7  # docs/mismatch.md has up to 1e-7
+
+
+@pytest.mark.mesh
+def test_another_split_of_the_devices(toy_base, tmp_path, caplog):
+    words = ["--mesh.fsdp", "2", "--mesh.tp", "4", "--diagnosis.self-causes", "mesh"]
+    off, on, compiled = checked_runs(toy_base, tmp_path, caplog, words)
+    assert compiled == {"forward": 1, "loss_forward": 0}
+    assert without_self(on) == off
+    assert [causes(row) for row in on] == [set(), {"mesh"}] * 3
+    measured = on[1]
+    assert measured["mismatch_self/mesh/token_count"] == measured["mismatch/token_count"]
+    # Sums over four parts and over two parts of the heads round differently.
+    assert 0 < measured["mismatch_self/mesh/logprob_abs_diff_mean"] < 0.05

@@ -1,10 +1,21 @@
-"""The trainer against itself: when it is measured, on which tokens, at which shape, and what it leaves alone."""
+"""The trainer against itself: when it is measured, on which tokens, in which programs, and what it leaves alone."""
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from rljax.trainer.packing import TrainSequence, pack
-from rljax.trainer.self_check import SelfCheckedUpdate, other_shape, self_metrics, spread
+from rljax.trainer.self_check import (
+    SelfCheckedUpdate,
+    at_other_shape,
+    first_micro_batches,
+    in_other_program,
+    other_mesh,
+    other_shape,
+    self_metrics,
+    spread,
+)
 from rljax.trainer.step import TokenValues
 from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
 
@@ -20,7 +31,7 @@ class Inner:
     """An update that gives each token the log-probability -1; its forward gives -1.25 under parameters 0.25."""
 
     def __init__(self):
-        self.shapes = []
+        self.shapes, self.batches = [], []
 
     def pack(self, sequences):
         return pack(sequences, row_tokens=8, rows_per_micro_batch=2, micro_batches=8)
@@ -31,6 +42,10 @@ class Inner:
     def forward(self, params, batch):
         self.shapes.append((batch.tokens.shape, int(batch.response_mask.sum())))
         return {}, TokenValues(np.full(batch.tokens.shape, -1.0 - params, np.float32))
+
+    def loss_forward(self, state, batch):
+        self.batches.append(batch)
+        return TokenValues(np.full(batch.tokens.shape, -1.0 - 2 * state.params, np.float32))
 
     def __call__(self, state, batch, sequences, options):
         return Updated(State(9.0), {"policy/loss": 1.0}, {}, lambda: constant(-1.0, sequences))
@@ -47,7 +62,11 @@ class State:
 
 def updated(options, lengths, sample=64):
     inner = Inner()
-    checked = SelfCheckedUpdate(inner, inner.forward, inner.pack_other, sample=sample)
+    checks = {
+        "shape": at_other_shape(inner.forward, inner.pack_other, sample=sample),
+        "remat": in_other_program(inner.loss_forward, sample=sample, stand_ins=("old_logprobs",)),
+    }
+    checked = SelfCheckedUpdate(inner, checks)
     sequences = [sequence(length) for length in lengths]
     return inner, checked(State(0.25), checked.pack(sequences), sequences, options)
 
@@ -55,7 +74,7 @@ def updated(options, lengths, sample=64):
 def test_a_step_that_is_not_due_is_left_alone():
     inner, found = updated(DUE._replace(self_mismatch=False), [3, 2])
     assert found.row == {"policy/loss": 1.0}
-    assert inner.shapes == []
+    assert inner.shapes == inner.batches == []
 
 
 def test_the_same_tokens_at_another_shape():
@@ -67,6 +86,27 @@ def test_the_same_tokens_at_another_shape():
     assert found.row["mismatch_self/logprob_abs_diff_mean"] == pytest.approx(0.25)
     assert found.row["mismatch_self/kl"] == pytest.approx(-0.25)  # lr is the update's number less the other one
     assert [len(values) for values in found.trainer().logprobs] == [3, 2]
+
+
+def test_the_same_micro_batches_in_another_program():
+    inner, found = updated(DUE, [3, 2])
+    (batch,) = inner.batches
+    assert batch.tokens.shape == (8, 2, 8)
+    assert batch.old_logprobs is batch.rollout_logprobs
+    assert batch.reference_logprobs is None
+    assert found.row["mismatch_self/remat/token_count"] == 5
+    assert found.row["mismatch_self/remat/logprob_abs_diff_mean"] == pytest.approx(0.5)
+
+
+def test_only_the_first_micro_batches_are_scored_again():
+    """A micro-batch has two rows of 8 tokens, and each response takes a row with its prompt of one token."""
+    inner, found = updated(DUE, [7, 6, 5, 7, 6], sample=3)
+    (batch,) = inner.batches
+    assert (int(batch.used), int(batch.with_loss)) == (2, 2)
+    count, held = first_micro_batches(batch, 3)
+    assert (count, len(held)) == (2, 4)
+    lengths = np.array([7, 6, 5, 7, 6])
+    assert found.row["mismatch_self/remat/token_count"] == lengths[held].sum()
 
 
 def test_a_sample_is_measured():
@@ -86,9 +126,9 @@ def test_metrics_by_hand():
     )  # an environment wrote the token with zeros
     sampled = [np.array([True, False, True]), np.array([True])]
     row = self_metrics([*map(np.float32, first)], [*map(np.float32, second)], sampled)
-    assert row["mismatch_self/logprob_abs_diff_mean"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
-    assert row["mismatch_self/logprob_abs_diff_max"] == 1.0
-    assert row["mismatch_self/log_ppl_abs_diff"] == pytest.approx((0.25 + 1.0) / 2)
+    assert row["logprob_abs_diff_mean"] == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+    assert row["logprob_abs_diff_max"] == 1.0
+    assert row["log_ppl_abs_diff"] == pytest.approx((0.25 + 1.0) / 2)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +137,24 @@ def test_metrics_by_hand():
 )
 def test_the_other_shape_fits_the_mesh(rows, tokens, ways, expected):
     assert other_shape(rows, tokens, ways) == expected
+
+
+def test_one_device_has_no_other_mesh():
+    axes = ("replica", "fsdp", "tp")
+    assert other_mesh(Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), axes)) is None
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((1, 8, 1), (1, 4, 2)), ((1, 2, 4), (1, 4, 2)), ((2, 1, 3), (2, 3, 1)), ((2, 3, 1), (2, 1, 3)), ((8, 1, 1), None)],
+)
+def test_another_mesh_has_the_same_devices_in_order(shape, expected):
+    axes = ("replica", "fsdp", "tp")
+    devices = np.array(jax.devices()[: np.prod(shape)])
+    other = other_mesh(Mesh(devices.reshape(shape), axes))
+    if expected is None:
+        assert other is None
+    else:
+        assert other.devices.shape == expected
+        assert other.devices.ravel().tolist() == devices.tolist()
