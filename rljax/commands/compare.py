@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import numpy as np
 import tyro
 from matplotlib import colormaps
@@ -40,8 +42,9 @@ from rljax.compare.scorers import name_columns, score_column, split_spec
 from rljax.data.prompts import TOYS
 from rljax.errors import ConfigError, caller_errors
 from rljax.policy.hub import model_directory
-from rljax.record.token_dumps import SECOND_RUN, TokenDump, write_dump
+from rljax.record.token_dumps import OTHER_RUNS, SECOND_RUN, TokenDump, write_dump
 from rljax.run.options import parse_arguments
+from rljax.trainer.measure import Cause
 
 METRIC = "logprob_abs_diff_mean"
 TOY_PROMPTS = 64
@@ -92,7 +95,10 @@ class Arguments:
     batch_size: int = 8
     """The number of sequences that are scored at the same time."""
     second_run: bool = True
-    """Score a second time, at another batch size, to measure the noise floor."""
+    """Measure noise floors: score a second time, at another batch size, and as ``floors`` says."""
+    floors: tuple[Cause, ...] = ("shape",)
+    """The noise floors of a scorer jax: (see diagnosis.self_causes). shape: the second run. mesh: on all devices, with
+    split weights; nothing on one device. remat: by a program with a backward, which takes the memory of gradients."""
     layers: tyro.conf.FlagCreatePairsOff[bool] = False
     """Name the layer and the operation at which the first scorer and each other one part, on one sequence of TOKENS.
     The scorers are jax:DTYPE and hf:DTYPE, with options as in jax:bfloat16,tp=2, and vllm:URL."""
@@ -123,7 +129,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     )
 
 
-Job = tuple[str, str, int]  # column, spec, batch size
+Job = tuple[str, str, int, Cause]  # column, spec, batch size, program
 
 
 def jobs(dump: TokenDump, columns: dict[str, str], options: Arguments) -> list[Job]:
@@ -132,22 +138,27 @@ def jobs(dump: TokenDump, columns: dict[str, str], options: Arguments) -> list[J
     The engine that sampled the responses has its first column already, so only its second run is added.
     """
     sampler = options.sample if options.sample in dump.logprobs else None
-    first = [(column, spec, options.batch_size) for spec, column in columns.items() if spec != sampler]
+    size = options.batch_size
+    first: list[Job] = [(column, spec, size, "shape") for spec, column in columns.items() if spec != sampler]
     if not options.second_run:
         return first
     twice = [(spec, name) for spec, name in columns.items() if not spec.startswith("dump:")]
     twice += [(sampler, sampler)] if sampler and sampler not in columns else []
-    return first + [(name + SECOND_RUN, spec, options.batch_size // 2 or 2) for spec, name in twice]
+    seconds: list[Job] = [(name + SECOND_RUN, spec, size // 2 or 2, "shape") for spec, name in twice]
+    seconds = seconds if "shape" in options.floors else []
+    causes = [cause for cause in options.floors if cause == "remat" or (cause == "mesh" and jax.device_count() > 1)]
+    others = itertools.product([pair for pair in twice if pair[0].startswith("jax:")], causes)
+    return first + seconds + [(name + OTHER_RUNS[cause], spec, size, cause) for (spec, name), cause in others]
 
 
 def scored(dump: TokenDump, todo: Sequence[Job], options: Arguments) -> Iterator[TokenDump]:
     """Computes one column after the other, and yields the dump after each."""
     with tqdm(total=len(todo) * len(dump.sequence_ids), desc="scoring", unit="seq", disable=not todo) as bar:
         score = functools.partial(score_column, temperature=options.temperature, progress=bar.update)
-        for column, spec, size in todo:
+        for column, spec, size, cause in todo:
             bar.set_postfix_str(column)
             with caller_errors():
-                vectors, source = score(spec, dump, options.model, batch_size=size)
+                vectors, source = score(spec, dump, options.model, batch_size=size, cause=cause)
             dump = dump.with_column(column, vectors, source)
             yield dump
 
@@ -285,7 +296,7 @@ def main(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, ConfigError) as error:
         stopped = error
     done = [column for column in columns.values() if column in dump.logprobs]
-    names = [name for name in dict.fromkeys([*given, *done]) if not name.endswith(SECOND_RUN)]
+    names = [name for name in dict.fromkeys([*given, *done]) if not name.endswith(tuple(OTHER_RUNS.values()))]
     if stopped is not None and len(names) < 2:
         raise stopped
     with caller_errors():

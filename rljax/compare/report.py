@@ -19,7 +19,7 @@ from rljax.mismatch.turns import mismatch_by_turn
 from rljax.record.dump_turns import turns_of
 from rljax.record.text_tables import text_table
 from rljax.record.token_arrays import to_rows
-from rljax.record.token_dumps import ABOVE_ZERO, PLACES, SECOND_RUN, ColumnSource, TokenDump
+from rljax.record.token_dumps import ABOVE_ZERO, OTHER_RUNS, PLACES, ColumnSource, TokenDump
 
 POSITION_EDGES = (16, 64, 256, 1024, 4096, 16384)
 MATRIX_METRICS = ("logprob_abs_diff_mean", "k3_kl", "log_ppl_abs_diff")
@@ -51,6 +51,8 @@ class Comparison:
     columns: dict[str, ColumnSource]  # with their roles, in the order of the matrix, without second runs
     pairs: list[Pair]  # every two columns
     noise_floor: dict[str, dict[str, float]]  # the metrics between the two runs of a column
+    # The metrics between a column and its run on another mesh ("mesh") or with another remat ("remat"), by column.
+    other_floors: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     distributions: list[DistributionPair] = field(default_factory=list)
 
     @property
@@ -89,10 +91,13 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
         verdict = judge(*both, *origins, cut=_cut_of_pair(*origins, cuts[a] or cuts[b]), same_weights=same_weights)
         by_turn = _by_turn(dump.logprobs[a], dump.logprobs[b], turns)
         pairs.append(Pair(a, b, roles[a] != roles[b], mismatch_metrics(*both), _growth(*both), verdict, by_turn))
-    seconds = {name: arrays[name + SECOND_RUN] for name in names if name + SECOND_RUN in arrays}
-    floors = {name: mismatch_metrics(arrays[name], second, mask) for name, second in seconds.items()}
+    floors: dict[str, dict[str, dict[str, float]]] = {}
+    for name, (cause, suffix) in itertools.product(names, OTHER_RUNS.items()):
+        if name + suffix in arrays:
+            floors.setdefault(name, {})[cause] = mismatch_metrics(arrays[name], arrays[name + suffix], mask)
     sources = {name: dataclasses.replace(dump.sources[name], role=roles[name]) for name in names}
-    return Comparison(sources, pairs, floors)
+    shape = {name: found.pop("shape") for name, found in floors.items() if "shape" in found}
+    return Comparison(sources, pairs, shape, {name: found for name, found in floors.items() if found})
 
 
 def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
@@ -159,6 +164,8 @@ def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]
     """Joins the tables and a paragraph about columns that share a role."""
     matrices = [_matrix(comparison, metric) for metric in MATRIX_METRICS]
     tables = [_columns_table(comparison), *matrices, _growth_table(comparison), _verdict_table(comparison)]
+    if comparison.other_floors:
+        tables[-2:-2] = [_floors_table(comparison)]
     if any(pair.turns for pair in comparison.pairs):
         tables[-1:-1] = [_turns_table(comparison, *about) for about in TURN_TABLES]
     if comparison.distributions:
@@ -218,6 +225,16 @@ def _matrix(comparison: Comparison, metric: str) -> tuple[str, _Rows]:
     rows = [["", *names], *([row, *(cells.get((row, name), "") for name in names)] for row in names)]
     floor = "on the diagonal the floor: a scorer against its own second run, as mismatch_self/ of a run"
     return f"{metric} ({floor})", rows
+
+
+def _floors_table(comparison: Comparison) -> tuple[str, _Rows]:
+    """Makes a table of all noise floors of the columns that have more than one."""
+    rows = [["column", *OTHER_RUNS]]
+    for name, others in comparison.other_floors.items():
+        found = {"shape": comparison.noise_floor.get(name)} | others
+        gaps = (found.get(cause) for cause in OTHER_RUNS)
+        rows.append([name, *("" if gap is None else f"{gap['logprob_abs_diff_mean']:.3g}" for gap in gaps)])
+    return "logprob_abs_diff_mean of a scorer to itself, by what differs (as in mismatch_self/ of a run)", rows
 
 
 def _growth_table(comparison: Comparison) -> tuple[str, _Rows]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from rljax.compare.importers import read_tokens
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
+from rljax.policy.model import Remat, param_shardings
 from rljax.policy.score import make_scorer
 from rljax.record.token_dumps import ColumnSource, TokenDump, after_prompts, common_prefix
 from rljax.rollout.build import connect, load_jax_engine
@@ -25,6 +27,9 @@ from rljax.rollout.injected import CACHES
 from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.wire import ServerInfo
 from rljax.rollout.types import SERVED, ClientLimits
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.measure import Cause
+from rljax.trainer.self_check import other_mesh
 from rljax.weights.format import weights_hash
 
 T = TypeVar("T")
@@ -62,6 +67,7 @@ def score_column(
     temperature: float = 1.0,
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda count: None,
+    cause: Cause = "shape",
 ) -> tuple[list[np.ndarray], ColumnSource]:
     """Returns the log-probabilities of each sequence of a dump, float32 [t] (nats, NaN if unknown), and their source.
 
@@ -83,6 +89,8 @@ def score_column(
       temperature: The temperature of the distribution, positive; it must be 1 for a server.
       batch_size: The number of sequences in a forward pass, or of requests at a time.
       progress: A function that gets the number of newly scored sequences.
+      cause: The program of ``jax:``. shape: the forward on one device. mesh: the forward on all devices, with weights
+        split by ``self_check.other_mesh``. remat: the forward of a program with a backward that recomputes its blocks.
 
     Raises:
       ValueError: The spec is unknown, a token id is outside the vocabulary, FILE lacks a sequence or has other tokens
@@ -107,7 +115,8 @@ def score_column(
             vectors = list(counted(scores(server, dump, batch_size), progress))
             return vectors, server_source(server.info, "decode" if kind == _DECODE else "", 1.0, served)
     dtype, directory = split_model(spec, model)
-    score = {"jax": _jax_scores, "jax-decode": _decode_scores, "jax-prefill": _prefill_scores, "hf": _hf_scores}[kind]
+    jax_scores: Callable[..., Vectors] = functools.partial(_jax_scores, cause=cause)
+    score = {"jax": jax_scores, "jax-decode": _decode_scores, "jax-prefill": _prefill_scores, "hf": _hf_scores}[kind]
     vectors = list(counted(score(directory, dtype, temperature, dump, batch_size), progress))
     return vectors, local_source(kind, dtype, temperature, directory)
 
@@ -230,11 +239,13 @@ def check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
             raise ValueError(f"{said}; is it another model's?")
 
 
-def _jax_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
+def _jax_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int, cause: Cause) -> Vectors:
     config = read_config(model)
     check_vocabulary(dump, config.vocab_size)
-    params = load_params(model, config)
-    score = make_scorer(config, dtype, temperature=temperature)
+    mesh = other_mesh(make_mesh(MeshConfig())) if cause == "mesh" else None
+    params = load_params(model, config, None if mesh is None else param_shardings(config, mesh))
+    remat: Remat | None = "blocks" if cause == "remat" else None
+    score = make_scorer(config, dtype, temperature=temperature, mesh=mesh, remat=remat)
     for start in range(0, len(dump.token_ids), batch_size):
         for vector in score(params, dump.token_ids[start : start + batch_size]):
             yield np.concatenate([_NONE, vector[1:]])

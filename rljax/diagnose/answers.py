@@ -132,14 +132,24 @@ def _lead(course: Course | None) -> str:
     return f"the reward falls for good from step {course.decline} on: {'; '.join(parts)}"
 
 
+_FLOORS = {
+    "at another batch shape": "mismatch_self/logprob_abs_diff_mean",
+    "on another mesh": "mismatch_self/mesh/logprob_abs_diff_mean",
+    "with another remat": "mismatch_self/remat/logprob_abs_diff_mean",
+}
+"""The metrics of the trainer's difference from itself, by what differs."""
+
+
 def _floor(facts: Facts) -> str:
     if facts.declared.is_exact:
         return "0 between trainer and engine, which share one executable"
-    name = "mismatch_self/logprob_abs_diff_mean"
-    if facts.course is not None and name in facts.course.last:
-        value, gap = facts.course.largest[name], facts.course.last.get("logprob_abs_diff_mean", math.nan)
+    largest = {} if facts.course is None else facts.course.largest
+    floors = {what: largest[name] for what, name in _FLOORS.items() if name in largest}
+    if facts.course is not None and floors:
+        what = max(floors, key=lambda each: floors[each])
+        value, gap = floors[what], facts.course.last.get("logprob_abs_diff_mean", math.nan)
         share = f", {value / gap:.2g} of the gap" if gap > 0 else ""
-        said = f"at most {value:.2g} nats between the trainer and itself at another batch shape{share}"
+        said = f"at most {value:.2g} nats between the trainer and itself {what}{share}"
         return f"{said}: no remedy goes below it"
     if facts.tokens is not None and facts.tokens.floors:
         listed = ", ".join(f"{column} {value:.2g}" for column, value in facts.tokens.floors.items())
@@ -169,7 +179,7 @@ def to_measure(facts: Facts, cause: str) -> Iterator[str]:
         yield "how old the weights are that sampled each batch"
     if course is not None and "entropy" not in names:
         yield "the policy's entropy: it tells a smaller error from a more certain policy"
-    has_floor = "mismatch_self/logprob_abs_diff_mean" in names or (tokens is not None and bool(tokens.floors))
+    has_floor = bool(names.intersection(_FLOORS.values())) or (tokens is not None and bool(tokens.floors))
     if not has_floor and not facts.declared.is_exact:
         yield "the floor: --diagnosis.self-every 20, or rljax compare with --second-run"
     if not facts.declared.coarser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import PolicyConfig
@@ -133,21 +135,43 @@ def packed_logprobs(
 
 @functools.lru_cache(maxsize=8)
 def make_scorer(
-    config: PolicyConfig, dtype: Any, *, temperature: float = 1.0, multiple: int = 64
+    config: PolicyConfig,
+    dtype: Any,
+    *,
+    temperature: float = 1.0,
+    multiple: int = 64,
+    mesh: Mesh | None = None,
+    remat: Remat | None = None,
 ) -> Callable[[Params, Sequence[np.ndarray]], list[np.ndarray]]:
     """Builds a function ``score(params, sequences) -> logprobs`` for checks outside the training step.
 
     The function takes float32 masters and casts them to ``dtype``. It returns one vector for each sequence, and
     ``logprobs[i][0]`` is 0. Rows are padded to a multiple of ``multiple`` tokens, and their number to a power of two,
     so that few shapes are compiled. Equal arguments give the same function; the last eight functions are kept.
+
+    With a ``mesh`` the masters lie on it. With ``remat`` the program also has the backward of a training step, which
+    recomputes the activations that it names.
     """
 
+    def logprobs_of(params: Params, tokens: Array, segment_ids: Array) -> Array:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        rows = (tokens, segment_ids, positions)
+        return packed_logprobs(params, config, *rows, temperature=temperature, remat=remat or "none").logprobs
+
+    def with_sum(params: Params, tokens: Array, segment_ids: Array) -> tuple[Array, Array]:
+        logprobs = logprobs_of(params, tokens, segment_ids)
+        return jnp.sum(logprobs), logprobs
+
     @jax.jit
-    def run(params: Params, tokens: Array, segment_ids: Array) -> Array:
+    def run(params: Params, tokens: Array, segment_ids: Array) -> tuple[Array, Array]:
         with jax.default_matmul_precision(matmul_precision(dtype)):
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
             cast = cast_params(params, dtype)
-            return packed_logprobs(cast, config, tokens, segment_ids, positions, temperature=temperature).logprobs
+            if remat is None:
+                return logprobs_of(cast, tokens, segment_ids), jnp.float32(0.0)
+            (_, logprobs), grads = jax.value_and_grad(with_sum, has_aux=True)(cast, tokens, segment_ids)
+            # Without a use of the gradients the compiler would leave the backward out.
+            squares = [jnp.sum(jnp.square(g), dtype=jnp.float32) for g in jax.tree.leaves(grads)]
+            return logprobs, jnp.sum(jnp.stack(squares))
 
     def score(params: Params, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         if not sequences:
@@ -159,7 +183,8 @@ def make_scorer(
         for i, sequence in enumerate(sequences):
             tokens[i, : len(sequence)] = sequence
             segments[i, : len(sequence)] = 1
-        logprobs = fetch(run(params, tokens, segments))
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            logprobs, _ = fetch(run(params, tokens, segments))
         return [logprobs[i, : len(sequence)] for i, sequence in enumerate(sequences)]
 
     return score

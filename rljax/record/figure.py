@@ -204,6 +204,41 @@ def plot_turns(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
     axis.legend(fontsize=8, labelcolor=QUIET, loc="best", ncols=2, **frame)
 
 
+FLOORS = {
+    "shape": ("mismatch_self/log_ppl_abs_diff", "o"),
+    "mesh": ("mismatch_self/mesh/log_ppl_abs_diff", "s"),
+    "remat": ("mismatch_self/remat/log_ppl_abs_diff", "^"),
+}
+"""The key and marker of the trainer's difference from itself, by what differs."""
+
+
+def plot_mismatch(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
+    """Draws the mismatch, and in the sampled steps the trainer's difference from itself, which no remedy goes below."""
+    _MISMATCH.plot(axis, runs, smooth)
+    drawn = []
+    for cause, (key, marker) in FLOORS.items():
+        found = [(run, *run.series(key)) for run in runs]
+        values = np.concatenate([values for _, _, values in found])
+        if not np.isfinite(values).any():
+            continue
+        for run, steps, series in found:
+            shown = np.where(series > 0, series, np.nan)
+            axis.plot(steps, shown, color=run.color, linestyle="", marker=marker, markersize=4.5, alpha=0.7)
+        drawn.append(values)
+        label = f"itself: {cause}" if (values > 0).any() else f"itself: {cause} (0)"
+        axis.plot([], [], color=QUIET, linestyle="", marker=marker, markersize=4.5, label=label)
+    if not drawn:
+        return
+    above = np.concatenate([*drawn, *(run.series(_MISMATCH.needs)[1] for run in runs)])
+    if (above > 0).any():
+        log_axis(axis, above)
+    axis.legend(frameon=False, fontsize=8.5, labelcolor=QUIET, loc="best")
+
+
+_MISMATCH = curve_panel(
+    "mismatch/log_ppl_abs_diff", "Training-inference mismatch", "log_ppl_abs_diff, nats per token", log=True
+)
+
 PANELS: dict[str, Panel] = {
     "reward": curve_panel("reward/mean", "Reward", "mean per response"),
     "accuracy": Panel(plot_accuracy, "eval/*/accuracy"),
@@ -211,9 +246,7 @@ PANELS: dict[str, Panel] = {
     "learning_rate": Panel(plot_learning_rate, "schedule/learning_rate"),
     "grad_norm": curve_panel("optimizer/grad_norm", "Gradient norm", "before clipping"),
     "entropy": curve_panel("policy/entropy", "Policy entropy", "nats per token"),
-    "mismatch": curve_panel(
-        "mismatch/log_ppl_abs_diff", "Training-inference mismatch", "log_ppl_abs_diff, nats per token", log=True
-    ),
+    "mismatch": Panel(plot_mismatch, _MISMATCH.needs),
     "turns": Panel(plot_turns, "turns/turn_*/logprob_abs_diff_mean"),
 }
 """The panels of a report by name."""

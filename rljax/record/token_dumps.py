@@ -42,6 +42,9 @@ PLACES = ("trainer", "", "rollout")
 SECOND_RUN = "@2"
 """The suffix of a scorer's second run; the part before it is the name of the first run's column."""
 
+OTHER_RUNS = {"shape": SECOND_RUN, "mesh": "@mesh", "remat": "@remat"}
+"""The suffixes of all further runs of a scorer, by what differs from the first run."""
+
 ABOVE_ZERO = 1e-5
 """The largest log-probability (nats) that rounding explains."""
 
@@ -148,8 +151,8 @@ class TokenDump:
 
     @property
     def first_runs(self) -> list[str]:
-        """The names of the columns in the order of the file, without the second runs."""
-        return [name for name in self.logprobs if not name.endswith(SECOND_RUN)]
+        """The names of the columns in the order of the file, without further runs of a scorer."""
+        return [name for name in self.logprobs if not name.endswith(tuple(OTHER_RUNS.values()))]
 
     def with_roles(self, roles: Mapping[str, str]) -> TokenDump:
         """Returns this dump with the roles of some columns set; ``roles`` maps column names to roles."""

@@ -53,6 +53,17 @@ def test_pairs_metrics_and_floor_are_those_of_the_library():
     assert comparison.passed
 
 
+def test_floors_by_cause_are_no_columns_of_their_own():
+    dump = noisy_dump()
+    shifted = [row + 1e-3 for row in dump.logprobs["a"]]
+    dump = dump.with_column("a@mesh", shifted, SOURCE)
+    comparison = compare_columns(dump)
+    assert list(comparison.columns) == ["a", "b", "c"]
+    assert set(comparison.noise_floor) == {"a"}
+    assert comparison.other_floors["a"]["mesh"]["logprob_abs_diff_mean"] == pytest.approx(1e-3, rel=1e-3)
+    assert "| 0.001 |" in to_markdown(comparison)
+
+
 def test_growth_covers_each_token_once_and_shows_a_growing_gap():
     rng = np.random.default_rng(1)
     a = -rng.exponential(1.0, 500)
@@ -151,6 +162,36 @@ def test_the_program_scores_reports_and_draws(model, tmp_path, capsys):
     assert 0 < plain["pairs"][0]["metrics"]["logprob_abs_diff_mean"] < 1e-5
     assert set(plain["noise_floor"]) == {"jax:float32", "hf:float32"}
     assert (tmp_path / "out" / "report.png").read_bytes()[1:4] == b"PNG"
+
+
+def floors_of(model, tmp_path, *words):
+    """The columns, the floors beside the second run's, and the report of one scorer in two dtypes."""
+    ids = np.random.default_rng(0).integers(0, 16, (4, 20))
+    write_dump(tmp_path / "t", make_dump(list("abcd"), ids, np.arange(20)[None] >= np.full((4, 1), 5), {}))
+    arguments = [str(tmp_path / "t"), "--model", str(model), "--out", str(tmp_path / "out"), *words]
+    scorers = ["--scorer", "jax:float32", "--scorer", "jax-prefill:float32"]
+    assert run_cli(compare.main, [*arguments, *scorers]) == 0
+    kept = read_dump(tmp_path / "out" / "tokens.parquet")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    return sorted(kept.logprobs), report["other_floors"], (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_program_with_a_backward_is_a_floor(model, tmp_path):
+    columns, floors, report = floors_of(model, tmp_path, "--floors", "shape", "mesh", "remat")
+    assert columns == [f"jax{name}" for name in ("-prefill:float32", "-prefill:float32@2")] + [
+        f"jax:float32{suffix}" for suffix in ("", "@2", "@remat")
+    ]
+    assert set(floors) == {"jax:float32"}
+    assert floors["jax:float32"]["remat"]["token_count"] == 60
+    assert floors["jax:float32"]["remat"]["logprob_abs_diff_max"] < 1e-5
+    assert "| column | shape | mesh | remat |" in report
+
+
+@pytest.mark.mesh
+def test_another_mesh_is_a_floor(model, tmp_path):
+    columns, floors, _ = floors_of(model, tmp_path, "--floors", "mesh")
+    assert columns == ["jax-prefill:float32", "jax:float32", "jax:float32@mesh"]
+    assert 0 < floors["jax:float32"]["mesh"]["logprob_abs_diff_max"] < 1e-5
 
 
 def test_a_conversion_is_judged_by_numbers_and_distributions(model, tmp_path, capsys):

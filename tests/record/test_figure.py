@@ -50,6 +50,19 @@ def vertical_lines(axis):
     return sorted({line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 2})
 
 
+def test_the_trainer_against_itself_is_in_the_panel_of_the_mismatch():
+    rows = rows_of()
+    for step, mesh in ((10, 2e-4), (20, 3e-4)):
+        rows[step - 1] |= {"mismatch_self/log_ppl_abs_diff": 0.0, "mismatch_self/mesh/log_ppl_abs_diff": mesh}
+    axis = axis_named(report(run_of(rows)), "Training-inference mismatch")
+    (line,) = [line for line in axis.lines if line.get_marker() == "s" and len(line.get_xdata())]
+    assert line.get_xdata().tolist() == [10, 20]
+    assert line.get_ydata().tolist() == [2e-4, 3e-4]
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["itself: shape (0)", "itself: mesh"]
+    assert axis.get_ylim()[0] < 2e-4
+    assert axis_named(report(run_of(rows_of())), "Training-inference mismatch").get_legend() is None
+
+
 @pytest.mark.parametrize(
     ("title", "key"),
     [
