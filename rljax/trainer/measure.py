@@ -20,7 +20,7 @@ from rljax.trainer.packing import PackedBatch
 from rljax.trainer.router import finalize_router, router_statistics
 
 Cause = Literal["shape", "mesh", "remat"]
-"""What differs between two programs of the trainer that are compared."""
+"""The difference between two programs of the trainer that are compared."""
 HISTOGRAM = "mismatch/logprob_abs_diff"
 """The name of the histogram among the metrics of a step. ``rljax.mismatch.histogram.bin_edges`` gives its bins."""
 
