@@ -50,7 +50,7 @@ def vertical_lines(axis):
     return sorted({line.get_xdata()[0] for line in axis.lines if len(line.get_xdata()) == 2})
 
 
-def test_the_trainer_against_itself_is_in_the_panel_of_the_mismatch():
+def test_the_panel_of_the_mismatch_has_the_floors():
     rows = rows_of()
     for step, mesh in ((10, 2e-4), (20, 3e-4)):
         rows[step - 1] |= {"mismatch_self/log_ppl_abs_diff": 0.0, "mismatch_self/mesh/log_ppl_abs_diff": mesh}
