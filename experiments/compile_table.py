@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rljax.plan.dry_run import in_units
+from rljax.sharding import OPTIONAL_AXES
 
 ROOT = Path(__file__).parents[1]
 PAPER = "configs/paper"
@@ -147,7 +148,7 @@ def models_line(name: str, one: dict[str, Any]) -> str:
     links = sum(each["bytes"] for each in one["collectives"] if each["per"] == "micro_batch")
     return cells(
         name,
-        " x ".join(str(size) for axis, size in one["mesh"].items() if axis != "expert" or size > 1),
+        " x ".join(str(size) for axis, size in one["mesh"].items() if axis not in OPTIONAL_AXES or size > 1),
         f"{one['compile_s']:.0f}",
         f"{sizes['planned'] / GIB:.1f}",
         f"{sizes['needed'] / GIB:.1f}",

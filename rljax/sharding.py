@@ -1,9 +1,11 @@
 """The device mesh, the table from logical axes to mesh axes, and constraints by logical axis.
 
-Weights are sharded over three mesh axes. ``fsdp`` splits the model width. ``tp`` splits heads, the inner width of the
-MLP and the vocabulary. ``expert`` splits the experts of a mixture, and the model width of all other weights. Each part
-of ``replica`` holds a copy of all weights. Activations are split by rows over ``replica``, ``fsdp`` and ``expert``.
-Between the matrix products of a block they are split by tokens over ``tp`` (sequence parallelism, arXiv 2205.05198).
+Weights are sharded over four mesh axes. ``fsdp`` and ``context`` split the model width. ``tp`` splits heads, the inner
+width of the MLP and the vocabulary. ``expert`` splits the experts of a mixture, and the model width of all other
+weights. Each part of ``replica`` holds a copy of all weights. A batch is split by rows over ``replica``, ``fsdp`` and
+``expert``, and by tokens over ``context``. The policy takes the parts of a packed row over ``context`` for rows of
+their own (``rljax.policy.context``). Between the matrix products of a block, activations are split by tokens over
+``tp`` (sequence parallelism, arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ import numpy as np
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-MESH_AXES = ("replica", "fsdp", "expert", "tp")
+MESH_AXES = ("replica", "fsdp", "expert", "context", "tp")
+OPTIONAL_AXES = ("expert", "context")
+"""The axes that a description of a mesh leaves out if they have one part."""
 
 # Logical axis -> mesh axes that split it.
 RULES: dict[str, tuple[str, ...]] = {
     "layers": (),
-    "embed": ("fsdp", "expert"),
+    "embed": ("fsdp", "expert", "context"),
     "experts": ("expert",),
-    "expert_embed": ("fsdp",),
+    "expert_embed": ("fsdp", "context"),
     "router": (),
     "heads": ("tp",),
     "kv_heads": ("tp",),
@@ -34,9 +38,11 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocab": ("tp",),
     "norm": (),
     "rank": (),
-    "split_rank": ("fsdp", "expert"),
+    "split_rank": ("fsdp", "expert", "context"),
     "micro": (),
-    "rows": ("replica", "fsdp", "expert"),
+    "batch_rows": ("replica", "fsdp", "expert"),
+    "batch_tokens": ("context",),
+    "rows": ("replica", "fsdp", "expert", "context"),
     "tokens": (),
     "split_tokens": ("tp",),
     "act_embed": (),
@@ -61,28 +67,37 @@ class MeshConfig:
     expert: int = 1
     """Number of parts into which the experts of a mixture are split, and with them the rows of a batch. It must divide
     the number of experts. Use at most the devices of one node, because tokens travel over this axis in every block."""
+    context: int = 1
+    """Number of parts into which the tokens of a row are split, for long sequences. Weights are split over it, too.
+    Twice its size must divide the row length. Use at most the devices of one node, because keys and values travel over
+    this axis in every block."""
     keep_gathered: bool = False
     """Gather the 16-bit weights over ``fsdp`` once a step and keep them, instead of twice in each micro-batch. This
     takes 2 bytes of each device's memory per parameter, divided by ``tp``."""
 
     def __post_init__(self) -> None:
-        if min(self.tp, self.replica, self.expert) < 1 or self.fsdp < -1 or self.fsdp == 0:
+        if min(self.tp, self.replica, self.expert, self.context) < 1 or self.fsdp < -1 or self.fsdp == 0:
             raise ValueError(
-                "fsdp must be -1 or at least 1, tp, replica and expert at least 1, "
-                f"got {self.fsdp}, {self.tp}, {self.replica}, {self.expert}"
+                "fsdp must be -1 or at least 1, tp, replica, expert and context at least 1, "
+                f"got {self.fsdp}, {self.tp}, {self.replica}, {self.expert}, {self.context}"
             )
 
-    def shape(self, num_devices: int) -> tuple[int, int, int, int]:
+    def shape(self, num_devices: int) -> tuple[int, ...]:
         """Returns the sizes of the axes on ``num_devices`` devices, in the order of ``MESH_AXES``."""
-        rest = max(1, num_devices // (self.replica * self.expert * self.tp))
-        return self.replica, rest if self.fsdp == -1 else self.fsdp, self.expert, self.tp
+        rest = max(1, num_devices // (self.replica * self.expert * self.context * self.tp))
+        return self.replica, rest if self.fsdp == -1 else self.fsdp, self.expert, self.context, self.tp
+
+    def row_ways(self, num_devices: int) -> int:
+        """Returns the number of parts into which the rows of a batch are split on ``num_devices`` devices."""
+        sizes = dict(zip(MESH_AXES, self.shape(num_devices), strict=True))
+        return math.prod(sizes[axis] for axis in RULES["batch_rows"])
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns a mesh of ``MESH_AXES`` with GSPMD (Auto) axes over the first devices.
 
-    On a TPU, neighbours on ``tp``, then on ``expert`` and ``fsdp``, are neighbours on the links between chips. On other
-    platforms they are devices of one process.
+    On a TPU, neighbours on ``tp``, then on ``context``, ``expert`` and ``fsdp``, are neighbours on the links between
+    chips. On other platforms they are devices of one process.
 
     Args:
       config: The sizes of the axes.
@@ -94,7 +109,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     devices = list(jax.devices() if devices is None else devices)
     shape = config.shape(len(devices))
     named = zip(MESH_AXES, shape, strict=True)
-    sizes = ", ".join(f"{axis}={size}" for axis, size in named if axis != "expert" or size > 1)
+    sizes = ", ".join(f"{axis}={size}" for axis, size in named if axis not in OPTIONAL_AXES or size > 1)
     if math.prod(shape) > len(devices):
         raise ValueError(f"a mesh of {sizes} needs more than the {len(devices)} devices here")
     used = {device.process_index for device in devices[: math.prod(shape)]}

@@ -177,7 +177,7 @@ def _device_settings(config: Config) -> Iterator[str]:
         yield "precision.remat: blocks"
     elif config.precision.remat_policy == "blocks":
         yield "precision.remat: offload"
-    longest = config.packing.resolve_row_tokens(config.max_sequence_tokens)
+    longest = config.packing.resolve_row_tokens(config.max_sequence_tokens, config.mesh.context)
     if config.packing.tokens_per_device >= 2 * longest or not config.packing.tokens_per_device:
         yield f"packing.tokens_per_device: {longest}"
     yield "a larger mesh.fsdp"

@@ -27,6 +27,7 @@ from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, responses_per_update
 from rljax.sharding import named_sharding
+from rljax.trainer.micro_batches import BATCH_AXES
 
 # Of a place of the batch: seven arrays of four bytes for policy and loss, two masks, two arrays of log-probabilities.
 _BATCH_BYTES = 38
@@ -39,8 +40,8 @@ _LAYERS = 1009  # a size that no other dimension has; no array of it is allocate
 
 def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, int]:
     """Returns the bytes on one device by their purpose; ``mesh`` may have no devices."""
-    micro, rows, tokens = batch_shape(config, responses_per_update(config))
-    (local_rows,) = named_sharding(mesh, ("rows",), (rows,)).shard_shape((rows,))
+    micro, *shape = batch_shape(config, responses_per_update(config))
+    local_rows, tokens = local_batch(mesh, *shape)
     part = local_policy(policy, mesh)
     itemsize = jnp.dtype(config.precision.compute_dtype).itemsize
     attention = planned_attention(config, policy, mesh)
@@ -72,9 +73,14 @@ def working_top_bytes(config: Config, mesh: Any) -> int:
     them come the trainer's log-probabilities of these tokens, and their gradients.
     """
     micro, rows, tokens = batch_shape(config)
-    (local_rows,) = named_sharding(mesh, ("rows",), (rows,)).shard_shape((rows,))
-    places = micro * local_rows + 2 * rows
-    return places * tokens * config.rollout.reported * TOP_BYTES
+    places = micro * math.prod(local_batch(mesh, rows, tokens)) + 2 * rows * tokens
+    return places * config.rollout.reported * TOP_BYTES
+
+
+def local_batch(mesh: Any, rows: int, tokens: int) -> tuple[int, int]:
+    """Returns the rows of a micro-batch of which one device has a part, and the tokens of that part of a row."""
+    local_rows, local_tokens = named_sharding(mesh, BATCH_AXES[1:], (rows, tokens)).shard_shape((rows, tokens))
+    return local_rows, local_tokens
 
 
 def local_policy(policy: PolicyConfig, mesh: Any) -> PolicyConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,20 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import AttentionName, choose_kernel
+from rljax.policy.context import divides_heads, exchange_back, exchange_heads
 from rljax.policy.cudnn import CAPABILITY, cudnn_attention
-from rljax.policy.flash import OUT_NAME, Keys, Queries, SegmentIds, block_attention, head_axes, pad_rows, shared_blocks
-from rljax.sharding import on_each_device
+from rljax.policy.flash import (
+    OUT_NAME,
+    Keys,
+    Queries,
+    SegmentIds,
+    block_attention,
+    head_axes,
+    pad_rows,
+    segment_axes,
+    shared_blocks,
+)
+from rljax.sharding import axis_size, on_each_device
 
 ONE_PIECE = 1024
 """The longest row (tokens) whose scores are all in memory at once."""
@@ -26,7 +38,8 @@ PackedAttention = Callable[[Queries, Keys, Keys, SegmentIds], Queries]
 
 The output is in the dtype of the inputs. Query head i attends to key-value head i // (h / g). Scores are scaled by
 k ** -0.5. A token attends to itself and the earlier tokens of its segment. The content of a segment changes no bit of
-another segment's output or gradient. The output of a padding token is finite and meaningless.
+another segment's output or gradient. The output of a padding token is finite and meaningless. If several devices share
+a row, queries, keys and values are folded (``context.fold``), and the segment ids are those of whole rows.
 """
 
 
@@ -69,6 +82,32 @@ def _or_one_piece(kernel: PackedAttention) -> PackedAttention:
         return kernel(q, k, v, segment_ids)
 
     return attention
+
+
+def attention_of_parts(
+    kernel: PackedAttention, parts: int, q: Queries, k: Keys, v: Keys, segment_ids: Int[Array, "rows tokens"]
+) -> Queries:
+    """Computes attention of folded rows (``context.fold``), each of which ``parts`` devices share.
+
+    The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. If the heads do
+    not divide into ``parts``, it is ``block_attention`` over gathered keys.
+
+    Args:
+      kernel: The attention of whole rows.
+      parts: The number of devices that share a row.
+      segment_ids: The segment ids of the whole rows.
+    """
+    heads = head_axes(k)
+    ways = axis_size("act_heads") if "act_heads" in heads else 1
+    if not divides_heads(parts, q.shape[2] // ways, k.shape[2] // ways):
+        return block_attention(q, k, v, segment_ids, parts=parts)
+
+    def of_device(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array]:
+        out = kernel(*exchange_heads(q, k, v, parts), segment_ids)
+        return (exchange_back(out, parts),)
+
+    run = on_each_device(of_device, (heads, heads, heads, segment_axes(parts)), (heads,), rows=q.shape[0])
+    return run(q, k, v, segment_ids)[0]
 
 
 def splash_attention(
@@ -138,7 +177,7 @@ def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: 
     return choose_kernel("policy.attention", name, refusals)
 
 
-def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> PackedAttention:
+def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int, parts: int = 1) -> PackedAttention:
     """Chooses the implementation that ``policy.attention`` means.
 
     Args:
@@ -146,6 +185,7 @@ def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int
       device: Any device of the mesh. It may exist only for compilation ahead of time.
       dtype: The dtype of queries, keys and values.
       head_dim: The width of a head.
+      parts: The number of devices that share a row.
 
     Raises:
       ValueError: The kernel does not support the device or the heads. The message begins with the key.
@@ -153,7 +193,8 @@ def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int
     kernels: dict[str, PackedAttention] = {"cudnn": cudnn_attention, "splash": splash_attention}
     chosen = find_implementation(name, device, dtype, head_dim)
     kernel = kernels.get(chosen, packed_attention)
-    return _or_one_piece(kernel) if name == "auto" and chosen in kernels else kernel
+    kernel = _or_one_piece(kernel) if name == "auto" and chosen in kernels else kernel
+    return kernel if parts == 1 else functools.partial(attention_of_parts, kernel, parts)
 
 
 def _why_not_cudnn(device: Any, dtype: Any, head_dim: int) -> str | None:

@@ -4,6 +4,9 @@ This is FlashAttention-2 (arXiv 2307.08691) as a scan over the pairs (query bloc
 whose blocks share no segment is skipped. Softmax is computed online. The backward pass recomputes the probabilities
 from the saved log-sum-exp. Scores, softmax and sums are float32. Probabilities and their cotangents are rounded to the
 dtype of the inputs before a product. The number of pairs is static, so that a compiled program shows its FLOPs.
+
+Devices that share a row (``rljax.policy.context``) each have the queries of two parts of it. They gather its keys and
+values, and scan over the pairs of their own queries. Each device has the same number of pairs.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from rljax.policy.context import gather_keys, own_pairs, scatter_keys, zigzag_blocks
 from rljax.sharding import axis_size, on_each_device
 
 BLOCKS = (512, 256, 128)
@@ -41,9 +45,9 @@ SegmentIds = Int[Array, "b t"]
 
 
 class Blocks(NamedTuple):
-    """One row of one device: n blocks of b tokens, with r query heads on each of g key-value heads."""
+    """One row: n blocks of b tokens, m of them with queries of this device, and r query heads for each of g others."""
 
-    q: Float[Array, "n g r*b k"]
+    q: Float[Array, "m g r*b k"]
     k: Float[Array, "n g b k"]
     v: Float[Array, "n g b k"]
     segment_ids: Int[Array, "n b"]
@@ -54,9 +58,22 @@ def block_size(t: int) -> int:
     return next((size for size in BLOCKS if -(-t // size) >= FEWEST), BLOCKS[-1])
 
 
-def block_pairs(n: int) -> Int[np.ndarray, "pairs 2"]:
-    """Returns every pair (query block, key block) on or below the diagonal, row by row."""
-    return np.stack(np.tril_indices(n), axis=1).astype(np.int32)
+def block_pairs(n: int, parts: int = 1) -> Int[np.ndarray, "parts pairs 3"]:
+    """Returns each device's pairs of a query block and a key block of a row of ``n`` blocks, on or below the diagonal.
+
+    Each pair is (the place of the query block on the device, the query block, the key block).
+
+    Args:
+      n: The number of blocks of the row. More than one part has an equal number of them in each half.
+      parts: The number of devices that share the row.
+    """
+    if parts == 1:
+        queries, keys = np.tril_indices(n)
+        return np.stack([queries, queries, keys], axis=1).astype(np.int32)[None]
+    size = n // (2 * parts)
+    own = (zigzag_blocks(parts)[:, :, None] * size + np.arange(size)).reshape(parts, -1)
+    of_device = ([(place, i, j) for place, i in enumerate(blocks) for j in range(i + 1)] for blocks in own.tolist())
+    return np.asarray([*of_device], np.int32)
 
 
 def shared_blocks(segment_ids: Int[Array, "n b"]) -> Bool[Array, "n n"]:
@@ -67,10 +84,23 @@ def shared_blocks(segment_ids: Int[Array, "n b"]) -> Bool[Array, "n n"]:
     return starts_before & starts_before.T
 
 
-def pad_rows(block: int, *arrays: Array) -> list[Array]:
-    """Pads arrays [b, t, ...] with zeros, so that t is a multiple of ``block``."""
-    missing = -arrays[0].shape[1] % block
-    return [jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) for x in arrays]
+def pad_rows(block: int, *arrays: Array, pieces: int = 1) -> list[Array]:
+    """Pads arrays [b, t, ...] with zeros, so that each of ``pieces`` equal pieces of t is a multiple of ``block``."""
+    missing = -(arrays[0].shape[1] // pieces) % block
+
+    def pad(x: Array) -> Array:
+        split = x.reshape(x.shape[0], pieces, -1, *x.shape[2:])
+        padded = jnp.pad(split, [(0, 0), (0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)])
+        return padded.reshape(x.shape[0], -1, *x.shape[2:])
+
+    return [pad(x) for x in arrays] if missing else list(arrays)
+
+
+def unpad_rows(x: Array, t: int, pieces: int = 1) -> Array:
+    """Reverses ``pad_rows`` for an array [b, ...] that had ``t`` tokens."""
+    if x.shape[1] == t:
+        return x
+    return x.reshape(x.shape[0], pieces, -1, *x.shape[2:])[:, :, : t // pieces].reshape(x.shape[0], t, *x.shape[2:])
 
 
 def head_axes(k: Float[Array, "b t g k"]) -> tuple[str | None, ...]:
@@ -78,81 +108,99 @@ def head_axes(k: Float[Array, "b t g k"]) -> tuple[str | None, ...]:
     return ("rows", "tokens", "act_heads" if k.shape[2] % axis_size("act_heads") == 0 else None, "head_dim")
 
 
-def block_attention(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, *, block: int | None = None) -> Queries:
+def segment_axes(parts: int) -> tuple[str | None, ...]:
+    """Returns the logical axes of segment ids: each of the ``parts`` devices that share a row has all of its ids."""
+    return ("rows" if parts == 1 else "batch_rows", "tokens")
+
+
+def block_attention(
+    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, *, block: int | None = None, parts: int = 1
+) -> Queries:
     """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
 
     It needs memory for the inputs in float32 and for one pair of blocks of ``block`` tokens (None: ``block_size``),
-    never for t * t scores. On the mesh of the context each device computes its own rows and heads.
+    never for t * t scores. On the mesh of the context each device computes its own rows and heads. If ``parts`` devices
+    share a row, queries, keys and values are folded (``context.fold``), and the segment ids are those of whole rows.
     """
-    t = q.shape[1]
-    block = block or block_size(t)
-    q, k, v, segment_ids = pad_rows(block, q, k, v, segment_ids)
-    return _attention(q, k, v, segment_ids, block)[:, :t]
+    t, pieces = q.shape[1], 1 if parts == 1 else 2
+    block = block or block_size(t * parts)
+    q, k, v = pad_rows(block, q, k, v, pieces=pieces)
+    (segment_ids,) = pad_rows(block, segment_ids, pieces=pieces * parts)
+    return unpad_rows(_attention(q, k, v, segment_ids, block, parts), t, pieces)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> Array:
-    return _forward(q, k, v, segment_ids, block)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(q: Array, k: Array, v: Array, segment_ids: Array, block: int, parts: int) -> Array:
+    return _forward(q, k, v, segment_ids, block, parts)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> tuple[Array, Array]:
+def _forward(q: Array, k: Array, v: Array, segment_ids: Array, block: int, parts: int) -> tuple[Array, Array]:
     """Computes the output [b, t, h, k] and the log-sum-exp, float32 [b, t, h, 1]."""
     heads = head_axes(k)
-    run = on_each_device(
-        lambda *rows: lax.map(lambda row: _row_forward(row, block), rows),
-        (heads, heads, heads, ("rows", "tokens")),
-        (heads, heads),
-        rows=q.shape[0],
-    )
+
+    def of_device(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array, Array]:
+        pairs = own_pairs(block_pairs(segment_ids.shape[1] // block, parts))
+        rows = (q, *gather_keys(k, v, parts), segment_ids)
+        return lax.map(lambda row: _row_forward(row, block, pairs), rows)
+
+    run = on_each_device(of_device, (heads, heads, heads, segment_axes(parts)), (heads, heads), rows=q.shape[0])
     return run(q, k, v, segment_ids)
 
 
-def _attention_fwd(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> tuple[Array, tuple[Array, ...]]:
-    out, lse = _forward(q, k, v, segment_ids, block)
+def _attention_fwd(
+    q: Array, k: Array, v: Array, segment_ids: Array, block: int, parts: int
+) -> tuple[Array, tuple[Array, ...]]:
+    out, lse = _forward(q, k, v, segment_ids, block, parts)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return out, (q, k, v, segment_ids, out, lse)
 
 
-def _attention_bwd(block: int, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
+def _attention_bwd(block: int, parts: int, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
     heads = head_axes(saved[1])
-    run = on_each_device(
-        lambda *rows: lax.map(lambda row: _row_backward(row, block), rows),
-        (heads, heads, heads, ("rows", "tokens"), heads, heads, heads),
-        (heads, heads, heads),
-        rows=d_out.shape[0],
-    )
+
+    def of_device(q: Array, k: Array, v: Array, segment_ids: Array, *of_output: Array) -> Triple:
+        pairs = own_pairs(block_pairs(segment_ids.shape[1] // block, parts))
+        rows = (q, *gather_keys(k, v, parts), segment_ids, *of_output)
+        d_q, d_k, d_v = lax.map(lambda row: _row_backward(row, block, pairs), rows)
+        return d_q, *scatter_keys(d_k, d_v, parts)
+
+    axes = (heads, heads, heads, segment_axes(parts), heads, heads, heads)
+    run = on_each_device(of_device, axes, (heads, heads, heads), rows=d_out.shape[0])
     return *run(*saved, d_out), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _row_forward(arrays: tuple[Array, ...], block: int) -> tuple[Array, Array]:
-    """Computes the output [t, h, k] and the log-sum-exp [t, h, 1] from (q, k, v, segment_ids) of a row."""
+def _row_forward(arrays: tuple[Array, ...], block: int, pairs: Array) -> tuple[Array, Array]:
+    """Computes the output [t, h, k] and the log-sum-exp [t, h, 1] from (q, k, v, segment_ids) of a row.
+
+    ``pairs`` are the device's own pairs of blocks from ``block_pairs``.
+    """
     q, k, v, segment_ids = arrays
     row = _in_blocks(q, k, v, segment_ids, block)
     n, g, rb, d = row.q.shape
     shared = shared_blocks(row.segment_ids)
 
-    def add_pair(state: Triple, i: Array, j: Array) -> Triple:
-        top, total, out = (_get(x, i) for x in state)
-        scores, mask = _scores(row, i, j)
+    def add_pair(state: Triple, place: Array, i: Array, j: Array) -> Triple:
+        top, total, out = (_get(x, place) for x in state)
+        scores, mask = _scores(row, place, i, j)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
         p = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
         total = total * shrink + jnp.sum(p, axis=-1)
         out = out * shrink[..., None] + _dot(p.astype(v.dtype), _get(row.v, j), 2, 1)
-        return _put(state[0], new_top, i), _put(state[1], total, i), _put(state[2], out, i)
+        return _put(state[0], new_top, place), _put(state[1], total, place), _put(state[2], out, place)
 
     zeros = jnp.zeros((n, g, rb), jnp.float32)
     start = (jnp.full_like(zeros, _MASKED), zeros, jnp.zeros((n, g, rb, d), jnp.float32))
-    top, total, out = _over_pairs(add_pair, start, shared)
+    top, total, out = _over_pairs(add_pair, start, shared, pairs)
     total = jnp.where(total > 0, total, 1.0)  # padding: no key, output 0
     out = (out / total[..., None]).astype(q.dtype)
     return _in_tokens(out, q.shape[1]), _in_tokens((top + jnp.log(total))[..., None], q.shape[1])
 
 
-def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
+def _row_backward(arrays: tuple[Array, ...], block: int, pairs: Array) -> Triple:
     """Computes the gradients of q, k and v from (q, k, v, segment_ids, output, log-sum-exp, d output) of a row."""
     q, k, v, segment_ids, out, lse, d_out = arrays
     row = _in_blocks(q, k, v, segment_ids, block)
@@ -163,19 +211,19 @@ def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
     shared = shared_blocks(row.segment_ids)
     shift = FLOAT16_SHIFT if q.dtype == jnp.float16 else 1.0
 
-    def add_pair(grads: Triple, i: Array, j: Array) -> Triple:
-        scores, mask = _scores(row, i, j)
-        p = jnp.where(mask, jnp.exp(scores - _get(lse_of, i)), 0.0)
-        dp = _dot(_get(d_out_of, i), _get(row.v, j), 2, 2)
-        ds = (p * (dp - _get(mean_of, i)) * shift).astype(q.dtype)
+    def add_pair(grads: Triple, place: Array, i: Array, j: Array) -> Triple:
+        scores, mask = _scores(row, place, i, j)
+        p = jnp.where(mask, jnp.exp(scores - _get(lse_of, place)), 0.0)
+        dp = _dot(_get(d_out_of, place), _get(row.v, j), 2, 2)
+        ds = (p * (dp - _get(mean_of, place)) * shift).astype(q.dtype)
         dq, dk, dv = grads
-        dq = _put(dq, _get(dq, i) + _dot(ds, _get(row.k, j), 2, 1), i)
-        dk = _put(dk, _get(dk, j) + _dot(ds, _get(row.q, i), 1, 1), j)
-        dv = _put(dv, _get(dv, j) + _dot(p.astype(v.dtype), _get(d_out_of, i), 1, 1), j)
+        dq = _put(dq, _get(dq, place) + _dot(ds, _get(row.k, j), 2, 1), place)
+        dk = _put(dk, _get(dk, j) + _dot(ds, _get(row.q, place), 1, 1), j)
+        dv = _put(dv, _get(dv, j) + _dot(p.astype(v.dtype), _get(d_out_of, place), 1, 1), j)
         return dq, dk, dv
 
     dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (row.q, row.k, row.v))
-    dq, dk, dv = _over_pairs(add_pair, (dq, dk, dv), shared)
+    dq, dk, dv = _over_pairs(add_pair, (dq, dk, dv), shared, pairs)
     scale = d**-0.5 / shift
     return (
         _in_tokens((dq * scale).astype(q.dtype), q.shape[1]),
@@ -184,25 +232,24 @@ def _row_backward(arrays: tuple[Array, ...], block: int) -> Triple:
     )
 
 
-def _over_pairs(add_pair: Any, start: Triple, shared: Bool[Array, "n n"]) -> Triple:
-    """Folds ``add_pair(state, i, j)`` over the pairs that share a segment. The state is updated in place."""
-    n = start[0].shape[0]
+def _over_pairs(add_pair: Any, start: Triple, shared: Bool[Array, "n n"], pairs: Int[Array, "pairs 3"]) -> Triple:
+    """Folds ``add_pair(state, *pair)`` over the pairs that share a segment. The state is updated in place."""
 
     def body(state: Triple, pair: Array) -> tuple[Triple, None]:
-        i, j = pair[0], pair[1]
-        return lax.cond(shared[i, j], lambda state: add_pair(state, i, j), lambda state: state, state), None
+        place, i, j = pair[0], pair[1], pair[2]
+        return lax.cond(shared[i, j], lambda state: add_pair(state, place, i, j), lambda state: state, state), None
 
-    return lax.scan(body, start, jnp.asarray(block_pairs(n)))[0]
+    return lax.scan(body, start, pairs)[0]
 
 
-def _scores(row: Blocks, i: Array, j: Array) -> tuple[Float[Array, "g r*b b"], Bool[Array, "1 r*b b"]]:
-    """Computes the scaled and masked scores of a pair of blocks, and the mask."""
+def _scores(row: Blocks, where: Array, i: Array, j: Array) -> tuple[Float[Array, "g r*b b"], Bool[Array, "1 r*b b"]]:
+    """Computes the scaled and masked scores of a pair of blocks, and the mask. The queries are those of ``where``."""
     block, d = row.segment_ids.shape[1], row.q.shape[-1]
     place = jnp.arange(block)
     segment, others = _get(row.segment_ids, i)[:, None], _get(row.segment_ids, j)[None, :]
     mask = (segment == others) & (segment > 0) & ((i - j) * block + place[:, None] >= place[None, :])
     mask = jnp.tile(mask, (row.q.shape[2] // block, 1))[None]
-    scores = _dot(_get(row.q, i), _get(row.k, j), 2, 2) * d**-0.5
+    scores = _dot(_get(row.q, where), _get(row.k, j), 2, 2) * d**-0.5
     return jnp.where(mask, scores, _MASKED), mask
 
 

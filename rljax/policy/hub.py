@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Sequence
@@ -48,6 +49,14 @@ def _qwen3(size: str, suffix: str) -> PolicyConfig:
 
 KNOWN_SHAPES: dict[str, PolicyConfig] = {
     f"Qwen/Qwen3-{size}{suffix}": _qwen3(size, suffix) for size in _QWEN3_SIZES for suffix in ("", "-Base")
+}
+# The models of July 2025 are the same with longer rows.
+KNOWN_SHAPES |= {
+    f"Qwen/Qwen3-{size}-{kind}-2507": dataclasses.replace(
+        _qwen3(size, ""), max_position_embeddings=262_144, rope_theta=theta
+    )
+    for size, theta in (("4B", 5e6), ("30B-A3B", 1e7))
+    for kind in ("Instruct", "Thinking")
 }
 KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"] = PolicyConfig(
     151_936,

@@ -21,6 +21,7 @@ class Kernels(NamedTuple):
 
     attention: PackedAttention = packed_attention  # the attention of packed rows
     grouped: Grouped = IN_BLOCKS  # the products of a mixture's experts
+    parts: int = 1  # the number of devices that share a row; of more, ``attention`` takes folded rows
 
 
 ON_ANY_BACKEND = Kernels()
@@ -44,9 +45,10 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     """
     check_experts(config, mesh)
     device = mesh.devices.flat[0]
-    attention = choose_attention(options.attention, device, dtype, config.head_dim)
+    parts = mesh.shape["context"]
+    attention = choose_attention(options.attention, device, dtype, config.head_dim, parts)
     inner = config.expert_size // mesh.shape["tp"]
-    return Kernels(attention, choose_experts(options.experts, device, dtype, (config.hidden_size, inner)))
+    return Kernels(attention, choose_experts(options.experts, device, dtype, (config.hidden_size, inner)), parts)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.context import unfold
 from rljax.policy.families import FAMILIES
 from rljax.policy.flash import LSE_NAME, OUT_NAME
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
@@ -261,6 +262,8 @@ def hidden_states(
 ) -> tuple[Float[Array, "b t d"], ForwardStats]:
     """Computes the hidden states of packed rows, ready for the LM head. Attention stays inside each segment.
 
+    If several devices share a row (``kernels.parts``), all arrays are folded (``context.fold``).
+
     Args:
       params: The pytree of parameters, in the compute dtype.
       segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
@@ -274,9 +277,11 @@ def hidden_states(
       The hidden states in the compute dtype, and the measurements of the forward.
     """
 
+    segments_of_rows = unfold(segment_ids, kernels.parts)
+
     def attention_fn(carry: Any, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         del layer
-        return kernels.attention(q, k, v, segment_ids), carry
+        return kernels.attention(q, k, v, segments_of_rows), carry
 
     x = embed_tokens(params, tokens)
     params = params | {"layers": _vectors_of_rows(params["layers"], tokens.shape[0])}

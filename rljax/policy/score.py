@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.context import fold, unfold, whole_rows
 from rljax.policy.head import TokenScores, matmul_precision, token_logprobs
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
 from rljax.policy.model import ForwardStats, Params, Remat, cast_params, hidden_states, lm_head_table
@@ -114,14 +115,17 @@ def packed_logprobs(
     """
     if cut and top_ids is None:
         raise ValueError("top_ids must be given to score a cut distribution, got None")
-    rows = (tokens, segment_ids, positions)
-    hidden, stats = hidden_states(params, config, *rows, remat=remat, kernels=kernels, choices=choices)
+    parts = kernels.parts
+    rows = (tokens, segment_ids, positions) if parts == 1 else whole_rows(tokens, segment_ids, positions)
+    folded = (fold(each, parts) for each in rows)
+    choices = None if choices is None else fold(choices, parts)
+    hidden, stats = hidden_states(params, config, *folded, remat=remat, kernels=kernels, choices=choices)
     # The state at t-1 predicts token t. The last state of a row predicts nothing.
-    ids = None if top_ids is None else top_ids[:, 1:]
+    ids = None if top_ids is None else _next(top_ids, parts)
     scored = token_logprobs(
-        hidden[:, :-1],
+        hidden[:, :-1] if parts == 1 else hidden,
         lm_head_table(params),
-        tokens[:, 1:],
+        _next(rows[0], parts),
         ids,
         temperature=temperature,
         dtype=lm_head_dtype,
@@ -129,8 +133,37 @@ def packed_logprobs(
     )
     if cut and scored.tops is not None and ids is not None:
         scored = over_support(scored.logprobs, scored.tops, ids, collision=collision)
-    scored = align(scored, positions, segment_ids)
+    if parts > 1:
+        scored, stats = _unfold_scores(scored, parts), _unfold_choices(stats, parts)
+    scored = align(scored, rows[2], rows[1])
     return Scores(scored.logprobs, scored.entropy, stats, scored.tops, scored.collision)
+
+
+def _next(x: Int[Array, "b t *k"], parts: int) -> Array:
+    """Returns the entry of the next token for each token but the last one of a row, [b, t - 1, ...].
+
+    If ``parts`` devices share a row the result is folded, and the last token of a row has the entry 0.
+    """
+    if parts == 1:
+        return x[:, 1:]
+    return fold(jnp.pad(x[:, 1:], [(0, 0), (0, 1), *[(0, 0)] * (x.ndim - 2)]), parts)
+
+
+def _unfold_scores(scored: TokenScores, parts: int) -> TokenScores:
+    """Returns folded scores as scores of whole rows without their last states, [b, t - 1, ...]."""
+    of_tokens = {name: x for name, x in scored._asdict().items() if x is not None and name != "tops"}
+    # The numbers of a token travel as one array.
+    whole = unfold(jnp.stack([*of_tokens.values()], axis=2), parts)[:, :-1]
+    scored = scored._replace(**{name: whole[..., i] for i, name in enumerate(of_tokens)})
+    return scored if scored.tops is None else scored._replace(tops=unfold(scored.tops, parts)[:, :-1])
+
+
+def _unfold_choices(stats: ForwardStats, parts: int) -> ForwardStats:
+    """Returns the measurements of a forward with the experts of each token [layers, b, t, k] in whole rows."""
+    if stats.router is None:
+        return stats
+    choices = unfold(jnp.moveaxis(stats.router.choices, 0, 2), parts)
+    return stats._replace(router=stats.router._replace(choices=jnp.moveaxis(choices, 2, 0)))
 
 
 @functools.lru_cache(maxsize=8)

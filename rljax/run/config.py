@@ -240,6 +240,10 @@ class Config:
 
     def _check_exact(self) -> None:
         """Raises ValueError for settings that one executable, which samples and trains, cannot have."""
+        if self.mesh.context > 1:
+            raise ValueError(
+                f"rollout.engine = exact samples from whole rows: mesh.context = {self.mesh.context} must be 1"
+            )
         if self.rollout.dtype != self.precision.compute_dtype:
             raise ValueError(
                 f"rollout.engine = exact samples with the trainer's executable: rollout.dtype = {self.rollout.dtype} "

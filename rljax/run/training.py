@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -171,15 +170,15 @@ def wanted_state(config: Config, policy: PolicyConfig, mesh: Mesh) -> TrainState
 
 def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, int, int]:
     """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` (None: all) responses."""
-    tokens = config.packing.resolve_row_tokens(config.max_sequence_tokens)
+    tokens = config.packing.resolve_row_tokens(config.max_sequence_tokens, config.mesh.context)
     rows = _micro_batch_rows(config, tokens)
     count = num_sequences or config.num_sequences
     return max_micro_batches(count, config.max_sequence_tokens, tokens, rows), rows, tokens
 
 
 def _micro_batch_rows(config: Config, row_tokens: int) -> int:
-    *by_rows, _ = config.mesh.shape(jax.device_count())
-    return config.packing.resolve_rows(row_tokens, math.prod(by_rows))
+    mesh = config.mesh
+    return config.packing.resolve_rows(row_tokens, mesh.row_ways(jax.device_count()), mesh.context)
 
 
 def make_pack(config: Config, num_sequences: int) -> Pack:
@@ -313,8 +312,7 @@ def _with_self_check(
 def _make_other_pack(config: Config, count: int) -> Pack:
     """Returns a function that packs ``count`` responses into micro-batches of another shape."""
     _, rows, tokens = batch_shape(config)
-    *by_rows, _ = config.mesh.shape(jax.device_count())
-    rows, tokens = other_shape(rows, tokens, math.prod(by_rows))
+    rows, tokens = other_shape(rows, tokens, config.mesh.row_ways(jax.device_count()))
     micro = max_micro_batches(count, config.max_sequence_tokens, tokens, rows)
     return functools.partial(pack, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro)
 

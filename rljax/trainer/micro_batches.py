@@ -19,6 +19,8 @@ POLICY_ARRAYS = ("tokens", "segment_ids", "positions", "routes")
 """The names of the arrays of a batch that the policy reads."""
 TOP_ARRAYS = ("top_ids", "top_logprobs")
 """The names of the arrays [m, b, t, k] of the sampler's likeliest tokens."""
+BATCH_AXES = ("micro", "batch_rows", "batch_tokens")
+"""The logical axes of the arrays of a batch."""
 _AXIS = "replica"
 
 
@@ -88,23 +90,23 @@ def over_micro_batches(
         numbers, values = of_index(index)
 
         def put_in(kept: jax.Array, part: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_index_in_dim(kept, constrain(part, *_axes(part)), index, 0)
+            return jax.lax.dynamic_update_index_in_dim(kept, constrain(part, *batch_axes(part)), index, 0)
 
         return add(carry[0], numbers), jax.tree.map(put_in, carry[1], values)
 
     numbers, parts = jax.eval_shape(of_index, 0)
     if before is None:
         before = jax.tree.map(lambda part: jnp.zeros((len(batch.tokens), *part.shape), part.dtype), parts)
-    before = jax.tree.map(lambda kept: constrain(kept, "micro", *_axes(kept[0])), before)
+    before = jax.tree.map(lambda kept: constrain(kept, "micro", *batch_axes(kept[0])), before)
     none = zero(numbers), before
     if isinstance(span[1], int) and span[1] - span[0] <= 1:
         return body(span[0], none) if span[0] < span[1] else none
     return jax.lax.fori_loop(*span, body, none)
 
 
-def _axes(part: Any) -> tuple[str | None, ...]:
-    """Returns the logical axes of token values [b, t, ...]."""
-    return "rows", "tokens", *[None] * (part.ndim - 2)
+def batch_axes(part: Any) -> tuple[str | None, ...]:
+    """Returns the logical axes of an array [b, t, ...] of a micro-batch."""
+    return *BATCH_AXES[1:], *[None] * (part.ndim - 2)
 
 
 def with_all_rows(micro: PackedBatch) -> PackedBatch:

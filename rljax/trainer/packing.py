@@ -22,36 +22,50 @@ class PackingConfig:
     """The shape of the batches that the training step is compiled for."""
 
     row_tokens: int = 0
-    """Length of a row (tokens). 0: the longest possible sequence, rounded up to a multiple of 64. Above 1024 it is
-    rounded up to a multiple of 1024, because attention computes long rows block by block."""
+    """Length of a row (tokens), a multiple of 2 x mesh.context. 0: the longest possible sequence, rounded up to a
+    multiple of 64 and of 2 x mesh.context. Above 1024 it is rounded up to a multiple of 1024 and of 256 x mesh.context,
+    because attention computes long rows block by block."""
     rows_per_micro_batch: int = 8
     """Rows of a micro-batch. It must be a multiple of the sizes of the mesh axes replica, fsdp and expert together."""
     tokens_per_device: int = 0
-    """Tokens of a micro-batch on one device. Each part of the mesh axes replica, fsdp and expert gets as many rows as
-    fit, at least one. It replaces ``rows_per_micro_batch`` and keeps its meaning on any mesh. 0:
-    ``rows_per_micro_batch`` decides."""
+    """Tokens of a micro-batch on one device, which has 1 / mesh.context of a row. Each part of the mesh axes replica,
+    fsdp and expert gets as many rows as fit, at least one. It replaces ``rows_per_micro_batch`` and keeps its meaning
+    on any mesh. 0: ``rows_per_micro_batch`` decides."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "row_tokens", "tokens_per_device")
         check_at_least(self, 1, "rows_per_micro_batch")
 
-    def resolve_row_tokens(self, max_sequence_tokens: int) -> int:
-        """Returns the row length in tokens. Raises ValueError if a sequence of ``max_sequence_tokens`` does not fit."""
+    def resolve_row_tokens(self, max_sequence_tokens: int, context: int = 1) -> int:
+        """Returns the row length in tokens, which ``context`` devices can share (``rljax.policy.context``).
+
+        Raises:
+          ValueError: A sequence of ``max_sequence_tokens`` does not fit, or the devices cannot share the row.
+        """
         if self.row_tokens == 0:
-            multiple = 64 if max_sequence_tokens <= 1024 else 1024
+            is_short = max_sequence_tokens <= 1024
+            multiple = math.lcm(64, 2 * context) if is_short else math.lcm(1024, 256 * context)
             return -(-max_sequence_tokens // multiple) * multiple
         if self.row_tokens < max_sequence_tokens:
             raise ValueError(
                 f"row_tokens = {self.row_tokens} is shorter than the longest possible sequence, "
                 f"{max_sequence_tokens} tokens (prompt + response)"
             )
+        if self.row_tokens % (2 * context):
+            raise ValueError(
+                f"packing.row_tokens = {self.row_tokens} must be a multiple of {2 * context}, which is twice "
+                f"mesh.context = {context}"
+            )
         return self.row_tokens
 
-    def resolve_rows(self, row_tokens: int, ways: int) -> int:
-        """Returns the rows of a micro-batch, each of ``row_tokens``, on a mesh that splits rows into ``ways`` parts."""
+    def resolve_rows(self, row_tokens: int, ways: int, context: int = 1) -> int:
+        """Returns the rows of a micro-batch, each of ``row_tokens``, on a mesh that splits rows into ``ways`` parts.
+
+        Each row is on ``context`` devices, which have equal parts of its tokens.
+        """
         if self.tokens_per_device == 0:
             return self.rows_per_micro_batch
-        return ways * max(1, self.tokens_per_device // row_tokens)
+        return ways * max(1, self.tokens_per_device * context // row_tokens)
 
 
 class TrainSequence(NamedTuple):

@@ -28,7 +28,9 @@ from rljax.policy.score import Scores, packed_logprobs
 from rljax.sharding import constrain, constrain_tree, named_sharding, replicated
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.micro_batches import (
+    BATCH_AXES,
     abstract_batch,
+    batch_axes,
     merge_over_replicas,
     on_each_replica,
     over_micro_batches,
@@ -110,7 +112,7 @@ def make_score(
         tokens, top_ids = micro.tokens, micro.top_ids
         if top_ids is not None:
             # Losses need both whole. The policy works on the rows of each device.
-            tokens, top_ids = constrain(tokens, "rows", "tokens"), constrain(top_ids, "rows", "tokens", None)
+            tokens, top_ids = (constrain(x, *batch_axes(x)) for x in (tokens, top_ids))
         elif cut or tops:
             raise ValueError("the batch must have the sampler's likeliest tokens (top_ids) to be scored, got none")
         scores = packed_logprobs(
@@ -301,7 +303,7 @@ def make_programs(
         return finalize_measured(measured, diagnosis), values
 
     abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic, lora=lora)
-    everywhere, by_rows = replicated(mesh), named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
+    everywhere, by_rows = replicated(mesh), named_sharding(mesh, BATCH_AXES, batch_shape)
     merged = [(abstract_params(config), param_shardings(config, mesh))] if lora.rank else []
     weights = [jax.tree.map(lambda leaf, where: leaf.update(dtype=dtype, sharding=where), *trees) for trees in merged]
     by_state = jax.tree.map(lambda leaf: leaf.sharding, abstract)
@@ -364,7 +366,7 @@ class TrainStep:
         self._programs = make_programs(config, tx, mesh, precision, objective, batch_shape, *settings)
         self._mesh, self._merged, self._batch_shape = mesh, merged, batch_shape
         self._everywhere = replicated(mesh)
-        self._by_rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch_shape)
+        self._by_rows = named_sharding(mesh, BATCH_AXES, batch_shape)
 
     @property
     def compilations(self) -> int:

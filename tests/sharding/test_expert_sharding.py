@@ -86,6 +86,7 @@ def alone(routed, balance):
     [
         (MeshConfig(2, 2, expert=2), {"remat": "dots", "routed": True}),
         (MeshConfig(2, 1, expert=4), {"routed": "to the same"}),
+        (MeshConfig(1, 2, expert=2, context=2), {"routed": True, "remat": "blocks"}),
         # A micro-batch's balance is of its own tokens, and each copy of the weights has a part of them.
         (MeshConfig(1, 2, replica=2, expert=2), {"balance": 0.0}),
         *(
@@ -96,6 +97,8 @@ def alone(routed, balance):
                 (MeshConfig(1, 1, expert=8), {"remat": "dots"}),
                 (MeshConfig(8, 1), {"remat": "blocks"}),
                 (MeshConfig(1, 4, expert=2), {}),
+                (MeshConfig(1, 1, expert=2, context=4), {}),
+                (MeshConfig(2, 1, context=4), {"routed": True}),
                 (MeshConfig(2, 1, expert=4, keep_gathered=True), {"remat": "blocks"}),
             ]
         ),

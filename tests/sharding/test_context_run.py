@@ -1,0 +1,64 @@
+"""Runs whose rows are shared by devices: the rows of a run on one device, a move between meshes, what is refused."""
+
+import jax
+import pytest
+from toy_runs import TOY_BASE, comparable, complete, tiny
+
+from rljax.data.prompts import DataConfig
+from rljax.rollout.types import RolloutConfig
+from rljax.run.config import Config
+from rljax.run.training import batch_shape
+from rljax.sharding import MeshConfig
+from rljax.trainer.packing import PackingConfig
+
+pytestmark = pytest.mark.mesh
+FLOAT32 = ("--precision.compute-dtype", "float32", "--rollout.dtype", "float32", "--mesh.fsdp", "1")
+
+
+@pytest.mark.slow
+def test_a_run_has_the_rows_of_one_device_and_moves_between_meshes(tmp_path):
+    evaluated = ("--eval.every", "2", "--eval.n", "2")
+    status, output = complete([*tiny(TOY_BASE, tmp_path / "alone", 4, *FLOAT32), *evaluated])
+    assert status == 0, output
+    shared = ("--mesh.context", "2")
+    status, output = complete([*tiny(TOY_BASE, tmp_path / "moved", 2, *FLOAT32, *shared), *evaluated])
+    assert status == 0, output
+    status, output = complete([*tiny(TOY_BASE, tmp_path / "moved", 4, *FLOAT32, "--mesh.context", "4"), *evaluated])
+    assert status == 0, output
+    rows, expected = comparable(tmp_path / "moved"), comparable(tmp_path / "alone")
+    assert len(rows) == len(expected) == 4
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row.keys() == wanted.keys()
+        assert row == pytest.approx(wanted, rel=1e-3, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--mesh.context", "3"), "packing.row_tokens = 64 must be a multiple of 6, which is twice mesh.context = 3"),
+        (("--mesh.context", "2", "--rollout.engine", "exact"), "rollout.engine = exact samples from whole rows"),
+        (("--mesh.context", "0"), "replica, expert and context at least 1"),
+        (("--mesh.context", "16"), "needs more than the 8 devices here"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(tmp_path, options, said):
+    status, output = complete(tiny(TOY_BASE, tmp_path / "run", 2, *FLOAT32, *options))
+    assert status == 2
+    assert said in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_are_as_long_and_as_many_as_the_devices_need():
+    def shape(context, longest, **packing):
+        mesh, packing = MeshConfig(2, context=context), PackingConfig(**packing)
+        data, rollout = DataConfig(max_prompt_tokens=8), RolloutConfig(max_response_tokens=longest - 8)
+        return batch_shape(Config(mesh=mesh, data=data, rollout=rollout, packing=packing))[1:]
+
+    assert jax.device_count() == 8
+    assert shape(1, 5000, rows_per_micro_batch=4) == (4, 5120)
+    # 2 x 8 blocks of a multiple of 128 tokens.
+    assert shape(8, 5000, rows_per_micro_batch=4) == (4, 6144)
+    assert shape(3, 100, rows_per_micro_batch=4) == (4, 192)
+    # 4,096 tokens on a device are 2 rows of 8,192 on 4 devices, for both parts of fsdp.
+    assert shape(4, 8192, tokens_per_device=4096) == (4, 8192)
+    assert shape(4, 8192, tokens_per_device=1) == (2, 8192)
