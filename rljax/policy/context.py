@@ -129,7 +129,8 @@ def exchange_heads(q: Array, k: Array, v: Array, parts: int) -> tuple[Array, Arr
     """
     kv_heads = k.shape[2]
     if kv_heads % parts == 0:
-        return tuple(_whole_tokens([q, k, v], parts))
+        whole_q, whole_k, whole_v = _whole_tokens([q, k, v], parts)
+        return whole_q, whole_k, whole_v
     (whole_q,) = _whole_tokens([q], parts)
     own = jax.lax.axis_index(AXIS) // (parts // kv_heads)
     whole_k, whole_v = (jax.lax.dynamic_slice_in_dim(x, own, 1, axis=2) for x in gather_keys(k, v, parts))

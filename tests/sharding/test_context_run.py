@@ -16,8 +16,8 @@ FLOAT32 = ("--precision.compute-dtype", "float32", "--rollout.dtype", "float32",
 
 
 @pytest.mark.slow
-def test_a_run_has_the_rows_of_one_device_and_moves_between_meshes(tmp_path):
-    evaluated = ("--eval.every", "2", "--eval.n", "2")
+def test_a_run_that_moves_between_meshes_keeps_its_rows(tmp_path):
+    evaluated = ("--eval.every", "2")
     status, output = complete([*tiny(TOY_BASE, tmp_path / "alone", 4, *FLOAT32), *evaluated])
     assert status == 0, output
     shared = ("--mesh.context", "2")
@@ -29,7 +29,7 @@ def test_a_run_has_the_rows_of_one_device_and_moves_between_meshes(tmp_path):
     assert len(rows) == len(expected) == 4
     for row, wanted in zip(rows, expected, strict=True):
         assert row.keys() == wanted.keys()
-        assert row == pytest.approx(wanted, rel=1e-3, abs=1e-5, nan_ok=True)
+        assert row == pytest.approx(wanted, rel=1e-3, abs=1e-4, nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def exchanged(block, parts):
     ],
     ids=str,
 )
-def test_attention_of_parts_gives_the_numbers_of_one_device(mesh, attention):
+def test_attention_of_parts_is_that_of_whole_rows(mesh, attention):
     arrays = heads(SEGMENTS, num_heads=8)
     expected = gradients(functools.partial(block_attention, block=16), arrays, SEGMENTS)
     mesh = make_mesh(mesh)
@@ -146,12 +146,12 @@ def long_batch():
 
 
 @pytest.mark.slow
-def test_a_long_sequence_of_odd_blocks_has_the_gradient_of_one_device():
+def test_long_sequences_in_odd_blocks_have_equal_gradients():
     check_equal(run(MeshConfig(1, context=8), long_batch(), steps=2), run(MeshConfig(1), long_batch(), steps=2))
 
 
 @pytest.mark.slow
-def test_likeliest_tokens_of_a_cut_distribution_are_scored_alike():
+def test_likeliest_tokens_of_cut_distributions_agree():
     centered = CorrectionConfig(level="token", threshold=1.2, score_centering=True)
     made = with_supports(batch(), CONFIG.vocab_size, 6)
     options = {"correction": centered, "cut": True}
