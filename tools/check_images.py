@@ -4,12 +4,18 @@ Each Dockerfile gets a new virtual environment for its base image and a copy of 
 RUN is executed there. Then the modules that the pods need are imported, and each command of the manifests answers
 --help.
 Environments are made in a temporary directory, which is deleted at the end.
+
+--resolve asks pip which packages the builds for GPUs take, and downloads no package. --gpu installs the trainers' CUDA
+packages, too, one after another, and loads their libraries. Neither runs anything on a GPU, and vLLM's build for GPUs
+is never installed.
 """
 
 import argparse
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +29,13 @@ IMPORTS = {
     "server": "import zstandard, xxhash, rljax.rollout.servers.vllm.plugin, importlib.metadata as m; "
     "(p,) = m.entry_points(group='vllm.general_plugins', name='rljax'); p.load()",
 }
+# JAX's plugin and CUDA's libraries have versions without a GPU, too.
+IMPORT_CUDA = (
+    "from jax_cuda12_plugin import _versions as v; parts = ('cublas', 'cudnn', 'cufft', 'cusparse'); "
+    "found = {part: (getattr(v, part + '_get_version')(), getattr(v, part + '_build_version')()) for part in parts}; "
+    "assert all(got >= built for got, built in found.values()), found"
+)
+CUDA_GIB = 8
 # The distributions of the local vLLM's environment that no vLLM image has.
 NOT_IN_IMAGE = ("rljax", "zstandard", "xxhash")
 
@@ -77,6 +90,48 @@ def hidden_entries(packages: Path, names: tuple[str, ...]) -> set[str]:
     return found | {"__pycache__"}
 
 
+def gpu_packages(what: str, pip: str, work: Path, venv: Path) -> dict[str, str]:
+    """Returns the version of each package that a pip command would install, and prints those of the GPU.
+
+    Args:
+      what: The command as it is shown.
+      pip: The command, a line of shell. Only what PyPI or the configured index tells about packages is downloaded.
+      work: The directory that the command runs in.
+      venv: The environment that it would install into.
+    """
+    report = work / "report.json"
+    options = f"--dry-run --quiet --ignore-installed --only-binary :all: --report {shlex.quote(str(report))}"
+    execute(f"{what}, resolved", ["/bin/sh", "-c", f"{pip} {options}"], work, venv)
+    found = json.loads(report.read_text(encoding="utf-8"))["install"]
+    versions = {item["metadata"]["name"].lower(): item["metadata"]["version"] for item in found}
+    told = [f"{name} {version}" for name, version in versions.items() if name in ("jax", "vllm", "torch")]
+    cuda = {name: version for name, version in versions.items() if name.startswith(("nvidia-", "jax-cuda", "cuda-"))}
+    told += [f"{name} {version}" for name, version in cuda.items()]
+    print(f"  {len(versions)} packages: {', '.join(told)}")
+    return versions
+
+
+def resolve_vllm(text: str, work: Path, venv: Path) -> None:
+    """Resolves the requirement of launch/install_vllm.sh --gpu; Failed where it is not the base image's version."""
+    installer = (ROOT / "launch/install_vllm.sh").read_text(encoding="utf-8")
+    (wanted,) = re.findall(r"RLJAX_VLLM_SPEC:-(vllm[^-}]*)}", installer)
+    packages = gpu_packages(wanted, f"python3 -m pip install {shlex.quote(wanted)}", work, venv)
+    base = dict(instructions(text))["FROM"]
+    if not base.endswith(f":v{packages['vllm']}"):
+        raise Failed(f"{wanted} is vllm {packages['vllm']}, and the image begins from {base}")
+
+
+def install_cuda(packages: dict[str, str], work: Path, venv: Path) -> None:
+    """Installs JAX's and CUDA's packages one after another, which needs less disk than all at once."""
+    free = shutil.disk_usage(work).free / 2**30
+    if free < CUDA_GIB:
+        raise Failed(f"CUDA's packages need {CUDA_GIB} GiB in {work}, and {free:.1f} are free: set TMPDIR elsewhere")
+    for name, version in packages.items():
+        if name.startswith(("nvidia-", "jax-cuda")):
+            words = ["python3", "-m", "pip", "install", "--no-cache-dir", "--no-deps", f"{name}=={version}"]
+            execute(shlex.join(words), words, work, venv)
+
+
 def make_base(image: str, place: Path, base: Path | None, python: str) -> Path:
     """Makes the environment that stands for the base image.
 
@@ -104,10 +159,14 @@ def make_base(image: str, place: Path, base: Path | None, python: str) -> Path:
                 (linked / entry.name.replace("_cpu", "", 1)).symlink_to(entry)
         (own,) = venv.glob("lib/python3*/site-packages")
         (own / "base_image.pth").write_text(f"{linked}\n")
+        for script in base.glob("bin/vllm"):
+            _, _, text = script.read_text(encoding="utf-8").partition("\n")
+            (venv / "bin/vllm").write_text(f"#!{venv}/bin/python\n{text}", encoding="utf-8")
+            (venv / "bin/vllm").chmod(0o755)
     return venv
 
 
-def check(image: str, text: str, place: Path, venv: Path, gpu: bool = False) -> None:
+def check(image: str, text: str, place: Path, venv: Path, *, gpu: bool = False, resolve: bool = False) -> None:
     """Executes the Dockerfile of an image in its base environment and tries what its pods need.
 
     Args:
@@ -116,6 +175,7 @@ def check(image: str, text: str, place: Path, venv: Path, gpu: bool = False) -> 
       place: The directory that receives the copy of the checkout.
       venv: The environment that stands for the base image.
       gpu: Whether CUDA's wheels are installed as written; otherwise the CPU's take their place.
+      resolve: Whether to ask pip for the packages of the build for GPUs.
     """
     work = place / f"{image}-work"
     work.mkdir()
@@ -124,13 +184,20 @@ def check(image: str, text: str, place: Path, venv: Path, gpu: bool = False) -> 
             archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True, timeout=60)
             subprocess.run(["tar", "-x"], cwd=work, input=archive.stdout, check=True, timeout=60)
         elif instruction == "RUN":
-            if not gpu and ".[gpu]" in rest:
+            if ".[gpu]" in rest and (gpu or resolve):
+                packages = gpu_packages(f"RUN {rest}", rest, work, venv)
+            if ".[gpu]" in rest and gpu:
+                install_cuda(packages, work, venv)
+            elif ".[gpu]" in rest:
                 print("  CUDA's wheels are too large: '.[train]' takes the place of '.[gpu]' (--gpu installs them)")
                 rest = rest.replace(".[gpu]", ".[train]")
             execute(f"RUN {rest}", ["/bin/sh", "-c", rest], work, venv)
         elif instruction not in ("FROM", "WORKDIR") and (instruction, rest) != ("ENTRYPOINT", "[]"):
             raise Failed(f"{instruction} {rest}: this program does not know what to do with it")
-    execute(IMPORTS[image], ["python3", "-c", IMPORTS[image]], work, venv)
+    if resolve and "vllm" in dict(instructions(text))["FROM"]:
+        resolve_vllm(text, work, venv)
+    for imports in [IMPORTS[image], *([IMPORT_CUDA] if gpu and image == "trainer" else [])]:
+        execute(imports, ["python3", "-c", imports], work, venv)
     for words in container_commands(image):
         plain = [*(word for word in words if not word.startswith("/")), "--help"]  # the pods' files are not here
         execute(shlex.join(plain), plain, work, venv)
@@ -160,7 +227,8 @@ def main() -> int:
     """Checks the images that the command line names, and returns 1 if one of them has failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("images", nargs="*", default=[*IMPORTS], help="trainer or server (default: both)")
-    parser.add_argument("--gpu", action="store_true", help="install CUDA's wheels as the trainers' Dockerfile does")
+    parser.add_argument("--gpu", action="store_true", help="install CUDA's packages as the trainers' Dockerfile does")
+    parser.add_argument("--resolve", action="store_true", help="ask pip for the packages of both builds for GPUs")
     options = parser.parse_args()
     vllm = Path(os.environ.get("RLJAX_VLLM_VENV", ROOT / ".venv-vllm"))
     status = 0
@@ -170,7 +238,8 @@ def main() -> int:
             try:
                 text = (FOLDER / f"{image}.Dockerfile").read_text(encoding="utf-8")
                 base, python = base_image(text, vllm)
-                check(image, text, Path(directory), make_base(image, Path(directory), base, python), options.gpu)
+                venv = make_base(image, Path(directory), base, python)
+                check(image, text, Path(directory), venv, gpu=options.gpu, resolve=options.resolve)
             except Failed as failed:
                 print(f"  FAILED  {failed}")
                 status = 1

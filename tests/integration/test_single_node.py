@@ -126,7 +126,7 @@ def test_ctrl_c_saves_the_step_and_leaves_no_process(launch):
     process, mark, run_dir = launch("--run.steps", "1000", "--checkpoint.every", "0")
     wait_for_rows(process, run_dir, 2)
     assert any("rljax.train" in line for line in marked(mark).values())
-    assert any("vllm.entrypoints" in line for line in marked(mark).values())
+    assert any("bin/vllm serve " in line for line in marked(mark).values())
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, output
@@ -161,7 +161,7 @@ def test_the_death_of_its_server_ends_the_run_at_once(launch):
 def test_a_signal_before_the_server_is_healthy_ends_it(launch):
     process, mark, run_dir = launch("--run.steps", "1")
     deadline = time.monotonic() + LIMIT_S
-    while not any("vllm.entrypoints" in line for line in marked(mark).values()):
+    while not any("bin/vllm serve " in line for line in marked(mark).values()):
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.1)

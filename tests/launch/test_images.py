@@ -1,10 +1,13 @@
 """tools/check_images.py: what it reads of the Dockerfiles and manifests, and that it fails where an image would."""
 
+import collections
+import json
 import sys
 from pathlib import Path
 
 import check_images
 import pytest
+from programs import program
 
 OLD_SERVER = """FROM vllm/vllm-openai:v0.32.0
 WORKDIR /opt/rljax
@@ -26,7 +29,7 @@ def test_the_commands_are_those_of_the_manifests():
         ["python3", "-m", "rljax.train", "/etc/rljax/config.yaml"],
     ]
     serve = ["python3", "-m", "rljax.cli", "serve", "vllm"]
-    worker = ["python3", "-m", "vllm.entrypoints.cli.main", "serve"]
+    worker = ["vllm", "serve"]
     assert check_images.container_commands("server") == [key, serve, worker]
 
 
@@ -46,6 +49,47 @@ def test_a_line_that_does_not_work_fails(line, says, tmp_path):
 def test_another_version_of_the_base_image_fails(tmp_path):
     with pytest.raises(check_images.Failed, match=r"FROM vllm/vllm-openai:v0.32.0: .* does not hold this version"):
         check_images.base_image(OLD_SERVER, tmp_path)
+
+
+def plant_pip(place, **versions):
+    """Puts an interpreter into an environment whose pip notes its words and reports that it would install these."""
+    found = [{"metadata": {"name": name, "version": version}} for name, version in versions.items()]
+    (place / "said.json").write_text(json.dumps({"install": found}))
+    save = f'echo "$@" >> {place}/words; for word; do last="$word"; done'
+    program(place / "venv/bin/python3", f'{save}\n[[ "$*" != *--report* ]] || cp {place}/said.json "$last"')
+    return place / "venv"
+
+
+def test_the_builds_for_gpus_are_resolved_without_a_download(tmp_path, capsys):
+    venv = plant_pip(tmp_path, **{"jax": "0.12", "numpy": "2", "nvidia-cudnn-cu12": "9.28"})
+    pip = "python3 -m pip install --editable '.[gpu]'"
+    found = check_images.gpu_packages("RUN it", pip, tmp_path, venv)
+    assert found == {"jax": "0.12", "numpy": "2", "nvidia-cudnn-cu12": "9.28"}
+    assert "3 packages: jax 0.12, nvidia-cudnn-cu12 9.28\n" in capsys.readouterr().out
+    (words,) = (tmp_path / "words").read_text().splitlines()
+    assert words.startswith("-m pip install --editable .[gpu] --dry-run ")
+
+
+def test_the_installers_vllm_is_that_of_the_image(tmp_path):
+    venv = plant_pip(tmp_path, vllm="0.32.0", torch="2.14.0")
+    check_images.resolve_vllm(OLD_SERVER, tmp_path, venv)
+    assert "-m pip install vllm>=0.32,<0.33 --dry-run" in (tmp_path / "words").read_text()
+    plant_pip(tmp_path, vllm="0.32.1")
+    with pytest.raises(check_images.Failed, match=r"is vllm 0.32.1, and the image begins from .*:v0.32.0"):
+        check_images.resolve_vllm(OLD_SERVER, tmp_path, venv)
+
+
+def test_packages_of_cuda_are_installed_where_they_fit(tmp_path, monkeypatch):
+    """Each by itself, so that one download lies on the disk at a time."""
+    usage, venv = collections.namedtuple("usage", "total used free"), plant_pip(tmp_path)
+    packages = {"jax": "0.12", "jax-cuda12-plugin": "0.12", "nvidia-nccl-cu12": "2.32"}
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 9 * 2**30))
+    check_images.install_cuda(packages, tmp_path, venv)
+    installed = [line.split()[-1] for line in (tmp_path / "words").read_text().splitlines()]
+    assert installed == ["jax-cuda12-plugin==0.12", "nvidia-nccl-cu12==2.32"]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 7 * 2**30))
+    with pytest.raises(check_images.Failed, match=r"need 8 GiB in .*, and 7.0 are free: set TMPDIR elsewhere"):
+        check_images.install_cuda(packages, tmp_path, venv)
 
 
 @pytest.mark.slow

@@ -154,10 +154,13 @@ def test_every_host_of_a_server_has_the_same_arguments():
         for key, value in parse("vLLM", words).items()
         if key in ("model", "dtype", "max_model_len", "max_logprobs", "extra_args")
     }
-    started = pairs(ServerConfig(python=sys.executable, **options).command(8000, gpu=True)[3:])
+    command = ServerConfig(python=sys.executable, **options).command(8000, gpu=True)
+    assert command[1:3] == ["serve", "$(MODEL)"]
+    assert (worker["command"], worker["args"][0]) == (["vllm", "serve"], "$(MODEL)")
+    started = pairs(command[3:])
     for name, value in (("DTYPE", "float16"), ("MAX_MODEL_LEN", "77"), ("MAX_LOGPROBS", "21")):
         started = {word.replace(f"={value}", f"=$({name})") for word in started}
     of_http = {"--port=8000", "--host=127.0.0.1", "--disable-uvicorn-access-log"}
     assert of_http < started
     expected = started - of_http - {"--node-rank=0"} | {"--node-rank=$(LWS_WORKER_INDEX)", "--headless"}
-    assert pairs(worker["args"]) == expected
+    assert pairs(worker["args"][1:]) == expected

