@@ -36,6 +36,7 @@ IMPORT_CUDA = (
     "assert all(got >= built for got, built in found.values()), found"
 )
 CUDA_GIB = 8
+SHOWN = r"(jax|vllm|torch|triton|cuda-toolkit)$|jax-cuda|nvidia-(cudnn|nccl)-"
 # The distributions of the local vLLM's environment that no vLLM image has.
 NOT_IN_IMAGE = ("rljax", "zstandard", "xxhash")
 
@@ -91,7 +92,7 @@ def hidden_entries(packages: Path, names: tuple[str, ...]) -> set[str]:
 
 
 def gpu_packages(what: str, pip: str, work: Path, venv: Path) -> dict[str, str]:
-    """Returns the version of each package that a pip command would install, and prints those of the GPU.
+    """Returns the version of each package that a pip command would install, and prints some of them.
 
     Args:
       what: The command as it is shown.
@@ -104,10 +105,8 @@ def gpu_packages(what: str, pip: str, work: Path, venv: Path) -> dict[str, str]:
     execute(f"{what}, resolved", ["/bin/sh", "-c", f"{pip} {options}"], work, venv)
     found = json.loads(report.read_text(encoding="utf-8"))["install"]
     versions = {item["metadata"]["name"].lower(): item["metadata"]["version"] for item in found}
-    told = [f"{name} {version}" for name, version in versions.items() if name in ("jax", "vllm", "torch")]
-    cuda = {name: version for name, version in versions.items() if name.startswith(("nvidia-", "jax-cuda", "cuda-"))}
-    told += [f"{name} {version}" for name, version in cuda.items()]
-    print(f"  {len(versions)} packages: {', '.join(told)}")
+    told = [f"{name} {version}" for name, version in versions.items() if re.match(SHOWN, name)]
+    print(f"  {len(versions)} packages, among them {', '.join(told)}")
     return versions
 
 
@@ -119,6 +118,8 @@ def resolve_vllm(text: str, work: Path, venv: Path) -> None:
     base = dict(instructions(text))["FROM"]
     if not base.endswith(f":v{packages['vllm']}"):
         raise Failed(f"{wanted} is vllm {packages['vllm']}, and the image begins from {base}")
+    if not packages["cuda-toolkit"].startswith("13."):
+        raise Failed(f"{wanted} has CUDA {packages['cuda-toolkit']}, and launch/machine.sh wants the driver of CUDA 13")
 
 
 def install_cuda(packages: dict[str, str], work: Path, venv: Path) -> None:

@@ -65,18 +65,23 @@ def test_the_builds_for_gpus_are_resolved_without_a_download(tmp_path, capsys):
     pip = "python3 -m pip install --editable '.[gpu]'"
     found = check_images.gpu_packages("RUN it", pip, tmp_path, venv)
     assert found == {"jax": "0.12", "numpy": "2", "nvidia-cudnn-cu12": "9.28"}
-    assert "3 packages: jax 0.12, nvidia-cudnn-cu12 9.28\n" in capsys.readouterr().out
+    assert "3 packages, among them jax 0.12, nvidia-cudnn-cu12 9.28\n" in capsys.readouterr().out
     (words,) = (tmp_path / "words").read_text().splitlines()
     assert words.startswith("-m pip install --editable .[gpu] --dry-run ")
 
 
 def test_the_installers_vllm_is_that_of_the_image(tmp_path):
-    venv = plant_pip(tmp_path, vllm="0.32.0", torch="2.14.0")
+    cuda = {"cuda-toolkit": "13.0.3"}
+    venv = plant_pip(tmp_path, vllm="0.32.0", **cuda)
     check_images.resolve_vllm(OLD_SERVER, tmp_path, venv)
     assert "-m pip install vllm>=0.32,<0.33 --dry-run" in (tmp_path / "words").read_text()
-    plant_pip(tmp_path, vllm="0.32.1")
-    with pytest.raises(check_images.Failed, match=r"is vllm 0.32.1, and the image begins from .*:v0.32.0"):
-        check_images.resolve_vllm(OLD_SERVER, tmp_path, venv)
+    for versions, says in [
+        ({"vllm": "0.32.1", **cuda}, r"is vllm 0.32.1, and the image begins from .*:v0.32.0"),
+        ({"vllm": "0.32.0", "cuda-toolkit": "14.1"}, r"has CUDA 14.1, and launch/machine.sh wants .* CUDA 13"),
+    ]:
+        plant_pip(tmp_path, **versions)
+        with pytest.raises(check_images.Failed, match=says):
+            check_images.resolve_vllm(OLD_SERVER, tmp_path, venv)
 
 
 def test_packages_of_cuda_are_installed_where_they_fit(tmp_path, monkeypatch):
