@@ -121,9 +121,7 @@ def resolve_vllm(text: str, work: Path, venv: Path) -> None:
         raise Failed(f"{wanted} is vllm {packages['vllm']}, and the image begins from {base}")
     cuda = packages.get("cuda-toolkit", "none")
     if not cuda.startswith("13."):
-        raise Failed(
-            f"{wanted} has CUDA {cuda} (torch {packages['torch']}), but launch/machine.sh's driver is CUDA 13's"
-        )
+        raise Failed(f"{wanted} has CUDA {cuda} (torch {packages['torch']}), but launch/machine.sh expects CUDA 13")
 
 
 def install_cuda(packages: dict[str, str], work: Path, venv: Path) -> None:

@@ -77,7 +77,7 @@ def test_the_installers_vllm_is_that_of_the_image(tmp_path):
     assert "-m pip install vllm>=0.32,<0.33 --dry-run" in (tmp_path / "words").read_text()
     for versions, says in [
         ({"vllm": "0.32.1", **cuda}, r"is vllm 0.32.1, and the image begins from .*:v0.32.0"),
-        ({"vllm": "0.32.0", "torch": "2.13.0+cpu"}, r"has CUDA none \(torch 2.13.0\+cpu\), but .* checks for 13"),
+        ({"vllm": "0.32.0", "torch": "2.13.0+cpu"}, r"has CUDA none \(torch 2.13.0\+cpu\), but .* expects CUDA 13"),
     ]:
         plant_pip(tmp_path, **versions)
         with pytest.raises(check_images.Failed, match=says):
