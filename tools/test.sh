@@ -25,12 +25,16 @@ if $fast; then
 elif [ "${RLJAX_SKIP_VLLM:-0}" != 1 ]; then
   bash launch/install_vllm.sh
 fi
-echo "== style and types"
+echo "== style"
 "$RLJAX_BIN/ruff" check .
 "$RLJAX_BIN/ruff" format --check .
-"$RLJAX_BIN/mypy"
-echo "== the site of docs/"
-NO_MKDOCS_2_WARNING=1 "$RLJAX_BIN/mkdocs" build --strict --quiet
+# Types and the site are checked beside the first tests, most of which start more slowly than they compute.
+said="$(mktemp)"
+check_types_and_site() {
+  "$RLJAX_BIN/mypy" && NO_MKDOCS_2_WARNING=1 "$RLJAX_BIN/mkdocs" build --strict --quiet
+}
+check_types_and_site >"$said" 2>&1 &
+checks=$!
 status=0
 unset PYTHONDONTWRITEBYTECODE # else each process that a test starts compiles all modules again
 # Each group of tests (tests/conftest.py) stays in one process. What --fast runs waits for a third of its time.
@@ -47,4 +51,8 @@ if ! $fast; then
 fi
 echo "== tests"
 "$RLJAX_BIN/python" -m pytest --verbose --durations=15 -m "$selection" "${split[@]}" "$@" || status=$?
+echo "== types and the site of docs/"
+wait "$checks" || status=$?
+cat "$said"
+rm "$said"
 exit "$status"

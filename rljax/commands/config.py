@@ -83,7 +83,7 @@ def section_lines(key: str) -> list[str]:
     """Returns the lines that list the keys of a section, with the first sentence about each."""
     kind, name = section_of(key)
     section = get_type_hints(kind)[name]
-    texts, lines = field_texts(Config, Config()), []
+    texts, lines = _texts(), []
     for field in dataclasses.fields(section):
         first = texts.get((section, field.name), "").partition(". ")[0].rstrip(".")
         lines.append(textwrap.shorten(f"{key}.{field.name}: {first}", WIDTH, placeholder=" ..."))
@@ -96,7 +96,7 @@ def explanation(key: str, default: Any, value: Any, source: str) -> list[str]:
     declared = inspect.get_annotations(kind)[name]
     rows = [("type", declared.__name__ if isinstance(declared, type) else str(declared)), ("default", shown(default))]
     rows += [("value", f"{shown(value)} ({source})"), *(("refused", text) for text in refusals(key))]
-    lines = textwrap.wrap(field_texts(Config, Config()).get((kind, name), ""), WIDTH - 2)
+    lines = textwrap.wrap(_texts().get((kind, name), ""), WIDTH - 2)
     for head, text in rows:
         lines += textwrap.wrap(f"{head:<9}{text}", WIDTH - 2, subsequent_indent=" " * 9)
     return [key, *(f"  {line}" for line in lines)]
@@ -113,8 +113,20 @@ def refusals(key: str) -> list[str]:
     found += [text for text in _raised(tree) if re.match(rf"{name}\b", text)]
     for source in _package_sources():
         if key in source:
-            found += [text for text in _raised(ast.parse(source)) if re.search(rf"(?<![\w.]){re.escape(key)}\b", text)]
+            found += [text for text in _errors_of(source) if re.search(rf"(?<![\w.]){re.escape(key)}\b", text)]
     return list(dict.fromkeys(found))
+
+
+@functools.cache
+def _texts() -> dict[tuple[Any, str], str]:
+    """Returns the documentation of each setting, by (dataclass that holds it, field's name)."""
+    return field_texts(Config, Config())
+
+
+@functools.cache
+def _errors_of(source: str) -> tuple[str, ...]:
+    """Returns the texts of the errors that a module raises."""
+    return tuple(_raised(ast.parse(source)))
 
 
 @functools.cache

@@ -144,9 +144,9 @@ def test_a_dense_run_has_no_adapters_to_export(toy_base, tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "start_from"),
     [
-        ("bfloat16", False),
-        ("float16", True),
-        pytest.param("bfloat16", True, marks=pytest.mark.harness),
+        ("bfloat16", True),
+        pytest.param("bfloat16", False, marks=pytest.mark.harness),
+        pytest.param("float16", True, marks=pytest.mark.harness),
         pytest.param("float16", False, marks=pytest.mark.harness),
     ],
 )

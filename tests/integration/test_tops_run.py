@@ -77,6 +77,7 @@ def test_a_run_of_cut_sampling_has_float32_s_mismatch(toy_base, tmp_path):
         assert pair.verdict.status == "pass", pair.verdict
 
 
+@pytest.mark.harness  # in a smaller form: trainer/test_exact_cut.py
 def test_the_exact_engine_has_no_mismatch_in_a_cut_run(toy_base, tmp_path):
     rows, dumps = run(toy_base, tmp_path / "run", *CUT, *EXACT)
     for row in rows:

@@ -49,7 +49,7 @@ def test_it_sleeps_and_wakes_with_the_current_weights(bfloat16, colocated):
     ("method", "arguments", "said"),
     [
         ("sabotage_load", ("skip", "all"), OTHER_BITS),
-        ("sabotage_load", ("previous", ""), OTHER_BITS),
+        pytest.param("sabotage_load", ("previous", ""), OTHER_BITS, marks=pytest.mark.harness),
         ("sabotage_restore", ("on",), OUT_OF_BAND),
     ],
     ids=["the weights do not arrive", "those of the version before arrive", "a copy from before the sleep comes back"],

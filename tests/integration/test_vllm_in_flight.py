@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 TOKENS = 300
 
 
-@pytest.mark.parametrize("update", ["keep", "abort"])
+@pytest.mark.parametrize("update", ["keep", pytest.param("abort", marks=pytest.mark.harness)])
 def test_each_token_has_the_logprob_of_its_policy(float32, prompts, update):
     """With all that is before it computed by that same policy: no key and no value of an older one is left."""
     policies = [float32.model.params, float32.model.moved(1), float32.model.moved(2)]

@@ -180,7 +180,7 @@ def test_a_delta_to_weights_of_nobody_is_not_loaded(bfloat16, pulling):
     """The files are of the version before; their checksums say of which tensors they are."""
     tensors = bfloat16.model.tensors("bfloat16")
     stale = []
-    engine = pulling(bfloat16, tensors=lambda params: tensors(stale[0] if stale else params), server_wait_s=10.0)
+    engine = pulling(bfloat16, tensors=lambda params: tensors(stale[0] if stale else params), server_wait_s=2.0)
     stale.append(bfloat16.model.params)
     with pytest.raises(RuntimeError, match=r"could not pull \S+: .*tensors are other than in"):
         engine.publish(adamw_step(bfloat16.model.params, seed=3), 1)

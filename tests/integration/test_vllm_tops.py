@@ -74,8 +74,8 @@ def test_the_whole_vocabulary_sums_to_1(float32, prompts, route):
     "cut",
     [
         {"top_k": 6},
-        {"top_k": 15, "top_p": 0.7},
-        {"top_k": 15, "min_p": 0.2},
+        pytest.param({"top_k": 15, "top_p": 0.7}, marks=pytest.mark.harness),
+        pytest.param({"top_k": 15, "min_p": 0.2}, marks=pytest.mark.harness),
         {"top_k": 12, "top_p": 0.8, "min_p": 0.1},
     ],
     ids=lambda cut: " ".join(cut),

@@ -149,7 +149,9 @@ def test_a_slurm_job_writes_what_changed():
 @pytest.mark.parametrize(
     ("reported", "allowed"), [(["--rollout.top-logprobs", "19"], ""), (["--rollout.top-k", "20"], "21")]
 )
-@pytest.mark.parametrize("script", ["launch/single_node.sh", "launch/slurm.sbatch"])
+@pytest.mark.parametrize(
+    "script", ["launch/single_node.sh", pytest.param("launch/slurm.sbatch", marks=pytest.mark.harness)]
+)
 def test_servers_allow_what_the_configuration_reports(script, reported, allowed):
     """The sampled token comes with the likeliest ones, and vLLM allows 20 unless it is told."""
     served = ["--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0"] if "slurm" in script else []

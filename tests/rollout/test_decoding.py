@@ -113,7 +113,7 @@ def test_a_last_group_is_filled_with_rows_that_go_nowhere():
 
 
 @pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("at_once", [1, 3, 7, 16])
+@pytest.mark.parametrize("at_once", [1, 7, *(pytest.param(n, marks=pytest.mark.harness) for n in (3, 16))])
 def test_the_samples_do_not_depend_on_the_budget(config, at_once):
     """20 responses: in one batch, and in places that are taken again."""
     together, _ = sample(0, config=config)

@@ -94,7 +94,9 @@ def test_a_float32_head_does_not_round_the_logits():
     assert logprob(jnp.float32) == pytest.approx(trainer, abs=1e-7)
 
 
-@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 1e-3), ("float16", 1e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "least"), [("bfloat16", 1e-3), pytest.param("float16", 1e-4, marks=pytest.mark.harness)]
+)
 def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
     """With blocks that add nothing, both have the same states: what differs is the head's."""
     gaps = {}
@@ -208,7 +210,7 @@ def test_given_responses_score_as_the_full_forward_scores_them():
         np.testing.assert_allclose(logprobs, expected[len(prompt) :], atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.harness), jnp.float16])
 def test_given_responses_keep_the_rounding_of_decoding(dtype):
     """Scored as they were sampled, and five times as far from the full forward."""
     engine, params = make(dtype)

@@ -164,7 +164,7 @@ def adapters(tmp_path_factory):
     ("kl", "rank", "from_adapters"),
     [
         pytest.param("k3", 0, False, id="weights, reference"),
-        pytest.param("k3", 2, True, id="adapters from a file, reference"),
+        pytest.param("k3", 2, True, id="adapters from a file, reference", marks=pytest.mark.harness),
         pytest.param("none", 0, False, id="weights", marks=pytest.mark.harness),
         pytest.param("none", 2, False, id="adapters", marks=pytest.mark.harness),
         pytest.param("k3", 2, False, id="adapters, reference", marks=pytest.mark.harness),

@@ -58,7 +58,7 @@ distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=pytest.mark.harness)])
 def test_two_ranks_take_the_same_rates(wrapper):
     first, second = outputs_of_two_ranks(RANK, wrapper, timeout=180)
     assert first == second

@@ -28,7 +28,10 @@ def on_mesh(mesh, arrays, rows, split_heads):
 
 
 # 2 key-value heads on 4 devices, or 5 rows on 4, are not split.
-@pytest.mark.parametrize(("fsdp", "tp", "rows"), [(8, 1, 8), (4, 2, 8), (2, 4, 8), (4, 2, 5)])
+@pytest.mark.parametrize(
+    ("fsdp", "tp", "rows"),
+    [*(pytest.param(*mesh, 8, marks=pytest.mark.harness) for mesh in [(8, 1), (4, 2)]), (2, 4, 8), (4, 2, 5)],
+)
 def test_a_mesh_gives_the_numbers_of_one_device(fsdp, tp, rows):
     segments = SEGMENTS[:rows]
     arrays = heads(segments, num_heads=8)
@@ -57,7 +60,7 @@ def test_devices_do_not_talk_and_may_recompute():
     assert not re.findall(COLLECTIVES, compiled.as_text())
 
 
-@pytest.mark.parametrize(("fsdp", "tp"), [(8, 1), (4, 2)])
+@pytest.mark.parametrize(("fsdp", "tp"), [pytest.param(8, 1, marks=pytest.mark.harness), (4, 2)])
 def test_the_kernel_of_a_tpu_gives_the_numbers_of_one_device(fsdp, tp):
     def interpreted(q, k, v, segments):
         return splash_attention(q, k, v, segments, block=128, interpret=True)

@@ -21,7 +21,7 @@ def value(hidden, table, targets):
     return jnp.sum(logprobs * jnp.cos(targets)) + 0.3 * jnp.sum(entropy)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.harness), 4])
 def test_split_vocabulary_gives_the_same_and_stays_split(tp):
     rng = np.random.default_rng(0)
     hidden, table = (rng.normal(size=(n, D)).astype(np.float32) for n in (N, V))
@@ -48,7 +48,7 @@ def value_of_tops(hidden, table, targets, ids):
     return value, (scores.tops, scores.collision)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(2, marks=pytest.mark.harness), 4])
 def test_ids_are_found_in_every_shard_without_gathering_logits(tp):
     rng = np.random.default_rng(0)
     hidden, table = (rng.normal(size=(n, D)).astype(np.float32) for n in (N, V))

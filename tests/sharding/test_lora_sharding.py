@@ -89,7 +89,9 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, sing
     np.testing.assert_allclose(jax.device_get(logprobs), expected_logprobs, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("sizes", [MeshConfig(8, 1), MeshConfig(2, 2, replica=2)])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(MeshConfig(8, 1), marks=pytest.mark.harness), MeshConfig(2, 2, replica=2)]
+)
 def test_a_policy_in_host_memory_is_merged_to_the_same_bits(sizes):
     mesh, rng = make_mesh(sizes), np.random.default_rng(2)
     place = jax.jit(

@@ -57,7 +57,9 @@ def run(tx, params, state, shardings, rates, extra):
     return state, seen
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, *(pytest.param(dtype, marks=pytest.mark.harness) for dtype in (jnp.bfloat16, jnp.float16))]
+)
 def test_a_donated_sharded_run_compiles_once(mesh, dtype):
     tx = optax.chain(optax.clip_by_global_norm(1.0), inject_learning_rate(optax.adamw, 1e-3))
     params, state, shardings = sharded(mesh, tx, dtype)

@@ -46,7 +46,7 @@ def single():
 @pytest.mark.parametrize(
     ("fsdp", "tp", "options"),
     [
-        (2, 4, {"remat": "dots"}),
+        pytest.param(2, 4, {"remat": "dots"}, marks=pytest.mark.harness),
         (8, 1, {"keep_gathered": True, "remat": True}),
         (2, 2, {"replica": 2, "remat": "blocks"}),
         pytest.param(8, 1, {}, marks=pytest.mark.harness),

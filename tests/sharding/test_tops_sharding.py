@@ -42,7 +42,7 @@ def run(correction, cut, fsdp, tp, replica=1):
     ("correction", "cut", "mesh"),
     [
         (CENTERED, True, (2, 4)),
-        (REGION, True, (2, 2, 2)),
+        pytest.param(REGION, True, (2, 2, 2), marks=pytest.mark.harness),
         pytest.param(CENTERED, False, (2, 2, 2), marks=pytest.mark.harness),
     ],
 )

@@ -32,7 +32,7 @@ MIXTURE = dataclasses.replace(
 )
 FAMILIES = pytest.mark.parametrize(
     "config",
-    [CONFIG, MIXTURE, pytest.param(QWEN2, marks=pytest.mark.harness)],
+    [CONFIG, *(pytest.param(config, marks=pytest.mark.harness) for config in (QWEN2, MIXTURE))],
     ids=lambda config: config.family,
 )
 COUNT = 4
@@ -66,7 +66,11 @@ def make_step(tx, dtype, lm_head_dtype="compute", config=CONFIG):
     )
 
 
-@pytest.fixture(scope="module", params=[CONFIG, QWEN2, MIXTURE], ids=lambda config: config.family)
+@pytest.fixture(
+    scope="module",
+    params=[CONFIG, MIXTURE, pytest.param(QWEN2, marks=pytest.mark.harness)],
+    ids=lambda config: config.family,
+)
 def trained(request):
     """Eight steps in float16 with overflows planted at steps 2, 3 and 6: advantages that no scale can hold."""
     tx = make_optimizer(OptimizerConfig(learning_rate=1e-2))
@@ -144,7 +148,7 @@ def test_unscaled_gradients_do_not_depend_on_the_scale():
         assert float(gap) / norm < 5e-3
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.harness), "float16"])
 def test_a_float32_head_scores_with_the_published_table(dtype):
     """The bits of a master that 16 bits cannot hold change nothing in the step's scores and gradients."""
     tx = keep_gradient()

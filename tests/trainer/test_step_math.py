@@ -136,7 +136,7 @@ def test_a_forward_without_loss_changes_nothing():
     assert silent["optimizer/skipped_updates"] == 1
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.harness)])
 def test_sixteen_bit_gradients_are_near_the_float32_ones(dtype, reference):
     _, state, _, _ = run(keep_gradient(), sequences(), dtype=dtype)
     got, expected = optax.tree.norm(state.opt_state.inner_state.trace), optax.tree.norm(reference)

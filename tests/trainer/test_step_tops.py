@@ -58,7 +58,7 @@ def first_micro(batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("remat", "temperature"), [(False, 1.0), (True, 0.7)])
+@pytest.mark.parametrize(("remat", "temperature"), [pytest.param(False, 1.0, marks=pytest.mark.harness), (True, 0.7)])
 def test_a_cut_step_learns_the_cut_distribution(remat, temperature):
     """Rows, log-probabilities and the gradient against logits that are masked outside the support."""
     batch = with_supports(packed(sequences()), CONFIG.vocab_size, K)

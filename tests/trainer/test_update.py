@@ -135,7 +135,8 @@ BY_TOKEN, BY_SEQUENCE = {"level": "token", "threshold": 1.2}, {"level": "sequenc
     ("fields", "part"),
     [
         (BY_TOKEN, "numerics"),
-        (BY_SEQUENCE, "drift"),
+        # A whole run with this part stands in integration/test_staleness_split.py.
+        pytest.param(BY_SEQUENCE, "drift", marks=pytest.mark.harness),
         pytest.param(BY_TOKEN, "drift", marks=pytest.mark.harness),
         pytest.param(BY_SEQUENCE, "numerics", marks=pytest.mark.harness),
     ],
@@ -163,7 +164,13 @@ def test_a_correction_of_one_part_uses_its_two_logprobs(fields, part):
     assert not np.allclose(whole["embed"], found["embed"], rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.harness] if name.startswith(("cispo", "policy gradient")) else [])
+        for name in OBJECTIVES
+    ],
+)
 def test_no_cut_changes_the_gradient_of_any_objective(name):
     loss, correction, old_noise = OBJECTIVES[name]
     batch_sequences = sequences(old_noise)
