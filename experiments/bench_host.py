@@ -1,196 +1,263 @@
-"""Measures the work of the trainer's host in a step of 1,024 responses of 8,192 tokens, as shares of a modelled step.
+"""Measures the work of the trainer's host in a step of 1,024 responses, as shares of the modelled step of Qwen3-4B.
 
     python experiments/bench_host.py --json benchmarks/host_side.json
 
-The modelled step is as fast as possible: rollouts cost nothing, and the update needs 6 N floating-point operations per
-token, without attention, at 40% of the dense bfloat16 peak of 8 H100. N is the number of parameters of Qwen3-4B. The
-modelled step does not run here. A part's time is the median over the rounds of this process's processor time, with all
-threads and the kernel's work, because other programs may run at the same time. The table also has the wall time.
-Putting arrays on devices is not counted. Prints a Markdown table.
+The lengths are a mix of bench_packing.py with at most 8,192 tokens. The modelled step is the roofline of the update on
+8 H100 (benchmarks/compile.json): the compiled products at the cards' peak. A real step is longer, and sampling is not
+in it. A part's time is the median over the rounds of this process's processor time, with all threads and the kernel's
+work, because other programs may run at the same time. The table also has the wall time. "Beside" parts run while other
+responses are sampled. The step waits for all other parts, and for the last response to be read and turned into text.
+With the likeliest tokens a quarter of the responses is measured, and the times are those of all. Prints a table.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import platform
 import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import tokenizers
+from bench_packing import COUNT, GROUP, MIXES, responses_of
+from bench_top_parse import make_rows, vllm_reply
 
 from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import Tokenizer
 from rljax.mismatch.histogram import bin_edges
 from rljax.policy.config import PolicyConfig
-from rljax.policy.model import abstract_params
+from rljax.policy.model import init_params
 from rljax.record.writers import Recorder
+from rljax.rewards.resolve import resolve_reward, score
+from rljax.rollout.build import policy_functions
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request, check_completion
-from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
+from rljax.rollout.types import Response, RolloutConfig, SamplingParams, Tops, VersionSpan
 from rljax.run.config import Config, RunConfig
 from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import Rollouts, rollout_row, training_sequences
 from rljax.run.training import make_pack
-from rljax.trainer.packing import PackingConfig, TrainSequence, unpack
+from rljax.sharding import MeshConfig, make_mesh, named_sharding, replicated
+from rljax.trainer.micro_batches import place_batch
+from rljax.trainer.packing import PackingConfig
 from rljax.trainer.update import TrainerValues
 
-QWEN3_4B = PolicyConfig(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
-PEAK, UTILISATION, DEVICES = 989.4e12, 0.4, 8  # dense bfloat16 operations per second of an H100 SXM
-PROMPT, GROUP, ROW_KEYS = 512, 16, 150
-VOCABULARY = 151643  # tokens of Qwen3's tokenizer without special tokens
+ROOT = Path(__file__).parents[1]
+COMPILED = "4B, 8 H100"  # the row of benchmarks/compile.json: micro-batches of 8 rows of 9,216 tokens
+LAYERS, VOCABULARY = 36, 151_936  # of Qwen3-4B
+PROMPT, ROWS, ROW_TOKENS, ROW_KEYS, K, READ_TOKENS = 512, 8, 9216, 150, 20, 8192
+SMALLER = 4  # the share of the responses that is measured with the likeliest tokens is one in so many
+WORDS = 151_643  # tokens of Qwen3's tokenizer without special tokens
 EOS = "<|im_end|>"
+REWARDED = 16  # responses that are scored to time the reward
+REWARDS = "rewards of mathematics, in other processes"
+LAST = ("replies read and checked", "texts for the rewards")
+"""The parts that the step waits for once: those of the last response."""
 
 
-def modelled_seconds(tokens: int) -> float:
-    """Returns the modelled seconds of the update of one step."""
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(QWEN3_4B)))
-    return 6 * parameters * tokens / (PEAK * UTILISATION * DEVICES)
+class Part(NamedTuple):
+    """A function to time."""
+
+    run: Callable[[], object]
+    times: float = 1.0  # the number of its calls in a step
+    beside: bool = False  # whether it runs while other responses are sampled
+    optional: bool = False  # whether only some configurations or steps have it
+    fixed: bool = False  # whether its cost does not depend on the number of responses
+
+
+def modelled_seconds(micro_batches: int) -> float:
+    """Returns the modelled seconds of the update of so many full micro-batches."""
+    roofline = json.loads((ROOT / "benchmarks/compile.json").read_text())[COMPILED]["roofline"]
+    return micro_batches * roofline["micro_batch_s"]["total"] + roofline["step_s"]["total"]
 
 
 def make_tokenizer(rng: np.random.Generator) -> Tokenizer:
     """Makes a byte-level tokenizer with as many tokens as Qwen3's, each of one to seven random letters."""
     vocabulary = {one: place for place, one in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
-    letters = rng.choice(list("abcdefghijklmnopqrstuvwxyz"), (VOCABULARY * 3, 7))
+    letters = rng.choice(list("abcdefghijklmnopqrstuvwxyz"), (WORDS * 3, 7))
     lengths, spaced = rng.integers(1, 8, len(letters)), rng.integers(0, 2, len(letters))
     for word, length, space in zip(letters, lengths, spaced, strict=True):
         vocabulary.setdefault("Ġ" * int(space) + "".join(word[:length]), len(vocabulary))
-        if len(vocabulary) == VOCABULARY:
+        if len(vocabulary) == WORDS:
             break
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     made.decoder = tokenizers.decoders.ByteLevel()
     return Tokenizer(made, {"eos_token": EOS})
 
 
-def reply_body(tokens: np.ndarray, logprobs: np.ndarray) -> bytes:
-    """Returns a reply as vLLM sends it from ``/inference/v1/generate`` with ``logprobs`` 0."""
-    pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
-    content = [{"token_id": t, "logprob": x, "rank": 1, "top_logprobs": []} for t, x in pairs]
-    spans = [{"version": "v1", "start": 0, "end": len(tokens)}]
-    choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": "length", "token_ids": tokens.tolist()}
-    reply = {"request_id": "generate-0", "choices": [choice | {"weight_versions": spans}], "prompt_logprobs": None}
-    return json.dumps(reply, separators=(",", ":")).encode()
-
-
-def make_rollouts(rng: np.random.Generator, count: int, length: int) -> Rollouts:
-    """Makes responses of one length, in which some tokens are frequent, as in text."""
-    spans = (VersionSpan(0, 0, length),)
-    responses = [
-        Response(
-            *divmod(i, GROUP),
-            np.minimum(rng.zipf(1.2, length), VOCABULARY - 1).astype(np.int32),
-            -rng.exponential(0.5, length).astype(np.float32),
-            True,
-            spans,
-        )
-        for i in range(count)
-    ]
-    prompts = [rng.integers(0, VOCABULARY, PROMPT).astype(np.int32) for _ in range(count // GROUP)]
-    groups = [responses[i : i + GROUP] for i in range(0, count, GROUP)]
+def make_rollouts(rng: np.random.Generator, lengths: Sequence[int], k: int) -> Rollouts:
+    """Makes responses in which some tokens are frequent, as in text. ``k``: The likeliest tokens of each position."""
+    responses = []
+    for i, length in enumerate(lengths):
+        ids = np.minimum(rng.zipf(1.2, length), WORDS - 1).astype(np.int32)
+        logprobs = -rng.exponential(0.5, length).astype(np.float32)
+        tops = None
+        if k:
+            tops = Tops(ids[:, None] + np.arange(k, dtype=np.int32), logprobs[:, None] - np.arange(k, dtype=np.float32))
+        spans = (VersionSpan(0, 0, length),)
+        responses.append(Response(*divmod(i, GROUP), ids, logprobs, length == READ_TOKENS, spans, None, tops))
+    prompts = [rng.integers(0, WORDS, PROMPT).astype(np.int32) for _ in range(len(lengths) // GROUP)]
+    groups = [responses[i : i + GROUP] for i in range(0, len(lengths), GROUP)]
     return Rollouts(prompts, groups, rng.integers(0, 2, (len(groups), GROUP)).astype(np.float32))
 
 
-Part = Callable[[], object]
+def read_part(k: int, tokens: int, longest: int) -> Part:
+    """Returns the reading of all replies, timed by one of them with ``longest`` tokens."""
+    body = vllm_reply(GENERATE, make_rows(np.random.default_rng(0), longest), k)
+    request = Request(np.zeros(8, np.int32), SamplingParams(longest, reported=k), vocab_size=VOCABULARY)
+    wire = VllmBackend()
+    return Part(
+        lambda: check_completion("", wire.completion(GENERATE, body, request), request, VOCABULARY),
+        tokens / longest,
+        beside=True,
+    )
 
 
-def make_parts(options: argparse.Namespace, directory: str) -> tuple[dict[str, Part], int]:
-    """Returns the functions to time by name, and the number of replies in a step."""
-    rng = np.random.default_rng(0)
+def reward_part(tokenizer: Tokenizer, rollouts: Rollouts) -> Part:
+    """Returns the scoring of responses by the reward of mathematical answers, timed by some of them."""
+    reward = resolve_reward("math")
+    chosen = rollouts.all()[:REWARDED]
+    texts = [(tokenizer.decode(one.token_ids) + r" \boxed{\frac{1}{2}}", one.truncated) for one in chosen]
+    problem = {"prompt": "", "answer": "0.5"}
+    tokens = sum(one.length for one in chosen)
+    return Part(
+        lambda: [score(reward, problem, text, truncated) for text, truncated in texts],
+        rollouts.num_tokens / tokens,
+        beside=True,
+    )
+
+
+def publish_part() -> Part:
+    """Returns the calls with which a publish begins: the checksums of a policy of as many tensors, all of them small.
+
+    The time of its arithmetic belongs to the devices.
+    """
+    shape = PolicyConfig(256, 64, 128, LAYERS, 4, 2, 16, tie_word_embeddings=True)
+    functions, params = policy_functions(shape, "bfloat16"), init_params(shape, 0)
+    return Part(lambda: functions.checksums(params), fixed=True)
+
+
+def make_parts(lengths: Sequence[int], k: int, directory: str) -> Iterator[tuple[str, Part]]:
+    """Yields the functions to time by name, for a step with the ``k`` likeliest tokens of each position."""
+    rng, longest = np.random.default_rng(0), max(lengths)
+    rollout = {"group_size": GROUP, "max_response_tokens": longest, "top_logprobs": k}
     config = Config(
         run=RunConfig(dir=directory),
-        data=DataConfig(batch_size=options.responses // GROUP, max_prompt_tokens=PROMPT),
-        rollout=RolloutConfig(group_size=GROUP, max_response_tokens=options.tokens),
-        packing=PackingConfig(rows_per_micro_batch=16),
+        data=DataConfig(batch_size=len(lengths) // GROUP, max_prompt_tokens=PROMPT),
+        rollout=RolloutConfig(**rollout),  # type: ignore[arg-type]
+        packing=PackingConfig(row_tokens=ROW_TOKENS, rows_per_micro_batch=ROWS),
     )
-    tokenizer = make_tokenizer(rng)
-    rollouts = make_rollouts(rng, options.responses, options.tokens)
-    first = rollouts.all()[0]
-    body, wire = reply_body(first.token_ids, first.logprobs), VllmBackend()
-    request = Request(rollouts.prompts[0], SamplingParams(options.tokens))
-    sequences = training_sequences(rollouts, config, 0)
-    pack = make_pack(config, config.num_sequences)
-    batch = pack(sequences)
+    tokenizer, rollouts = make_tokenizer(rng), make_rollouts(rng, lengths, k)
+    sequences, pack = training_sequences(rollouts, config, 0), make_pack(config, config.num_sequences)
+    batch, mesh = pack(sequences), make_mesh(MeshConfig(1, 1), jax.devices()[:1])
+    rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch.tokens.shape)
     row = {f"mismatch/number_{i}": float(rng.normal()) for i in range(ROW_KEYS)}
     counts = {"mismatch/logprob_abs_diff": rng.integers(0, 9, len(bin_edges()) + 1)}
     recorder, step = Recorder(directory, 10**6, progress=False), iter(range(1, 10**6))
+    values = TrainerValues([s.rollout_logprobs for s in sequences])
 
-    def files(of_sequences: list[TrainSequence], **every: int) -> Part:
-        rollout = RolloutConfig(group_size=GROUP, max_response_tokens=options.tokens, **every)  # type: ignore[arg-type]
-        asked = Config(run=config.run, rollout=rollout)
-        logprobs = [s.rollout_logprobs for s in of_sequences]
-        return lambda: write_rollouts(asked, 1, 0, rollouts, of_sequences, lambda: TrainerValues(logprobs), tokenizer)
+    def files(**every: int) -> Part:
+        asked = Config(run=config.run, rollout=RolloutConfig(**rollout, **every))  # type: ignore[arg-type]
+        written = (rollouts, sequences, lambda: values, tokenizer)
+        return Part(lambda: write_rollouts(asked, 1, 0, *written), optional=True)
 
-    parts: dict[str, Part] = {
-        "a reply read and checked": lambda: check_completion(
-            "", wire.completion(GENERATE, body, request), request, QWEN3_4B.vocab_size
-        ),
-        "a reply by json.loads alone": lambda: json.loads(body),
-        "texts for the rewards": lambda: [tokenizer.decode(one.token_ids) for one in rollouts.all()],
-        "advantages and sequences": lambda: (rollout_row(rollouts, 0), training_sequences(rollouts, config, 0)),
-        "rows and masks": lambda: pack(sequences),
-        "the row of the record": lambda: recorder.write({"step": next(step)} | row, counts),
-        "log-probabilities by response": lambda: unpack(batch.rollout_logprobs, batch, sequences),
-        "a token dump": files(sequences, dump_every=1),
-        "a transcript": files(sequences, transcript_every=1),
-    }
-    return parts, options.responses
+    yield LAST[0], read_part(k, rollouts.num_tokens, longest)
+    yield LAST[1], Part(lambda: [tokenizer.decode(one.token_ids) for one in rollouts.all()], beside=True)
+    yield REWARDS, reward_part(tokenizer, rollouts)
+    yield (
+        "advantages and sequences",
+        Part(lambda: (rollout_row(rollouts, 0), training_sequences(rollouts, config, 0))),
+    )
+    yield "rows and masks", Part(lambda: pack(sequences))
+    yield "rows on the devices", Part(lambda: jax.block_until_ready(place_batch(batch, rows, replicated(mesh))))
+    yield "the row of the record", Part(lambda: recorder.write({"step": next(step)} | row, counts), fixed=True)
+    yield "the start of a publish", publish_part()
+    yield "a token dump", files(dump_every=1)
+    yield "a transcript", files(transcript_every=1)
 
 
-def time_parts(parts: dict[str, Part], rounds: int) -> dict[str, dict[str, float]]:
-    """Measures the median processor and wall seconds of each part; the parts take turns."""
+def time_parts(parts: dict[str, Part], rounds: int) -> dict[str, dict[str, Any]]:
+    """Measures the median processor and wall seconds of each part in a step; the parts take turns."""
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in parts}
+    for part in parts.values():  # programs compile and libraries are imported at the first call
+        part.run()
     for _ in range(rounds):
         for name, part in parts.items():
-            repeats = 32 if name.startswith("a reply") else 1
             start = time.process_time(), time.perf_counter()
-            for _ in range(repeats):
-                part()
+            part.run()
             ended = time.process_time(), time.perf_counter()
-            samples[name].append(((ended[0] - start[0]) / repeats, (ended[1] - start[1]) / repeats))
-    medians = {name: np.median(np.array(times), axis=0).tolist() for name, times in samples.items()}
-    return {name: {"processor_s": cpu, "wall_s": wall} for name, (cpu, wall) in medians.items()}
+            samples[name].append((ended[0] - start[0], ended[1] - start[1]))
+    found = {}
+    for name, part in parts.items():
+        cpu, wall = np.median(np.array(samples[name]), axis=0).tolist()
+        found[name] = {"processor_s": cpu * part.times, "wall_s": wall * part.times, "calls": part.times}
+        found[name] |= {"beside": part.beside, "optional": part.optional, "fixed": part.fixed}
+    return found
+
+
+def measure(mix: str, k: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the parts of a step with a mix of lengths, and their sums as shares of the modelled step."""
+    lengths = np.minimum(responses_of(mix, np.random.default_rng(0)), options.tokens)[: options.responses]
+    measured = lengths[: len(lengths) // SMALLER] if k else lengths
+    scale = float(lengths.sum() / measured.sum())
+    with tempfile.TemporaryDirectory() as directory:
+        parts = time_parts(dict(make_parts(measured.tolist(), k, directory)), options.rounds)
+    for part in parts.values():
+        for name in () if part["fixed"] else ("processor_s", "wall_s"):
+            part[name] *= scale
+    tokens = int(lengths.sum())
+    step_s = modelled_seconds(math.ceil((tokens + PROMPT * len(lengths)) / (ROWS * ROW_TOKENS)))
+    waited = sum(one["processor_s"] for one in parts.values() if not one["beside"] and not one["optional"])
+    # The last response to end is one of the longest.
+    last = sum(parts[name]["processor_s"] for name in LAST) * int(lengths.max()) / tokens
+    every = sum(one["processor_s"] for name, one in parts.items() if not one["optional"] and name != REWARDS)
+    sums = {"the step waits for": waited + last, "this process works in all": every}
+    for one in parts.values():
+        one["share"] = one["processor_s"] / step_s
+    shares = {name: seconds / step_s for name, seconds in sums.items()}
+    return {"mix": mix, "k": k, "tokens": tokens, "modelled_step_s": step_s, "parts": parts, "shares": shares}
+
+
+def show(case: dict[str, Any]) -> None:
+    """Prints the table of one case."""
+    print(
+        f"\n{case['mix']}, k = {case['k']}\n\n| part | processor ms | wall ms | % of {case['modelled_step_s']:.1f} s |"
+    )
+    print("|---|---|---|---|")
+    for name, one in case["parts"].items():
+        kind = " (beside)" if one["beside"] else " (where asked for)" if one["optional"] else ""
+        times = f"{one['processor_s'] * 1e3:.1f} | {one['wall_s'] * 1e3:.1f}"
+        print(f"| {name}{kind} | {times} | {one['share']:.2%} |")
+    for name, share in case["shares"].items():
+        print(f"| {name} | {share * case['modelled_step_s'] * 1e3:.1f} | | {share:.2%} |")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--responses", type=int, default=1024, help=f"responses of a step, a multiple of {GROUP}")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a response")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each part")
+    parser.add_argument("--responses", type=int, default=COUNT, help=f"responses of a step, a multiple of {GROUP}")
+    parser.add_argument("--tokens", type=int, default=READ_TOKENS, help="most tokens of a response")
+    parser.add_argument("--mix", nargs="+", default=["after the surge, mean 3,500"], choices=tuple(MIXES))
+    parser.add_argument("--k", type=int, nargs="+", default=[0, K], help="the likeliest tokens of each position")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each part")
     parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as directory:
-        parts, replies = make_parts(options, directory)
-        timed: dict[str, dict[str, Any]] = time_parts(parts, options.rounds)
-    model_s = modelled_seconds(options.responses * (PROMPT + options.tokens))
-    for name, times in timed.items():
-        times["share"] = times["processor_s"] * (replies if name.startswith("a reply") else 1) / model_s
-    every_step = ("texts for the rewards", "advantages and sequences", "rows and masks", "the row of the record")
-    sums = {
-        "every step": sum(timed[name]["share"] for name in every_step),
-        "every step, with the replies": sum(timed[name]["share"] for name in (*every_step, "a reply read and checked")),
-    }
-    print(f"| part | processor ms | wall ms | % of {model_s:.1f} s |\n|---|---|---|---|")
-    for name, times in timed.items():
-        print(f"| {name} | {times['processor_s'] * 1e3:.2f} | {times['wall_s'] * 1e3:.2f} | {times['share']:.3%} |")
-    for name, share in sums.items():
-        print(f"| sum of {name} | | | {share:.3%} |")
+    cases = []
+    for mix, k in itertools.product(options.mix, options.k):
+        cases.append(measure(mix, k, options))
+        show(cases[-1])
     if options.json:
-        result = {
-            "command": shlex.join(["python", *sys.argv]),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared",
-            "modelled_step_s": model_s,
-            "share_note": "a share of 'a reply ...' is the share of all replies of a step",
-            "parts": timed,
-            "shares": sums,
-        }
+        machine = f"{platform.machine()}, {os.cpu_count()} cores, shared"
+        result = {"command": shlex.join(["python", *sys.argv]), "machine": machine, "cases": cases}
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from bench_host import reply_body
+from bench_top_parse import vllm_reply
 
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
@@ -39,9 +39,11 @@ def make_parts() -> dict[str, Callable[[], object]]:
     routes = rng.integers(0, SHAPE.num_experts, (PROMPT + RESPONSE - 1, layers, k)).astype(np.uint8)
     file = io.BytesIO()
     np.save(file, routes)
-    plain = json.loads(reply_body(tokens, logprobs.astype(np.float32)))
+    rows = [[pair] for pair in zip(tokens.tolist(), logprobs.astype(np.float32).tolist(), strict=True)]
+    body = vllm_reply(GENERATE, rows, 0)
+    plain = json.loads(body)
     plain["choices"][0]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
-    bodies = {"without": reply_body(tokens, logprobs.astype(np.float32)), "with": json.dumps(plain).encode()}
+    bodies = {"without": body, "with": json.dumps(plain).encode()}
     prompt, sampling = rng.integers(0, 151_000, PROMPT).astype(np.int32), SamplingParams(RESPONSE)
     requests = {"without": Request(prompt, sampling), "with": Request(prompt, sampling, routes=(layers, k, 128))}
     sequence = TrainSequence(prompt, tokens, logprobs.astype(np.float32), 1.0, True)

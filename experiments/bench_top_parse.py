@@ -33,10 +33,10 @@ TOKENS, K, RESPONSES, VOCABULARY = 8192, 20, 1024, 151_936
 TICK_S = 0.001
 
 
-def make_rows(rng: np.random.Generator) -> list[list[tuple[int, float]]]:
+def make_rows(rng: np.random.Generator, tokens: int = TOKENS) -> list[list[tuple[int, float]]]:
     """Returns (token, log-probability) pairs by position as vLLM lists them: the sampled token, then the likeliest."""
     rows = []
-    for _ in range(TOKENS):
+    for _ in range(tokens):
         logits = np.sort(rng.normal(0.0, 3.0, K + 1))[::-1]
         logprobs = (logits - np.log(np.exp(logits).sum()) - 0.01).astype(np.float32).tolist()
         ids = rng.choice(VOCABULARY, K + 1, replace=False).tolist()

@@ -52,7 +52,6 @@ ROOT = Path(__file__).parents[1]
 CARDS, ROW_TOKENS, LONGEST_ROWS = 8, 9216, 1024  # the packed batch has a row for each response
 PLACE_BYTES = 30  # bytes of a place of the packed batch: five int32, two float32 and two masks (PackedBatch)
 CHECKPOINT_EVERY = 20  # steps, the value of configs/paper/setup.yaml
-HOST_TOKENS = 1024 * 8192  # tokens of the step that bench_host.py measures
 LLAMA = PolicyConfig(128256, 4096, 14336, 32, 32, 8, 128)  # the model of torchtitan's table
 MIXES = {"before the surge, mean 1,000": "short", "after the surge, mean 3,500": "long"}
 NODES = (1, 2, 8, 32)
@@ -179,14 +178,14 @@ def step_parts(model: Model, mix: str, layout: tuple[int, int], inputs: Inputs) 
     """Models the seconds of each part of a step."""
     trainer, servers = layout
     responses, tokens = responses_of(mix, np.random.default_rng(0)).tolist(), sum(draw(mix, 0)[0])
-    host = {name: part["processor_s"] * tokens / HOST_TOKENS for name, part in inputs.host["parts"].items()}
-    replies = tokens / 8192 * inputs.host["parts"]["a reply read and checked"]["processor_s"]
+    measured = inputs.host["cases"][0]  # without the likeliest tokens
+    host = {name: part["processor_s"] * tokens / measured["tokens"] for name, part in measured["parts"].items()}
     batch = LONGEST_ROWS * ROW_TOKENS * PLACE_BYTES
     copied, written = checkpoint_seconds(model.parameters, min(model.fsdp, trainer))
     row = inputs.compiled[model.rows.get(trainer, model.rows[0])]
     return {
         "rollout": rollout_seconds(responses, servers, DECODING[model.name, MIXES[mix]]),
-        "parse and decode replies": replies + host["texts for the rewards"],
+        "parse and decode replies": host["replies read and checked"] + host["texts for the rewards"],
         "pack": host["advantages and sequences"] + host["rows and masks"],
         "broadcast": 2 * batch / NETWORK.value + batch / PCIE.value,
         "step": step_seconds(row, rows_of(tokens, mix, inputs), trainer, model.fsdp, trained_share()),

@@ -21,7 +21,8 @@ def to_int32(name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
 def to_mask(name: str, mask: Sequence[bool] | np.ndarray) -> np.ndarray:
     """Converts a response mask to bool. Raises ValueError, with ``name`` in its message, if it has other values."""
     array = _to_array(f"{name}: response_mask", mask)
-    if array.size and (array.dtype.kind not in "biuf" or not np.isin(array, (0, 1)).all()):
+    is_bool = array.dtype.kind == "b"
+    if array.size and not is_bool and (array.dtype.kind not in "iuf" or not np.isin(array, (0, 1)).all()):
         raise ValueError(f"{name}: response_mask must be true or false at each token, got {array[:4]}")
     return array.astype(bool)
 
@@ -29,17 +30,20 @@ def to_mask(name: str, mask: Sequence[bool] | np.ndarray) -> np.ndarray:
 def to_float32(what: str, values: Sequence[float | None] | np.ndarray) -> np.ndarray:
     """Converts values to float32; None becomes NaN, and text such as "-inf" becomes its number."""
     array = _to_array(what, values)
-    wrong = f"{what} must be numbers, got {array.dtype} {array[:4]}"
     if array.dtype.kind in "OU":
         try:
             numbers = [math.nan if value is None else value for value in values]
             array = _to_array(what, [float(value) if isinstance(value, str) else value for value in numbers])
         except ValueError as error:
-            raise ValueError(wrong) from error
+            raise ValueError(_no_numbers(what, array)) from error
     if array.size and array.dtype.kind not in "iuf":
-        raise ValueError(wrong)
+        raise ValueError(_no_numbers(what, array))
     with np.errstate(over="ignore"):
         return array.astype(np.float32)
+
+
+def _no_numbers(what: str, array: np.ndarray) -> str:
+    return f"{what} must be numbers, got {array.dtype} {array[:4]}"
 
 
 def _to_array(what: str, values: Any) -> np.ndarray:

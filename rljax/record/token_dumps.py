@@ -251,7 +251,10 @@ def dump_of_responses(
 
 def _tops_after(prompt: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     none = len(prompt), ids.shape[1]
-    return np.concatenate([np.full(none, -1), ids]), np.concatenate([np.full(none, -np.inf), logprobs])
+    return (
+        np.concatenate([np.full(none, -1, np.int32), ids]),
+        np.concatenate([np.full(none, -np.inf, np.float32), logprobs]),
+    )
 
 
 def after_prompts(prompts: Sequence[np.ndarray], vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -275,19 +278,21 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     """Writes a dump; an older file of that name is replaced only when the new one is complete."""
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    columns = (dump.sequence_ids, dump.token_ids, dump.response_mask, *dump.logprobs.values())
+    columns = (dump.token_ids, dump.response_mask, *dump.logprobs.values())
     sources = {name: source.document() for name, source in dump.sources.items()}
     note = {"version": FORMAT_VERSION, "columns": sources, "sampling": dict(dump.sampling)}
     schema = pa.schema(_types(dump.logprobs), {_KEY: json.dumps(note, sort_keys=True)})
-    table = pa.table([list(values) for values in columns], schema=schema)
+    lists = map(_lists, columns, (kind.value_type for kind in schema.types[1:]))
+    table = pa.table([pa.array(dump.sequence_ids, pa.string()), *lists], schema=schema)
     every = {"": (dump.top_ids, dump.top_logprobs)} | {f"/{name}": tops for name, tops in dump.other_tops.items()}
     for end, tops in every.items():
         for (name, kind), matrices in zip(_TOPS.items(), tops, strict=True) if tops[0] else ():
             table = table.append_column(name + end, _nested(matrices, kind))
     for name, vectors in dump.values.items():
-        table = table.append_column(_VALUES + name, pa.array(list(vectors), pa.list_(pa.float32())))
+        table = table.append_column(_VALUES + name, _lists(vectors, pa.float32()))
     with replacing(out) as partial:
-        pq.write_table(table, partial, compression="zstd")
+        # Few numbers are there twice, so that a dictionary would take most of the time and make the file larger.
+        pq.write_table(table, partial, compression="zstd", use_dictionary=False)
     return out
 
 
@@ -394,6 +399,12 @@ def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray,
     if dtype.kind != "f" and any(chunk.flatten().null_count for chunk in column.chunks):
         raise ValueError("a row has a null in its token ids or its mask")
     return tuple(np.asarray(row.values.to_numpy(zero_copy_only=False), dtype) for row in column)
+
+
+def _lists(vectors: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
+    """Returns vectors [t] of one dtype as lists, without a Python object for each token."""
+    flat = np.concatenate(vectors) if vectors else np.zeros(0)
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *map(len, vectors)]), pa.int32()), pa.array(flat, kind))
 
 
 def _nested(matrices: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:

@@ -167,10 +167,13 @@ def fill(
         like: Any = sequences[0].routes
         arrays["routes"] = np.zeros((*shape, math.prod(like.shape[1:])), like.dtype)  # 0 for any expert
     tops = [name for name in ("top_ids", "top_logprobs") if _have(sequences, name)]
+    used = 1 + max((micro for micro, _ in rows), default=-1)
     if tops:
         like = sequences[0].top_ids
         empty = {"top_ids": np.int32(-1), "top_logprobs": np.float32(-np.inf)}
-        arrays |= {name: np.full((*shape, like.shape[1]), empty[name]) for name in tops}
+        arrays |= {name: np.zeros((*shape, like.shape[1]), empty[name].dtype) for name in tops}
+        for name in tops:
+            arrays[name][:used] = empty[name]  # the others are never computed
     for row, members in rows.items():
         place = {name: array[row] for name, array in arrays.items()}
         start = 0
@@ -192,8 +195,8 @@ def fill(
             if s.routes is not None:
                 place["routes"][start : end - 1] = s.routes.reshape(len(s.routes), -1) + 1
             start = end
-    used = np.asarray(1 + max((micro for micro, _ in rows), default=-1), np.int32)
-    return PackedBatch(**arrays, with_loss=used, used=used)
+    count = np.asarray(used, np.int32)
+    return PackedBatch(**arrays, with_loss=count, used=count)
 
 
 def _have(sequences: Sequence[TrainSequence], name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -121,25 +122,44 @@ def fill_one_by_one(lengths: Sequence[int], order: Sequence[int], row_tokens: in
     Returns:
       The indices of the items of each row.
     """
-    rows, left = [], list(order)
-    while left:
-        first, *others = left
+    runs = [list(run) for _, run in itertools.groupby(order, lengths.__getitem__)]  # neighbours of one length
+    of_runs, left = np.asarray([lengths[run[0]] for run in runs], np.int64), np.asarray([*map(len, runs)], np.int64)
+    rows = []
+    while (there := np.flatnonzero(left)).size:
+        first = runs[there[0]].pop(0)
+        left[there[0]] -= 1
         room = row_tokens - lengths[first]
-        within, reached, tried = (1 << (room + 1)) - 1, [1], []
-        for index in others:
-            if lengths[index] > room:
-                continue
-            reached.append(reached[-1] | (reached[-1] << lengths[index]) & within)
-            tried.append(index)
-            if reached[-1].bit_length() > room - row_tokens // _SLACK:
-                break
-        total = reached[-1].bit_length() - 1
         row = [first]
-        for index, before in zip(reversed(tried), reversed(reached[:-1]), strict=True):
-            if not before >> total & 1:
-                row.append(index)
-                total -= lengths[index]
+        for run, copy in _fill_room(of_runs, left, room, room - row_tokens // _SLACK):
+            row.append(runs[run].pop(copy))
+            left[run] -= 1
         rows.append(row)
-        placed = set(row)
-        left = [index for index in left if index not in placed]
     return rows
+
+
+def _fill_room(lengths: np.ndarray, counts: np.ndarray, room: int, enough: int) -> list[tuple[int, int]]:
+    """Chooses items that fill ``room`` best, or to at least ``enough``, from runs of items of one length.
+
+    Returns:
+      The (run, place in it) of each item, the last ones first.
+    """
+    # Copies of a length that do not fit together add no sum, so that they are not tried.
+    most = np.where(lengths <= room, np.minimum(counts, room // np.maximum(lengths, 1)), 0)
+    runs = np.flatnonzero(most)
+    if runs.size and 2 * int(lengths[runs].min()) > room:  # a single item fits
+        longest = np.maximum.accumulate(lengths[runs])
+        last = int(np.argmax(longest >= enough)) if longest[-1] >= enough else -1
+        return [(int(runs[np.argmax(longest == longest[last])]), 0)]
+    within, reached, tried = (1 << (room + 1)) - 1, [1], list[tuple[int, int]]()
+    for run, copy in ((each, copy) for each in runs.tolist() for copy in range(int(most[each]))):
+        reached.append(reached[-1] | (reached[-1] << int(lengths[run])) & within)
+        tried.append((run, copy))
+        if reached[-1].bit_length() - 1 >= enough:
+            break
+    total = reached[-1].bit_length() - 1
+    chosen = []
+    for (run, copy), before in zip(reversed(tried), reversed(reached[:-1]), strict=True):
+        if not before >> total & 1:
+            chosen.append((run, copy))
+            total -= int(lengths[run])
+    return chosen

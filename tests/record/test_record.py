@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +45,31 @@ def test_each_row_is_on_disk_when_write_returns(tmp_path):
     recorder.write({"step": 1})
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}]
     recorder.close()
+
+
+def test_a_row_reads_nothing_however_many_there_are(tmp_path):
+    """The system counts the bytes that this process reads, and its calls that read."""
+
+    def reads():
+        counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(counts["rchar"]), int(counts["syscr"])
+
+    def read_by_ten_rows(step):
+        record(tmp_path / str(step), steps(1, step - 1, loss=0.5))
+        recorder = Recorder(tmp_path / str(step), 10**4, first_step=step, progress=False)
+        recorder.write({"step": step, "loss": 0.5})
+        before = reads()
+        nothing = np.subtract(reads(), before)
+        before = reads()
+        for row in steps(step + 1, step + 10, loss=0.5):
+            recorder.write(row)
+        read = np.subtract(reads(), before) - nothing
+        recorder.close()
+        return read
+
+    # The sizes of the counters themselves grow by a digit now and then.
+    assert abs(read_by_ten_rows(1)).max() < 10
+    assert abs(read_by_ten_rows(2000)).max() < 10
 
 
 @settings(max_examples=60, deadline=None)

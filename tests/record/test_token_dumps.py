@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from python_calls import count_calls
 
 from rljax.compare.importers import read_tokens
 from rljax.record.token_dumps import ColumnSource, TokenDump, dump_of_responses, make_dump, read_dump, write_dump
@@ -440,3 +441,16 @@ def test_bytes_of_no_known_kind_are_refused(tmp_path):
     (tmp_path / "x").write_bytes(b"\xff\xfe\x00\x01" * 5)
     with pytest.raises(ValueError, match="not UTF-8"):
         read_tokens(tmp_path / "x")
+
+
+def test_no_python_runs_for_a_token(tmp_path):
+    def calls(tokens):
+        ids, logprobs = np.ones(tokens, np.int32), np.full(tokens, -1, np.float32)
+        tops = [(np.ones((tokens, 2), np.int32), np.full((tokens, 2), -1, np.float32))] * 3
+        columns = {"trainer": [logprobs] * 3}
+        dump = dump_of_responses(["a", "b", "c"], [ids] * 3, [ids] * 3, columns, {}, {}, tops, {"advantage": [ids] * 3})
+        path = tmp_path / "x.parquet"
+        count_calls(lambda: (write_dump(path, dump), read_dump(path)))  # the first call imports
+        return count_calls(lambda: (write_dump(path, dump), read_dump(path)))
+
+    assert calls(4) == calls(4000)

@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-import sys
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from python_calls import count_calls
 from vllm_fake import FakeVllm
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
@@ -147,13 +146,7 @@ def test_no_python_runs_for_each_token_of_a_reply(route, k):
         scored = {"content": content} if route == GENERATE else named
         choice = {"token_ids": ids, "finish_reason": "length", "logprobs": scored}
         reply, request = json.dumps({"choices": [choice]}).encode(), Request(PROMPT, SamplingParams(count, reported=k))
-        counted = Counter()
-        sys.setprofile(lambda frame, event, argument: counted.update([event]))
-        try:
-            check_completion("", WIRE.completion(route, reply, request), request, None)
-        finally:
-            sys.setprofile(None)
-        return counted
+        return count_calls(lambda: check_completion("", WIRE.completion(route, reply, request), request, None))
 
     assert calls(3) == calls(3000)
 

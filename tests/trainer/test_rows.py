@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from python_calls import count_calls
 
 from rljax.trainer.packing import max_micro_batches
 from rljax.trainer.rows import fill_one_by_one, first_fit, lay_out_rows
@@ -32,6 +33,17 @@ def test_rows_filled_one_by_one_by_hand():
     assert [sum(lengths[i] for i in row) for row in first_fit(lengths, range(8), 12)] == [11, 12, 9]
     assert [sum(lengths[i] for i in row) for row in fill_one_by_one(lengths, range(8), 12)] == [12, 12, 8]
     assert [sorted(row) for row in fill_one_by_one(lengths, range(8), 16)] == [[0, 1, 2], [3, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("lengths", [[8192], [8192, 5000], [8192, 7000, 5000, 3000]])
+def test_the_calls_of_filling_grow_with_the_sequences(lengths):
+    """Rows of 18,432 hold two of 8,192. Further ones are not tried, however many there are."""
+
+    def calls(times):
+        every = lengths * times
+        return count_calls(lambda: fill_one_by_one(every, longest_first(every), 18432)).total()
+
+    assert calls(128) < 2.2 * calls(64)
 
 
 @settings(max_examples=100, deadline=None)

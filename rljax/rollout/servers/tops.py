@@ -38,12 +38,24 @@ def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[floa
     tokens, scores = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
     tokens[is_reported] = np.fromiter(ids, np.int32)
     scores[is_reported] = as_floats(logprobs)
-    scores[(tokens[:, 1:] == tokens[:, :1]).any(axis=1), 0] = -np.inf
+    is_twice = (tokens[:, 1:] == tokens[:, :1]).any(axis=1)
+    scores[is_twice, 0] = -np.inf
     scores[scores <= _NEVER] = -np.inf
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    tokens, scores = np.take_along_axis(tokens, order, axis=1), np.take_along_axis(scores, order, axis=1)
+    if shape[1] == k + 1:  # as servers send it: the sampled token, and then the likeliest in order
+        rows = np.flatnonzero(~is_twice | (scores[:, 2:] > scores[:, 1:-1]).any(axis=1))
+        of_rows = _first_of(tokens[rows], scores[rows], k)
+        tokens, scores = tokens[:, 1:].copy(), scores[:, 1:].copy()
+        tokens[rows], scores[rows] = of_rows
+    else:
+        tokens, scores = _first_of(tokens, scores, k)
     tokens[np.isneginf(scores)] = -1
     return Tops(tokens, scores)
+
+
+def _first_of(tokens: np.ndarray, scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ``k`` entries of each row with the highest scores, in order."""
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(tokens, order, axis=1), np.take_along_axis(scores, order, axis=1)
 
 
 def join_tops(parts: Sequence[Tops | None]) -> Tops | None:
