@@ -104,9 +104,9 @@ def test_gradients_equal_autodiff_and_finite_differences():
         return loss(with_targets(params, merge_adapters(base, adapters, CONFIG, LORA, jnp.float32)))
 
     merged = merge_adapters(base, adapters, CONFIG, LORA, jnp.float32)
-    of_weights = jax.grad(lambda part: loss(with_targets(params, part)))(merged)
+    of_weights = jax.jit(jax.grad(lambda part: loss(with_targets(params, part))))(merged)
     found = jax.jit(lambda a, g: adapter_gradients(a, g, CONFIG, LORA))(adapters, of_weights)
-    expected = jax.grad(of_adapters)(adapters)
+    expected = jax.jit(jax.grad(of_adapters))(adapters)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.abs(theirs).max() > 1e-4
         np.testing.assert_allclose(ours, theirs, atol=1e-6 * float(np.abs(theirs).max()) + 1e-8, rtol=1e-4)

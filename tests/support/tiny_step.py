@@ -44,28 +44,26 @@ def keep_gradient():
 
 
 def expected_gradient(batch_sequences, params=None):
-    """Equation 3 written out: -sum_i sum_t A_i grad log pi(token) / tokens in the loss, one sequence at a time.
+    """Equation 3 written out: -sum_i sum_t A_i grad log pi(token) / tokens in the loss, each sequence in its own row.
 
     An advantage may be an array with one number for each token of the response.
     """
-    total = sum(len(s.response) for s in batch_sequences if s.in_loss)
+    in_loss = [s for s in batch_sequences if s.in_loss]
+    total, shape = sum(len(s.response) for s in in_loss), (len(in_loss), LONGEST)
+    tokens, segments, advantages = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    for i, s in enumerate(in_loss):
+        first, end = len(s.prompt), len(s.prompt) + len(s.response)
+        tokens[i, :end], segments[i, :end] = np.concatenate([s.prompt, s.response]), 1
+        advantages[i, first:end] = s.advantage
+    positions = np.tile(np.arange(LONGEST), (len(in_loss), 1))
 
     @jax.jit
-    def token_logprobs(params, tokens, segments):
-        hidden, _ = hidden_states(params, CONFIG, tokens, segments, jnp.arange(LONGEST)[None])
+    @jax.grad
+    def gradient(params):
+        hidden, _ = hidden_states(params, CONFIG, *map(jnp.asarray, (tokens, segments, positions)))
         logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))
-        return jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[0, :, 0]
-
-    def loss(params):
-        value = 0.0
-        for s in batch_sequences:
-            if not s.in_loss:
-                continue
-            tokens = np.concatenate([s.prompt, s.response])
-            padding = (0, LONGEST - len(tokens))
-            picked = token_logprobs(params, *(np.pad(x, padding)[None] for x in (tokens, np.ones_like(tokens))))
-            value -= jnp.sum(s.advantage * picked[len(s.prompt) - 1 : len(tokens) - 1])
-        return value / total
+        picked = jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+        return -jnp.sum(advantages[:, 1:] * picked) / total
 
     with jax.default_matmul_precision("highest"):
-        return jax.grad(loss)(init_params(CONFIG, 0) if params is None else params)
+        return gradient(init_params(CONFIG, 0) if params is None else params)

@@ -16,7 +16,7 @@ from rljax.mismatch import importance_weights, mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
-from rljax.policy.score import Scores, make_scorer
+from rljax.policy.score import Scores, make_scorer, packed_logprobs
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config, ModelConfig
 from rljax.run.training import load_reference, make_update
@@ -219,38 +219,31 @@ def test_token_weights_multiply_the_gradient_of_each_token():
         trainer[i, :n], rollout[i, :n], mask[i, :n] = own[:n], s.rollout_logprobs[:n], 1
     weights, _ = importance_weights(trainer, rollout, mask, level="token", mode="truncate", threshold=2.0)
     assert weights.max() > 1.5
-    total = mask.sum()
-    score = make_logprob_function()
+    of_tokens = np.float32(weights * mask * np.array([[s.advantage] for s in batch_sequences]) / mask.sum())
 
-    def loss(params):
-        value = 0.0
-        for i, s in enumerate(batch_sequences):
-            if s.in_loss:
-                value -= s.advantage * jnp.sum(weights[i, : len(s.response)] * score(params, s))
-        return value / total
+    @jax.jit
+    @jax.grad
+    def corrected(params):
+        return -jnp.sum(of_tokens * response_logprobs(params, batch_sequences)[:, :width])
 
     with jax.default_matmul_precision("highest"):
-        expected = jax.grad(loss)(init_params(CONFIG, 0))
+        expected = corrected(init_params(CONFIG, 0))
     for g, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.abs(g - e).max() / np.abs(e).max() < 2e-5
     assert metrics["correction/weight_max"] == pytest.approx(weights.max(), rel=1e-4)
 
 
-def make_logprob_function():
-    """(params, sequence) -> its response's log-probabilities, of the sequence alone in a row of one length."""
-    from rljax.policy.score import packed_logprobs
-
-    @jax.jit
-    def row(params, tokens, segments):
-        return packed_logprobs(params, CONFIG, tokens, segments, jnp.arange(LONGEST)[None]).logprobs[0]
-
-    def score(params, s):
-        tokens = np.concatenate([s.prompt, s.response])
-        padding = (0, LONGEST - len(tokens))
-        alone = (np.pad(array, padding)[None] for array in (tokens, np.ones_like(tokens)))
-        return row(params, *alone)[len(s.prompt) : len(tokens)]
-
-    return score
+def response_logprobs(params, batch_sequences):
+    """Log-probabilities [n, LIMIT] of the responses, each sequence alone in a row; 0 after a response's end."""
+    shape = (len(batch_sequences), LONGEST)
+    tokens, segments, places = (np.zeros(each, np.int32) for each in (shape, shape, (shape[0], LIMIT)))
+    for i, s in enumerate(batch_sequences):
+        first, end = len(s.prompt), len(s.prompt) + len(s.response)
+        tokens[i, :end], segments[i, :end] = np.concatenate([s.prompt, s.response]), 1
+        places[i, : end - first] = range(first, end)
+    positions = np.tile(np.arange(LONGEST), (shape[0], 1))
+    found = packed_logprobs(params, CONFIG, *map(jnp.asarray, (tokens, segments, positions))).logprobs
+    return jnp.where(places > 0, jnp.take_along_axis(found, places, axis=1), 0.0)
 
 
 def test_when_every_sequence_is_rejected_nothing_moves():
@@ -364,16 +357,17 @@ def test_a_kl_penalty_pulls_towards_the_frozen_reference():
     reference = init_params(CONFIG, 1)
     there = SingleUpdate(step, forward, pack_all, functools.partial(of_reference, reference))
     updated = train(there, fresh_state(), silent, 0.1, seed=0, noise=False)
-    score = make_logprob_function()
     in_loss = [s for s in silent if s.in_loss]
     total = sum(len(s.response) for s in in_loss)
 
+    @jax.jit
+    @jax.value_and_grad
     def penalty(params):
-        gaps = [score(params, s) - jax.lax.stop_gradient(score(reference, s)) for s in in_loss]
-        return sum(jnp.sum(0.5 * gap**2) for gap in gaps) / total
+        gaps = response_logprobs(params, in_loss) - response_logprobs(reference, in_loss)
+        return jnp.sum(0.5 * gaps**2) / total
 
     with jax.default_matmul_precision("highest"):
-        value, expected = jax.value_and_grad(penalty)(init_params(CONFIG, 0))
+        value, expected = penalty(init_params(CONFIG, 0))
     assert updated.row["policy/reference_kl"] == pytest.approx(float(value), rel=1e-4)
     assert updated.row["policy/loss"] == pytest.approx(0.7 * float(value), rel=1e-4)
     found = updated.state.opt_state.inner_state.trace
