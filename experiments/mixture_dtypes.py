@@ -19,6 +19,7 @@ import dataclasses
 import json
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,12 @@ def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> di
             sampled = list(engine.generate(prompts, 1, SamplingParams(RESPONSE_TOKENS), seed=0))
         with contextlib.closing(ServerClient([server.url], VllmBackend())) as client:
             info = VllmBackend().describe(client, server.url)
-            probes = []
-            for seed in range(VERIFIERS):
-                verifier = Verifier(dataclasses.replace(MEASURED, seed=seed), score, info, dtype=dtype, prompts=prompts)
-                looks = verifier.sample(client, server.url)
-                probes += [gap for look in looks for gap in verifier.difference(look, params).per_prompt]
+            configs = [dataclasses.replace(MEASURED, seed=seed) for seed in range(VERIFIERS)]
+            verifiers = [Verifier(each, score, info, dtype=dtype, prompts=prompts) for each in configs]
+            with ThreadPoolExecutor(VERIFIERS) as threads:
+                looks = list(threads.map(lambda verifier: verifier.sample(client, server.url), verifiers))
+    differences = [verifiers[0].difference(look, params) for of_one in looks for look in of_one]
+    probes = np.concatenate([difference.per_prompt for difference in differences])
     rollout = np.stack([response.logprobs for response in sampled])
     whole = [np.concatenate([prompts[response.prompt_index], response.token_ids]) for response in sampled]
     by_dtype = {}
@@ -95,7 +97,7 @@ def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> di
         trainer = np.stack([each[PROMPT_TOKENS:] for each in scored])
         metrics = mismatch_metrics(trainer, rollout, np.ones(rollout.shape, bool))
         by_dtype[ours] = {name: float(metrics[name]) for name in METRICS}
-    by_dtype[dtype] |= drawn_looks(np.array(probes), dtype, mixture=config.num_experts > 0)
+    by_dtype[dtype] |= drawn_looks(probes, dtype, mixture=config.num_experts > 0)
     return by_dtype
 
 
