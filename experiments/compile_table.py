@@ -3,11 +3,12 @@
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile.json [--only TEXT]
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_options.json --table options
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_mixtures.json --table mixtures
+    .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_long.json --table long
 
 The first table has models on machines, and the paper's arms as they are written and with the settings that take least
-memory. The second has one model's step with options and on other TPUs, as ratios to a
-base row. The third has a mixture of experts. A row takes one to four minutes of one core. Rows that are in the file
-already are kept unless ``--only`` names them; delete the file to begin again. Prints the table at the end.
+memory. The second has one model's step with options and on other TPUs, as ratios to a base row. The third has a mixture
+of experts, and the last one long rows. A row takes one to four minutes of one core. Rows that are in the file already
+are kept unless ``--only`` names them; delete the file to begin again. Prints the table at the end.
 """
 
 from __future__ import annotations
@@ -85,6 +86,20 @@ MIXTURES = [
     mixture("64 H100", "h100:8x8", 64, 8),
     mixture("64 H100, mesh.expert 4", "h100:8x8", 64, 4),
     mixture("v5p-64", "tpu:v5p:2x4x4", 32, 8),
+]
+
+
+def long_row(label: str, machine: str, tokens: int, context: int, *words: str) -> Row:
+    """Returns a row of Qwen3-4B with sequences of ``tokens`` tokens, each of which ``context`` devices share."""
+    mesh = ("--mesh.fsdp", "1", "--mesh.context", str(context), "--packing.tokens_per_device", str(tokens // context))
+    length = ("--rollout.max_response_tokens", str(tokens - 1024))
+    return Row(f"4B, {label}", machine, SETUP, ("--model.path", LONG_MODEL, *mesh, *length, *LEAN, *words))
+
+
+LONG_MODEL = "Qwen/Qwen3-4B-Thinking-2507"
+LONG = [
+    long_row("64k, 8 H100", "h100:1x8", 65_536, 8),
+    long_row("128k, 8 v5p", "tpu:v5p:2x2x2", 131_072, 8),
 ]
 OPTIONS_OF_A_STEP = [
     ("mesh.keep_gathered", ("--mesh.keep_gathered", "true")),
@@ -219,6 +234,7 @@ TABLES: dict[str, tuple[list[Row], Callable[[list[Row], Reports], list[str]]]] =
     "models": (MODELS, models_lines),
     "options": (OPTIONS, options_lines),
     "mixtures": (MIXTURES, models_lines),
+    "long": (LONG, models_lines),
 }
 
 

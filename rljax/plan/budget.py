@@ -177,9 +177,10 @@ def _device_settings(config: Config) -> Iterator[str]:
         yield "precision.remat: blocks"
     elif config.precision.remat_policy == "blocks":
         yield "precision.remat: offload"
-    longest = config.packing.resolve_row_tokens(config.max_sequence_tokens, config.mesh.context)
-    if config.packing.tokens_per_device >= 2 * longest or not config.packing.tokens_per_device:
-        yield f"packing.tokens_per_device: {longest}"
+    context = config.mesh.context
+    one_row = config.packing.resolve_row_tokens(config.max_sequence_tokens, context) // context
+    if config.packing.tokens_per_device >= 2 * one_row or not config.packing.tokens_per_device:
+        yield f"packing.tokens_per_device: {one_row}"
     yield "a larger mesh.fsdp"
     if not config.lora.rank:
         yield "adapters (lora.rank)"

@@ -20,8 +20,9 @@ from rljax.policy.attention import PackedAttention, choose_attention, find_imple
 from rljax.policy.config import PolicyConfig
 from rljax.policy.cudnn import CAPABILITY
 from rljax.policy.experts import round_size
+from rljax.policy.flash import block_attention
 from rljax.policy.head import vocabulary_chunks
-from rljax.policy.kernels import Kernels, compiled_for_hopper
+from rljax.policy.kernels import Kernels, compiled_for_hopper, exchanges_heads
 from rljax.policy.lora import TrainedParams
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.run.config import Config
@@ -56,6 +57,8 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     gradients = sum(jax.tree.leaves(sizes)) * itemsize
     places = local_rows * tokens
     block = gradients + block_bytes(part, places, itemsize)
+    if not exchanges_heads(policy, mesh):
+        block += gathered_key_bytes(part, places, mesh.shape["context"], itemsize)
     if policy.num_experts:
         block += experts_bytes(part, places, mesh.shape["expert"], itemsize)
     head = head_bytes(policy, mesh, places, itemsize)
@@ -109,6 +112,8 @@ def planned_attention(config: Config, policy: PolicyConfig, mesh: Any) -> Packed
     """
     device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else _HOPPER
     asked, dtype = config.policy.attention, config.precision.compute_dtype
+    if not exchanges_heads(policy, mesh):
+        return block_attention
     if asked == "splash" or find_implementation(asked, device, dtype, policy.head_dim) != "cudnn":
         return packed_attention
     return choose_attention(asked, device, dtype, policy.head_dim)
@@ -164,6 +169,11 @@ def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:
     activations = 4 * inner + 7 * heads + 3 * part.hidden_size
     weight = part.hidden_size * inner
     return places * (itemsize * activations + _FLOAT32 * 3 * heads // 2) + weight * (itemsize + 2 * _FLOAT32)
+
+
+def gathered_key_bytes(part: PolicyConfig, places: int, parts: int, itemsize: int) -> int:
+    """Estimates the bytes of keys and values that ``parts`` devices gather, two copies, and their float32 gradients."""
+    return places * parts * 2 * part.num_kv_heads * part.head_dim * (2 * itemsize + _FLOAT32)
 
 
 def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> int:

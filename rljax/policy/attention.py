@@ -97,10 +97,9 @@ def attention_of_parts(
       parts: The number of devices that share a row.
       segment_ids: The segment ids of the whole rows.
     """
-    heads = head_axes(k)
-    ways = axis_size("act_heads") if "act_heads" in heads else 1
-    if not divides_heads(parts, q.shape[2] // ways, k.shape[2] // ways):
+    if not divides_heads(parts, q.shape[2], k.shape[2], axis_size("act_heads")):
         return block_attention(q, k, v, segment_ids, parts=parts)
+    heads = head_axes(k)
 
     def of_device(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array]:
         out = kernel(*exchange_heads(q, k, v, parts), segment_ids)

@@ -116,8 +116,17 @@ def own_pairs(table: Int[np.ndarray, "parts pairs 3"]) -> Int[Array, "pairs 3"]:
     return every[0] if len(table) == 1 else every[jax.lax.axis_index(AXIS)]
 
 
-def divides_heads(parts: int, num_heads: int, kv_heads: int) -> bool:
-    """Whether ``parts`` devices can exchange tokens for equal parts of query heads, with whole groups or within one."""
+def divides_heads(parts: int, num_heads: int, kv_heads: int, tp: int) -> bool:
+    """Whether ``parts`` devices can exchange tokens for equal parts of query heads, with whole groups or within one.
+
+    Args:
+      parts: The number of devices that share a row.
+      num_heads: The number of query heads of the policy.
+      kv_heads: The number of its key-value heads.
+      tp: The number of parts into which the mesh splits heads where it divides ``kv_heads``.
+    """
+    if kv_heads % tp == 0:
+        num_heads, kv_heads = num_heads // tp, kv_heads // tp
     return num_heads % parts == 0 and (kv_heads % parts == 0 or parts % kv_heads == 0)
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
 from rljax.policy.config import PolicyConfig, PolicyOptions
+from rljax.policy.context import divides_heads
 from rljax.policy.cudnn import CAPABILITY, CUDNN
 from rljax.policy.grouped import IN_BLOCKS, Grouped, choose_experts
 
@@ -36,6 +37,11 @@ def check_experts(config: PolicyConfig, mesh: Any) -> None:
         raise ValueError(f"mesh.expert = {mesh.shape['expert']} is for a mixture of experts; this policy is dense")
 
 
+def exchanges_heads(config: PolicyConfig, mesh: Any) -> bool:
+    """Whether the devices of a mesh that share a row can each compute whole rows of some heads."""
+    return divides_heads(mesh.shape["context"], config.num_heads, config.num_kv_heads, mesh.shape["tp"])
+
+
 def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mesh: Mesh) -> Kernels:
     """Chooses the implementations that ``policy.attention`` and ``policy.experts`` mean on the devices of the mesh.
 
@@ -46,6 +52,11 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     check_experts(config, mesh)
     device = mesh.devices.flat[0]
     parts = mesh.shape["context"]
+    if options.attention in ("cudnn", "splash") and not exchanges_heads(config, mesh):
+        raise ValueError(
+            f"policy.attention = {options.attention}: mesh.context = {parts} must divide the query heads of a device, "
+            "and divide its key-value heads or be a multiple of them; set policy.attention to auto"
+        )
     attention = choose_attention(options.attention, device, dtype, config.head_dim, parts)
     inner = config.expert_size // mesh.shape["tp"]
     return Kernels(attention, choose_experts(options.experts, device, dtype, (config.hidden_size, inner)), parts)

@@ -145,7 +145,7 @@ def toy_flops(devices, head_products):
 @pytest.mark.parametrize(("machine", "across"), [("h100:1x2", False), ("h100:2x1", True), ("tpu:v5e:2x2", False)])
 def test_a_step_for_a_machine_that_is_not_here(machine, across, tmp_path):
     found = compile_toy(tmp_path, machine, "--mesh.fsdp", "2")
-    assert found["mesh"] == {"replica": 1, "fsdp": 2, "expert": 1, "tp": 1}
+    assert found["mesh"] == {"replica": 1, "fsdp": 2, "expert": 1, "context": 1, "tp": 1}
     assert found["open_loops"] == 2  # with loss, and without
     is_gpu = machine.startswith("h100")
     # On a GPU a product over 1,016 places may be split into 16 of 64.
@@ -160,7 +160,7 @@ def test_a_step_for_a_machine_that_is_not_here(machine, across, tmp_path):
 @pytest.mark.compilers
 def test_the_mesh_takes_all_devices_unless_told(tmp_path):
     found = compile_toy(tmp_path, "h100:1x4", "--mesh.tp", "2")
-    assert found["mesh"] == {"replica": 1, "fsdp": 2, "expert": 1, "tp": 2}
+    assert found["mesh"] == {"replica": 1, "fsdp": 2, "expert": 1, "context": 1, "tp": 2}
 
 
 @pytest.mark.compilers
@@ -212,6 +212,24 @@ def test_between_products_each_device_holds_half_the_tokens(tmp_path):
     # The hidden states' gradient of the head is added up in float32.
     assert whole["all-reduce", "float32"]["bytes"] < 2.1 * of_width
     assert len(whole) == 3
+
+
+@pytest.mark.compilers
+def test_devices_that_share_a_row_have_even_parts_of_attention(tmp_path):
+    """A row of 32,768 tokens on 4 devices: cuDNN computes a quarter of the heads of whole rows on each."""
+    mesh = ["--mesh.fsdp", "1", "--mesh.context", "4", "--packing.tokens_per_device", "8192"]
+    found = compile_three_layers(tmp_path, "h100:1x4", *mesh, "--rollout.max_response_tokens", "31744")
+    assert found["batch"]["rows"] == 1
+    assert found["bytes"]["planned"] == pytest.approx(found["bytes"]["needed"], rel=0.1)
+    kernels = {kernel["target"]: kernel for kernel in found["kernels"] if kernel["per"] == "micro_batch"}
+    pairs = 32_768 * 32_769 // 2
+    assert kernels["__cudnn$fmhaSoftmaxBackward"]["flops"] == 3 * 2 * 5 * pairs * 128 * 32 // 4
+    exchanged = [one for one in found["collectives"] if one["kind"] == "all-to-all" and one["bytes"] >= 2**20]
+    # A block's own part of queries, keys, values and output, twice forward and once backward, in 16 bits. The embedding
+    # exchanges rows once forward and once backward.
+    of_block, of_embedding = 8192 * 128 * (32 + 8 + 8 + 32) * 2, 8192 * 2560 * 2
+    of_micro_batch = sum(one["bytes"] for one in exchanged if one["per"] == "micro_batch")
+    assert of_micro_batch == 3 * 3 * of_block + 2 * of_embedding
 
 
 @pytest.mark.compilers

@@ -59,7 +59,7 @@ def keep_gradient():
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
 
 
-def run(mesh, *, config=CONFIG, routed=False, remat="none", balance=0.1):
+def make_step(mesh, *, config=CONFIG, remat="none", balance=0.1):
     tx = keep_gradient()
     mesh = make_mesh(mesh)
     step = TrainStep(
@@ -71,7 +71,11 @@ def run(mesh, *, config=CONFIG, routed=False, remat="none", balance=0.1):
         batch_shape=SHAPE,
         diagnosis=DiagnosisConfig(),
     )
-    state = create_state(init_params(config, 0), config, tx, mesh, dynamic_scale=False)
+    return step, create_state(init_params(config, 0), config, tx, mesh, dynamic_scale=False)
+
+
+def run(mesh, *, routed=False, **options):
+    step, state = make_step(mesh, **options)
     state, metrics, values = step(state, batch(routed), 0.1, True)
     return jax.device_get((state.opt_state.inner_state.trace, metrics, values.logprobs))
 
@@ -119,6 +123,19 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(mesh, options):
     for name, value in metrics.items():
         np.testing.assert_allclose(value, expected_metrics[name], rtol=1e-4, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.harness
+def test_routes_of_shared_rows_are_those_of_whole_rows():
+    def routes(mesh):
+        step, state = make_step(mesh)
+        options = {"num_sequences": COUNT, "diagnosis": DiagnosisConfig(), "with_routes": True}
+        return jax.device_get(step.forward(state.params, batch(False), **options)[1].routes)
+
+    found, expected = routes(MeshConfig(2, 1, context=4)), routes(MeshConfig(1, 1))
+    assert found.shape == (*SHAPE, CONFIG.num_layers * CONFIG.experts_per_token)
+    inside = batch(False).segment_ids > 0
+    np.testing.assert_array_equal(found[inside], expected[inside])
 
 
 def test_each_device_holds_its_part_of_the_experts():

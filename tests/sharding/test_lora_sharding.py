@@ -22,8 +22,9 @@ pytestmark = pytest.mark.mesh
 LORA = LoraConfig(rank=4, targets=("q_proj", "o_proj", "up_proj", "down_proj"))
 
 
-def run(fsdp, tp, dtype="float32", replica=1, keep_gathered=False):
-    mesh, tx, rng = make_mesh(MeshConfig(fsdp, tp, replica)), gradient_keeper(), np.random.default_rng(2)
+def run(fsdp, tp, dtype="float32", replica=1, keep_gathered=False, context=1):
+    sizes = MeshConfig(fsdp, tp, replica, context=context)
+    mesh, tx, rng = make_mesh(sizes), gradient_keeper(), np.random.default_rng(2)
     place = jax.jit(lambda: cast_params(init_params(CONFIG, 0), dtype), out_shardings=param_shardings(CONFIG, mesh))
     merged = MergedPolicy(CONFIG, LORA, mesh, place(), dtype)
     step = TrainStep(
@@ -60,12 +61,14 @@ def single():
         pytest.param(2, 2, {"replica": 2}, marks=pytest.mark.harness),
         pytest.param(4, 2, {"keep_gathered": True}, marks=pytest.mark.harness),
         pytest.param(8, 1, {}, marks=pytest.mark.harness),
+        pytest.param(2, 2, {"context": 2}, marks=pytest.mark.harness),
     ],
 )
 def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, single):
     (state, metrics, logprobs), weights, merged = run(fsdp, tp, **options)
     expected_grads, expected_metrics, expected_logprobs, expected_weights = single
     up = state.params["layers"]["mlp"]["up"]
+    fsdp *= options.get("context", 1)
     rank = 4 // fsdp if 4 % fsdp == 0 else 4
     assert up["a"].addressable_shards[0].data.shape == (2, 32 // fsdp, 4)
     assert up["b"].addressable_shards[0].data.shape == (2, rank, 64 // tp)
