@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import AttentionName, choose_kernel
-from rljax.policy.context import divides_heads, exchange_back, exchange_heads
+from rljax.policy.context import device_heads, exchange_back, exchange_heads, heads_of_device
 from rljax.policy.cudnn import CAPABILITY, cudnn_attention
 from rljax.policy.flash import (
     OUT_NAME,
@@ -89,21 +89,24 @@ def attention_of_parts(
 ) -> Queries:
     """Computes attention of folded rows (``context.fold``), each of which ``parts`` devices share.
 
-    The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. If the heads do
-    not divide into ``parts``, it is ``block_attention`` over gathered keys.
+    The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. If ``parts`` does
+    not divide the heads, ``block_attention`` over gathered keys takes the place of ``packed_attention``, and of every
+    kernel where ``heads_of_device`` is None.
 
     Args:
       kernel: The attention of whole rows.
       parts: The number of devices that share a row.
       segment_ids: The segment ids of the whole rows.
     """
-    if not divides_heads(parts, q.shape[2], k.shape[2], axis_size("act_heads")):
+    num_heads, kv_heads = device_heads(q.shape[2], k.shape[2], axis_size("act_heads"))
+    of_one = heads_of_device(parts, num_heads, kv_heads)
+    if of_one is None or (of_one * parts != num_heads and kernel is packed_attention):
         return block_attention(q, k, v, segment_ids, parts=parts)
     heads = head_axes(k)
 
     def of_device(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array]:
         out = kernel(*exchange_heads(q, k, v, parts), segment_ids)
-        return (exchange_back(out, parts),)
+        return (exchange_back(out, parts, num_heads),)
 
     run = on_each_device(of_device, (heads, heads, heads, segment_axes(parts)), (heads,), rows=q.shape[0])
     return run(q, k, v, segment_ids)[0]

@@ -8,7 +8,7 @@ only attention knows that these rows belong together. It has two ways to see a w
 - The devices exchange tokens for heads (all-to-all, as in DeepSpeed Ulysses, arXiv 2309.14509). Each device then has
   all tokens of 1 / n of the query heads, which is even work for any kernel.
 - Each device gathers the keys and values of all tokens, for its own queries (``flash.block_attention``). This is for
-  heads that n does not divide.
+  heads that n does not divide. A kernel that cannot do this computes heads of zeros in the place of missing ones.
 """
 
 from __future__ import annotations
@@ -116,32 +116,42 @@ def own_pairs(table: Int[np.ndarray, "parts pairs 3"]) -> Int[Array, "pairs 3"]:
     return every[0] if len(table) == 1 else every[jax.lax.axis_index(AXIS)]
 
 
-def divides_heads(parts: int, num_heads: int, kv_heads: int, tp: int) -> bool:
-    """Whether ``parts`` devices can exchange tokens for equal parts of query heads, with whole groups or within one.
+def heads_of_device(parts: int, num_heads: int, kv_heads: int) -> int | None:
+    """Returns the number of query heads that each of ``parts`` devices computes if they exchange tokens for heads.
 
-    Args:
-      parts: The number of devices that share a row.
-      num_heads: The number of query heads of the policy.
-      kv_heads: The number of its key-value heads.
-      tp: The number of parts into which the mesh splits heads where it divides ``kv_heads``.
+    They are whole groups of query heads, or heads of one group. If they do not divide ``num_heads``, some devices have
+    fewer heads or none, and zeros in their place. None: there is no such number.
+
+    >>> heads_of_device(8, 32, 8), heads_of_device(8, 12, 2), heads_of_device(3, 32, 8)
+    (4, 2, None)
     """
-    if kv_heads % tp == 0:
-        num_heads, kv_heads = num_heads // tp, kv_heads // tp
-    return num_heads % parts == 0 and (kv_heads % parts == 0 or parts % kv_heads == 0)
+    group = num_heads // kv_heads
+    if kv_heads % parts == 0:
+        return num_heads // parts
+    fewest = -(-num_heads // parts)
+    return next((heads for heads in range(fewest, group + 1) if group % heads == 0), None)
+
+
+def device_heads(num_heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
+    """Returns the query heads and the key-value heads of a device, of which a mesh splits whole groups over ``tp``."""
+    ways = tp if kv_heads % tp == 0 else 1
+    return num_heads // ways, kv_heads // ways
 
 
 def exchange_heads(q: Array, k: Array, v: Array, parts: int) -> tuple[Array, Array, Array]:
     """Exchanges folded queries, keys and values [b, t / parts, h, k] for whole rows of this device's heads, in order.
 
-    It is called on each device (``sharding.on_each_device``). The query heads become h / parts. Of keys and values the
-    device gets the heads that these attend to.
+    It is called on each device (``sharding.on_each_device``). The device gets ``heads_of_device`` query heads, and the
+    key-value heads that these attend to.
     """
-    kv_heads = k.shape[2]
+    num_heads, kv_heads = q.shape[2], k.shape[2]
     if kv_heads % parts == 0:
         whole_q, whole_k, whole_v = _whole_tokens([q, k, v], parts)
         return whole_q, whole_k, whole_v
-    (whole_q,) = _whole_tokens([q], parts)
-    own = jax.lax.axis_index(AXIS) // (parts // kv_heads)
+    heads = heads_of_device(parts, num_heads, kv_heads) or num_heads
+    padded = jnp.pad(q, ((0, 0), (0, 0), (0, heads * parts - num_heads), (0, 0)))
+    (whole_q,) = _whole_tokens([padded], parts)
+    own = jnp.minimum(jax.lax.axis_index(AXIS) * heads // (num_heads // kv_heads), kv_heads - 1)
     whole_k, whole_v = (jax.lax.dynamic_slice_in_dim(x, own, 1, axis=2) for x in gather_keys(k, v, parts))
     return whole_q, whole_k, whole_v
 
@@ -156,12 +166,12 @@ def _whole_tokens(arrays: list[Array], parts: int) -> list[Array]:
     return jnp.split(whole, ends[:-1].tolist(), axis=2)
 
 
-def exchange_back(x: Array, parts: int) -> Array:
-    """Exchanges whole rows of this device's heads [b, t, h / parts, k] for its tokens [b, t / parts, h, k]."""
+def exchange_back(x: Array, parts: int, num_heads: int) -> Array:
+    """Exchanges whole rows of this device's heads [b, t, h', k] for all heads of its tokens [b, t / parts, h, k]."""
     rows, tokens, heads, width = x.shape
     of_devices = zigzag(x.reshape(rows, 2 * parts, tokens // (2 * parts), heads, width), 1)
     own = jnp.moveaxis(_all_to_all(jnp.moveaxis(of_devices, 1, 0)), 0, 3)
-    return own.reshape(rows, tokens // parts, heads * parts, width)
+    return own.reshape(rows, tokens // parts, heads * parts, width)[:, :, :num_heads]
 
 
 def _all_to_all(x: Array) -> Array:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
 from rljax.policy.config import PolicyConfig, PolicyOptions
-from rljax.policy.context import divides_heads
+from rljax.policy.context import device_heads, heads_of_device
 from rljax.policy.cudnn import CAPABILITY, CUDNN
 from rljax.policy.grouped import IN_BLOCKS, Grouped, choose_experts
 
@@ -39,7 +39,8 @@ def check_experts(config: PolicyConfig, mesh: Any) -> None:
 
 def exchanges_heads(config: PolicyConfig, mesh: Any) -> bool:
     """Whether the devices of a mesh that share a row can each compute whole rows of some heads."""
-    return divides_heads(mesh.shape["context"], config.num_heads, config.num_kv_heads, mesh.shape["tp"])
+    heads = device_heads(config.num_heads, config.num_kv_heads, mesh.shape["tp"])
+    return heads_of_device(mesh.shape["context"], *heads) is not None
 
 
 def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mesh: Mesh) -> Kernels:
@@ -54,8 +55,8 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     parts = mesh.shape["context"]
     if options.attention in ("cudnn", "splash") and not exchanges_heads(config, mesh):
         raise ValueError(
-            f"policy.attention = {options.attention}: mesh.context = {parts} must divide the query heads of a device, "
-            "and divide its key-value heads or be a multiple of them; set policy.attention to auto"
+            f"policy.attention = {options.attention}: mesh.context = {parts} must divide the key-value heads of a "
+            "device, or be at least their number; set policy.attention to auto"
         )
     attention = choose_attention(options.attention, device, dtype, config.head_dim, parts)
     inner = config.expert_size // mesh.shape["tp"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rljax.policy.context import fold, from_zigzag, unfold, zigzag, zigzag_blocks
+from rljax.policy.context import fold, from_zigzag, heads_of_device, unfold, zigzag, zigzag_blocks
 from rljax.policy.flash import block_pairs
 
 
@@ -43,6 +43,22 @@ def test_a_folded_row_has_an_early_and_a_late_block():
     folded = fold(row, 2)
     assert folded.tolist() == [[0, 1, 6, 7], [8, 9, 14, 15], [2, 3, 4, 5], [10, 11, 12, 13]]
     np.testing.assert_array_equal(unfold(folded, 2), row)
+
+
+@pytest.mark.parametrize(
+    ("parts", "heads", "expected"),
+    [
+        (8, (32, 8), 4),  # one group each
+        (16, (32, 8), 2),  # half a group each
+        (8, (40, 8), 5),
+        (8, (12, 2), 2),  # six devices have two heads of a group of six
+        (4, (12, 2), 3),
+        (3, (32, 8), None),  # neither whole groups nor parts of one
+        (16, (12, 2), 1),
+    ],
+)
+def test_heads_of_a_device_by_hand(parts, heads, expected):
+    assert heads_of_device(parts, *heads) == expected
 
 
 def test_a_row_that_devices_cannot_share_is_refused():

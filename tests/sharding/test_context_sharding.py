@@ -57,6 +57,7 @@ def exchanged(block, parts):
         (MeshConfig(2, context=4), exchanged),
         (MeshConfig(2, 2, context=2), exchanged),
         (MeshConfig(1, 4, context=2), exchanged),
+        (MeshConfig(1, 2, context=3), exchanged),  # 4 query heads: 2 each, and zeros on the third device
     ],
     ids=str,
 )
