@@ -43,26 +43,39 @@ def keep_gradient():
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
 
 
+def in_own_rows(batch_sequences):
+    """The tokens, segment ids and positions [n, LONGEST] of sequences, each alone in a row."""
+    shape = (len(batch_sequences), LONGEST)
+    tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for i, s in enumerate(batch_sequences):
+        end = len(s.prompt) + len(s.response)
+        tokens[i, :end], segments[i, :end] = np.concatenate([s.prompt, s.response]), 1
+    return tokens, segments, np.tile(np.arange(LONGEST, dtype=np.int32), (shape[0], 1))
+
+
+@jax.jit
+def log_distributions(params, tokens, segments, positions, temperature=1.0):
+    """The log-probabilities [n, LONGEST, v] of every token after each place."""
+    hidden, _ = hidden_states(params, CONFIG, tokens, segments, positions)
+    return jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)) / temperature)
+
+
 def expected_gradient(batch_sequences, params=None):
     """Equation 3 written out: -sum_i sum_t A_i grad log pi(token) / tokens in the loss, each sequence in its own row.
 
     An advantage may be an array with one number for each token of the response.
     """
     in_loss = [s for s in batch_sequences if s.in_loss]
-    total, shape = sum(len(s.response) for s in in_loss), (len(in_loss), LONGEST)
-    tokens, segments, advantages = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    total, rows = sum(len(s.response) for s in in_loss), in_own_rows(in_loss)
+    advantages = np.zeros(rows[0].shape, np.float32)
     for i, s in enumerate(in_loss):
-        first, end = len(s.prompt), len(s.prompt) + len(s.response)
-        tokens[i, :end], segments[i, :end] = np.concatenate([s.prompt, s.response]), 1
-        advantages[i, first:end] = s.advantage
-    positions = np.tile(np.arange(LONGEST), (len(in_loss), 1))
+        advantages[i, len(s.prompt) : len(s.prompt) + len(s.response)] = s.advantage
 
     @jax.jit
     @jax.grad
     def gradient(params):
-        hidden, _ = hidden_states(params, CONFIG, *map(jnp.asarray, (tokens, segments, positions)))
-        logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))
-        picked = jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+        logp = log_distributions(params, *rows)
+        picked = jnp.take_along_axis(logp[:, :-1], rows[0][:, 1:, None], -1)[..., 0]
         return -jnp.sum(advantages[:, 1:] * picked) / total
 
     with jax.default_matmul_precision("highest"):

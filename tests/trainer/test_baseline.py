@@ -3,15 +3,25 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_step import CONFIG, COUNT, LONGEST, MESH, batch_shape, expected_gradient, keep_gradient, packed, sequences
+from tiny_step import (
+    CONFIG,
+    COUNT,
+    MESH,
+    batch_shape,
+    expected_gradient,
+    in_own_rows,
+    keep_gradient,
+    log_distributions,
+    packed,
+    sequences,
+)
 
 from rljax.algorithms.advantages import AdvantageConfig, compute_advantages, optimal_token_advantages
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.policy.model import hidden_states, init_params, lm_head_table
+from rljax.policy.model import init_params
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.run.training import has_separate_forward
@@ -104,16 +114,11 @@ def test_importance_weights_weigh_the_energies():
 
 def scored(given):
     """The log-probability of each response token, and the sum of the squared probabilities, under the first policy."""
-    params = init_params(CONFIG, 0)
     with jax.default_matmul_precision("highest"):
-        for s in given:
-            tokens = np.concatenate([s.prompt, s.response])
-            row = np.pad(tokens, (0, LONGEST - len(tokens)))[None]
-            segments = (np.arange(LONGEST) < len(tokens)).astype(np.int32)[None]
-            hidden, _ = hidden_states(params, CONFIG, row, segments, jnp.arange(LONGEST)[None])
-            logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))[0]
-            logp = np.asarray(logp, np.float64)[len(s.prompt) - 1 : len(tokens) - 1]
-            yield logp[np.arange(len(logp)), s.response], np.sum(np.exp(logp) ** 2, axis=1)
+        rows = log_distributions(init_params(CONFIG, 0), *in_own_rows(given))
+    for s, row in zip(given, np.asarray(rows, np.float64), strict=True):
+        logp = row[len(s.prompt) - 1 :][: len(s.response)]
+        yield logp[np.arange(len(logp)), s.response], np.sum(np.exp(logp) ** 2, axis=1)
 
 
 @pytest.mark.slow

@@ -1,14 +1,24 @@
 """The entropies and log-probabilities of likeliest tokens that an update keeps for token dumps."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_step import CONFIG, COUNT, LONGEST, MESH, batch_shape, keep_gradient, packed, sequences
+from tiny_step import (
+    CONFIG,
+    COUNT,
+    LONGEST,
+    MESH,
+    batch_shape,
+    in_own_rows,
+    keep_gradient,
+    log_distributions,
+    packed,
+    sequences,
+)
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.policy.model import hidden_states, init_params, lm_head_table
+from rljax.policy.model import init_params
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
@@ -34,13 +44,10 @@ def with_tops():
 
 
 def written_out(given):
-    """The entropy [r] and the log-probabilities of the likeliest tokens [r, k] of each sequence, one at a time."""
-    params = init_params(CONFIG, 0)
-    for s in given:
-        tokens = jnp.concatenate([s.prompt, s.response])[None]
-        hidden, _ = hidden_states(params, CONFIG, tokens, jnp.ones_like(tokens), jnp.arange(tokens.shape[1])[None])
-        logits = jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)) / TEMPERATURE
-        every = np.asarray(jax.nn.log_softmax(logits)[0, len(s.prompt) - 1 : -1], np.float64)
+    """The entropy [r] and the log-probabilities of the likeliest tokens [r, k] of each sequence in a row of its own."""
+    rows = log_distributions(init_params(CONFIG, 0), *in_own_rows(given), TEMPERATURE)
+    for s, row in zip(given, np.asarray(rows, np.float64), strict=True):
+        every = row[len(s.prompt) - 1 :][: len(s.response)]
         ids = np.maximum(s.top_ids, 0)
         tops = np.where(s.top_ids < 0, -np.inf, np.take_along_axis(every, ids, axis=1))
         yield -(np.exp(every) * every).sum(axis=1), tops

@@ -121,6 +121,7 @@ def test_a_gate_is_the_trainers_own_for_a_replayed_choice():
     ones, positions = jnp.ones_like(tokens), jnp.arange(5)[None]
     given = jnp.asarray(np.random.default_rng(1).permuted(np.tile(np.arange(16), (5, 3, 1)), axis=-1)[None, ..., :2])
 
+    @jax.jit
     def logits(choices):
         with jax.default_matmul_precision("highest"):
             hidden, seen = hidden_states(params, CONFIG, tokens, ones, positions, choices=choices)
