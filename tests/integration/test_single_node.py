@@ -191,19 +191,16 @@ def test_a_dry_run_shows_a_server_for_each_group_of_gpus(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_key_file_of_the_configuration_reaches_the_servers():
-    code, out, err = outcome(CONFIG, "--dry-run", "--", "--rollout.api-key-file", "/secrets/key")
+def test_key_file_and_head_of_the_configuration_reach_the_servers(tmp_path, fresh_base):
+    words = ("--dry-run", "--", "--run.dir", str(tmp_path / "run"), "--model.path", str(fresh_base))
+    key = ("--rollout.api-key-file", "/secrets/key")
+    code, out, err = outcome(CONFIG, *words, *key, "--precision.lm-head-dtype", "float32")
     assert code == 0, err
     server, trainer = (line for line in out.splitlines() if line.startswith(("server", "trainer")))
-    assert "--follow-parent --api-key-file /secrets/key " in server
+    assert {"--api-key-file /secrets/key", "--head-dtype float32"} == set(
+        re.findall(r"--(?:api-key-file|head-dtype) \S+", server)
+    )
     assert "--rollout.api-key-file /secrets/key " in trainer
-
-
-def test_the_servers_head_is_that_of_the_configuration(tmp_path, fresh_base):
-    words = ("--dry-run", "--", "--run.dir", str(tmp_path / "run"), "--model.path", str(fresh_base))
-    code, out, err = outcome(CONFIG, *words, "--precision.lm-head-dtype", "float32")
-    assert code == 0, err
-    assert " --follow-parent --head-dtype float32 --log " in out
     assert re.search(r"^precision +float32, LM head float32|^precision +bfloat16, LM head float32", out, re.M)
 
 

@@ -9,7 +9,18 @@ import jax
 import numpy as np
 import pytest
 from pictures import coloured_share
-from toy_runs import ROOT, TIMEOUT, command, comparable, complete, outcome, start, tiny, wait_for_rows
+from toy_runs import (
+    ROOT,
+    TIMEOUT,
+    command,
+    comparable,
+    complete,
+    complete_signalled,
+    outcome,
+    start,
+    tiny,
+    wait_for_rows,
+)
 
 from rljax import evaluate
 from rljax.commands import export
@@ -97,12 +108,10 @@ def test_killed_twice_the_rows_are_the_same_bit_for_bit(uninterrupted, toy_base,
 
 def test_a_terminated_run_saves_its_step_and_goes_on(uninterrupted, toy_base, tmp_path):
     run_dir = tmp_path / "stopped"
-    process = start(small(toy_base, run_dir, "--checkpoint.every", "0"))
-    wait_for_rows(process, run_dir, 2)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=TIMEOUT)
+    code, output = complete_signalled(small(toy_base, run_dir, "--checkpoint.every", "0"), run_dir, 2)
     done = len(comparable(run_dir))
-    assert process.returncode == 128 + signal.SIGTERM, output
+    assert code == 128 + signal.SIGTERM, output
+    assert 2 <= done < STEPS
     assert f"stopped after step {done}, saved" in output
     assert [int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit()] == [done]
     code, output = complete(small(toy_base, run_dir))

@@ -72,22 +72,38 @@ def complete(words, *, figure=False):
     return status, err + out
 
 
-def complete_beside(server, words):
-    """As ``complete``, with rollouts from ``server``, whose death asks the run to stop and fails the test."""
-    over = threading.Event()
+def _complete_until(is_over, words, *, every_s, again_s):
+    """As ``complete``, with the signal SIGTERM once ``is_over()``, asked every ``every_s``, and again so much later."""
+    ended = threading.Event()
 
     def watch():
-        while not over.wait(1):
-            if not server.alive():
+        while not ended.wait(every_s):
+            if is_over():
                 _thread.interrupt_main(signal.SIGTERM)  # does nothing unless the run handles it
+                ended.wait(again_s)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        status, output = complete(words)
+        return complete(words)
     finally:
-        over.set()
+        ended.set()
         watcher.join()
+
+
+def _has_rows(run_dir, count):
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and len(path.read_text().splitlines()) >= count
+
+
+def complete_signalled(words, run_dir, count):
+    """As ``complete``, with the signal SIGTERM as soon as the run has written ``count`` rows."""
+    return _complete_until(lambda: _has_rows(run_dir, count), words, every_s=0.01, again_s=TIMEOUT)
+
+
+def complete_beside(server, words):
+    """As ``complete``, with rollouts from ``server``, whose death asks the run to stop and fails the test."""
+    status, output = _complete_until(lambda: not server.alive(), words, every_s=1.0, again_s=1.0)
     if not server.alive():
         pytest.fail(f"the vLLM server ended; the end of {server.log_path}:\n{server.log_tail()}\n{output}")
     return status, output
@@ -96,8 +112,7 @@ def complete_beside(server, words):
 def wait_for_rows(process, run_dir, count):
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
-        path = run_dir / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) >= count:
+        if _has_rows(run_dir, count):
             return
         if process.poll() is not None:
             pytest.fail(f"the run ended by itself with {process.returncode}: {process.stdout.read()}")
