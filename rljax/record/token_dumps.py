@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 from collections import Counter
@@ -398,7 +399,11 @@ def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray,
         raise ValueError("a row has no list where one is expected")
     if dtype.kind != "f" and any(chunk.flatten().null_count for chunk in column.chunks):
         raise ValueError("a row has a null in its token ids or its mask")
-    return tuple(np.asarray(row.values.to_numpy(zero_copy_only=False), dtype) for row in column)
+    found: list[np.ndarray] = []
+    for chunk in column.chunks:
+        flat = np.asarray(chunk.values.to_numpy(zero_copy_only=False), dtype)
+        found += [flat[start:end] for start, end in itertools.pairwise(chunk.offsets.to_numpy().tolist())]
+    return tuple(found)
 
 
 def _lists(vectors: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:

@@ -1,0 +1,28 @@
+"""The exponents of growth are the slopes that they say, and each case runs."""
+
+import json
+
+import growth
+import numpy as np
+import pytest
+
+
+def test_the_slope_of_a_power_law_is_its_exponent():
+    sizes = growth.doubling(1600, 4)
+    assert sizes == [200, 400, 800, 1600]
+    slope, half = growth.fit(sizes, [3.0 * size**1.5 for size in sizes])
+    assert (slope, half) == (pytest.approx(1.5), pytest.approx(0, abs=1e-6))
+
+
+def test_the_interval_is_wide_where_costs_do_not_lie_on_a_line():
+    """log2 costs 0, 1, 2, 5: the slope is 1.6, residuals 0.4, -0.2, -0.8, 0.6 over 2 degrees, t = 4.303."""
+    slope, half = growth.fit([1, 2, 4, 8], [1, 2, 4, 32])
+    assert slope == pytest.approx(1.6)
+    assert half == pytest.approx(4.3027 * np.sqrt((0.16 + 0.04 + 0.64 + 0.36) / 2 / 5), rel=1e-4)
+
+
+def test_the_program_writes_what_it_prints(tmp_path, capsys):
+    growth.main(["--only", "the worst mix", "--shrink", "64", "--rounds", "1", "--json", str(tmp_path / "found.json")])
+    (case,) = json.loads((tmp_path / "found.json").read_text())["cases"]
+    assert case["sizes"] == [4, 8, 16, 32, 64]
+    assert f"{case['exponent']:.2f} ± {case['half_interval']:.2f} | 1 |" in capsys.readouterr().out
