@@ -11,7 +11,7 @@ from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
 from rljax.compare.layers.picture import plot_layers
 from rljax.compare.layers.tables import Judged, layers_json, layers_markdown, layers_text
-from rljax.compare.layers.tracers import open_tracer
+from rljax.compare.layers.tracers import check_traced, open_tracer
 from rljax.compare.scorers import check_vocabulary
 from rljax.errors import ConfigError
 from rljax.policy.config import SIZES, PolicyConfig
@@ -56,6 +56,8 @@ def run_layers(
         raise ConfigError(f"--layers compares the first --scorer with each other one, got {len(scorers)}")
     if longest < 2:
         raise ConfigError(f"--layer-tokens must be at least 2, got {longest}")
+    for spec in scorers:
+        check_traced(spec)
     tokens = choose_sequence(dump, sequence, longest)
     judged: list[Judged] = []
     with open_tracer(scorers[0], model) as reference:

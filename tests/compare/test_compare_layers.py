@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from planted_layers import FAULTS
 from transformers_models import hf_model, mixture
+from vllm_fake import FakeVllm
 
 from rljax.commands import compare
 from rljax.compare.layers.differences import compare_layers, precision
@@ -196,6 +197,7 @@ def test_a_mixture_has_one_operation_for_its_experts():
     ("spec", "message"),
     [
         ("jax-decode:float32", "cannot look into the scorer 'jax-decode:float32'"),
+        ("sglang:http://127.0.0.1:1", "SGLang has no hooks that can be put into a running server"),
         ("jax:float32,tq=2", "has the key 'tq', expected attention, head, logits, fsdp, tp, rows, width"),
         ("jax:float32,tp=0", "tp=0, expected a number of at least 1"),
         ("jax:float32,head=int8", "head=int8, expected one of float32, bfloat16, float16"),
@@ -235,6 +237,23 @@ def test_the_program_fails_where_a_layer_differs(directory, tokens, tmp_path, ca
     arguments += ["--scorer", "jax:float32", "--scorer", f"jax:float32@{tmp_path / 'other'}"]
     assert run_cli(compare.main, arguments) == 1
     assert "verdict: layer 1, key projection (own error 0.01, limit 2e-06" in capsys.readouterr().out
+
+
+def test_a_running_sglang_is_refused_before_it_is_asked(directory, tokens, tmp_path, capsys):
+    server = FakeVllm()
+    try:
+        for scorers in (["jax:float32", f"sglang:{server.url}"], [f"sglang:{server.url}", "jax:float32"]):
+            arguments = [str(tokens), "--model", str(directory), "--layers", "--out", str(tmp_path / "out")]
+            words = [word for spec in scorers for word in ("--scorer", spec)]
+            assert run_cli(compare.main, [*arguments, *words]) == 2
+            said = capsys.readouterr().err.strip().splitlines()
+            assert said == [
+                f"error: --layers cannot look into the scorer 'sglang:{server.url}': SGLang has no hooks that can be "
+                "put into a running server; compare it without --layers"
+            ]
+        assert not server.seen
+    finally:
+        server.stop()
 
 
 def test_the_program_refuses_what_it_cannot_compare(directory, tokens, tmp_path, capsys):

@@ -5,6 +5,9 @@ import pytest
 from conftest import Served
 from vllm_checks import OTHER_BITS, adamw_step, rpc
 
+from rljax.compare.layers.differences import compare_layers
+from rljax.compare.layers.findings import judge_layers
+from rljax.compare.layers.tracers import open_tracer
 from rljax.errors import VerificationError
 from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.types import SamplingParams
@@ -19,6 +22,29 @@ def two_workers(servers, make_model, start_server):
     server = start_server(model, "bfloat16", workers=2)
     yield Served(server, model, "bfloat16")
     server.stop()
+
+
+def places(served):
+    """The places at which the server and transformers part, over 60 tokens."""
+    tokens = np.random.default_rng(0).integers(2, 250, 60).astype(np.int32)
+    spec, directory = "hf:bfloat16,attention=eager", served.model.path
+    with open_tracer(spec, directory) as reference, open_tracer(f"vllm:{served.url}", None) as tested:
+        comparison = compare_layers(reference, tested, tokens, 0)
+    verdict = judge_layers(comparison)
+    print(verdict.sentence)
+    assert len(comparison.differences) == 2 * 17 + 3
+    return {finding.place for finding in verdict.findings}
+
+
+def test_the_parts_of_operations_are_joined(two_workers):
+    """The sum over the workers travels in bfloat16, and nothing else differs until a fault is planted in both."""
+    sums = {"every layer, output projection", "every layer, down projection"}
+    assert places(two_workers) == sums
+    rpc(two_workers, "sabotage_layers", "projection")
+    try:
+        assert places(two_workers) == sums | {"layer 1, key projection"}
+    finally:
+        rpc(two_workers, "sabotage_layers", "off")
 
 
 @pytest.mark.parametrize("store", ["shared", "directory"])

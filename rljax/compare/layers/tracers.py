@@ -23,6 +23,15 @@ _NAMES = {"attention": get_args(AttentionName), "head": DTYPES, "logits": DTYPES
 _FORMS = "jax:DTYPE[,KEY=VALUE...][@DIR], hf:DTYPE[,KEY=VALUE...][@DIR] or vllm:URL"
 
 
+def check_traced(spec: str) -> None:
+    """Raises ValueError if the operations of a scorer cannot be compared, whatever runs there."""
+    if spec.startswith("sglang:"):
+        said = "SGLang has no hooks that can be put into a running server; compare it without --layers"
+        raise ValueError(f"--layers cannot look into the scorer {spec!r}: {said}")
+    if not (spec.startswith("vllm:http") or _SPEC.fullmatch(spec)):
+        raise ValueError(f"--layers cannot look into the scorer {spec!r}, expected {_FORMS}")
+
+
 @contextlib.contextmanager
 def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> Iterator[Tracer]:
     """Opens a scorer whose operations can be compared; the end of a ``with`` closes it.
@@ -40,6 +49,7 @@ def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> Iterator[Tra
       ValueError: The spec is unknown, or the scorer cannot be made here.
       ServerError: A server does not answer.
     """
+    check_traced(spec)
     if spec.startswith("vllm:http"):
         with contextlib.closing(VllmTracer(spec.removeprefix("vllm:"), model)) as server:
             yield server
@@ -50,8 +60,7 @@ def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> Iterator[Tra
 def _local_tracer(spec: str, model: str | os.PathLike[str] | None) -> Tracer:
     """Makes a tracer that computes in this process."""
     found = _SPEC.fullmatch(spec)
-    if found is None:
-        raise ValueError(f"--layers cannot look into the scorer {spec!r}, expected {_FORMS}")
+    assert found is not None
     kind, dtype = found["kind"], found["dtype"]
     directory = Path(found["directory"] or model or "")
     if not found["directory"] and model is None:

@@ -1,0 +1,36 @@
+"""Faults planted into the forward of this library are found at their places by another forward of it."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+from planted_in_jax import faulty
+from planted_layers import FAULTS
+from transformers_models import hf_model
+
+from rljax.compare.layers.differences import compare_layers
+from rljax.compare.layers.findings import judge_layers
+from rljax.compare.layers.jax_tracer import JaxForm, JaxTracer
+
+SHAPE = (64, 64, 128, 2, 4, 2, 32, True, 10_000.0)
+TOKENS = np.random.default_rng(0).integers(2, 62, 48).astype(np.int32)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def reference(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    hf_model(SHAPE).save_pretrained(path)
+    return JaxTracer(path, JaxForm(request.param, logits=request.param), "jax")
+
+
+# A sum over devices in a lower precision is planted in test_compare_layers.
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "sum"])
+def test_a_fault_in_this_library_is_found(reference, tmp_path, fault):
+    tested = faulty(fault, SHAPE, tmp_path, reference.dtype)
+    verdict = judge_layers(compare_layers(reference, tested, TOKENS, 0))
+    assert not verdict.passed
+    places = {finding.place for finding in verdict.findings}
+    assert FAULTS[fault][1] in places, verdict.sentence
+    # An eps belongs to all norms, and with the norms of queries and keys both are left out.
+    assert len(places) <= {"eps": 6, "no norms": 2, "stale": 1}.get(fault, 2), places
