@@ -1,47 +1,59 @@
-"""Measures how often the verification by probes would refuse a sound server.
+"""Measures how often the verification by probes would refuse a sound server, and miss a cache of older weights.
 
     python experiments/verify_rounds.py --engine embedded --output benchmarks/verify_rounds.json
-    python experiments/verify_rounds.py --engine vllm --output FILE.json [--kv-cache-dtype fp8_e4m3]
+    python experiments/verify_rounds.py --engine vllm --output FILE.json
+    python experiments/verify_rounds.py --engine vllm --output FILE.json --kv-cache-dtype fp8_e5m2 [--alone]
 
 A vLLM server, or the embedded engine in its place, holds the trainer's weights. Many verifiers take looks at it, each
 with probes of its own. The probes are independent of each other, so many more looks are drawn from the measured ones.
 The chance that one look is out of band comes from an exponential tail above the 99.9% quantile of these draws. A run is
 refused where two looks in a row are out of band. The band comes from the worst of three looks, drawn many times, too.
+
+A server with a cache of 8 bits also scores its own tokens again, without its cache, and the looks at that difference
+are counted in the same way. Other weights are then published to it without a reset of its prefix cache. The chance that
+a look misses this is a power law below the 0.1% quantile of the looks at the difference.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
-from rljax.errors import run_cli
-from rljax.policy.families import read_config
+from rljax.errors import VerificationError, run_cli
+from rljax.policy.families import config_to_hf, read_config
 from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
-from rljax.rollout.build import load_jax_engine
+from rljax.rollout.build import load_jax_engine, policy_functions
+from rljax.rollout.form import ServerForm
 from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.verify import LOOKS, Verifier
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
+from rljax.rollout.types import InFlight, RolloutConfig
+from rljax.weights.store import WeightVersion
 
 BLOCK_SIZE = 128  # of vLLM's prefix cache on a CPU
 SIDE_BY_SIDE = 8  # verifiers that ask the server at a time
 DRAWS = 300_000
 TAIL = 1e-3  # the share of the draws that the exponential tail is fitted to
 CASES = [(2, 4.0), (4, 4.0), (8, 2.5), (16, 2.5), (16, 2.0)]  # (prompts of a look, factor of the band)
+SCALES = (0.3, 0.1, 0.03)  # of the moves of the weights that are published without a reset of the cache
 PUBLISHES, SERVERS = 600, 8  # of the run for which refusals are counted
 
 
@@ -65,40 +77,133 @@ class EmbeddedServer:
         return [Completion(each.token_ids, each.logprobs, "length", None) for each in responses]
 
 
-def measure(client: Any, options: argparse.Namespace, kind: str) -> np.ndarray:
-    """Returns the mean |server - trainer| of each probe, float64 [verifier, look, prompt]."""
-    policy, tokenizer = read_config(options.path), load_tokenizer(options.path)
-    params, score = load_params(options.path, policy), make_scorer(policy, options.dtype)
-    (url,) = client.urls
-    info = ServerInfo(url, vocab_size=policy.vocab_size, block_size=BLOCK_SIZE)
-    prompts = [tokenizer.encode(problem["prompt"]) for problem in addition_problems("train", 64)]
+class OneByOne:
+    """A client that sends one request at a time: a server may then decode by another kernel than it prefills."""
 
-    def looks_of(seed: int) -> list[Any]:
-        config = VerifyConfig(prompts=options.prompts, rounds=options.looks, seed=seed)
+    def __init__(self, client: Any) -> None:
+        """Wraps a client of one server."""
+        self.urls, self._client = client.urls, client
+
+    def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
+        """Returns one completion for each request."""
+        return [completion for request in requests for completion in self._client.sample(url, [request])]
+
+
+class KeptCache:
+    """A client that keeps the prefix cache of a server over an update."""
+
+    def __init__(self, client: ServerClient) -> None:
+        """Wraps a client."""
+        self._client = client
+
+    def call(self, url: str, method: str, path: str, **content: Any) -> dict[str, Any]:
+        """Sends a request, unless it resets the cache."""
+        if path == "/reset_prefix_cache":
+            return {"success": True}
+        if path == "/pause":
+            content["params"] = {"mode": "wait", "clear_cache": "false"}
+        return self._client.call(url, method, path, **content)
+
+
+class FaultyBackend(VllmBackend):
+    """vLLM with an update that may keep the prefix cache."""
+
+    keeps_cache = False
+
+    def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
+        """Updates the weights."""
+        kept: Any = KeptCache(client)
+        super().push(kept if self.keeps_cache else client, url, version, in_flight)
+
+
+class Probes:
+    """Verifiers with probes of their own."""
+
+    def __init__(self, client: Any, options: argparse.Namespace, kind: str) -> None:
+        """Makes ``options.verifiers`` verifiers of a server, with probes of a ``kind``."""
+        policy, tokenizer = read_config(options.path), load_tokenizer(options.path)
+        (self._url,) = client.urls
+        self._client = OneByOne(client) if options.alone else client
+        form = ServerForm(kv_cache=options.kv_cache_dtype)
+        info = ServerInfo(self._url, vocab_size=policy.vocab_size, block_size=BLOCK_SIZE, form=form)
+        prompts = [tokenizer.encode(problem["prompt"]) for problem in addition_problems("train", 64)]
         of_run = prompts if kind == "prompts of the run" else ()
-        verifier = Verifier(config, score, info, dtype=options.dtype, prompts=of_run)
-        return [verifier, verifier.sample(client, url)]
+        config = VerifyConfig(prompts=options.prompts, rounded_prompts=options.prompts, rounds=options.looks)
+        configs = [dataclasses.replace(config, seed=seed) for seed in range(options.verifiers)]
+        score, how = make_scorer(policy, options.dtype), {"dtype": options.dtype, "prompts": of_run}
+        self._verifiers = [Verifier(config, score, info, **how) for config in configs]
+        self._threads = 1 if options.alone else SIDE_BY_SIDE
 
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as threads:
-        taken = list(threads.map(looks_of, range(options.verifiers)))
-    return np.array([[verifier.difference(look, params).per_prompt for look in looks] for verifier, looks in taken])
+    def warm(self) -> None:
+        """Has the server cache the keys and values of all probes."""
+        for verifier in self._verifiers:
+            verifier.warm(self._client, self._url)
+
+    def measure(self, params: Any, looks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the mean |server - trainer| of each probe, and that of the server to itself, float64 [probes].
+
+        They are of the first ``looks`` of each verifier. Later ones may find what an earlier one put into the cache.
+        """
+        with ThreadPoolExecutor(self._threads) as threads:
+            taken = list(threads.map(lambda verifier: verifier.sample(self._client, self._url), self._verifiers))
+        pairs = zip(self._verifiers, taken, strict=True)
+        found = [verifier.difference(look, params) for verifier, sampled in pairs for look in sampled[:looks]]
+        to_trainer, own = [each.per_prompt for each in found], [each.own_per_prompt for each in found]
+        return np.concatenate(to_trainer), np.concatenate(own)
 
 
-def refusals(measured: np.ndarray, dtype: str, prompts: int, factor: float, *, rounded: bool) -> dict[str, float]:
-    """Returns the figures of looks of so many ``prompts``, and the chance that a run refuses a sound server.
-
-    ``measured`` is what :func:`measure` returns. The band is ``factor`` times the worst look of the calibration.
-    ``rounded``: Whether the server has a cache of 8 bits.
-    """
-    config, rng, each = VerifyConfig(), np.random.default_rng(0), measured.ravel()
-    floor, ceiling = config.limits(dtype, mixture=False, rounded=rounded)
-    looks = np.zeros(DRAWS)
+def drawn(each: np.ndarray, prompts: int, *, own: bool = False) -> np.ndarray:
+    """Draws many looks of so many ``prompts`` from the numbers of single probes: their means, or their lower thirds."""
+    rng, looks = np.random.default_rng(0), np.zeros(DRAWS)
+    if own:
+        return np.sort(rng.choice(each, (DRAWS, prompts)), axis=1)[:, prompts // 3]
     for _ in range(prompts):
         looks += rng.choice(each, DRAWS) / prompts
-    calibration = looks[: DRAWS // config.rounds * config.rounds].reshape(-1, config.rounds).max(axis=1)
-    bands = np.clip(factor * calibration, floor, ceiling)
+    return looks
+
+
+def bands_of(looks: np.ndarray, factor: float, limits: tuple[float, float]) -> np.ndarray:
+    """Returns the bands that calibrations of drawn looks give, between the lowest and the highest one."""
+    rounds = VerifyConfig().rounds
+    calibration = looks[: DRAWS // rounds * rounds].reshape(-1, rounds).max(axis=1)
+    return np.clip(factor * calibration, *limits)
+
+
+def missed(sound: np.ndarray, stale: np.ndarray, limits: tuple[float, float]) -> dict[str, float]:
+    """Returns the chance that the looks at a server with an old cache miss it, from the probes' own differences."""
+    config = VerifyConfig()
+    bands = bands_of(drawn(sound, config.rounded_prompts, own=True), config.factor, limits)
+    small = -np.log(np.maximum(drawn(stale, config.rounded_prompts, own=True), 1e-12))
+    start_of_tail = np.quantile(small, 1 - TAIL)
+    excess = max(float(np.mean(small[small > start_of_tail] - start_of_tail)), 1e-12)
+    limit = -np.log(bands)
+    within = 1 - np.searchsorted(np.sort(small), limit) / DRAWS
+    one = np.where(limit > start_of_tail, TAIL * np.exp(-(limit - start_of_tail) / excess), within)
+    return {
+        "mean": float(stale.mean()),
+        "probes": np.sort(stale).round(6).tolist(),
+        "smallest_probe": float(stale.min()),
+        "smallest_look": float(np.exp(-small.max())),
+        "missed": float(np.mean(1 - (1 - one) ** LOOKS)),
+    }
+
+
+def refusals(
+    each: np.ndarray, prompts: int, factor: float, limits: tuple[float, float], *, own: bool = False
+) -> dict[str, float]:
+    """Returns the figures of looks of so many ``prompts``, and the chance that a run refuses a sound server.
+
+    Args:
+      each: The differences of single probes.
+      factor: The band is this many times the worst look of the calibration.
+      limits: The lowest and the highest band.
+      own: Whether a look is the lower third of its probes, and not their mean.
+    """
+    looks = drawn(each, prompts, own=own)
+    bands = bands_of(looks, factor, limits)
     start_of_tail = np.quantile(looks, 1 - TAIL)
-    excess = float(np.mean(looks[looks > start_of_tail] - start_of_tail))
+    above = looks[looks > start_of_tail]
+    excess = float(np.mean(above - start_of_tail)) if len(above) else 1e-12  # all looks may be 0
 
     def beyond(limit: np.ndarray) -> np.ndarray:
         """The chance that one look is above ``limit``."""
@@ -123,16 +228,43 @@ def refusals(measured: np.ndarray, dtype: str, prompts: int, factor: float, *, r
     }
 
 
-def opened(options: argparse.Namespace, stack: contextlib.ExitStack) -> ServerClient | EmbeddedServer:
-    """Returns a client of the engine that the options name."""
+def moved(params: Any, scale: float, seed: int) -> Any:
+    """Returns other weights: each tensor moved by ``scale`` of its own spread."""
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    pairs = zip(keys, leaves, strict=True)
+    return jax.tree.unflatten(tree, [x + scale * x.std() * jax.random.normal(key, x.shape) for key, x in pairs])
+
+
+def with_old_caches(engine: ServedEngine, backend: FaultyBackend, probes: Probes, params: Any) -> Iterator[Any]:
+    """Publishes moved weights without a reset of the cache. Yields (scale, differences to trainer, to itself)."""
+    for number, scale in enumerate(SCALES):
+        backend.keeps_cache = False
+        engine.publish(params, 2 * number + 1)
+        probes.warm()
+        backend.keeps_cache = True
+        weights = moved(params, scale, number)
+        with contextlib.suppress(VerificationError):  # the run would end here
+            engine.publish(weights, 2 * number + 2)
+        yield scale, *probes.measure(weights, LOOKS)
+
+
+def opened(options: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[Any, ServedEngine | None, FaultyBackend]:
+    """Returns a client of the engine that the options name, the engine over it if it is a server, and its backend."""
+    backend = FaultyBackend()
     if options.engine == "embedded":
-        return EmbeddedServer(options.path, options.dtype)
-    cache = ("--kv-cache-dtype", options.kv_cache_dtype)
+        return EmbeddedServer(options.path, options.dtype), None, backend
+    cache, policy = ("--kv-cache-dtype", options.kv_cache_dtype), read_config(options.path)
     config = ServerConfig(options.path, str(vllm_python()), options.dtype, max_model_len=512, extra_args=cache)
-    server = stack.enter_context(start(config))
-    client = stack.enter_context(contextlib.closing(ServerClient([server.url], VllmBackend())))
-    VllmBackend().describe(client, server.url)  # sets the route
-    return client
+    server = stack.enter_context(start(config, timeout_s=600))
+    rollout = RolloutConfig(
+        engine="vllm", urls=(server.url,), dtype=options.dtype, server_form=ServerForm(kv_cache=options.kv_cache_dtype)
+    )
+    functions, hf_config = policy_functions(policy, options.dtype), config_to_hf(policy, options.dtype)
+    engine = ServedEngine(rollout, backend, functions, hf_config=hf_config, max_tokens=512)
+    stack.callback(engine.close)
+    engine.publish(load_params(options.path, policy), 0)
+    return engine.fleet.client, engine, backend
 
 
 def main(argv: Sequence[str]) -> int:
@@ -143,23 +275,35 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="bfloat16", help="dtype of server and trainer")
     caches = ["auto", "fp8_e4m3", "fp8_e5m2"]
     parser.add_argument("--kv-cache-dtype", choices=caches, default="auto", help="the cache of a vLLM server (auto)")
+    parser.add_argument("--alone", action="store_true", help="send one probe at a time")
     parser.add_argument("--verifiers", type=int, default=2, help="verifiers, each with probes of its own (2)")
     parser.add_argument("--prompts", type=int, default=32, help="probes of a measured look (32)")
     parser.add_argument("--looks", type=int, default=4, help="looks of each verifier (4)")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     options = parser.parse_args(argv)
-    rounded = options.kv_cache_dtype != "auto"
+    rounded, config = options.kv_cache_dtype != "auto", VerifyConfig()
     settings = {name: value for name, value in vars(options).items() if name != "output"}
     result: dict[str, Any] = {"settings": settings, "publishes": PUBLISHES, "servers": SERVERS, "kinds": {}}
+    params = load_params(options.path, read_config(options.path))
     with contextlib.ExitStack() as stack:
-        client: Any = opened(options, stack)
+        client, engine, backend = opened(options, stack)
         for kind in ("prompts of the run", "random tokens"):
-            measured = measure(client, options, kind)
+            probes = Probes(client, options, kind)
+            measured, own = probes.measure(params, options.looks)
+            limits = config.limits(options.dtype, mixture=False, rounded=rounded)
             of_kind = result["kinds"][kind] = {
                 "measured_probes": measured.size,
                 "largest_measured_probe": float(measured.max()),
-                "cases": [refusals(measured, options.dtype, *case, rounded=rounded) for case in CASES],
+                "cases": [refusals(measured, *case, limits) for case in CASES],
             }
+            if rounded and engine is not None:
+                limits = config.rounded_own_floor, config.rounded_ceiling
+                of_kind["own"] = {"probes": np.sort(own).round(6).tolist()}
+                of_kind["own"] |= refusals(own, config.rounded_prompts, config.factor, limits, own=True)
+                of_kind["old_caches"] = {
+                    scale: {"mean_to_trainer": float(theirs.mean()), **missed(own, stale, limits)}
+                    for scale, theirs, stale in with_old_caches(engine, backend, probes, params)
+                }
             print(kind, json.dumps(of_kind), flush=True)
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n")

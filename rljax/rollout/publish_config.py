@@ -61,11 +61,16 @@ class VerifyConfig:
     """The lowest band of a server that rounds to 8 bits as ``rollout.server_form`` says, in every dtype (nats)."""
     rounded_ceiling: float = 0.6
     """The highest band of a server that rounds to 8 bits as ``rollout.server_form`` says, in every dtype (nats)."""
+    rounded_prompts: int = 16
+    """The number of probe prompts of one look at a server that rounds to 8 bits as ``rollout.server_form`` says."""
+    rounded_own_floor: float = 1e-3
+    """The lowest band between two scores of the same tokens by a server that rounds to 8 bits: as it generated them,
+    and as a prompt, which reads nothing from its prefix cache (nats). A third of the probes may be nearer."""
     seed: int = 0
     """The seed of the choice of the probe prompts."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "prompts", "tokens", "rounds", "factor", "mixture_factor")
+        check_at_least(self, 1, "prompts", "rounded_prompts", "tokens", "rounds", "factor", "mixture_factor")
         check_at_least(self, 0, "seed")
 
     def limits(self, dtype: str, *, mixture: bool, rounded: bool = False) -> tuple[float, float]:

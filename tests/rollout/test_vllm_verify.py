@@ -6,23 +6,29 @@ import pytest
 from rljax.errors import VerificationError
 from rljax.rollout.form import ServerForm
 from rljax.rollout.publish_config import VerifyConfig
-from rljax.rollout.servers.verify import Verifier, joined_prompts, probe_length
+from rljax.rollout.servers.verify import Verifier, joined_prompts, lower_third, probe_length
 from rljax.rollout.servers.wire import Completion, ServerInfo
 
 
 class Server:
-    """A client of one server whose log-probabilities are off by ``gap``."""
+    """A client of one server whose log-probabilities are off by ``gap``, and by ``stale`` more if it generates."""
 
-    def __init__(self, gap: float) -> None:
-        self.gap = gap
+    def __init__(self, gap: float, stale: float = 0.0) -> None:
+        self.gap, self.stale = gap, stale
         self.prompts: list[np.ndarray] = []
 
     def sample(self, url, requests):
         self.prompts += [request.prompt for request in requests]
-        counts = [request.sampling.max_response_tokens for request in requests]
-        return [
-            Completion(np.zeros(n, np.int32), np.full(n, -2.0 - self.gap, np.float32), "length", None) for n in counts
-        ]
+        return [self.scored(r) if r.prompt_logprobs is not None else self.generated(r) for r in requests]
+
+    def generated(self, request):
+        count = request.sampling.max_response_tokens
+        logprobs = np.full(count, -2.0 - self.gap - self.stale, np.float32)
+        return Completion(np.zeros(count, np.int32), logprobs, "length", None)
+
+    def scored(self, request):
+        scores = ({}, *({int(token): -2.0 - self.gap} for token in request.prompt[1:]))
+        return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "length", None, prompt_logprobs=scores)
 
 
 def verifier(dtype="float32", mixture=False, form=ServerForm(), **config) -> Verifier:  # noqa: B008
@@ -84,6 +90,48 @@ def test_a_server_that_rounds_has_a_band_of_its_own(gap, band):
         check(made, Server(1.1 * band))
     assert "the server has dtype float16, LM head unknown, weights none, key-value cache fp8_e5m2;" in str(error.value)
     assert "at least rounded_floor 0.1, at most the ceiling 0.6, rollout.verify.rounded_ceiling)" in str(error.value)
+
+
+@pytest.mark.parametrize(("stale", "band"), [(0.0001, 0.001), (0.01, 0.04), (0.3, 0.6)])
+def test_a_server_that_rounds_is_compared_with_itself(stale, band):
+    """Its own band is four times what the first rounds differed by, at least 0.001 and at most 0.6 nats."""
+    made = verifier("bfloat16", form=ServerForm(kv_cache="fp8_e5m2"))
+    check(made, Server(0.1, stale))
+    assert made.own_band == pytest.approx(band, rel=1e-3)
+    assert check(made, Server(0.0, 0.9 * band)).own == pytest.approx(0.9 * band, rel=1e-3)
+    with pytest.raises(VerificationError, match="without its prefix cache differ by") as error:
+        check(made, Server(0.0, min(1.1 * band, 0.61)))
+    assert f"at most {band:.3g} are expected: above that its cache may hold keys and values of" in str(error.value)
+
+
+def test_an_old_cache_inside_the_band_of_rounding_is_refused():
+    """The distance to the trainer stays inside its band of 0.4, and that of the server to itself does not."""
+    made = verifier("bfloat16", form=ServerForm(kv_cache="fp8_e5m2"))
+    check(made, Server(0.1))
+    assert (made.band, made.own_band) == (pytest.approx(0.4, rel=1e-3), 0.001)
+    assert check(made, Server(0.39)).own == 0
+    with pytest.raises(
+        VerificationError, match=r"512 probe tokens .* differ by 0\.29, then 0\.29 nats, at most 0\.001 are"
+    ):
+        check(made, Server(0.1, 0.29))
+    with pytest.raises(VerificationError, match=r"differ by nan, then nan nats"):
+        check(made, Server(0.1, np.nan))
+
+
+def test_the_distance_that_two_thirds_exceed_is_taken():
+    gaps = [0.9, 0.0, 0.3, 0.1, 0.2, 0.5, 0.4]
+    assert lower_third(gaps) == 0.2
+    assert lower_third([0.0] * 11 + [9.0] * 5) == 0  # five probes of 16 that are far tell nothing
+    assert lower_third([0.0] * 5 + [9.0] * 11) == 9
+    assert lower_third([]) == 0
+    assert np.isnan(lower_third([0.1, np.inf, 0.2]))
+
+
+def test_a_server_that_rounds_nothing_is_not_asked_twice():
+    made, server = verifier("bfloat16"), Server(0.01)
+    assert check(made, server).own == 0
+    assert made.own_band is None
+    assert len(server.prompts) == 3 * 4
 
 
 class Script:

@@ -30,7 +30,7 @@ from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.handshake import Expectation, check_logprobs
 from rljax.rollout.servers.sources import ListedRequests, QueuedTurns, RequestSource
-from rljax.rollout.servers.verify import Look, Score, Verifier
+from rljax.rollout.servers.verify import Difference, Look, Score, Verifier
 from rljax.rollout.servers.wire import Completion, ServerInfo, check_prompts, make_requests, shortest
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
@@ -111,7 +111,7 @@ class ServedEngine(Admission, RolloutEngine):
         self._publisher = threading.get_ident()  # the thread that may use the policy of ``_current``
         self._verified = self._warned = False
         self._rejected: dict[str, Exception] = {}  # the servers that failed under the current version, and how
-        self._passed: dict[str, float] = {}  # what the probes of a server measured when it last passed (nats), by URL
+        self._passed: dict[str, Difference] = {}  # what the probes of a server measured when it last passed, by URL
         self._infos: dict[str, ServerInfo] = {}
         self._asleep: set[str] = set()
         self.fleet = Fleet(config, backend, self, stop)
@@ -392,10 +392,13 @@ class ServedEngine(Admission, RolloutEngine):
             self._client.pause(url)
             return
         if probes:
-            self._passed[url] = self.verifier.judge(self._client, url, probes, current.params).mean
+            self._passed[url] = self.verifier.judge(self._client, url, probes, current.params)
         assert self.verifier.band is not None
-        self._metrics.highest("publish/verify_abs_diff_mean", self._passed[url])
+        self._metrics.highest("publish/verify_abs_diff_mean", self._passed[url].mean)
         self._metrics.put("publish/verify_band", self.verifier.band)
+        if self.verifier.own_band is not None:
+            self._metrics.highest("publish/verify_own_abs_diff_mean", self._passed[url].own)
+            self._metrics.put("publish/verify_own_band", self.verifier.own_band)
         self._client.open(url, current.version.tag)
         if info is not None:
             self._metrics.add("rollout/servers_brought_back", 1.0)

@@ -164,7 +164,8 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
         wanted = expected.hf_config.get(key)
         if None not in (wanted, theirs) and theirs != wanted:
             lines.append(f"{key} is {theirs}, expected {wanted} (another model)")
-    probe = probe_length(described["block_size"]) + expected.verify.tokens
+    # A server that rounds gets its response back as a part of a prompt, and then generates one token.
+    probe = probe_length(described["block_size"]) + expected.verify.tokens + expected.form.is_rounded
     longest, length = max(expected.max_tokens, probe), described["max_model_len"]
     if length < longest:
         why = "prompt plus response" if longest == expected.max_tokens else "the verification's probes"

@@ -7,10 +7,16 @@ so that its blocks are cached. After the update the server *generates* from them
 cache), and the log-probabilities of what it sampled are compared with the trainer's. Keys and values left over from old
 weights, a head that was not repacked and a broken kernel show here and hardly elsewhere. One look may be out of band by
 chance, so a second one with other prompts and tokens decides.
+
+A server that rounds to 8 bits is far from the trainer by its rounding alone, which would hide old keys and values. So
+it also scores its tokens a second time, as a prompt. It then reads nothing from the cache and rounds as before, and the
+two scores are compared with each other, in a narrower band. Old keys and values move nearly all probes, and other
+causes a few, so the distance that two thirds of the probes exceed is compared.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +46,9 @@ class Look:
 
     prompts: Sequence[np.ndarray]
     completions: Sequence[Completion]
+    again: Sequence[
+        Completion
+    ] = ()  # the server's scores of the same tokens as prompts; empty where nothing is rounded
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,10 @@ class Difference:
     mean: float
     largest: float
     per_prompt: tuple[float, ...]
+    # The distance between the server's two scores of these tokens: that of the probe which a third of the probes are
+    # nearer than. It is 0 where nothing is rounded.
+    own: float = 0.0
+    own_per_prompt: tuple[float, ...] = ()
 
 
 def probe_length(block_size: int) -> int:
@@ -125,13 +138,17 @@ class Verifier:
         assert info.block_size is not None
         self._config, self._score, self._info = config, score, info
         self._limits = _Limits(config, dtype, mixture, info.form)
-        shape = (LOOKS * config.prompts, probe_length(info.block_size))
+        self._probes = config.rounded_prompts if info.form.is_rounded else config.prompts  # of one look
+        shape = (LOOKS * self._probes, probe_length(info.block_size))
         self._prompts = (
             joined_prompts(prompts, shape, config.seed)
             if prompts
             else random_prompts(shape, info.vocab_size, config.seed)
         )
         self.band: float | None = None  # the largest mean that passes (nats), once the first version was verified
+        self.own_band: float | None = (
+            None  # the largest ``own`` of a server that rounds that passes (nats), from then on
+        )
         self._rounds: dict[str, int] = {}  # the rounds that each server has sampled
 
     def warm(self, client: ServerClient, url: str) -> None:
@@ -148,7 +165,11 @@ class Verifier:
             number = self._rounds[url] = self._rounds.get(url, 0) + 1
             prompts = self._prompts[number % LOOKS :: LOOKS]
             requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(prompts)]
-            looks.append(Look(prompts, client.sample(url, requests)))
+            completions, again = client.sample(url, requests), []
+            if self._info.form.is_rounded:
+                joined = [np.concatenate([p, c.token_ids]) for p, c in zip(prompts, completions, strict=True)]
+                again = client.sample(url, [Request(p, SamplingParams(1), prompt_logprobs=0) for p in joined])
+            looks.append(Look(prompts, completions, again))
         return looks
 
     def judge(self, client: ServerClient, url: str, looks: Sequence[Look], params: Any) -> Difference:
@@ -158,13 +179,16 @@ class Verifier:
         samples once more. It returns the difference that passed. It raises VerificationError where that fails, too.
         """
         limit = self._limits.ceiling if self.band is None else self.band
+        own_limit = self._limits.ceiling if self.own_band is None else self.own_band
         measured = [self._worst(looks, params)]
-        while not measured[-1].mean <= limit:
+        while not (measured[-1].mean <= limit and measured[-1].own <= own_limit):
             if len(measured) == LOOKS:
                 raise VerificationError(self._said(url, measured))
             measured.append(self._worst(self.sample(client, url), params))
         if self.band is None:
             self.band = self._limits.band(measured[-1].mean)
+            if self._info.form.is_rounded:
+                self.own_band = self._limits.own_band(measured[-1].own)
         return measured[-1]
 
     def difference(self, look: Look, params: Any) -> Difference:
@@ -176,11 +200,17 @@ class Verifier:
             for (p, s), logprobs in zip(pairs, scored, strict=True)
         ]
         together = np.concatenate(gaps)
-        return Difference(float(together.mean()), float(together.max()), tuple(float(gap.mean()) for gap in gaps))
+        own = tuple(
+            _own_gap(*each) for each in zip(look.prompts, look.completions, look.again, strict=bool(look.again))
+        )
+        per_prompt = tuple(float(gap.mean()) for gap in gaps)
+        return Difference(float(together.mean()), float(together.max()), per_prompt, lower_third(own), own)
 
     def _worst(self, looks: Sequence[Look], params: Any) -> Difference:
+        """Returns the largest difference of the looks, with the largest ``own`` of all of them."""
         measured = [self.difference(look, params) for look in looks]
-        return max(measured, key=lambda each: each.mean if np.isfinite(each.mean) else np.inf)
+        worst = max(measured, key=lambda each: _or_infinite(each.mean))
+        return dataclasses.replace(worst, own=max((each.own for each in measured), key=_or_infinite))
 
     def _said(self, url: str, measured: Sequence[Difference]) -> str:
         """Says which half failed, what was measured at each look, the limit with its keys, and what the server is."""
@@ -189,10 +219,39 @@ class Verifier:
         prompts = ", ".join(f"{gap:.3g}" for gap in measured[-1].per_prompt)
         return (
             f"{url} holds the trainer's weights, by their checksums, but does not sample from them: "
-            f"mean |server - trainer| over {config.prompts * config.tokens} probe tokens is {means} nats "
+            f"mean |server - trainer| over {self._probes * config.tokens} probe tokens is {means} nats "
             f"(largest {measured[-1].largest:.3g}; by prompt {prompts}); the server has dtype {info.dtype}, LM head "
-            f"{info.head_dtype or 'unknown'}, {info.form}; {self._limits.text(self.band)}"
+            f"{info.head_dtype or 'unknown'}, {info.form}; {self._limits.text(self.band)}{self._said_own(measured)}"
         )
+
+    def _said_own(self, measured: Sequence[Difference]) -> str:
+        """Says how far a server that rounds is from its own scores without the prefix cache."""
+        if not self._info.form.is_rounded:
+            return ""
+        means = ", then ".join(f"{each.own:.3g}" for each in measured)
+        limit = self._limits.ceiling if self.own_band is None else self.own_band
+        return (
+            f"; its own scores of these tokens without its prefix cache differ by {means} nats, at most {limit:.3g} "
+            "are expected: above that its cache may hold keys and values of older weights"
+        )
+
+
+def lower_third(gaps: Sequence[float]) -> float:
+    """Returns the gap that a third of the gaps are below; 0 without gaps, and NaN where one is not finite."""
+    if not np.isfinite(gaps).all():
+        return float("nan")
+    return sorted(gaps)[len(gaps) // 3] if gaps else 0.0
+
+
+def _or_infinite(number: float) -> float:
+    return number if np.isfinite(number) else np.inf
+
+
+def _own_gap(prompt: np.ndarray, sampled: Completion, scored: Completion) -> float:
+    """Returns the mean distance (nats) between a response's scores as it was generated, and as a part of a prompt."""
+    pairs = zip(sampled.token_ids.tolist(), scored.prompt_logprobs[len(prompt) :], strict=True)
+    again = [found.get(token, np.nan) for token, found in pairs]
+    return float(np.mean(np.abs(sampled.logprobs - np.array(again, np.float32))))
 
 
 @dataclass(frozen=True)
@@ -217,6 +276,10 @@ class _Limits:
         """Returns the band of a server whose worst calibration round had the mean ``measured`` (nats)."""
         floor, ceiling = self._both
         return min(ceiling, max(floor, self.config.factor * measured))
+
+    def own_band(self, measured: float) -> float:
+        """Returns the band of a server's distance to its own scores, from its worst calibration round (nats)."""
+        return min(self.ceiling, max(self.config.rounded_own_floor, self.config.factor * measured))
 
     def text(self, band: float | None) -> str:
         """Returns what the limit is, with the keys that set it. ``band``: The band, or None before there is one."""
