@@ -20,6 +20,7 @@ from rljax.plan.dry_run import beside_bytes, check_shapes, in_units, planned_byt
 from rljax.plan.hlo import parse_module
 from rljax.plan.kernels import KernelUse, attention_flops, full_row, kernel_uses
 from rljax.plan.machines import Machine, topology_devices
+from rljax.plan.overlap import Overlap, Timeline, read_overlap
 from rljax.plan.roofline import crosses_nodes, times
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import policy_shape
@@ -108,7 +109,8 @@ def report(compiled: CompiledStep) -> Report:
     config, machine, mesh = compiled.config, compiled.machine, compiled.mesh
     policy = policy_shape(config.model.path)
     shape = batch_shape(config, responses_per_update(config))
-    program = count_program(parse_module(compiled.text), mesh.size)
+    module = parse_module(compiled.text)
+    program = count_program(module, mesh.size)
     nodes = [device.process_index if machine.card.network_rate else 0 for device in mesh.devices.flat]
     segments = full_row(shape[2], config.max_sequence_tokens)
     planned = sum(part for _, part in planned_bytes(config, policy, mesh).values())
@@ -149,6 +151,7 @@ def report(compiled: CompiledStep) -> Report:
             for one in work.merged_collectives()
         ],
         "roofline": _roofline(policy, compiled, works, kernels, nodes),
+        "overlap": overlap_report(read_overlap(module, machine.card, nodes, segments)),
     }
 
 
@@ -174,6 +177,19 @@ def _roofline(
         "model_flops_per_micro_batch": flops,
         "model_flops_utilisation": round(micro * flops / (seconds * compiled.mesh.size * peak), 4),
     }
+
+
+def overlap_report(overlap: Overlap) -> Report:
+    """Returns the modelled times of each part with its exchanges behind work, and the exchanges that take long."""
+
+    def plain(line: Timeline) -> Report:
+        seconds = {"seconds": line.seconds, "work_s": line.work_s, "link_s": line.link_s, "exposed_s": line.exposed_s}
+        shown = [one for one in line.exchanges if one.count * one.link_s > 1e-3 * line.seconds]
+        rounded = [{k: round(v, 7) if isinstance(v, float) else v for k, v in vars(one).items()} for one in shown]
+        share = {"exposed_share": round(line.exposed_share, 4)}
+        return {**{name: round(value, 6) for name, value in seconds.items()}, **share, "exchanges": rounded}
+
+    return {part: plain(getattr(overlap, part)) for part in PARTS}
 
 
 def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: LoraConfig = OFF) -> int:
@@ -225,6 +241,12 @@ def describe(facts: Report) -> str:
         ms = {name: f"{1000 * seconds:.1f} ms" for name, seconds in line[f"{part}_s"].items()}
         parts = ", ".join(f"{name} {ms[name]}" for name in ("products", "memory", "links"))
         lines.append(f"  {part:<12} {parts}: {ms['total']}")
+    behind = facts["overlap"]["micro_batch"]
+    lines.append(
+        f"  overlapped   micro-batch {1000 * behind['seconds']:.1f} ms with exchanges behind the work scheduled beside "
+        f"them; {1000 * behind['exposed_s']:.1f} ms of {1000 * behind['link_s']:.1f} ms over links are exposed, "
+        f"{behind['exposed_share']:.1%}"
+    )
     lines.append(
         f"  modelled     {line['tokens_per_second_and_device']:,.0f} tokens/s a device, "
         f"model-FLOPs utilisation {line['model_flops_utilisation']:.1%}"

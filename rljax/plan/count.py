@@ -112,6 +112,17 @@ def count_program(module: Module, devices: int) -> Program:
     return Program(first, forward, step, len(counter.open_loops), counter.inner_open_loops)
 
 
+def instruction_work(module: Module, computation: Computation, instruction: Instruction, devices: int) -> Work:
+    """Counts one execution of an instruction, which is a kernel, a collective, or a start of either."""
+    return _Counter(module, devices).executed(computation, instruction, 1)
+
+
+def counted_computation(module: Module, instruction: Instruction, devices: int) -> Computation:
+    """Returns the computation that a call or a conditional runs; of several branches the one that counts."""
+    called = [module.computations[name] for name in instruction.called.values()]
+    return max(called, key=lambda one: _rank(_Counter(module, devices).scheduled(one, 1))) if called[1:] else called[0]
+
+
 class _Counter:
     """A walk through the computations of a module that adds up their work."""
 
@@ -125,15 +136,20 @@ class _Counter:
         """Counts ``times`` executions of a computation whose instructions are all kernels or control flow."""
         work = Work()
         for one in computation.instructions.values():
-            kind = one.opcode.removesuffix("-start")
-            if one.opcode == "while":
-                work.add(self._loop(computation, one, times))
-            elif one.opcode == "conditional":
-                _add_branches(work, [self._called(one, name, times) for name in one.called])
-            elif kind in ("call", "async"):
-                work.add(self._called(one, next(iter(one.called)), times))
-            elif not one.opcode.endswith(("-done", "-update")):
-                self._kernel(work, computation, one, times)
+            work.add(self.executed(computation, one, times))
+        return work
+
+    def executed(self, computation: Computation, one: Instruction, times: int) -> Work:
+        """Counts ``times`` executions of a kernel or of control flow."""
+        work, kind = Work(), one.opcode.removesuffix("-start")
+        if one.opcode == "while":
+            work.add(self._loop(computation, one, times))
+        elif one.opcode == "conditional":
+            _add_branches(work, [self._called(one, name, times) for name in one.called])
+        elif kind in ("call", "async"):
+            work.add(self._called(one, next(iter(one.called)), times))
+        elif not one.opcode.endswith(("-done", "-update")):
+            self._kernel(work, computation, one, times)
         return work
 
     def _called(self, one: Instruction, attribute: str, times: int) -> Work:
@@ -207,14 +223,14 @@ class _Counter:
 
 def _add_branches(work: Work, branches: list[Work]) -> None:
     """Adds the branch of a conditional that counts; the products of the others become untaken."""
-
-    def rank(branch: Work) -> tuple[bool, int]:
-        return any(_ATTENTION.search(call.attributes) for _, call, _ in branch.kernels), branch.memory_bytes
-
-    *others, taken = sorted(branches, key=rank)
+    *others, taken = sorted(branches, key=_rank)
     work.add(taken)
     for branch in others:
         work.untaken_flops += branch.flops + branch.untaken_flops
+
+
+def _rank(branch: Work) -> tuple[bool, int]:
+    return any(_ATTENTION.search(call.attributes) for _, call, _ in branch.kernels), branch.memory_bytes
 
 
 def _main_memory(arrays: tuple[Array, ...]) -> int:

@@ -1,0 +1,198 @@
+"""Compares rljax's training step with MaxText's on paper: both compiled for the same cards, counted by one program.
+
+    .venv-compile/bin/python experiments/compile_peers.py table benchmarks/compile_peers.json --maxtext MAXTEXT_PYTHON
+    .venv-compile/bin/python experiments/compile_peers.py count PROGRAM.hlo h100:1x8
+
+``table`` compiles the rows that the file does not have, or with ``--only TEXT`` those with TEXT in their names, and
+prints the table of docs/compile.md. MaxText's rows need ``--maxtext``, the Python of an environment in which
+experiments/compile_maxtext.py runs. A row takes 3 to 20 minutes. ``count`` prints what a program's text takes.
+
+Each device has one row of 9,216 tokens. A number is that of one update with one micro-batch, on one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rljax.plan.compile import needed_bytes
+from rljax.plan.count import Work, by_dtype, count_program
+from rljax.plan.hlo import parse_module
+from rljax.plan.kernels import kernel_uses
+from rljax.plan.machines import parse_machine
+from rljax.plan.overlap import Timeline, read_overlap
+from rljax.plan.roofline import times
+
+ROOT = Path(__file__).parents[1]
+CONFIG = "configs/paper/qwen3_4b_length_triggered.yaml"
+ROW_TOKENS = 9216
+GIB = 2**30
+Report = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """One compiled step."""
+
+    who: str  # rljax or MaxText
+    model: str  # 4B or 8B
+    place: str  # the name of the machine in the table
+    machine: str
+    devices: int
+
+    @property
+    def name(self) -> str:
+        """The row's key in the file."""
+        return f"{self.model}, {self.place}, {self.who}"
+
+
+PLACES = [
+    ("8 H100", "h100:1x8", 8),
+    ("16 H100", "h100:2x8", 16),
+    ("v5p-32", "tpu:v5p:2x2x4", 16),
+    ("v6e-16", "tpu:v6e:4x4", 16),
+]
+ROWS = [Row(who, model, *place) for model in ("4B", "8B") for place in PLACES for who in ("rljax", "MaxText")]
+
+
+def count_text(text: str, machine_name: str) -> Report:
+    """Counts one update with one micro-batch from a compiled program's text.
+
+    rljax's micro-batch is the body of an open loop, and MaxText's whole step has none.
+    """
+    machine, module = parse_machine(machine_name), parse_module(text)
+    found = re.search(r"num_partitions=(\d+)", text)
+    devices = int(found.group(1)) if found else 1
+    nodes = [device * machine.nodes // devices for device in range(devices)]
+    program = count_program(module, devices)
+    overlap = read_overlap(module, machine.card, nodes, [ROW_TOKENS])
+    work, line = Work(), Timeline()
+    for part in ("micro_batch", "step"):
+        work.add(getattr(program, part))
+        line.add(getattr(overlap, part))
+    kernels = kernel_uses(work, [ROW_TOKENS])
+    modelled = times(work, kernels, machine.card, nodes)
+    return {
+        "open_loops": program.open_loops,
+        "flops": by_dtype(work.flops),
+        "kernel_flops": sum(use.flops or 0 for use in kernels),
+        "unknown_kernels": {use.target: use.count for use in kernels if use.flops is None},
+        "memory_bytes": work.memory_bytes,
+        "link_bytes": {
+            f"{one.kind} {one.dtype}": sum(
+                each.bytes for each in work.collectives if (each.kind, each.dtype) == (one.kind, one.dtype)
+            )
+            for one in work.merged_collectives()
+            if one.bytes >= 2**20
+        },
+        "modelled": modelled.rounded(),
+        "overlapped_s": round(line.seconds, 6),
+        "exposed_s": round(line.exposed_s, 6),
+        "exposed_share": round(line.exposed_share, 4),
+        "exchanges": [
+            {key: round(value, 7) if isinstance(value, float) else value for key, value in vars(one).items()}
+            for one in sorted(line.exchanges, key=lambda one: -one.count * one.exposed_s)
+            if one.count * one.link_s > 1e-3 * line.seconds
+        ],
+    }
+
+
+def row_command(row: Row, maxtext: str | None, out: Path) -> list[str]:
+    """Returns the command that writes OUT.hlo, and OUT.json or OUT.memory.json."""
+    if row.who == "MaxText":
+        attention = ("attention=cudnn_flash_jax", "hardware=gpu") if "h100" in row.machine else ("attention=flash",)
+        program = "experiments/compile_maxtext.py"
+        return [maxtext or "", program, f"qwen3-{row.model.lower()}", row.machine, str(out), *attention]
+    words = ["--dry-run", "--compile", row.machine, "--model.path", f"Qwen/Qwen3-{row.model}"]
+    words += ["--mesh.fsdp", str(row.devices), "--packing.rows_per_micro_batch", str(row.devices)]
+    words += ["--precision.remat", "blocks", "--mesh.keep_gathered", "false"]
+    return [sys.executable, "-m", "rljax.train", CONFIG, *words, "--json", f"{out}.json", "--hlo", f"{out}.hlo"]
+
+
+def compile_row(row: Row, maxtext: str | None, texts: Path) -> Report:
+    """Compiles a row unless its program lies in ``texts``, and counts it; or returns the reason of the failure."""
+    out = texts / row.name.replace(", ", "_").replace(" ", "_")
+    command = row_command(row, maxtext, out)
+    shown = {"command": " ".join(["python", *command[1:]]).replace(f"{texts}/", "")}
+    if not Path(f"{out}.hlo").exists():
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return {**shown, "failed": done.stderr.strip().splitlines()[-1][:300]}
+    if row.who == "MaxText":
+        memory = json.loads(Path(f"{out}.memory.json").read_text())
+        needed = needed_bytes(parse_machine(row.machine), memory)
+        seconds = memory["compile_s"]
+    else:
+        found = json.loads(Path(f"{out}.json").read_text())
+        needed, seconds = found["bytes"]["needed"], found["compile_s"]
+    card = parse_machine(row.machine).card
+    sizes = {"needed_bytes": needed, "fits": needed <= card.memory_bytes, "compile_s": seconds}
+    return {**shown, "machine": row.machine, **sizes, **count_text(Path(f"{out}.hlo").read_text(), row.machine)}
+
+
+def table_lines(reports: dict[str, Report]) -> list[str]:
+    """Formats the table in Markdown."""
+    lines = [
+        "| | GiB a device | TFLOP: 16-bit | float32 | kernels | GB of memory traffic | GB over links "
+        "| modelled ms: in turn | overlapped | exposed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in ROWS:
+        one = reports.get(row.name)
+        if one is None:
+            continue
+        if "failed" in one:
+            lines.append(f"| {row.name} | does not compile: {one['failed']} {'| ' * 8}|")
+            continue
+        wide = one["flops"].get("float32", 0) + one["flops"].get("bfloat16xfloat32", 0)
+        cells = [
+            row.name,
+            f"{one['needed_bytes'] / GIB:.1f}" + ("" if one["fits"] else " (does not fit)"),
+            f"{(sum(one['flops'].values()) - wide) / 1e12:.1f}",
+            f"{wide / 1e12:.1f}",
+            f"{one['kernel_flops'] / 1e12:.1f}",
+            f"{one['memory_bytes'] / 1e9:.0f}",
+            f"{sum(one['link_bytes'].values()) / 1e9:.1f}",
+            f"{1000 * one['modelled']['total']:.0f}",
+            f"{1000 * one['overlapped_s']:.0f}",
+            f"{one['exposed_share']:.1%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    count = commands.add_parser("count", help="count the program in a text")
+    count.add_argument("program", type=Path, help="text of a compiled program (HLO)")
+    count.add_argument("machine", help="machine that it was compiled for, such as h100:1x8")
+    table = commands.add_parser("table", help="compile what is missing and print the table")
+    table.add_argument("out", type=Path, help="JSON file for the rows")
+    table.add_argument("--maxtext", default=None, help="Python of an environment with MaxText")
+    table.add_argument("--texts", type=Path, default=None, help="folder that keeps the compiled programs")
+    table.add_argument("--only", default=None, help="text in the names of the rows to compile again")
+    options = parser.parse_args()
+    if options.command == "count":
+        print(json.dumps(count_text(options.program.read_text(), options.machine), indent=1))
+        return 0
+    reports = json.loads(options.out.read_text()) if options.out.exists() else {}
+    with tempfile.TemporaryDirectory() as place:
+        for row in ROWS:
+            wanted = row.name not in reports if options.only is None else options.only in row.name
+            if wanted and (row.who == "rljax" or options.maxtext):
+                reports[row.name] = compile_row(row, options.maxtext, options.texts or Path(place))
+                options.out.write_text(json.dumps(reports, indent=1) + "\n")
+    print("\n".join(table_lines(reports)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Reads from a compiled program which exchanges between devices run behind other work, and models what stays exposed.
+
+The instructions of a compiled program stand in the order in which they start. An exchange with a start and an end of
+its own runs beside the kernels between them. The links carry one exchange at a time. So an exchange is exposed for its
+time over the links, and the wait for an earlier one, less the modelled time of the kernels between start and end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rljax.plan.count import Work, counted_computation, instruction_work
+from rljax.plan.hlo import Computation, Instruction, Module, trip_count
+from rljax.plan.kernels import kernel_uses
+from rljax.plan.machines import Card
+from rljax.plan.roofline import times
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One collective instruction; every number but ``count`` belongs to a single execution."""
+
+    name: str  # of the instruction that starts it
+    kind: str  # the opcode in HLO, such as all-gather; several are joined by ``+``
+    count: int  # of executions
+    bytes: int  # of the complete arrays
+    link_s: float  # the modelled seconds over the links
+    covering_s: float  # the modelled seconds of the kernels between start and end
+    covering_flops: int  # the operations of these kernels
+    covering_bytes: int  # the bytes that these kernels read and write
+    exposed_s: float  # the seconds for which the device waits
+
+
+@dataclass
+class Timeline:
+    """The modelled seconds of a part of the program on one device."""
+
+    work_s: float = 0.0  # the kernels, each at the rate of its products or of its memory traffic
+    link_s: float = 0.0  # all exchanges, one after another
+    exposed_s: float = 0.0  # the part of ``link_s`` for which the device waits
+    flops: int = 0  # the operations of all kernels
+    memory_bytes: int = 0  # the bytes that all kernels read and write
+    exchanges: list[Exchange] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """The time of the part: kernels, and the exchanges that nothing hides."""
+        return self.work_s + self.exposed_s
+
+    @property
+    def exposed_share(self) -> float:
+        """The exposed exchanges as a share of the time; 0 for a part without work."""
+        return self.exposed_s / self.seconds if self.seconds else 0.0
+
+    def add(self, other: Timeline, count: int = 1) -> None:
+        """Adds ``count`` executions of another part."""
+        for name in ("work_s", "link_s", "exposed_s", "flops", "memory_bytes"):
+            setattr(self, name, getattr(self, name) + count * getattr(other, name))
+        self.exchanges += [dataclasses.replace(one, count=one.count * count) for one in other.exchanges]
+
+
+@dataclass
+class Overlap:
+    """The timelines of a training step by part, as in ``count.Program``."""
+
+    micro_batch: Timeline  # for each micro-batch with loss: the outermost open loop that takes longest
+    forward: Timeline  # for each micro-batch without loss: all other outermost open loops
+    step: Timeline  # once a step
+
+
+def read_overlap(module: Module, card: Card, nodes: Sequence[int], segments: Sequence[int]) -> Overlap:
+    """Models a compiled step's time with its exchanges behind the work that is scheduled beside them.
+
+    Args:
+      module: The compiled program.
+      card: The card of every device.
+      nodes: The node of each partition.
+      segments: The lengths of the segments in every row, in tokens, for the work of attention kernels.
+
+    Raises:
+      ValueError: The program has a form that the counter does not know.
+    """
+    reader = _Reader(module, card, nodes, segments)
+    step = reader.run(module.computations[module.entry])
+    first, *others = sorted(reader.open_loops, key=lambda loop: -loop.seconds) or [Timeline()]
+    forward = Timeline()
+    for loop in others:
+        forward.add(loop)
+    return Overlap(first, forward, step)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """An exchange that has started and not ended."""
+
+    instruction: Instruction
+    work: Work
+    link_s: float
+    end_s: float  # when the links have carried it
+    work_s: float  # the timeline's values at the start
+    flops: int
+    memory_bytes: int
+
+
+class _Reader:
+    """A walk through the computations of a module in scheduled order."""
+
+    def __init__(self, module: Module, card: Card, nodes: Sequence[int], segments: Sequence[int]):
+        self._module, self._card, self._nodes, self._segments = module, card, nodes, segments
+        self._is_inside = False
+        self.open_loops: list[Timeline] = []
+
+    def run(self, computation: Computation) -> Timeline:
+        """Models one execution of a computation."""
+        line, links_free = Timeline(), 0.0
+        flights: dict[str, _Flight] = {}
+        for one in computation.instructions.values():
+            if one.opcode.endswith(("-done", "-update")):
+                flight = flights.pop(one.operands[0], None)
+                if flight is not None and one.opcode.endswith("-update"):
+                    flights[one.name] = flight
+                elif flight is not None:
+                    self._land(line, flight)
+                continue
+            if one.opcode in ("while", "conditional", "call"):
+                inner = self._inner(computation, one)
+                links_free += inner.link_s if flights else 0.0
+                line.add(inner)
+                continue
+            work = instruction_work(self._module, computation, one, len(self._nodes))
+            cost = times(work, kernel_uses(work, self._segments), self._card, self._nodes)
+            if one.opcode.endswith("-start"):
+                if work.collectives:
+                    links_free = max(links_free, line.seconds) + cost.links
+                    start = line.work_s, line.flops, line.memory_bytes
+                    flights[one.name] = _Flight(one, work, cost.links, links_free, *start)
+                continue  # copies that run beside the kernels take no time
+            line.work_s += max(cost.products, cost.memory)
+            line.flops += _flops(work, self._segments)
+            line.memory_bytes += work.memory_bytes
+            if work.collectives:  # nothing runs beside it
+                end = max(links_free, line.seconds) + cost.links
+                links_free = end
+                self._land(line, _Flight(one, work, cost.links, end, line.work_s, line.flops, line.memory_bytes))
+        return line
+
+    def _land(self, line: Timeline, flight: _Flight) -> None:
+        exposed = max(0.0, flight.end_s - line.seconds)
+        line.exchanges.append(
+            Exchange(
+                name=flight.instruction.name,
+                kind="+".join(sorted({one.kind for one in flight.work.collectives})),
+                count=1,
+                bytes=sum(one.bytes for one in flight.work.collectives),
+                link_s=flight.link_s,
+                covering_s=line.work_s - flight.work_s,
+                covering_flops=line.flops - flight.flops,
+                covering_bytes=line.memory_bytes - flight.memory_bytes,
+                exposed_s=exposed,
+            )
+        )
+        line.link_s += flight.link_s
+        line.exposed_s += exposed
+
+    def _inner(self, computation: Computation, one: Instruction) -> Timeline:
+        """Models one execution of a loop, a call or a conditional; an open loop is kept apart."""
+        if one.opcode != "while":
+            return self.run(counted_computation(self._module, one, len(self._nodes)))
+        line = Timeline()
+        body = self._module.computations[one.called["body"]]
+        trips = trip_count(self._module, computation, one)
+        if trips is None and not self._is_inside:
+            self._is_inside = True
+            self.open_loops.append(self.run(body))
+            self._is_inside = False
+            return line
+        line.add(self.run(body), 1 if trips is None else trips)
+        return line
+
+
+def _flops(work: Work, segments: Sequence[int]) -> int:
+    return sum(work.flops.values()) + sum(use.flops or 0 for use in kernel_uses(work, segments))

@@ -1,0 +1,126 @@
+"""Exchanges behind work in programs written by hand, with seconds worked out by hand."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from rljax.plan.hlo import parse_module
+from rljax.plan.machines import H100
+from rljax.plan.overlap import Timeline, read_overlap
+
+# 1e12 operations, 1e10 bytes of memory and 1e8 bytes between cards, each a second.
+RATES = {("bfloat16", "default"): 1e12, ("float32", "highest"): 1e11}
+CARD = dataclasses.replace(H100, flops=RATES, memory_rate=1e10, link_rate=1e8)
+MS = 1e-3
+# A gather of 800,000 bytes over 4 cards takes 3/4 of them over a link: 6 ms. A product takes 2e9 operations: 2 ms, and
+# moves 6e6 bytes, which is less. A copy reads and writes 1e7 bytes each: 2 ms.
+PIECES = {
+    "gather": "((bf16[100,1000]{1,0}), bf16[400,1000]{1,0}) all-gather-start(%w), replica_groups={}, dimensions={0}",
+    "product": "bf16[1000,1000]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+    "copy": "f32[2500000]{0} copy(%v)",
+    "scatter": "((bf16[400,1000]{1,0}), bf16[100,1000]{1,0}) async-start(%g), calls=%scattered",
+    "update": "((bf16[400,1000]{1,0}), bf16[100,1000]{1,0}) async-update(%b)",
+    "sum": "bf16[100,1000]{1,0} all-reduce(%w), replica_groups={{0,1,2,3}}, to_apply=%add",
+}
+PARAMETERS = """\
+  %w = bf16[100,1000]{1,0} parameter(0)
+  %x = bf16[1000,1000]{1,0} parameter(1)
+  %v = f32[2500000]{0} parameter(2)
+  %g = bf16[400,1000]{1,0} parameter(3)
+"""
+SCATTERED = """\
+%scattered (p: bf16[400,1000]) -> bf16[100,1000] {
+  %p = bf16[400,1000]{1,0} parameter(0)
+  ROOT %out = bf16[100,1000]{1,0} reduce-scatter(%p), replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+}
+
+"""
+
+
+def step_of(*lines):
+    """Models a program whose instructions are NAME=PIECE, or NAME-done for the end of what NAME started."""
+    text = ""
+    for line in lines:
+        name, _, piece = line.partition("=")
+        name, _, ends = name.partition("-")
+        text += f"  %{name}.end = bf16[400,1000]{{1,0}} all-gather-done(%{name})\n" if ends else ""
+        text += "" if ends else f"  %{name} = {PIECES[piece]}\n"
+    body = f"{PARAMETERS}{text}  ROOT %root = () tuple()\n}}\n"
+    return read_overlap(parse_module(f"{SCATTERED}ENTRY %main () -> () {{\n{body}"), CARD, [0] * 4, [8]).step
+
+
+def test_a_gather_behind_a_product():
+    step = step_of("a=gather", "p=product", "a-done", "c=copy")
+    (gather,) = step.exchanges
+    assert (gather.name, gather.kind, gather.count, gather.bytes) == ("a", "all-gather", 1, 800_000)
+    assert (gather.covering_flops, gather.covering_bytes) == (2 * 10**9, 6 * 10**6)
+    assert gather.link_s == pytest.approx(6 * MS)
+    assert gather.covering_s == pytest.approx(2 * MS)
+    assert gather.exposed_s == pytest.approx(4 * MS)
+    assert (step.work_s, step.seconds) == (pytest.approx(4 * MS), pytest.approx(8 * MS))
+    assert step.exposed_share == pytest.approx(0.5)
+
+
+def test_enough_work_hides_a_gather():
+    step = step_of("a=gather", "p=product", "c=copy", "q=product", "d=copy", "a-done")
+    assert step.exposed_s == 0
+    assert step.seconds == pytest.approx(8 * MS)
+
+
+def test_exchanges_wait_for_each_other():
+    """The links carry the first until 6 ms and the second until 12 ms."""
+    step = step_of("a=gather", "b=gather", "c=copy", "a-done", "b-done")
+    assert [one.exposed_s for one in step.exchanges] == [pytest.approx(4 * MS), pytest.approx(6 * MS)]
+    assert step.exposed_s == pytest.approx(step.link_s - 2 * MS)
+
+
+def test_a_collective_without_a_start_is_exposed():
+    """An all-reduce of 200,000 bytes takes 3/2 of them over a link, 3 ms, and 4e5 bytes of memory: 0.04 ms."""
+    step = step_of("p=product", "s=sum")
+    assert step.exposed_s == pytest.approx(3 * MS)
+    assert step.work_s == pytest.approx(2.04 * MS)
+
+
+def test_a_wrapped_collective_and_its_update():
+    step = step_of("b=scatter", "p=product", "u=update", "c=copy", "u-done")
+    (scatter,) = step.exchanges
+    assert (scatter.name, scatter.kind, scatter.bytes) == ("b", "reduce-scatter", 800_000)
+    assert scatter.covering_s == pytest.approx(4 * MS)
+    assert scatter.exposed_s == pytest.approx(2 * MS)
+
+
+def test_loops_of_a_whole_step():
+    """Of tests/plan/test_count.py: gathers of 3 layers with nothing beside them, a scatter, and a sum once a step."""
+    text = (Path(__file__).parent / "programs/gpu_step.hlo").read_text()
+    overlap = read_overlap(parse_module(text), H100, [0] * 4, [8])
+    gather, scatter = overlap.micro_batch.exchanges
+    assert (gather.name, gather.count, gather.bytes) == ("gather", 3, 2_048 + 128)
+    assert gather.exposed_s == pytest.approx(2_176 * 3 / 4 / 450e9)
+    assert (scatter.kind, scatter.count, scatter.bytes) == ("reduce-scatter", 1, 4_096)
+    assert overlap.micro_batch.exposed_s == pytest.approx((3 * 2_176 * 3 / 4 + 4_096 / 2) / 450e9)
+    assert overlap.forward == Timeline()
+    assert [one.kind for one in overlap.step.exchanges] == ["all-reduce"]
+
+
+def test_the_branch_with_the_attention_kernel_counts():
+    text = """\
+%kernel (p: bf16[1,8,2,4]) -> bf16[1,8,2,4] {
+  %p = bf16[1,8,2,4]{3,2,1,0} parameter(0)
+  ROOT %attention = bf16[1,8,2,4]{3,2,1,0} custom-call(%p, %p, %p), custom_call_target="__cudnn$fmhaSoftmax"
+}
+
+%blocks (q: bf16[1,8,2,4]) -> bf16[1,8,2,4] {
+  %q = bf16[1,8,2,4]{3,2,1,0} parameter(0)
+  ROOT %out = bf16[1,8,2,4]{3,2,1,0} all-reduce(%q), replica_groups={{0,1,2,3}}, to_apply=%add
+}
+
+ENTRY %main (which: s32[], x: bf16[1,8,2,4]) -> bf16[1,8,2,4] {
+  %which = s32[] parameter(0)
+  %x = bf16[1,8,2,4]{3,2,1,0} parameter(1)
+  ROOT %y = bf16[1,8,2,4]{3,2,1,0} conditional(%which, %x, %x), branch_computations={%blocks, %kernel}
+}
+"""
+    step = read_overlap(parse_module(text), CARD, [0] * 4, [8]).step
+    assert step.exchanges == []
+    assert step.flops == 2 * 2 * 36 * (1 * 2 * 4)
