@@ -191,7 +191,7 @@ def test_a_dry_run_shows_a_server_for_each_group_of_gpus(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_key_file_and_head_of_the_configuration_reach_the_servers(tmp_path, fresh_base):
+def test_the_key_file_and_the_head_reach_the_servers(tmp_path, fresh_base):
     words = ("--dry-run", "--", "--run.dir", str(tmp_path / "run"), "--model.path", str(fresh_base))
     key = ("--rollout.api-key-file", "/secrets/key")
     code, out, err = outcome(CONFIG, *words, *key, "--precision.lm-head-dtype", "float32")
