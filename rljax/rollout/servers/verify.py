@@ -46,9 +46,8 @@ class Look:
 
     prompts: Sequence[np.ndarray]
     completions: Sequence[Completion]
-    again: Sequence[
-        Completion
-    ] = ()  # the server's scores of the same tokens as prompts; empty where nothing is rounded
+    # The server's scores of the same tokens as prompts. It is empty where nothing is rounded.
+    again: Sequence[Completion] = ()
 
 
 @dataclass(frozen=True)
@@ -146,9 +145,8 @@ class Verifier:
             else random_prompts(shape, info.vocab_size, config.seed)
         )
         self.band: float | None = None  # the largest mean that passes (nats), once the first version was verified
-        self.own_band: float | None = (
-            None  # the largest ``own`` of a server that rounds that passes (nats), from then on
-        )
+        # The largest ``own`` that passes (nats), once the first version of a server that rounds was verified.
+        self.own_band: float | None = None
         self._rounds: dict[str, int] = {}  # the rounds that each server has sampled
 
     def warm(self, client: ServerClient, url: str) -> None:
