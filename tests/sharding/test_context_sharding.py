@@ -59,7 +59,7 @@ def exchanged(block, parts):
         (MeshConfig(1, 4, context=2), exchanged),
         (MeshConfig(1, 2, context=3), exchanged),  # 4 query heads: 2 each, and zeros on the third device
     ],
-    ids=str,
+    ids=lambda each: getattr(each, "__name__", str(each)),
 )
 def test_attention_of_parts_is_that_of_whole_rows(mesh, attention):
     arrays = heads(SEGMENTS, num_heads=8)

@@ -56,7 +56,6 @@ class FakeVllm:
         self.model, self.root = "policy", "nowhere"
         self.raw, self.paused, self.asleep = False, False, False
         self.refuses_paused = False  # whether it answers 503 while it is paused, as vLLM 0.33 does
-        self.refused = threading.Event()  # set once it has
         self.finish = "length"
         self.unhealthy = False
         self.key = ""  # asked for on every route but /health
@@ -163,7 +162,6 @@ class FakeVllm:
 
     def _sampled(self, path: str, body: dict, status: int) -> tuple[int, dict]:
         if self.refuses_paused and self.paused:
-            self.refused.set()
             return 503, {"error": {"message": "it is paused"}}
         if status != 200:
             return status, {"error": {"message": f"told to fail with {status}"}}
