@@ -12,11 +12,11 @@ pytestmark = pytest.mark.slow
 # What the toy's run of one process on the embedded engine cannot show: test_vllm_train.py, test_exact_run.py and
 # test_two_processes.py show it, test_mixture_run.py a mixture of experts, run/test_offload.py a state that moves, and
 # run/test_stop_tokens.py a chat template, run/test_refill.py groups that are replaced, trainer/test_turns_update.py
-# an environment, and run/test_external.py trajectories of another program.
+# an environment, run/test_external.py trajectories of another program, and test_self_check_run.py several devices.
 ELSEWHERE = re.compile(
     r"publish/.*|rollout/(requests|retries|server_losses|servers|servers_(joined|left|brought_back|rejected)"
     r"|responses_without_version|mixed_fraction|executable_runs)"
-    r"|turns/.*|router/.*|policy/router_balance|mismatch_free_routing/.*"
+    r"|mismatch_self/mesh/<name>|turns/.*|router/.*|policy/router_balance|mismatch_free_routing/.*"
     r"|response_length/missed_stop_fraction|rollout/refill(ed_groups|_rounds|ed_tokens)"
     r"|rollout/(waiting_groups|dropped_stale_rows|failed_trajectories)"
     r"|time/((server_)?checksums|sleep|wake|reload|offload)_s|perf/<act>_slowest_(process|s)"
