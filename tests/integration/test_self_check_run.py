@@ -7,7 +7,8 @@ import pytest
 from toy_runs import comparable, complete, tiny
 
 KEYS = {"logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl", "log_ppl_abs_diff", "token_count"}
-SEPARATE = ["--loss.mini-batches", "2", "--loss.kl", "k3"]  # a separate forward, and a batch with optional arrays
+# A separate forward, and a batch with optional arrays.
+SEPARATE = ["--loss.mini-batches", "2", "--loss.kl", "k3", "--loss.kl-coefficient", "0.01"]
 RUNS = {"jax": ([], 1), "exact": (["--rollout.engine", "exact"], 1), "mini batches": (SEPARATE, 2)}
 
 
