@@ -160,8 +160,8 @@ def test_units():
 
 @pytest.mark.mesh
 def test_a_mesh_without_a_number_takes_the_devices_here():
-    assert dict(shape_mesh(MeshConfig(-1, 2)).shape) == {"replica": 1, "fsdp": 4, "expert": 1, "tp": 2}
-    assert dict(shape_mesh(MeshConfig(-1, 2, 2)).shape) == {"replica": 2, "fsdp": 2, "expert": 1, "tp": 2}
+    assert dict(shape_mesh(MeshConfig(-1, 2)).shape) == {"replica": 1, "fsdp": 4, "expert": 1, "context": 1, "tp": 2}
+    assert dict(shape_mesh(MeshConfig(-1, 2, 2)).shape) == {"replica": 2, "fsdp": 2, "expert": 1, "context": 1, "tp": 2}
 
 
 def test_from_the_command_line_nothing_is_made(tmp_path):

