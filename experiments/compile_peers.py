@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compile_table import GIB, cells, failed_line
+
 from rljax.plan.compile import needed_bytes
 from rljax.plan.count import Work, by_dtype, count_program
 from rljax.plan.hlo import parse_module
@@ -33,7 +35,6 @@ from rljax.plan.roofline import times
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/paper/qwen3_4b_length_triggered.yaml"
 ROW_TOKENS = 9216
-GIB = 2**30
 Report = dict[str, Any]
 
 
@@ -149,10 +150,10 @@ def table_lines(reports: dict[str, Report]) -> list[str]:
         if one is None:
             continue
         if "failed" in one:
-            lines.append(f"| {row.name} | does not compile: {one['failed']} {'| ' * 8}|")
+            lines.append(failed_line(row.name, one, columns=10))
             continue
         wide = one["flops"].get("float32", 0) + one["flops"].get("bfloat16xfloat32", 0)
-        cells = [
+        line = cells(
             row.name,
             f"{one['needed_bytes'] / GIB:.1f}" + ("" if one["fits"] else " (does not fit)"),
             f"{(sum(one['flops'].values()) - wide) / 1e12:.1f}",
@@ -163,8 +164,8 @@ def table_lines(reports: dict[str, Report]) -> list[str]:
             f"{1000 * one['modelled']['total']:.0f}",
             f"{1000 * one['overlapped_s']:.0f}",
             f"{one['exposed_share']:.1%}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        )
+        lines.append(line)
     return lines
 
 

@@ -11,7 +11,7 @@ their own (``rljax.policy.context``). Between the matrix products of a block, ac
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,12 @@ class MeshConfig:
 
     def row_ways(self, num_devices: int) -> int:
         """Returns the number of parts into which the rows of a batch are split on ``num_devices`` devices."""
-        sizes = dict(zip(MESH_AXES, self.shape(num_devices), strict=True))
-        return math.prod(sizes[axis] for axis in RULES["batch_rows"])
+        return num_parts(dict(zip(MESH_AXES, self.shape(num_devices), strict=True)), "batch_rows")
+
+
+def num_parts(sizes: Mapping[str, int], logical: str) -> int:
+    """Returns the number of parts into which mesh axes of these sizes split a logical axis."""
+    return math.prod(sizes[axis] for axis in RULES[logical])
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -37,7 +37,7 @@ from rljax.policy.model import Params, abstract_params, gathered_axes, logical_a
 from rljax.rollout.build import check_reported, version_bytes
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, exact_shape, has_separate_forward, is_offloaded, max_version_lag
-from rljax.sharding import MESH_AXES, RULES, MeshConfig, named_sharding
+from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
 from rljax.trainer.state import abstract_state, make_optimizer
 
 ENGINE = "weights of the embedded engine"
@@ -123,7 +123,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
     check_experts(policy, mesh)
     if config.lora.rank:
         find_targets(policy, config.lora)
-    ways = math.prod(mesh.shape[axis] for axis in RULES["batch_rows"])
+    ways = num_parts(mesh.shape, "batch_rows")
     _check_routes(config, policy)
     _check_tops(config, policy)
     if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
@@ -232,7 +232,7 @@ def planned_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     working = working_bytes(config, policy, mesh)
     devices = math.prod(mesh.shape.values())
     if routes := route_bytes(config, policy):
-        working["routes"] = routes // math.prod(mesh.shape[axis] for axis in RULES["rows"])
+        working["routes"] = routes // num_parts(mesh.shape, "rows")
     if tops := working_top_bytes(config, mesh):
         working["likeliest tokens"] = tops
     return state_bytes(config, policy, mesh) | {name: (size * devices, size) for name, size in working.items()}

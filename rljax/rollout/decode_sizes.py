@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from rljax.policy.config import PolicyConfig
-from rljax.sharding import RULES
+from rljax.sharding import num_parts
 
 _DEVICE_SHARE = 0.7  # of a device's free memory, for the cache
 _HOST_SHARE = 0.25  # of the host's memory, for the caches of devices that do not say how much is free
@@ -22,7 +22,7 @@ _SCORE_BYTES = 2**30  # of the float32 scores of one layer on each device, while
 
 def row_ways(mesh: Mesh) -> int:
     """Returns the number of parts into which ``mesh`` splits rows."""
-    return math.prod(mesh.shape[axis] for axis in RULES["rows"])
+    return num_parts(mesh.shape, "rows")
 
 
 def cache_token_bytes(config: PolicyConfig, mesh: Mesh, dtype: Any) -> float:
