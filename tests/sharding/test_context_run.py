@@ -13,6 +13,7 @@ from rljax.trainer.packing import PackingConfig
 
 pytestmark = pytest.mark.mesh
 CHANCE = "mismatch_sign/"  # The signs of differences that are rounding alone.
+SLOPE = "mismatch/slope_per_1k"  # Such differences, divided by a few thousandths of 1,000 tokens.
 FLOAT32 = ("--precision.compute-dtype", "float32", "--rollout.dtype", "float32", "--mesh.fsdp", "1")
 
 
@@ -31,7 +32,8 @@ def test_a_run_that_moves_between_meshes_keeps_its_rows(tmp_path):
     for row, wanted in zip(rows, expected, strict=True):
         assert row.keys() == wanted.keys()
         found, wanted = ({k: v for k, v in each.items() if not k.startswith(CHANCE)} for each in (row, wanted))
-        assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4, nan_ok=True)
+        assert found.pop(SLOPE) == pytest.approx(wanted.pop(SLOPE), rel=1e-3, abs=1e-4)
+        assert found == pytest.approx(wanted, rel=1e-4, abs=5e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize(
