@@ -78,13 +78,18 @@ class Leaf(NamedTuple):
 
     def read(self, sources: Mapping[str, Any], dtype: Any, index: Any) -> np.ndarray:
         """Reads the part ``index`` of the parameter from the opened tensors of the files, by name."""
-        names = self.names[index[: self.stacked]]
+        names = np.asarray(self.names[index[: self.stacked]])
         bounds = [slice(*s.indices(n)) for s, n in zip(index[self.stacked :], self.shape, strict=True)]
         sizes = [bound.stop - bound.start for bound in bounds]
-        parts = [sources[name][self.hf_slices(bounds)] for name in np.ravel(names)]
-        if self.inputs is not None:
-            parts = [part.T.reshape(sizes) for part in parts]
-        return np.stack([part.astype(dtype) for part in parts]).reshape(*np.shape(names), *sizes)
+        result = np.empty((names.size, *sizes), dtype)
+        for whole, name in zip(result, np.ravel(names), strict=True):
+            part = sources[name][self.hf_slices(bounds)]
+            # One copy casts the part and brings it into the layout of the policy.
+            if self.inputs is None:
+                np.copyto(whole, part, casting="unsafe")
+            else:
+                np.copyto(whole.reshape(part.shape[::-1]), part.T, casting="unsafe")
+        return result.reshape(*np.shape(names), *sizes)
 
 
 def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], HFTensor]) -> Iterator[Leaf]:

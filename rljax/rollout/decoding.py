@@ -23,7 +23,7 @@ from rljax.policy.config import PolicyConfig, route_dtype
 from rljax.policy.model import ForwardStats, Params, embed_tokens, run_blocks
 from rljax.rollout.decode_sizes import Batch
 from rljax.rollout.injected import to_cache
-from rljax.rollout.likeliest import ALL, Selection, next_tokens
+from rljax.rollout.likeliest import ALL, NextTokens, Selection, next_tokens
 from rljax.sharding import constrain
 
 Cache = tuple[Array, ...]  # keys and values, [layers, b, s, kv heads, head_dim]
@@ -296,10 +296,16 @@ def decode(
 
     def body(state: tuple[Slots, Sampled]) -> tuple[Slots, Sampled]:
         slots, sampled = state
-        at = slots.row, slots.step  # A free slot's row is out of bounds, and what it samples is dropped.
         given = None if forced is None else forced[jnp.minimum(slots.row, total - 1), slots.step]
         new = next_tokens(
-            params, slots.hidden, jax.vmap(key)(*at), temperature, greedy, given, lm_head_dtype, selection
+            params,
+            slots.hidden,
+            jax.vmap(key)(slots.row, slots.step),
+            temperature,
+            greedy,
+            given,
+            lm_head_dtype,
+            selection,
         )
         token = new.tokens
         stopped = jnp.any(token[:, None] == stops[None, :], axis=1)
@@ -313,20 +319,7 @@ def decode(
             attention_with_cache(valid[:, None], slots.time),
             slots.cache,
         )
-        sampled = sampled._replace(
-            tokens=sampled.tokens.at[at].set(token, mode="drop"),
-            logprobs=sampled.logprobs.at[at].set(new.logprobs, mode="drop"),
-            counts=sampled.counts.at[slots.row].set(slots.step + 1, mode="drop"),
-            stopped=sampled.stopped.at[slots.row].set(stopped, mode="drop"),
-        )
-        if sampled.routes is not None:
-            routes = sampled.routes.at[at].set(_routes(stats, config)[:, 0], mode="drop")
-            sampled = sampled._replace(routes=routes)
-        if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            sampled = sampled._replace(
-                top_ids=sampled.top_ids.at[at].set(new.top_ids, mode="drop"),
-                top_logprobs=sampled.top_logprobs.at[at].set(new.top_logprobs, mode="drop"),
-            )
+        sampled = _kept(sampled, slots.row, slots.step, new, stopped, stats, config)
         step = slots.step + 1
         most = limit if limits is None else limits[jnp.minimum(slots.row, total - 1)]
         row = jnp.where(stopped | (step >= most), total, slots.row)
@@ -335,6 +328,33 @@ def decode(
 
     slots, sampled = jax.lax.while_loop(lambda state: jnp.sum(state[0].row == total) < enough, body, (slots, sampled))
     return slots, sampled, slots.row == total
+
+
+def _kept(
+    sampled: Sampled,
+    row: Array,
+    step: Array,
+    new: NextTokens,
+    stopped: Array,
+    stats: ForwardStats,
+    config: PolicyConfig,
+) -> Sampled:
+    """Returns the samples with the new token of each slot. What a free slot sampled is dropped."""
+    at = row, step
+    sampled = sampled._replace(
+        tokens=sampled.tokens.at[at].set(new.tokens, mode="drop"),
+        logprobs=sampled.logprobs.at[at].set(new.logprobs, mode="drop"),
+        counts=sampled.counts.at[row].set(step + 1, mode="drop"),
+        stopped=sampled.stopped.at[row].set(stopped, mode="drop"),
+    )
+    if sampled.routes is not None:
+        sampled = sampled._replace(routes=sampled.routes.at[at].set(_routes(stats, config)[:, 0], mode="drop"))
+    if sampled.top_ids is not None and sampled.top_logprobs is not None:
+        sampled = sampled._replace(
+            top_ids=sampled.top_ids.at[at].set(new.top_ids, mode="drop"),
+            top_logprobs=sampled.top_logprobs.at[at].set(new.top_logprobs, mode="drop"),
+        )
+    return sampled
 
 
 def _routes(stats: ForwardStats, config: PolicyConfig) -> Any:

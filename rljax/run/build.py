@@ -202,6 +202,48 @@ def make_source(
     )
 
 
+def make_batches(
+    config: Config,
+    policy: PolicyConfig,
+    engine: RolloutEngine,
+    source: Source,
+    stops: tuple[int, ...],
+    problems: Problems,
+    checkpointer: Checkpointer,
+    stop: StopRequest,
+) -> Batches:
+    """Returns what samples the run's batches: from trajectories of others, ahead of the trainer, or in turn with it.
+
+    ``source`` samples the responses, each of which ends at a token of ``stops``.
+    """
+    rollout = config.rollout
+    sampled = SamplingParams(
+        rollout.max_response_tokens,
+        rollout.temperature,
+        stops,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        reported=rollout.reported,
+    )
+    if rollout.trajectories is not None:
+        kept = checkpointer.all_steps
+        return make_external_batches(config, policy, problems.stream, sampled, stop, kept)
+    plain = Sampler(source, sampled, rollout.group_size, seed=config.run.seed, counts_mixed=rollout.update != "wait")
+    sampler: BatchSampler = RefillingSampler(plain, problems.stream, config) if rollout.refill else plain
+    if not rollout.max_staleness:
+        return Batches(problems.stream, sampler)
+    return BatchesAhead(
+        problems.stream,
+        sampler,
+        engine,
+        stop,
+        steps=config.run.steps,
+        max_staleness=rollout.max_staleness,
+        always_drains=rollout.update == "wait",
+    )
+
+
 def build(
     config: Config,
     policy: PolicyConfig,
@@ -217,36 +259,12 @@ def build(
     Raises ConfigError if the reward or the environment cannot be used, and OSError or ValueError if frozen weights
     cannot.
     """
-    stop, rollout, evaluated = stop or StopRequest(), config.rollout, config.eval
-    stops = policy.stops(tokenizer.eos_token_id, rollout.stop_token_ids)
+    stop, evaluated = stop or StopRequest(), config.eval
+    stops = policy.stops(tokenizer.eos_token_id, config.rollout.stop_token_ids)
     source = make_source(config, engine, tokenizer, stops, stop)
     trainer = make_trainer(config, policy, mesh)
-    sampled = SamplingParams(
-        rollout.max_response_tokens,
-        rollout.temperature,
-        stops,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        reported=rollout.reported,
-    )
-    plain = Sampler(source, sampled, rollout.group_size, seed=config.run.seed, counts_mixed=rollout.update != "wait")
-    sampler: BatchSampler = RefillingSampler(plain, problems.stream, config) if rollout.refill else plain
-    batches = Batches(problems.stream, sampler)
-    if rollout.trajectories is not None:
-        kept = checkpointer.all_steps
-        batches = make_external_batches(config, policy, problems.stream, sampled, stop, kept)
-    elif rollout.max_staleness:
-        batches = BatchesAhead(
-            problems.stream,
-            sampler,
-            engine,
-            stop,
-            steps=config.run.steps,
-            max_staleness=rollout.max_staleness,
-            always_drains=rollout.update == "wait",
-        )
-    limit = evaluated.max_response_tokens or rollout.max_response_tokens
+    batches = make_batches(config, policy, engine, source, stops, problems, checkpointer, stop)
+    limit = evaluated.max_response_tokens or config.rollout.max_response_tokens
     of_evaluation = SamplingParams(limit, evaluated.temperature, stops)
     evaluator = Sampler(source, of_evaluation, evaluated.n)
     return RunParts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -16,6 +16,9 @@ from rljax.run.config import Config
 from rljax.run.sampling import Rollouts
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.update import TrainerValues
+
+if TYPE_CHECKING:
+    from rljax.record.token_dumps import ColumnSource
 
 ROLLOUT, TRAINER = "rollout", "trainer"  # a dump's columns: the engine, and the trainer before the update
 
@@ -64,23 +67,12 @@ def write_tokens(
     that sampled it, whether it is in the loss (1 or 0), and the entropy of the trainer's distribution where ``trainer``
     has it. The trainer's likeliest tokens are its log-probabilities of the sampler's, in the trainer's order.
     """
-    from rljax.record.token_dumps import ColumnSource, dump_of_responses, write_dump  # pyarrow, for few runs
+    from rljax.record.token_dumps import dump_of_responses, write_dump  # pyarrow, for few runs
 
     stale = any(s.staleness is not None and s.staleness.any() for s in sequences)
-    # The name stands for a hash: equal names mean equal weights.
-    weights = f"{config.run.dir} version {policy_version}"
-    injected = config.rollout.inject.given
-    changes = [f"{name} {injected[name]}" for name in ("weight_noise", "quantize", "dtype") if name in injected]
-    forms = {name: getattr(config.rollout, name) for name in ("weight_quantization", "kv_cache_dtype")}
-    eight_bits = {name: kind for name, kind in forms.items() if kind not in ("none", "auto")}
-    changes += [f"{name} {kind}" for name, kind in eight_bits.items() if name == "weight_quantization"]
-    label = config.rollout.engine_form.label
-    rollout_weights = "" if stale else ", ".join([weights, *changes])
-    temperature, is_cut = config.rollout.temperature, config.rollout.is_cut
-    cuts = {name: getattr(config.rollout, name) for name in ("top_k", "top_p", "min_p")} if is_cut else {}
+    columns, settings = _sources(config, policy_version, stale)
     pairs = [(s.top_ids, s.top_logprobs) for s in sequences]
     tops = [(ids, values) for ids, values in pairs if ids is not None and values is not None]
-    engine = f"jax {jax.__version__} decode" if config.rollout.engine == "jax" else config.rollout.engine
     turns = [s.turns for s in sequences if s.turns is not None]
     behind = [np.zeros(len(s.response)) if s.staleness is None else s.staleness for s in sequences]
     entropies = trainer.entropy and [_where_sampled(s, own) for s, own in zip(sequences, trainer.entropy, strict=True)]
@@ -92,16 +84,8 @@ def write_tokens(
             ROLLOUT: [_where_sampled(s, s.rollout_logprobs) for s in sequences],
             TRAINER: [_where_sampled(s, own) for s, own in zip(sequences, trainer.logprobs, strict=True)],
         },
-        {
-            ROLLOUT: ColumnSource(engine, config.rollout.dtype, rollout_weights, temperature, form=label, cut=is_cut),
-            TRAINER: ColumnSource(
-                f"jax {jax.__version__}", config.precision.compute_dtype, weights, temperature, cut=is_cut
-            ),
-        },
-        {"temperature": temperature, "max_response_tokens": config.rollout.max_response_tokens}
-        | eight_bits
-        | cuts
-        | ({"inject": injected} if injected else {}),
+        columns,
+        settings,
         tops,
         {
             "advantage": [np.broadcast_to(s.advantage, len(s.response)) for s in sequences],
@@ -114,6 +98,35 @@ def write_tokens(
         {} if trainer.tops is None else {TRAINER: [*map(_in_order, (ids for ids, _ in tops), trainer.tops)]},
     )
     write_dump(_path(config, step, "parquet"), dump)
+
+
+def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, ColumnSource], dict[str, Any]]:
+    """Returns where the columns of a dump come from, and its settings under ``sampling``.
+
+    Args:
+      version: The policy version of the trainer before the update.
+      stale: Whether tokens were sampled by an older version, so that the engine's weights have no one name.
+    """
+    from rljax.record.token_dumps import ColumnSource
+
+    rollout, trainer = config.rollout, f"jax {jax.__version__}"
+    # The name stands for a hash: equal names mean equal weights.
+    weights = f"{config.run.dir} version {version}"
+    injected = rollout.inject.given
+    changes = [f"{name} {injected[name]}" for name in ("weight_noise", "quantize", "dtype") if name in injected]
+    forms = {name: getattr(rollout, name) for name in ("weight_quantization", "kv_cache_dtype")}
+    eight_bits = {name: kind for name, kind in forms.items() if kind not in ("none", "auto")}
+    changes += [f"{name} {kind}" for name, kind in eight_bits.items() if name == "weight_quantization"]
+    sampler = f"{trainer} decode" if rollout.engine == "jax" else rollout.engine
+    sampled = "" if stale else ", ".join([weights, *changes])
+    temperature, form, cut = rollout.temperature, rollout.engine_form.label, rollout.is_cut
+    cuts = {name: getattr(rollout, name) for name in ("top_k", "top_p", "min_p")} if cut else {}
+    columns = {
+        ROLLOUT: ColumnSource(sampler, rollout.dtype, sampled, temperature, form=form, cut=cut),
+        TRAINER: ColumnSource(trainer, config.precision.compute_dtype, weights, temperature, cut=cut),
+    }
+    settings = {"temperature": temperature, "max_response_tokens": rollout.max_response_tokens} | eight_bits | cuts
+    return columns, settings | ({"inject": injected} if injected else {})
 
 
 def _in_order(ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -133,11 +133,13 @@ def create_state(
     dynamic_scale: bool,
     lora: LoraConfig = OFF,
 ) -> TrainState:
-    """Makes a new state, sharded over the mesh. It takes ``params`` over, so do not use them again.
+    """Makes a new state, sharded over the mesh. The buffers of ``params`` are donated to it.
 
     If ``lora`` has a rank, ``params`` are the adapters.
     """
     abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic_scale, lora=lora)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    make = jax.jit(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), out_shardings=shardings)
+    make = jax.jit(
+        lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), out_shardings=shardings, donate_argnums=0
+    )
     return make(params)
