@@ -130,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         directory = options.directory or Path(name)
         if not (directory / "model/config.json").exists():
-            code = "import bench_start, pathlib, sys; bench_start.make_model(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
+            code = (
+                "import bench_start, pathlib, sys; bench_start.make_model(pathlib.Path(sys.argv[1]), int(sys.argv[2]))"
+            )
             made = [sys.executable, "-c", code, str(directory / "model"), str(options.layers)]
             subprocess.run(made, cwd=Path(__file__).parent, check=True)
         cache = {"JAX_COMPILATION_CACHE_DIR": str(directory / "cache")}
