@@ -36,12 +36,12 @@ from rljax.policy.model import (
 )
 from rljax.policy.score import align, over_support
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
+from rljax.trainer.forward import MicroSums, TokenValues, micro_gradients, values_of
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch, TrainSequence, fill
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import TrainState, abstract_state
-from rljax.trainer.step import MicroSums, TokenValues, micro_gradients, values_of
 from rljax.trainer.totals import Controls, Totals, add_micro_batch, place_controls, update_state, zero_totals
 from rljax.trainer.update import TrainerValues, Updated, UpdateOptions, fetch_metrics, unpack_values
 
@@ -79,7 +79,7 @@ def full_scores(
 ) -> FullScores:
     """Scores a micro-batch [b, t], which has one sequence in a row, at a positive float32 temperature.
 
-    The whole log-softmax is computed before any token is picked from it. ``trainer.step.make_score`` describes the last
+    The whole log-softmax is computed before any token is picked from it. ``forward.make_score`` describes the last
     three arguments. The log-softmax is never cut.
     """
     rows = (micro.tokens, micro.segment_ids, micro.positions)

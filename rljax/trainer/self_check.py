@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.model import Remat
 from rljax.sharding import fetch
+from rljax.trainer.forward import TokenValues
 from rljax.trainer.measure import Cause
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch, TrainSequence, unpack
 from rljax.trainer.state import TrainState
-from rljax.trainer.step import TokenValues
 from rljax.trainer.update import Forward, Pack, Update, Updated, UpdateOptions
 
 PREFIXES: dict[Cause, str] = {

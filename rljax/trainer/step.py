@@ -11,6 +11,7 @@ to these becomes the gradient of the adapters before it is accumulated. With one
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -21,16 +22,16 @@ from jax.sharding import Mesh
 from rljax.mismatch import Statistics, merge, zeros
 from rljax.policy.config import DEFAULTS, PolicyConfig, PolicyOptions
 from rljax.policy.head import matmul_precision
-from rljax.policy.kernels import Kernels, choose_kernels
+from rljax.policy.kernels import choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams
 from rljax.policy.model import Params, abstract_params, cast_params, gathered_axes, logical_axes, param_shardings
-from rljax.policy.score import Scores, packed_logprobs
-from rljax.sharding import constrain, constrain_tree, named_sharding, replicated
+from rljax.policy.score import Scores
+from rljax.sharding import constrain_tree, named_sharding, replicated
+from rljax.trainer.forward import MicroSums, TokenValues, make_score, micro_gradients, values_of
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.micro_batches import (
     BATCH_AXES,
     abstract_batch,
-    batch_axes,
     merge_over_replicas,
     on_each_replica,
     over_micro_batches,
@@ -39,7 +40,7 @@ from rljax.trainer.micro_batches import (
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import OptionalLogprobs, PackedBatch
 from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.router import balance_loss, replayed_choices, routes_of
+from rljax.trainer.router import routes_of
 from rljax.trainer.state import TrainState, abstract_state
 from rljax.trainer.totals import (
     Controls,
@@ -52,105 +53,185 @@ from rljax.trainer.totals import (
     zero_totals,
 )
 
-# The sums of a micro-batch: gradients, the statistics of ``Objective.micro_loss`` and the statistics of ``measure``.
-MicroSums = tuple[Params, Statistics, dict[str, Statistics]]
 
+@dataclass(frozen=True)
+class StepFunctions:
+    """The functions that the programs of a ``TrainStep`` compile. The attributes are the arguments of the step."""
 
-def micro_gradients(
-    compute: Params,
-    micro: PackedBatch,
-    objective: Objective,
-    score: Any,
-    scale: jax.Array,
-    provisional: jax.Array,
-    mean_weight: jax.Array | float = 1.0,
-) -> tuple[Params, Statistics, Scores]:
-    """Computes the forward and backward of one micro-batch [b, t].
+    config: PolicyConfig
+    tx: optax.GradientTransformation
+    mesh: Mesh
+    precision: PrecisionConfig
+    objective: Objective
+    temperature: float
+    diagnosis: DiagnosisConfig | None
+    keep_gathered: bool
+    options: PolicyOptions
+    lora: LoraConfig
+    cut: bool
+    for_dumps: bool
 
-    Args:
-      compute: The parameters in the compute dtype, with respect to which the gradient is taken.
-      score: A function of parameters and a micro-batch that returns ``Scores``.
-      scale: The factor of the loss.
-      provisional: The provisional denominator of the loss.
-      mean_weight: The mean weight, from ``Objective.mean_weight``.
+    @property
+    def dtype(self) -> Any:
+        """The compute dtype."""
+        return jnp.dtype(self.precision.compute_dtype)
 
-    Returns:
-      The gradients in the compute dtype, the statistics of the loss, and the scores.
-    """
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale of the loss moves."""
+        return self.precision.compute_dtype == "float16"
 
-    def loss_fn(compute: Params) -> tuple[jax.Array, tuple[Statistics, Scores]]:
-        scores = score(compute, micro)
-        balance: jax.Array | float = 0.0
-        if objective.loss.router_balance and scores.stats.router is not None:
-            balance = balance_loss(scores.stats.router)
-        loss, statistics = objective.micro_loss(scores, micro, provisional, mean_weight, balance)
-        return loss * scale, (statistics, scores)
+    @property
+    def trained(self) -> TrainedParams:
+        """What is trained of the policy."""
+        return TrainedParams(self.config, self.lora)
 
-    (_, (statistics, scores)), grads = jax.value_and_grad(loss_fn, has_aux=True)(compute)
-    return grads, statistics, scores
+    def score(self, *, tops: bool = False, collision: bool = False) -> Any:
+        """Returns the function of ``make_score``, with the kernels of the devices of the mesh."""
+        kernels = choose_kernels(self.options, self.config, self.precision.compute_dtype, self.mesh)
+        settings = (self.config, self.precision, self.temperature, kernels)
+        return make_score(*settings, cut=self.cut, tops=tops, collision=collision)
 
+    def copy_weights(self, params: Params) -> Params:
+        """Casts the masters to the compute dtype, and gathers the copy where it is kept gathered."""
+        # The weights are cast before they are gathered, so that they travel in the compute dtype.
+        axes = logical_axes(self.config)
+        axes_of_copy = gathered_axes(self.config) if self.keep_gathered else axes
+        return constrain_tree(constrain_tree(cast_params(params, self.dtype), axes), axes_of_copy)
 
-def make_score(
-    config: PolicyConfig,
-    precision: PrecisionConfig,
-    temperature: float,
-    kernels: Kernels,
-    *,
-    cut: bool = False,
-    tops: bool = False,
-    collision: bool = False,
-) -> Any:
-    """Returns a function ``score(compute, micro) -> Scores``. Each device gets the scores of all tokens.
+    def constrained(self, totals: Totals) -> Totals:
+        """Returns totals whose gradients are sharded as the parameters are."""
+        return totals._replace(grads=constrain_tree(totals.grads, self.trained.axes()))
 
-    Args:
-      cut: Whether the sampled distributions are cut to ``PackedBatch.top_ids``, and scored as such.
-      tops: Whether the scores have the log-probabilities of ``PackedBatch.top_ids``.
-      collision: Whether the scores have the sums of squared probabilities.
-    """
+    def alone(
+        self,
+        compute: Params,
+        score: Any,
+        num_sequences: int,
+        diagnosis: DiagnosisConfig | None,
+        *,
+        for_dumps: bool,
+        with_routes: bool = False,
+        with_collision: bool = False,
+    ) -> Any:
+        """Returns a function of a micro-batch that measures its mismatch and takes no gradient."""
 
-    def score(compute: Params, micro: PackedBatch) -> Scores:
-        tokens, top_ids = micro.tokens, micro.top_ids
-        if top_ids is not None:
-            # Losses need both whole. The policy works on the rows of each device.
-            tokens, top_ids = (constrain(x, *batch_axes(x)) for x in (tokens, top_ids))
-        elif cut or tops:
-            raise ValueError("the batch must have the sampler's likeliest tokens (top_ids) to be scored, got none")
-        scores = packed_logprobs(
-            compute,
-            config,
-            *(tokens, micro.segment_ids, micro.positions),
-            temperature=temperature,
-            lm_head_dtype=precision.head_dtype,
-            remat=precision.remat_policy,
-            kernels=kernels,
-            choices=replayed_choices(micro, config),
-            top_ids=top_ids if cut or tops else None,
-            cut=cut,
-            collision=collision,
-        )
-        of_tokens: dict[str, Any] = {
-            name: x for name, x in scores._asdict().items() if name != "stats" and x is not None
-        }
-        whole: dict[str, Any] = {name: constrain(x, *[None] * x.ndim) for name, x in of_tokens.items()}
-        return scores._replace(**whole)
+        def each(micro: PackedBatch) -> tuple[dict[str, Statistics], TokenValues]:
+            scores = score(compute, micro)
+            routes = routes_of(scores.stats.router, self.config) if with_routes else None
+            collision = scores.collision if with_collision else None
+            values = values_of(scores, for_dumps)._replace(routes=routes, collision=collision)
+            return measure(scores, micro, num_sequences, diagnosis), values
 
-    return score
+        return each
 
+    def sums(
+        self,
+        batch: PackedBatch,
+        counts: tuple[Any, Any],
+        compute: Params,
+        needed: Any,
+        noise: Any,
+        *of_loss: Any,
+    ) -> tuple[Totals, TokenValues]:
+        """Adds up the micro-batches of a replica.
 
-class TokenValues(NamedTuple):
-    """The values of the tokens of a batch that a forward keeps. Those that were not asked for are None."""
+        Args:
+          counts: The number of micro-batches with loss, and the number of those that have sequences.
+          compute: The weights in the compute dtype.
+          needed: The residuals that the gradients of adapters need.
+          noise: Whether the noise of the gradients is measured.
+          of_loss: The factor of the loss, its provisional denominator, and the mean weight.
+        """
+        trained, objective, correction = self.trained, self.objective, self.objective.correction
+        score = self.score(tops=correction.needs_tops, collision=correction.needs_collision)
 
-    logprobs: Any  # float32 [m, b, t], the trainer's log-probabilities
-    routes: Any = None  # the ``PackedBatch.routes`` that the forward chose
-    collision: Any = None  # float32 [m, b, t], the sums of the squared probabilities
-    entropy: Any = None  # float32 [m, b, t], the entropies of the scored distributions (nats)
-    tops: Any = None  # float32 [m, b, t, k], the trainer's log-probabilities of ``PackedBatch.top_ids``
+        def score_part(part: Params, micro: PackedBatch) -> Scores:
+            return score(trained.with_targets(compute, part), micro)
 
+        def each(micro: PackedBatch) -> tuple[MicroSums, TokenValues]:
+            targets = trained.targets(compute)
+            grads, loss, scores = micro_gradients(targets, micro, objective, score_part, *of_loss)
+            measured = measure(scores, micro, objective.num_sequences, self.diagnosis)
+            return (trained.gradients(needed, grads), loss, measured), values_of(scores, self.for_dumps)
 
-def values_of(scores: Any, for_dumps: bool) -> TokenValues:
-    """Returns the values of tokens from their scores. ``for_dumps``: Whether token dumps need more of them."""
-    values = TokenValues(scores.logprobs)
-    return values._replace(entropy=scores.entropy, tops=scores.tops) if for_dumps else values
+        def add(totals: Totals, sums: MicroSums) -> Totals:
+            return self.constrained(add_micro_batch(totals, *sums, noise))
+
+        def zero(shapes: MicroSums) -> Totals:
+            return self.constrained(zero_totals(*shapes))
+
+        totals, values = over_micro_batches(batch, each, zero, add, (0, counts[0]))
+        # The values that are kept must be the same in both kinds of micro-batches.
+        score_rest = score if self.for_dumps else self.score()
+        alone = self.alone(compute, score_rest, objective.num_sequences, self.diagnosis, for_dumps=self.for_dumps)
+        measured, values = over_micro_batches(batch, alone, lambda _: totals.measured, merge, counts, values)
+        return totals._replace(measured=measured), values
+
+    def gradients(
+        self, state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None
+    ) -> tuple[Totals, TokenValues]:
+        """Adds up the gradients and the statistics of a batch over micro-batches and replicas."""
+        # Without a loop over micro-batches, neither the copy of the weights nor the total of the gradients has to be
+        # kept from its beginning to its end. That takes four bytes a parameter less.
+        casts_alone = len(batch.tokens) == 1
+
+        def work(batch: PackedBatch, *shared: Any) -> tuple[Totals, Any]:
+            if not casts_alone:
+                return self.sums(batch, (batch.with_loss, batch.used), *shared)
+            params, *others = shared
+            return jax.lax.cond(
+                batch.with_loss > 0,
+                lambda: self.sums(batch, (1, 1), self.copy_weights(params), *others),
+                lambda: self.sums(batch, (0, batch.used), self.copy_weights(params), *others),
+            )
+
+        objective = self.objective
+        with jax.default_matmul_precision(matmul_precision(self.dtype)):
+            compute = state.params if weights is None else weights
+            compute = compute if casts_alone else self.copy_weights(compute)
+            of_loss = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
+            shared = (compute, self.trained.residuals(state.params), controls.measure_noise, *of_loss)
+            return on_each_replica(work, add_up_replicas, batch, *shared)
+
+    def train_step(
+        self, state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
+    ) -> tuple[TrainState, dict[str, jax.Array], TokenValues]:
+        """Makes one step: the new state, the row, and the values of the tokens."""
+        totals, values = self.gradients(state, batch, controls, weights)
+        state, row = update_state(state, totals, batch, self.tx, self.objective, controls, dynamic=self.dynamic)
+        return state, row | finalize_measured(totals.measured, self.diagnosis), values
+
+    def loss_forward(
+        self, state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
+    ) -> tuple[TokenValues, jax.Array]:
+        """Computes the values of the tokens by the work of a step, without an update."""
+        totals, values = self.gradients(state, batch, controls, weights)
+        return values, square_norm(totals.grads)  # without a use the compiler would leave the backward out
+
+    def forward(
+        self,
+        params: Params,
+        batch: PackedBatch,
+        *,
+        num_sequences: int,
+        diagnosis: DiagnosisConfig,
+        with_routes: bool,
+        with_collision: bool,
+        for_dumps: bool,
+    ) -> tuple[dict[str, jax.Array], TokenValues]:
+        """Computes the row and the values of the tokens of a batch by forwards alone."""
+        score = self.score(collision=with_collision)
+        asked = {"for_dumps": for_dumps, "with_routes": with_routes, "with_collision": with_collision}
+
+        def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], TokenValues]:
+            each = self.alone(compute, score, num_sequences, diagnosis, **asked)
+            return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
+
+        with jax.default_matmul_precision(matmul_precision(self.dtype)):
+            compute = self.copy_weights(params)
+            measured, values = on_each_replica(work, merge_over_replicas, batch, compute)
+        return finalize_measured(measured, diagnosis), values
 
 
 class Programs(NamedTuple):
@@ -164,162 +245,33 @@ class Programs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def make_programs(
-    config: PolicyConfig,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    precision: PrecisionConfig,
-    objective: Objective,
-    batch_shape: tuple[int, int, int],
-    temperature: float,
-    diagnosis: DiagnosisConfig | None,
-    keep_gathered: bool,
-    options: PolicyOptions,
-    lora: LoraConfig,
-    cut: bool,
-    for_dumps: bool,
-) -> Programs:
-    """Makes the programs of a ``TrainStep`` from the arguments of the step.
+def make_programs(functions: StepFunctions, batch_shape: tuple[int, int, int]) -> Programs:
+    """Makes the programs of a ``TrainStep`` for batches of the shape (micro-batches, rows, tokens).
 
     Two steps with equal arguments share their programs, such as the steps of a run and of its continuation in the same
     process. They are traced and compiled once. The programs of the last eight kinds are kept.
     """
-    dynamic = precision.compute_dtype == "float16"
-    dtype = jnp.dtype(precision.compute_dtype)
-    kernels, correction = choose_kernels(options, config, precision.compute_dtype, mesh), objective.correction
-    make = functools.partial(make_score, config, precision, temperature, kernels, cut=cut)
-    score_alone, score_collision = make(), make(collision=True)
-    score = make(tops=correction.needs_tops, collision=correction.needs_collision)
-    trained, axes = TrainedParams(config, lora), logical_axes(config)
-    axes_of_copy = gathered_axes(config) if keep_gathered else axes
-
-    def copy_weights(params: Params) -> Params:
-        # The weights are cast before they are gathered, so that they travel in the compute dtype.
-        return constrain_tree(constrain_tree(cast_params(params, dtype), axes), axes_of_copy)
-
-    def casts_alone(batch: PackedBatch) -> bool:
-        # Without a loop over micro-batches, neither the copy of the weights nor the total of the gradients has to be
-        # kept from its beginning to its end. That takes four bytes a parameter less.
-        return len(batch.tokens) == 1
-
-    def forward_alone(
-        compute: Params,
-        num_sequences: int,
-        diagnosis: DiagnosisConfig | None,
-        score: Any,
-        for_dumps: bool,
-        with_routes: bool = False,
-        with_collision: bool = False,
-    ) -> Any:
-        def each(micro: PackedBatch) -> tuple[dict[str, Statistics], TokenValues]:
-            scores = score(compute, micro)
-            routes = routes_of(scores.stats.router, config) if with_routes else None
-            collision = scores.collision if with_collision else None
-            values = values_of(scores, for_dumps)._replace(routes=routes, collision=collision)
-            return measure(scores, micro, num_sequences, diagnosis), values
-
-        return each
-
-    def gradients(
-        state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None
-    ) -> tuple[Totals, TokenValues]:
-        def work(batch: PackedBatch, *shared: Any) -> tuple[Totals, Any]:
-            if not casts_alone(batch):
-                return sums(batch, (batch.with_loss, batch.used), *shared)
-            params, *others = shared
-            return jax.lax.cond(
-                batch.with_loss > 0,
-                lambda: sums(batch, (1, 1), copy_weights(params), *others),
-                lambda: sums(batch, (0, batch.used), copy_weights(params), *others),
-            )
-
-        def sums(
-            batch: PackedBatch, counts: tuple[Any, Any], compute: Params, needed: Any, noise: Any, *of_loss: Any
-        ) -> tuple[Totals, Any]:
-            def score_part(part: Params, micro: PackedBatch) -> Scores:
-                return score(trained.with_targets(compute, part), micro)
-
-            def each(micro: PackedBatch) -> tuple[MicroSums, TokenValues]:
-                targets = trained.targets(compute)
-                grads, loss, scores = micro_gradients(targets, micro, objective, score_part, *of_loss)
-                measured = measure(scores, micro, objective.num_sequences, diagnosis)
-                return (trained.gradients(needed, grads), loss, measured), values_of(scores, for_dumps)
-
-            def add(totals: Totals, sums: MicroSums) -> Totals:
-                return constrained(add_micro_batch(totals, *sums, noise))
-
-            def zero(shapes: MicroSums) -> Totals:
-                return constrained(zero_totals(*shapes))
-
-            totals, values = over_micro_batches(batch, each, zero, add, (0, counts[0]))
-            # The values that are kept must be the same in both kinds of micro-batches.
-            score_rest = score if for_dumps else score_alone
-            alone = forward_alone(compute, objective.num_sequences, diagnosis, score_rest, for_dumps)
-            measured, values = over_micro_batches(batch, alone, lambda _: totals.measured, merge, counts, values)
-            return totals._replace(measured=measured), values
-
-        def constrained(totals: Totals) -> Totals:
-            return totals._replace(grads=constrain_tree(totals.grads, trained.axes()))
-
-        with jax.default_matmul_precision(matmul_precision(dtype)):
-            compute = state.params if weights is None else weights
-            compute = compute if casts_alone(batch) else copy_weights(compute)
-            of_loss = (state.loss_scale.scale, objective.provisional(batch), objective.mean_weight(batch))
-            shared = (compute, trained.residuals(state.params), controls.measure_noise, *of_loss)
-            return on_each_replica(work, add_up_replicas, batch, *shared)
-
-    def train_step(
-        state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
-    ) -> tuple[TrainState, dict[str, jax.Array], TokenValues]:
-        totals, values = gradients(state, batch, controls, weights)
-        state, row = update_state(state, totals, batch, tx, objective, controls, dynamic=dynamic)
-        return state, row | finalize_measured(totals.measured, diagnosis), values
-
-    def loss_forward(
-        state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
-    ) -> tuple[TokenValues, jax.Array]:
-        totals, values = gradients(state, batch, controls, weights)
-        return values, square_norm(totals.grads)  # without a use the compiler would leave the backward out
-
-    def forward(
-        params: Params,
-        batch: PackedBatch,
-        *,
-        num_sequences: int,
-        diagnosis: DiagnosisConfig,
-        with_routes: bool,
-        with_collision: bool,
-        for_dumps: bool,
-    ) -> tuple[dict[str, jax.Array], TokenValues]:
-        def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], TokenValues]:
-            chosen = score_collision if with_collision else score_alone
-            flags = (for_dumps, with_routes, with_collision)
-            each = forward_alone(compute, num_sequences, diagnosis, chosen, *flags)
-            return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
-
-        with jax.default_matmul_precision(matmul_precision(dtype)):
-            compute = copy_weights(params)
-            measured, values = on_each_replica(work, merge_over_replicas, batch, compute)
-        return finalize_measured(measured, diagnosis), values
-
-    abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic, lora=lora)
+    config, tx, mesh, lora = functions.config, functions.tx, functions.mesh, functions.lora
+    abstract = abstract_state(config, tx, mesh, dynamic_scale=functions.dynamic, lora=lora)
     everywhere, by_rows = replicated(mesh), named_sharding(mesh, BATCH_AXES, batch_shape)
     merged = [(abstract_params(config), param_shardings(config, mesh))] if lora.rank else []
-    weights = [jax.tree.map(lambda leaf, where: leaf.update(dtype=dtype, sharding=where), *trees) for trees in merged]
+    weights = [
+        jax.tree.map(lambda leaf, where: leaf.update(dtype=functions.dtype, sharding=where), *trees) for trees in merged
+    ]
     by_state = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     step = jax.jit(
-        train_step,
+        functions.train_step,
         in_shardings=(by_state, None, everywhere, *[None for _ in weights]),
         out_shardings=(by_state, everywhere, by_rows),
         donate_argnums=(0,),
     )
     again = jax.jit(
-        loss_forward,
+        functions.loss_forward,
         in_shardings=(by_state, None, everywhere, *[None for _ in weights]),
         out_shardings=(by_rows, everywhere),
     )
     alone = jax.jit(
-        forward,
+        functions.forward,
         static_argnames=("num_sequences", "diagnosis", "with_routes", "with_collision", "for_dumps"),
         out_shardings=(everywhere, by_rows),
     )
@@ -362,8 +314,10 @@ class TrainStep:
             of the distributions over ``PackedBatch.top_ids``, which each batch must have.
           for_dumps: Whether the token values have the entropies and, where the loss needs them, ``tops``.
         """
-        settings = (temperature, diagnosis, keep_gathered, options, lora, cut, for_dumps)
-        self._programs = make_programs(config, tx, mesh, precision, objective, batch_shape, *settings)
+        settings = (precision, objective, temperature, diagnosis, keep_gathered, options, lora, cut, for_dumps)
+        functions = StepFunctions(config, tx, mesh, *settings)
+        functions.score()  # refuses kernels that the devices lack
+        self._programs = make_programs(functions, batch_shape)
         self._mesh, self._merged, self._batch_shape = mesh, merged, batch_shape
         self._everywhere = replicated(mesh)
         self._by_rows = named_sharding(mesh, BATCH_AXES, batch_shape)

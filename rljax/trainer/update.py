@@ -11,9 +11,10 @@ import numpy as np
 
 from rljax.policy.model import Params
 from rljax.sharding import fetch, on_devices, on_host
+from rljax.trainer.forward import TokenValues
 from rljax.trainer.packing import PackedBatch, TrainSequence, groups_of, unpack, unpack_routes
 from rljax.trainer.state import TrainState
-from rljax.trainer.step import TokenValues, TrainStep
+from rljax.trainer.step import TrainStep
 
 Pack = Callable[[Sequence[TrainSequence]], PackedBatch]
 Forward = Callable[..., tuple[dict[str, jax.Array], TokenValues]]  # The type of ``TrainStep.forward``.

@@ -8,8 +8,8 @@ from rljax.policy.config import toy_config
 from rljax.policy.model import init_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh, put
 from rljax.trainer.behaviour import SplitUpdate, make_copy, split_metrics
+from rljax.trainer.forward import TokenValues
 from rljax.trainer.packing import TrainSequence, pack
-from rljax.trainer.step import TokenValues
 from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
 
 OPTIONS = UpdateOptions(1e-3, 0, noise=False)

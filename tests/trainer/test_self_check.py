@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from rljax.trainer.forward import TokenValues
 from rljax.trainer.packing import TrainSequence, pack
 from rljax.trainer.self_check import (
     SelfCheckedUpdate,
@@ -16,7 +17,6 @@ from rljax.trainer.self_check import (
     self_metrics,
     spread,
 )
-from rljax.trainer.step import TokenValues
 from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
 
 DUE = UpdateOptions(1e-3, 0, noise=False, self_mismatch=True)

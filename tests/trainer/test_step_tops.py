@@ -13,12 +13,13 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.kernels import ON_ANY_BACKEND
 from rljax.policy.model import hidden_states, init_params, lm_head_table
+from rljax.trainer.forward import make_score
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.micro_batches import with_all_rows
 from rljax.trainer.objective import Objective
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
-from rljax.trainer.step import TrainStep, make_score
+from rljax.trainer.step import TrainStep
 
 K = 5
 FLOAT32 = PrecisionConfig(compute_dtype="float32")
