@@ -83,7 +83,7 @@ class StepFunctions:
 
     @property
     def trained(self) -> TrainedParams:
-        """What is trained of the policy."""
+        """The trained part of the parameters."""
         return TrainedParams(self.config, self.lora)
 
     def score(self, *, tops: bool = False, collision: bool = False) -> Any:
