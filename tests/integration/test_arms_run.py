@@ -101,6 +101,7 @@ def bypass(toy_base, tmp_path_factory):
     return rows_of(toy_base, tmp_path_factory.mktemp("bypass") / "run", "--loss.old-logprobs", "rollout", *bounds)
 
 
+@pytest.mark.harness
 def test_float16_on_both_sides_scales_its_loss_and_lies_closer(toy_base, bypass, tmp_path):
     options = ["--rollout.dtype", "float16", "--precision.compute-dtype", "float16", "--correction.preset", "token_mis"]
     rows = rows_of(toy_base, tmp_path / "run", *options)

@@ -33,6 +33,7 @@ def trained(run_dir):
     return [[json.loads(line)["reward"] for line in path.read_text().splitlines()] for path in steps]
 
 
+@pytest.mark.harness
 def test_a_killed_run_uses_each_row_of_a_directory_once(toy_base, tmp_path):
     """The files have three groups, so that most steps end within one. The run is killed after an unsaved step."""
     place, run_dir = tmp_path / "rows", tmp_path / "run"

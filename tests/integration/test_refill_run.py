@@ -80,6 +80,7 @@ def test_killed_while_groups_are_replaced_it_goes_on(whole, toy_base, tmp_path):
     assert comparable(run_dir) == comparable(whole)
 
 
+@pytest.mark.harness
 def test_the_exact_engine_stays_at_zero_mismatch(toy_base, tmp_path):
     exact = ("--rollout.engine", "exact", "--rollout.dtype", "float16", "--precision.compute-dtype", "float16")
     code, output = complete(tiny(toy_base, tmp_path / "run", 2, *REFILL, *exact))

@@ -38,8 +38,11 @@ def causes(row):
     return set(found)
 
 
+FORMS = [pytest.param(kind, marks=pytest.mark.harness) if kind != "jax" else kind for kind in RUNS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", FORMS)
 def test_rows_stay_and_programs_compile_once(toy_base, tmp_path, caplog, kind):
     words, forwards = RUNS[kind]
     off, on, compiled = checked_runs(toy_base, tmp_path, caplog, words)

@@ -9,7 +9,8 @@ from rljax.rollout.servers.vllm.client import COMPLETIONS
 from rljax.rollout.types import SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.vllm
-DTYPES = pytest.mark.parametrize("served", ["bfloat16", "float16", "float32"], indirect=True)
+FLOAT16 = pytest.param("float16", marks=pytest.mark.harness)
+DTYPES = pytest.mark.parametrize("served", ["bfloat16", FLOAT16, "float32"], indirect=True)
 
 
 def gaps(served, params, prompts, responses) -> np.ndarray:
