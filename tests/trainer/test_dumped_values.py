@@ -85,7 +85,7 @@ def trained(kind, for_dumps, correction=CENTERED):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["one", "several", "exact"])
+@pytest.mark.parametrize("kind", [pytest.param("one", marks=pytest.mark.harness), "several", "exact"])
 def test_kept_values_are_those_of_a_plain_forward(kind):
     """Sequences in the loss and sequences without loss, whose micro-batches take a forward alone."""
     given, found = trained(kind, True)

@@ -70,7 +70,10 @@ def reference():
     return adapter_gradients(adapters(), targets_of(of_weights, CONFIG, LORA), CONFIG, LORA)
 
 
-@pytest.mark.parametrize(("row", "rows"), [(20, 2), (64, 1), pytest.param(100, 3, marks=pytest.mark.harness)])
+FORMS = [pytest.param(*form, marks=pytest.mark.harness) for form in ((64, 1), (100, 3))]
+
+
+@pytest.mark.parametrize(("row", "rows"), [(20, 2), *FORMS])
 def test_gradient_is_that_of_the_loss_however_it_is_cut(row, rows, reference):
     _, _, state, metrics, _ = run(keep_gradient(), sequences(), row=row, rows=rows)
     trace = state.opt_state.inner_state.trace
@@ -107,6 +110,7 @@ def test_updates_change_only_adapters_and_compile_once():
         np.testing.assert_array_equal(np.asarray(old), np.asarray(new), strict=True)
 
 
+@pytest.mark.harness
 def test_the_lowered_step_is_the_one_that_is_called():
     tx = keep_gradient()
     step, _, state, metrics, _ = run(tx, sequences(), dtype="bfloat16")
