@@ -62,7 +62,8 @@ class VerifyConfig:
     rounded_ceiling: float = 0.6
     """The highest band of a server that rounds to 8 bits as ``rollout.server_form`` says, in every dtype (nats)."""
     rounded_prompts: int = 16
-    """The number of probe prompts of one look at a server that rounds to 8 bits as ``rollout.server_form`` says."""
+    """The number of probe prompts of one look at a mixture of experts, or at a server that rounds to 8 bits as
+    ``rollout.server_form`` says. A few of their tokens are far off."""
     rounded_own_floor: float = 1e-3
     """The lowest band between two scores of the same tokens by a server that rounds to 8 bits: as it generated them,
     and as a prompt, which reads nothing from its prefix cache (nats). A third of the probes may be nearer."""

@@ -153,7 +153,7 @@ def test_a_look_out_of_band_is_followed_by_another_one(mixture):
     assert made.band == pytest.approx(0.04)
     assert check(made, server).mean == pytest.approx(0.02, rel=1e-4)
     first, second = server.looks[-2:]
-    assert len(first) == len(second) == 4
+    assert len(first) == len(second) == (16 if mixture else 4)
     assert not {prompt for prompt, _ in first} & {prompt for prompt, _ in second}
 
 
@@ -161,7 +161,8 @@ def test_a_look_out_of_band_is_followed_by_another_one(mixture):
 def test_two_looks_out_of_band_are_refused_with_the_limits(mixture):
     made, server = verifier("bfloat16", mixture), Script(0.01, 0.01, 0.01, 0.3, np.nan)
     check(made, server)
-    with pytest.raises(VerificationError, match=r"128 probe tokens is 0\.3, then nan nats") as error:
+    tokens = 512 if mixture else 128
+    with pytest.raises(VerificationError, match=rf"{tokens} probe tokens is 0\.3, then nan nats") as error:
         check(made, server)
     assert "rollout.verify.factor 4 x the first publish, at least floors.bfloat16 0.02" in str(error.value)
     ceiling = "0.24, rollout.verify.ceilings.bfloat16 x rollout.verify.mixture_factor 3)"

@@ -137,7 +137,8 @@ class Verifier:
         assert info.block_size is not None
         self._config, self._score, self._info = config, score, info
         self._limits = _Limits(config, dtype, mixture, info.form)
-        self._probes = config.rounded_prompts if info.form.is_rounded else config.prompts  # of one look
+        has_tail = mixture or info.form.is_rounded  # single tokens are far off
+        self._probes = config.rounded_prompts if has_tail else config.prompts  # of one look
         shape = (LOOKS * self._probes, probe_length(info.block_size))
         self._prompts = (
             joined_prompts(prompts, shape, config.seed)
