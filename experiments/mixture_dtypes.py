@@ -7,17 +7,19 @@ All servers of a family have the same float32 weights and sample responses to th
 pass scores the same tokens in each 16-bit dtype and in float32. Nine servers start one after another; each takes about
 half a minute on a CPU.
 
-The width of the band of a verification follows from the same tokens, if both sides have one dtype. It is the mean of
-|server - trainer| over the probes of a round (``VerifyConfig``), drawn 20,000 times.
+The width of the band of a verification is measured where both sides have one dtype. Verifiers take looks at the server
+as a publish does, with probes made of the prompts. Many more looks of a run's size are drawn from the measured probes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,9 @@ from rljax.policy.model import Params, init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.build import connect
 from rljax.rollout.publish_config import VerifyConfig
-from rljax.rollout.servers.verify import LOOKS
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.verify import LOOKS, Verifier
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import SamplingParams
 
@@ -56,7 +60,10 @@ FAMILIES = {
 DTYPES = ("bfloat16", "float16", "float32")
 PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 48, 16, 64
 METRICS = ("logprob_abs_diff_mean", "k3_kl")
-ROUNDS = 20_000
+VERIFIERS = 8  # each with probes of its own
+MEASURED = VerifyConfig(prompts=32, rounds=4)  # what one of them takes
+DRAWN = 200_000  # looks at a time, and runs
+RUN = 600 * 8  # publishes to eight servers
 
 
 def policy(config: PolicyConfig) -> Params:
@@ -68,64 +75,89 @@ def policy(config: PolicyConfig) -> Params:
     return jax.tree.unflatten(tree, moved)
 
 
-def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> dict[str, dict[str, float]]:
+def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> dict[str, dict[str, Any]]:
     """Measures the mismatch with a server of ``model`` in ``dtype``, by the trainer's dtype."""
     prompts = [np.random.default_rng(i).integers(2, 256, PROMPT_TOKENS).astype(np.int32) for i in range(PROMPTS)]
-    server = start(ServerConfig(str(model), python=str(vllm_python()), dtype=dtype, max_model_len=256))  # type: ignore[arg-type]
+    score = make_scorer(config, dtype)
+    server = start(ServerConfig(str(model), python=str(vllm_python()), dtype=dtype, max_model_len=512))  # type: ignore[arg-type]
     try:
         with contextlib.closing(connect([server.url])) as engine:
             sampled = list(engine.generate(prompts, 1, SamplingParams(RESPONSE_TOKENS), seed=0))
+        with contextlib.closing(ServerClient([server.url], VllmBackend())) as client:
+            info = VllmBackend().describe(client, server.url)
+            configs = [dataclasses.replace(MEASURED, seed=seed) for seed in range(VERIFIERS)]
+            verifiers = [Verifier(each, score, info, dtype=dtype, prompts=prompts) for each in configs]
+            with ThreadPoolExecutor(VERIFIERS) as threads:
+                looks = list(threads.map(lambda verifier: verifier.sample(client, server.url), verifiers))
     finally:
         server.stop()
+    differences = [verifiers[0].difference(look, params) for of_one in looks for look in of_one]
+    probes = np.concatenate([difference.per_prompt for difference in differences])
     rollout = np.stack([response.logprobs for response in sampled])
     whole = [np.concatenate([prompts[response.prompt_index], response.token_ids]) for response in sampled]
-    by_dtype = {}
+    by_dtype: dict[str, dict[str, Any]] = {}
     for ours in DTYPES:
         scored = make_scorer(config, ours)(params, whole)
         trainer = np.stack([each[PROMPT_TOKENS:] for each in scored])
         metrics = mismatch_metrics(trainer, rollout, np.ones(rollout.shape, bool))
         by_dtype[ours] = {name: float(metrics[name]) for name in METRICS}
-        if ours == dtype:
-            by_dtype[ours] |= probe_rounds(np.abs(trainer - rollout), dtype, mixture=config.num_experts > 0)
+    by_dtype[dtype]["probes"] = [float(f"{mean:.4g}") for mean in probes]
     return by_dtype
 
 
-def probe_rounds(gaps: np.ndarray, dtype: str, *, mixture: bool) -> dict[str, float]:
-    """Draws many rounds from |server - trainer| [responses, tokens] and counts how often a correct server fails.
+def drawn_looks(probes: np.ndarray, dtype: str, *, mixture: bool, count: int) -> dict[str, float]:
+    """Draws the looks of many runs from the mean |server - trainer| of each probe, and counts refusals.
 
-    The means are in nats. Earlier rounds set the band that judges the rounds of a publish.
+    The means are in nats. The looks at the first version set the band of a run. A publish is refused where two looks
+    are out of it. A run has ``RUN`` publishes, each to one server. A look has ``count`` probes.
     """
-    probes, rng = VerifyConfig(), np.random.default_rng(0)
-    size = (ROUNDS, LOOKS + probes.rounds, probes.prompts)
-    prompts = rng.integers(0, len(gaps), size)
-    first = rng.integers(0, gaps.shape[1] - probes.tokens + 1, size)
-    means = gaps[prompts[..., None], first[..., None] + np.arange(probes.tokens)].mean(axis=(2, 3))
-    judged, calibration = means[:, :LOOKS].min(axis=1), means[:, LOOKS:].max(axis=1)
-    floor, ceiling = probes.limits(dtype, mixture=mixture)
-    bands = np.clip(probes.factor * calibration, floor, ceiling)
+    config, rng = VerifyConfig(), np.random.default_rng(0)
+    size = (DRAWN, count)
+    looks = np.sort(np.concatenate([probes[rng.integers(0, len(probes), size)].mean(axis=1) for _ in range(20)]))
+    floor, ceiling = config.limits(dtype, mixture=mixture)
+    calibration = rng.choice(looks, (DRAWN, config.rounds)).max(axis=1)
+    bands = np.clip(config.factor * calibration, floor, ceiling)
+    outside = 1 - np.searchsorted(looks, bands, side="right") / len(looks)  # of one look, for each band
     return {
-        "probe_round_median": float(np.median(means)),
-        "probe_round_largest": float(means.max()),
-        "sound_calibrations_refused": float(np.mean(calibration > ceiling)),
-        "sound_publishes_refused": float(np.mean(judged > bands)),
+        "look_median": float(np.median(looks)),
+        "look_largest": float(looks[-1]),
+        "band_smallest": float(bands.min()),
+        "looks_at_the_first_version_above_the_ceiling": float(np.mean(calibration > ceiling)),
+        "looks_out_of_band": float(outside.mean()),
+        "runs_refused": float(np.mean(1 - (1 - outside**LOOKS) ** RUN)),
     }
+
+
+def judge(config: PolicyConfig, dtype: str, own: dict[str, Any]) -> None:
+    """Adds what follows from the probes, with looks of the size of a run's and with looks of a dense policy's."""
+    probes, mixture, sizes = np.asarray(own["probes"]), config.num_experts > 0, VerifyConfig()
+    count = sizes.rounded_prompts if mixture else sizes.prompts
+    own |= drawn_looks(probes, dtype, mixture=mixture, count=count)
+    few = drawn_looks(probes, dtype, mixture=mixture, count=sizes.prompts)
+    own["runs_refused_with_4_probes"] = few["runs_refused"]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="JSON file for the result")
+    parser.add_argument("out", type=Path, help="JSON file for the result; the probes that it has are judged again")
     options = parser.parse_args()
-    result: dict[str, Any] = {"command": "python experiments/mixture_dtypes.py", "tokens": PROMPTS * RESPONSE_TOKENS}
+    result: dict[str, Any] = {"command": f"python experiments/mixture_dtypes.py {options.out}"}
+    result |= {"tokens": PROMPTS * RESPONSE_TOKENS, "probes": VERIFIERS * MEASURED.prompts * MEASURED.rounds}
+    known = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name, config in FAMILIES.items():
-        params = policy(config)
-        with tempfile.TemporaryDirectory() as directory:
-            save_params(directory, params, config)
-            result[name] = {dtype: measure(config, params, Path(directory), dtype) for dtype in DTYPES}
+        if name not in known:
+            params = policy(config)
+            with tempfile.TemporaryDirectory() as directory:
+                save_params(directory, params, config)
+                known[name] = {dtype: measure(config, params, Path(directory), dtype) for dtype in DTYPES}
+        result[name] = known[name]
         for dtype, of_trainer in result[name].items():
+            own = of_trainer[dtype]
+            judge(config, dtype, own)
             shown = [f"{of_trainer[ours]['logprob_abs_diff_mean']:.2e}" for ours in DTYPES]
-            rounds = [f"{of_trainer[dtype][f'probe_round_{which}']:.2e}" for which in ("median", "largest")]
-            rounds.append(f"{of_trainer[dtype]['sound_publishes_refused']:.2%}")
-            print(f"| {name} | {dtype} | {' | '.join(shown)} | {' | '.join(rounds)} |", flush=True)
+            shown += [f"{own[key]:.2e}" for key in ("look_median", "look_largest", "band_smallest")]
+            shown += [f"{own[key]:.0e}" for key in ("runs_refused_with_4_probes", "runs_refused")]
+            print(f"| {name} | {dtype} | {' | '.join(shown)} |", flush=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
