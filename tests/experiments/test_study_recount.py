@@ -164,6 +164,24 @@ def test_the_counts_of_the_other_tables(page, name, head):
             assert int(row["never learned"]) == sum(run["peak"] < 0.3 for run in runs), arm
 
 
+def test_the_verdicts_of_the_search_for_a_subject():
+    columns = pyarrow.parquet.read_table(ROOT / "benchmarks/subject_search.parquet").to_pydict()
+    series = {}
+    for arm, seed, reward in zip(columns["arm"], columns["seed"], columns["reward/mean"], strict=True):
+        series.setdefault(f"{arm}-{seed}", []).append(reward)
+    found = json.loads((ROOT / "benchmarks/subject_search.json").read_text())["runs"]
+    rows = {cells[0]: cells for cells in table("study_subject", "run | changed")}
+    assert list(series) == list(found) == list(rows)
+    for name, rewards in series.items():
+        peak, final, fell = fate(rewards)
+        level = "never learned" if peak < 0.3 else "collapsed" if fell else "learned"
+        above = {"collapsed": " from above 0.6", "learned": " above 0.6"}.get(level, "") if peak > 0.6 else ""
+        assert found[name]["verdict"] == rows[name][7] == level + above, name
+        assert [rows[name][2], rows[name][5]] == [str(len(rewards)), f"{final:.2f}"], name
+        assert rows[name][3].split(" ")[0] == f"{peak:.2f}", name
+        assert (rows[name][6] == "-") is not fell, name
+
+
 def test_the_sum_of_signs_by_hand():
     assert sign_p([0.5, 0.25, 0.25]) == Fraction(2, 8)
     assert sign_p([-0.25, 0.25, 0.5]) == Fraction(6, 8)  # sums of 1, 0.5 (twice), and their opposites reach 0.5

@@ -1,0 +1,188 @@
+"""Judges the runs of the search for a subject: which learn to above 0.6 and then collapse, and what grows before it.
+
+    python experiments/study.py configs/study/subject.yaml
+    python experiments/subject_search.py configs/study/subject.yaml runs/study-subject/rows.parquet
+
+The table of docs/study_subject.md is printed, and --json writes its numbers. Accuracy, fall and collapse are those of
+docs/study.md. The plateau of a run begins at the first step whose accuracy is at least 0.9 of the peak, and ends at the
+last one. A value "at" a step is the mean of the ten steps up to it. A fork counts from its first own step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from exact_tests import share_interval
+from study import read_study
+from study_outcome import LEARNED, outcome_of
+from study_rows import read_table
+
+from rljax.errors import caller_errors, run_cli
+from rljax.record.rows import Row, trailing_mean
+
+WELL = 0.6  # a collapse from a peak above this is what the search looks for
+PLATEAU = 0.9  # the share of the peak that bounds the plateau
+WANTED = "collapsed from above 0.6"
+
+SERIES = {
+    "mismatch": "mismatch/log_ppl_abs_diff",
+    "k3": "mismatch/k3_kl",
+    "gradient norm": "optimizer/grad_norm",
+    "entropy": "policy/entropy",
+    "length": "response_length/mean",
+    "tokens above 2": "is/token_fraction_above",
+}
+"""The metric of each series, by its name in the tables."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The options of the program.
+
+    Attributes:
+      study: The YAML file of the runs.
+      rows: The Parquet file of their rows.
+      json: The JSON file for the numbers.
+    """
+
+    study: Annotated[Path, tyro.conf.Positional]
+    rows: Annotated[Path, tyro.conf.Positional]
+    json: Path | None = None
+
+
+def verdict(peak: float, collapse: int | None) -> str:
+    """Names what a run did."""
+    if peak < LEARNED:
+        return "never learned"
+    if collapse is not None:
+        return WANTED if peak > WELL else "collapsed"
+    return "learned above 0.6" if peak > WELL else "learned"
+
+
+def fork_step(settings: Mapping[str, Any]) -> int:
+    """Returns the step up to which a run is another one; 0 for a run from the start."""
+    return int(Path(settings.get("run.fork", "0")).name)
+
+
+def judge(rows: Sequence[Row], fork: int = 0) -> dict[str, Any]:
+    """Computes the numbers of one run.
+
+    Args:
+      rows: The rows of all steps, with those up to the fork.
+      fork: The result of ``fork_step``.
+
+    Returns:
+      Peak, fall and verdict over all rows, and ``at``: the series where the plateau begins and ends, and at the fall or
+      the end. They are of the run's own rows.
+    """
+    outcome = outcome_of(rows)
+    accuracy = trailing_mean([row["reward/mean"] for row in rows])
+    high = np.flatnonzero(accuracy >= PLATEAU * outcome.peak) + 1
+    stops = {"plateau": int(high[0]), "onset": int(high[-1]), "end": outcome.fall_step or len(rows)}
+    stops = {when: max(stop, fork + 1) for when, stop in stops.items()}
+    return {
+        "steps": outcome.steps,
+        "fork": fork,
+        "peak": outcome.peak,
+        "peak_step": outcome.peak_step,
+        "lowest_after": float(accuracy[outcome.peak_step - 1 :].min()),
+        "final": outcome.final,
+        "fall_step": outcome.fall_step,
+        "verdict": verdict(outcome.peak, outcome.collapse_step),
+        "stops": stops,
+        "at": {
+            when: {
+                name: float(trailing_mean([row.get(key) for row in rows[fork:stop]])[-1])
+                for name, key in SERIES.items()
+            }
+            for when, stop in stops.items()
+        },
+        "seconds": outcome.wall_seconds,
+    }
+
+
+def growth(runs: Sequence[dict[str, Any]], last: str) -> dict[str, dict[str, Any]]:
+    """Compares each series where the plateau begins with a later place.
+
+    Args:
+      runs: The results of ``judge`` for runs that share no steps.
+      last: The later place, "onset" or "end".
+
+    Returns:
+      For each series the factor of each run, how many grew, and the exact interval of that share.
+    """
+    found = {}
+    for name in SERIES:
+        pairs = [(run["at"]["plateau"][name], run["at"][last][name]) for run in runs]
+        factors = [after / before for before, after in pairs if before > 0]
+        grew = sum(factor > 1 for factor in factors)
+        found[name] = {
+            "factors": factors,
+            "grew": grew,
+            "interval": share_interval(grew, len(factors), 0.95) if factors else None,
+        }
+    return found
+
+
+def to_markdown(settings: Mapping[str, str], runs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Formats a line for each run; three numbers with arrows are the two ends of the plateau, and the fall or end."""
+    shown = ("mismatch", "gradient norm", "entropy", "length")
+    head = ["run", "changed", "steps", "peak (step)", "lowest after", "final", "fell at", "verdict", *shown]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for name, run in runs.items():
+        cells = [name, settings[name], str(run["steps"]), f"{run['peak']:.2f} ({run['peak_step']})"]
+        cells += [f"{run['lowest_after']:.2f}", f"{run['final']:.2f}", str(run["fall_step"] or "-"), run["verdict"]]
+        cells += [" → ".join(f"{run['at'][when][key]:.2g}" for when in ("plateau", "onset", "end")) for key in shown]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def growth_table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Formats a line for each series."""
+    lines = ["| series | factor of each run | grew | 95% interval of the share |", "|---|---|---|---|"]
+    for name, one in found.items():
+        if one["factors"]:
+            factors, (low, high) = ", ".join(f"{factor:.2g}" for factor in one["factors"]), one["interval"]
+            lines.append(f"| {name} | {factors} | {one['grew']} of {len(one['factors'])} | {low:.2f} to {high:.2f} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the tables and returns the exit status."""
+    arguments = tyro.cli(Arguments, args=list(argv), prog="python experiments/subject_search.py", description=__doc__)
+    study = read_study(arguments.study)
+    with caller_errors():
+        table = read_table(arguments.rows)
+    arms = {f"{arm}-{seed}": study.arms[arm] for arm, seed in table}
+    judged = {f"{arm}-{seed}": judge(rows, fork_step(study.arms[arm])) for (arm, seed), rows in table.items()}
+    changed = {
+        name: ", ".join(f"{key.partition('.')[2]} {Path(str(value)).name}" for key, value in arm.items())
+        for name, arm in arms.items()
+    }
+    print(to_markdown(changed, judged))
+    alone = [run for run in judged.values() if not run["fork"]]
+    compared = {
+        f"{name}, to the {last}": growth([run for run in alone if run["verdict"] in verdicts], last)
+        for name, verdicts in (
+            ("collapsed from the start", (WANTED, "collapsed")),
+            ("not collapsed", ("learned", "learned above 0.6")),
+        )
+        for last in ("onset", "end")
+    }
+    for name, found in compared.items():
+        print(f"\n{name}:\n\n{growth_table(found)}")
+    if arguments.json is not None:
+        record = {"study": str(arguments.study), "settings": study.settings, "arms": arms, "runs": judged}
+        arguments.json.write_text(json.dumps(record | {"growth": compared}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

@@ -1,0 +1,121 @@
+"""The problems, the written solutions and the rewards of the search for a subject, and its verdicts."""
+
+import numpy as np
+import pytest
+from subject_base import packed_rows
+from subject_search import fork_step, growth, judge
+from subject_task import ALPHABET, MAX_PROMPT_TOKENS, Mistakes, short_problem, solution, worked_sum, worked_word
+
+from rljax.data.toy import addition_reward
+
+SUM = short_problem("chain_sum", "State the final answer to the following arithmetic problem: 84 - 97 + 45 =", "32")
+WORD = short_problem("spell_backward", "Spell this word backward (example: sun -> nus): Stone", "enotS")
+
+
+def test_the_prompts_of_both_families():
+    assert SUM == {"prompt": "84-97+45=", "answer": "32"}
+    assert WORD == {"prompt": "stone:", "answer": "enots"}
+    assert short_problem("spell_backward", "Spell this word backward (example: sun -> nus): naïve", "evïan") is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "response", "reward"),
+    [
+        (SUM, worked_sum("84-97+45"), 1.0),
+        (SUM, worked_sum("84-97+45", 0, 3), 0.0),
+        (SUM, "32", 1.0),
+        (SUM, "31", 0.0),
+        (WORD, worked_word("stone"), 1.0),
+        (WORD, worked_word("stone", 1, 2), 0.0),
+        (WORD, "enots", 1.0),
+    ],
+)
+def test_the_rewards_of_written_solutions(problem, response, reward):
+    assert addition_reward(problem, response, False) == reward
+
+
+def test_worked_solutions_by_hand():
+    assert worked_sum("84-97+45") == ">84-97=-13,-13+45=32,32"
+    assert worked_sum("84-97+45", 0, 3) == ">84-97=-10,-10+45=35,35"
+    assert worked_word("stone") == ">0s1t2o3n4e,enots"
+    assert worked_word("stone", 1, 2) == ">0s1n2o3n4e,enons"
+
+
+@pytest.mark.parametrize("problem", [SUM, WORD])
+def test_the_shares_of_solutions(problem):
+    rng = np.random.default_rng(0)
+    texts = [solution(rng, problem, Mistakes(worked=0.25, wrong_direct=0.5, wrong_step=0.5)) for _ in range(2000)]
+    worked = [text for text in texts if text.startswith(">")]
+    assert len(worked) == pytest.approx(500, abs=60)
+    right = sum(addition_reward(problem, text, False) for text in texts)
+    assert right == pytest.approx(1000, abs=90)
+
+
+def test_rows_are_packed_with_whole_solutions():
+    rng = np.random.default_rng(0)
+    tokens, segments, positions, mask = packed_rows(rng, [SUM, WORD], Mistakes(0.5, 0.0, 0.0), rows=2, row_tokens=64)
+    for row in range(2):
+        for segment in range(1, segments[row].max() + 1):
+            here = segments[row] == segment
+            text = "".join(ALPHABET[token] for token in tokens[row][here])
+            problem = SUM if text.startswith(SUM["prompt"]) else WORD
+            size = len(problem["prompt"])
+            assert size <= MAX_PROMPT_TOKENS
+            assert list(positions[row][here]) == list(range(len(text)))
+            assert list(mask[row][here]) == [False] * size + [True] * (len(text) - size)
+            assert text.endswith("$")
+            assert addition_reward(problem, text[size:-1], False) == 1.0
+
+
+def rows_of(rewards, mismatch):
+    return [
+        {
+            "step": step,
+            "reward/mean": reward,
+            "response_length/mean": 9.0,
+            "mismatch/log_ppl_abs_diff": value,
+            "mismatch/k3_kl": 1e-3,
+            "optimizer/grad_norm": 0.5,
+            "optimizer/skipped_updates": 0,
+            "policy/entropy": 0.2,
+            "schedule/learning_rate": 1e-3,
+            "schedule/surge_step": None,
+            "schedule/decay_period": None,
+            "is/token_fraction_above": 0.0,
+            "time/step_s": 1.0,
+        }
+        for step, (reward, value) in enumerate(zip(rewards, mismatch, strict=True), 1)
+    ]
+
+
+def test_a_collapse_from_above_the_bound_by_hand():
+    # The accuracy is 1 up to step 30. The means of ten steps are 0.9 at step 31 and 0.5 at 35, and under 0.5 from 36.
+    run = judge(rows_of([1.0] * 30 + [0.0] * 20, [0.01] * 20 + [0.03] * 30))
+    assert (run["verdict"], run["peak"], run["fall_step"]) == ("collapsed from above 0.6", 1.0, 36)
+    assert run["stops"] == {"plateau": 1, "onset": 31, "end": 36}
+    assert run["at"]["plateau"]["mismatch"] == pytest.approx(0.01)
+    assert run["at"]["onset"]["mismatch"] == pytest.approx(0.03)
+    found = growth([run], "onset")["mismatch"]
+    assert (found["factors"], found["grew"]) == ([pytest.approx(3.0)], 1)
+    assert found["interval"] == pytest.approx((0.025, 1.0))
+
+
+def test_a_fork_counts_from_its_own_first_step():
+    run = judge(rows_of([1.0] * 30 + [0.0] * 20, [0.01] * 30 + [0.02] * 2 + [0.04] * 18), fork=30)
+    assert run["stops"] == {"plateau": 31, "onset": 31, "end": 36}
+    assert [run["at"][when]["mismatch"] for when in run["stops"]] == pytest.approx([0.02, 0.02, 0.2 / 6])
+    assert fork_step({"run.fork": "runs/a/checkpoints/160"}) == 160
+
+
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ([0.2] * 30, "never learned"),
+        ([0.5] * 30, "learned"),
+        ([0.5] * 30 + [0.0] * 20, "collapsed"),
+        ([0.7] * 30, "learned above 0.6"),
+        ([0.8] * 30 + [0.0] * 20 + [0.7] * 10, "learned above 0.6"),
+    ],
+)
+def test_the_other_verdicts(rewards, verdict):
+    assert judge(rows_of(rewards, [0.01] * len(rewards)))["verdict"] == verdict
