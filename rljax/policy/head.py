@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of tokens from hidden states, without [n, v] logits in memory.
 
 Forward and backward pass go through the vocabulary in chunks with a running maximum (online log-sum-exp), and keep no
-logits. Values of tokens are float32 and never rounded to the input dtype. A chunk takes an equal part of every
-vocabulary shard, so a table that is split over ``tp`` is never gathered.
+logits, except those of a vocabulary of one chunk on a CPU. Values of tokens are float32 and never rounded to the input
+dtype. A chunk takes an equal part of every vocabulary shard, so a table that is split over ``tp`` is never gathered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rljax.sharding import axis_size, constrain
 
 # The vocabulary of Qwen is 151,936 = 16 x 9,496. A vocabulary of up to this size is one chunk.
 MAX_CHUNK = 9_496
-_Static = tuple[float, int, int, bool]  # temperature, chunks, vocabulary shards, whether to add up squares
+_Chunk = tuple[Array, Array, Array | None]  # rows [c, d], their indices [c], and their logits [n, c] if they are kept
 
 
 class TokenScores(NamedTuple):
@@ -29,6 +29,16 @@ class TokenScores(NamedTuple):
     entropy: Float[Array, "*b"]  # the entropy of its distribution (nats)
     tops: Float[Array, "*b k"] | None = None  # the log-probabilities of given ids (nats); -inf for no token
     collision: Float[Array, "*b"] | None = None  # the sum of the squared probabilities of all tokens, without gradient
+
+
+class _Static(NamedTuple):
+    """The arguments that are the same for all tokens."""
+
+    temperature: float
+    chunks: int
+    shards: int  # the number of vocabulary shards
+    collision: bool  # whether to add up squares
+    stored: bool  # the value of ``Kernels.stored_logits``
 
 
 class _Sums(NamedTuple):
@@ -135,12 +145,12 @@ def _over_parts(f: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _forward(
-    hidden: Array, table: Array, targets: Array, ids: Array | None, static: _Static
-) -> tuple[TokenScores, Array]:
-    """Computes the scores of the targets and the log-sum-exp, float32 [n]."""
-    temperature, chunks, shards, collision = static
+    hidden: Array, table: Array, targets: Array, ids: Array | None, static: _Static, keep: bool = False
+) -> tuple[TokenScores, Array, Array | None]:
+    """Computes the scores of the targets, the log-sum-exp, float32 [n], and the logits [chunks, n, c] to ``keep``."""
+    temperature, chunks, shards, collision, stored = static
 
-    def body(state: _Sums, chunk: tuple[Array, Array]) -> tuple[_Sums, None]:
+    def body(state: _Sums, chunk: tuple[Array, Array]) -> tuple[_Sums, Array | None]:
         top, total, weighted, picked, tops, squares = state
         rows, index = _gathered(chunk[0]), chunk[1]
         logits = _logits(hidden, rows, temperature)
@@ -152,12 +162,15 @@ def _forward(
         before = jnp.where(total > 0, weighted + (top - new_top) * total, 0.0) * scale
         weighted = before + jnp.sum(weights * shifted, -1)
         total = total * scale + weights.sum(axis=-1)
-        picked += jnp.sum(jnp.where(targets[:, None] == index[None, :], logits, 0.0), axis=-1)
+        if stored:
+            picked += _pick(logits, _places(targets[:, None], index, table.shape[0], shards))[:, 0]
+        else:
+            picked += jnp.sum(jnp.where(targets[:, None] == index[None, :], logits, 0.0), axis=-1)
         if ids is not None and tops is not None:
             tops = tops + _pick(logits, _places(ids, index, table.shape[0], shards))
         if squares is not None:
             squares = squares * scale**2 + jnp.sum(weights**2, axis=-1)
-        return _Sums(new_top, total, weighted, picked, tops, squares), None
+        return _Sums(new_top, total, weighted, picked, tops, squares), logits if keep else None
 
     zeros = jnp.zeros(targets.shape, jnp.float32)
     start = _Sums(
@@ -166,7 +179,7 @@ def _forward(
         tops=None if ids is None else jnp.zeros(ids.shape, jnp.float32),
         squares=zeros if collision else None,
     )
-    sums, _ = jax.lax.scan(body, start, _split(table, chunks, shards))
+    sums, logits = jax.lax.scan(body, start, _split(table, chunks, shards))
     log_total = jnp.log(sums.total)
     logprobs, entropy = sums.picked - sums.top - log_total, log_total - sums.weighted / sums.total
     lse = sums.top + log_total
@@ -176,7 +189,7 @@ def _forward(
         scores = scores._replace(tops=jnp.where(_known(ids, table.shape[0]), tops, -jnp.inf))
     if sums.squares is not None:
         scores = scores._replace(collision=sums.squares / sums.total**2)
-    return scores, lse
+    return scores, lse, logits
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -187,22 +200,23 @@ def _token_logprobs(hidden: Array, table: Array, targets: Array, ids: Array | No
 def _token_logprobs_fwd(
     hidden: Array, table: Array, targets: Array, ids: Array | None, static: _Static
 ) -> tuple[TokenScores, tuple[Any, ...]]:
-    scores, lse = _forward(hidden, table, targets, ids, static)
-    return scores, (hidden, table, targets, ids, scores.entropy, lse)
+    # The logits of several chunks would take too much memory, so the backward pass computes them again.
+    scores, lse, logits = _forward(hidden, table, targets, ids, static, keep=static.stored and static.chunks == 1)
+    return scores, (hidden, table, targets, ids, scores.entropy, lse, logits)
 
 
 def _token_logprobs_bwd(
     static: _Static, saved: tuple[Any, ...], cotangents: TokenScores
 ) -> tuple[Array, Array, None, None]:
-    temperature, chunks, shards, _ = static
-    hidden, table, targets, ids, entropy, lse = saved
+    temperature, chunks, shards, *_ = static
+    hidden, table, targets, ids, entropy, lse, kept = saved
     d_logprob, d_entropy = cotangents.logprobs, cotangents.entropy
     # An id that is not in the vocabulary has no gradient, whatever its cotangent is.
     d_tops = None if cotangents.tops is None else jnp.where(_known(ids, table.shape[0]), cotangents.tops, 0.0)
 
-    def body(d_hidden: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-        rows, index = _gathered(chunk[0]), chunk[1]
-        logp = _logits(hidden, rows, temperature) - lse[:, None]
+    def body(d_hidden: Array, chunk: _Chunk) -> tuple[Array, Array]:
+        rows, index, logits = _gathered(chunk[0]), *chunk[1:]
+        logp = (_logits(hidden, rows, temperature) if logits is None else logits) - lse[:, None]
         p = jnp.exp(logp)
         hit = targets[:, None] == index[None, :]
         # d logp(target)/d logit = 1[target] - p;  d entropy/d logit = -p * (log p + entropy).
@@ -216,7 +230,7 @@ def _token_logprobs_bwd(
         return d_hidden, d_rows.astype(rows.dtype)
 
     zeros = jnp.zeros(hidden.shape, jnp.float32)
-    d_hidden, d_rows = jax.lax.scan(body, zeros, _split(table, chunks, shards))
+    d_hidden, d_rows = jax.lax.scan(body, zeros, (*_split(table, chunks, shards), kept))
     d_table = jnp.moveaxis(d_rows.reshape(chunks, shards, -1, table.shape[1]), 0, 1)
     return d_hidden.astype(hidden.dtype), d_table.reshape(table.shape), None, None
 
@@ -234,6 +248,7 @@ def token_logprobs(
     dtype: Any = None,
     max_chunk: int = MAX_CHUNK,
     collision: bool = False,
+    stored: bool = False,
 ) -> TokenScores:
     """Computes the log-probability of each target and the entropy of its distribution, both float32 (nats).
 
@@ -248,6 +263,7 @@ def token_logprobs(
         ``head_operands``. None: the dtypes of the inputs. Sums and logits are always float32.
       max_chunk: The largest number of vocabulary rows, on each vocabulary shard, whose logits are in memory at once.
       collision: Whether to compute the sum of the squared probabilities of each distribution.
+      stored: The value of ``Kernels.stored_logits``.
 
     Returns:
       The scores. ``tops`` is None without ``ids``, and ``collision`` is None unless it was asked for.
@@ -263,6 +279,6 @@ def token_logprobs(
         shards = 1
     chunks = vocabulary_chunks(table.shape[0] // shards, max_chunk)
     others = None if ids is None else ids.reshape(-1, ids.shape[-1])
-    static = float(temperature), chunks, shards, collision
+    static = _Static(float(temperature), chunks, shards, collision, stored)
     scores = _token_logprobs(flat, table, targets.reshape(-1), others, static)
     return jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[1:]), scores)

@@ -23,9 +23,16 @@ class Kernels(NamedTuple):
     attention: PackedAttention = packed_attention  # the attention of packed rows
     grouped: Grouped = IN_BLOCKS  # the products of a mixture's experts
     parts: int = 1  # the number of devices that share a row; of more, ``attention`` takes folded rows
+    # The largest number of blocks that are compiled one by one, not as a loop, where nothing is recomputed.
+    unrolled: int = 0
+    # Whether the head keeps the logits of a vocabulary of one chunk for the backward pass, and looks up targets there.
+    stored_logits: bool = False
 
 
 ON_ANY_BACKEND = Kernels()
+MAX_UNROLLED = 8
+"""``Kernels.unrolled`` on a CPU. A loop over blocks there fills the stacks of saved values with zeros, and copies each
+value into its stack and out of it. Each block that is not in a loop is compiled by itself, so there are not many."""
 
 
 def check_experts(config: PolicyConfig, mesh: Any) -> None:
@@ -60,7 +67,10 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
         )
     attention = choose_attention(options.attention, device, dtype, config.head_dim, parts)
     inner = config.expert_size // mesh.shape["tp"]
-    return Kernels(attention, choose_experts(options.experts, device, dtype, (config.hidden_size, inner)), parts)
+    experts = choose_experts(options.experts, device, dtype, (config.hidden_size, inner))
+    # The devices of the mesh may exist only for compilation, on a machine that has only a CPU.
+    on_cpu = device.platform == "cpu"
+    return Kernels(attention, experts, parts, MAX_UNROLLED if on_cpu else 0, on_cpu)
 
 
 @contextlib.contextmanager

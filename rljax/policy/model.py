@@ -190,6 +190,7 @@ def run_blocks(
     *,
     routing: Routing | None = None,
     remat: Remat = "none",
+    unrolled: int = 0,
 ) -> tuple[Float[Array, "b t d"], Any, ForwardStats]:
     """Scans the blocks over ``x`` and applies the final norm.
 
@@ -200,6 +201,7 @@ def run_blocks(
       carry: The state that is passed through the blocks, such as a cache.
       routing: The input of the routers of a policy with experts. Its choices have a leading layers axis.
       remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
+      unrolled: The value of ``Kernels.unrolled``.
 
     Returns:
       The hidden states in the dtype of ``x``, the carry, and the measurements of the forward.
@@ -224,7 +226,8 @@ def run_blocks(
     x = split_tokens(x)
     choices = None if routing is None else routing.choices
     layers = (params["layers"], jnp.arange(config.num_layers), choices, given_to_layers())
-    (x, carry), (stats, recorded) = jax.lax.scan(body, (x, carry), layers)
+    one_by_one = remat == "none" and config.num_layers <= unrolled
+    (x, carry), (stats, recorded) = jax.lax.scan(body, (x, carry), layers, unroll=one_by_one)
     record_layers(recorded)
     hidden = tap("final_norm", all_tokens(rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps)))
     return hidden, carry, ForwardStats(jnp.maximum(jnp.max(stats.inside), jnp.max(stats.outside)), stats.router)
@@ -288,5 +291,6 @@ def hidden_states(
     routing = None
     if config.num_experts:
         routing = Routing(segment_ids > 0, None if choices is None else jnp.moveaxis(choices, 2, 0), kernels.grouped)
-    hidden, _, stats = run_blocks(params, config, x, positions, attention_fn, routing=routing, remat=remat)
+    how: dict[str, Any] = {"remat": remat, "unrolled": kernels.unrolled}
+    hidden, _, stats = run_blocks(params, config, x, positions, attention_fn, routing=routing, **how)
     return hidden, stats

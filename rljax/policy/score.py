@@ -130,6 +130,7 @@ def packed_logprobs(
         temperature=temperature,
         dtype=lm_head_dtype,
         collision=collision and not cut,
+        stored=kernels.stored_logits,
     )
     if cut and scored.tops is not None and ids is not None:
         scored = over_support(scored.logprobs, scored.tops, ids, collision=collision)

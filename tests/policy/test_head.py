@@ -37,13 +37,14 @@ def test_values_match_float64_for_every_chunking(max_chunk, temperature, scale):
     np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5 * max(1, scale), rtol=1e-5)
 
 
-@pytest.mark.parametrize("max_chunk", [60, 12])
-def test_gradients_match_the_plain_form(max_chunk):
+@pytest.mark.parametrize(("max_chunk", "stored"), [(60, False), (12, False), (60, True), (12, True)])
+def test_gradients_match_the_plain_form(max_chunk, stored):
     hidden, table, targets = (jnp.asarray(x) for x in example())
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 13)).astype(np.float32))
 
     def chunked(hidden, table):
-        logprobs, entropy, *_ = token_logprobs(hidden, table, targets, temperature=0.8, max_chunk=max_chunk)
+        how = {"max_chunk": max_chunk, "stored": stored}
+        logprobs, entropy, *_ = token_logprobs(hidden, table, targets, temperature=0.8, **how)
         return jnp.sum(weights[0] * logprobs + weights[1] * entropy)
 
     def plain(hidden, table):
@@ -117,3 +118,14 @@ def test_temperature_zero_is_refused():
     hidden, table, targets = (jnp.asarray(x) for x in example())
     with pytest.raises(ValueError, match=r"temperature must be positive to score tokens, got 0\.0"):
         token_logprobs(hidden, table, targets, temperature=0.0)
+
+
+@pytest.mark.parametrize(("max_chunk", "stored", "products"), [(60, True, 3), (12, True, 4), (60, False, 4)])
+def test_stored_logits_of_one_chunk_are_computed_once(max_chunk, stored, products):
+    """The products are the logits, the gradients of both operands, and the logits in the backward pass."""
+    hidden, table, targets = (jnp.asarray(x) for x in example())
+
+    def loss(hidden, table):
+        return jnp.sum(token_logprobs(hidden, table, targets, max_chunk=max_chunk, stored=stored).logprobs)
+
+    assert str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, table)).count("dot_general[") == products

@@ -1,0 +1,268 @@
+"""The training steps of other trainers, for ``bench_peers.py``.
+
+The packages are imported in the functions, because each has an environment of its own. All steps have the gradient of
+the same loss: the mean of -log p over the tokens of the responses. It is the policy's loss with advantages of 1.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from peer_steps import CLIP, DECAY, EPSILON, RATE, Built, Case, compiled_facts, first_weights, packed, padded
+
+KERNELS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+"""Our names of the projections of attention, and those of tunix and EasyDeL."""
+
+
+def optimizer() -> Any:
+    """Returns the optimizer of all sides."""
+    return optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, eps=EPSILON, weight_decay=DECAY))
+
+
+def shape_of(arrays: dict[str, Any]) -> dict[str, int]:
+    """Returns the shape of the rows of ``padded``."""
+    ids = arrays["prompt_ids"], arrays["completion_ids"]
+    return {"rows": len(ids[0]), "row_tokens": sum(x.shape[1] for x in ids)}
+
+
+def layer_of(params: Any, i: int) -> Any:
+    """Returns the weights of one of our blocks."""
+    return jax.tree.map(lambda leaf: leaf[i], params["layers"])
+
+
+def tunix(case: Case, *, learner: bool = True) -> Built:
+    """Builds the step of tunix's trainer.
+
+    ``learner``: Whether the loss is that of its GRPO learner, which also measures the entropy. If not, the loss is made
+    of its log-probabilities (``compute_per_token_logps``) alone.
+    """
+    from flax import nnx
+    from tunix.models.qwen3.model import ModelConfig, Qwen3, RematConfig
+    from tunix.rl import algo_core, common, function_registry  # noqa: F401
+    from tunix.rl.grpo.grpo_learner import GRPOConfig, TrainExample
+    from tunix.rl.trainer import Trainer
+    from tunix.sft.peft_trainer import TrainingConfig
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    shape = ModelConfig(
+        num_layers=case.layers,
+        vocab_size=case.vocab,
+        embed_dim=case.width,
+        hidden_dim=3 * case.width,
+        num_heads=case.heads[0],
+        head_dim=64,
+        num_kv_heads=case.heads[1],
+        rope_theta=1_000_000,
+        norm_eps=1e-6,
+        use_tied_embedding=True,
+        dtype=jnp.dtype(case.dtype),
+        param_dtype=jnp.float32,
+        remat_config=RematConfig.DECODER if case.remat else RematConfig.NONE,
+    )
+    with mesh:
+        model = Qwen3(shape, rngs=nnx.Rngs(0))
+    _give_to_tunix(model, first_weights(case))
+    trainer = Trainer(
+        model=model,
+        optimizer=optimizer(),
+        training_config=TrainingConfig(eval_every_n_steps=10**9, max_steps=10**9),
+        custom_checkpoint_metadata_fn=dict,
+    )
+    config = GRPOConfig(num_generations=2, num_iterations=1, beta=0.0, loss_agg_mode="token-mean")
+    config.temperature = 1.0
+    special = {"pad_id": 0, "eos_id": 2}
+
+    def plain(model: Any, example: Any, algo_config: Any, **ids: int) -> tuple[Any, dict[str, Any]]:
+        split, mask = nnx.split(model), example.completion_mask
+        logprobs = common.compute_per_token_logps(
+            *split, example.prompt_ids, example.completion_ids, stop_gradient=False, **ids
+        )
+        ratio = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
+        return -jnp.sum(example.advantages[:, None] * ratio * mask) / jnp.sum(mask), {}
+
+    loss = function_registry.get_policy_loss_fn(config.policy_loss_fn) if learner else plain
+    trainer.with_loss_fn(lambda model, example: loss(model, example, algo_config=config, **special), has_aux=True)
+    trainer.with_gen_model_input_fn(lambda example: {"example": example})
+    arrays = {name: jnp.asarray(x) for name, x in padded(case).items()}
+    example = TrainExample(**arrays, ref_per_token_logps=None, old_per_token_logps=None)
+    step = nnx.jit(trainer.create_train_step_fn(), donate_argnames=("optimizer",))
+    with mesh:
+        facts = compiled_facts(lambda: step.lower(trainer.model, trainer.optimizer, example))
+        cached = trainer.jit_train_and_eval_step(cache_nnx_graph=True)[0]
+
+    def run() -> float:
+        with mesh:
+            norm = cached(example)[2]
+        jax.block_until_ready(nnx.state((trainer.model, trainer.optimizer)))
+        return float(norm)
+
+    return Built(run, facts | shape_of(arrays))
+
+
+def _give_to_tunix(model: Any, params: Any) -> None:
+    """Copies our weights into tunix's model."""
+    model.embedder.input_embedding.value = params["embed"]
+    model.final_norm.w.value = params["final_norm"]["scale"]
+    for i, layer in enumerate(model.layers):
+        ours = layer_of(params, i)
+        for name, theirs in KERNELS.items():
+            getattr(layer.attn, theirs).w.value = ours["attention"][name]
+        layer.attn.q_norm.w.value = ours["attention"]["query_norm"]["scale"]
+        layer.attn.k_norm.w.value = ours["attention"]["key_norm"]["scale"]
+        layer.input_layernorm.w.value = ours["attention_norm"]["scale"]
+        layer.post_attention_layernorm.w.value = ours["mlp_norm"]["scale"]
+        for name in ("gate", "up", "down"):
+            getattr(layer.mlp, f"{name}_proj").kernel.value = ours["mlp"][name]
+
+
+def easydel(case: Case) -> Built:
+    """Builds the step of EasyDeL's GRPO trainer, ``grpo_step``. It measures no entropy."""
+    import easydel
+    from easydel.trainers.group_relative_policy_optimization._fn import grpo_step
+    from flax import nnx
+    from jax.sharding import PartitionSpec
+
+    shape = easydel.Qwen3Config(
+        vocab_size=case.vocab,
+        hidden_size=case.width,
+        intermediate_size=3 * case.width,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads[0],
+        num_key_value_heads=case.heads[1],
+        head_dim=64,
+        rope_theta=1_000_000.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        max_position_embeddings=sum(map(max, zip(*case.lengths(), strict=True))),
+        attn_mechanism="vanilla",
+        gradient_checkpointing="nothing_saveable" if case.remat else "",
+        sharding_axis_dims=(1, 1, 1, 1, 1),
+    )
+    dtypes = {"dtype": jnp.dtype(case.dtype), "param_dtype": jnp.float32}
+    model = easydel.Qwen3ForCausalLM(config=shape, rngs=nnx.Rngs(0), **dtypes)
+    params = first_weights(case)
+    core = model.model
+    core.embed_tokens.embedding.value = params["embed"]
+    core.norm.kernel.value = params["final_norm"]["scale"]
+    for i, layer in enumerate(core.layers):
+        ours = layer_of(params, i)
+        for name, theirs in KERNELS.items():
+            kernel = getattr(layer.self_attn, theirs).kernel
+            kernel.value = ours["attention"][name].reshape(kernel.value.shape)
+        layer.self_attn.q_norm.kernel.value = ours["attention"]["query_norm"]["scale"]
+        layer.self_attn.k_norm.kernel.value = ours["attention"]["key_norm"]["scale"]
+        layer.input_layernorm.kernel.value = ours["attention_norm"]["scale"]
+        layer.post_attention_layernorm.kernel.value = ours["mlp_norm"]["scale"]
+        for name in ("gate", "up", "down"):
+            getattr(layer.mlp, f"{name}_proj").kernel.value = ours["mlp"][name]
+    state = easydel.EasyDeLState.create(model=model, tx=optimizer(), step=0, init_opt_state=True)
+    batch = {name: jnp.asarray(x) for name, x in padded(case).items()}
+
+    def train(state: Any, batch: Any) -> Any:
+        return grpo_step(state, batch, 1, 0.0, partition_spec=PartitionSpec(), learning_rate_fn=lambda step: RATE)
+
+    step = jax.jit(train, donate_argnums=0)
+    with model.mesh:
+        facts = compiled_facts(lambda: step.lower(state, batch))
+
+    def run() -> float:
+        nonlocal state
+        with model.mesh:
+            state, metrics = jax.block_until_ready(step(state, batch))
+        return float(optax.tree.norm(metrics.grad_norms))
+
+    return Built(run, facts | shape_of(batch))
+
+
+def maxtext(case: Case) -> Built:
+    """Builds MaxText's ``train_step``: cross-entropy on packed rows. It measures no entropy."""
+    import maxtext
+    from flax.core.spmd import logical_axis_rules
+    from maxtext.configs import pyconfig
+    from maxtext.trainers.pre_train import train, train_compile
+
+    rows = packed(case)
+    batch, length = rows.tokens.shape[1:]
+    settings = {
+        **{"run_name": "peers", "base_output_directory": "/tmp", "enable_checkpointing": "false"},
+        **{"dataset_type": "synthetic", "hardware": "cpu", "skip_jax_distributed_system": "true"},
+        **{"decoder_block": "qwen3", "use_qk_norm": "true", "logits_via_embedding": "true"},
+        **{"normalize_embedding_logits": "false", "enable_dropout": "false", "mlp_activations": "['silu','linear']"},
+        **{"attention": "dot_product", "scan_layers": "false", "remat_policy": "full" if case.remat else "minimal"},
+        **{"base_emb_dim": case.width, "base_mlp_dim": 3 * case.width, "head_dim": 64, "vocab_size": case.vocab},
+        **{"base_num_query_heads": case.heads[0], "base_num_kv_heads": case.heads[1]},
+        **{"base_num_decoder_layers": case.layers, "normalization_layer_epsilon": 1e-6, "rope_max_timescale": 1000000},
+        **{"per_device_batch_size": batch, "max_target_length": length, "packing": "true"},
+        **{"dtype": case.dtype, "weight_dtype": "float32", "gradient_clipping_threshold": CLIP},
+        **{"learning_rate": RATE, "adam_eps": EPSILON, "adam_weight_decay": DECAY, "adam_b2": 0.999},
+    }
+    base = str(Path(maxtext.__file__).parent / "configs/base.yml")
+    config = pyconfig.initialize(["", base, *(f"{key}={value}" for key, value in settings.items())])
+    grid = np.array(jax.devices()[:1]).reshape([1] * len(config.mesh_axes))
+    mesh = jax.sharding.Mesh(grid, config.mesh_axes)
+    places = train_compile.get_shaped_inputs(mesh, config)
+    (abstract, _), shardings, graphdef = places[0], places[2], places[4]
+
+    def next_of(x: np.ndarray) -> jax.Array:
+        return jnp.asarray(np.pad(x[0][:, 1:], ((0, 0), (0, 1))))
+
+    data = {
+        "inputs": jnp.asarray(rows.tokens[0]),
+        "inputs_position": jnp.asarray(rows.positions[0]),
+        "inputs_segmentation": jnp.asarray(rows.segment_ids[0]),
+        "targets": next_of(rows.tokens),
+        "targets_position": jnp.asarray(rows.positions[0]),
+        "targets_segmentation": next_of(rows.response_mask.astype(np.int32)),
+    }
+
+    def train_step(state: Any, data: Any) -> Any:
+        return train.train_step(graphdef, config, shardings, None, state, dict(data))
+
+    step = jax.jit(train_step, donate_argnums=0)
+    with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+        state = _state_of_maxtext(abstract, first_weights(case))
+        facts = compiled_facts(lambda: step.lower(state, data))
+
+    def run() -> float:
+        nonlocal state
+        with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
+            state, metrics = jax.block_until_ready(step(state, data))
+        return float(metrics["scalar"]["learning/raw_grad_norm"])
+
+    return Built(run, facts | {"rows": batch, "row_tokens": length})
+
+
+def _state_of_maxtext(abstract: Any, params: Any) -> Any:
+    """Returns the first state of MaxText, with our weights and moments of zero."""
+    given = {
+        "token_embedder/embedding": params["embed"],
+        "decoder/decoder_norm/scale": params["final_norm"]["scale"],
+    }
+    norms = {"pre_self_attention_layer_norm": "attention_norm", "post_self_attention_layer_norm": "mlp_norm"}
+    attention = {"query": "query", "key": "key", "value": "value", "out": "output"}
+    for i in range(len(params["layers"]["mlp_norm"]["scale"])):
+        ours, layer = layer_of(params, i), f"decoder/layers_{i}"
+        given |= {f"{layer}/{theirs}/scale": ours[name]["scale"] for theirs, name in norms.items()}
+        mlp = {"wi_0": "gate", "wi_1": "up", "wo": "down"}
+        given |= {f"{layer}/mlp/{theirs}/kernel": ours["mlp"][name] for theirs, name in mlp.items()}
+        given |= {f"{layer}/self_attention/{theirs}/kernel": ours["attention"][n] for theirs, n in attention.items()}
+        for name in ("query_norm", "key_norm"):
+            given[f"{layer}/self_attention/{name}/scale"] = ours["attention"][name]["scale"]
+
+    def leaf(path: tuple[Any, ...], shape: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+        if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        weights = given.pop(name.removeprefix("model/"), None) if name.startswith("model/") else None
+        return jnp.zeros(shape.shape, shape.dtype) if weights is None else weights.reshape(shape.shape)
+
+    state = jax.tree_util.tree_map_with_path(leaf, abstract)
+    if given:
+        raise RuntimeError(f"MaxText has no weights of the names {sorted(given)}")
+    return state
