@@ -142,4 +142,4 @@ def create_state(
     make = jax.jit(
         lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), out_shardings=shardings, donate_argnums=0
     )
-    return make(params)
+    return make(jax.device_put(params, shardings.params))
