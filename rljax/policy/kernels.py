@@ -68,8 +68,9 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     attention = choose_attention(options.attention, device, dtype, config.head_dim, parts)
     inner = config.expert_size // mesh.shape["tp"]
     experts = choose_experts(options.experts, device, dtype, (config.hidden_size, inner))
-    # The devices of the mesh may exist only for compilation, on a machine that has only a CPU.
-    on_cpu = device.platform == "cpu"
+    # The devices of the mesh may exist only for compilation, on a machine that has only a CPU. A CPU is one device:
+    # several of them are simulated, and compile for longer.
+    on_cpu = device.platform == "cpu" and mesh.devices.size == 1
     return Kernels(attention, experts, parts, MAX_UNROLLED if on_cpu else 0, on_cpu)
 
 

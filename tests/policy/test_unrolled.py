@@ -43,10 +43,12 @@ def test_only_few_blocks_are_compiled_one_by_one(unrolled, remat, loops):
 
 
 @pytest.mark.parametrize(
-    ("device", "unrolled", "stored"), [(CPU, MAX_UNROLLED, True), (H100, 0, False), (V5P, 0, False)]
+    ("devices", "unrolled", "stored"),
+    [([CPU], MAX_UNROLLED, True), ([CPU] * 2, 0, False), ([H100], 0, False), ([V5P], 0, False)],
+    ids=["CPU", "two of them", "H100", "v5p"],
 )
-def test_only_a_cpu_gets_forms_for_cpus(device, unrolled, stored):
+def test_only_a_cpu_gets_forms_for_cpus(devices, unrolled, stored):
     """The devices of the mesh decide. A program for a GPU or a TPU may be compiled on a machine with only a CPU."""
     shape = dict.fromkeys(MESH_AXES, 1)
-    kernels = choose_kernels(DEFAULTS, CONFIG, "float32", SimpleNamespace(devices=np.array([device]), shape=shape))
+    kernels = choose_kernels(DEFAULTS, CONFIG, "float32", SimpleNamespace(devices=np.array(devices), shape=shape))
     assert (kernels.unrolled, kernels.stored_logits) == (unrolled, stored)
