@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
 import sys
 import time
@@ -26,6 +27,7 @@ from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.sglang.client import GENERATE as SGLANG
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.servers.wire import Completion, Request, check_completion
 from rljax.rollout.types import SamplingParams
 
@@ -71,6 +73,25 @@ def vllm_reply(route: str, rows: list[list[tuple[int, float]]], k: int) -> bytes
     choice = {"index": 0, "logprobs": scored, "finish_reason": "length", "token_ids": ids}
     spans = {"weight_versions": [{"version": "v1", "start": 0, "end": len(ids)}]}
     return json.dumps({"choices": [choice | spans]}, separators=(",", ":")).encode()
+
+
+def own_reply(rows: list[list[tuple[int, float]]], k: int) -> bytes:
+    """Returns a reply of rljax's endpoint in vLLM, which lists the sampled token before the ``k`` likeliest."""
+    shown = [[row[0], *row[:k]] for row in rows]
+
+    def encoded(values: list[float], dtype: str) -> str:
+        return base64.b64encode(np.asarray(values, dtype).tobytes()).decode()
+
+    pairs = [pair for row in shown for pair in row]
+    scores = {
+        "counts": encoded([len(row) for row in shown], "<i4"),
+        "token_ids": encoded([token for token, _ in pairs], "<i4"),
+        "logprobs": encoded([value for _, value in pairs], "<f4"),
+    }
+    spans = [{"version": "v1", "start": 0, "end": len(rows)}]
+    ids = encoded([row[0][0] for row in rows], "<i4")
+    reply = {"token_ids": ids, "finish_reason": "length", "scores": scores, "weight_versions": spans}
+    return json.dumps(reply, separators=(",", ":")).encode()
 
 
 def sglang_reply(rows: list[list[tuple[int, float]]], k: int) -> bytes:
@@ -128,6 +149,8 @@ def main() -> int:
     rows = make_rows(np.random.default_rng(0))
     vllm, sglang = VllmBackend(), SglangBackend()
     cases: dict[str, tuple[Backend, str, int, bytes]] = {
+        "vLLM, rljax's endpoint, k = 0": (vllm, ROLLOUTS, 0, own_reply(rows, 0)),
+        "vLLM, rljax's endpoint, k = 20": (vllm, ROLLOUTS, K, own_reply(rows, K)),
         "vLLM, k = 0": (vllm, GENERATE, 0, vllm_reply(GENERATE, rows, 0)),
         "vLLM, k = 20": (vllm, GENERATE, K, vllm_reply(GENERATE, rows, K)),
         "vLLM /v1/completions, k = 20": (vllm, COMPLETIONS, K, vllm_reply(COMPLETIONS, rows, K)),

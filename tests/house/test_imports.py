@@ -14,12 +14,14 @@ ROOT = Path(__file__).parents[2]
 
 # Third party -> the only modules that may import it.
 DOORS = {
-    "httpx": {"rollout.servers.client", "weights.source"},
-    "starlette": {"weights.server", "rollout.external.receiver"},
+    "httpx": {"rollout.servers.client", "rollout.servers.batches", "weights.source"},
+    "starlette": {"weights.server", "rollout.external.receiver", "rollout.servers.vllm.endpoint"},
     "uvicorn": {"weights.server", "rollout.external.receiver"},
     "msgspec": {
         "rollout.servers.vllm.client",
+        "rollout.servers.vllm.endpoint",
         "rollout.servers.sglang.client",
+        "rollout.servers.batches",
         "rollout.servers.wire",
         "rollout.external.receiver",
         "weights.format",
@@ -46,7 +48,7 @@ DOORS = {
     "wandb": {"record.tracker_kinds"},
     "trackio": {"record.tracker_kinds"},
     "mlflow": {"record.tracker_kinds"},
-    "vllm": {"rollout.servers.vllm.plugin", "rollout.servers.vllm.description"},
+    "vllm": {"rollout.servers.vllm.plugin", "rollout.servers.vllm.description", "rollout.servers.vllm.endpoint"},
     "sglang": {"rollout.servers.sglang.plugin"},
     "torch": {
         "rollout.servers.vllm.plugin",

@@ -15,6 +15,7 @@ from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.tops import check_tops, make_tops, without_ties
 from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import RolloutConfig, SamplingParams, Tops
 
@@ -77,6 +78,13 @@ def test_one_token_more_is_asked_for_if_there_is_one(route, k, vocab_size, asked
     request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
     sent = VllmBackend().body(route, request, "policy")
     assert sent.get("sampling_params", sent)["logprobs"] == asked
+
+
+@pytest.mark.parametrize(("k", "vocab_size", "asked"), [(0, 64, 0), (5, 64, 5), (5, None, 5), (64, 64, 64)])
+def test_rljaxs_endpoint_is_asked_for_no_token_more(k, vocab_size, asked):
+    """There the sampled token comes beside the k likeliest."""
+    request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
+    assert VllmBackend().body(ROLLOUTS, request, "policy")["sampling_params"]["logprobs"] == asked
 
 
 @pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
@@ -198,9 +206,11 @@ def of_token(token):
     return [(token, -1.0), *others]
 
 
-@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
-def test_an_engine_hands_on_the_likeliest_tokens(fake, route):
-    fake.tops, fake.routes = of_token, fake.routes - ({GENERATE} if route == COMPLETIONS else set())
+@pytest.mark.parametrize(("better", "asked"), [((), 2), ((ROLLOUTS,), 3), ((ROLLOUTS, GENERATE), 3)])
+def test_an_engine_hands_on_the_likeliest_tokens(fake, better, asked):
+    """The server lacks the ``better`` routes. rljax's own one is asked for no token more."""
+    fake.tops = of_token
+    fake.routes -= {*better}
     engine = make(fake.url, top_logprobs=2)
     try:
         engine.publish(PARAMS, 0)
@@ -208,7 +218,7 @@ def test_an_engine_hands_on_the_likeliest_tokens(fake, route):
         responses = list(engine.generate(PROMPTS, 2, SamplingParams(5, reported=2), seed=0))
     finally:
         engine.close()
-    assert {sampling["logprobs"] for sampling in fake.sampling[probes:]} == {3}
+    assert {sampling["logprobs"] for sampling in fake.sampling[probes:]} == {asked}
     for response in responses:
         tokens = response.token_ids
         np.testing.assert_array_equal(response.tops.ids, np.stack([(tokens + 1) % 64, tokens], 1))

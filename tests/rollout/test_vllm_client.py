@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from python_calls import count_calls
-from vllm_fake import FakeVllm
+from vllm_fake import FakeVllm, rollout_reply
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import ClientLimits, SamplingParams
 
@@ -128,7 +129,7 @@ def test_a_reply_is_read_as_pythons_json_reads_it(route, top):
 
 
 @pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+@pytest.mark.parametrize("route", [ROLLOUTS, GENERATE, COMPLETIONS])
 def test_no_python_runs_for_each_token_of_a_reply(route, k):
     """The interpreter makes as many calls for 3,000 tokens as for 3: the event loop is held by compiled code alone."""
 
@@ -143,9 +144,10 @@ def test_no_python_runs_for_each_token_of_a_reply(route, k):
             "token_logprobs": [-5.0] * count,
             "top_logprobs": [{f"token_id:{each['token_id']}": each["logprob"] for each in top}] * count,
         }
-        scored = {"content": content} if route == GENERATE else named
+        scored = named if route == COMPLETIONS else {"content": content}
         choice = {"token_ids": ids, "finish_reason": "length", "logprobs": scored}
-        reply, request = json.dumps({"choices": [choice]}).encode(), Request(PROMPT, SamplingParams(count, reported=k))
+        whole = {"choices": [choice]} if route != ROLLOUTS else rollout_reply({"choices": [choice]})
+        reply, request = json.dumps(whole).encode(), Request(PROMPT, SamplingParams(count, reported=k))
         return count_calls(lambda: check_completion("", WIRE.completion(route, reply, request), request, None))
 
     assert calls(3) == calls(3000)

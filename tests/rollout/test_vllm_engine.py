@@ -15,7 +15,8 @@ from vllm_fake import FakeVllm
 
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
 from rljax.rollout.form import ServerForm
-from rljax.rollout.servers.vllm.client import COMPLETIONS
+from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE
+from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import ClientLimits, SamplingParams, VersionSpan
 from rljax.weights.format import PROTOCOL
 
@@ -175,7 +176,7 @@ def test_responses_are_given_up_while_the_servers_sample(fake):
             list(engine.generate(PROMPTS, 2, SamplingParams(4), seed=0))
         assert 0.9 < time.monotonic() - began < 8
         engine.close()  # the requests that waited for a place were cancelled, too
-        assert fake.seen.total() <= probes + 2
+        assert fake.seen[GENERATE] <= probes + 2
     finally:
         timer.cancel()
         engine.close()
@@ -306,7 +307,7 @@ def test_replies_of_another_version_of_this_run_are_refused(fake):
 
 
 def test_replies_of_the_fallback_without_version_are_counted(fake, caplog):
-    fake.routes -= {"/inference/v1/generate"}
+    fake.routes -= {ROLLOUTS, "/inference/v1/generate"}
     engine = make(fake.url)
     try:
         engine.publish(PARAMS, 6)

@@ -7,6 +7,7 @@ from vllm_fake import FakeVllm
 from rljax.errors import ServerGoneError
 from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.vllm.client import VllmBackend
+from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 FAST = ClientLimits(backoff_s=0.01, max_backoff_s=0.02, connect_timeout_s=0.5)
@@ -32,7 +33,7 @@ def test_responses_of_all_servers_come_back_to_their_prompts(fakes, old):
     for fake in fakes:
         fake.delay_s = 0.02
         if old:
-            fake.routes.discard("/inference/v1/generate")
+            fake.routes -= {ROLLOUTS, "/inference/v1/generate"}
     model = ServedModel([fake.url for fake in fakes], VllmBackend(), limits=FAST)
     assert (model.info.root, model.info.max_model_len) == ("org/name", 128)
     samples = model.generate(PROMPTS, 3, SamplingParams(2, 0.7), seed=1)

@@ -4,17 +4,23 @@ The token at place t of a prompt has -t / 8. Top log-probabilities are processed
 than one token have those of ``tops`` where that is set.
 """
 
+import base64
+import contextlib
 import dataclasses
 import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qsl, urlparse
 
+import numpy as np
 from safetensors.numpy import load_file
 
+from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.weights.format import PROTOCOL
 from rljax.weights.sums import array_checksum
 
@@ -51,7 +57,7 @@ class FakeVllm:
         self.obeys = True  # whether it decodes their tokens
         self.names_versions = True
         self.fail_next: list[int] = []  # statuses of the next samples
-        self.routes = {"/inference/v1/generate", "/v1/completions", "/weight_info"}
+        self.routes = {ROLLOUTS, "/inference/v1/generate", "/v1/completions", "/weight_info"}
         self.dtype, self.protocol = "float32", PROTOCOL
         self.model, self.root = "policy", "nowhere"
         self.raw, self.paused, self.asleep = False, False, False
@@ -76,9 +82,9 @@ class FakeVllm:
         self._httpd.shutdown()
         self._httpd.server_close()
 
-    def answer(self, method: str, path: str, body: dict) -> tuple[int, dict]:
+    def answer(self, method: str, path: str, body: dict) -> tuple[int, dict | Iterator[bytes]]:
         self.seen[path] += 1
-        if path in ("/inference/v1/generate", "/v1/completions", "/weight_info") and path not in self.routes:
+        if path in (ROLLOUTS, "/inference/v1/generate", "/v1/completions", "/weight_info") and path not in self.routes:
             return 404, {"error": "Not Found"}
         if path in self.refuse:
             return self.refuse[path], {"error": {"message": "no such thing"}}
@@ -113,6 +119,10 @@ class FakeVllm:
             self.version = body["weight_version"]
         if path == "/update_weights":
             self.weights_path = body["update_info"]["path"]
+        if path == ROLLOUTS:
+            if method == "DELETE":
+                return 200, {}
+            return (200, self._lines(body)) if method == "POST" else (405, {"detail": "Method Not Allowed"})
         if path.endswith(("/generate", "/completions")):
             return self._sample(path, body) if method == "POST" else (405, {"detail": "Method Not Allowed"})
         self.events.append(path)
@@ -147,6 +157,16 @@ class FakeVllm:
         left_out = dict.fromkeys(self.not_loaded)
         tensors |= left_out
         return {"tag": self.version, "tensors": tensors, "seconds": 0.25, "equal": self.loads_nothing}
+
+    def _lines(self, asked: list[dict]) -> Iterator[bytes]:
+        """Yields the lines of rljax's endpoint. Each has what /inference/v1/generate answers to its request."""
+        with ThreadPoolExecutor(len(asked)) as threads:
+            bodies = [{"model": self.model, **each} for each in asked]
+            sampled = [threads.submit(self.answer, "POST", "/inference/v1/generate", body) for body in bodies]
+            for each in as_completed(sampled):
+                status, reply = each.result()
+                said = json.dumps(rollout_reply(reply) if status == 200 else reply)
+                yield f"{sampled.index(each)} {status} {said}\n".encode()
 
     def _sample(self, path: str, body: dict) -> tuple[int, dict]:
         with self._lock:
@@ -229,6 +249,39 @@ class FakeVllm:
         return 200, {"choices": [choice], "prompt_logprobs": scored}
 
 
+def rollout_reply(reply: dict) -> dict:
+    """The reply of rljax's endpoint that says what ``reply`` of /inference/v1/generate says."""
+    (choice,) = reply["choices"]
+    content = choice["logprobs"]["content"]
+    rows = [[(each["token_id"], each["logprob"])] for each in content]
+    for row, each in zip(rows, content, strict=True):
+        row += [(top["token_id"], top["logprob"]) for top in each["top_logprobs"]]
+    prompt = reply.get("prompt_logprobs")
+    of_prompt = prompt and [[(int(t), v["logprob"]) for t, v in (row or {}).items()] for row in prompt]
+    return {
+        "token_ids": as_base64(choice["token_ids"], "<i4"),
+        "finish_reason": choice["finish_reason"],
+        "scores": flat_scores(rows),
+        "prompt_scores": of_prompt and flat_scores(of_prompt),
+        "weight_versions": choice.get("weight_versions"),
+        "routed_experts": choice.get("routed_experts"),
+    }
+
+
+def flat_scores(rows: list[list[tuple[int, float]]]) -> dict[str, str]:
+    """The (token, log-probability) pairs of each position as rljax's endpoint sends them."""
+    return {
+        "counts": as_base64([len(row) for row in rows], "<i4"),
+        "token_ids": as_base64([token for row in rows for token, _ in row], "<i4"),
+        "logprobs": as_base64([value for row in rows for _, value in row], "<f4"),
+    }
+
+
+def as_base64(values: list, dtype: str) -> str:
+    """An array as JSON has it."""
+    return base64.b64encode(np.asarray(values, dtype).tobytes()).decode()
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 2048
@@ -242,21 +295,25 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
         def _answer(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
             path, query = urlparse(self.path).path, parse_qsl(urlparse(self.path).query)
-            body = (json.loads(self.rfile.read(length)) if length else {}) | dict(query)
+            body = json.loads(self.rfile.read(length)) if length else {}
+            body = body if isinstance(body, list) else body | dict(query)
             if fake.key and path != "/health" and self.headers["Authorization"] != f"Bearer {fake.key}":
                 status, reply = 401, {"error": "this server wants a key"}
             else:
                 status, reply = fake.answer(self.command, path, body)
-            data = json.dumps(reply).encode()
+            parts = [json.dumps(reply).encode()] if isinstance(reply, dict) else reply
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
+            if isinstance(reply, dict):
+                self.send_header("Content-Length", str(len(parts[0])))
             self.send_header("Connection", "close")
             self.end_headers()
-            self.wfile.write(data)
             self.close_connection = True
+            with contextlib.suppress(OSError):  # of a client that has gone away
+                for part in parts:
+                    self.wfile.write(part)
 
-        do_GET = do_POST = _answer
+        do_GET = do_POST = do_DELETE = _answer
 
         def log_message(self, *args) -> None:
             pass

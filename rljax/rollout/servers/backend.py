@@ -46,6 +46,7 @@ class Backend(Wire):
     """
 
     model = "policy"
+    own_routes: Sequence[str] = ()
     paused_route = ""
     logprobs_hint: str  # the remedy where log-probabilities are not of the distribution that a server samples from
     without_plugin: str  # the meaning of a refusal where rljax's plugin is asked
@@ -151,7 +152,7 @@ class Backend(Wire):
             raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
         with handshake.refusals(url, self.without_version):
             client.call(url, "GET", self.version_route)
-        handshake.find_route(client, url, self.routes)
+        handshake.find_route(client, url, self)
         unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
         if files.source:
             unread = f"the server's machine cannot read weights from {files.source}"

@@ -19,13 +19,14 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import httpx
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerPausedError, ServerRefusedError
+from rljax.rollout.servers.batches import Batches
 from rljax.rollout.servers.pool import Server, ServerPool, json_object, refusal_text
 from rljax.rollout.servers.retries import Pauses, may_pass
 from rljax.rollout.servers.sources import Ask, RequestSource
@@ -74,12 +75,13 @@ class ServerClient:
         self._thread.start()
         self._reader = ThreadPoolExecutor(1, "rljax-reply-reader")  # one: a long reply takes many times its size
         self._http = httpx.AsyncClient(
-            # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500,
-            # and a response takes so long that opening a connection costs nothing beside it.
+            # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500.
+            # Requests for rollouts share one where the server has rljax's endpoint (``Batches``).
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,
             headers=headers,
         )
+        self._batches = Batches(self._http, self.limits.connect_timeout_s)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -330,28 +332,35 @@ class ServerClient:
         """Returns one completion of ``server``, through the router at ``url`` if there is one."""
         url = url or server.url
         body = self._wire.body(server.route, request, server.model)
-        reply = await self._exchange(url, "POST", server.route, timeout_s, json=body)
-        read = functools.partial(self._wire.completion, server.route, reply.content, request)
+        if server.route in self._wire.own_routes:
+            reply = await self._ask(url, server.route, timeout_s, body)
+        else:
+            reply = (await self._exchange(url, "POST", server.route, timeout_s, json=body)).content
+        read = functools.partial(self._wire.completion, server.route, reply, request)
         try:
-            return await self._loop.run_in_executor(self._reader, read) if len(reply.content) > _LONG_REPLY else read()
+            return await self._loop.run_in_executor(self._reader, read) if len(reply) > _LONG_REPLY else read()
         except ReplyError as error:
             raise ReplyError(f"{url}{error}") from error
+
+    async def _ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
+        """Returns the reply to one request, which is sent with others. Raises as :meth:`call`."""
+        async with _answering(url + path, timeout_s):
+            status, content = await self._batches.ask(url + path, body)
+        if status != 200:
+            await self._refuse(url, path, httpx.Response(status, content=content))
+        return content
 
     async def _exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
         """Returns a reply of status 200. Raises as :meth:`call`."""
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self.limits.connect_timeout_s), pool=None)
-        try:
-            # httpx's timeouts bound each read: a server that sends a byte now and then never exceeds them.
-            async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
-                reply = await self._http.request(method, url + path, timeout=timeout, **content)
-        except (httpx.TransportError, TimeoutError) as error:
-            said = f"{type(error).__name__} {error}".rstrip()
-            late = f" within {timeout_s:g} s" if isinstance(error, TimeoutError) else ""
-            raise ServerGoneError(f"no answer from {url}{path}{late}: {said}") from error
-        except httpx.RequestError as error:  # a body that cannot be decoded
-            raise ReplyError(f"{url}{path} answered what is no HTTP reply: {error}") from error
-        if reply.status_code == 200:
-            return reply
+        async with _answering(url + path, timeout_s):
+            reply = await self._http.request(method, url + path, timeout=timeout, **content)
+        if reply.status_code != 200:
+            await self._refuse(url, path, reply)
+        return reply
+
+    async def _refuse(self, url: str, path: str, reply: httpx.Response) -> NoReturn:
+        """Raises what a reply of another status than 200 means."""
         if path == "/health":
             raise ServerGoneError(f"{url} is not healthy: {refusal_text(reply)}")
         if reply.status_code >= 500:
@@ -359,7 +368,8 @@ class ServerClient:
         hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
         wanted = hint if reply.status_code == 401 else ""
         said = f"{url}{path} answered {refusal_text(reply)}{wanted}"
-        if reply.status_code == 503 and path in self._wire.routes and await self._is_paused(url):
+        samples = path in (*self._wire.own_routes, *self._wire.routes)
+        if reply.status_code == 503 and samples and await self._is_paused(url):
             raise ServerPausedError(said, reply.status_code)
         raise ServerRefusedError(said, reply.status_code)
 
@@ -375,6 +385,21 @@ class ServerClient:
         """Waits before retry number ``attempt``, which is at least 1."""
         longest = min(self.limits.max_backoff_s, self.limits.backoff_s * 2.0 ** (attempt - 1))
         await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # so that retries do not come in step
+
+
+@contextlib.asynccontextmanager
+async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
+    """Bounds the time that a reply may take, and raises ServerGoneError or ReplyError where there is none."""
+    try:
+        # httpx's timeouts bound each read: a server that sends a byte now and then never exceeds them.
+        async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
+            yield
+    except (httpx.TransportError, TimeoutError) as error:
+        said = f"{type(error).__name__} {error}".rstrip()
+        late = f" within {timeout_s:g} s" if isinstance(error, TimeoutError) else ""
+        raise ServerGoneError(f"no answer from {address}{late}: {said}") from error
+    except httpx.RequestError as error:  # a body that cannot be decoded
+        raise ReplyError(f"{address} answered what is no HTTP reply: {error}") from error
 
 
 def check_url(url: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -15,7 +15,7 @@ from rljax.rollout.form import ServerForm
 from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.verify import probe_length, sharpening
-from rljax.rollout.servers.wire import ServerInfo
+from rljax.rollout.servers.wire import ServerInfo, Wire
 from rljax.rollout.types import RolloutConfig
 
 # The names of ``ServerForm.kv_cache`` by those of servers, where these are others.
@@ -87,12 +87,12 @@ def ask_if_there(client: ServerClient, url: str, method: str, path: str, **conte
         return {}
 
 
-def find_route(client: ServerClient, url: str, routes: Sequence[str]) -> None:
-    """Sets the path that samples at ``url`` to the first of ``routes`` that the server has. Nothing is sampled.
+def find_route(client: ServerClient, url: str, wire: Wire) -> None:
+    """Sets the path that samples at ``url`` to the best one of ``wire`` that the server has. Nothing is sampled.
 
     It raises HandshakeError where there is none of them, and ServerRefusedError for another refusal than "not found".
     """
-    for route in routes:
+    for route in (*(() if client.has_router else wire.own_routes), *wire.routes):
         client.set_route(url, route)
         try:
             client.call(url, "GET", route)
@@ -102,7 +102,7 @@ def find_route(client: ServerClient, url: str, routes: Sequence[str]) -> None:
                 return
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
-    raise HandshakeError(f"{url}: not there: {', '.join(routes)}")
+    raise HandshakeError(f"{url}: not there: {', '.join(wire.routes)}")
 
 
 def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,8 @@ _TIES = 16  # The most tokens beyond ``top_k`` that a server keeps because they 
 
 def as_floats(values: Iterable[float]) -> np.ndarray:
     """Returns log-probabilities as float32 [n]. A number beyond float32 becomes infinite."""
+    if isinstance(values, np.ndarray) and values.dtype == np.float32:
+        return values
     with np.errstate(over="ignore"):
         return np.fromiter(values, np.float64).astype(np.float32)
 
@@ -32,11 +35,11 @@ def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[floa
       logprobs: The log-probability of each of them.
       k: The number of tokens to keep.
     """
-    numbers = np.fromiter(counts, np.int64)
+    numbers = _as_integers(counts, np.int64)
     shape = len(numbers), max(int(numbers.max(initial=0)), k)
     is_reported = np.arange(shape[1]) < numbers[:, None]
     tokens, scores = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
-    tokens[is_reported] = np.fromiter(ids, np.int32)
+    tokens[is_reported] = _as_integers(ids, np.int32)
     scores[is_reported] = as_floats(logprobs)
     is_twice = (tokens[:, 1:] == tokens[:, :1]).any(axis=1)
     scores[is_twice, 0] = -np.inf
@@ -56,6 +59,10 @@ def _first_of(tokens: np.ndarray, scores: np.ndarray, k: int) -> tuple[np.ndarra
     """Returns the ``k`` entries of each row with the highest scores, in order."""
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(tokens, order, axis=1), np.take_along_axis(scores, order, axis=1)
+
+
+def _as_integers(values: Iterable[int], dtype: Any) -> np.ndarray:
+    return values.astype(dtype) if isinstance(values, np.ndarray) else np.fromiter(values, dtype)
 
 
 def join_tops(parts: Sequence[Tops | None]) -> Tops | None:

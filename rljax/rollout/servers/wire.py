@@ -69,6 +69,7 @@ class Wire(Protocol):
 
     name: str  # of the kind, for messages
     routes: Sequence[str]  # the paths that may sample a response, the best first; a server has at least one of them
+    own_routes: Sequence[str]  # better ones, of rljax's plugin: a server may lack them, and no router passes them on
     model: str  # the name that servers which rljax starts give their model
     paused_route: str  # the path at which a server says whether it is paused, or "" where there is none
 

@@ -153,7 +153,7 @@ class SglangBackend(Backend):
                 version=str(plain.get("version", "")),
                 max_model_len=plain.get("max_req_input_len"),
             )
-        find_route(client, url, self.routes)
+        find_route(client, url, self)
         name = str(model.get("served_model_name") or root)
         return dataclasses.replace(info, model=name, root=root, has_first_weights=version == "default")
 

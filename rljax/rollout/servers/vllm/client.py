@@ -1,7 +1,8 @@
 """The trainer's side of vLLM: its token endpoints, the handshake, and new weights in the order that it wants.
 
-``/inference/v1/generate`` reports which weight version sampled which tokens. ``/v1/completions`` is the fallback for
-servers that lack it.
+``/rljax/rollouts`` is the endpoint of rljax's plugin, which replies with arrays. ``/inference/v1/generate`` is vLLM's
+own, for servers without the first and for routers. Both report which weight version sampled which tokens.
+``/v1/completions`` is the fallback for servers that lack both.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rljax.rollout.servers.handshake import (
 )
 from rljax.rollout.servers.tops import as_floats, make_tops
 from rljax.rollout.servers.verify import TOP
-from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS
+from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS, ROLLOUTS
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans
 from rljax.rollout.types import InFlight, Tops
 from rljax.weights.store import WeightVersion
@@ -93,6 +94,21 @@ class _Reply(msgspec.Struct, Generic[Scores]):
     prompt_logprobs: _PromptScores = None  # GENERATE puts them here
 
 
+class _Flat(msgspec.Struct):
+    counts: bytes  # of entries at each position, int32
+    token_ids: bytes  # of each entry, int32
+    logprobs: bytes  # of each entry, float32
+
+
+class _Rollout(msgspec.Struct):
+    token_ids: bytes  # int32
+    finish_reason: str | None
+    scores: _Flat  # the sampled token and then the likeliest, so that a token may be there twice
+    prompt_scores: _Flat | None = None
+    weight_versions: list[Span] | None = None
+    routed_experts: bytes | None = None  # a .npy file
+
+
 # The decoder for each route, and for whether the likeliest tokens are read.
 _DECODERS: dict[tuple[str, bool], msgspec.json.Decoder[Any]] = {
     (GENERATE, False): msgspec.json.Decoder(_Reply[_Content[_Sampled] | None]),
@@ -100,6 +116,7 @@ _DECODERS: dict[tuple[str, bool], msgspec.json.Decoder[Any]] = {
     (COMPLETIONS, False): msgspec.json.Decoder(_Reply[_Named]),
     (COMPLETIONS, True): msgspec.json.Decoder(_Reply[_NamedAmongTops]),
 }
+_ROLLOUT_DECODER = msgspec.json.Decoder(_Rollout)
 
 
 class VllmBackend(Backend):
@@ -107,6 +124,7 @@ class VllmBackend(Backend):
 
     name = "vLLM"
     routes: Sequence[str] = (GENERATE, COMPLETIONS)
+    own_routes: Sequence[str] = (ROLLOUTS,)
     logprobs_hint = "start with --logprobs-mode processed_logprobs"
     without_plugin = (
         "rljax's plugin is not in this server: install rljax beside vLLM and start it with "
@@ -140,7 +158,7 @@ class VllmBackend(Backend):
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "logprobs": _asked(request),
+            "logprobs": _asked(request, route),
             "ignore_eos": True,
             "stop_token_ids": list(request.sampling.stop_token_ids),
             "seed": request.seed,
@@ -149,14 +167,18 @@ class VllmBackend(Backend):
         if request.prompt_logprobs is not None:
             sampling["prompt_logprobs"] = request.prompt_logprobs
         tokens = request.prompt.tolist()
+        if route == ROLLOUTS:
+            return {"token_ids": tokens, "sampling_params": sampling}
         if route == GENERATE:
             return {"model": model, "token_ids": tokens, "sampling_params": sampling}
         as_ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         return {"model": model, "prompt": tokens, **as_ids, **sampling}
 
     def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
-        """Reads a reply of either route."""
+        """Reads a reply of any route."""
         k = request.sampling.reported
+        if route == ROLLOUTS:
+            return _read_rollout(_ROLLOUT_DECODER.decode(reply), k, with_routes=request.routes is not None)
         read = _DECODERS[route, k > 0].decode(reply)
         (choice,) = read.choices
         if choice.index != 0:
@@ -216,7 +238,7 @@ class VllmBackend(Backend):
         described = ask_if_there(client, url, "POST", "/collective_rpc", json={"method": "rljax_describe"})
         weights = ask_if_there(client, url, "GET", self.version_route)
         client.set_model(url, str(model["id"]))
-        find_route(client, url, self.routes)
+        find_route(client, url, self)
         return dataclasses.replace(
             server_info(url, (described.get("results") or [{}])[0], "vllm"),
             model=str(model["id"]),
@@ -318,14 +340,50 @@ def _read_routes(file: bytes | None) -> np.ndarray | None:
     return found
 
 
-def _asked(request: Request) -> int:
+def _asked(request: Request, route: str) -> int:
     """Returns the number of log-probabilities that a request asks for at each position.
 
-    vLLM puts the sampled token first. Where it is not among the likeliest, one of these is cut off by it. So one more
-    is asked for, as long as there are as many tokens: vLLM's engine ends where there are not.
+    vLLM's own endpoints put the sampled token first. Where it is not among the likeliest, one of these is cut off by
+    it. So one more is asked for, as long as there are as many tokens: vLLM's engine ends where there are not.
     """
     k = request.sampling.reported
-    return min(k + 1, request.vocab_size or k + 1) if k else 0
+    asked = k if route == ROLLOUTS else k + 1
+    return min(asked, request.vocab_size or asked) if k else 0
+
+
+def _read_rollout(read: _Rollout, k: int, *, with_routes: bool) -> tuple[Completion, bool]:
+    """Reads a reply of ROLLOUTS. Raises ValueError where its arrays do not fit together."""
+    tokens = np.frombuffer(read.token_ids, "<i4")
+    counts, ids, logprobs = _arrays(read.scores)
+    if counts.min(initial=1) < 1:
+        raise ValueError("a position without a log-probability")
+    firsts = np.cumsum(counts) - counts
+    completion = Completion(
+        token_ids=tokens.copy(),
+        logprobs=logprobs[firsts],
+        finish_reason=str(read.finish_reason),
+        spans=as_spans(read.weight_versions),
+        tops=make_tops(counts, ids, logprobs, k) if k else None,
+        prompt_logprobs=() if read.prompt_scores is None else _by_position(*_arrays(read.prompt_scores)),
+        routes=_read_routes(read.routed_experts) if with_routes else None,
+    )
+    return completion, not np.array_equal(ids[firsts], tokens)
+
+
+def _arrays(scores: _Flat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the number of entries of each position, and the token and log-probability of each entry."""
+    counts, ids = np.frombuffer(scores.counts, "<i4"), np.frombuffer(scores.token_ids, "<i4")
+    logprobs = np.frombuffer(scores.logprobs, "<f4")
+    if counts.min(initial=0) < 0 or not counts.sum(dtype=np.int64) == len(ids) == len(logprobs):
+        raise ValueError(f"{len(ids)} tokens with {len(logprobs)} log-probabilities, counted as {counts.sum()}")
+    return counts, ids, logprobs
+
+
+def _by_position(counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> tuple[Mapping[int, float], ...]:
+    """Returns the log-probability of each token at each position."""
+    ends = np.cumsum(counts).tolist()
+    entries = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    return tuple(dict(entries[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True))
 
 
 _Parts = tuple[bool, np.ndarray, Tops | None]

@@ -16,6 +16,8 @@ from rljax.rollout.servers import process
 from rljax.rollout.servers.process import start as start
 
 BACKEND = "rljax_file"
+ROLLOUTS = "/rljax/rollouts"
+"""The path of rljax's own endpoint (``rljax.rollout.servers.vllm.endpoint``)."""
 FORCED_TOKENS = "rljax_tokens"
 """The name under which a request's ``extra_args`` hold the tokens that the server decodes instead of its own."""
 PROBE, GIVEN = "probe.txt", "given.safetensors"
@@ -62,6 +64,7 @@ class ServerConfig(process.ServerConfig):
             # A prompt that is computed in parts ends the CPU build's engine if its request has a seed: vLLM 0.32 sets
             # the random generator back by an offset, which a generator on a CPU does not have.
             args += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        args += ["--middleware", "rljax.rollout.servers.vllm.endpoint.ServeRollouts"]
         if self.api_key_file is not None:
             args += ["--middleware", "rljax.weights.access.RequireKey"]
         return [*args, *self.extra_args, "--host", self.host]

@@ -1,0 +1,169 @@
+"""An endpoint of rljax in vLLM's API server, which samples several responses and replies with arrays.
+
+vLLM's own endpoints make a Python object for each token and each likeliest token, and take a request for each response,
+on the processor that its workers need. Here scores stay in flat lists, and travel as JSON with base64 of little-endian
+arrays. One request asks for several responses. Each comes in a line of its own as soon as it is complete. What is
+sampled, the checks of a request and the statuses of errors are those of vLLM. ``DELETE`` with ``batch`` and ``number``
+in the query gives up single responses of the request whose query has that ``batch``.
+
+vLLM loads :class:`ServeRollouts` with ``--middleware rljax.rollout.servers.vllm.endpoint.ServeRollouts``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Coroutine
+from http import HTTPStatus
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.inputs import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from rljax.rollout.servers.vllm.server import ROLLOUTS
+from rljax.weights.access import App, Message
+
+
+class ServeRollouts:
+    """ASGI middleware that adds the endpoint to vLLM's application, and changes no request."""
+
+    def __init__(self, app: App) -> None:
+        """Takes the application inside. The endpoint is added as the server starts."""
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        """Handles one request, or the start and end of the server."""
+        if scope["type"] == "lifespan":
+            # A route of the application itself is behind all that guards vLLM's own routes.
+            scope["app"].router.routes.insert(0, Route(ROLLOUTS, Rollouts(), methods=["POST", "DELETE"]))
+        await self._app(scope, receive, send)
+
+
+class Asked(msgspec.Struct):
+    """The prompt of one response, and its settings in vLLM's own words."""
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+
+
+_Reply = tuple[int, dict[str, Any]]
+"""The status and the content of a reply."""
+_Sampling = asyncio.Task[_Reply]
+_DECODER = msgspec.json.Decoder(list[Asked])
+
+
+class Rollouts:
+    """The endpoint, an ASGI application. Responses are given up where the client deletes them or goes away."""
+
+    def __init__(self) -> None:
+        """Samples nothing yet."""
+        self._tasks: dict[str, list[_Sampling]] = {}  # of each response, by the name of its batch
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        """Samples the responses of one request, or gives up some of another request."""
+        request = Request(scope, receive)
+        name = request.query_params.get("batch", "")
+        if request.method == "DELETE":
+            tasks = self._tasks.get(name, [])
+            for number in request.query_params.getlist("number"):
+                if number.isdecimal() and int(number) < len(tasks):
+                    tasks[int(number)].cancel()
+            await Response()(scope, receive, send)
+            return
+        try:
+            asked = _DECODER.decode(await request.body())
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"the body is no list of requests for rollouts: {error}") from error
+        lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+        engine = scope["app"].state.engine_client
+        tasks = [_start(number, _sample(engine, each), lines) for number, each in enumerate(asked)]
+        leaving = asyncio.create_task(_leave(receive, lines))
+        self._tasks[name] = tasks
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+            for left in range(len(asked), 0, -1):
+                line = await lines.get()
+                if line is None:
+                    return
+                await send({"type": "http.response.body", "body": line, "more_body": left > 1})
+        finally:
+            self._tasks.pop(name, None)
+            for task in (*tasks, leaving):
+                task.cancel()
+
+
+async def _leave(receive: Any, lines: asyncio.Queue[bytes | None]) -> None:
+    """Ends the lines once the client has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    lines.put_nowait(None)
+
+
+def _start(number: int, sampling: Coroutine[Any, Any, _Reply], lines: asyncio.Queue[bytes | None]) -> _Sampling:
+    """Returns the task that samples a response, and has its line added when it is done or given up."""
+
+    def add_line(task: _Sampling) -> None:
+        status, reply = (HTTPStatus.GONE, {}) if task.cancelled() else task.result()
+        lines.put_nowait(b"%d %d %b\n" % (number, status, msgspec.json.encode(reply)))
+
+    task = asyncio.create_task(sampling)
+    task.add_done_callback(add_line)
+    return task
+
+
+async def _sample(engine: Any, asked: Asked) -> _Reply:
+    """Returns the reply of one response, or the error that vLLM would answer with."""
+    own = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True, "detokenize": False}
+    try:
+        settings = SamplingParams(**{**asked.sampling_params, **own})
+        sampling = engine.generate(tokens_input(asked.token_ids), settings, f"rollout-{uuid4().hex}")
+        output = [output async for output in sampling][-1]
+        if output.outputs[0].finish_reason == "error":
+            raise RuntimeError("Internal server error")
+        return 200, as_reply(output)
+    except Exception as error:
+        answered = create_error_response(error)
+        return int(answered.error.code), answered.model_dump()
+
+
+def as_reply(output: Any) -> dict[str, Any]:
+    """Returns the reply of an output of vLLM, as ``VllmBackend`` reads it. ``msgspec`` writes bytes as base64."""
+    (sampled,) = output.outputs
+    return {
+        "token_ids": np.asarray(sampled.token_ids, "<i4").tobytes(),
+        "finish_reason": sampled.finish_reason,
+        "scores": _as_flat(sampled.logprobs),
+        "prompt_scores": _as_flat(output.prompt_logprobs),
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.end} for span in sampled.weight_versions or ()
+        ],
+        "routed_experts": _as_file(sampled.routed_experts),
+    }
+
+
+def _as_flat(scores: Any) -> dict[str, bytes] | None:
+    """Returns the number of entries of each position, and the token and log-probability of each entry."""
+    if scores is None:
+        return None
+    ends, starts = np.asarray(scores.end_indices, "<i4"), np.asarray(scores.start_indices, "<i4")
+    return {
+        "counts": (ends - starts).tobytes(),
+        "token_ids": np.asarray(scores.token_ids, "<i4").tobytes(),
+        "logprobs": np.asarray(scores.logprobs, "<f4").tobytes(),
+    }
+
+
+def _as_file(array: np.ndarray | None) -> bytes | None:
+    """Returns the bytes of a .npy file."""
+    if array is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()

@@ -1,0 +1,124 @@
+"""The endpoint of rljax's plugin in a real server, against vLLM's own endpoint for token ids."""
+
+import asyncio
+import contextlib
+import urllib.request
+
+import httpx
+import numpy as np
+import pytest
+
+from rljax.errors import ServerRefusedError
+from rljax.rollout.servers.batches import Batches
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.sources import ListedRequests
+from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.server import ROLLOUTS
+from rljax.rollout.servers.wire import Request, make_requests
+from rljax.rollout.types import SamplingParams, VersionSpan
+
+pytestmark = pytest.mark.vllm
+
+
+@contextlib.contextmanager
+def opened(url, route=ROLLOUTS):
+    client = ServerClient([url], VllmBackend())
+    try:
+        client.open(url, None)
+        client.set_route(url, route)
+        yield client
+    finally:
+        client.close()
+
+
+def running(url):
+    """How many requests the server samples now."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
+        lines = reply.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+
+async def until(is_so):
+    """Waits for at most 10 seconds until ``is_so`` returns true, which must happen."""
+    async with asyncio.timeout(10):
+        while not await asyncio.to_thread(is_so):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 6, "top_p": 0.9}])
+def test_it_samples_what_vllms_own_endpoint_does(float32, prompts, cut):
+    engine = float32.engine(top_logprobs=6, **cut)
+    found = {}
+    try:
+        engine.publish(float32.model.params, 0)
+        for route in (ROLLOUTS, GENERATE):
+            engine.fleet.client.set_route(float32.url, route)
+            sampling = SamplingParams(24, 0.8, reported=6, **cut)
+            responses = sorted(
+                engine.generate(prompts, 3, sampling, seed=5), key=lambda r: (r.prompt_index, r.sample_index)
+            )
+            found[route] = responses
+    finally:
+        engine.close()
+    for own, plain in zip(*found.values(), strict=True):
+        assert own.versions == plain.versions == (VersionSpan(0, 0, 24),)
+        np.testing.assert_array_equal(own.token_ids, plain.token_ids)
+        np.testing.assert_allclose(own.logprobs, plain.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(own.tops.ids, plain.tops.ids)
+        np.testing.assert_allclose(own.tops.logprobs, plain.tops.logprobs, atol=1e-5)
+
+
+def test_scores_of_a_prompt_are_those_of_vllms_endpoint(float32, prompts):
+    asked = Request(prompts[0], SamplingParams(1), prompt_logprobs=3)
+    scored = []
+    for route in (ROLLOUTS, GENERATE):
+        with opened(float32.url, route) as client:
+            scored += [reply.prompt_logprobs for reply in client.sample(float32.url, [asked])]
+    own, plain = scored
+    assert own[0] == plain[0] == {}
+    for mine, theirs in zip(own[1:], plain[1:], strict=True):
+        assert mine.keys() == theirs.keys()
+        np.testing.assert_allclose([mine[token] for token in theirs], list(theirs.values()), atol=1e-5)
+
+
+def test_it_answers_to_post_alone(float32):
+    assert httpx.get(float32.url + ROLLOUTS).status_code == 405
+    assert httpx.post(float32.url + ROLLOUTS, json={"token_ids": [1]}).status_code == 400
+
+
+def test_one_bad_request_does_not_harm_the_others(float32, prompts):
+    bad = Request(np.full(600, 7, np.int32), SamplingParams(4))  # longer than the server takes
+    good = make_requests(prompts[:1], 3, SamplingParams(4), 0)
+    with opened(float32.url) as client:
+        with pytest.raises(ServerRefusedError, match="answered 400: "):
+            client.sample(float32.url, [*good, bad])
+        assert [len(reply.token_ids) for reply in client.sample(float32.url, good)] == [4, 4, 4]
+
+
+def test_the_server_gives_up_what_nobody_waits_for(float32, prompts):
+    with opened(float32.url) as client:
+        requests = make_requests(prompts[:1], 6, SamplingParams(400), 0)
+        requests[0] = Request(prompts[0], SamplingParams(2))
+        found = (item for item in client.stream(ListedRequests(requests)) if item is not None)
+        place, _ = next(found)
+        assert place == (0, 0)
+        assert running(float32.url) > 0
+    asyncio.run(until(lambda: running(float32.url) == 0))
+
+
+def test_a_request_that_is_given_up_alone_ends_alone(float32, prompts):
+    async def ask():
+        async with httpx.AsyncClient() as http:
+            batches, wire = Batches(http, 5.0), VllmBackend()
+            requests = make_requests(prompts[:1], 4, SamplingParams(400), 0)
+            bodies = [wire.body(ROLLOUTS, request, "policy") for request in requests]
+            asked = [asyncio.create_task(batches.ask(float32.url + ROLLOUTS, body)) for body in bodies]
+            await until(lambda: running(float32.url) == 4)
+            for each in asked[1:]:
+                each.cancel()
+            await until(lambda: running(float32.url) == 1)
+            status, reply = await asked[0]
+            return status, wire.completion(ROLLOUTS, reply, requests[0])
+
+    status, completion = asyncio.run(ask())
+    assert (status, len(completion.token_ids)) == (200, 400)

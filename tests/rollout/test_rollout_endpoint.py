@@ -1,0 +1,329 @@
+"""The endpoint of rljax's plugin as the client sees it: gathered requests, a line for each, and what is refused."""
+
+import asyncio
+import base64
+import contextlib
+import copy
+import json
+import math
+import re
+import socket
+import threading
+
+import httpx
+import numpy as np
+import pytest
+from vllm_fake import FakeVllm, as_base64, flat_scores
+
+from rljax.errors import ReplyError, ServerError
+from rljax.rollout.build import connect
+from rljax.rollout.servers.batches import Batches
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.sources import ListedRequests
+from rljax.rollout.servers.vllm.client import VllmBackend
+from rljax.rollout.servers.vllm.server import ROLLOUTS
+from rljax.rollout.servers.wire import Request, check_completion
+from rljax.rollout.types import ClientLimits, SamplingParams
+
+pytestmark = pytest.mark.timeout(60)
+PROMPT = np.array([3, 4, 5], np.int32)
+REQUEST = Request(PROMPT, SamplingParams(2, reported=2), vocab_size=64)
+FAST = ClientLimits(backoff_s=0.001, max_backoff_s=0.002, max_attempts=3)
+REPLY = {
+    "token_ids": as_base64([9, 2], "<i4"),
+    "finish_reason": "length",
+    "scores": flat_scores([[(9, -4.0), (1, -0.5), (2, -1.5)], [(2, -1.5), (1, -0.5), (2, -1.5)]]),
+    "weight_versions": [{"version": "v1", "start": 0, "end": 2}],
+}
+
+
+def read(reply, request=REQUEST):
+    completion = VllmBackend().completion(ROLLOUTS, json.dumps(reply).encode(), request)
+    check_completion("http://server", completion, request, 64)
+    return completion
+
+
+@contextlib.contextmanager
+def opened(url, limits=FAST):
+    client = ServerClient([url], VllmBackend(), limits)
+    try:
+        client.open(url, None)
+        client.set_route(url, ROLLOUTS)
+        yield client
+    finally:
+        client.close()
+
+
+def stream(client, count, vocab_size=64, metrics=None):
+    requests = [Request(PROMPT + i, SamplingParams(2), seed=i) for i in range(count)]
+    found = client.stream(ListedRequests(requests), vocab_size, metrics=metrics)
+    return (item for item in found if item is not None)
+
+
+# ---- What a reply says ----
+
+
+def test_a_reply_is_read():
+    completion = read(REPLY)
+    assert completion.token_ids.tolist() == [9, 2]
+    assert completion.logprobs.tolist() == [-4.0, -1.5]
+    assert completion.spans == (("v1", 0, 2),)
+    assert completion.tops.ids.tolist() == [[1, 2], [1, 2]]
+    assert completion.tops.logprobs.tolist() == [[-0.5, -1.5], [-0.5, -1.5]]
+
+
+def test_scores_of_a_prompt_are_read():
+    scored = REPLY | {"prompt_scores": flat_scores([[], [(4, -0.25), (7, -1.0)], [(5, -0.5), (5, -0.5)]])}
+    request = Request(PROMPT, SamplingParams(2), prompt_logprobs=1)
+    assert read(scored, request).prompt_logprobs == ({}, {4: -0.25, 7: -1.0}, {5: -0.5})
+    assert read(REPLY, request).prompt_logprobs == ()
+
+
+def scores(*rows):
+    return lambda reply: reply.update(scores=flat_scores(rows))
+
+
+BAD = {
+    "no scores": (lambda reply: reply.update(scores=None), "Expected `object`, got `null`"),
+    "no base64": (lambda reply: reply.update(token_ids="%%%"), "answered with no completion"),
+    "half a number": (
+        lambda reply: reply.update(token_ids=base64.b64encode(b"12345").decode()),
+        "buffer size must be a multiple of element size",
+    ),
+    "scores of others": (scores([(9, -1.0)], [(3, -1.0)]), "gave 2 tokens and log-probabilities of 2 others"),
+    "a score less": (scores([(9, -1.0)]), "gave 2 tokens and log-probabilities of 1 others"),
+    "no score": (scores([(9, -1.0)], []), "a position without a log-probability"),
+    "counted wrong": (
+        lambda reply: reply["scores"].update(counts=as_base64([3, 4], "<i4")),
+        "6 tokens with 6 log-probabilities, counted as 7",
+    ),
+    "negative count": (
+        lambda reply: reply["scores"].update(counts=as_base64([-1, 7], "<i4")),
+        "6 tokens with 6 log-probabilities, counted as 6",
+    ),
+    "NaN": (scores([(9, math.nan)], [(2, -1.5)]), "gave a log-probability of nan"),
+    "too few": (scores([(9, -4.0)], [(2, -1.5)]), "gave 1 likeliest tokens at a position, expected 2"),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), BAD.values(), ids=BAD.keys())
+def test_a_reply_that_does_not_fit_together_is_refused(change, said):
+    reply = copy.deepcopy(REPLY)
+    change(reply)
+    with pytest.raises(ReplyError) as refused:
+        read(reply)
+    assert said in str(refused.value)
+
+
+# ---- Which server is asked there, and how ----
+
+
+def test_requests_are_gathered(fake):
+    with opened(fake.url) as client:
+        found = dict(stream(client, 5))
+    assert {place: reply.token_ids.tolist() for place, reply in found.items()} == {
+        (i, 0): [5 + i, 6 + i] for i in range(5)
+    }
+    assert 0 < fake.seen[ROLLOUTS] < 5
+
+
+def test_one_that_failed_is_asked_again_alone(fake):
+    fake.fail_next, metrics = [500], {}
+    with opened(fake.url) as client:
+        assert len(dict(stream(client, 4, metrics=metrics))) == 4
+        assert client.losses == 0
+    assert metrics == {"rollout/requests": 5, "rollout/retries": 1}
+
+
+def test_one_that_is_refused_ends_in_one_line(fake):
+    fake.fail_next = [400]
+    with opened(fake.url) as client, pytest.raises(ServerError, match=r"rollouts answered 400: told to fail with 400$"):
+        dict(stream(client, 3))
+
+
+@pytest.mark.parametrize("has_own", [True, False])
+def test_a_server_without_the_endpoint_is_asked_at_vllms(fake, has_own):
+    fake.routes -= set() if has_own else {ROLLOUTS}
+    with contextlib.closing(connect([fake.url])) as engine:
+        responses = list(engine.generate([PROMPT], 4, SamplingParams(3), seed=0))
+    assert [response.logprobs.tolist() for response in responses] == [[-1.0, -1.0, -1.0]] * 4
+    assert (fake.seen[ROLLOUTS] > 1) == has_own
+
+
+def test_no_router_is_asked_for_it(fake):
+    client = ServerClient([fake.url], VllmBackend(), FAST, router=fake.url)
+    with contextlib.closing(client):
+        VllmBackend().describe(client, fake.url)
+        client.sample(fake.url, [REQUEST])
+    assert fake.seen[ROLLOUTS] == 0
+
+
+# ---- Lines, as they come ----
+
+
+class Scripted:
+    """A server whose endpoint sends what the test says, in chunks, to the request that ``asked`` has."""
+
+    def __init__(self):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.asked, self.connection = [], None
+
+    def accept_head(self):
+        """Returns a new connection, the head of its request and the part of the body that came with it."""
+        connection, _ = self._listener.accept()
+        connection.settimeout(20)
+        received = b""
+        while b"\r\n\r\n" not in received:
+            received += connection.recv(65536)
+        head, _, body = received.partition(b"\r\n\r\n")
+        return connection, head, body
+
+    def accept(self):
+        self.connection, head, body = self.accept_head()
+        length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"Content-Length"))
+        while len(body) < length:
+            body += self.connection.recv(65536)
+        self.asked = json.loads(body)
+        self.connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+    def line(self, number, *cuts):
+        """Sends the line of a response, in chunks that end at ``cuts``."""
+        asked = self.asked[number]
+        tokens = [asked["token_ids"][-1]] * asked["sampling_params"]["max_tokens"]
+        reply = {"token_ids": as_base64(tokens, "<i4"), "finish_reason": "length"}
+        reply["scores"] = flat_scores([[(token, -1.0)] for token in tokens])
+        line = f"{number} 200 {json.dumps(reply)}\n".encode()
+        for start, end in zip((0, *cuts), (*cuts, len(line)), strict=True):
+            self.send(line[start:end])
+
+    def send(self, content):
+        self.connection.sendall(f"{len(content):x}\r\n".encode() + content + b"\r\n")
+
+    def close(self):
+        self._listener.close()
+        if self.connection is not None:
+            self.connection.close()
+
+
+@pytest.fixture
+def scripted():
+    with contextlib.closing(Scripted()) as made:
+        yield made
+
+
+def test_a_response_comes_before_the_next_is_complete(scripted):
+    with opened(scripted.url) as client:
+        found = stream(client, 3)
+        accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(2, 1, 7, 40)))
+        accepted.start()
+        place, reply = next(found)
+        accepted.join()
+        assert (place, reply.token_ids.tolist()) == ((2, 0), [7, 7])
+        scripted.line(0)
+        scripted.line(1)
+        assert sorted(place for place, _ in found) == [(0, 0), (1, 0)]
+
+
+def test_a_stream_that_is_closed_closes_its_connection(scripted):
+    with opened(scripted.url) as client:
+        found = stream(client, 2)
+        accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(0)))
+        accepted.start()
+        next(found)
+        accepted.join()
+        found.close()
+        assert scripted.connection.recv(1) == b""
+
+
+def test_a_request_that_is_given_up_alone_is_deleted(scripted):
+    """The server is told its number, and the others of its batch are answered on the same connection."""
+    heads = []
+
+    def serve():
+        scripted.accept()
+        connection, head, _ = scripted.accept_head()
+        heads.append(head.decode().splitlines()[0])
+        with connection:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+        scripted.send(b"1 410 {}\n")
+        scripted.line(0)
+        scripted.line(2)
+
+    async def ask():
+        async with httpx.AsyncClient() as http:
+            batches = Batches(http, 5.0)
+            body = VllmBackend().body(ROLLOUTS, REQUEST, "policy")
+            first, given_up, last = (asyncio.create_task(batches.ask(scripted.url, body)) for _ in range(3))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            return await asyncio.gather(first, last)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    replies = asyncio.run(ask())
+    server.join()
+    assert [status for status, _ in replies] == [200, 200]
+    (named,) = heads
+    assert re.fullmatch(r"DELETE /\?batch=[0-9a-f]{32}&number=1 HTTP/1.1", named)
+
+
+def test_what_came_before_the_connection_broke_is_kept(scripted):
+    with opened(scripted.url) as client:
+        found = client.stream(ListedRequests([Request(PROMPT, SamplingParams(2))] * 2), 64)
+        accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(1), scripted.close()))
+        accepted.start()
+        items = []
+        while not client.down():
+            items += [item for item in [next(found)] if item is not None]
+        accepted.join()
+    assert [place for place, _ in items] == [(1, 0)]
+
+
+def test_a_batch_whose_server_dies_is_sampled_elsewhere(scripted, fake):
+    """One response came before, and the others are asked of the other server: none is lost, and none comes twice."""
+    client = ServerClient([scripted.url, fake.url], VllmBackend(), FAST)
+    with contextlib.closing(client):
+        client.set_route(scripted.url, ROLLOUTS)
+        client.set_route(fake.url, ROLLOUTS)
+        client.open(scripted.url, None)
+        found = stream(client, 4)
+        dying = threading.Thread(target=lambda: (scripted.accept(), scripted.line(2), scripted.close()))
+        dying.start()
+        items = [next(found)]
+        client.open(fake.url, None)
+        items += found
+        dying.join()
+        assert (client.losses, list(client.down())) == (1, [scripted.url])
+    assert sorted(place for place, _ in items) == [(i, 0) for i in range(4)]
+    assert sorted(prompt[-1] for prompt, _, _ in fake.asked) == [5, 6, 8]
+
+
+@pytest.mark.parametrize("line", [b"\n", b"x 200 {}\n", b"9 200 {}\n", b"0\n", b"0 200 {}\n", b"0 200 [\n", b"\xff\n"])
+def test_whatever_line_comes_back(scripted, line):
+    def answer():
+        with contextlib.suppress(OSError):
+            while True:
+                scripted.accept()
+                scripted.send(line)
+                scripted.send(b"")
+                scripted.connection.close()
+
+    threading.Thread(target=answer, daemon=True).start()
+    with opened(scripted.url) as client, pytest.raises(ServerError, match="response 0 failed 3 times") as ended:
+        list(stream(client, 1))
+    assert "\n" not in str(ended.value)
+
+
+def test_two_servers_do_not_share_a_batch(fake):
+    other = FakeVllm()
+    client = ServerClient([fake.url, other.url], VllmBackend(), FAST)
+    try:
+        for each in (fake, other):
+            client.open(each.url, None)
+            client.set_route(each.url, ROLLOUTS)
+        assert len(dict(stream(client, 8))) == 8
+        assert len(fake.asked) == len(other.asked) == 4
+    finally:
+        client.close()
+        other.stop()
