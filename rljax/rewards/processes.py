@@ -203,7 +203,10 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
     """Returns whether a process has ended, without giving its id free where the system allows it."""
     if process.returncode is not None or not hasattr(os, "waitid"):
         return process.poll() is not None
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # another thread has just taken its status
+        return True
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], limit_s: float) -> None:
