@@ -31,11 +31,21 @@ def opened(url, route=ROLLOUTS):
         client.close()
 
 
-def running(url):
-    """How many requests the server samples now."""
+def metric(url, name):
+    """The sum of a metric of the server over its labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
         lines = reply.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
+def running(url):
+    """How many requests the server samples now."""
+    return metric(url, "num_requests_running")
+
+
+def generated(url):
+    """How many tokens the server has generated since it started."""
+    return metric(url, "generation_tokens_total")
 
 
 async def until(is_so):
@@ -95,30 +105,37 @@ def test_one_bad_request_does_not_harm_the_others(float32, prompts):
         assert [len(reply.token_ids) for reply in client.sample(float32.url, good)] == [4, 4, 4]
 
 
+# So many long responses take seconds, even where the tests run alone.
+MANY, LONG = 96, SamplingParams(400)
+
+
 def test_the_server_gives_up_what_nobody_waits_for(float32, prompts):
+    before = generated(float32.url)
     with opened(float32.url) as client:
-        requests = make_requests(prompts[:1], 6, SamplingParams(400), 0)
+        requests = make_requests(prompts[:1], MANY, LONG, 0)
         requests[0] = Request(prompts[0], SamplingParams(2))
         found = (item for item in client.stream(ListedRequests(requests)) if item is not None)
         place, _ = next(found)
         assert place == (0, 0)
-        assert running(float32.url) > 0
     asyncio.run(until(lambda: running(float32.url) == 0))
+    assert 0 < generated(float32.url) - before < 0.8 * MANY * 400
 
 
 def test_a_request_that_is_given_up_alone_ends_alone(float32, prompts):
     async def ask():
         async with httpx.AsyncClient() as http:
             batches, wire = Batches(http, 5.0), VllmBackend()
-            requests = make_requests(prompts[:1], 4, SamplingParams(400), 0)
+            requests = make_requests(prompts[:1], MANY, LONG, 0)
             bodies = [wire.body(ROLLOUTS, request, "policy") for request in requests]
             asked = [asyncio.create_task(batches.ask(float32.url + ROLLOUTS, body)) for body in bodies]
-            await until(lambda: running(float32.url) == 4)
+            await until(lambda: running(float32.url) > 1)
             for each in asked[1:]:
                 each.cancel()
-            await until(lambda: running(float32.url) == 1)
             status, reply = await asked[0]
             return status, wire.completion(ROLLOUTS, reply, requests[0])
 
+    before = generated(float32.url)
     status, completion = asyncio.run(ask())
     assert (status, len(completion.token_ids)) == (200, 400)
+    asyncio.run(until(lambda: running(float32.url) == 0))
+    assert generated(float32.url) - before < 0.8 * MANY * 400
