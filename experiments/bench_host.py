@@ -30,7 +30,7 @@ import jax
 import numpy as np
 import tokenizers
 from bench_packing import COUNT, GROUP, MIXES, responses_of
-from bench_top_parse import make_rows, vllm_reply
+from bench_top_parse import make_rows, own_reply
 
 from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import Tokenizer
@@ -40,7 +40,8 @@ from rljax.policy.model import init_params
 from rljax.record.writers import Recorder
 from rljax.rewards.resolve import resolve_reward, score
 from rljax.rollout.build import policy_functions
-from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
+from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, Tops, VersionSpan
 from rljax.run.config import Config, RunConfig
@@ -112,12 +113,12 @@ def make_rollouts(rng: np.random.Generator, lengths: Sequence[int], k: int) -> R
 
 
 def read_part(k: int, tokens: int, longest: int) -> Part:
-    """Returns the reading of all replies, timed by one of them with ``longest`` tokens."""
-    body = vllm_reply(GENERATE, make_rows(np.random.default_rng(0), longest), k)
+    """Returns the reading of all replies of rljax's endpoint, timed by one of them with ``longest`` tokens."""
+    body = own_reply(make_rows(np.random.default_rng(0), longest), k)
     request = Request(np.zeros(8, np.int32), SamplingParams(longest, reported=k), vocab_size=VOCABULARY)
     wire = VllmBackend()
     return Part(
-        lambda: check_completion("", wire.completion(GENERATE, body, request), request, VOCABULARY),
+        lambda: check_completion("", wire.completion(ROLLOUTS, body, request), request, VOCABULARY),
         tokens / longest,
         beside=True,
     )

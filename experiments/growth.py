@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench_top_parse import make_rows, vllm_reply
+from bench_top_parse import make_rows, own_reply
 from scipy import stats
 
 from rljax.compare.report import compare_columns
@@ -39,7 +39,8 @@ from rljax.record.figure import plot_report
 from rljax.record.rows import read_rows
 from rljax.record.token_dumps import dump_of_responses, read_dump, write_dump
 from rljax.record.writers import Recorder
-from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
+from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config, ModelConfig
@@ -129,9 +130,9 @@ def compare(count: int, directory: Path) -> Work:
 
 def parse(k: int) -> Make:
     def make(tokens: int, _: Path) -> Work:
-        body, wire = vllm_reply(GENERATE, make_rows(np.random.default_rng(0), tokens), k), VllmBackend()
+        body, wire = own_reply(make_rows(np.random.default_rng(0), tokens), k), VllmBackend()
         request = Request(np.zeros(8, np.int32), SamplingParams(tokens, reported=k), vocab_size=VOCABULARY)
-        return lambda: check_completion("", wire.completion(GENERATE, body, request), request, VOCABULARY)
+        return lambda: check_completion("", wire.completion(ROLLOUTS, body, request), request, VOCABULARY)
 
     return make
 
