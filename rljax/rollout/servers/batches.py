@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
@@ -45,7 +46,7 @@ class Batches:
     def __init__(self, http: httpx.AsyncClient, connect_timeout_s: float) -> None:
         """Sends nothing yet. ``connect_timeout_s``: The longest that a connection may take to open (seconds)."""
         self._http, self._timeout = http, httpx.Timeout(None, connect=connect_timeout_s)
-        self._gathered: dict[str, _Batch] = {}  # by URL
+        self._gathered: defaultdict[str, _Batch] = defaultdict(_Batch)  # by URL
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, url: str, body: dict[str, Any]) -> _Reply:
@@ -56,7 +57,7 @@ class Batches:
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Reply] = loop.create_future()
-        batch = self._gathered.setdefault(url, _Batch())
+        batch = self._gathered[url]
         batch.bodies.append(body)
         batch.answers.append(answer)
         if len(batch.answers) == 1:
