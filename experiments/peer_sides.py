@@ -112,12 +112,20 @@ def _give_to_tunix(model: Any, params: Any) -> None:
         ours = layer_of(params, i)
         for name, theirs in KERNELS.items():
             getattr(layer.attn, theirs).w.value = ours["attention"][name]
-        layer.attn.q_norm.w.value = ours["attention"]["query_norm"]["scale"]
-        layer.attn.k_norm.w.value = ours["attention"]["key_norm"]["scale"]
-        layer.input_layernorm.w.value = ours["attention_norm"]["scale"]
-        layer.post_attention_layernorm.w.value = ours["mlp_norm"]["scale"]
-        for name in ("gate", "up", "down"):
-            getattr(layer.mlp, f"{name}_proj").kernel.value = ours["mlp"][name]
+        _give_norms_and_mlp(layer, layer.attn, ours, "w")
+
+
+def _give_norms_and_mlp(layer: Any, attention: Any, ours: Any, scale: str) -> None:
+    """Copies the norms and the MLP of our block into tunix's or EasyDeL's, whose norms call their weight ``scale``."""
+    for norm, own in (
+        (attention.q_norm, ours["attention"]["query_norm"]),
+        (attention.k_norm, ours["attention"]["key_norm"]),
+        (layer.input_layernorm, ours["attention_norm"]),
+        (layer.post_attention_layernorm, ours["mlp_norm"]),
+    ):
+        getattr(norm, scale).value = own["scale"]
+    for name in ("gate", "up", "down"):
+        getattr(layer.mlp, f"{name}_proj").kernel.value = ours["mlp"][name]
 
 
 def easydel(case: Case) -> Built:
@@ -155,12 +163,7 @@ def easydel(case: Case) -> Built:
         for name, theirs in KERNELS.items():
             kernel = getattr(layer.self_attn, theirs).kernel
             kernel.value = ours["attention"][name].reshape(kernel.value.shape)
-        layer.self_attn.q_norm.kernel.value = ours["attention"]["query_norm"]["scale"]
-        layer.self_attn.k_norm.kernel.value = ours["attention"]["key_norm"]["scale"]
-        layer.input_layernorm.kernel.value = ours["attention_norm"]["scale"]
-        layer.post_attention_layernorm.kernel.value = ours["mlp_norm"]["scale"]
-        for name in ("gate", "up", "down"):
-            getattr(layer.mlp, f"{name}_proj").kernel.value = ours["mlp"][name]
+        _give_norms_and_mlp(layer, layer.self_attn, ours, "kernel")
     state = easydel.EasyDeLState.create(model=model, tx=optimizer(), step=0, init_opt_state=True)
     batch = {name: jnp.asarray(x) for name, x in padded(case).items()}
 
