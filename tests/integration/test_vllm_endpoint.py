@@ -1,16 +1,15 @@
 """The endpoint of rljax's plugin in a real server, against vLLM's own endpoint for token ids."""
 
 import asyncio
-import contextlib
 import urllib.request
 
 import httpx
 import numpy as np
 import pytest
+from opened_clients import opened
 
 from rljax.errors import ServerRefusedError
 from rljax.rollout.servers.batches import Batches
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
@@ -18,17 +17,6 @@ from rljax.rollout.servers.wire import Request, make_requests
 from rljax.rollout.types import SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.vllm
-
-
-@contextlib.contextmanager
-def opened(url, route=ROLLOUTS):
-    client = ServerClient([url], VllmBackend())
-    try:
-        client.open(url, None)
-        client.set_route(url, route)
-        yield client
-    finally:
-        client.close()
 
 
 def metric(url, name):
@@ -73,22 +61,22 @@ def test_it_samples_what_vllms_own_endpoint_does(float32, prompts, cut):
     for own, plain in zip(*found.values(), strict=True):
         assert own.versions == plain.versions == (VersionSpan(0, 0, 24),)
         np.testing.assert_array_equal(own.token_ids, plain.token_ids)
-        np.testing.assert_allclose(own.logprobs, plain.logprobs, atol=1e-5)
+        np.testing.assert_allclose(own.logprobs, plain.logprobs, atol=1e-6)
         np.testing.assert_array_equal(own.tops.ids, plain.tops.ids)
-        np.testing.assert_allclose(own.tops.logprobs, plain.tops.logprobs, atol=1e-5)
+        np.testing.assert_allclose(own.tops.logprobs, plain.tops.logprobs, atol=1e-6)
 
 
 def test_scores_of_a_prompt_are_those_of_vllms_endpoint(float32, prompts):
     asked = Request(prompts[0], SamplingParams(1), prompt_logprobs=3)
     scored = []
     for route in (ROLLOUTS, GENERATE):
-        with opened(float32.url, route) as client:
+        with opened(float32.url, route=route) as client:
             scored += [reply.prompt_logprobs for reply in client.sample(float32.url, [asked])]
     own, plain = scored
     assert own[0] == plain[0] == {}
     for mine, theirs in zip(own[1:], plain[1:], strict=True):
         assert mine.keys() == theirs.keys()
-        np.testing.assert_allclose([mine[token] for token in theirs], list(theirs.values()), atol=1e-5)
+        np.testing.assert_allclose([mine[token] for token in theirs], list(theirs.values()), atol=1e-6)
 
 
 def test_it_answers_to_post_alone(float32):

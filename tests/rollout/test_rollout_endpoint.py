@@ -13,6 +13,7 @@ import threading
 import httpx
 import numpy as np
 import pytest
+from opened_clients import opened
 from vllm_fake import FakeVllm, as_base64, flat_scores
 
 from rljax.errors import ReplyError, ServerError
@@ -41,17 +42,6 @@ def read(reply, request=REQUEST):
     completion = VllmBackend().completion(ROLLOUTS, json.dumps(reply).encode(), request)
     check_completion("http://server", completion, request, 64)
     return completion
-
-
-@contextlib.contextmanager
-def opened(url, limits=FAST):
-    client = ServerClient([url], VllmBackend(), limits)
-    try:
-        client.open(url, None)
-        client.set_route(url, ROLLOUTS)
-        yield client
-    finally:
-        client.close()
 
 
 def stream(client, count, vocab_size=64, metrics=None):
@@ -119,7 +109,7 @@ def test_a_reply_that_does_not_fit_together_is_refused(change, said):
 
 
 def test_requests_are_gathered(fake):
-    with opened(fake.url) as client:
+    with opened(fake.url, FAST) as client:
         found = dict(stream(client, 5))
     assert {place: reply.token_ids.tolist() for place, reply in found.items()} == {
         (i, 0): [5 + i, 6 + i] for i in range(5)
@@ -129,7 +119,7 @@ def test_requests_are_gathered(fake):
 
 def test_one_that_failed_is_asked_again_alone(fake):
     fake.fail_next, metrics = [500], {}
-    with opened(fake.url) as client:
+    with opened(fake.url, FAST) as client:
         assert len(dict(stream(client, 4, metrics=metrics))) == 4
         assert client.losses == 0
     assert metrics == {"rollout/requests": 5, "rollout/retries": 1}
@@ -137,7 +127,10 @@ def test_one_that_failed_is_asked_again_alone(fake):
 
 def test_one_that_is_refused_ends_in_one_line(fake):
     fake.fail_next = [400]
-    with opened(fake.url) as client, pytest.raises(ServerError, match=r"rollouts answered 400: told to fail with 400$"):
+    with (
+        opened(fake.url, FAST) as client,
+        pytest.raises(ServerError, match=r"rollouts answered 400: told to fail with 400$"),
+    ):
         dict(stream(client, 3))
 
 
@@ -213,7 +206,7 @@ def scripted():
 
 
 def test_a_response_comes_before_the_next_is_complete(scripted):
-    with opened(scripted.url) as client:
+    with opened(scripted.url, FAST) as client:
         found = stream(client, 3)
         accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(2, 1, 7, 40)))
         accepted.start()
@@ -226,7 +219,7 @@ def test_a_response_comes_before_the_next_is_complete(scripted):
 
 
 def test_a_stream_that_is_closed_closes_its_connection(scripted):
-    with opened(scripted.url) as client:
+    with opened(scripted.url, FAST) as client:
         found = stream(client, 2)
         accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(0)))
         accepted.start()
@@ -269,7 +262,7 @@ def test_a_request_that_is_given_up_alone_is_deleted(scripted):
 
 
 def test_what_came_before_the_connection_broke_is_kept(scripted):
-    with opened(scripted.url) as client:
+    with opened(scripted.url, FAST) as client:
         found = client.stream(ListedRequests([Request(PROMPT, SamplingParams(2))] * 2), 64)
         accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(1), scripted.close()))
         accepted.start()
@@ -310,7 +303,7 @@ def test_whatever_line_comes_back(scripted, line):
                 scripted.connection.close()
 
     threading.Thread(target=answer, daemon=True).start()
-    with opened(scripted.url) as client, pytest.raises(ServerError, match="response 0 failed 3 times") as ended:
+    with opened(scripted.url, FAST) as client, pytest.raises(ServerError, match="response 0 failed 3 times") as ended:
         list(stream(client, 1))
     assert "\n" not in str(ended.value)
 

@@ -1,0 +1,19 @@
+"""Clients of one vLLM server, real or not, that ask a given endpoint for rollouts."""
+
+import contextlib
+
+from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.vllm.client import VllmBackend
+from rljax.rollout.servers.vllm.server import ROLLOUTS
+
+
+@contextlib.contextmanager
+def opened(url, limits=None, route=ROLLOUTS):
+    """Opens the server at ``url`` to rollouts over ``route``, without a handshake."""
+    client = ServerClient([url], VllmBackend(), limits)
+    try:
+        client.open(url, None)
+        client.set_route(url, route)
+        yield client
+    finally:
+        client.close()
