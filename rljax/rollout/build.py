@@ -179,24 +179,9 @@ def make_engine(
         raise ValueError(f"rollout.router_replay = {config.router_replay} is for a mixture of experts; this is dense")
     check_reported(config, policy.vocab_size)
     if config.engine in SERVED:
-        size = version_bytes(policy, config.dtype)
-        shares_writing = functions is not None and functions.writer is not None
-        try:
-            check_weight_room(config.transfer_dir, size // jax.process_count() if shares_writing else size)
-            return ServedEngine(
-                config,
-                _backend(config.engine, publish, sleeps=config.colocated),
-                functions or policy_functions(policy, config.dtype),
-                hf_config=config_to_hf(policy, config.dtype),
-                max_tokens=max_tokens,
-                publish=publish,
-                head_dtype=config.dtype if lm_head_dtype == "compute" else lm_head_dtype,
-                stop=stop,
-                probe_prompts=probe_prompts,
-                version_bytes=size,
-            )
-        except RuntimeError as error:
-            raise ConfigError(error) from error
+        head_dtype = config.dtype if lm_head_dtype == "compute" else lm_head_dtype
+        served: dict[str, Any] = {"max_tokens": max_tokens, "head_dtype": head_dtype, "stop": stop}
+        return _connected(config, policy, functions, publish, probe_prompts=probe_prompts, **served)
     if config.engine == "jax":
         engine: RolloutEngine = JaxEngine(
             policy,
@@ -215,6 +200,31 @@ def make_engine(
         assert make_executable is not None
         engine = ExactEngine(make_executable(), inject=config.inject)
     return InjectedEngine(engine, config.inject, policy, mesh) if config.inject.changes_weights else engine
+
+
+def _connected(
+    config: RolloutConfig,
+    policy: PolicyConfig,
+    functions: PolicyFunctions | None,
+    publish: PublishConfig | None,
+    **options: Any,
+) -> ServedEngine:
+    """Returns the engine of HTTP servers. ``options`` are further arguments of :class:`ServedEngine`."""
+    size = version_bytes(policy, config.dtype)
+    shares_writing = functions is not None and functions.writer is not None
+    try:
+        check_weight_room(config.transfer_dir, size // jax.process_count() if shares_writing else size)
+        return ServedEngine(
+            config,
+            _backend(config.engine, publish, sleeps=config.colocated),
+            functions or policy_functions(policy, config.dtype),
+            hf_config=config_to_hf(policy, config.dtype),
+            publish=publish,
+            version_bytes=size,
+            **options,
+        )
+    except RuntimeError as error:
+        raise ConfigError(error) from error
 
 
 def load_jax_engine(

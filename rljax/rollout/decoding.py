@@ -288,8 +288,7 @@ def decode(
     Returns:
       The slots, the samples, and whether each slot is free.
     """
-    total, limit = sampled.tokens.shape
-    places = jnp.arange(slots.valid.shape[1])
+    total, places = len(sampled.tokens), jnp.arange(slots.valid.shape[1])
 
     def key(row: Array, step: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), step)
@@ -297,37 +296,37 @@ def decode(
     def body(state: tuple[Slots, Sampled]) -> tuple[Slots, Sampled]:
         slots, sampled = state
         given = None if forced is None else forced[jnp.minimum(slots.row, total - 1), slots.step]
-        new = next_tokens(
-            params,
-            slots.hidden,
-            jax.vmap(key)(slots.row, slots.step),
-            temperature,
-            greedy,
-            given,
-            lm_head_dtype,
-            selection,
-        )
-        token = new.tokens
-        stopped = jnp.any(token[:, None] == stops[None, :], axis=1)
-        valid = slots.valid | (places == slots.time)[None]
-        embedded = constrain(embed_tokens(params, token[:, None]), "rows", "tokens", "act_embed")
-        hidden, cache, stats = run_blocks(
-            params,
-            config,
-            embedded,
-            (slots.length + slots.step)[:, None],
-            attention_with_cache(valid[:, None], slots.time),
-            slots.cache,
-        )
-        sampled = _kept(sampled, slots.row, slots.step, new, stopped, stats, config)
-        step = slots.step + 1
-        most = limit if limits is None else limits[jnp.minimum(slots.row, total - 1)]
-        row = jnp.where(stopped | (step >= most), total, slots.row)
-        time = (slots.time + 1) % len(places)
-        return Slots(time, row, step, slots.length, hidden[:, 0], valid, cache), sampled
+        keys = jax.vmap(key)(slots.row, slots.step)
+        new = next_tokens(params, slots.hidden, keys, temperature, greedy, given, lm_head_dtype, selection)
+        return _appended(params, config, slots, sampled, new, stops, limits, places)
 
     slots, sampled = jax.lax.while_loop(lambda state: jnp.sum(state[0].row == total) < enough, body, (slots, sampled))
     return slots, sampled, slots.row == total
+
+
+def _appended(
+    params: Params,
+    config: PolicyConfig,
+    slots: Slots,
+    sampled: Sampled,
+    new: NextTokens,
+    stops: Int[Array, " k"],
+    limits: Int[Array, " n"] | None,
+    places: Int[Array, " c"],
+) -> tuple[Slots, Sampled]:
+    """Runs the policy on the new token of each slot, keeps the token, and frees the slots whose response ends."""
+    total, limit = sampled.tokens.shape
+    stopped = jnp.any(new.tokens[:, None] == stops[None, :], axis=1)
+    valid = slots.valid | (places == slots.time)[None]
+    embedded = constrain(embed_tokens(params, new.tokens[:, None]), "rows", "tokens", "act_embed")
+    positions, attention = (slots.length + slots.step)[:, None], attention_with_cache(valid[:, None], slots.time)
+    hidden, cache, stats = run_blocks(params, config, embedded, positions, attention, slots.cache)
+    sampled = _kept(sampled, slots.row, slots.step, new, stopped, stats, config)
+    step = slots.step + 1
+    most = limit if limits is None else limits[jnp.minimum(slots.row, total - 1)]
+    row = jnp.where(stopped | (step >= most), total, slots.row)
+    time = (slots.time + 1) % len(places)
+    return Slots(time, row, step, slots.length, hidden[:, 0], valid, cache), sampled
 
 
 def _kept(

@@ -36,7 +36,7 @@ from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum
-from rljax.weights.store import WeightVersion, open_weight_directory
+from rljax.weights.store import WeightDirectory, WeightVersion, open_weight_directory
 from rljax.weights.writer import Part, Writer
 
 log = logging.getLogger(__name__)
@@ -118,15 +118,7 @@ class ServedEngine(Admission, RolloutEngine):
         self._client, self._metrics = self.fleet.client, self.fleet.metrics
         with contextlib.ExitStack() as opened:
             opened.callback(self.fleet.close)
-            self.files = open_weight_directory(
-                self._publish.store,
-                config.transfer_dir,
-                anchor_every=self._publish.anchor_every,
-                host=self._publish.host,
-                port=self._publish.port,
-                api_key_file=find_key_file(config.api_key_file),
-                writer=functions.writer,
-            )
+            self.files = self._open_weight_directory()
             opened.callback(self.files.close)
             # Until all servers that were given have shaken hands, or the first that discovery lists.
             while not self._infos or (self.fleet.discovery is None and self._client.down()):
@@ -135,6 +127,18 @@ class ServedEngine(Admission, RolloutEngine):
         info, mixture = shortest(self._infos.values()), "num_experts" in hf_config
         self.verifier = Verifier(
             config.verify, functions.score, info, dtype=config.dtype, mixture=mixture, prompts=probe_prompts
+        )
+
+    def _open_weight_directory(self) -> WeightDirectory:
+        """Opens the directory that the publish settings name, with the host, the port and the key of its server."""
+        return open_weight_directory(
+            self._publish.store,
+            self._config.transfer_dir,
+            anchor_every=self._publish.anchor_every,
+            host=self._publish.host,
+            port=self._publish.port,
+            api_key_file=find_key_file(self._config.api_key_file),
+            writer=self._functions.writer,
         )
 
     def prepare(self, params: Any, policy_version: int) -> None:
