@@ -25,7 +25,7 @@ K = 5
 FLOAT32 = PrecisionConfig(compute_dtype="float32")
 
 
-def make_step(cut, remat=False, temperature=1.0):
+def make_step(cut, remat=False, temperature=1.0, diagnosis=None):
     return TrainStep(
         CONFIG,
         keep_gradient(),
@@ -34,7 +34,7 @@ def make_step(cut, remat=False, temperature=1.0):
         objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
         batch_shape=batch_shape(20, 2),
         temperature=temperature,
-        diagnosis=DiagnosisConfig(),
+        diagnosis=diagnosis,
         cut=cut,
     )
 
@@ -86,7 +86,7 @@ def test_a_cut_step_learns_the_cut_distribution(remat, temperature):
 
 @pytest.mark.slow
 def test_the_forward_alone_scores_the_cut_distribution():
-    batch, step = with_supports(packed(sequences()), CONFIG.vocab_size, K), make_step(True)
+    batch, step = with_supports(packed(sequences()), CONFIG.vocab_size, K), make_step(True, True, 0.7)
     params = jax.device_put(init_params(CONFIG, 0))
     row, values = step.forward(params, batch, num_sequences=COUNT, diagnosis=DiagnosisConfig())
     _, of_step, expected = run(step, batch)
@@ -96,7 +96,7 @@ def test_the_forward_alone_scores_the_cut_distribution():
 
 @pytest.mark.slow
 def test_likeliest_tokens_that_nobody_needs_change_nothing():
-    step, batch = make_step(False), packed(sequences())
+    step, batch = make_step(False, diagnosis=DiagnosisConfig()), packed(sequences())
     jax.tree.map(np.testing.assert_array_equal, run(step, with_supports(batch, CONFIG.vocab_size, K)), run(step, batch))
 
 
