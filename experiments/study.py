@@ -10,7 +10,8 @@ are ordered by seed, so that an unfinished study has all arms of its first seeds
 experiments/study_figures.py, each a name with ``title``, ``arms`` and ``metrics``. ``forks`` maps an arm to another one
 that differs from it only in the schedule. With the same seed both are one run until their rates differ, so the first
 starts from the other's last checkpoint before that step (``run.fork``). ``checkpoint.every`` and ``checkpoint.keep``
-decide which checkpoints exist.
+decide which checkpoints exist. ``drawn`` maps an arm to another one whose runs give it ``schedule.decay_period``. Each
+seed takes the period of the next seed in the list that called a surge; the runs of the other arm must be complete.
 
 The report (OUT/report.md, outcomes.json, rows.parquet, a figure for each group of arms and seed) needs only the run
 directories; --report-only makes it again.
@@ -23,7 +24,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 import yaml
-from study_forks import check_forks, fork_checkpoint, recorded_fork
+from study_forks import check_forks, drawn_period, fork_checkpoint, recorded_fork
 from study_outcome import LEARNED, Outcome, outcome_of
 from study_rows import Runs, read_table, write_table
 from tqdm import tqdm
@@ -80,6 +81,7 @@ class Study:
     arms: dict[str, dict[str, Any]]
     figures: dict[str, list[str]]
     forks: dict[str, str]
+    drawn: dict[str, str]
     comparisons: list[list[str]]
     claims: dict[str, dict[str, Any]]
     seeds_of: dict[str, tuple[int, ...]]
@@ -121,8 +123,10 @@ def read_study(path: Path) -> Study:
     if unknown := named - set(arms):
         places = "figures, comparisons, claims and seeds_of"
         raise ConfigError(f"{path}: {places} name arms that are not there: {', '.join(sorted(unknown))}")
-    forks = document.get("forks", {})
+    forks, drawn = document.get("forks", {}), document.get("drawn", {})
     check_forks(path, arms, forks)
+    if unknown := {*drawn, *drawn.values()} - set(arms):
+        raise ConfigError(f"{path}: drawn names arms that are not there: {', '.join(sorted(unknown))}")
     return Study(
         document["config"],
         tuple(document["seeds"]),
@@ -130,19 +134,30 @@ def read_study(path: Path) -> Study:
         arms,
         document.get("figures", {"all": list(arms)}),
         forks,
+        drawn,
         comparisons,
         claims,
         seeds_of,
     )
 
 
-def run_command(study: Study, arm: str, seed: int, run_dir: Path) -> list[str]:
-    """Returns the command line of a run; ``{seed}`` in a setting becomes the seed."""
+def run_command(study: Study, arm: str, seed: int, run_dir: Path, period: int | None = None) -> list[str]:
+    """Returns the command line of a run.
+
+    Args:
+      study: The study. In its settings ``{seed}`` becomes the seed, and ``{third}`` the seed modulo 3.
+      arm: The name of the arm.
+      seed: The seed of the run.
+      run_dir: The directory of the run.
+      period: The drawn ``schedule.decay_period``. None: the arm's own settings hold.
+    """
     settings = study.settings | study.arms[arm] | {"run.seed": seed, "run.dir": str(run_dir)}
+    if period is not None:
+        settings["schedule.decay_period"] = period
     words = [sys.executable, "-m", "rljax.train", study.config]
     for key, value in settings.items():
         values = value if isinstance(value, list) else [value]
-        words += ["--" + key.replace("_", "-"), *(str(item).format(seed=seed) for item in values)]
+        words += ["--" + key.replace("_", "-"), *(str(item).format(seed=seed, third=seed % 3) for item in values)]
     return words
 
 
@@ -154,7 +169,24 @@ def is_complete(run_dir: Path) -> bool:
     return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["steps"] >= steps
 
 
-def run_arms(study: Study, out: Path, runs: Sequence[tuple[str, int]], jobs: int) -> list[str]:
+def drawn_periods(study: Study, out: Path, runs: Sequence[tuple[str, int]], kept: Runs) -> dict[tuple[str, int], int]:
+    """Returns the period of each run whose arm is in ``drawn``. Raises ConfigError if it cannot be known yet."""
+    periods = {}
+    for arm, seed in runs:
+        if arm in study.drawn:
+            source = study.drawn[arm]
+            sources = [run for run in study.runs([source]) if run in kept or is_complete(out / f"{source}-{run[1]}")]
+            rows = {run_seed: rows for (_, run_seed), rows in read_runs(out, sources, kept).items()}
+            multiplier = float(study.settings.get("schedule.multiplier", 1.8))
+            periods[arm, seed] = drawn_period(
+                source, rows, [run_seed for _, run_seed in study.runs([source])], seed, multiplier
+            )
+    return periods
+
+
+def run_arms(
+    study: Study, out: Path, runs: Sequence[tuple[str, int]], jobs: int, periods: Mapping[tuple[str, int], int]
+) -> list[str]:
     """Runs the incomplete runs, ``jobs`` at a time with a share of the cores each; returns the failed ones."""
     waiting = [(arm, seed) for arm, seed in runs if not is_complete(out / f"{arm}-{seed}")]
     total, failed = len(runs), []
@@ -164,7 +196,7 @@ def run_arms(study: Study, out: Path, runs: Sequence[tuple[str, int]], jobs: int
     def run_one(arm: str, seed: int, share: list[int]) -> str | None:
         run_dir = out / f"{arm}-{seed}"
         run_dir.mkdir(parents=True, exist_ok=True)
-        words, fork = run_command(study, arm, seed, run_dir), recorded_fork(run_dir)
+        words, fork = run_command(study, arm, seed, run_dir, periods.get((arm, seed))), recorded_fork(run_dir)
         source = out / f"{study.forks.get(arm)}-{seed}"
         if fork is None and is_complete(source):
             fork = str(fork_checkpoint(source, words[3:]) or "")
@@ -302,7 +334,9 @@ def main(argv: Sequence[str]) -> int:
         with caller_errors():
             kept = read_table(arguments.rows)
     missing = [run for run in runs if run not in kept]
-    failed = [] if arguments.report_only else run_arms(study, out, missing, arguments.jobs)
+    failed: list[str] = []
+    if not arguments.report_only:
+        failed = run_arms(study, out, missing, arguments.jobs, drawn_periods(study, out, missing, kept))
     for name in failed:
         print(f"failed: {name}", file=sys.stderr)
     path = write_report(study, out, read_runs(out, runs, kept), f"python experiments/study.py {arguments.study}")

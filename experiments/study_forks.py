@@ -1,4 +1,4 @@
-"""Finds where a fork begins: the arms of a study may be one run until their rates differ."""
+"""Finds where a fork begins, and a period that another seed's surge gives: the ties between the runs of a study."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.run.directory import saved_steps
 from rljax.run.rate import make_rate_controller, observed_value
+from rljax.schedule import decay_period_from_surge
 
 SCHEDULE_KEYS = {
     f"schedule.{key}" for key in ("kind", "horizon", "decay_period", "multiplier", "decay_factor", "floor_ratio")
@@ -23,10 +24,15 @@ SCHEDULE_KEYS = {
 
 
 def check_forks(path: Path, arms: Mapping[str, Mapping[str, Any]], forks: Mapping[str, str]) -> None:
-    """Raises ConfigError unless the two arms of each fork differ only in their schedules and the second is no fork."""
+    """Raises ConfigError unless the two arms of each fork differ only in their schedules and no arm forks from itself."""
     for arm, other in forks.items():
-        if arm not in arms or other not in arms or other in forks:
-            raise ConfigError(f"{path}: forks: {arm}: {other} must be two arms, and the second must not be a fork")
+        if arm not in arms or other not in arms:
+            raise ConfigError(f"{path}: forks: {arm}: {other} must be two arms")
+        passed = [arm]
+        while passed[-1] in forks and passed.count(passed[-1]) == 1:
+            passed.append(forks[passed[-1]])
+        if passed[-1] in forks:
+            raise ConfigError(f"{path}: forks: {arm} forks from itself: {' from '.join(passed)}")
         settings, others = arms[arm], arms[other]
         differing = {key for key in {*settings, *others} if settings.get(key) != others.get(key)} - SCHEDULE_KEYS
         if differing:
@@ -65,3 +71,32 @@ def recorded_fork(run_dir: Path) -> str | None:
     if not path.exists():
         return None
     return str(yaml.safe_load(path.read_text(encoding="utf-8"))["run"].get("fork", ""))
+
+
+def surge_of(rows: Sequence[Row]) -> int | None:
+    """Returns the step at which the surge was called; None without a call."""
+    return next((row["schedule/surge_step"] for row in rows if row.get("schedule/surge_step") is not None), None)
+
+
+def drawn_period(
+    arm: str, runs: Mapping[int, Sequence[Row]], seeds: Sequence[int], seed: int, multiplier: float
+) -> int:
+    """Returns the decay period of the next seed that called a surge. The last seed is followed by the first.
+
+    Args:
+      arm: The name of the arm that called the surges.
+      runs: The rows of its complete runs, by seed.
+      seeds: The seeds of this arm, in the order of the study.
+      seed: The seed that needs a period. Its own surge does not count.
+      multiplier: The ratio of the period to the step of the surge.
+
+    Raises:
+      ConfigError: A run that would decide is missing, or no other seed called a surge.
+    """
+    place = seeds.index(seed)
+    for other in [*seeds[place + 1 :], *seeds[:place]]:
+        if other not in runs:
+            raise ConfigError(f"the period of seed {seed} needs the run {arm}-{other}; run --arms {arm} first")
+        if (surge := surge_of(runs[other])) is not None:
+            return decay_period_from_surge(surge, multiplier)
+    raise ConfigError(f"the period of seed {seed} needs a surge, and no other seed of {arm} called one")

@@ -1,4 +1,4 @@
-"""Fits a base of about 0.9M parameters on written solutions of both families, and saves it as an HF directory.
+"""Fits a base of about 0.9M parameters on written solutions of both families, and saves it in bfloat16.
 
     python experiments/subject_data.py runs/subject-data
     python experiments/subject_base.py runs/subject-data/base-0.jsonl runs/subject-base-0 --seed 0
@@ -60,6 +60,7 @@ class Arguments:
       practice: The share of worked solutions before that.
       wrong_direct: The share of direct answers that are wrong.
       wrong_step: The share of worked solutions with a wrong step.
+      wrong_letters: The share of a word's letters in a wrong direct answer.
     """
 
     problems: Annotated[Path, tyro.conf.Positional]
@@ -70,10 +71,11 @@ class Arguments:
     rows: int = 16
     row_tokens: int = 128
     learning_rate: float = 2e-3
-    worked: float = 0.05
+    worked: float = 0.01
     practice: float = 0.6
     wrong_direct: float = 0.85
     wrong_step: float = 0.1
+    wrong_letters: float = 0.5
 
 
 def packed_rows(
@@ -143,12 +145,12 @@ def main(argv: Sequence[str]) -> int:
         for i in range(arguments.steps):
             settled = i >= arguments.steps - arguments.settle_steps
             worked = arguments.worked if settled else arguments.practice
-            mistakes = Mistakes(worked, arguments.wrong_direct, arguments.wrong_step)
+            mistakes = Mistakes(worked, arguments.wrong_direct, arguments.wrong_step, arguments.wrong_letters)
             yield packed_rows(rng, problems, mistakes, arguments.rows, arguments.row_tokens)
 
     params = fit(arguments, batches())
     with replacing(arguments.out) as partial:
-        save_params(partial, params, POLICY)
+        save_params(partial, params, POLICY, jnp.bfloat16)
         build_tokenizer(ALPHABET).save(partial)
         (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": POLICY.eos_token_id}))
     print(f"wrote {arguments.out}: {sum(x.size for x in jax.tree.leaves(params)) / 1e6:.2f}M parameters")

@@ -26,7 +26,7 @@ ALPHABET = string.digits + string.ascii_lowercase + "+-=>,:" + EOS + PAD
 MAX_PROMPT_TOKENS = 12  # four terms of two digits, three operators and "="
 MAX_RESPONSE_TOKENS = 40  # four terms worked take at most 36, ten letters 33, EOS included
 GYM_OPTIONS: Mapping[str, Mapping[str, int]] = {
-    "chain_sum": {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2},
+    "chain_sum": {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
     "spell_backward": {"min_word_len": 4, "max_word_len": 10},
 }
 """The settings of each family in the library."""
@@ -40,11 +40,13 @@ class Mistakes:
       worked: The share of worked solutions.
       wrong_direct: The share of direct answers that are wrong.
       wrong_step: The share of worked solutions with one wrong step, which the rest uses as written.
+      wrong_letters: The share of a word's letters in a wrong direct answer.
     """
 
     worked: float
     wrong_direct: float
     wrong_step: float
+    wrong_letters: float = 1.0
 
 
 def short_problem(family: str, question: str, answer: str) -> dict[str, str] | None:
@@ -80,17 +82,17 @@ def worked_word(word: str, wrong: int | None = None, offset: int = 1) -> str:
     return ">" + "".join(f"{place}{letter}" for place, letter in enumerate(letters)) + "," + "".join(letters[::-1])
 
 
-def wrong_sum(rng: np.random.Generator, answer: str) -> str:
+def wrong_sum(rng: np.random.Generator, answer: str, _: float) -> str:
     """Returns a number that is off by 1 to 19."""
     return str(int(answer) + int(rng.integers(1, 20)) * int(rng.choice([-1, 1])))
 
 
-def wrong_word(rng: np.random.Generator, answer: str) -> str:
-    """Returns the letters in a random order."""
-    return "".join(rng.permutation(list(answer)))
+def wrong_word(rng: np.random.Generator, answer: str, share: float) -> str:
+    """Returns this share of the letters, in a random order."""
+    return "".join(rng.permutation(list(answer))[: int(len(answer) * share)])
 
 
-_WRITERS: Mapping[str, tuple[Callable[..., str], Callable[[np.random.Generator, str], str]]] = {
+_WRITERS: Mapping[str, tuple[Callable[..., str], Callable[[np.random.Generator, str, float], str]]] = {
     "=": (worked_sum, wrong_sum),
     ":": (worked_word, wrong_word),
 }
@@ -102,7 +104,7 @@ def solution(rng: np.random.Generator, problem: Mapping[str, str], mistakes: Mis
     worked, wrong_answer = _WRITERS[mark]
     if rng.random() >= mistakes.worked:
         wrong = rng.random() < mistakes.wrong_direct
-        return wrong_answer(rng, problem["answer"]) if wrong else problem["answer"]
+        return wrong_answer(rng, problem["answer"], mistakes.wrong_letters) if wrong else problem["answer"]
     steps = len(re.findall(r"\d+", text)) - 1 if mark == "=" else len(text)
     place = int(rng.integers(steps)) if rng.random() < mistakes.wrong_step else None
     return worked(text, place, int(rng.integers(1, 10)))

@@ -13,7 +13,7 @@ from rljax.errors import ConfigError
 STUDY = """
 config: configs/quickstart.yaml
 seeds: [0, 1]
-settings: {run.steps: 30, model.path: "runs/base{seed}"}
+settings: {run.steps: 30, model.path: "runs/base{seed}-{third}"}
 arms:
   constant: {schedule.kind: constant}
   triggered:
@@ -52,15 +52,16 @@ def write_run(directory, rewards, surge):
 
 def test_a_study_becomes_command_lines(study_file, tmp_path):
     study = read_study(study_file)
-    words = run_command(study, "constant", 1, tmp_path / "constant-1")
+    words = run_command(study, "constant", 4, tmp_path / "constant-4", period=36)
     assert words[:4] == [sys.executable, "-m", "rljax.train", "configs/quickstart.yaml"]
     options = dict(zip(words[4::2], words[5::2], strict=True))
     assert options == {
         "--run.steps": "30",
-        "--model.path": "runs/base1",
+        "--model.path": "runs/base4-1",
         "--schedule.kind": "constant",
-        "--run.seed": "1",
-        "--run.dir": str(tmp_path / "constant-1"),
+        "--schedule.decay-period": "36",
+        "--run.seed": "4",
+        "--run.dir": str(tmp_path / "constant-4"),
     }
 
 

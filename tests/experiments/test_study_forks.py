@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from study_forks import check_forks, fork_checkpoint, parting_step, recorded_fork
+from study_forks import check_forks, drawn_period, fork_checkpoint, parting_step, recorded_fork
 
 from rljax.errors import ConfigError
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 
 CONSTANT = {"schedule.kind": "constant"}
+SURGES = {0: 10, 1: None, 2: 20, 3: 30}
 CONFIG = str(Path(__file__).parents[2] / "configs/quickstart.yaml")
 SOON = ["--schedule.surge.warmup", "10", "--schedule.surge.ratio", "2.0", "--optimizer.learning-rate", "1e-3"]
 
@@ -68,7 +69,7 @@ def test_what_a_run_was_begun_from(tmp_path):
     ("forks", "message"),
     [
         ({"decay": "none"}, "decay: none must be two arms"),
-        ({"decay": "slow", "slow": "constant"}, "decay: slow must be two arms, and the second must not be a fork"),
+        ({"decay": "slow", "slow": "decay"}, "decay forks from itself: decay from slow from decay$"),
         ({"corrected": "constant"}, "corrected and constant differ by correction.preset$"),
     ],
 )
@@ -81,4 +82,16 @@ def test_arms_that_may_not_fork(forks, message):
     }
     with pytest.raises(ConfigError, match=message):
         check_forks(Path("study.yaml"), arms, forks)
-    check_forks(Path("study.yaml"), arms, {"decay": "constant", "slow": "constant"})
+    check_forks(Path("study.yaml"), arms, {"decay": "constant", "slow": "decay"})
+
+
+def test_a_period_drawn_from_the_next_seed_that_called_by_hand():
+    """Seed 0 takes that of seed 2, since seed 1 called nothing: 1.8 x 20 = 36. The last takes that of the first."""
+    called = {seed: [{"schedule/surge_step": None}, {"schedule/surge_step": surge}] for seed, surge in SURGES.items()}
+    assert drawn_period("constant", called, [0, 1, 2, 3], 0, 1.8) == 36
+    assert drawn_period("constant", called, [0, 1, 2, 3], 2, 1.8) == 54
+    assert drawn_period("constant", called, [0, 1, 2, 3], 3, 1.8) == 18
+    with pytest.raises(ConfigError, match="the period of seed 0 needs the run constant-1; run --arms constant first"):
+        drawn_period("constant", {0: called[0]}, [0, 1], 0, 1.8)
+    with pytest.raises(ConfigError, match="no other seed of constant called one"):
+        drawn_period("constant", called, [0, 1], 0, 1.8)

@@ -119,3 +119,9 @@ def test_a_fork_counts_from_its_own_first_step():
 )
 def test_the_other_verdicts(rewards, verdict):
     assert judge(rows_of(rewards, [0.01] * len(rewards)))["verdict"] == verdict
+
+
+def test_a_wrong_direct_answer_has_some_of_the_letters():
+    texts = [solution(np.random.default_rng(i), WORD, Mistakes(0.0, 1.0, 0.0, wrong_letters=0.5)) for i in range(20)]
+    assert {len(text) for text in texts} == {2}  # int(5 / 2)
+    assert set("".join(texts)) <= set("stone")

@@ -1,0 +1,227 @@
+"""Compares the arms of a study by the area under the accuracy, from the rows, with exact tests over the seeds.
+
+    python experiments/study_area.py configs/study/collapse.yaml benchmarks/study_collapse.parquet --json areas.json
+    python experiments/study_area.py configs/study/collapse.yaml benchmarks/subject_bases.parquet --power constant
+
+The area of a run is the mean reward of its steps from the surge on. Every arm of a seed counts from the same step: the
+one after the surge was called in the seed's run of the arm ``constant``, or step 1 where none was called. A step that a
+stopped run lacks does not count.
+
+A pair of arms is compared by the differences of the areas of the same seeds. The p value is exact (exact_tests.py).
+With m planned pairs the corrected p value is m times the first, and an interval covers 1 - 0.05 / m. Falls, collapses
+and final accuracies are those of study_outcome.py.
+
+--power draws the areas of both arms from the runs of one arm, with replacement. A shift is added to one side. The table
+gives, for each shift and each number of seeds, the share of drawn studies whose corrected p value is under 0.05.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from exact_tests import fisher_p, share_interval, shift_interval, sign_flip_p
+from study import Study, read_study
+from study_forks import surge_of
+from study_outcome import Outcome, outcome_of
+from study_rows import Runs, read_table
+
+from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.record.rows import Row
+
+REFERENCE = "constant"  # the arm whose surge begins the area of each seed
+SHIFTS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
+DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The options of the program.
+
+    Attributes:
+      study: The YAML file of the study.
+      rows: The Parquet file of the rows.
+      json: The JSON file for the numbers.
+      power: The arm whose runs stand in for both sides of a simulated pair. Only the power is printed then.
+      seeds: The numbers of seeds of the simulated studies.
+    """
+
+    study: Annotated[Path, tyro.conf.Positional]
+    rows: Annotated[Path, tyro.conf.Positional]
+    json: Path | None = None
+    power: str | None = None
+    seeds: tuple[int, ...] = (6, 9)
+
+
+def area(rows: Sequence[Row], after: int) -> float:
+    """Computes the mean reward of the steps after ``after``. Raises ValueError if there are none."""
+    rewards = [row["reward/mean"] for row in rows if row["step"] > after]
+    if not rewards:
+        raise ValueError(f"no step after {after}")
+    return float(np.mean(rewards))
+
+
+def areas_of(runs: Runs) -> dict[str, dict[int, float]]:
+    """Computes the area of each run, by arm and seed; a seed without the reference arm is left out."""
+    starts = {seed: surge_of(rows) or 0 for (arm, seed), rows in runs.items() if arm == REFERENCE}
+    found: dict[str, dict[int, float]] = {}
+    for (arm, seed), rows in runs.items():
+        if seed in starts:
+            found.setdefault(arm, {})[seed] = area(rows, starts[seed])
+    return found
+
+
+def compare(one: Mapping[int, float], other: Mapping[int, float], count: int) -> dict[str, Any]:
+    """Compares two arms by the seeds that both have.
+
+    Args:
+      one: The area of each seed in the first arm.
+      other: The area of each seed in the second arm.
+      count: The number of planned comparisons.
+
+    Raises:
+      ValueError: The arms have no seed in common.
+    """
+    seeds = sorted(set(one) & set(other))
+    if not seeds:
+        raise ValueError("the arms have no seed in common")
+    differences = {seed: one[seed] - other[seed] for seed in seeds}
+    p = sign_flip_p(list(differences.values()))
+    return {
+        "seeds": len(seeds),
+        "difference": float(np.mean(list(differences.values()))),
+        "differences": {str(seed): value for seed, value in differences.items()},
+        "interval": shift_interval(list(differences.values()), 1 - 0.05 / count),
+        "better": sum(value > 0 for value in differences.values()),
+        "same": sum(value == 0 for value in differences.values()),
+        "p": p,
+        "corrected_p": min(1.0, count * p),
+    }
+
+
+def arm_row(areas: Mapping[int, float], outcomes: Mapping[int, Outcome]) -> dict[str, Any]:
+    """Computes the line of one arm."""
+    collapsed = sum(outcome.collapse_step is not None for outcome in outcomes.values())
+    return {
+        "seeds": len(outcomes),
+        "area": float(np.mean(list(areas.values()))),
+        "areas": {str(seed): value for seed, value in areas.items()},
+        "collapsed": collapsed,
+        "collapsed_interval": share_interval(collapsed, len(outcomes), 0.95),
+        "peak": float(np.mean([outcome.peak for outcome in outcomes.values()])),
+        "final": float(np.mean([outcome.final for outcome in outcomes.values()])),
+        "fall_steps": [outcome.fall_step for outcome in outcomes.values()],
+        "surge_steps": [outcome.surge_step for outcome in outcomes.values()],
+    }
+
+
+def tables(study: Study, runs: Runs) -> dict[str, Any]:
+    """Computes a line for each arm and each planned comparison, and the outcome of each run."""
+    areas = areas_of(runs)
+    outcomes: dict[str, dict[int, Outcome]] = {arm: {} for arm in study.arms if arm in areas}
+    for (arm, seed), rows in runs.items():
+        if seed in areas.get(arm, {}):
+            outcomes[arm][seed] = outcome_of(rows)
+    comparisons = []
+    for one, other in study.comparisons:
+        if one not in areas or other not in areas:
+            continue
+        both = sorted(set(areas[one]) & set(areas[other]))
+        fallen, other_fallen = (sum(outcomes[arm][s].collapse_step is not None for s in both) for arm in (one, other))
+        line = {"arms": [one, other], **compare(areas[one], areas[other], len(study.comparisons))}
+        line |= {"collapsed": [fallen, other_fallen]}
+        line |= {"fisher_p": fisher_p(fallen, len(both), other_fallen, len(both))}
+        comparisons.append(line)
+    return {
+        "arms": {arm: arm_row(areas[arm], of_arm) for arm, of_arm in outcomes.items()},
+        "comparisons": comparisons,
+        "runs": {arm: {str(s): asdict(run) for s, run in of_arm.items()} for arm, of_arm in outcomes.items()},
+    }
+
+
+def power(areas: Sequence[float], seeds: int, shift: float, count: int, rng: np.random.Generator) -> float:
+    """Returns the share of drawn studies whose corrected p value is under 0.05.
+
+    Args:
+      areas: The areas of the runs to draw from.
+      seeds: The number of pairs of a study.
+      shift: The difference between the two arms, in the unit of the area.
+      count: The number of planned comparisons.
+      rng: The generator of the draws.
+    """
+    drawn = rng.choice(areas, (DRAWS, seeds)) + shift - rng.choice(areas, (DRAWS, seeds))
+    # One row of signs for each pattern. An observed sum counts itself, as in exact_tests.sign_flip_p.
+    signs = 1 - 2 * (np.arange(2**seeds)[:, None] >> np.arange(seeds) & 1)
+    sums = np.abs(drawn @ signs.T)
+    p = (sums >= np.abs(drawn.sum(1, keepdims=True)) * (1 - 1e-12)).mean(1)
+    return float((count * p < 0.05).mean())
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """Formats both tables as in the documentation."""
+    lines = [
+        "| arm | seeds | area | peak | final | collapsed | 95% interval | fell at | surge |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for arm, row in found["arms"].items():
+        steps = [" ".join(str(step or "-") for step in row[key]) for key in ("fall_steps", "surge_steps")]
+        numbers = [f"{row[key]:.2f}" for key in ("area", "peak", "final")]
+        share = "{:.2f} to {:.2f}".format(*row["collapsed_interval"])
+        lines.append("| " + " | ".join([arm, str(row["seeds"]), *numbers, str(row["collapsed"]), share, *steps]) + " |")
+    head = ["compared", "seeds", "difference", "interval", "better / same / worse", "p", "corrected p", "collapsed"]
+    lines += ["", f"| {' | '.join(head)} | Fisher p |", "|---|---|---|---|---|---|---|---|---|"]
+    for row in found["comparisons"]:
+        bounds = "-" if row["interval"] is None else "{:+.2f} to {:+.2f}".format(*row["interval"])
+        signs = f"{row['better']} / {row['same']} / {row['seeds'] - row['better'] - row['same']}"
+        cells = [
+            " - ".join(row["arms"]),
+            str(row["seeds"]),
+            f"{row['difference']:+.2f}",
+            bounds,
+            signs,
+            f"{row['p']:.2g}",
+        ]
+        cells += [f"{row['corrected_p']:.2g}", "{}, {}".format(*row["collapsed"]), f"{row['fisher_p']:.2g}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def power_table(study: Study, runs: Runs, arguments: Arguments) -> dict[str, Any]:
+    """Prints and returns the power for each shift and number of seeds."""
+    of_arm = {seed: rows for (arm, seed), rows in runs.items() if arm == arguments.power}
+    if not of_arm:
+        raise ConfigError(f"{arguments.rows} has no run of the arm {arguments.power}")
+    areas = [area(rows, surge_of(rows) or 0) for rows in of_arm.values()]
+    print(f"areas of {len(areas)} runs: {' '.join(f'{value:.2f}' for value in areas)}")
+    heads = " | ".join(f"{count} seeds" for count in arguments.seeds)
+    print(f"\n| shift | {heads} |\n|{'---|' * (len(arguments.seeds) + 1)}")
+    rng, shares = np.random.default_rng(0), {}
+    for shift in SHIFTS:
+        shares[str(shift)] = [power(areas, count, shift, len(study.comparisons), rng) for count in arguments.seeds]
+        print(f"| {shift:.2f} | {' | '.join(f'{share:.2f}' for share in shares[str(shift)])} |")
+    return {"areas": areas, "seeds": list(arguments.seeds), "comparisons": len(study.comparisons), "power": shares}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the tables and returns the exit status."""
+    arguments = tyro.cli(Arguments, args=list(argv), prog="python experiments/study_area.py", description=__doc__)
+    with caller_errors():
+        study, runs = read_study(arguments.study), read_table(arguments.rows)
+    if arguments.power is not None:
+        found = power_table(study, runs, arguments)
+    else:
+        found = tables(study, runs)
+        print(markdown(found))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))

@@ -1,0 +1,72 @@
+"""The area under the accuracy, its comparison by hand, and the power of a drawn study."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from exact_tests import sign_flip_p
+from study_area import area, areas_of, compare, power, tables
+
+
+def rows(rewards, surge=None):
+    """Rows with these mean rewards; the surge is called at a step, if any."""
+    return [
+        {
+            "step": step,
+            "reward/mean": reward,
+            "schedule/surge_step": surge if surge and step >= surge else None,
+            "schedule/learning_rate": 1e-3,
+            "optimizer/skipped_updates": 0,
+            "is/token_fraction_above": 0.0,
+            "time/step_s": 1.0,
+        }
+        for step, reward in enumerate(rewards, 1)
+    ]
+
+
+RUNS = {
+    ("constant", 0): rows([0.0, 0.5, 0.5, 0.0], surge=2),
+    ("constant", 1): rows([0.0, 0.0, 0.0, 1.0]),
+    ("slow", 0): rows([0.0, 0.5, 0.75, 0.75], surge=3),
+    ("slow", 1): rows([0.5, 0.5, 0.5, 1.0]),
+    ("slow", 2): rows([1.0, 1.0, 1.0, 1.0]),
+}
+
+
+@dataclass
+class Plan:
+    """The part of a study that the tables read."""
+
+    arms: dict = field(default_factory=lambda: {"constant": {}, "slow": {}})
+    comparisons: list = field(default_factory=lambda: [["slow", "constant"], ["slow", "never run"]])
+
+
+def test_areas_count_from_the_surge_of_the_constant_arm():
+    """Steps 3 and 4 of seed 0, all steps of seed 1; seed 2 has no constant run."""
+    assert areas_of(RUNS) == {"constant": {0: 0.25, 1: 0.25}, "slow": {0: 0.75, 1: 0.625}}
+    with pytest.raises(ValueError, match="no step after 4"):
+        area(RUNS["slow", 0], 4)
+
+
+def test_a_comparison_by_hand():
+    """Both differences are positive: two of four patterns of signs are as far from 0."""
+    found = compare({0: 0.75, 1: 0.625, 3: 1.0}, {0: 0.25, 1: 0.25}, count=2)
+    assert (found["seeds"], found["better"], found["same"]) == (2, 2, 0)
+    assert (found["difference"], found["p"], found["corrected_p"]) == (0.4375, 0.5, 1.0)
+    assert found["differences"] == {"0": 0.5, "1": 0.375}
+
+
+def test_tables_leave_out_what_was_not_run():
+    found = tables(Plan(), RUNS)
+    assert [line["arms"] for line in found["comparisons"]] == [["slow", "constant"]]
+    assert found["arms"]["slow"]["areas"] == {"0": 0.75, "1": 0.625}
+    assert found["arms"]["constant"]["surge_steps"] == [2, None]
+
+
+def test_the_power_of_drawn_studies():
+    """Without a shift a study is significant as often as its level allows; a shift beyond all noise is always found."""
+    areas = [0.2, 0.25, 0.3, 0.4, 0.55]
+    assert power(areas, 9, 0.0, 5, np.random.default_rng(0)) < 0.02
+    assert power(areas, 9, 1.0, 5, np.random.default_rng(0)) == 1.0
+    assert power(areas, 6, 1.0, 5, np.random.default_rng(0)) == 0.0  # the least p is 2 / 64, five times that 0.16
+    assert sign_flip_p([1.0] * 9) * 5 < 0.05
