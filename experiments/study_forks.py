@@ -24,7 +24,7 @@ SCHEDULE_KEYS = {
 
 
 def check_forks(path: Path, arms: Mapping[str, Mapping[str, Any]], forks: Mapping[str, str]) -> None:
-    """Raises ConfigError unless the two arms of each fork differ only in their schedules and no arm forks from itself."""
+    """Raises ConfigError if a fork has other settings than those of a schedule, or an arm forks from itself."""
     for arm, other in forks.items():
         if arm not in arms or other not in arms:
             raise ConfigError(f"{path}: forks: {arm}: {other} must be two arms")
