@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 
-from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x, total_over
+from rljax.mismatch.accurate import RATIO_BOUND, total_over
 from rljax.mismatch.arrays import ArrayLike, count, scalars
 from rljax.mismatch.statistics import Statistics
 from rljax.mismatch.tokens import Tokens, read_tokens
@@ -210,9 +210,9 @@ def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float
     lowest, highest = _bounds(statistic == "geometric", threshold)
     xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences
     if statistic == "k3":
-        keep = sequences.means(exp_minus_one_minus_x(xp, lr)) <= highest
+        keep = sequences.means(tokens.k3) <= highest
     elif statistic == "max_k3":
-        above = tokens.valid & (exp_minus_one_minus_x(xp, lr) > highest)
+        above = tokens.valid & (tokens.k3 > highest)
         keep = sequences.means(above.astype(lr.dtype)) == 0
     elif statistic == "abs_ratio":
         ratio = xp.exp(xp.minimum(xp.abs(lr), RATIO_BOUND))

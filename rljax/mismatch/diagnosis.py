@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.mismatch.accurate import RATIO_BOUND, exp_minus_one_minus_x, total_over
+from rljax.mismatch.accurate import RATIO_BOUND, total_over
 from rljax.mismatch.arrays import ArrayLike, as_float, check_shape, count, namespace_of, scalars
 from rljax.mismatch.metrics import EXTREME_LOG_RATIO
 from rljax.mismatch.statistics import Statistics
@@ -107,7 +107,7 @@ def _buckets(tokens: Tokens, index: Any, num_buckets: int) -> Statistics:
     xp, lr = tokens.xp, tokens.log_ratio
     size = xp.abs(lr)[None]
     inside = tokens.valid[None] & (index[None] == xp.arange(num_buckets, dtype=np.int32)[:, None, None])
-    terms = {"log_ratio_abs": size, "k3": exp_minus_one_minus_x(xp, lr)[None]}
+    terms = {"log_ratio_abs": size, "k3": tokens.k3[None]}
     flags = {"token_count": inside, "extreme_count": inside & (size > EXTREME_LOG_RATIO)}
     return Statistics(
         sums={name: count(xp, flag, (1, 2)) for name, flag in flags.items()}

@@ -140,7 +140,7 @@ def _token_terms(tokens: Tokens, prob_abs_diff: Any) -> dict[str, Any]:
     n, i = sequences.length.astype(lr.dtype), sequences.position.astype(lr.dtype)
     return {
         "log_ratio": lr,
-        "k3": exp_minus_one_minus_x(xp, lr),
+        "k3": tokens.k3,
         "reverse_k3": exp_minus_one_minus_x(xp, -lr),  # estimates KL(trainer || rollout) over the trainer's tokens
         "log_ratio_abs": xp.abs(lr),
         "log_ratio_squared": lr * lr,
@@ -156,7 +156,7 @@ def _token_terms(tokens: Tokens, prob_abs_diff: Any) -> dict[str, Any]:
 def _sequence_terms(tokens: Tokens) -> dict[str, Any]:
     """Computes the terms that are summed over sequences, [b, s] each."""
     xp, lr, limit = tokens.xp, tokens.log_ratio, exponent_limit(tokens.log_ratio.dtype)
-    values = [lr, tokens.trainer, tokens.rollout, xp.abs(lr), exp_minus_one_minus_x(xp, lr)]
+    values = [lr, tokens.trainer, tokens.rollout, xp.abs(lr), tokens.k3]
     sums = tokens.sequences.sums(xp.stack(values))
     means = tokens.sequences.per_token(sums)
     diff, training_log_ppl, rollout_log_ppl = 0 - means[0], 0 - means[1], 0 - means[2]  # never -0.0

@@ -8,6 +8,7 @@ and a second run gives the same bits.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from rljax.mismatch.accurate import Total, add_totals, total_over, value_of
+from rljax.mismatch.accurate import Total, add_totals, exp_minus_one_minus_x, total_over, value_of
 from rljax.mismatch.arrays import ArrayLike, as_float, check_shape, namespace_of
 
 LARGEST_LOGPROB = 1e8
@@ -160,6 +161,11 @@ class Tokens:
     nonfinite: Any  # [b, t] bool: in the mask and not finite on either side
     sequences: Sequences  # the sequences of the valid tokens
     mask_sequences: Sequences  # the sequences of the valid and the nonfinite tokens
+
+    @functools.cached_property
+    def k3(self) -> Any:
+        """The terms of the k3 estimate of KL(rollout || trainer), [b, t] (nats). All readers share them."""
+        return exp_minus_one_minus_x(self.xp, self.log_ratio)
 
     @property
     def mask(self) -> Any:
