@@ -112,8 +112,17 @@ def test_a_last_group_is_filled_with_rows_that_go_nowhere():
     assert (rows.tolist(), into.tolist(), numbers.tolist()) == ([[4], [0]], [[2], [4]], [4, 5])
 
 
-@pytest.mark.parametrize("config", [CONFIG, EXPERTS], ids=["dense", "experts"])
-@pytest.mark.parametrize("at_once", [1, 7, *(pytest.param(n, marks=pytest.mark.harness) for n in (3, 16))])
+FORMS = {"experts-1": (EXPERTS, 1), "dense-7": (CONFIG, 7)}
+MORE = {f"experts-{n}": (EXPERTS, n) for n in (3, 7, 16)} | {f"dense-{n}": (CONFIG, n) for n in (1, 3, 16)}
+
+
+@pytest.mark.parametrize(
+    ("config", "at_once"),
+    [
+        *(pytest.param(*form, id=name) for name, form in FORMS.items()),
+        *(pytest.param(*form, id=name, marks=pytest.mark.harness) for name, form in MORE.items()),
+    ],
+)
 def test_the_samples_do_not_depend_on_the_budget(config, at_once):
     """20 responses: in one batch, and in places that are taken again."""
     together, _ = sample(0, config=config)
@@ -145,7 +154,7 @@ def test_refilled_places_share_one_compiled_loop():
 
 
 @pytest.mark.mesh
-@pytest.mark.parametrize("at_once", [4, 12])
+@pytest.mark.parametrize("at_once", [4, pytest.param(12, marks=pytest.mark.harness)])
 def test_a_sharded_cache_holds_the_places_of_its_parts(at_once):
     refilled, params = sample(at_once * (LIMIT + WIDTH), mesh=(2, 2, 2))
     full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in refilled]

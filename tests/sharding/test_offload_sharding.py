@@ -12,7 +12,6 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.run.fingerprint import array_checksums
 from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh, on_devices, on_host
-from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
 from rljax.trainer.precision import PrecisionConfig
@@ -46,7 +45,7 @@ def make(mesh):
         precision=PrecisionConfig(compute_dtype="bfloat16"),
         objective=Objective(LossConfig(), CorrectionConfig().resolved(), COUNT, 16),
         batch_shape=shape,
-        diagnosis=DiagnosisConfig(),
+        diagnosis=None,
     )
     packs = functools.partial(pack, row_tokens=ROW, rows_per_micro_batch=ROWS, micro_batches=shape[0])
     state = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=False)

@@ -20,7 +20,10 @@ from rljax.trainer.step import TrainStep
 pytestmark = [pytest.mark.mesh, pytest.mark.slow]
 
 
-def build(fsdp, tp, tx, dtype="float32", replica=1, keep_gathered=False, remat="none", batch_shape=None):
+MEASURED = DiagnosisConfig()
+
+
+def build(fsdp, tp, tx, dtype="float32", replica=1, *, batch_shape=None, diagnosis=MEASURED, remat="none", **options):
     mesh = make_mesh(MeshConfig(fsdp, tp, replica))
     step = TrainStep(
         CONFIG,
@@ -29,8 +32,8 @@ def build(fsdp, tp, tx, dtype="float32", replica=1, keep_gathered=False, remat="
         precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
         objective=Objective(LOSS, CORRECTION, COUNT, 16),
         batch_shape=batch_shape or shape(),
-        diagnosis=DiagnosisConfig(),
-        keep_gathered=keep_gathered,
+        diagnosis=diagnosis,
+        **options,
     )
     state = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=dtype == "float16")
     return mesh, step, state
@@ -69,11 +72,19 @@ def test_gradients_and_metrics_do_not_depend_on_the_mesh(fsdp, tp, options, sing
     np.testing.assert_allclose(values.logprobs, expected_logprobs, atol=2e-5, rtol=0)
 
 
-def test_parameters_and_moments_are_sharded_alike_and_stay_so():
+@pytest.mark.parametrize(
+    "dtype", ["float16", *(pytest.param(dtype, marks=pytest.mark.harness) for dtype in ("bfloat16", "float32"))]
+)
+def test_a_state_stays_where_it_lies_in_one_compilation(dtype):
+    """Rates, batches and skips change, and parameters and moments are sharded alike."""
     tx = make_optimizer(OptimizerConfig(learning_rate=1e-3))
-    mesh, step, state = build(4, 2, tx, "bfloat16")
+    mesh, step, state = build(4, 2, tx, dtype, diagnosis=None)
     before = jax.tree.map(lambda leaf: leaf.sharding, state)
-    state, _, _ = step(state, batch(), 1e-3, True)
+    for i in range(5):
+        state, metrics, _ = step(state, batch(i), 1e-3 / (i + 1), i != 2)
+    assert step.compilations == 1
+    assert int(metrics["optimizer/skipped_updates"]) == 1
+    assert float(metrics["schedule/learning_rate"]) == np.float32(1e-3 / 5)
     assert jax.tree.leaves(jax.tree.map(lambda leaf: leaf.sharding, state)) == jax.tree.leaves(before)
     expected = param_shardings(CONFIG, mesh)
     adam = optax.tree.get(state.opt_state, "mu"), optax.tree.get(state.opt_state, "nu")
@@ -82,19 +93,6 @@ def test_parameters_and_moments_are_sharded_alike_and_stay_so():
         assert jax.tree.all(jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, tree))
     query = state.params["layers"]["attention"]["query"]
     assert query.addressable_shards[0].data.shape == (2, 8, 2, 8)
-
-
-@pytest.mark.parametrize(
-    "dtype", ["float16", *(pytest.param(dtype, marks=pytest.mark.harness) for dtype in ("bfloat16", "float32"))]
-)
-def test_rates_batches_and_skips_share_one_compilation(dtype):
-    tx = make_optimizer(OptimizerConfig(learning_rate=1e-3))
-    _, step, state = build(2, 2, tx, dtype)
-    for i in range(5):
-        state, metrics, _ = step(state, batch(i), 1e-3 / (i + 1), i != 2)
-    assert step.compilations == 1
-    assert int(metrics["optimizer/skipped_updates"]) == 1
-    assert float(metrics["schedule/learning_rate"]) == np.float32(1e-3 / 5)
 
 
 def test_only_the_sum_of_gradients_crosses_replicas():
@@ -114,7 +112,7 @@ def test_only_the_sum_of_gradients_crosses_replicas():
 
 def test_noise_is_that_of_each_replicas_micro_batches():
     """On one device the two replicas' parts of a micro-batch are micro-batches of their own."""
-    _, step, state = build(2, 1, gradient_keeper(), replica=2)
+    _, step, state = build(2, 2, gradient_keeper(), replica=2, remat="blocks")  # a program that is here already
     found = step(state, batch(), 0.1, True, True)[1]["optimizer/grad_noise"]
     m, b, t = shape()
     parted = jax.tree.map(lambda x: x.reshape(2 * m, b // 2, t) if x.ndim else 2 * x, batch())

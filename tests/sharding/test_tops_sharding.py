@@ -1,4 +1,7 @@
-"""The step with the sampler's likeliest tokens: the same on several meshes as on one device."""
+"""The step with the sampler's likeliest tokens: the same on several meshes as on one device.
+
+test_context_sharding.py has one form of it in the suite.
+"""
 
 import jax
 import numpy as np
@@ -15,7 +18,7 @@ from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
 from rljax.trainer.step import TrainStep
 
-pytestmark = [pytest.mark.mesh, pytest.mark.slow]
+pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.harness]
 
 CENTERED = CorrectionConfig(level="token", threshold=1.2, score_centering=True)
 REGION = CorrectionConfig(region="tv", region_over="tops", region_threshold=0.3)
@@ -42,8 +45,8 @@ def run(correction, cut, fsdp, tp, replica=1):
     ("correction", "cut", "mesh"),
     [
         (CENTERED, True, (2, 4)),
-        pytest.param(REGION, True, (2, 2, 2), marks=pytest.mark.harness),
-        pytest.param(CENTERED, False, (2, 2, 2), marks=pytest.mark.harness),
+        (REGION, True, (2, 2, 2)),
+        (CENTERED, False, (2, 2, 2)),
     ],
 )
 def test_a_step_with_tops_does_not_depend_on_the_mesh(correction, cut, mesh):
