@@ -7,7 +7,13 @@ The lengths are a mix of bench_packing.py with at most 8,192 tokens. The modelle
 in it. A part's time is the median over the rounds of this process's processor time, with all threads and the kernel's
 work, because other programs may run at the same time. The table also has the wall time. "Beside" parts run while other
 responses are sampled. The step waits for all other parts, and for the last response to be read and turned into text.
-With the likeliest tokens a quarter of the responses is measured, and the times are those of all. Prints a table.
+With the likeliest tokens a quarter of the responses is measured, and the times are those of all. ``read`` has them for
+a loss that reads them (score centering), ``kept`` for dumps alone.
+
+Cards are not needed. What sending the packed rows to them takes is put together: the calls of ``place_used`` are
+measured on eight simulated devices with rows of a few tokens, and the copies to the memory that cards read from are
+measured as copies to memory that is in use. The time of the links is modelled: bytes over their rate. The step waits
+for the sum, though the copies go on beside the calls. Prints a table.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +38,7 @@ import tokenizers
 from bench_packing import COUNT, GROUP, MIXES, responses_of
 from bench_top_parse import make_rows, own_reply
 
+from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import Tokenizer
 from rljax.mismatch.histogram import bin_edges
@@ -49,17 +56,24 @@ from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import Rollouts, rollout_row, training_sequences
 from rljax.run.training import make_pack
 from rljax.sharding import MeshConfig, make_mesh, named_sharding, replicated
-from rljax.trainer.micro_batches import place_batch
-from rljax.trainer.packing import PackingConfig
+from rljax.trainer.micro_batches import BATCH_AXES, PARTS, place_batch, place_used
+from rljax.trainer.packing import PackedBatch, PackingConfig
 from rljax.trainer.update import TrainerValues
 
 ROOT = Path(__file__).parents[1]
 COMPILED = "4B, 8 H100"  # the row of benchmarks/compile.json: micro-batches of 8 rows of 9,216 tokens
 LAYERS, VOCABULARY = 36, 151_936  # of Qwen3-4B
 PROMPT, ROWS, ROW_TOKENS, ROW_KEYS, K, READ_TOKENS = 512, 8, 9216, 150, 20, 8192
+CARDS = 8
+LINK = 5e10  # bytes a second from the host to one card, over 16 lanes of PCIe 5
+FEW = 16  # tokens of a row when the calls alone are measured
 SMALLER = 4  # the share of the responses that is measured with the likeliest tokens is one in so many
 WORDS = 151_643  # tokens of Qwen3's tokenizer without special tokens
 EOS = "<|im_end|>"
+CASES = {"none": 0, "read": K, "kept": K}
+"""The likeliest tokens of each position, by what they are for."""
+WAITED, BESIDE, ASKED, ON_CPU = "waited for", "beside sampling", "where asked for", "on a CPU, in place of the cards"
+LINKS = f"rows sent to {CARDS} cards: links, modelled"
 REWARDED = 16  # responses that are scored to time the reward
 REWARDS = "rewards of mathematics, in other processes"
 LAST = ("replies read and checked", "texts for the rewards")
@@ -71,8 +85,7 @@ class Part(NamedTuple):
 
     run: Callable[[], object]
     times: float = 1.0  # the number of its calls in a step
-    beside: bool = False  # whether it runs while other responses are sampled
-    optional: bool = False  # whether only some configurations or steps have it
+    kind: str = WAITED  # when it runs
     fixed: bool = False  # whether its cost does not depend on the number of responses
 
 
@@ -120,7 +133,7 @@ def read_part(k: int, tokens: int, longest: int) -> Part:
     return Part(
         lambda: check_completion("", wire.completion(ROLLOUTS, body, request), request, VOCABULARY),
         tokens / longest,
-        beside=True,
+        BESIDE,
     )
 
 
@@ -134,7 +147,7 @@ def reward_part(tokenizer: Tokenizer, rollouts: Rollouts) -> Part:
     return Part(
         lambda: [score(reward, problem, text, truncated) for text, truncated in texts],
         rollouts.num_tokens / tokens,
-        beside=True,
+        BESIDE,
     )
 
 
@@ -148,20 +161,63 @@ def publish_part() -> Part:
     return Part(lambda: functions.checksums(params), fixed=True)
 
 
-def make_parts(lengths: Sequence[int], k: int, directory: str) -> Iterator[tuple[str, Part]]:
-    """Yields the functions to time by name, for a step with the ``k`` likeliest tokens of each position."""
-    rng, longest = np.random.default_rng(0), max(lengths)
+def sent_part(array: np.ndarray, used: int) -> np.ndarray:
+    """Returns the micro-batches of an array of a batch that ``place_used`` sends to devices, as one view."""
+    size = -(-len(array) // PARTS)
+    return array[: min(-(-used // size) * size, len(array))]
+
+
+def sent_bytes(batch: PackedBatch) -> int:
+    """Returns the bytes of a batch that travel to all cards together."""
+    return sum(sent_part(array, int(batch.used)).nbytes for array in jax.tree.leaves(batch) if array.ndim)
+
+
+def copy_part(batch: PackedBatch) -> Part:
+    """Returns the copies of the rows of each card, part by part, to memory that has been written before."""
+    arrays = [sent_part(array, int(batch.used)) for array in jax.tree.leaves(batch) if array.ndim]
+    size = -(-len(batch.tokens) // PARTS)
+    memory = [np.ones_like(array[:size, 0]) for array in arrays]
+
+    def work() -> None:
+        for array, staging in zip(arrays, memory, strict=True):
+            for first in range(0, len(array), size):
+                for card in range(CARDS):
+                    part = array[first : first + size, card]
+                    np.copyto(staging[: len(part)], part)
+
+    return Part(work)
+
+
+def calls_part(batch: PackedBatch) -> Part:
+    """Returns the calls that send a batch to all devices of this process, with rows of a few tokens."""
+    few = jax.tree.map(lambda array: np.array(array[:, :, :FEW]) if array.ndim else array, batch)
+    mesh = make_mesh(MeshConfig())
+    where = named_sharding(mesh, BATCH_AXES, few.tokens.shape), replicated(mesh)
+    return Part(lambda: jax.block_until_ready(place_used(few, *where)), fixed=True)
+
+
+class Step(NamedTuple):
+    """The step that is measured."""
+
+    parts: dict[str, Part]  # the functions to time
+    sent: int  # the bytes that are sent to all cards
+
+
+def make_step(lengths: Sequence[int], case: str, directory: str) -> Step:
+    """Makes the functions to time, for a step of a case of ``CASES``."""
+    rng, longest, k = np.random.default_rng(0), max(lengths), CASES[case]
     rollout = {"group_size": GROUP, "max_response_tokens": longest, "top_logprobs": k}
     config = Config(
         run=RunConfig(dir=directory),
         data=DataConfig(batch_size=len(lengths) // GROUP, max_prompt_tokens=PROMPT),
         rollout=RolloutConfig(**rollout),  # type: ignore[arg-type]
         packing=PackingConfig(row_tokens=ROW_TOKENS, rows_per_micro_batch=ROWS),
+        correction=CorrectionConfig(score_centering=case == "read"),
     )
     tokenizer, rollouts = make_tokenizer(rng), make_rollouts(rng, lengths, k)
     sequences, pack = training_sequences(rollouts, config, 0), make_pack(config, config.num_sequences)
     batch, mesh = pack(sequences), make_mesh(MeshConfig(1, 1), jax.devices()[:1])
-    rows = named_sharding(mesh, ("micro", "rows", "tokens"), batch.tokens.shape)
+    where = named_sharding(mesh, BATCH_AXES, batch.tokens.shape), replicated(mesh)
     row = {f"mismatch/number_{i}": float(rng.normal()) for i in range(ROW_KEYS)}
     counts = {"mismatch/logprob_abs_diff": rng.integers(0, 9, len(bin_edges()) + 1)}
     recorder, step = Recorder(directory, 10**6, progress=False), iter(range(1, 10**6))
@@ -170,21 +226,24 @@ def make_parts(lengths: Sequence[int], k: int, directory: str) -> Iterator[tuple
     def files(**every: int) -> Part:
         asked = Config(run=config.run, rollout=RolloutConfig(**rollout, **every))  # type: ignore[arg-type]
         written = (rollouts, sequences, lambda: values, tokenizer)
-        return Part(lambda: write_rollouts(asked, 1, 0, *written), optional=True)
+        return Part(lambda: write_rollouts(asked, 1, 0, *written), kind=ASKED)
 
-    yield LAST[0], read_part(k, rollouts.num_tokens, longest)
-    yield LAST[1], Part(lambda: [tokenizer.decode(one.token_ids) for one in rollouts.all()], beside=True)
-    yield REWARDS, reward_part(tokenizer, rollouts)
-    yield (
-        "advantages and sequences",
-        Part(lambda: (rollout_row(rollouts, 0), training_sequences(rollouts, config, 0))),
-    )
-    yield "rows and masks", Part(lambda: pack(sequences))
-    yield "rows on the devices", Part(lambda: jax.block_until_ready(place_batch(batch, rows, replicated(mesh))))
-    yield "the row of the record", Part(lambda: recorder.write({"step": next(step)} | row, counts), fixed=True)
-    yield "the start of a publish", publish_part()
-    yield "a token dump", files(dump_every=1)
-    yield "a transcript", files(transcript_every=1)
+    decode = Part(lambda: [tokenizer.decode(one.token_ids) for one in rollouts.all()], kind=BESIDE)
+    parts = {
+        LAST[0]: read_part(k, rollouts.num_tokens, longest),
+        LAST[1]: decode,
+        REWARDS: reward_part(tokenizer, rollouts),
+        "advantages and sequences": Part(lambda: (rollout_row(rollouts, 0), training_sequences(rollouts, config, 0))),
+        "rows and masks": Part(lambda: pack(sequences)),
+        f"rows sent to {CARDS} cards: calls": calls_part(batch),
+        f"rows sent to {CARDS} cards: copies": copy_part(batch),
+        "rows on a CPU device": Part(lambda: jax.block_until_ready(place_batch(batch, *where)), kind=ON_CPU),
+        "the row of the record": Part(lambda: recorder.write({"step": next(step)} | row, counts), fixed=True),
+        "the start of a publish": publish_part(),
+        "a token dump": files(dump_every=1),
+        "a transcript": files(transcript_every=1),
+    }
+    return Step(parts, sent_bytes(batch))
 
 
 def time_parts(parts: dict[str, Part], rounds: int) -> dict[str, dict[str, Any]]:
@@ -202,45 +261,52 @@ def time_parts(parts: dict[str, Part], rounds: int) -> dict[str, dict[str, Any]]
     for name, part in parts.items():
         cpu, wall = np.median(np.array(samples[name]), axis=0).tolist()
         found[name] = {"processor_s": cpu * part.times, "wall_s": wall * part.times, "calls": part.times}
-        found[name] |= {"beside": part.beside, "optional": part.optional, "fixed": part.fixed}
+        found[name] |= {"kind": part.kind, "fixed": part.fixed}
     return found
 
 
-def measure(mix: str, k: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(mix: str, case: str, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the parts of a step with a mix of lengths, and their sums as shares of the modelled step."""
     lengths = np.minimum(responses_of(mix, np.random.default_rng(0)), options.tokens)[: options.responses]
-    measured = lengths[: len(lengths) // SMALLER] if k else lengths
+    measured = lengths[: len(lengths) // SMALLER] if CASES[case] else lengths
     scale = float(lengths.sum() / measured.sum())
     with tempfile.TemporaryDirectory() as directory:
-        parts = time_parts(dict(make_parts(measured.tolist(), k, directory)), options.rounds)
+        step = make_step(measured.tolist(), case, directory)
+        parts = time_parts(step.parts, options.rounds)
+    seconds = step.sent / CARDS / LINK
+    parts[LINKS] = {"processor_s": seconds, "wall_s": seconds, "calls": 1.0, "kind": WAITED, "fixed": False}
     for part in parts.values():
         for name in () if part["fixed"] else ("processor_s", "wall_s"):
             part[name] *= scale
     tokens = int(lengths.sum())
     step_s = modelled_seconds(math.ceil((tokens + PROMPT * len(lengths)) / (ROWS * ROW_TOKENS)))
-    waited = sum(one["processor_s"] for one in parts.values() if not one["beside"] and not one["optional"])
+    waited = sum(one["processor_s"] for one in parts.values() if one["kind"] == WAITED)
     # The last response to end is one of the longest.
     last = sum(parts[name]["processor_s"] for name in LAST) * int(lengths.max()) / tokens
-    every = sum(one["processor_s"] for name, one in parts.items() if not one["optional"] and name != REWARDS)
+    elsewhere = (REWARDS, LINKS)
+    every = sum(
+        one["processor_s"] for name, one in parts.items() if one["kind"] in (WAITED, BESIDE) and name not in elsewhere
+    )
     sums = {"the step waits for": waited + last, "this process works in all": every}
     for one in parts.values():
         one["share"] = one["processor_s"] / step_s
     shares = {name: seconds / step_s for name, seconds in sums.items()}
-    return {"mix": mix, "k": k, "tokens": tokens, "modelled_step_s": step_s, "parts": parts, "shares": shares}
+    found = {"mix": mix, "case": case, "k": CASES[case], "tokens": tokens, "sent_bytes": round(step.sent * scale)}
+    return found | {"modelled_step_s": step_s, "parts": parts, "shares": shares}
 
 
 def show(case: dict[str, Any]) -> None:
     """Prints the table of one case."""
     print(
-        f"\n{case['mix']}, k = {case['k']}\n\n| part | processor ms | wall ms | % of {case['modelled_step_s']:.1f} s |"
+        f"\n{case['mix']}, k = {case['k']} ({case['case']}), {case['sent_bytes'] / 1e6:.0f} MB to the cards\n\n"
+        f"| part | | processor ms | wall ms | % of {case['modelled_step_s']:.1f} s |"
     )
-    print("|---|---|---|---|")
+    print("|---|---|---|---|---|")
     for name, one in case["parts"].items():
-        kind = " (beside)" if one["beside"] else " (where asked for)" if one["optional"] else ""
         times = f"{one['processor_s'] * 1e3:.1f} | {one['wall_s'] * 1e3:.1f}"
-        print(f"| {name}{kind} | {times} | {one['share']:.2%} |")
+        print(f"| {name} | {one['kind']} | {times} | {one['share']:.2%} |")
     for name, share in case["shares"].items():
-        print(f"| {name} | {share * case['modelled_step_s'] * 1e3:.1f} | | {share:.2%} |")
+        print(f"| {name} | | {share * case['modelled_step_s'] * 1e3:.1f} | | {share:.2%} |")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -248,13 +314,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--responses", type=int, default=COUNT, help=f"responses of a step, a multiple of {GROUP}")
     parser.add_argument("--tokens", type=int, default=READ_TOKENS, help="most tokens of a response")
     parser.add_argument("--mix", nargs="+", default=["after the surge, mean 3,500"], choices=tuple(MIXES))
-    parser.add_argument("--k", type=int, nargs="+", default=[0, K], help="the likeliest tokens of each position")
+    parser.add_argument("--case", nargs="+", default=[*CASES], choices=CASES, help="what the likeliest tokens are for")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each part")
     parser.add_argument("--json", type=Path, help="JSON file for the result")
     options = parser.parse_args(arguments)
     cases = []
-    for mix, k in itertools.product(options.mix, options.k):
-        cases.append(measure(mix, k, options))
+    for mix, case in itertools.product(options.mix, options.case):
+        cases.append(measure(mix, case, options))
         show(cases[-1])
     if options.json:
         machine = f"{platform.machine()}, {os.cpu_count()} cores, shared"
@@ -263,4 +329,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", CARDS)
     main()

@@ -186,6 +186,20 @@ def put(tree: Any, sharding: Any) -> Any:
     return jax.tree.map(place, tree, sharding)
 
 
+_ALIGNMENT = 64  # bytes: a CPU device takes an array of the host without a copy if it begins at a multiple of them
+
+
+def zeros_to_put(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Returns zeros on the host, to be filled and then given to ``put``. A single CPU device shares their memory.
+
+    The array must not be written to after that.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 def fetch(tree: Any) -> Any:
     """Copies arrays from the devices to the host, as numpy arrays.
 

@@ -212,7 +212,7 @@ def host_demand(
     if tops := top_bytes(config):
         # Those that are sampled for the step, those of the steps after it, and one more that is packed into rows.
         batches = held_batches(config) + config.rollout.max_staleness
-        packed = math.prod(batch_shape(config)) * config.rollout.reported * TOP_BYTES
+        packed = math.prod(batch_shape(config)) * config.trained_tops * TOP_BYTES
         parts["likeliest tokens"] = batches * tops + packed
     if devices.memory is None:
         sampling = 0 if decoding is None else resident + decoding.bytes + top_bytes(config)

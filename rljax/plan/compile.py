@@ -68,7 +68,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     check_shapes(config, policy, mesh)
     step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
     with compiled_for_hopper() if machine.platform == "cuda" else contextlib.nullcontext():
-        lowered = step.lower(*optional_logprobs(config), reported=config.rollout.reported)
+        lowered = step.lower(*optional_logprobs(config), reported=config.trained_tops)
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program would take no time
     start = time.perf_counter()
     try:

@@ -77,7 +77,7 @@ def working_top_bytes(config: Config, mesh: Any) -> int:
     """
     micro, rows, tokens = batch_shape(config)
     places = micro * math.prod(local_batch(mesh, rows, tokens)) + 2 * rows * tokens
-    return places * config.rollout.reported * TOP_BYTES
+    return places * config.trained_tops * TOP_BYTES
 
 
 def local_batch(mesh: Any, rows: int, tokens: int) -> tuple[int, int]:

@@ -77,7 +77,7 @@ class Restore(Act[None]):
             parts = build(*inputs, engine, checkpointer, problems, stop)
             self._at_end.callback(parts.source.close)
             if self.processes.count > 1:
-                parts.update = Step(self.processes, parts.update)
+                parts.update = Step(self.processes, parts.update, with_tops=inputs.config.trained_tops > 0)
             return parts, *starting_point(parts, inputs.mesh)
 
     def join(self, run_dir: Path, read_inputs: Callable[[], Inputs]) -> tuple[list[Act[FollowerState]], FollowerState]:
@@ -106,17 +106,21 @@ class Step(Act[FollowerState]):
 
     name = "step"
 
-    def __init__(self, processes: Processes, update: Update) -> None:
-        """Wraps the update of this process, which works on the mesh of all processes."""
+    def __init__(self, processes: Processes, update: Update, *, with_tops: bool = True) -> None:
+        """Wraps the update of this process, which works on the mesh of all processes.
+
+        ``with_tops``: Whether process 0 sends the likeliest tokens of the sequences.
+        """
         super().__init__(processes)
-        self._update = update
+        self._update, self._with_tops = update, with_tops
         self._sequences: Sequence[TrainSequence] = ()
         self._batch: PackedBatch | None = None
         self._updated: Updated | None = None
 
     def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
         """Sends the sequences of the step to all processes; each of them packs the whole batch for itself."""
-        with self.lead("pack", arrays=sequence_arrays(sequences)), self.processes.timed(PACK):
+        arrays = sequence_arrays(sequences, with_tops=self._with_tops)
+        with self.lead("pack", arrays=arrays), self.processes.timed(PACK):
             return self._update.pack(sequences)
 
     def __call__(

@@ -275,6 +275,12 @@ class Config:
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
+    def trained_tops(self) -> int:
+        """The number of the sampler's likeliest tokens at each position that an update gets; 0 if it needs none."""
+        needed = self.rollout.is_cut or self.correction.needs_tops or self.rollout.engine == "exact"
+        return self.rollout.reported if needed else 0
+
+    @property
     def max_engine_tokens(self) -> int:
         """The longest prompt plus the longest response that the engine samples, evaluations included, in tokens."""
         longest = max(self.rollout.max_response_tokens, self.eval.max_response_tokens or 0)

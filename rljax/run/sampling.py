@@ -18,7 +18,8 @@ from rljax.run.config import Config
 from rljax.trainer.packing import TrainSequence, trajectories
 
 _VECTORS = ("prompt", "response", "rollout_logprobs", "staleness")
-_OPTIONAL = ("routes", "top_ids", "top_logprobs", "turns")
+_WITHOUT_TOPS = ("routes", "turns")
+_OPTIONAL = (*_WITHOUT_TOPS, "top_ids", "top_logprobs")
 
 
 class Scored(NamedTuple):
@@ -235,8 +236,11 @@ def staleness_of(response: Response, policy_version: int) -> np.ndarray:
     return behind
 
 
-def sequence_arrays(sequences: Sequence[TrainSequence]) -> dict[str, np.ndarray]:
-    """Returns the sequences of a step as arrays by name, with every bit kept."""
+def sequence_arrays(sequences: Sequence[TrainSequence], *, with_tops: bool = True) -> dict[str, np.ndarray]:
+    """Returns the sequences of a step as arrays by name, with every bit kept.
+
+    Their likeliest tokens are left out if ``with_tops`` is False.
+    """
     arrays: dict[str, np.ndarray] = {
         "advantage": np.asarray([sequence.advantage for sequence in sequences], np.float64),
         "in_loss": np.asarray([sequence.in_loss for sequence in sequences], np.bool_),
@@ -244,7 +248,7 @@ def sequence_arrays(sequences: Sequence[TrainSequence]) -> dict[str, np.ndarray]
     }
     for name in _VECTORS:
         arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
-    for name in _OPTIONAL:
+    for name in _OPTIONAL if with_tops else _WITHOUT_TOPS:
         if sequences and getattr(sequences[0], name) is not None:
             arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
     return arrays

@@ -183,8 +183,14 @@ def _micro_batch_rows(config: Config, row_tokens: int) -> int:
 
 def make_pack(config: Config, num_sequences: int) -> Pack:
     """Returns a function that packs ``num_sequences`` responses into rows of the run's shape."""
-    micro, rows, tokens = batch_shape(config, num_sequences)
-    return functools.partial(pack, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro)
+    return _pack_in(config, batch_shape(config, num_sequences))
+
+
+def _pack_in(config: Config, shape: tuple[int, int, int]) -> Pack:
+    """Returns a function that packs responses into a batch of the ``shape`` (micro-batches, rows, tokens)."""
+    micro, rows, tokens = shape
+    tops = config.trained_tops > 0
+    return functools.partial(pack, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro, with_tops=tops)
 
 
 def responses_per_update(config: Config) -> int:
@@ -313,8 +319,7 @@ def _make_other_pack(config: Config, count: int) -> Pack:
     """Returns a function that packs ``count`` responses into micro-batches of another shape."""
     _, rows, tokens = batch_shape(config)
     rows, tokens = other_shape(rows, tokens, config.mesh.row_ways(jax.device_count()))
-    micro = max_micro_batches(count, config.max_sequence_tokens, tokens, rows)
-    return functools.partial(pack, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro)
+    return _pack_in(config, (max_micro_batches(count, config.max_sequence_tokens, tokens, rows), rows, tokens))
 
 
 def optional_logprobs(config: Config) -> list[OptionalLogprobs]:

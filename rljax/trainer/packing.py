@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from rljax.errors import check_at_least
+from rljax.sharding import zeros_to_put
 from rljax.trainer.rows import lay_out_rows
 
 OptionalLogprobs = Literal["old_logprobs", "reference_logprobs", "behaviour_logprobs"]
@@ -66,6 +67,9 @@ class PackingConfig:
         if self.tokens_per_device == 0:
             return self.rows_per_micro_batch
         return ways * max(1, self.tokens_per_device * context // row_tokens)
+
+
+_NO_TOPS = {"top_ids": np.int32(-1), "top_logprobs": np.float32(-np.inf)}  # where there are no likeliest tokens
 
 
 class TrainSequence(NamedTuple):
@@ -129,9 +133,16 @@ def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: 
 
 
 def pack(
-    sequences: Sequence[TrainSequence], *, row_tokens: int, rows_per_micro_batch: int, micro_batches: int
+    sequences: Sequence[TrainSequence],
+    *,
+    row_tokens: int,
+    rows_per_micro_batch: int,
+    micro_batches: int,
+    with_tops: bool = True,
 ) -> PackedBatch:
     """Packs sequences into a batch of shape [micro_batches, rows_per_micro_batch, row_tokens].
+
+    The likeliest tokens of the sequences are left out if ``with_tops`` is False.
 
     ``rows.lay_out_rows`` chooses the place of each sequence. The result depends only on the sequences, not on the order
     in which responses arrived.
@@ -142,18 +153,23 @@ def pack(
     lengths = [len(s.prompt) + len(s.response) for s in sequences]
     shape = (micro_batches, rows_per_micro_batch, row_tokens)
     layout = lay_out_rows(lengths, [s.in_loss for s in sequences], shape)
-    batch = fill(sequences, layout.rows, shape)
+    batch = fill(sequences, layout.rows, shape, with_tops=with_tops)
     return batch._replace(with_loss=np.asarray(layout.with_loss, np.int32))
 
 
 def fill(
-    sequences: Sequence[TrainSequence], rows: Mapping[tuple[int, int], Sequence[int]], shape: tuple[int, int, int]
+    sequences: Sequence[TrainSequence],
+    rows: Mapping[tuple[int, int], Sequence[int]],
+    shape: tuple[int, int, int],
+    *,
+    with_tops: bool = True,
 ) -> PackedBatch:
     """Fills a batch with sequences at chosen places. All used micro-batches count as ones with loss.
 
     Args:
       rows: The indices of the sequences in each row, one after another, by (micro-batch, row). They must fit.
       shape: The shape (m, b, t) of the batch.
+      with_tops: Whether the batch has the likeliest tokens of the sequences.
 
     Raises:
       ValueError: Only some of the sequences have one of the optional arrays.
@@ -161,26 +177,25 @@ def fill(
     optional = [name for name in get_args(OptionalLogprobs) if _have(sequences, name)]
     ints = ("tokens", "segment_ids", "positions", "sequence_ids", "staleness")
     floats = ("rollout_logprobs", "advantages", *optional)
-    arrays = {name: np.zeros(shape, np.int32) for name in ints} | {name: np.zeros(shape, np.float32) for name in floats}
-    arrays |= {name: np.zeros(shape, np.bool_) for name in ("response_mask", "loss_mask")}
+    dtypes: dict[str, Any] = dict.fromkeys(ints, np.int32) | dict.fromkeys(floats, np.float32)
+    dtypes |= dict.fromkeys(("response_mask", "loss_mask"), np.bool_)
+    arrays = {name: zeros_to_put(shape, dtype) for name, dtype in dtypes.items()}
     if _have(sequences, "routes"):
         like: Any = sequences[0].routes
-        arrays["routes"] = np.zeros((*shape, math.prod(like.shape[1:])), like.dtype)  # 0 for any expert
-    tops = [name for name in ("top_ids", "top_logprobs") if _have(sequences, name)]
+        arrays["routes"] = zeros_to_put((*shape, math.prod(like.shape[1:])), like.dtype)  # 0 for any expert
+    tops = {name: empty for name, empty in _NO_TOPS.items() if with_tops and _have(sequences, name)}
+    for name, empty in tops.items():
+        arrays[name] = zeros_to_put((*shape, getattr(sequences[0], name).shape[1]), empty.dtype)
     used = 1 + max((micro for micro, _ in rows), default=-1)
-    if tops:
-        like = sequences[0].top_ids
-        empty = {"top_ids": np.int32(-1), "top_logprobs": np.float32(-np.inf)}
-        arrays |= {name: np.zeros((*shape, like.shape[1]), empty[name].dtype) for name in tops}
-        for name in tops:
-            arrays[name][:used] = empty[name]  # the others are never computed
-    for row, members in rows.items():
+    for row in itertools.product(range(used), range(shape[1])):  # The others are never computed.
         place = {name: array[row] for name, array in arrays.items()}
         start = 0
-        for segment, index in enumerate(members, 1):
+        for segment, index in enumerate(rows.get(row, ()), 1):
             s = sequences[index]
             middle = start + len(s.prompt)
             end = middle + len(s.response)
+            for name, empty in tops.items():
+                place[name][start:middle] = empty
             place["tokens"][start:middle] = s.prompt
             place["tokens"][middle:end] = s.response
             place["segment_ids"][start:end] = segment
@@ -195,6 +210,8 @@ def fill(
             if s.routes is not None:
                 place["routes"][start : end - 1] = s.routes.reshape(len(s.routes), -1) + 1
             start = end
+        for name, empty in tops.items():
+            place[name][start:] = empty
     count = np.asarray(used, np.int32)
     return PackedBatch(**arrays, with_loss=count, used=count)
 

@@ -131,6 +131,9 @@ def test_likeliest_tokens_are_on_the_host_and_on_devices():
     _, sampling = device_demands(config, GPU, 0, 0, decoding)
     assert sampling.parts["likeliest tokens"] == 28_800
     host = host_demand(config, TINY, sizes_of(config), GPU, 0, decoding)
+    assert host.parts["likeliest tokens"] == 2 * 28_800  # the loss needs none, so that none are packed
+    centered = changed(config, correction={"score_centering": True})
+    host = host_demand(centered, TINY, sizes_of(config), GPU, 0, decoding)
     assert host.parts["likeliest tokens"] == 2 * 28_800 + 128 * 8 * 40
     assert "likeliest tokens" not in host_demand(tiny(), TINY, sizes_of(config), GPU, 0, decoding).parts
 

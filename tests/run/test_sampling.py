@@ -93,6 +93,9 @@ def test_the_likeliest_tokens_come_to_the_trainer_where_asked(rollouts):
     assert [s.top_ids.tolist() for s in sequences] == [[[0, 0]] * 2, [[0, 0]] * 4, [[1, 1]], [[1, 1]] * 3]
     assert [s.top_logprobs.tolist() for s in sequences] == [[[-0.5, -0.5]] * n for n in (2, 4, 1, 3)]
     assert {s.top_ids is None for s in training_sequences(told, Config(), policy_version=4)} == {True}
+    for with_tops in (True, False):
+        back = sequences_of(sequence_arrays(sequences, with_tops=with_tops))
+        assert {s.top_ids is not None for s in back} == {s.top_logprobs is not None for s in back} == {with_tops}
     told.responses[1][0] = rollouts.responses[1][0]
     with pytest.raises(RuntimeError, match="reported no likeliest tokens for 1 of 4 responses"):
         training_sequences(told, config, policy_version=4)
