@@ -1,4 +1,4 @@
-"""Measures how the cost of rljax's own work grows: with steps, sequences, tokens, layers, width and weights.
+"""Measures how the cost of rljax's own work grows: with steps, sequences, tokens, layers, width, servers, processes.
 
     python experiments/growth.py --json benchmarks/growth.json
 
@@ -13,6 +13,7 @@ a Markdown table.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import platform
 import shlex
@@ -27,6 +28,7 @@ from typing import Any
 import jax
 import numpy as np
 from bench_top_parse import make_rows, own_reply
+from growth_systems import MOST_TRACKERS, exchange, feed, publish_to, sample_from
 from scipy import stats
 
 from rljax.compare.report import compare_columns
@@ -55,7 +57,7 @@ ROOT = Path(__file__).parents[1]
 SHAPE = PolicyConfig(256, 64, 128, 2, 4, 2, 16, tie_word_embeddings=True)
 KEYS, LONGEST, VOCABULARY = 150, 8192, 151_936
 Work = Callable[[], object]
-Make = Callable[[int, Path], Work]
+Make = Callable[[int, Path], Work | contextlib.AbstractContextManager[Work]]
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ class Case:
     what: str
     against: str  # the unit of the size
     sizes: Sequence[int]
-    make: Make  # a function of the size and an empty directory; it returns the work
+    make: Make  # a function of the size and an empty directory; it returns the work, or opens it
     work: float = 1.0  # the exponent of the work itself
+    returns_cost: bool = False  # whether the work returns its processor seconds, which another process measured
 
 
 def doubling(largest: int, count: int = 5) -> list[int]:
@@ -89,6 +92,12 @@ def run_of(steps: int, directory: Path) -> Path:
     lines = (json.dumps(row) + "\n" for row in rows_up_to(steps))
     (directory / "metrics.jsonl").write_text("".join(lines))
     return directory
+
+
+def write_columns(keys: int, directory: Path) -> Work:
+    recorder = Recorder(directory, 10**6, progress=False)
+    row, following = dict.fromkeys((f"mismatch/number_{i}" for i in range(keys)), 0.5), iter(range(1, 10**6))
+    return lambda: [recorder.write({"step": next(following)} | row) for _ in range(100)]
 
 
 def write_rows(step: int, directory: Path) -> Work:
@@ -211,7 +220,16 @@ def make_cases() -> list[Case]:
         Case("weights are read", "layers", doubling(64), lambda n, d: load(replace(SHAPE, num_layers=n), d)),
         Case("weights are read", "width", doubling(1024, 4), lambda n, d: load(wide(n), d), 2),
         Case("`--dry-run`", "layers", doubling(256), plan),
+        Case("100 rows are written", "columns", doubling(1200, 4), write_columns),
+        Case("1,000 rows are given to trackers", "trackers", doubling(MOST_TRACKERS, 4), track),
+        Case("1,024 responses are sampled and read", "servers", doubling(8, 4), sample_from, 0),
+        Case("a tiny policy is published and verified", "servers", doubling(8, 4), publish_to),
+        Case("process 0 sends 1 MiB in a step", "other processes", doubling(8, 4), exchange, returns_cost=True),
     ]
+
+
+def track(count: int, directory: Path) -> Work:
+    return feed(count, run_of(1000, directory), 1000)
 
 
 def wide(width: int) -> PolicyConfig:
@@ -236,13 +254,16 @@ def _plot(run: Path) -> Work:
 def cost(case: Case, size: int, rounds: int) -> float:
     """Returns the least processor seconds of the work at a size."""
     with tempfile.TemporaryDirectory() as directory:
-        work = case.make(size, Path(directory))
-        work()
-        times = []
-        for _ in range(rounds):
-            start = time.process_time()
+        made = case.make(size, Path(directory))
+        with made if isinstance(made, contextlib.AbstractContextManager) else contextlib.nullcontext(made) as work:
+            if case.returns_cost:
+                return min(float(work()) for _ in range(rounds))  # type: ignore[arg-type]
             work()
-            times.append(time.process_time() - start)
+            times = []
+            for _ in range(rounds):
+                start = time.process_time()
+                work()
+                times.append(time.process_time() - start)
     return min(times)
 
 

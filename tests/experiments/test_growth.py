@@ -26,3 +26,17 @@ def test_the_program_writes_what_it_prints(tmp_path, capsys):
     (case,) = json.loads((tmp_path / "found.json").read_text())["cases"]
     assert case["sizes"] == [4, 8, 16, 32, 64]
     assert f"{case['exponent']:.2f} ± {case['half_interval']:.2f} | 1 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["columns", "trackers", "servers"])
+def test_cases_with_other_programs_run(what):
+    cases = [case for case in growth.make_cases() if case.against == what]
+    assert cases
+    for case in cases:
+        assert growth.cost(case, 2, 1) > 0
+
+
+@pytest.mark.processes
+def test_process_zero_measures_what_others_cost_it():
+    (case,) = [case for case in growth.make_cases() if case.returns_cost]
+    assert 0 < growth.cost(case, 1, 1) < 10
