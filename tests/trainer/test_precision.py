@@ -68,7 +68,7 @@ def make_step(tx, dtype, lm_head_dtype="compute", config=CONFIG):
 
 @pytest.fixture(
     scope="module",
-    params=[CONFIG, MIXTURE, pytest.param(QWEN2, marks=pytest.mark.harness)],
+    params=[CONFIG, *(pytest.param(config, marks=pytest.mark.harness) for config in (MIXTURE, QWEN2))],
     ids=lambda config: config.family,
 )
 def trained(request):

@@ -27,7 +27,7 @@ from rljax.trainer.step import TrainStep, make_programs
 pytestmark = pytest.mark.slow
 
 
-def make_step(tx, *, row=20, rows=2, dtype="float32", remat=False):
+def make_step(tx, *, row=20, rows=2, dtype="float32", remat=False, diagnosis=None):
     return TrainStep(
         CONFIG,
         tx,
@@ -35,14 +35,14 @@ def make_step(tx, *, row=20, rows=2, dtype="float32", remat=False):
         precision=PrecisionConfig(compute_dtype=dtype, remat=remat),
         objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
         batch_shape=batch_shape(row, rows),
-        diagnosis=DiagnosisConfig(),
+        diagnosis=diagnosis,
     )
 
 
-def run(tx, batch_sequences, *, row=20, rows=2, dtype="float32", apply=True, params=None, rate=1e-2, remat=False):
-    step = make_step(tx, row=row, rows=rows, dtype=dtype, remat=remat)
+def run(tx, batch_sequences, *, apply=True, params=None, rate=1e-2, diagnosis=None, row=20, rows=2, **kind):
+    step = make_step(tx, diagnosis=diagnosis, row=row, rows=rows, **kind)
     params = init_params(CONFIG, 0) if params is None else params
-    state = create_state(params, CONFIG, tx, MESH, dynamic_scale=dtype == "float16")
+    state = create_state(params, CONFIG, tx, MESH, dynamic_scale=kind.get("dtype") == "float16")
     batch = packed(batch_sequences, row, rows)
     before = jax.device_get(state)
     state, metrics, values = jax.device_get(step(state, batch, rate, apply))
@@ -78,7 +78,7 @@ def test_gradient_is_that_of_the_loss_however_it_is_cut(row, rows, remat, refere
 
 def test_mismatch_rows_are_those_of_unpacked_arrays():
     batch_sequences = sequences()
-    _, _, metrics, (batch, logprobs) = run(keep_gradient(), batch_sequences)
+    _, _, metrics, (batch, logprobs) = run(keep_gradient(), batch_sequences, diagnosis=DiagnosisConfig())
     width = max(len(s.response) for s in batch_sequences)
     trainer, rollout, mask = (np.zeros((COUNT, width)) for _ in range(3))
     for i, s in enumerate(batch_sequences):
@@ -110,7 +110,7 @@ def test_equal_steps_share_their_programs():
 
 def test_a_forward_without_loss_changes_nothing():
     """Against the same rows of which every micro-batch takes forward and backward."""
-    step = make_step(keep_gradient())
+    step = make_step(keep_gradient(), diagnosis=DiagnosisConfig())
     batch = packed(sequences(lambda i: i % 3 == 0))
     assert 2 <= int(batch.with_loss) < int(batch.used)
     found = []
@@ -146,7 +146,9 @@ def test_sixteen_bit_gradients_are_near_the_float32_ones(dtype, reference):
 
 
 def test_a_skipped_update_sets_only_the_rate():
-    before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(lambda i: False), apply=False, rate=5e-3)
+    before, state, metrics, _ = run(
+        make_optimizer(ADAMW), sequences(lambda i: False), apply=False, rate=5e-3, diagnosis=DiagnosisConfig()
+    )
     jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
     for moment in ("mu", "nu"):
         assert not any(leaf.any() for leaf in jax.tree.leaves(optax.tree.get(state.opt_state, moment)))
@@ -158,7 +160,7 @@ def test_a_skipped_update_sets_only_the_rate():
 def test_not_finite_gradients_are_skipped_and_counted():
     params = init_params(CONFIG, 0)
     params["final_norm"]["scale"] = params["final_norm"]["scale"].at[0].set(jnp.nan)
-    before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(), params=params)
+    before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(), params=params, diagnosis=DiagnosisConfig())
     jax.tree.map(np.testing.assert_array_equal, before.params, state.params)
     assert metrics["optimizer/skipped_updates"] == 1
     assert metrics["precision/overflows"] == 1
@@ -167,7 +169,7 @@ def test_not_finite_gradients_are_skipped_and_counted():
 
 def test_update_is_adamw_with_clipping_by_hand(reference):
     """First step of AdamW: m = (1-b1) g, v = (1-b2) g^2, so the step is lr * (g / (|g| + eps) + wd * p), g clipped."""
-    before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(), rate=3e-3)
+    before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(), rate=3e-3, diagnosis=DiagnosisConfig())
     norm = float(optax.tree.norm(reference))
     assert norm > ADAMW.clip_norm
     assert metrics["optimizer/grad_norm"] == pytest.approx(norm, rel=1e-5)
