@@ -35,7 +35,7 @@ def sampled(served, prompts, sampling, n=3, *, route=None, **config):
         engine.close()
 
 
-@pytest.mark.parametrize("served", ["float32", "bfloat16"], indirect=True)
+@pytest.mark.parametrize("served", ["float32", pytest.param("bfloat16", marks=pytest.mark.harness)], indirect=True)
 def test_the_five_likeliest_are_the_trainers(served, prompts):
     sampling = SamplingParams(TOKENS, 0.8, reported=5)
     responses = sampled(served, prompts, sampling, top_logprobs=5)
