@@ -96,11 +96,11 @@ def test_a_wrong_file_ends_a_run_in_one_line(toy_base, tmp_path):
     assert trained(run_dir) == [list(range(8)), list(range(8, 16))]
 
 
-def _until_up(client, url, tries=1200):
+def _until_up(client, url, tries=12_000):
     for _ in range(tries):
         try:
             client.get(f"{url}/health")
             return
         except httpx.TransportError:
-            time.sleep(0.1)
+            time.sleep(0.01)
     raise AssertionError(f"nothing answers at {url}")
