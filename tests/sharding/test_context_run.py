@@ -20,19 +20,16 @@ FLOAT32 = ("--precision.compute-dtype", "float32", "--rollout.dtype", "float32",
 @pytest.mark.slow
 def test_a_run_that_moves_between_meshes_keeps_its_rows(tmp_path):
     evaluated = ("--eval.every", "2")
-    status, output = complete([*tiny(TOY_BASE, tmp_path / "alone", 4, *FLOAT32), *evaluated])
-    assert status == 0, output
-    shared = ("--mesh.context", "2")
-    status, output = complete([*tiny(TOY_BASE, tmp_path / "moved", 2, *FLOAT32, *shared), *evaluated])
-    assert status == 0, output
-    status, output = complete([*tiny(TOY_BASE, tmp_path / "moved", 4, *FLOAT32, "--mesh.context", "4"), *evaluated])
-    assert status == 0, output
+    for name, steps, devices in (("alone", 4, 1), ("moved", 2, 4), ("moved", 4, 1)):
+        mesh = ("--mesh.context", str(devices))
+        status, output = complete([*tiny(TOY_BASE, tmp_path / name, steps, *FLOAT32, *mesh), *evaluated])
+        assert status == 0, output
     rows, expected = comparable(tmp_path / "moved"), comparable(tmp_path / "alone")
     assert len(rows) == len(expected) == 4
     for row, wanted in zip(rows, expected, strict=True):
         assert row.keys() == wanted.keys()
         found, wanted = ({k: v for k, v in each.items() if not k.startswith(CHANCE)} for each in (row, wanted))
-        assert found.pop(SLOPE) == pytest.approx(wanted.pop(SLOPE), rel=1e-3, abs=1e-4)
+        assert found.pop(SLOPE) == pytest.approx(wanted.pop(SLOPE), rel=1e-3, abs=5e-4)
         assert found == pytest.approx(wanted, rel=1e-4, abs=5e-6, nan_ok=True)
 
 
