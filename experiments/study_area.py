@@ -1,7 +1,7 @@
 """Compares the arms of a study by the area under the accuracy, from the rows, with exact tests over the seeds.
 
     python experiments/study_area.py configs/study/collapse.yaml benchmarks/study_collapse.parquet --json areas.json
-    python experiments/study_area.py configs/study/collapse.yaml benchmarks/subject_bases.parquet --power constant
+    python experiments/study_area.py configs/study/collapse.yaml benchmarks/subject_bases.parquet --power middle_4e-4
 
 The area of a run is the mean reward of its steps from the surge on. Every arm of a seed counts from the same step: the
 one after the surge was called in the seed's run of the arm ``constant``, or step 1 where none was called. A step that a
@@ -11,8 +11,8 @@ A pair of arms is compared by the differences of the areas of the same seeds. Th
 With m planned pairs the corrected p value is m times the first, and an interval covers 1 - 0.05 / m. Falls, collapses
 and final accuracies are those of study_outcome.py.
 
---power draws the areas of both arms from the runs of one arm, with replacement. A shift is added to one side. The table
-gives, for each shift and each number of seeds, the share of drawn studies whose corrected p value is under 0.05.
+--power draws the areas of both sides from the runs of some arms, with replacement. A shift is added to one side. The
+table gives, for each shift and each number of seeds, the share of drawn studies whose corrected p value is under 0.05.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Arguments:
       study: The YAML file of the study.
       rows: The Parquet file of the rows.
       json: The JSON file for the numbers.
-      power: The arm whose runs stand in for both sides of a simulated pair. Only the power is printed then.
+      power: The arms whose runs stand in for both sides of a simulated pair. Only the power is printed then.
       seeds: The numbers of seeds of the simulated studies.
     """
 
     study: Annotated[Path, tyro.conf.Positional]
     rows: Annotated[Path, tyro.conf.Positional]
     json: Path | None = None
-    power: str | None = None
+    power: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (6, 9)
 
 
@@ -194,10 +194,10 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 def power_table(study: Study, runs: Runs, arguments: Arguments) -> dict[str, Any]:
     """Prints and returns the power for each shift and number of seeds."""
-    of_arm = {seed: rows for (arm, seed), rows in runs.items() if arm == arguments.power}
-    if not of_arm:
-        raise ConfigError(f"{arguments.rows} has no run of the arm {arguments.power}")
-    areas = [area(rows, surge_of(rows) or 0) for rows in of_arm.values()]
+    drawn_from = [rows for (arm, _), rows in runs.items() if arm in arguments.power]
+    if not drawn_from:
+        raise ConfigError(f"{arguments.rows} has no run of the arms {', '.join(arguments.power)}")
+    areas = [area(rows, surge_of(rows) or 0) for rows in drawn_from]
     print(f"areas of {len(areas)} runs: {' '.join(f'{value:.2f}' for value in areas)}")
     heads = " | ".join(f"{count} seeds" for count in arguments.seeds)
     print(f"\n| shift | {heads} |\n|{'---|' * (len(arguments.seeds) + 1)}")
@@ -213,7 +213,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = tyro.cli(Arguments, args=list(argv), prog="python experiments/study_area.py", description=__doc__)
     with caller_errors():
         study, runs = read_study(arguments.study), read_table(arguments.rows)
-    if arguments.power is not None:
+    if arguments.power:
         found = power_table(study, runs, arguments)
     else:
         found = tables(study, runs)

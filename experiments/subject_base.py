@@ -71,11 +71,11 @@ class Arguments:
     rows: int = 16
     row_tokens: int = 128
     learning_rate: float = 2e-3
-    worked: float = 0.01
+    worked: float = 0.015
     practice: float = 0.6
     wrong_direct: float = 0.85
     wrong_step: float = 0.1
-    wrong_letters: float = 0.5
+    wrong_letters: float = 0.75
 
 
 def packed_rows(
