@@ -2,6 +2,7 @@
 
 sign_flip_p: Compares two arms by the differences of their paired runs.
 shift_interval: Bounds the difference that such pairs have in common.
+paired_test: Tests the differences of one of several planned comparisons.
 fisher_p: Compares two shares of runs.
 share_interval: Bounds one share of runs.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
@@ -52,6 +54,28 @@ def shift_interval(differences: Sequence[float], coverage: float) -> tuple[float
     )
     means = sorted(math.fsum(subset) / len(subset) for subset in subsets)
     return means[left_out - 1], means[-left_out]
+
+
+def paired_test(differences: Sequence[float], count: int) -> dict[str, Any]:
+    """Returns the mean difference of one of ``count`` comparisons, with its p value and the interval of the shift.
+
+    The p value is corrected and the interval widened by the number of comparisons (Bonferroni): the corrected value is
+    ``count`` times the p value, and the interval covers 1 - 0.05 / ``count``.
+
+    Args:
+      differences: The difference of each pair, one for each seed.
+      count: The number of planned comparisons.
+    """
+    p = sign_flip_p(differences)
+    return {
+        "seeds": len(differences),
+        "difference": math.fsum(differences) / len(differences),
+        "interval": shift_interval(differences, 1 - 0.05 / count),
+        "better": sum(difference > 0 for difference in differences),
+        "same": sum(difference == 0 for difference in differences),
+        "p": p,
+        "corrected_p": min(1.0, count * p),
+    }
 
 
 def fisher_p(well: int, runs: int, other_well: int, other_runs: int) -> float:

@@ -94,16 +94,14 @@ def run_of(steps: int, directory: Path) -> Path:
     return directory
 
 
-def write_columns(keys: int, directory: Path) -> Work:
-    recorder = Recorder(directory, 10**6, progress=False)
-    row, following = dict.fromkeys((f"mismatch/number_{i}" for i in range(keys)), 0.5), iter(range(1, 10**6))
+def write_columns(keys: int, directory: Path, first: int = 1) -> Work:
+    recorder = Recorder(directory, 10**6, first_step=first, progress=False)
+    row, following = dict.fromkeys((f"mismatch/number_{i}" for i in range(keys)), 0.5), iter(range(first, 10**6))
     return lambda: [recorder.write({"step": next(following)} | row) for _ in range(100)]
 
 
 def write_rows(step: int, directory: Path) -> Work:
-    recorder = Recorder(run_of(step, directory), 10**6, first_step=step + 1, progress=False)
-    row, following = dict.fromkeys((f"mismatch/number_{i}" for i in range(KEYS)), 0.5), iter(range(step + 1, 10**6))
-    return lambda: [recorder.write({"step": next(following)} | row) for _ in range(100)]
+    return write_columns(KEYS, run_of(step, directory), step + 1)
 
 
 # --- sequences --------------------------------------------------------------------------------------------------------

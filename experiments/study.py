@@ -42,6 +42,7 @@ from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.figure import plot_report
 from rljax.record.panel_style import COLORS
 from rljax.record.rows import Row, read_rows
+from rljax.run.rate import ScheduleConfig
 
 
 @dataclass(frozen=True)
@@ -172,15 +173,14 @@ def is_complete(run_dir: Path) -> bool:
 def drawn_periods(study: Study, out: Path, runs: Sequence[tuple[str, int]], kept: Runs) -> dict[tuple[str, int], int]:
     """Returns the period of each run whose arm is in ``drawn``. Raises ConfigError if it cannot be known yet."""
     periods = {}
-    for arm, seed in runs:
-        if arm in study.drawn:
-            source = study.drawn[arm]
-            sources = [run for run in study.runs([source]) if run in kept or is_complete(out / f"{source}-{run[1]}")]
-            rows = {run_seed: rows for (_, run_seed), rows in read_runs(out, sources, kept).items()}
-            multiplier = float(study.settings.get("schedule.multiplier", 1.8))
-            periods[arm, seed] = drawn_period(
-                source, rows, [run_seed for _, run_seed in study.runs([source])], seed, multiplier
-            )
+    for arm in dict.fromkeys(arm for arm, _ in runs if arm in study.drawn):
+        source = study.drawn[arm]
+        seeds = [seed for _, seed in study.runs([source])]
+        done = [(source, seed) for seed in seeds if (source, seed) in kept or is_complete(out / f"{source}-{seed}")]
+        rows = {seed: rows for (_, seed), rows in read_runs(out, done, kept).items()}
+        multiplier = float(study.settings.get("schedule.multiplier", ScheduleConfig().multiplier))
+        for seed in (seed for other, seed in runs if other == arm):
+            periods[arm, seed] = drawn_period(source, rows, seeds, seed, multiplier)
     return periods
 
 

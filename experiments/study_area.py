@@ -26,14 +26,13 @@ from typing import Annotated, Any
 
 import numpy as np
 import tyro
-from exact_tests import fisher_p, share_interval, shift_interval, sign_flip_p
+from exact_tests import fisher_p, paired_test, share_interval
 from study import Study, read_study
-from study_forks import surge_of
 from study_outcome import Outcome, outcome_of
 from study_rows import Runs, read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.record.rows import Row
+from rljax.record.rows import Row, last_value
 
 REFERENCE = "constant"  # the arm whose surge begins the area of each seed
 SHIFTS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3)
@@ -67,9 +66,14 @@ def area(rows: Sequence[Row], after: int) -> float:
     return float(np.mean(rewards))
 
 
+def start_of(rows: Sequence[Row]) -> int:
+    """Returns the step at which the surge was called; 0 without a call."""
+    return last_value(rows, "schedule/surge_step") or 0
+
+
 def areas_of(runs: Runs) -> dict[str, dict[int, float]]:
     """Computes the area of each run, by arm and seed; a seed without the reference arm is left out."""
-    starts = {seed: surge_of(rows) or 0 for (arm, seed), rows in runs.items() if arm == REFERENCE}
+    starts = {seed: start_of(rows) for (arm, seed), rows in runs.items() if arm == REFERENCE}
     found: dict[str, dict[int, float]] = {}
     for (arm, seed), rows in runs.items():
         if seed in starts:
@@ -92,16 +96,9 @@ def compare(one: Mapping[int, float], other: Mapping[int, float], count: int) ->
     if not seeds:
         raise ValueError("the arms have no seed in common")
     differences = {seed: one[seed] - other[seed] for seed in seeds}
-    p = sign_flip_p(list(differences.values()))
     return {
-        "seeds": len(seeds),
-        "difference": float(np.mean(list(differences.values()))),
+        **paired_test(list(differences.values()), count),
         "differences": {str(seed): value for seed, value in differences.items()},
-        "interval": shift_interval(list(differences.values()), 1 - 0.05 / count),
-        "better": sum(value > 0 for value in differences.values()),
-        "same": sum(value == 0 for value in differences.values()),
-        "p": p,
-        "corrected_p": min(1.0, count * p),
     }
 
 
@@ -197,7 +194,7 @@ def power_table(study: Study, runs: Runs, arguments: Arguments) -> dict[str, Any
     drawn_from = [rows for (arm, _), rows in runs.items() if arm in arguments.power]
     if not drawn_from:
         raise ConfigError(f"{arguments.rows} has no run of the arms {', '.join(arguments.power)}")
-    areas = [area(rows, surge_of(rows) or 0) for rows in drawn_from]
+    areas = [area(rows, start_of(rows)) for rows in drawn_from]
     print(f"areas of {len(areas)} runs: {' '.join(f'{value:.2f}' for value in areas)}")
     heads = " | ".join(f"{count} seeds" for count in arguments.seeds)
     print(f"\n| shift | {heads} |\n|{'---|' * (len(arguments.seeds) + 1)}")

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from exact_tests import fisher_p, share_interval, shift_interval, sign_flip_p
+from exact_tests import fisher_p, paired_test, share_interval
 from study import read_study
 from study_outcome import ENDS_WELL, LEARNED, Outcome, outcome_of
 from study_rows import Runs, read_table
@@ -88,15 +88,8 @@ def comparison_row(one: Mapping[int, Outcome], other: Mapping[int, Outcome], cou
         raise ValueError("the arms have no seed in common")
     differences = [one[seed].final - other[seed].final for seed in seeds]
     well, other_well = (sum(arm[seed].final > ENDS_WELL for seed in seeds) for arm in (one, other))
-    p = sign_flip_p(differences)
     return {
-        "seeds": len(seeds),
-        "difference": float(np.mean(differences)),
-        "interval": shift_interval(differences, 1 - 0.05 / count),
-        "better": sum(difference > 0 for difference in differences),
-        "same": sum(difference == 0 for difference in differences),
-        "p": p,
-        "corrected_p": min(1.0, count * p),
+        **paired_test(differences, count),
         "end_well": [well, other_well],
         "fisher_p": fisher_p(well, len(seeds), other_well, len(seeds)),
     }

@@ -10,7 +10,7 @@ import numpy as np
 import yaml
 
 from rljax.errors import ConfigError
-from rljax.record.rows import Row, read_rows
+from rljax.record.rows import Row, last_value, read_rows
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 from rljax.run.directory import saved_steps
@@ -73,11 +73,6 @@ def recorded_fork(run_dir: Path) -> str | None:
     return str(yaml.safe_load(path.read_text(encoding="utf-8"))["run"].get("fork", ""))
 
 
-def surge_of(rows: Sequence[Row]) -> int | None:
-    """Returns the step at which the surge was called; None without a call."""
-    return next((row["schedule/surge_step"] for row in rows if row.get("schedule/surge_step") is not None), None)
-
-
 def drawn_period(
     arm: str, runs: Mapping[int, Sequence[Row]], seeds: Sequence[int], seed: int, multiplier: float
 ) -> int:
@@ -97,6 +92,6 @@ def drawn_period(
     for other in [*seeds[place + 1 :], *seeds[:place]]:
         if other not in runs:
             raise ConfigError(f"the period of seed {seed} needs the run {arm}-{other}; run --arms {arm} first")
-        if (surge := surge_of(runs[other])) is not None:
+        if (surge := last_value(runs[other], "schedule/surge_step")) is not None:
             return decay_period_from_surge(surge, multiplier)
     raise ConfigError(f"the period of seed {seed} needs a surge, and no other seed of {arm} called one")
