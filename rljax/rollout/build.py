@@ -180,8 +180,8 @@ def make_engine(
     check_reported(config, policy.vocab_size)
     if config.engine in SERVED:
         head_dtype = config.dtype if lm_head_dtype == "compute" else lm_head_dtype
-        served: dict[str, Any] = {"max_tokens": max_tokens, "head_dtype": head_dtype, "stop": stop}
-        return _connected(config, policy, functions, publish, probe_prompts=probe_prompts, **served)
+        options = {"max_tokens": max_tokens, "head_dtype": head_dtype, "stop": stop, "probe_prompts": probe_prompts}
+        return _connected(config, policy, functions, publish, **options)
     if config.engine == "jax":
         engine: RolloutEngine = JaxEngine(
             policy,
