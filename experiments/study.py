@@ -2,16 +2,21 @@
 
 A study is a YAML file with a run's YAML (``config``), ``settings`` for every arm, ``seeds``, and ``arms``. An arm has a
 name and its own settings (``{schedule.kind: constant}``); ``seeds_of`` gives an arm its own seeds. Each arm and seed is
-one run of ``python -m rljax.train`` in OUT/ARM-SEED. The same command resumes a study: it skips complete runs and
-continues stopped ones. On a machine without the directories, --rows names the rows.parquet of the earlier runs. Runs
-are ordered by seed, so that an unfinished study has all arms of its first seeds.
+one run of ``python -m rljax.train`` in OUT/ARM-SEED. ``like`` names another study in the same directory, whose
+``config`` and ``settings`` hold unless this file has its own.
+
+The same command resumes a study: it skips complete runs and continues stopped ones. On a machine without the
+directories, --rows names the rows.parquet of the earlier runs. Runs are ordered by seed, so that an unfinished study
+has all arms of its first seeds.
 
 ``comparisons`` are pairs of arms for experiments/study_claims.py. ``claims`` are figures for
-experiments/study_figures.py, each a name with ``title``, ``arms`` and ``metrics``. ``forks`` maps an arm to another one
-that differs from it only in the schedule. With the same seed both are one run until their rates differ, so the first
-starts from the other's last checkpoint before that step (``run.fork``). ``checkpoint.every`` and ``checkpoint.keep``
-decide which checkpoints exist. ``drawn`` maps an arm to another one whose runs give it ``schedule.decay_period``. Each
-seed takes the period of the next seed in the list that called a surge; the runs of the other arm must be complete.
+experiments/study_figures.py, each a name with ``title``, ``arms`` and ``metrics``.
+
+``forks`` maps an arm to another one that differs from it only in settings of the schedule. With the same seed both are
+one run until their rates differ, so the first starts from the other's last checkpoint before that step (``run.fork``).
+``checkpoint.every`` and ``checkpoint.keep`` decide which checkpoints exist. ``drawn`` maps an arm to another one whose
+runs give it ``schedule.decay_period``. Each seed takes the period of the next seed in the list that called a surge; the
+runs of the other arm must be complete.
 
 The report (OUT/report.md, outcomes.json, rows.parquet, a figure for each group of arms and seed) needs only the run
 directories; --report-only makes it again.
@@ -107,6 +112,10 @@ def read_study(path: Path) -> Study:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
     keys = {field.name for field in dataclasses.fields(Study)}
+    if isinstance(document, dict) and "like" in document:
+        other = read_study(path.parent / document.pop("like"))
+        document = {"config": other.config} | document
+        document["settings"] = other.settings | document.get("settings", {})
     if not isinstance(document, dict) or set(document) - keys or not {"config", "arms", "seeds"} <= set(document):
         others = ", ".join(sorted(keys - {"config", "seeds", "arms"}))
         raise ConfigError(f"{path}: a study has config, seeds, arms, and may have {others}")

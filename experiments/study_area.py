@@ -11,6 +11,8 @@ A pair of arms is compared by the differences of the areas of the same seeds. Th
 With m planned pairs the corrected p value is m times the first, and an interval covers 1 - 0.05 / m. Falls, collapses
 and final accuracies are those of study_outcome.py.
 
+--figure draws the differences of each planned pair, with the mean and the interval.
+
 --power draws the areas of both sides from the runs of some arms, with replacement. A shift is added to one side. The
 table gives, for each shift and each number of seeds, the share of drawn studies whose corrected p value is under 0.05.
 """
@@ -27,11 +29,13 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 from exact_tests import fisher_p, paired_test, share_interval
+from matplotlib.figure import Figure
 from study import Study, read_study
 from study_outcome import Outcome, outcome_of
 from study_rows import Runs, read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
+from rljax.record.panel_style import COLORS, INK, QUIET, save_figure, style_axis
 from rljax.record.rows import Row, last_value
 
 REFERENCE = "constant"  # the arm whose surge begins the area of each seed
@@ -47,6 +51,7 @@ class Arguments:
       study: The YAML file of the study.
       rows: The Parquet file of the rows.
       json: The JSON file for the numbers.
+      figure: The PNG file for the differences of the planned pairs.
       power: The arms whose runs stand in for both sides of a simulated pair. Only the power is printed then.
       seeds: The numbers of seeds of the simulated studies.
     """
@@ -54,6 +59,7 @@ class Arguments:
     study: Annotated[Path, tyro.conf.Positional]
     rows: Annotated[Path, tyro.conf.Positional]
     json: Path | None = None
+    figure: Path | None = None
     power: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (6, 9)
 
@@ -189,6 +195,28 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def comparison_figure(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draws a line for each planned pair: the difference of each seed, their mean, and the interval of the shift."""
+    figure = Figure(figsize=(8, 1.2 + 0.5 * len(comparisons)), layout="constrained")
+    axis = figure.subplots()
+    values = [value for row in comparisons for value in (*row["differences"].values(), *(row["interval"] or ()))]
+    style_axis(axis, 0, 1)
+    axis.set_xlim(min([*values, 0.0]) - 0.03, max([*values, 0.0]) + 0.03)
+    axis.axvline(0, color=INK, linewidth=0.8)
+    for place, (color, row) in enumerate(zip(COLORS, comparisons, strict=False)):
+        if row["interval"] is not None:
+            axis.plot(row["interval"], [place, place], color=color, linewidth=2)
+        differences = list(row["differences"].values())
+        axis.plot(differences, [place - 0.18] * len(differences), "o", color=color, alpha=0.45, markersize=5)
+        axis.plot(row["difference"], place, "D", color=color, markersize=7)
+    axis.set_yticks(range(len(comparisons)), [" - ".join(row["arms"]) for row in comparisons], fontsize=9)
+    axis.set_ylim(len(comparisons) - 0.5, -0.5)
+    axis.set_xlabel("difference of the mean reward after the surge", fontsize=8.5, color=QUIET)
+    title = "Each seed, the mean, and the corrected interval"
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    return figure
+
+
 def power_table(study: Study, runs: Runs, arguments: Arguments) -> dict[str, Any]:
     """Prints and returns the power for each shift and number of seeds."""
     drawn_from = [rows for (arm, _), rows in runs.items() if arm in arguments.power]
@@ -215,6 +243,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         found = tables(study, runs)
         print(markdown(found))
+        if arguments.figure is not None:
+            save_figure(comparison_figure(found["comparisons"]), arguments.figure)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

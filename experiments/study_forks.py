@@ -17,11 +17,6 @@ from rljax.run.directory import saved_steps
 from rljax.run.rate import make_rate_controller, observed_value
 from rljax.schedule import decay_period_from_surge
 
-SCHEDULE_KEYS = {
-    f"schedule.{key}" for key in ("kind", "horizon", "decay_period", "multiplier", "decay_factor", "floor_ratio")
-}
-"""The settings in which a fork may differ from the arm that it forks from."""
-
 
 def check_forks(path: Path, arms: Mapping[str, Mapping[str, Any]], forks: Mapping[str, str]) -> None:
     """Raises ConfigError if a fork has other settings than those of a schedule, or an arm forks from itself."""
@@ -34,8 +29,8 @@ def check_forks(path: Path, arms: Mapping[str, Mapping[str, Any]], forks: Mappin
         if passed[-1] in forks:
             raise ConfigError(f"{path}: forks: {arm} forks from itself: {' from '.join(passed)}")
         settings, others = arms[arm], arms[other]
-        differing = {key for key in {*settings, *others} if settings.get(key) != others.get(key)} - SCHEDULE_KEYS
-        if differing:
+        differing = {key for key in {*settings, *others} if settings.get(key) != others.get(key)}
+        if differing := {key for key in differing if not key.startswith("schedule.")}:
             raise ConfigError(f"{path}: forks: {arm} and {other} differ by {', '.join(sorted(differing))}")
 
 

@@ -122,6 +122,16 @@ def test_arms_may_have_seeds_of_their_own(study_file):
     assert study.runs(["triggered"], [0, 2]) == [("triggered", 2)]
 
 
+def test_a_study_like_another_has_its_settings(study_file):
+    """Its own settings come on top; seeds, arms and forks are not taken."""
+    path = study_file.with_name("other.yaml")
+    path.write_text(f"{{like: {study_file.name}, seeds: [7], arms: {{slow: }}, settings: {{run.steps: 99}}}}")
+    first, other = read_study(study_file), read_study(path)
+    assert other.config == first.config
+    assert other.settings == first.settings | {"run.steps": 99} != first.settings
+    assert (other.seeds, other.arms, other.forks) == ((7,), {"slow": {}}, {})
+
+
 def test_an_unknown_arm_and_an_empty_directory_are_one_line(study_file, tmp_path):
     with pytest.raises(ConfigError, match="has no arm cosine; it has constant, triggered"):
         main([str(study_file), "--arms", "cosine"])

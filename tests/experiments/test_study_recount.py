@@ -8,20 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
+from study_pages import PAGES, fate, sign_p, table
 
 ROOT = Path(__file__).parents[2]
-PAGES = {path.stem: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/study*.md")}
-
-
-def table(page, head):
-    """The cells of the first table of a page whose head begins so, a list for each line."""
-    lines = iter(PAGES[page].splitlines())
-    next(line for line in lines if line.startswith(f"| {head} |"))
-    next(lines)
-    rows = []
-    while (line := next(lines, "")).startswith("|"):
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -34,33 +23,12 @@ def rewards():
     return {run: [by_step[step] for step in sorted(by_step)] for run, by_step in found.items()}
 
 
-def fate(series):
-    """The peak, the final accuracy, and whether the run fell, from sums over ten steps."""
-    sums = np.concatenate([[0.0], np.cumsum(series)])
-    means = [(sums[i] - sums[max(0, i - 10)]) / min(i, 10) for i in range(1, len(sums))]
-    # A run fell if it is under half of its peak at the end. It has no higher peak after the fall.
-    return max(means), means[-1], means[-1] < max(means) / 2
-
-
 def runs_of_files():
     """The peak, the final accuracy and the fall of each run of the four other studies with a schedule."""
     for name in ("study_toy", "study_staleness", "study_ahead", "study_ahead_6e-4"):
         for arm, seeds in json.loads((ROOT / f"benchmarks/{name}.json").read_text())["arms"].items():
             for seed, run in seeds.items():
                 yield (name, arm, seed), run
-
-
-def sign_p(differences):
-    """The exact p value from the distribution of all sums, which grows pair by pair, in whole numbers."""
-    whole = [round(difference * 2**40) for difference in differences]
-    ways = {0: 1}
-    for value in whole:
-        ways = {
-            total: ways.get(total - value, 0) + ways.get(total + value, 0)
-            for total in {t + s * value for t in ways for s in (1, -1)}
-        }
-    far = sum(count for total, count in ways.items() if abs(total) >= abs(sum(whole)) - 2**10)
-    return Fraction(far, 2 ** len(whole))
 
 
 def test_each_arm_of_the_engine_of_8_bits(rewards):
