@@ -16,7 +16,7 @@ COLUMNS = (
     *("step", "reward/mean", "response_length/mean", "response_length/truncated_fraction"),
     *("schedule/learning_rate", "schedule/surge_step", "schedule/decay_period"),
     *("mismatch/log_ppl_abs_diff", "mismatch/kl", "mismatch/k3_kl", "mismatch/logprob_abs_diff_mean"),
-    "mismatch/extreme_rate",
+    *("mismatch/extreme_rate", "mismatch_self/log_ppl_abs_diff"),
     *("policy/entropy", "optimizer/grad_norm", "optimizer/grad_noise", "optimizer/skipped_updates"),
     *("is/token_fraction_above", "time/step_s"),
 )

@@ -21,6 +21,7 @@ import numpy as np
 import tyro
 from exact_tests import share_interval
 from study import read_study
+from study_claims import filled
 from study_outcome import LEARNED, outcome_of
 from study_rows import read_table
 
@@ -38,8 +39,9 @@ SERIES = {
     "entropy": "policy/entropy",
     "length": "response_length/mean",
     "tokens above 2": "is/token_fraction_above",
+    "self-mismatch": "mismatch_self/log_ppl_abs_diff",
 }
-"""The metric of each series, by its name in the tables."""
+"""The metric of each series, by its name in the tables. Runs need not have the last one."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ def judge(rows: Sequence[Row], fork: int = 0) -> dict[str, Any]:
         "stops": stops,
         "at": {
             when: {
-                name: float(trailing_mean([row.get(key) for row in rows[fork:stop]])[-1])
+                name: float(trailing_mean(filled([row.get(key) for row in rows[fork:stop]]))[-1])
                 for name, key in SERIES.items()
+                if any(row.get(key) is not None for row in rows)
             }
             for when, stop in stops.items()
         },
@@ -120,7 +123,7 @@ def growth(runs: Sequence[dict[str, Any]], last: str) -> dict[str, dict[str, Any
     """
     found = {}
     for name in SERIES:
-        pairs = [(run["at"]["plateau"][name], run["at"][last][name]) for run in runs]
+        pairs = [(run["at"]["plateau"][name], run["at"][last][name]) for run in runs if name in run["at"][last]]
         factors = [after / before for before, after in pairs if before > 0]
         grew = sum(factor > 1 for factor in factors)
         found[name] = {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from exact_tests import sign_flip_p
 from study import read_study
-from study_area import area, areas_of, compare, power, tables
+from study_area import area, areas_of, compare, comparison_figure, power, tables
 
 
 def rows(rewards, surge=None):
@@ -61,6 +61,18 @@ def test_tables_leave_out_what_was_not_run(tmp_path):
     assert [line["arms"] for line in found["comparisons"]] == [["slow", "constant"]]
     assert found["arms"]["slow"]["areas"] == {"0": 0.75, "1": 0.625}
     assert found["arms"]["constant"]["surge_steps"] == [2, None]
+
+
+def test_the_figure_has_each_seed_the_mean_and_the_interval():
+    """With nine pairs there is an interval, and with two there is none."""
+    many = {"arms": ["a", "b"], **compare({seed: seed / 8 for seed in range(9)}, dict.fromkeys(range(9), 0.0), count=5)}
+    few = {"arms": ["a", "c"], **compare({0: 0.75, 1: 0.25}, {0: 0.25, 1: 0.25}, count=5)}
+    (axis,) = comparison_figure([many, few]).axes
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["a - b", "a - c"]
+    _, interval, seeds, mean, few_seeds, few_mean = (list(line.get_xdata()) for line in axis.lines)
+    assert interval == list(many["interval"])
+    assert (seeds, mean) == ([seed / 8 for seed in range(9)], [0.5])
+    assert (few_seeds, few_mean) == ([0.5, 0.0], [0.25])
 
 
 def test_the_power_of_drawn_studies():
