@@ -25,7 +25,7 @@ from study_claims import filled
 from study_outcome import LEARNED, outcome_of
 from study_rows import read_table
 
-from rljax.errors import caller_errors, run_cli
+from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.rows import Row, trailing_mean
 
 WELL = 0.6  # a collapse from a peak above this is what the search looks for
@@ -52,11 +52,13 @@ class Arguments:
       study: The YAML file of the runs.
       rows: The Parquet file of their rows.
       json: The JSON file for the numbers.
+      arms: The arms to judge; by default all.
     """
 
     study: Annotated[Path, tyro.conf.Positional]
     rows: Annotated[Path, tyro.conf.Positional]
     json: Path | None = None
+    arms: tuple[str, ...] = ()
 
 
 def verdict(peak: float, collapse: int | None) -> str:
@@ -163,6 +165,9 @@ def main(argv: Sequence[str]) -> int:
     study = read_study(arguments.study)
     with caller_errors():
         table = read_table(arguments.rows)
+    table = {run: rows for run, rows in table.items() if not arguments.arms or run[0] in arguments.arms}
+    if not table:
+        raise ConfigError(f"{arguments.rows} has no run of the arms {', '.join(arguments.arms)}")
     arms = {f"{arm}-{seed}": study.arms[arm] for arm, seed in table}
     judged = {f"{arm}-{seed}": judge(rows, fork_step(study.arms[arm])) for (arm, seed), rows in table.items()}
     changed = {
