@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -143,14 +143,17 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(path): path for path in sorted((ROOT / "rljax").rglob("*.py"))}
 
 
-def imported(module: str) -> Iterator[str]:
+@functools.cache
+def imported(module: str) -> tuple[str, ...]:
     """Every dotted name a module imports, wherever in it; ``from a import b`` gives ``a.b``."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(found)
 
 
 def test_no_room_imports_another_on_its_level_or_above():

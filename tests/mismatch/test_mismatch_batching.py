@@ -86,7 +86,7 @@ def cut(draw, rows):
     return draw(st.permutations(parts))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_merged_parts_equal_the_whole_on_the_host(data):
     trainer, rollout, mask, entropy = data.draw(batches())
@@ -103,7 +103,7 @@ def test_merged_parts_equal_the_whole_on_the_host(data):
     assert_same(finalize_mismatch(merged), finalize_mismatch(whole), 1e-11, 1e-11)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_packed_rows_equal_plain_rows_on_the_host(data):
     trainer, rollout, mask, entropy = data.draw(batches())
@@ -142,7 +142,7 @@ def test_packed_and_merged_on_the_device_equal_the_host(data):
     assert_same(found, expected, 2e-6, 0.0101)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data(), st.sampled_from(["token", "sequence", "geometric"]), st.booleans())
 def test_corrections_do_not_depend_on_packing(data, level, normalize):
     trainer, rollout, mask, _ = data.draw(batches())
@@ -161,7 +161,7 @@ def test_corrections_do_not_depend_on_packing(data, level, normalize):
     assert stats == kept_stats
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_importance_statistics_merge_in_any_order(data):
     trainer, rollout, mask, _ = data.draw(batches())

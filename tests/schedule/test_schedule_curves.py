@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-SURGE_SEEDS, QUIET_SEEDS = 150, 30
+SURGE_SEEDS, QUIET_SEEDS = 150, 10
 
 
 @pytest.mark.parametrize("name", study_surge.SURGES)

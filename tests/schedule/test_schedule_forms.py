@@ -40,13 +40,13 @@ def check(arguments, stream):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"window_{config.window}_smooth_{config.smooth}")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(stream=streams())
 def test_both_forms_agree_on_every_stream(config, stream):
     check((1e-6, config, 1.0, 0.5, 0.1), stream)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)  # each compiles a program
 @given(
     init_value=st.floats(1e-12, 1e3),
     config=st.sampled_from(CONFIGS),
