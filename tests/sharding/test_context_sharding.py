@@ -164,7 +164,7 @@ def test_long_sequences_in_odd_blocks_have_equal_gradients():
 def test_likeliest_tokens_of_cut_distributions_agree():
     centered = CorrectionConfig(level="token", threshold=1.2, score_centering=True)
     made = with_supports(batch(), CONFIG.vocab_size, 6)
-    options = {"correction": centered, "cut": True}
+    options = {"correction": centered, "cut": True, "measured": None}
     split = run(MeshConfig(2, 2, context=2), made, remat="dots", **options)
     check_equal(split, run(MeshConfig(1), made, **options))
 

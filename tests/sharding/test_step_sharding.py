@@ -116,7 +116,7 @@ def test_noise_is_that_of_each_replicas_micro_batches():
     found = step(state, batch(), 0.1, True, True)[1]["optimizer/grad_noise"]
     m, b, t = shape()
     parted = jax.tree.map(lambda x: x.reshape(2 * m, b // 2, t) if x.ndim else 2 * x, batch())
-    _, step, state = build(1, 1, gradient_keeper(), batch_shape=(2 * m, b // 2, t))
+    _, step, state = build(1, 1, gradient_keeper(), batch_shape=(2 * m, b // 2, t), diagnosis=None)
     expected = step(state, parted, 0.1, True, True)[1]["optimizer/grad_noise"]
     assert float(expected) > 0
     np.testing.assert_allclose(found, expected, rtol=1e-4)

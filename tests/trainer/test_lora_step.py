@@ -51,7 +51,7 @@ def run(tx, batch, *, row=20, rows=2, dtype="float32", apply=True, noise=False, 
         precision=PrecisionConfig(compute_dtype=dtype),
         objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
         batch_shape=batch_shape(row, rows),
-        diagnosis=None,  # sharding/test_lora_sharding.py measures
+        diagnosis=None,  # integration/test_lora_run.py measures
         lora=LORA,
         merged=merged,
     )
