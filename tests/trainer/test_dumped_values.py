@@ -53,10 +53,10 @@ def written_out(given):
         yield -(np.exp(every) * every).sum(axis=1), tops
 
 
-def make_step(for_dumps, correction, diagnosis):
+def make_step(for_dumps, correction):
     objective = Objective(LossConfig(), correction.resolved(), COUNT, 16)
     where = {"precision": FLOAT32, "objective": objective, "batch_shape": batch_shape(20, 2)}
-    where |= {"temperature": TEMPERATURE, "diagnosis": diagnosis, "for_dumps": for_dumps}
+    where |= {"temperature": TEMPERATURE, "diagnosis": None, "for_dumps": for_dumps}
     return TrainStep(CONFIG, keep_gradient(), MESH, **where)
 
 
@@ -67,7 +67,7 @@ def make_update(kind, for_dumps, correction):
         exact = ExactPass(CONFIG, MESH, precision=FLOAT32, objective=objective, **asked)
         where = {"precision": FLOAT32, "temperature": TEMPERATURE, "diagnosis": DiagnosisConfig()}
         return ExactUpdate(exact, CONFIG, keep_gradient(), **where, for_dumps=for_dumps)
-    step = make_step(for_dumps, correction, DiagnosisConfig() if kind == "one" and correction is CENTERED else None)
+    step = make_step(for_dumps, correction)
 
     def forward(params, batch, **flags):
         return step.forward(params, batch, num_sequences=COUNT, diagnosis=DiagnosisConfig(), **flags)

@@ -59,7 +59,7 @@ def test_a_cut_run_has_no_mismatch_and_learns_what_is_left():
     assert found.row["mismatch/logprob_abs_diff_max"] == 0.0
 
     shape = (max_micro_batches(COUNT, ROW_TOKENS, 24, 2), 2, 24)
-    options = {"batch_shape": shape, "temperature": TEMPERATURE, "diagnosis": DiagnosisConfig(), "cut": True}
+    options = {"batch_shape": shape, "temperature": TEMPERATURE, "diagnosis": None, "cut": True}
     step = TrainStep(CONFIG, tx, mesh, **where, **options)
     packed = pack(sequences, row_tokens=24, rows_per_micro_batch=2, micro_batches=shape[0])
     expected, row, _ = step(state(), packed, 1e-2, True)

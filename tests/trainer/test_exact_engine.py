@@ -239,7 +239,7 @@ def test_the_gradient_is_that_of_the_packed_step():
         objective=exact.objective,
         batch_shape=shape,
         temperature=temperature,
-        diagnosis=DiagnosisConfig(),
+        diagnosis=None,
     )
     packed = pack(sequences, row_tokens=32, rows_per_micro_batch=2, micro_batches=shape[0])
     fresh = create_state(init_params(CONFIG, 0), CONFIG, tx, exact.mesh, dynamic_scale=False)

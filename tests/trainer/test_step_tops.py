@@ -25,7 +25,7 @@ K = 5
 FLOAT32 = PrecisionConfig(compute_dtype="float32")
 
 
-def make_step(cut, remat=False, temperature=1.0, diagnosis=None):
+def make_step(cut, remat=False, temperature=1.0):
     return TrainStep(
         CONFIG,
         keep_gradient(),
@@ -34,7 +34,7 @@ def make_step(cut, remat=False, temperature=1.0, diagnosis=None):
         objective=Objective(LossConfig(), CorrectionConfig(), COUNT, 16),
         batch_shape=batch_shape(20, 2),
         temperature=temperature,
-        diagnosis=diagnosis,
+        diagnosis=None,
         cut=cut,
     )
 
@@ -96,7 +96,7 @@ def test_the_forward_alone_scores_the_cut_distribution():
 
 @pytest.mark.slow
 def test_likeliest_tokens_that_nobody_needs_change_nothing():
-    step, batch = make_step(False, diagnosis=DiagnosisConfig()), packed(sequences())
+    step, batch = make_step(False), packed(sequences())
     jax.tree.map(np.testing.assert_array_equal, run(step, with_supports(batch, CONFIG.vocab_size, K)), run(step, batch))
 
 
