@@ -58,7 +58,7 @@ class Arguments:
       study: The YAML file of the study.
       out: The directory of the runs and the report; by default runs/study-<name of the file>.
       arms: The arms to run; by default all.
-      seeds: The seeds to run; by default all.
+      seeds: The seeds to run; by default all. A seed that the study does not have repeats the study.
       jobs: The number of runs at a time, each with a share of the cores. Several runs give more runs per hour.
       rows: A rows.parquet of this study with complete runs, which the report includes.
       report_only: Whether to write only the report.
@@ -93,13 +93,18 @@ class Study:
     seeds_of: dict[str, tuple[int, ...]]
 
     def runs(self, arms: Collection[str] = (), seeds: Collection[int] = ()) -> list[tuple[str, int]]:
-        """Returns each (arm, seed) in the order of the runs; ``arms`` and ``seeds`` select some, and all by default."""
+        """Returns each (arm, seed) in the order of the runs; ``arms`` and ``seeds`` select some, and all by default.
+
+        A seed that the study does not have comes after the others, with every arm.
+        """
         every = dict.fromkeys([*self.seeds, *(seed for own in self.seeds_of.values() for seed in own)])
         return [
             (arm, seed)
-            for seed in every
+            for seed in dict.fromkeys([*every, *seeds])
             for arm in self.arms
-            if seed in self.seeds_of.get(arm, self.seeds) and (not arms or arm in arms) and (not seeds or seed in seeds)
+            if (seed in self.seeds_of.get(arm, self.seeds) or seed not in every)
+            and (not arms or arm in arms)
+            and (not seeds or seed in seeds)
         ]
 
 
@@ -189,7 +194,7 @@ def drawn_periods(study: Study, out: Path, runs: Sequence[tuple[str, int]], kept
         rows = {seed: rows for (_, seed), rows in read_runs(out, done, kept).items()}
         multiplier = float(study.settings.get("schedule.multiplier", ScheduleConfig().multiplier))
         for seed in (seed for other, seed in runs if other == arm):
-            periods[arm, seed] = drawn_period(source, rows, seeds, seed, multiplier)
+            periods[arm, seed] = drawn_period(source, rows, list(dict.fromkeys([*seeds, seed])), seed, multiplier)
     return periods
 
 

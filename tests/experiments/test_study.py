@@ -120,6 +120,7 @@ def test_arms_may_have_seeds_of_their_own(study_file):
     study = read_study(study_file)
     assert study.runs() == [("constant", 0), ("constant", 1), ("triggered", 1), ("triggered", 2)]
     assert study.runs(["triggered"], [0, 2]) == [("triggered", 2)]
+    assert study.runs([], [30, 1]) == [("constant", 1), ("triggered", 1), ("constant", 30), ("triggered", 30)]
 
 
 def test_a_study_like_another_has_its_settings(study_file):
