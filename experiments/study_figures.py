@@ -9,6 +9,7 @@ program reads only ROWS, the study's rows.parquet.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,11 +81,17 @@ def plot_finals(axis: Axes, runs: Runs, arms: Sequence[str]) -> None:
 
 
 def claim_figure(title: str, runs: Runs, arms: Sequence[str], metrics: Sequence[str]) -> Figure:
-    """Draws a panel for each metric and a panel of final accuracies, for the arms that have runs."""
+    """Draws a panel for each metric and a panel of final accuracies, for the arms that have runs.
+
+    A line has at most three panels.
+    """
     arms = [arm for arm in arms if any(name == arm for name, _ in runs)]
-    figure = Figure(figsize=(3.9 * (len(metrics) + 1), 3.6), layout="constrained")
+    count = len(metrics) + 1
+    lines = math.ceil(count / 3)
+    columns = math.ceil(count / lines)
+    figure = Figure(figsize=(3.9 * columns, 0.3 + 3.3 * lines), layout="constrained")
     figure.suptitle(title, fontsize=12, fontweight="bold", color=INK, x=0.01, ha="left")
-    *panels, finals = figure.subplots(1, len(metrics) + 1)
+    *panels, finals = [figure.add_subplot(lines, columns, place + 1) for place in range(count)]
     for axis, metric in zip(panels, metrics, strict=True):
         plot_metric(axis, runs, arms, metric)
     if panels:
