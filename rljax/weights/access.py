@@ -1,7 +1,7 @@
 """The addresses that a server of weights may bind to, and the key that it asks for.
 
-The key is read from a file that nobody but its owner can read, never from a command line. This module needs the
-standard library alone, because the processes of vLLM and SGLang load it, too.
+The key comes from a file that only its owner can read, never from a command line. This module imports only the
+standard library, because the processes of vLLM and SGLang load it, too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _UNAUTHORIZED = b'{"error": "this server wants a key: Authorization: Bearer KEY"
 
 
 def private_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Returns the address that ``host`` is: an IP address, or "localhost", that a server of weights may bind to.
+    """Returns ``host``, an IP address or "localhost", as an address to which a server of weights may bind.
 
-    Raises ValueError if it is no IP address, or machines outside a private network may reach it.
+    Raises ValueError if ``host`` is neither, or if machines outside a private network may reach the address.
     """
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
@@ -42,11 +42,14 @@ def private_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def own_address(host: str, leader: str) -> str:
-    """Returns the address of this machine that whoever reaches ``host`` can reach, too. Nothing is sent to find it.
+    """Returns this machine's address for all machines that can reach ``host``. Nothing is sent to find it.
 
-    ``host`` is a loopback or private address of the machine of process 0, which this machine reaches as ``leader``. The
-    result is ``host`` on that machine, and elsewhere the address of the interface through which ``host`` is reached.
-    Raises ValueError if there is no address that may be used.
+    ``host`` is a loopback or private address of the machine of process 0, which this machine reaches as ``leader``. On
+    process 0's machine the result is ``host`` itself. On another machine it is the address of the interface through
+    which ``host`` is reached.
+
+    Raises ValueError if ``host`` is a loopback address and this is another machine, if this machine's address is not
+    private, or if there is no route to ``host``.
     """
     is_loopback = private_address(host).is_loopback
     own, other = _route_to(leader if is_loopback else host)
@@ -79,7 +82,7 @@ def _route_to(host: str) -> tuple[str, str]:
 
 
 def find_key_file(path: str | os.PathLike[str] | None) -> Path | None:
-    """Returns ``path``, else the file that ``$RLJAX_API_KEY_FILE`` names, else None: no key is used."""
+    """Returns ``path``, or else the file that ``$RLJAX_API_KEY_FILE`` names. None means that no key is used."""
     named = path or os.environ.get(KEY_FILE)
     return Path(named).absolute() if named else None
 
@@ -87,7 +90,8 @@ def find_key_file(path: str | os.PathLike[str] | None) -> Path | None:
 def read_api_key(path: Path) -> str:
     """Returns the key in ``path``: its text without white space at either end.
 
-    Raises ValueError, which never quotes the file, if others than its owner may read it, or it holds no key.
+    Raises ValueError if the file cannot be read, if others than its owner may read it, or if it holds no key. The
+    message never quotes the file.
     """
     try:
         mode = path.stat().st_mode
@@ -107,8 +111,8 @@ class RequireKey:
     """ASGI middleware that answers 401 to each request without the key, except to ``/health``.
 
     The key is in ``key_file``, or in the file that ``$RLJAX_API_KEY_FILE`` names. vLLM loads this class with
-    ``--middleware rljax.weights.access.RequireKey``. It adds such a middleware last, so that this one sees a request
-    before everything else. vLLM's own ``--api-key`` guards /v1 and /inference alone, not the weight-update endpoints.
+    ``--middleware rljax.weights.access.RequireKey``. vLLM adds this middleware last, so it sees each request before
+    everything else. vLLM's own ``--api-key`` guards only /v1 and /inference, not the weight-update endpoints.
     """
 
     def __init__(self, app: App, key_file: Path | None = None) -> None:
@@ -131,7 +135,7 @@ class RequireKey:
             await send({"type": "websocket.close", "code": 1008})
 
     def _allows(self, scope: Message) -> bool:
-        """Returns whether the request has the key. Hashes are compared, so that the time tells nothing of the key."""
+        """Returns whether the request has the key. Hashes are compared, so that the time reveals nothing of the key."""
         values = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
         return len(values) == 1 and hmac.compare_digest(_digest(values[0]), self._expected)
 

@@ -1,10 +1,10 @@
 """The difference between two versions of a tensor's part: the places that changed, and their new bits.
 
-The new bits replace the old ones, so that a delta may be applied twice. A place is given as the number of unchanged
-elements since the one before, in the narrowest integers that hold all of them. Both arrays are laid out byte by byte,
-all lowest bytes first, and compressed by zstd: high bytes of gaps and of weights hardly differ from each other. Where
-more than a quarter of a part changed, all of its bits are stored as they are, which takes far less time and little more
-room.
+The new bits replace the old ones, so that a delta may be applied twice. A place is given as its gap: the number of
+unchanged elements since the changed element before it, in the narrowest integers that hold all gaps of the part. The
+arrays of gaps and of bits are laid out byte by byte, all lowest bytes first, and compressed by zstd. This helps because
+the high bytes of neighboring gaps or weights hardly differ. Where more than a quarter of a part changed, all of its
+bits are stored uncompressed, which takes far less time and little more room.
 
 A delta that a mirror has applied can be kept beside it, for servers that write it into their weights in place.
 """
@@ -37,12 +37,12 @@ class Delta(NamedTuple):
 
     changed: int  # the number of changed elements
     gap_type: str  # "uint8" to "uint64"; "": ``values`` has the bits of all elements of the part, not compressed
-    gaps: bytes  # for each changed element the number of unchanged ones since the one before
+    gaps: bytes  # for each changed element the number of unchanged elements since the changed one before it
     values: bytes  # the new bits of the changed elements
 
 
 def encode(old: np.ndarray, new: np.ndarray) -> Delta:
-    """Returns the delta from ``old`` to ``new``, the bits of a part: vectors of one length, uint16 or uint32."""
+    """Returns the delta between the bits of a part, from ``old`` to ``new`` (uint16 or uint32 [n])."""
     places = np.flatnonzero(old != new)
     if len(places) > _MOST * new.size:
         return Delta(len(places), "", b"", new.tobytes())
@@ -55,7 +55,8 @@ def encode(old: np.ndarray, new: np.ndarray) -> Delta:
 def decode(delta: Delta, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Returns the places of the changed elements in a part (int64, rising), and their new bits.
 
-    The part has ``size`` elements, whose bits are uint16 or uint32. Raises ValueError if ``delta`` is of no such part.
+    The part has ``size`` elements, whose bits have the type ``dtype``: uint16 or uint32. Raises ValueError if ``delta``
+    is damaged or does not fit such a part.
     """
     if not delta.gap_type:
         if len(delta.values) != size * dtype.itemsize:
@@ -74,10 +75,10 @@ def decode(delta: Delta, size: int, dtype: np.dtype) -> tuple[np.ndarray, np.nda
 
 
 def decode_piece(piece: Piece, file: Mapping[str, np.ndarray], dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the flat indices in the whole tensor of the elements that a piece changes (int64), and their new bits.
+    """Returns the elements that a piece changes: their flat indices in the whole tensor (int64), and their new bits.
 
-    ``file`` has the bytes of each entry of the piece's file (``format.mapped``). Raises ValueError or KeyError if they
-    are not what the piece says.
+    ``file`` has the bytes of each entry of the piece's file (``format.mapped``). Raises KeyError if an entry is
+    missing, and ValueError if an entry does not fit the piece.
     """
     gaps, values = (file[f"{piece.key}.{kind}"].tobytes() for kind in ("gaps", "values"))
     places, new = decode(Delta(piece.changed, piece.gap_type, gaps, values), piece.region.size, dtype)
@@ -104,17 +105,18 @@ def _decompressed(content: bytes, count: int, dtype: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True)
 class KeptDelta:
-    """A delta that a mirror has applied last. Its files change under the mirror's lock alone."""
+    """The delta that a mirror has applied last. Its files change only under the mirror's lock."""
 
-    version: Version  # the one that the delta leads to
-    base_digest: str  # of the version that the delta is against
+    version: Version  # the version after the delta
+    base_digest: str  # the digest of the version before the delta
     directory: Path  # the delta's files
 
     def patches(self) -> Iterator[tuple[str, tuple[int, ...], np.ndarray, np.ndarray]]:
-        """Yields the changes of each piece that has some; those of one piece are in memory at a time.
+        """Yields the changes of each piece that has any. Only one piece's changes are in memory at a time.
 
-        They are the tensor's Hugging Face name and shape, the flat indices of the changed elements (int64, each once),
-        and their new bits (uint16 or uint32). Raises ValueError, KeyError or OSError if the files are not sound.
+        Each item has the tensor's Hugging Face name and shape, the flat indices of the changed elements (int64, each
+        once), and their new bits (uint16 or uint32). Raises OSError if a file cannot be read, and ValueError or
+        KeyError if its content does not fit the piece.
         """
         changed = [piece for piece in self.version.delta if piece.changed]
         files = {file: mapped(self.directory / file) for file in self.version.files_of(changed)}
@@ -125,10 +127,10 @@ class KeptDelta:
 
 
 def keep(root: Path, version: Version, paths: Mapping[str, Path]) -> None:
-    """Keeps a delta that was applied to the mirror in ``root``, in place of the one that was kept before.
+    """Keeps the delta that was applied to the mirror in ``root``, and removes the delta that was kept before.
 
-    A delta that is too large is not kept, nor is one for which there is no room: servers load the whole mirror then.
-    ``paths`` has the paths of the delta's files by name.
+    A delta is not kept if it changes more than ``MOST_KEPT`` of the elements, or if there is no room for it. Servers
+    load the whole mirror then. ``paths`` has the paths of the delta's files by name.
     """
     forget(root)
     changed = sum(piece.changed for piece in version.delta)

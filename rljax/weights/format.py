@@ -1,11 +1,11 @@
 """The format of one version of the weights: a directory with ``version.json``, written last, and safetensors files.
 
 A version is dense, or a delta against the version before it, or both. A version that is both is an anchor: a server
-that has nothing to apply a delta to starts from it. A tensor may be stored in several pieces, each written by a process
-that holds a shard of it. docs/weights.md describes every entry.
+that holds no version to which a delta applies starts from it. A tensor may be stored in several pieces, each written by
+a process that holds a shard of it. docs/weights.md describes every entry.
 
-Safetensors are written with their hash on the way, and mapped for changes in place; the library that reads models
-elsewhere does neither. Tensors are bits here: uint8, uint16 or uint32, whatever dtype the file says that they have.
+This module writes safetensors itself, because the safetensors library neither hashes a file while it writes it nor maps
+it for changes in place. Here a tensor is an array of bits (uint8, uint16 or uint32), not of its dtype.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _HEADER_BYTES = 100 * 2**20  # no header is longer
 class Checksum:
     """The checksum of a tensor, or of a part of it: three sums mod 2^32 over its elements (``weights.sums``).
 
-    For a part whose places are not known, the places are counted from the part's beginning.
+    Where it is not known which places of the tensor a part has, its places are counted from the part's beginning.
     """
 
     count: int  # the number of elements
@@ -58,15 +58,15 @@ class Checksum:
 
 @dataclass(frozen=True)
 class Region:
-    """A rectangle of a tensor that is seen as a matrix: its first axis, and all other axes together.
+    """A rectangle of a tensor, which is taken as a matrix of its first axis by all other axes together.
 
-    A vector is a matrix of one row. ``row`` and ``column`` are the first ones, ``rows`` and ``width`` their numbers.
+    A vector is a matrix of one row.
     """
 
-    row: int
-    rows: int
-    column: int
-    width: int
+    row: int  # the first row of the rectangle
+    rows: int  # the number of its rows
+    column: int  # the first column of the rectangle
+    width: int  # the number of its columns
     stride: int  # the number of columns of the whole tensor
 
     @classmethod
@@ -89,7 +89,7 @@ class Region:
 
     @property
     def first(self) -> int:
-        """The flat index in the tensor of the first element."""
+        """The flat index of the region's first element in the tensor."""
         return self.row * self.stride + self.column
 
 
@@ -99,9 +99,9 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     tensor: str
     region: Region
     file: str
-    key: str  # of the part's entry in the file; a delta has two entries: KEY.gaps and KEY.values
-    changed: int = 0  # as in ``delta.Delta``, and only in a delta
-    gap_type: str = ""  # the same
+    key: str  # the key of the part's entry in the file; a delta has two entries: KEY.gaps and KEY.values
+    changed: int = 0  # in a delta: the number of changed elements
+    gap_type: str = ""  # in a delta: ``delta.Delta.gap_type``
 
 
 class TensorRecord(msgspec.Struct, frozen=True):
@@ -112,10 +112,10 @@ class TensorRecord(msgspec.Struct, frozen=True):
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The size and the place of a file, and the hexadecimal xxh3-64 of its content."""
+    """The size, hash and place of a file."""
 
     bytes: int
-    xxh3: str
+    xxh3: str  # the hexadecimal xxh3-64 of the file's content
     at: str = ""  # the URL of the server that has AT/VERSION/FILE; "": the file is beside version.json
 
 
@@ -129,28 +129,28 @@ class Base(msgspec.Struct, frozen=True):
 class Version(msgspec.Struct, frozen=True):
     """The content of ``version.json``."""
 
-    name: str  # of the version's directory
+    name: str  # the name of the version's directory
     tag: str  # the name by which servers call the version
-    dtype: str  # of all tensors
-    tensors: dict[str, TensorRecord]  # by Hugging Face name
-    files: dict[str, FileRecord]  # by name
-    dense: tuple[Piece, ...] = ()  # all of the tensors; empty in a version that is a delta alone
-    delta: tuple[Piece, ...] = ()  # empty in a version without a delta
-    base: Base | None = None
+    dtype: str  # the dtype of all tensors
+    tensors: dict[str, TensorRecord]  # every tensor, by Hugging Face name
+    files: dict[str, FileRecord]  # every file of the version, by its name
+    dense: tuple[Piece, ...] = ()  # the pieces of the whole tensors; empty in a version that is a delta alone
+    delta: tuple[Piece, ...] = ()  # the pieces of the delta; empty in a version without one
+    base: Base | None = None  # the version that the delta is against
     format: int = FORMAT
 
     @property
     def digest(self) -> str:
-        """One hexadecimal number of all tensors' names and checksums. Versions with the same bits have the same one."""
+        """A hexadecimal hash of all tensors' names and checksums. Versions with the same bits have the same digest."""
         sums = {name: record.sums for name, record in self.tensors.items()}
         return xxhash.xxh3_64(msgspec.json.encode(sorted(sums.items()))).hexdigest()
 
     def files_of(self, pieces: Iterable[Piece]) -> list[str]:
-        """Returns the names of the files that have ``pieces``, each name once."""
+        """Returns the names of the files that hold ``pieces``, each name once."""
         return list(dict.fromkeys(piece.file for piece in pieces))
 
     def num_bytes(self, pieces: Iterable[Piece]) -> int:
-        """Returns the size of the files that have ``pieces`` (bytes)."""
+        """Returns the total size of the files that hold ``pieces`` (bytes)."""
         return sum(self.files[file].bytes for file in self.files_of(pieces))
 
     def check(self) -> None:
@@ -190,19 +190,23 @@ def is_newer(one: Version, other: Version) -> bool:
 
 
 def write_version(directory: Path, version: Version) -> None:
-    """Writes ``version.json`` in one rename. Raises OSError."""
+    """Writes ``version.json``, which appears whole by a rename. Raises OSError."""
     write_whole(directory / VERSION_FILE, msgspec.json.encode(version))
 
 
 def read_version(directory: Path, name: str | None = None) -> Version:
-    """Returns the version in ``directory``. Raises OSError if it cannot be read, and as :func:`parse_version`."""
+    """Returns the version in ``directory``. Its name must be ``name``; None allows any name.
+
+    Raises OSError if ``version.json`` cannot be read, and ValueError if its content cannot be used.
+    """
     return parse_version((directory / VERSION_FILE).read_bytes(), name)
 
 
 def parse_version(content: bytes, name: str | None) -> Version:
     """Returns the version that the content of a ``version.json`` describes.
 
-    Raises ValueError if it cannot be used, or describes another version than ``name``; None: the name may be any.
+    Raises ValueError if the content cannot be used, or if the version has another name than ``name``. With None any
+    name is allowed.
     """
     path = VERSION_FILE if name is None else f"{name}/{VERSION_FILE}"
     try:
@@ -216,9 +220,9 @@ def parse_version(content: bytes, name: str | None) -> Version:
 
 
 def create_file(path: Path, key: str, dtype: str, shape: Sequence[int], content: np.ndarray | None = None) -> None:
-    """Writes a safetensors file of one tensor. Its ``content`` is its bits, or None for zeros, for which room is kept.
+    """Writes a safetensors file with one tensor, whose bits are ``content``. None reserves the room, filled with zeros.
 
-    Raises OSError, and ValueError if ``content`` has another size.
+    Raises OSError, and ValueError if the size of ``content`` does not fit ``dtype`` and ``shape``.
     """
     header, size = file_header({key: (dtype, shape)}), math.prod(shape) * _SIZES[_DTYPES[dtype]]
     with open(path, "wb") as file:
@@ -233,10 +237,10 @@ def create_file(path: Path, key: str, dtype: str, shape: Sequence[int], content:
 
 
 def mapped(path: Path, *, writable: bool = False) -> dict[str, np.ndarray]:
-    """Returns the bits of each tensor of a file by its key, mapped into memory: vectors of uint8, uint16 or uint32.
+    """Maps a safetensors file into memory. Returns the bits of each tensor by its key: uint8, uint16 or uint32 vectors.
 
-    With ``writable`` changes of the arrays change the file. Raises OSError if it cannot be read, and ValueError if its
-    header cannot be used.
+    With ``writable``, writing into the arrays changes the file. Raises OSError if the file cannot be opened, and
+    ValueError if its header cannot be used.
     """
     with open(path, "r+b" if writable else "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -275,9 +279,10 @@ def xxh3_of(path: Path) -> str:
 
 
 def weights_hash(directory: str | os.PathLike[str]) -> str:
-    """Returns ``sha256:...`` over names, dtypes, shapes and bytes of the safetensors in a directory.
+    """Returns ``sha256:...``, a hash over names, dtypes, shapes and bytes of all safetensors in a directory.
 
-    Equal weights have the same hash, whatever files they are spread over. Raises ValueError if there is no such file.
+    The hash does not depend on how the tensors are spread over files. Raises ValueError if the directory has no
+    safetensors.
     """
     tensors = [
         (name, f"{entry['dtype']} {entry['shape']}", content)
@@ -294,12 +299,12 @@ def weights_hash(directory: str | os.PathLike[str]) -> str:
 
 
 def bytes_of(array: np.ndarray) -> np.ndarray:
-    """Returns the bytes of an array, a vector of uint8; without a copy where the array is contiguous."""
+    """Returns the bytes of an array as a vector of uint8. A contiguous array is not copied."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def file_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
-    """Returns the header of a safetensors file of tensors with these dtypes and shapes, in this order."""
+    """Returns the header of a safetensors file. ``tensors`` has dtype and shape by key, in the order of the file."""
     entries, place = {}, 0
     for key, (dtype, shape) in tensors.items():
         kind = _DTYPES[dtype]

@@ -1,11 +1,11 @@
 """The newest version of the weights in the memory of a server's machine, which all servers of the machine load.
 
 A mirror is a dense version in a directory, one file a tensor, which deltas change in place. A lock keeps readers out
-while it changes. Every bit is checked: before a delta is applied, each file must have the hash that it had when it
-was known to be right; after it, each tensor must have the checksum that the trainer gave it.
+while it changes. Every bit is checked. Before a delta is applied, each file must still have the hash that was recorded
+when it was last known to be right. After the delta each tensor must have the trainer's checksum.
 
 The plugins load this module inside servers, where there is no jax. A worker loads versions from the mirror, or from
-directories that a trainer has shown.
+directories that a trainer has named in its handshake.
 """
 
 from __future__ import annotations
@@ -52,47 +52,50 @@ MIRROR_DIR = "RLJAX_MIRROR_DIR"
 
 _PREFIX = "rljax-mirror-"
 _USERS = "users"
-_PROBE_S = 10.0  # longest to wait for a source that does not answer
+_PROBE_S = 10.0  # the longest wait for a source that does not answer
 
 
 class DamagedError(RuntimeError):
-    """Bits are not what they must be; the message names the first few tensors."""
+    """An error of weights whose bits are not as expected; the message names the first few tensors."""
 
 
 class Mirror:
     """A directory with one dense version. It is changed under ``locked()`` and read under ``locked(shared=True)``.
 
-    ``check_s`` counts the seconds for checksums of files and of whole tensors. It leaves out the sums of the elements
-    that a delta changes, which are taken while the delta is applied.
+    ``check_s`` counts the seconds spent on the hashes of files and the checksums of whole tensors. The checksums after
+    a delta come from the changed elements, while the delta is applied, and are not counted.
     """
 
     def __init__(self, root: Path) -> None:
-        """Makes the directory if there is none. Raises OSError."""
+        """Makes the directory ``root`` if there is none. Raises OSError."""
         self.root, self.check_s = root, 0.0
         root.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool = False) -> Iterator[None]:
-        """Keeps all others out, or with ``shared`` those who change the mirror. The lock is the kernel's."""
+        """Locks the mirror during the block: against everybody else, or with ``shared`` only against changes.
+
+        It is a lock of the kernel (flock), which ends with the process.
+        """
         with open(self.root / "lock", "a") as file:
             fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             yield
 
     @property
     def version(self) -> Version | None:
-        """The version that the mirror holds; None if it holds none, or one that was not completed."""
+        """The version that the mirror holds; None if there is none, or if a change was not completed."""
         try:
             return read_version(self.root)
         except (OSError, ValueError):
             return None
 
     def holds(self, version: Version) -> bool:
-        """Returns whether the mirror's record says that it has this version's bits."""
+        """Returns whether the mirror's ``version.json`` has the tag and the digest of ``version``."""
         own = self.version
         return own is not None and (own.tag, own.digest) == (version.tag, version.digest)
 
     def check(self) -> None:
-        """Raises DamagedError if a file has changed since it was known to be right, or there is no version."""
+        """Raises DamagedError if the mirror holds no version, or a file no longer has its recorded hash."""
         version = self.version
         if version is None:
             raise DamagedError(f"{self.root} holds no whole version")
@@ -107,10 +110,11 @@ class Mirror:
         _refuse(changed, "not as it came")
 
     def fill(self, version: Version, paths: Mapping[str, Path]) -> None:
-        """Takes a dense version in place of whatever the mirror holds.
+        """Replaces the content of the mirror by a dense version.
 
-        ``paths`` has the paths of its files by name; their hashes were compared. Raises DamagedError if a tensor is not
-        what the version says; the mirror holds nothing then.
+        ``paths`` has the paths of the version's files by name. The caller has compared their hashes. Raises
+        DamagedError if a tensor does not have the version's checksum, or a file cannot be used. The mirror then holds
+        no version.
         """
         self.clear()
         sources = {file: mapped(paths[file]) for file in version.files_of(version.dense)}
@@ -147,8 +151,9 @@ class Mirror:
     def apply(self, version: Version, paths: Mapping[str, Path], *, keep: bool = False) -> None:
         """Applies a delta to the version that the mirror holds, which must be the delta's base.
 
-        Paths and errors are those of :meth:`fill`. With ``keep`` the delta is kept for servers that hold its base
-        (``delta.keep``).
+        ``paths`` has the paths of the delta's files by name. The caller has compared their hashes. With ``keep`` the
+        delta is kept for servers that hold its base (``delta.keep``). Raises DamagedError if a tensor does not have the
+        version's checksum, or a file cannot be used. The mirror then holds no version.
         """
         before = self.version
         assert before is not None
@@ -190,7 +195,8 @@ class Mirror:
     ) -> None:
         """Compares the tensors' checksums with the version's, and writes ``version.json``.
 
-        ``before`` is the version before a delta: the files of unchanged tensors keep their records.
+        ``before`` is the version before a delta, or None. The files of tensors that did not change keep their records.
+        Raises DamagedError if a checksum differs.
         """
         _refuse([name for name in files if sums[name] != version.tensors[name].sums], f"other than in {version.tag}")
 
@@ -245,18 +251,27 @@ class WorkerWeights:
 
     @property
     def pulls(self) -> Pulls:
-        """The pulls from the source that the last trainer has shown. Raises ValueError if none was shown."""
+        """The pulls from the source that the last handshake named. Raises ValueError if none has named a source."""
         if self._pulls is None:
             raise ValueError("no trainer has shown from where weights are pulled")
         return self._pulls
 
     def show(self, probe_path: str, probe_text: str, protocol: int, source: str = "", version_bytes: int = 0) -> None:
-        """Takes the place of a trainer's versions, after a proof that both sides see the same one.
+        """Stores where a trainer's versions are, after a proof that this process sees the same place.
 
-        The proof is a file with the text ``probe_text``. With a ``source``, where weights are pulled from, the file is
-        read there by its name; otherwise weights are read in its directory. Raises ValueError if the protocols differ,
-        or this process does not see the trainer's file. It raises RuntimeError where an empty mirror has no room for
-        two versions of ``version_bytes``: a version and the files that it comes in.
+        Args:
+          probe_path: The path of the trainer's probe file, which lies in the directory of its versions.
+          probe_text: The text of the probe file. Reading it is the proof.
+          protocol: The trainer's ``format.PROTOCOL``.
+          source: The place to pull weights from (``source.open_source``). The probe is read there by its name. If it is
+            empty, weights are read in the directory of ``probe_path``.
+          version_bytes: The size of a version. An empty mirror needs room for two: a version and the files from which
+            it is made.
+
+        Raises:
+          ValueError: The protocols differ, or this process does not read ``probe_text``.
+          RuntimeError: The mirror is empty and has no room for two versions.
+          OSError: The source cannot be read, or the mirror cannot be written.
         """
         if protocol != PROTOCOL:
             raise ValueError(
@@ -281,13 +296,14 @@ class WorkerWeights:
 
     @contextlib.contextmanager
     def version(self, path: str, tag: str) -> Iterator[tuple[Path, list[str]]]:
-        """Yields a version's directory and the names of its safetensors files, which do not change in the block.
+        """Yields a version's directory and the names of its safetensors files.
 
-        With "" for ``path`` that is this machine's mirror, which was brought to the version before.
+        An empty ``path`` means this machine's own mirror, which must hold the version already. The mirror does not
+        change during the block.
 
         Raises:
           ValueError: The version has another tag than ``tag``, cannot be loaded from its files, or lies in no directory
-            that a trainer has shown.
+            that a trainer has named in its handshake.
         """
         if not path:
             mirror = self.pulls.mirror
@@ -300,9 +316,10 @@ class WorkerWeights:
         yield directory, _loadable_files(directory, tag)
 
     def mirrored(self) -> tuple[str, delta.KeptDelta | None]:
-        """Returns the digest of the version in this machine's mirror, and the delta to it if it was kept.
+        """Returns the digest of the version in this machine's mirror, and the kept delta that led to it, or None.
 
-        It is called in the block of ``version("", tag)``, so that neither changes. Raises ValueError.
+        The digest is empty if the mirror holds no version. Call this in the block of ``version("", tag)``, during which
+        the mirror does not change. Raises ValueError if no trainer has named a source.
         """
         mirror = self.pulls.mirror
         version = mirror.version
@@ -310,7 +327,7 @@ class WorkerWeights:
 
 
 class Pulls:
-    """The pulls of one server process. Each is a program of its own, so that the server goes on without a delay.
+    """The pulls of one server process. Each pull is a program of its own, so that the server is not delayed.
 
     ``mirror`` is the mirror of ``source`` that all server processes of this machine share.
     """
@@ -329,10 +346,10 @@ class Pulls:
         self._user = claim(users / f"{os.getpid()}.json")
         self._name = ""
         self._running: subprocess.Popen[str] | None = None
-        self._result: dict[str, Any] = {}  # of the pull of ``_name``, once it has ended
+        self._result: dict[str, Any] = {}  # the result of the pull of ``_name``, once it has ended
 
     def begin(self, name: str, *, keep_delta: bool = False) -> None:
-        """Starts to pull the version ``name`` (``pull.pull``), unless that pull runs already."""
+        """Starts to pull the version ``name`` (``pull.pull``), unless this pull already runs. Ends any other pull."""
         if self._name != name or self._running is None:
             self._stop()
             words = [sys.executable, "-m", "rljax.weights.pull", self.source, name, str(self.mirror.root)]
@@ -341,9 +358,10 @@ class Pulls:
             self._name, self._result = name, {}
 
     def result(self, name: str) -> dict[str, Any] | None:
-        """Returns the fields of ``pull.Pulled`` and ``error`` ("" after success) of the pull of ``name``.
+        """Returns the result of the pull of ``name``, or None while it runs. May be called several times.
 
-        It is None while the pull runs, and may be asked for several times.
+        After success these are the fields of ``pull.Pulled`` and an empty ``error``. After a failure, or if ``name`` is
+        not being pulled, ``error`` has the message, and ``seconds`` is 0.
         """
         if self._name != name:
             return {"error": f"{name} is not being pulled", "seconds": 0.0}
@@ -357,7 +375,7 @@ class Pulls:
         return self._result
 
     def close(self) -> None:
-        """Ends a pull that runs, and leaves the mirror; the last user removes it. May be called twice."""
+        """Ends a running pull and leaves the mirror, which its last user removes. May be called twice."""
         self._stop()
         self._user.release()
         with contextlib.suppress(FileNotFoundError):  # another user that left has removed it
@@ -372,7 +390,10 @@ class Pulls:
 
 
 def _loadable_files(directory: Path, tag: str) -> list[str]:
-    """Returns the files of a dense version that any safetensors reader can load: tensors whole, under their names."""
+    """Returns the names of the files of a dense version in which each tensor is whole and has its own name as key.
+
+    Raises ValueError if the version has another tag than ``tag`` or is not of this form.
+    """
     try:
         version = read_version(directory)
     except OSError as error:

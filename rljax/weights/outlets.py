@@ -1,6 +1,6 @@
 """The places where a run's versions are read: a shared directory, an HTTP server, or an object store.
 
-Of a version that several processes write, each process keeps its files, uploads them, or serves them.
+If several processes write a version, each process keeps, uploads or serves the files that it wrote.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from rljax.weights.writer import Kind, MakeParts, PartWriter, WrittenFiles
 
 log = logging.getLogger(__name__)
 
-_START_S = 60.0  # longest that the HTTP server may take to listen
+_START_S = 60.0  # the longest time that the HTTP server may take until it listens
 _LOG = "server.log"  # the HTTP server's messages, in the run's directory; it is not served
 
 
 class Outlet:
-    """A place from which servers' machines read versions. In this class it is the run's directory, which they see.
+    """A place from which the machines of the servers read versions. Here it is the run's directory, which they share.
 
-    ``source`` is for ``source.open_source``; "" where servers read the run's directory themselves.
+    ``source`` is the argument of ``source.open_source``. It is empty where servers read the run's directory themselves.
     """
 
     def __init__(self, source: str | Path) -> None:
         self.source = str(source)
 
     def add(self, path: Path) -> None:
-        """Offers what was written at ``path``: a version's directory, or the probe's file. Raises OSError."""
+        """Offers ``path``, which is written: a version's directory, or the file of the probe. Raises OSError."""
 
     def remove(self, name: str) -> None:
-        """Withdraws the version ``name``, which the directory's owner removes. Raises OSError."""
+        """Withdraws the version ``name``. The owner of the run's directory removes its files. Raises OSError."""
 
     def close(self) -> None:
         """Releases everything at the end of the run; may be called twice."""
@@ -55,7 +55,7 @@ class StoreOutlet(Outlet):
     def __init__(self, root: Path, *, url: str) -> None:
         """Opens the folder under ``url`` that has the name of ``root``, the run's directory.
 
-        Raises RuntimeError if nothing is installed that knows such URLs.
+        Raises RuntimeError if the store cannot be opened, for example because no package for such URLs is installed.
         """
         super().__init__(f"{url.rstrip('/')}/{root.name}")
         try:
@@ -64,7 +64,7 @@ class StoreOutlet(Outlet):
             raise RuntimeError(f"weights cannot be served from {url}: {error}") from error
 
     def add(self, path: Path) -> None:
-        """Uploads a file, or the files of a version."""
+        """Uploads a file, or the files of a version. Raises OSError."""
         files = [path] if path.is_file() else sorted(path.iterdir(), key=lambda file: file.name == VERSION_FILE)
         for file in files:
             name = file.relative_to(path.parent)
@@ -93,9 +93,10 @@ class HttpOutlet(Outlet):
     """
 
     def __init__(self, root: Path, *, host: str, port: int, api_key_file: Path | None) -> None:
-        """Starts the server of ``root`` on an address and a port (0: a free one). Raises RuntimeError if it fails.
+        """Starts the server of ``root`` at the address ``host`` and a port (0: a free one).
 
-        Requests must bring the key in ``api_key_file``, if any.
+        With ``api_key_file`` every request must bring the key in that file. Raises RuntimeError if the server does not
+        start.
         """
         self._root, self._host, self._environment = root, host, dict(os.environ)
         self._environment.pop(KEY_FILE, None)
@@ -106,7 +107,7 @@ class HttpOutlet(Outlet):
         threading.Thread(target=self._restart_when_killed, name="rljax-weight-server", daemon=True).start()
 
     def add(self, path: Path) -> None:
-        """Checks that the server runs, which reads ``path`` where it is. Raises OSError if it has ended."""
+        """Checks that the server runs; it serves ``path`` from where it is. Raises OSError if the server has ended."""
         with self._changing:
             if not self._runs():
                 raise OSError(f"the server of weights ended with status {self.process.returncode}")
@@ -174,7 +175,7 @@ class HttpPartWriter(PartWriter):
         self.directory, self.outlet = directory, outlet
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes the parts into this process's directory; their records say where they are served."""
+        """Writes the parts into this process's directory. Their file records name this process's server."""
         own = self.directory.root / directory.name
         own.mkdir(exist_ok=True)
         written = super().write(kind, own)
@@ -184,12 +185,12 @@ class HttpPartWriter(PartWriter):
         return WrittenFiles(written.pieces, files)
 
     def forget(self, directory: Path) -> None:
-        """Gives up a version, and removes what was written of it."""
+        """Gives up a version and removes this process's files of it."""
         super().forget(directory)
         shutil.rmtree(self.directory.root / directory.name, ignore_errors=True)
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Removes the files of all versions but ``names``."""
+        """Removes this process's files of all versions except ``names``."""
         for path in self.directory.root.glob("v*"):
             if path.name not in names:
                 shutil.rmtree(path, ignore_errors=True)
@@ -204,7 +205,7 @@ class StorePartWriter(PartWriter):
     """A writer that uploads its files into the folder of process 0's run. None of them stays on this machine."""
 
     def __init__(self, parts: MakeParts, name: str, directory: OwnedDirectory | None, url: str) -> None:
-        """Takes over the directory that files pass through on their way to ``url``; None: the version's own one."""
+        """Takes over ``directory``, which holds files before their upload to ``url``. None: the version's directory."""
         super().__init__(parts, name)
         self._directory, self._url = directory, url
 
@@ -223,10 +224,10 @@ class StorePartWriter(PartWriter):
         return written
 
     def wait(self, directory: Path, written: WrittenFiles) -> None:
-        """Returns at once: everybody can read a file that was uploaded."""
+        """Returns at once, because every process can read an uploaded file."""
 
     def close(self) -> None:
-        """Removes the directory that files pass through."""
+        """Removes the directory that holds files before their upload."""
         if self._directory is not None:
             self._directory.close()
 
@@ -242,12 +243,22 @@ def make_part_writer(
     index: int,
     coordinator: str,
 ) -> PartWriter:
-    """Makes the writer of process ``index`` of several, which reaches process 0 at ``coordinator`` (HOST:PORT).
+    """Makes the writer of one of several processes.
 
-    It may make a directory of its own in ``parent``; None: in this machine's memory. With "http" it serves that at an
-    address that whoever reaches ``host`` of process 0 reaches, too, and at ``port`` + ``index``, or a free port for 0.
-    Otherwise ``store`` is "directory" or the URL of an object store (``PublishConfig.store``). Raises ConfigError if
-    the files cannot be kept, or not be served.
+    Args:
+      parts: A function from what is published to the parts of it that this process holds.
+      store: The kind of place that has the versions: "directory", "http", or the URL of an object store
+        (``PublishConfig.store``).
+      parent: The directory in which a process other than 0 makes a directory for its files, unless ``store`` is
+        "directory". None means this machine's memory.
+      host: The address of process 0's HTTP server. This process serves at an address that the same machines can reach.
+      port: The port of process 0's HTTP server; this process takes ``port`` + ``index``. 0 means a free port.
+      api_key_file: The file of the key that every HTTP request must bring, or None.
+      index: The number of this process.
+      coordinator: The HOST:PORT at which this process reaches process 0.
+
+    Raises:
+      ConfigError: This process cannot keep its files, or cannot serve or upload them.
     """
     name = str(index)
     if index == 0 or store == "directory":

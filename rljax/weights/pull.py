@@ -32,23 +32,25 @@ _LONGEST_CHAIN = 1000
 class Pulled:
     """The work and the time of a pull."""
 
-    tag: str = ""  # of the version that the mirror holds now
-    bytes: int = 0  # what was read from the source
-    seconds: float = 0.0  # all of the pull
-    fetch_s: float = 0.0  # the part for reading the files
+    tag: str = ""  # the tag of the version that the mirror holds now
+    bytes: int = 0  # the size of the weight files that were read from the source
+    seconds: float = 0.0  # the time of the whole pull
+    fetch_s: float = 0.0  # the part of ``seconds`` for reading the files
     check_s: float = 0.0  # the part for checksums: of the files, and of the mirror before a delta and at the end
     deltas: int = 0  # the number of deltas that were applied
     dense: bool = False  # whether a dense version was taken
-    repaired: str = ""  # the damage that was found in the mirror before, or in a delta
+    repaired: str = ""  # the damage that was found, in the mirror or in a file, before the pull was repeated
 
 
 def pull(source: Source, name: str, mirror: Mirror, *, keep_delta: bool = False) -> Pulled:
-    """Brings a mirror to the version ``name``. A delta that alone does it can be kept (``delta.keep``).
+    """Brings a mirror to the version ``name``.
+
+    With ``keep_delta`` the delta is kept (``delta.keep``) if it is the only one that is applied.
 
     Raises:
       SourceError: The source cannot be read.
-      DamagedError: Files of the source do not have the checksums that they must have.
-      ValueError: The mirror holds a newer version, for another server of this machine.
+      DamagedError: Files of the source are damaged or do not fit each other.
+      ValueError: The mirror holds a newer version already, which another server of this machine has asked for.
       OSError: The mirror cannot be written.
     """
     began, checks, done = time.monotonic(), mirror.check_s, Pulled()
@@ -88,7 +90,11 @@ def _bring(
 
 
 def _chain(source: Source, version: Version, held: Version | None) -> tuple[list[Version], bool]:
-    """Returns the versions to take, oldest first, and whether the first is taken whole: the way of fewer bytes."""
+    """Returns the versions to take, oldest first, and whether the first of them is taken whole.
+
+    Deltas bring ``held`` to ``version`` if that is possible, unless the way from a dense version needs fewer bytes.
+    Raises SourceError if a version cannot be read, and DamagedError if the versions do not fit each other.
+    """
     chain: list[Version] = [version]
     from_dense: list[Version] = []  # the versions of the chain since the newest dense one
     while True:
@@ -115,7 +121,7 @@ def _chain(source: Source, version: Version, held: Version | None) -> tuple[list
 
 
 def _bytes(versions: Sequence[Version], *, dense: bool) -> int:
-    """Returns the size of the deltas of these versions; with ``dense`` the first one is taken whole."""
+    """Returns the size of the deltas of these versions; with ``dense`` the first version counts whole."""
     return sum(each.num_bytes(each.dense if dense and each is versions[0] else each.delta) for each in versions)
 
 
@@ -128,9 +134,10 @@ def _read(source: Source, name: str) -> Version:
 
 @contextlib.contextmanager
 def _fetched(source: Source, version: Version, dense: bool, root: Path, done: Pulled) -> Iterator[dict[str, Path]]:
-    """Yields the paths by name of a version's dense files, or of its delta's, once their hashes are right.
+    """Fetches a version's dense files, or the files of its delta, and yields their paths by name.
 
-    Copies under ``root`` are removed at the end. Raises DamagedError if a hash is wrong.
+    The hashes have been compared by then. Copies under ``root`` are removed after the block. Raises DamagedError if a
+    hash is wrong.
     """
     began, folder = time.monotonic(), root / "incoming"
     pieces = version.dense if dense else version.delta
@@ -152,9 +159,9 @@ def _fetched(source: Source, version: Version, dense: bool, root: Path, done: Pu
 
 
 def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path) -> dict[str, Path]:
-    """Returns the paths of the files by name. Files of different places come at the same time.
+    """Fetches files and returns their paths by name. Files of different servers are fetched at the same time.
 
-    The places are asked in random order, so that machines that pull side by side do not all begin at one place.
+    The servers are asked in random order, so that machines that pull side by side do not all begin at one server.
     """
     of_place: defaultdict[str, list[str]] = defaultdict(list)
     for file in files:
@@ -179,7 +186,10 @@ def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the program. It prints what was done as one line of JSON, or one line on stderr and returns 1."""
+    """Runs the program and returns its exit status.
+
+    It prints the fields of ``Pulled`` as one line of JSON. After a failure it prints one line on stderr and returns 1.
+    """
     parser = argparse.ArgumentParser(prog="python -m rljax.weights.pull", description=__doc__)
     parser.add_argument("source", help="directory, http:// URL, or URL of an object store")
     parser.add_argument("version", help="name of the version's directory there")

@@ -16,18 +16,18 @@ from typing import Any
 from rljax.weights.access import find_key_file, private_address, read_api_key
 from rljax.weights.format import FileRecord
 
-PLACES = 8  # servers that files of one version come from at the same time
-_STREAMS = 4  # connections to each of them
+PLACES = 8  # the number of servers from which files of one version are fetched at the same time
+_STREAMS = 4  # the number of connections to each server
 RANGE_BYTES = 32 * 2**20
 PATIENCE_S = 300.0
 
 
 class SourceError(OSError):
-    """A source cannot be read; the message is one line that names it."""
+    """An error of a source that cannot be read; the message is one line that names it."""
 
 
 class Source(ABC):
-    """Files by name, as ``VERSION/FILE``."""
+    """A place from which files are read by name, such as ``VERSION/FILE``."""
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -35,9 +35,10 @@ class Source(ABC):
 
     @abstractmethod
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """Returns a path on this machine with the file ``name``, in ``folder`` where a copy is needed.
+        """Returns the path of the file ``name`` on this machine: in ``folder`` if it has to be copied.
 
-        Several threads may call it. Raises SourceError if the file cannot be read, or has another size.
+        ``record`` has the file's size and place. Several threads may call this method. Raises SourceError if the file
+        cannot be read.
         """
 
     def close(self) -> None:  # noqa: B027 (most sources have no connection)
@@ -45,10 +46,10 @@ class Source(ABC):
 
 
 def open_source(url: str, patience_s: float = PATIENCE_S) -> Source:
-    """Opens the path of a directory, an ``http://`` URL, or any other URL that fsspec knows.
+    """Opens a source: the path of a directory, an ``http://`` URL, or any other URL that fsspec knows.
 
-    A read over HTTP is given up after ``patience_s`` seconds without a byte. Raises SourceError if nothing is installed
-    that knows such URLs, and ValueError if the key file for HTTP cannot be used.
+    A read over HTTP fails after ``patience_s`` seconds without a byte. Raises SourceError if fsspec cannot open such a
+    URL, and ValueError if the key file for HTTP cannot be used.
     """
     if re.match(r"https?://", url):
         return HttpSource(url, patience_s)
@@ -56,7 +57,7 @@ def open_source(url: str, patience_s: float = PATIENCE_S) -> Source:
 
 
 def open_store(url: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL, and the URL's path in it; nothing is asked of the store yet."""
+    """Returns fsspec's file system for a URL, and the URL's path in it. It does not ask the store anything yet."""
     from fsspec.core import url_to_fs
 
     # Listings are not cached: another machine may have written since.
@@ -78,7 +79,7 @@ class DirectorySource(Source):
             return (self._root / name).read_bytes()
 
     def fetch(self, name: str, record: FileRecord, folder: Path) -> Path:
-        """Returns the path of the file itself."""
+        """Returns the path of the file itself. Raises SourceError if it cannot be read, or has another size."""
         with _source_errors(self._root / name):
             if (self._root / name).stat().st_size != record.bytes:
                 raise OSError(f"it has not {record.bytes} bytes")
@@ -86,10 +87,10 @@ class DirectorySource(Source):
 
 
 class StoreSource(Source):
-    """An object store. Its connections are fsspec's, and others in this process use them, too."""
+    """An object store. Its connections belong to fsspec, and other code in this process uses them, too."""
 
     def __init__(self, url: str) -> None:
-        """Reads nothing yet. Raises SourceError if nothing is installed that knows such URLs."""
+        """Stores the place without reading from it. Raises SourceError if fsspec cannot open such a URL."""
         with _source_errors(url):
             self._fs, self._root = open_store(url)
 
@@ -107,10 +108,10 @@ class StoreSource(Source):
 
 
 class HttpSource(Source):
-    """A server of files with byte ranges, such as ``weights.server``. It is asked again while it does not answer.
+    """An HTTP server of files with byte ranges, such as ``weights.server``. Requests without an answer are repeated.
 
-    A file comes in ranges over several connections. A range that breaks off is continued where it was. A file whose
-    record names another server comes from that server, with the same key; its address must be private.
+    A file comes in ranges over several connections. A range that breaks off is continued from its last byte. A file
+    whose record names another server comes from that server, with the same key. That server's address must be private.
     """
 
     def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
@@ -188,7 +189,11 @@ class HttpSource(Source):
             raise SourceError(f"{url} answered with status {reply.status_code} instead of {wanted}")
 
     def _patiently(self, url: str, get: Callable[[], bool]) -> None:
-        """Calls ``get`` until it returns True. If nothing came it raises: then it is called less and less often."""
+        """Calls ``get`` until it returns True. A False means that some bytes came.
+
+        If no byte came, ``get`` raises a transport error and is called again after a longer pause. Raises SourceError
+        after ``patience_s`` seconds without a byte.
+        """
         moved, pause = time.monotonic(), 0.1
         while True:
             try:
@@ -205,7 +210,7 @@ class HttpSource(Source):
 
 @contextlib.contextmanager
 def _source_errors(name: str | Path) -> Iterator[None]:
-    """Turns whatever a library raises in the block into a SourceError that names the file."""
+    """Turns every exception of the block into a SourceError that names the file."""
     try:
         yield
     except SourceError:

@@ -1,4 +1,4 @@
-"""The versions of one run on the trainer's side: written, offered to servers, and removed when nobody needs them."""
+"""The versions of one run on the trainer's side: written, offered to servers, and removed when no server needs them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class WeightVersion:
 
     path: Path  # the directory of the version
     tag: str  # the name by which servers call the version
-    dtype: str  # of all tensors
-    num_bytes: int  # the size of what a server reads to come here from the version before
+    dtype: str  # the dtype of all tensors
+    num_bytes: int  # the bytes that a server with the version before must read to load this one
     changed_fraction: float  # the share of elements that differ from the version before; NaN for the first version
     source: str = ""  # the ``Outlet.source`` of the place that has the version
 
 
 class WeightDirectory(OwnedDirectory):
-    """The directory with one run's versions: those since the newest anchor, which is dense.
+    """The directory with one run's versions: the newest dense one (the anchor), and all versions after it.
 
-    Every version but the first is a delta, too, if the writer writes deltas. ``source`` is that of the outlet, and
-    ``run_tag`` the beginning of every version's tag.
+    If the writer writes deltas, every version has a delta unless it is the first, or a delta would be no smaller than
+    the whole. ``source`` is the outlet's ``source``. ``run_tag`` is the beginning of every version's tag.
     """
 
     def __init__(
@@ -47,10 +47,17 @@ class WeightDirectory(OwnedDirectory):
         make_outlet: Callable[[Path], Outlet] = Outlet,
         writer: Writer | None = None,
     ) -> None:
-        """Makes the directory in ``parent`` (None: this machine's memory), and its outlet with ``make_outlet``.
+        """Makes the directory, and the outlet of its versions.
 
-        The writer takes the tensors that :meth:`write` gets; None: this process has all of them. If it writes deltas,
-        every ``anchor_every``-th version is dense, too. Raises RuntimeError if the directory cannot be used.
+        Args:
+          parent: The directory in which this one is made, or None for this machine's memory.
+          anchor_every: The number of versions from one dense version to the next, if the writer writes deltas.
+          make_outlet: A function from the new directory to its outlet.
+          writer: The writer that gets the tensors of :meth:`write`. None means a writer of whole tensors of this
+            process alone.
+
+        Raises:
+          RuntimeError: The directory cannot be written, or its outlet cannot be opened.
         """
         super().__init__(PREFIX, parent)
         self.run_tag = self.root.name.removeprefix(PREFIX) + "."
@@ -65,7 +72,10 @@ class WeightDirectory(OwnedDirectory):
         self.source = self._outlet.source
 
     def probe(self) -> tuple[Path, str]:
-        """Writes a file and returns its path and text. A server that reads the same text sees the same directory."""
+        """Writes a file into the directory and returns its path and text.
+
+        A server that reads the same text sees the same directory. Raises OSError.
+        """
         path = self.root / PROBE
         path.write_text(self.run_tag)
         self._outlet.add(path)
@@ -76,18 +86,22 @@ class WeightDirectory(OwnedDirectory):
         return f"{self.run_tag}{policy_version}"
 
     def policy_version(self, tag: str) -> int:
-        """Returns the policy version that has ``tag``: the inverse of :meth:`tag`."""
+        """Returns the policy version whose tag is ``tag``. This is the inverse of :meth:`tag`."""
         return int(tag.removeprefix(self.run_tag))
 
     def write(self, tensors: Any, policy_version: int, sums: Mapping[str, Checksum]) -> WeightVersion:
         """Writes one version and offers it to the servers.
 
-        The tensors have the form that the writer takes, by default (Hugging Face name, array) of each. ``sums`` has the
-        checksum of each by name.
+        Args:
+          tensors: The tensors in the form that the writer takes. The default writer takes pairs (Hugging Face name,
+            array).
+          policy_version: The number of the policy version, for the tag.
+          sums: The checksum of each tensor by Hugging Face name.
 
         Raises:
-          ValueError: There are no tensors, they have several dtypes, or they are not those of ``sums``.
-          NotWrittenError: There is no room. Nothing of this version is left, and the version before it is kept.
+          ValueError: There are no tensors, they have several dtypes, or their names are not the names in ``sums``.
+          NotWrittenError: The version cannot be written or offered. All its files are removed, and the version before
+            it is kept.
         """
         # A path is never used twice: vLLM has returned the cached weights of such a path.
         self._count += 1
@@ -153,9 +167,10 @@ class WeightDirectory(OwnedDirectory):
 
 
 def check_weight_room(parent: str | os.PathLike[str] | None, version_bytes: int) -> None:
-    """Raises RuntimeError where ``parent`` cannot be written, or has no room for two versions of the weights.
+    """Raises RuntimeError if ``parent`` cannot be written, or has no room for two versions of the weights.
 
-    What dead runs left there is removed. With None it is this machine's memory.
+    A version takes ``version_bytes``. None for ``parent`` means this machine's memory. Directories that dead runs left
+    in ``parent`` are removed first.
     """
     directory = OwnedDirectory(PREFIX, parent)
     directory.close()
@@ -174,9 +189,18 @@ def open_weight_directory(
 ) -> WeightDirectory:
     """Makes the directory of a run's versions, and opens the place where servers read them.
 
-    ``store`` is "shared", "directory", "http", or the URL of an object store (``PublishConfig.store``). With "shared"
-    all versions are dense, and ``writer`` is not used. The other arguments and the errors are those of
-    ``WeightDirectory``, and with "http" those of ``HttpOutlet``.
+    Args:
+      store: The kind of place: "shared", "directory", "http", or the URL of an object store (``PublishConfig.store``).
+        With "shared" all versions are dense.
+      parent: The directory in which the run's directory is made, or None for this machine's memory.
+      anchor_every: The number of versions from one dense version to the next; not for "shared".
+      host: The address at which the HTTP server listens.
+      port: The port at which the HTTP server listens; 0 means a free one.
+      api_key_file: The file of the key that every HTTP request must bring, or None.
+      writer: The writer of this process's tensors, or None for the default; not for "shared".
+
+    Raises:
+      RuntimeError: The directory cannot be written, the HTTP server does not start, or the store cannot be opened.
     """
     if store == "shared":
         return WeightDirectory(parent, make_outlet=lambda _: Outlet(""), writer=StreamWriter())

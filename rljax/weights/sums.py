@@ -1,11 +1,11 @@
-"""The checksum of a tensor: the same from numpy, jax and torch, and from the parts of a tensor put together.
+"""The checksum of a tensor. numpy, jax and torch compute the same one, and the checksums of its parts add up to it.
 
 It is three sums (mod 2^32) over the mixed bits of a tensor's elements. In two of them the order of the elements does
-not matter, so that the shards of tensor parallelism add up to the whole wherever their elements belong. In the third
-each element is multiplied by a number of its place in the whole tensor. It adds up over parts whose places are known,
-and shows elements that changed places, which the other two cannot.
+not matter, so shards of tensor parallelism add up to the whole even if their places are unknown. In the third sum each
+element is multiplied by a number that depends on its place in the whole tensor. It adds up over parts whose places are
+known. Only this sum shows elements that changed places.
 
-The trainer and the plugins inside servers run the same lines. torch is imported only where a torch tensor is summed.
+The trainer and the plugins inside servers run the same code. torch is imported only where a torch tensor is summed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 from rljax.weights.format import Checksum, Region
 
 _PLACE_FACTOR = 0x9E3779B1
-# Elements at a time: the temporary arrays, 24 bytes an element, stay in a core's own cache. Other threads run only
-# within a call of numpy: with shorter calls they wait for each other.
+# The elements that are summed at a time. Their temporary arrays, 24 bytes an element, stay in a core's own cache. The
+# block is not smaller, because threads run side by side only within numpy calls, and short calls wait for each other.
 _BLOCK = 2**15
-_TORCH_BLOCK = 2**20  # elements of a torch tensor at a time
-_TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # the trainer has a tied head as the embedding alone
-_MOST_NAMES = 4  # of tensors in a message
+_TORCH_BLOCK = 2**20  # the elements of a torch tensor that are summed at a time
+_TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # the trainer publishes a tied head only as the embedding
+_MOST_NAMES = 4  # the most names of tensors in a message
 
 
 def mixed(bits: Any) -> tuple[Any, Any]:
-    """Returns the two values of each element that are summed, int32. Both maps are one-to-one, and 0 stays 0.
+    """Returns the first and the second mixed value of each element, int32. Both maps are one-to-one, and 0 stays 0.
 
     ``bits`` is an int32 array of numpy, jax or torch; the bit patterns of 16-bit elements are below 65,536.
     """
@@ -37,9 +37,10 @@ def mixed(bits: Any) -> tuple[Any, Any]:
 
 
 def place_weights(places: Any) -> Any:
-    """Returns the numbers that the first mixed values are multiplied by: odd int32 numbers of their places.
+    """Returns an odd int32 number for each place; the first mixed value of its element is multiplied by this number.
 
-    A place is the flat index in the whole tensor, row by row, mod 2^32: int32, in an array of numpy, jax or torch.
+    A place is the flat index in the whole tensor, row by row, mod 2^32. ``places`` is an int32 array of numpy, jax or
+    torch.
     """
     x = places * (_PLACE_FACTOR - 2**32)
     x = _shifted_onto(x, 15, 0x1FFFF)
@@ -56,7 +57,7 @@ def _mix(x: Any, multiplier: int, another: int) -> Any:
 
 
 def _shifted_onto(x: Any, by: int, kept: int) -> Any:
-    """Returns a new array, x ^ x >> by, with the bits masked off that the shift brings in, as it keeps the sign."""
+    """Returns x ^ (x >> by) as a new array. ``kept`` masks off the sign bits that the arithmetic shift brings in."""
     shifted = x >> by
     shifted &= kept
     shifted ^= x
@@ -74,9 +75,9 @@ def array_checksum(array: np.ndarray) -> Checksum:
 
 
 def region_checksum(bits: np.ndarray, region: Region) -> Checksum:
-    """Returns the checksum of a part of a tensor. Those of parts that make up the tensor add up to the tensor's.
+    """Returns the checksum of a part of a tensor. The checksums of all parts of a tensor add up to the tensor's.
 
-    ``bits`` are those of the region's elements, row by row: a vector of uint16 or uint32.
+    ``bits`` are the bit patterns of the region's elements, row by row: a vector of uint16 or uint32.
     """
     rows, width = (1, region.size) if region.width == region.stride else (region.rows, region.width)
     matrix = bits.reshape(rows, width)
@@ -95,7 +96,8 @@ def region_checksum(bits: np.ndarray, region: Region) -> Checksum:
 def changed_checksum(before: Checksum, old: np.ndarray, new: np.ndarray, places: np.ndarray) -> Checksum:
     """Returns the checksum of a tensor after some elements have changed.
 
-    The bits of these elements, ``old`` and ``new``, are vectors of uint16 or uint32. Their flat indices are int64.
+    ``old`` and ``new`` are the bits of these elements, vectors of uint16 or uint32. ``places`` are their flat indices
+    in the tensor, int64.
     """
     added, removed = (_RunningSums(min(places.size, _BLOCK)) for _ in range(2))
     for start in range(0, places.size, _BLOCK):
@@ -109,28 +111,31 @@ def changed_checksum(before: Checksum, old: np.ndarray, new: np.ndarray, places:
 
 
 class _RunningSums:
-    """The three sums of blocks of elements, in memory that is taken once: new memory costs more than the arithmetic."""
+    """The three sums over blocks of elements. Memory is allocated once, because it costs more than the arithmetic."""
 
     def __init__(self, most: int) -> None:
-        """Takes the memory for blocks of up to ``most`` elements."""
-        self.values = [0, 0, 0]  # right mod 2^32
+        """Allocates the memory for blocks of up to ``most`` elements."""
+        self.values = [0, 0, 0]  # the sums, which are correct mod 2^32
         self._patterns = np.empty(most, np.intp)
         self._mixed, self._weights, self._spare = (np.empty(most, np.uint32) for _ in range(3))
 
     def add(self, bits: np.ndarray, products: np.ndarray, start: int = 0) -> None:
-        """Adds elements of uint16 or uint32, with their places from ``start`` on, times ``_PLACE_FACTOR``."""
+        """Adds a block of elements, whose bits are uint16 or uint32.
+
+        ``products`` are the places of the elements, counted from ``start``, times ``_PLACE_FACTOR`` (uint32).
+        """
         if bits.dtype == np.uint16:
             patterns, first = (each[: bits.size].reshape(bits.shape) for each in (self._patterns, self._mixed))
             np.copyto(patterns, bits)
             first_table, second_table = _tables()
-            # No pattern lies beyond a table. Of numpy's ways to treat one that does, "wrap" is the fastest.
+            # No pattern lies outside a table, so the mode does not matter. "wrap" is numpy's fastest.
             second = _total(second_table.take(patterns, mode="wrap", out=first))
             first_table.take(patterns, mode="wrap", out=first)
         else:
             first, other = (each.view(np.uint32) for each in mixed(bits.view(np.int32)))
             second = _total(other)
         total = _total(first)
-        # What follows is ``place_weights``, in memory that was taken before.
+        # The next lines compute ``place_weights`` in the memory that is allocated already.
         weights, shifted = (each[: products.size].reshape(products.shape) for each in (self._weights, self._spare))
         np.add(products, np.uint32(start * _PLACE_FACTOR % 2**32), out=weights)
         np.right_shift(weights, 15, out=shifted)
@@ -174,10 +179,10 @@ def tensor_checksum(tensor: Any) -> Checksum:
 
 
 def as_published(tensor: Any, dtype: Any) -> Any:
-    """Returns a torch tensor in ``dtype`` if that changes no value, else the tensor as it is.
+    """Converts a torch tensor to ``dtype`` if that changes no value, and otherwise returns it as it is.
 
-    A server may hold in float32 what was published in 16 bits: vLLM does so with the bias of a linear layer on a CPU
-    with AMX. Where a value does not exist in ``dtype``, the checksum shall differ from the trainer's.
+    A server may hold a tensor in float32 that was published in 16 bits. vLLM does so with the bias of a linear layer on
+    a CPU with AMX. A tensor with a value that ``dtype`` cannot represent must keep another checksum than the trainer's.
     """
     import torch
 
@@ -188,11 +193,11 @@ def as_published(tensor: Any, dtype: Any) -> Any:
 
 
 def differences(expected: Mapping[str, Checksum], workers: Sequence[Mapping[str, Checksum | None]]) -> list[str]:
-    """Names each tensor whose bits differ, with how in brackets; the list is empty if a server holds ``expected``.
+    """Returns the name of each tensor whose bits differ, with the difference in brackets.
 
-    A tensor may be whole on several workers, or in parts whose counts add up to the whole. A part may be on several
-    workers if every part is on equally many, as key-value heads are where there are more workers than heads. A worker
-    has None for a tensor that it did not load.
+    The list is empty if the workers of a server together hold ``expected``. A tensor may be whole on several workers,
+    or in parts whose counts add up to the whole. A part may be on several workers if every part is on equally many, as
+    key-value heads are if there are more workers than heads. A worker has None for a tensor that it did not load.
     """
     found = []
     for name in dict.fromkeys([*expected, *(name for worker in workers for name in worker)]):
@@ -208,12 +213,12 @@ def differences(expected: Mapping[str, Checksum], workers: Sequence[Mapping[str,
 
 
 def describe_differences(found: Sequence[str]) -> str:
-    """Returns how many :func:`differences` there are, and the first few."""
+    """Returns a text with the number of :func:`differences`, and the first few of them."""
     return f"{len(found)} {'tensors differ' if found[1:] else 'tensor differs'}: {named_few(found)}"
 
 
 def named_few(names: Sequence[str]) -> str:
-    """Returns the first few of several names of tensors, and how many more there are."""
+    """Returns a text with the first few names of tensors, and the number of the others."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 

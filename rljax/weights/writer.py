@@ -1,4 +1,4 @@
-"""Writes the parts of tensors that one process holds: whole, or as what changed since the version before."""
+"""Writes the parts of tensors that one process holds: whole, or as their changes since the version before."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rljax.weights.delta import Delta, encode
 from rljax.weights.format import FileRecord, Piece, Region, bytes_of, file_header
 from rljax.weights.sums import bits_of
 
-SEEN_AFTER_S = 30.0  # longest until a file of another process is seen, as on NFS
-_FILE_BYTES = 256 * 2**20  # of one dense file, unless one tensor is larger
+SEEN_AFTER_S = 30.0  # the longest wait until another process's file is seen; NFS shows it late
+_FILE_BYTES = 256 * 2**20  # the most bytes of one dense file, unless one tensor is larger
 _THREADS = min(8, os.cpu_count() or 1)
-_SAMPLE = 65_536  # elements of a tensor that StreamWriter compares between versions
+_SAMPLE = 65_536  # the most elements of a tensor that StreamWriter compares between versions
 
 
 Kind = Literal["dense", "delta"]
@@ -31,9 +31,9 @@ class Part(NamedTuple):
     """A part of the tensor with this Hugging Face name, as a process holds it."""
 
     tensor: str
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # the shape of the whole tensor
     region: Region
-    array: np.ndarray  # in the dtype that servers load; nobody changes it any more
+    array: np.ndarray  # the part in the dtype that servers load; it no longer changes
 
 
 MakeParts = Callable[[Any], Iterable[Part]]
@@ -43,55 +43,58 @@ MakeParts = Callable[[Any], Iterable[Part]]
 class PartsSummary(msgspec.Struct, frozen=True):
     """The sums over a version's parts."""
 
-    dtypes: tuple[str, ...]  # each once
-    elements: int
-    dense_bytes: int
-    changed: float | None  # the elements that differ from the version before; None where there is no such version
-    delta_bytes: int | None  # None where there is no delta
-    shapes: dict[str, tuple[int, ...]]  # of the whole tensors by name
+    dtypes: tuple[str, ...]  # the dtypes of all parts, each once
+    elements: int  # the number of elements
+    dense_bytes: int  # the size of the elements
+    changed: float | None  # the elements that differ from the version before; None if there is no such version
+    delta_bytes: int | None  # the size of the delta; None if there is none
+    shapes: dict[str, tuple[int, ...]]  # the shapes of the whole tensors by name
 
 
 class WrittenFiles(msgspec.Struct, frozen=True):
-    """The pieces that were written, and the record of each file that has them, by its name."""
+    """The pieces that were written, and the records of their files by file name."""
 
     pieces: tuple[Piece, ...] = ()
     files: dict[str, FileRecord] = {}
 
 
 class Writer(Protocol):
-    """Writes the parts of a version that this process holds, or those of all processes."""
+    """An object that writes a version's parts: those of this process, or those of all processes."""
 
     def collect(self, tensors: Any, directory: Path) -> PartsSummary:
         """Takes the parts of the next version, and compares them with the version before. Raises OSError.
 
-        The tensors have the form that the writer was made for. A writer may write into ``directory`` already.
+        The tensors have the form that the writer was made for. The writer may already write into ``directory`` now.
         """
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes the collected parts whole, or before that what changed since the version before. Raises OSError."""
+        """Writes the collected parts: whole, or as their changes since the version before. Raises OSError.
+
+        If a version gets both, the delta is written first.
+        """
 
     def forget(self, directory: Path) -> None:
-        """Gives up the version in ``directory``; the next version is compared with nothing."""
+        """Gives up the version in ``directory``. The next version then counts as the first one."""
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Removes the files of all versions but ``names``, where the directory's owner does not."""
+        """Removes the files of all versions except ``names`` that do not lie in the run's directory."""
         return
 
 
 class PartWriter(Writer):
     """A Writer of one process. It keeps the parts of the newest version in memory; the next delta is against them.
 
-    Of several processes each has one, which writes into the version's directory where all of them see it.
+    If there are several processes, each has its own, and all write into the version's directory, which all of them see.
     """
 
     def __init__(self, parts: MakeParts, name: str = "0") -> None:
-        """Takes the maker of the parts, and the beginning of the files' names, which differs between processes."""
+        """Stores the maker of the parts, and the beginning of the files' names, which differs between processes."""
         self._parts_of, self._name = parts, name
         self._parts: list[Part] = []
         self._deltas: list[Delta] | None = None
 
     def collect(self, tensors: Any, directory: Path | None = None) -> PartsSummary:
-        """Takes the parts of the next version, and makes the delta to it; nothing is written yet."""
+        """Takes the parts of the next version, and computes the delta to it. Nothing is written yet."""
         before = {(part.tensor, part.region): part.array for part in self._parts}
         is_first, self._parts = not before, []
         deltas: list[Delta | None] = []
@@ -109,7 +112,7 @@ class PartWriter(Writer):
         return _summary(self._parts, sum(delta.changed for delta in known), delta_bytes)
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes the collected parts whole, several to a file, or the delta to them. Raises OSError."""
+        """Writes the collected parts whole, several in a file, or writes the delta to them. Raises OSError."""
         if kind == "dense":
             self._deltas = None
             return self._write_dense(directory)
@@ -118,7 +121,10 @@ class PartWriter(Writer):
         return self._write_delta(directory, deltas)
 
     def wait(self, directory: Path, written: WrittenFiles) -> None:
-        """Waits until process 0 sees what all processes wrote into ``directory``. Raises OSError if it does not."""
+        """Waits until process 0 sees the files that all processes wrote into ``directory``.
+
+        Raises OSError if a file is not seen within ``SEEN_AFTER_S`` seconds.
+        """
         deadline = time.monotonic() + SEEN_AFTER_S
         for name in sorted(name for name, record in written.files.items() if not record.at):
             path = directory / name
@@ -131,7 +137,7 @@ class PartWriter(Writer):
                 time.sleep(0.05)
 
     def forget(self, directory: Path) -> None:
-        """Forgets the parts of the version in ``directory``, so that the next version is compared with nothing."""
+        """Forgets the parts of the version in ``directory``. The next version then counts as the first one."""
         self._parts, self._deltas = [], None
 
     def close(self) -> None:
@@ -165,10 +171,9 @@ class PartWriter(Writer):
 
 
 class StreamWriter(Writer):
-    """A Writer of whole tensors that has one of them in memory at a time, and writes no deltas.
+    """A Writer of whole tensors, with one of them in memory at a time. It writes no deltas.
 
-    It keeps a sample of each tensor, to count the changed elements: a tensor of more than 65,536 elements counts by
-    that many, evenly spaced.
+    It counts the changed elements of a tensor from a sample of at most 65,536 evenly spaced elements, which it keeps.
     """
 
     def __init__(self) -> None:
@@ -176,7 +181,7 @@ class StreamWriter(Writer):
         self._written = WrittenFiles()
 
     def collect(self, tensors: Iterable[tuple[str, np.ndarray]], directory: Path) -> PartsSummary:
-        """Writes each of the (Hugging Face name, array) into a file of its own. Raises OSError."""
+        """Writes each tensor, given as (Hugging Face name, array), into a file of its own. Raises OSError."""
         is_first = not self._samples
         written: list[WrittenFiles] = []
         summaries: list[PartsSummary] = []
@@ -188,12 +193,12 @@ class StreamWriter(Writer):
         return merge_summaries(summaries)
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Returns what :meth:`collect` has written: the version is dense."""
+        """Returns the files that :meth:`collect` has written. ``kind`` must be "dense"."""
         assert kind == "dense"
         return self._written
 
     def forget(self, directory: Path) -> None:
-        """Forgets the version in ``directory``, so that the next version is compared with nothing."""
+        """Forgets the version in ``directory``. The next version then counts as the first one."""
         self._samples, self._written = {}, WrittenFiles()
 
     def _changed_share(self, part: Part) -> float:
@@ -207,7 +212,7 @@ class StreamWriter(Writer):
 
 
 def whole_parts(named: Iterable[tuple[str, np.ndarray]]) -> Iterator[Part]:
-    """Yields the parts of a process that holds all tensors, from their (Hugging Face name, array)."""
+    """Yields whole tensors, given as pairs (Hugging Face name, array), as parts."""
     for name, array in named:
         yield Part(name, array.shape, Region.whole(array.shape), array)
 
@@ -224,7 +229,7 @@ def _summary(parts: Sequence[Part], changed: float | None, delta_bytes: int | No
 
 
 def merge_summaries(summaries: Sequence[PartsSummary]) -> PartsSummary:
-    """Returns the summary of all processes' parts from those of each process."""
+    """Adds up the summaries of several processes, or of several parts, to one summary."""
     changed, delta_bytes = ([getattr(each, name) for each in summaries] for name in ("changed", "delta_bytes"))
     return PartsSummary(
         tuple(sorted({dtype for each in summaries for dtype in each.dtypes})),
@@ -237,7 +242,7 @@ def merge_summaries(summaries: Sequence[PartsSummary]) -> PartsSummary:
 
 
 def merge_written(written: Sequence[WrittenFiles]) -> WrittenFiles:
-    """Returns the pieces and files of all of ``written`` as one."""
+    """Returns one ``WrittenFiles`` with all pieces and files of ``written``."""
     files = {name: record for each in written for name, record in each.files.items()}
     return WrittenFiles(tuple(itertools.chain(*(each.pieces for each in written))), files)
 
@@ -266,7 +271,7 @@ def _write_parts(directory: Path, file: str, parts: Sequence[Part]) -> WrittenFi
 
 
 def _delta(before: Mapping[tuple[str, Region], np.ndarray], part: Part) -> Delta | None:
-    """Returns the delta to a part; None where the version before has no part of this size and dtype."""
+    """Returns the delta to a part; None if the version before has no such part of the same size and dtype."""
     old = before.get((part.tensor, part.region))
     if old is None or (old.dtype, old.size) != (part.array.dtype, part.array.size):
         return None
@@ -276,7 +281,7 @@ def _delta(before: Mapping[tuple[str, Region], np.ndarray], part: Part) -> Delta
 def _few_ahead(
     pool: ThreadPoolExecutor, parts: Iterable[Part], before: Mapping[tuple[str, Region], np.ndarray]
 ) -> Iterator[tuple[Part, Future[Delta | None]]]:
-    """Yields each part with the delta to it, which other threads compute, few parts ahead."""
+    """Yields each part with the future of its delta. Threads compute the deltas, at most a few parts ahead."""
     waiting: list[tuple[Part, Future[Delta | None]]] = []
     for part in parts:
         waiting.append((part, pool.submit(_delta, before, part)))
