@@ -52,25 +52,25 @@ class Form(NamedTuple):
     engine: str
     dtype: str
     path: str
-    length: int  # of the responses that are scored, in tokens
+    length: int  # the length of the scored responses, in tokens
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Form:
-        """Returns the form of a row of the document."""
+        """Returns the form of a row of the bench's document."""
         return cls(*(row[name] for name in cls._fields))
 
     @property
     def column(self) -> str:
-        """The name of its column in the dump of its length, as ``rljax compare`` names it."""
+        """The name of the form's column in the dump of its length, as ``rljax compare`` names columns."""
         return f"{PATHS[self.engine][self.path]}:{self.dtype}".replace("vllm-decode", "vllm-forced")
 
 
 def score_form(
     form: Form, dump: TokenDump, model: Path, address: str, batch_size: int, progress: Callable[[int], object]
 ) -> tuple[Vectors, ColumnSource]:
-    """Returns the log-probabilities that a form gives to a dump, float32 [t] each, and their source.
+    """Scores a dump with a form. Returns the log-probabilities of each sequence, float32 [t] (nats), and their source.
 
-    ``address`` is the URL of the form's server, or empty if this process computes it.
+    ``address`` is the URL of the form's server. It is empty if this process computes the log-probabilities.
     """
     if form.engine == "exact":
         vectors = list(counted(exact_logprobs(model, form.dtype, dump, batch_size), progress))
@@ -80,7 +80,10 @@ def score_form(
 
 
 def exact_logprobs(model: Path, dtype: str, dump: TokenDump, batch_size: int) -> Iterator[np.ndarray]:
-    """Yields the log-probabilities of the executable with which the exact engine samples and trains, float32 [t]."""
+    """Yields the log-probabilities of each sequence from the exact engine's executable, float32 [t] (nats).
+
+    The engine samples and trains with this executable. Position 0 is NaN.
+    """
     policy, longest = read_config(model), max(map(len, dump.token_ids))
     check_vocabulary(dump, policy.vocab_size)
     objective = Objective(LossConfig(), CorrectionConfig(), batch_size, longest)
@@ -104,21 +107,23 @@ def exact_logprobs(model: Path, dtype: str, dump: TokenDump, batch_size: int) ->
 
 
 def of_responses(dump: TokenDump, vectors: Vectors) -> np.ndarray:
-    """Returns the log-probabilities of the response tokens, [n, t]. All responses have the same length."""
+    """Returns the log-probabilities of the response tokens, [n, t]. All responses must have the same length."""
     return np.stack([vector[mask] for vector, mask in zip(vectors, dump.response_mask, strict=True)])
 
 
 def measure_form(
     form: Form, dump: TokenDump, reference: str, score: Score, batch_size: int, floors: Sequence[Floor]
 ) -> tuple[dict[str, Any], TokenDump]:
-    """Measures one row. Returns its numbers, and the dump with the form's column and that of its second shape.
+    """Measures one row of a bench. Returns its numbers, and the dump with the form's new columns.
+
+    The dump gets the form's log-probabilities, and for the floor "shape" also those at the other batch size.
 
     Args:
       form: The form to measure.
       dump: The sampled tokens. It has the column ``reference`` unless that is the form's own.
       reference: The name of the column that the gap is measured against.
-      score: A function that scores the dump in batches of the given size.
-      batch_size: The size of the batches. The floor "shape" takes half of it, or 2.
+      score: A function that scores the dump in batches of the size that it gets.
+      batch_size: The size of the batches. The floor "shape" uses half of it, or 2 if half of it is 0.
       floors: The noise floors to measure, of ``FLOORS``.
 
     Raises:
@@ -158,14 +163,17 @@ def _gap(trainer: np.ndarray, rollout: np.ndarray) -> dict[str, float]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the first line of an error's message without places of this machine. A rare kind of error is named."""
+    """Returns the first line of an error's message, at most 300 characters, without this machine's paths and URLs.
+
+    The type of the error is named, too, unless it is a ValueError, RuntimeError or OSError with a message.
+    """
     first = next(filter(None, map(str.strip, str(error).splitlines())), "")
     named = first if first and isinstance(error, (ValueError, RuntimeError, OSError)) else repr(error)
     return without_places(named)[:300].rstrip(":")
 
 
 def without_places(text: str) -> str:
-    """Returns a text with the last part of each absolute path alone, and without the addresses of URLs."""
+    """Returns a text in which only the last part of each absolute path is left, and "URL" stands for each URL."""
     part = r"[^\s/'\":;,()]+"
     return re.sub(rf"(?<![\w.~/-])~?(?:/{part})*/({part})/?", r"\1", re.sub(r"https?://\S+", "URL", text))
 

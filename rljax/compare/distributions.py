@@ -80,15 +80,14 @@ def compare_distributions(
     progress: Callable[[int], object] = lambda count: None,
     keep: Keep = lambda spec, sequence, places, known: None,
 ) -> list[DistributionPair]:
-    """Compares every two of the scorers that know distributions; other specs, in the forms of ``score_column``, are
-    left out.
+    """Compares every two of the scorers that know distributions. Other scorers are left out.
 
     A server takes the rollout's place; otherwise the earlier of two specs takes the trainer's place. The models of all
-    scorers are in memory together. Sequences are scored one after another; one needs 4 bytes for each scorer, response
-    token and token of the vocabulary.
+    scorers are in memory together. Sequences are scored one after another. A sequence needs 4 bytes for each scorer,
+    response token and token of the vocabulary.
 
     Args:
-      specs: The scorers.
+      specs: The specs of the scorers, in the forms of ``score_column``.
       model: The Hugging Face directory for specs that name none.
       dump: The sequences; their columns are not read.
       temperature: The temperature of the distributions; it must be 1 with a server.
@@ -125,7 +124,10 @@ def compare_distributions(
 
 
 class Likeliest:
-    """A ``Keep`` that collects each scorer's k likeliest tokens, and the entropy of the first whole distribution."""
+    """A ``Keep`` that collects each scorer's k likeliest tokens, and the entropy (nats) of one whole distribution.
+
+    The entropy is that of the first scorer that knows every token.
+    """
 
     def __init__(self, k: int) -> None:
         """Stores the number of likeliest tokens."""
@@ -145,7 +147,7 @@ class Likeliest:
             self._entropy[sequence] = places, -np.where(np.isneginf(wide), 0.0, np.exp(wide) * wide).sum(axis=1)
 
     def added(self, dump: TokenDump, columns: Mapping[str, str]) -> TokenDump:
-        """Returns the dump with all that was collected; ``columns`` has the name of each spec's column."""
+        """Returns the dump with the collected tokens and entropies. ``columns`` has the name of each spec's column."""
         lengths = [len(ids) for ids in dump.token_ids]
         tops = dict(dump.other_tops)
         for spec, found in self._tops.items():
@@ -165,7 +167,10 @@ class Likeliest:
 
 
 def with_distributions(specs: Sequence[str]) -> list[str]:
-    """Returns the specs whose scorers know distributions, with servers last; ValueError if there are fewer than two."""
+    """Returns the specs whose scorers know distributions, servers last.
+
+    Raises ValueError if there are fewer than two.
+    """
     kinds = {spec: split_spec(spec)[0] for spec in dict.fromkeys(specs)}
     known = sorted((spec for spec in kinds if kinds[spec] in KINDS), key=lambda spec: kinds[spec] in SERVED)
     if len(known) < 2:
@@ -175,9 +180,10 @@ def with_distributions(specs: Sequence[str]) -> list[str]:
 
 
 def divergences(p: TokenLogprobs, q: TokenLogprobs) -> np.ndarray:
-    """Computes KL(p || q), KL(q || p), total variation, agreement of the likeliest token, p's rest, float64 [n, 5].
+    """Computes five numbers at each of n places, float64 [n, 5].
 
-    Raises ValueError if both know every token, but their vocabularies differ in size.
+    They are KL(p || q) and KL(q || p) (nats), the total variation, whether the likeliest token is the same, and the
+    mass of p on the rest. Raises ValueError if both sides know every token, but their vocabularies differ in size.
     """
     same_top = _top(p) == _top(q)
     x, y = _shared(p, q)

@@ -64,7 +64,7 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
 
 
 def _unread_kind(place: Path, start: bytes) -> str:
-    """Names the kind of a file that is not read; empty for text and for what is unknown."""
+    """Returns the kind of a file that is not read, for a message; empty for text and for an unknown kind."""
     names = [""]
     if start.startswith(b"PK\x03\x04"):
         with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(place) as archive:
@@ -83,7 +83,11 @@ _Line = tuple[Path, int, Row]
 
 
 def _documents(place: Path) -> list[_Line]:
-    """Returns the objects of a JSONL file, or of a file that is one JSON object or list, with their numbers."""
+    """Returns the objects of a JSONL file, or of a file that is one JSON object or list.
+
+    Each comes with its file and its line number, or its number in the list, from 1. Raises ValueError if the file is
+    neither.
+    """
     try:
         return [(place, *line) for line in json_lines(place)]
     except ValueError:
@@ -122,7 +126,8 @@ def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
     """Reads prime-rl's token export (``enable_token_export``): a ``rank_*.jsonl``, or a directory with such files.
 
     The columns are ``trainer`` and ``inference``; the mask is prime-rl's loss mask. A sequence's name is
-    ``step/rank/number``, with the step of the export. Raises what ``read_tokens`` does.
+    ``step/rank/number``, with the step of the export. Raises ValueError if there is no such file, or a line is damaged
+    or has another ``schema_version`` than ``PRIME_RL_SCHEMA``; the message names the line.
     """
     place = Path(path)
     files = sorted(place.rglob("rank_*.jsonl")) if place.is_dir() else [place]
@@ -158,7 +163,7 @@ def _jsonl_sequence(record: Row, number: int) -> TokenDump:
 
 
 def _pick(values: Sequence[Any], token_ids: Sequence[int]) -> list[Any]:
-    """Returns the numbers of the tokens, where vLLM gives an object of likely tokens by token id for each."""
+    """Returns the number of each token. vLLM may give an object of likely tokens by token id instead of a number."""
     picked = list(values)
     for i, (value, token) in enumerate(zip(values, token_ids, strict=False)):
         if isinstance(value, dict):
@@ -270,7 +275,7 @@ def _assemble(
     sources: Mapping[str, ColumnSource],
     sampling: Mapping[str, Any],
 ) -> TokenDump:
-    """Makes a dump of all lines, each (file, line number, record); an error names its line."""
+    """Makes a dump of all lines, each (file, line number, record). Raises ValueError, which names the line."""
     parts: list[TokenDump] = []
     for file, line, record in lines:
         try:

@@ -36,7 +36,7 @@ class Pair:
     trainer: str  # the column in the trainer's place of every formula
     rollout: str  # the column in the rollout engine's place
     roles_known: bool
-    metrics: dict[str, float]  # those of mismatch_metrics
+    metrics: dict[str, float]  # the metrics of mismatch_metrics
     growth: dict[str, dict[str, float]]  # token_count, k3_kl, logprob_abs_diff_mean of each position bucket with tokens
     verdict: Verdict
     # The token_count, k3_kl, logprob_abs_diff_mean and extreme_rate of each bucket of mismatch_by_turn; empty without
@@ -66,12 +66,16 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
 
     The roles of two columns (``TokenDump.role``) decide their places: a trainer comes first, then a column without a
     role, then a rollout engine. Two columns of the same role keep their order, and the pair says that the roles are
-    unknown. The order of the columns in a file changes no number. A pair with the sampler's column is refused if top_p,
-    top_k or min_p cut the distribution, unless both columns are normalised over the tokens that were left
-    (``ColumnSource.cut``). ``sampling`` names that column; otherwise it is every column with the role "rollout". With
-    ``same_weights`` columns with different weight hashes have the same weights, as before and after a conversion.
+    unknown. The order of the columns in a file changes no number.
 
-    Raises ValueError if a named column is missing, there are fewer than two, or a number is above 0.
+    A pair with the sampler's column is refused if top_p, top_k or min_p cut the distribution, unless both columns are
+    normalised over the tokens that were left (``ColumnSource.cut``). ``TokenDump.sampling`` names the sampler's column;
+    if it names none, every column with the role "rollout" counts.
+
+    ``same_weights`` says that columns with different weight hashes have the same weights, as before and after a
+    conversion of the model's files.
+
+    Raises ValueError if a named column is missing, there are fewer than two, or a log-probability is above 0.
     """
     chosen = list(columns) if columns is not None else sorted(dump.first_runs)
     if missing := [name for name in chosen if name not in dump.logprobs]:
@@ -124,7 +128,10 @@ def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
 
 
 def _cut_of_pair(a: ColumnSource, b: ColumnSource, cut: str) -> str:
-    """Returns the cut that makes two columns incomparable: ``cut`` is that of the sampler's column, if it is one."""
+    """Returns the words for a cut that makes two columns incomparable, or an empty string.
+
+    ``cut`` describes the cut of the sampling if one of the columns is the sampler's; otherwise it is empty.
+    """
     if a.cut != b.cut:
         return cut or "top_k, top_p or min_p"
     return "" if a.cut else cut
@@ -161,7 +168,7 @@ def to_text(comparison: Comparison) -> str:
 
 
 def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]) -> str:
-    """Joins the tables and a paragraph about columns that share a role."""
+    """Joins the formatted tables and a paragraph about columns that share a role."""
     matrices = [_matrix(comparison, metric) for metric in MATRIX_METRICS]
     tables = [_columns_table(comparison), *matrices, _growth_table(comparison), _verdict_table(comparison)]
     if comparison.other_floors:

@@ -26,15 +26,15 @@ from rljax.rollout.types import SERVED, Response, SamplingParams
 class SampleConfig:
     """The settings of the sampling.
 
-    In a second run a server samples again for its noise floor, at half the batch size with the same seeds. Both runs
-    sample from the same prefix up to the first token that differs.
+    In a second run a server samples again with the same seeds at half the batch size, to measure its noise floor. Both
+    runs sample from the same prefix up to the first token that differs.
     """
 
-    responses: int = 1  # to each prompt; their names are <sequence id>/<number>
+    responses: int = 1  # the responses to each prompt; they are named <sequence id>/<number>
     max_response_tokens: int = 256  # an end-of-sequence token of the model ends a response earlier
     temperature: float = 1.0
     seed: int = 0
-    batch_size: int = 8  # requests to a server at a time; the embedded engine samples all responses at once
+    batch_size: int = 8  # the requests to a server at a time; the embedded engine samples all responses at once
     second_run: bool = False
 
     def __post_init__(self) -> None:
@@ -52,10 +52,10 @@ def sample_responses(
     progress: Callable[[int], object] = lambda count: None,
     full_length: bool = False,
 ) -> TokenDump:
-    """Samples responses to each prompt of ``dump`` and returns them as a dump whose ``sampling`` names the sampler's
-    column.
+    """Samples responses to each prompt of ``dump`` and returns them as a dump.
 
-    The column is ``jax-decode:DTYPE`` or ``vllm-decode:DTYPE``, and for a second run there is also ``...@2``.
+    The sampler's column is ``jax-decode:DTYPE``, ``vllm-decode:DTYPE`` or ``sglang-decode:DTYPE``; the dump's
+    ``sampling`` names it. A second run has a further column with the suffix ``@2``.
 
     Args:
       dump: The dump with the prompts, which end before the first response token. Its columns are not copied.
@@ -114,8 +114,9 @@ def _sample(
 
 
 def split_sampler(spec: str) -> tuple[str, str]:
-    """Splits a sampler's spec: ``jax-decode:float32`` becomes ``("jax-decode", "float32")``; ValueError if it is
-    unknown.
+    """Splits a sampler's spec: ``jax-decode:float32`` becomes ``("jax-decode", "float32")``.
+
+    Raises ValueError if the spec has an unknown form.
     """
     return parse_spec("sampler", spec, {"jax-decode": "DTYPE"} | {f"{kind}-decode": "URL" for kind in SERVED})
 
@@ -123,7 +124,7 @@ def split_sampler(spec: str) -> tuple[str, str]:
 def toy_prompts(count: int, model: str | Path) -> TokenDump:
     """Returns a dump of the first prompts of the toy task's eval split, in tokens of ``model``, without responses.
 
-    Raises ValueError without a tokenizer, or if there are fewer problems.
+    Raises ValueError if the model has no tokenizer, ``count`` is below 1, or the split has fewer problems.
     """
     if count < 1:
         raise ValueError(f"the number of toy prompts must be at least 1, got {count}")

@@ -145,7 +145,7 @@ def server_label(info: ServerInfo) -> str:
 def server_source(info: ServerInfo, way: str, temperature: float | None, kind: str = "vllm") -> ColumnSource:
     """Returns the source of a column that a server of ``kind`` computes; ``way`` ends the engine's name.
 
-    Weights that were published to the server have no known hash.
+    The hash of the weights is empty if weights have been published to the server, or if its model's files are not here.
     """
     readable = info.has_first_weights and any(Path(info.root).glob("*.safetensors"))
     known_hash = weights_hash(info.root) if readable else ""
@@ -176,7 +176,11 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def split_model(spec: str, model: str | os.PathLike[str] | None) -> tuple[str, Path]:
-    """Returns dtype and model directory of ``KIND:DTYPE[@DIR]``; the directory is ``model`` if the spec names none."""
+    """Returns the dtype and the model directory of the spec ``KIND:DTYPE[@DIR]``.
+
+    The directory is ``model`` if the spec names none. Raises ValueError if there is no directory, or the spec is
+    unknown.
+    """
     dtype, _, own = split_spec(spec)[1].partition("@")
     if not own and model is None:
         raise ValueError(f"scorer {spec!r} needs a model directory")
@@ -198,8 +202,9 @@ def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str
 def name_columns(specs: Sequence[str]) -> dict[str, str]:
     """Names the column of each spec: the spec itself, or for a server its kind and dtype, such as ``vllm:bfloat16``.
 
-    A server that decodes given tokens has ``vllm-forced:bfloat16``, beside the ``vllm-decode:bfloat16`` of one that
-    samples. Raises ValueError if a spec is unknown, and ServerError if a server does not answer.
+    The column of a server that decodes given tokens is ``vllm-forced:bfloat16``; that of a server that samples is
+    ``vllm-decode:bfloat16``. A spec whose name is taken already keeps the spec as its name. Raises ValueError if a spec
+    is unknown, and ServerError if a server does not answer.
     """
     names: dict[str, str] = {}
     for spec in dict.fromkeys(specs):
@@ -296,9 +301,9 @@ def _served_decode(server: ServedModel, dump: TokenDump, batch_size: int) -> Vec
 
 
 def _split(dump: TokenDump) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns what an engine takes as prompts, and what it decodes: all from the first response token on.
+    """Splits each sequence into a prompt and the tokens from its first response token on, which an engine decodes.
 
-    A prompt has at least one token. It is the whole sequence if there is no response.
+    A prompt has at least one token. It is the whole sequence if there is no response token.
     """
     starts = [max(int(np.argmax(mask)), 1) if mask.any() else len(mask) for mask in dump.response_mask]
     pairs = list(zip(dump.token_ids, starts, strict=True))
@@ -320,7 +325,11 @@ def hf_log_softmax(directory: Path, dtype: str, temperature: float) -> Callable[
 
 
 def load_hf(directory: Path, dtype: str, attention: str | None = None) -> tuple[Any, Any, str]:
-    """Loads a model with transformers; returns torch, the model and its device. ``attention`` None: its default."""
+    """Loads a model with transformers and returns the torch module, the model and its device.
+
+    ``attention`` is the ``attn_implementation``; None means the default of transformers. Raises ValueError if torch or
+    transformers is not installed.
+    """
     try:  # imported here because the other scorers need no torch
         import torch
         import transformers

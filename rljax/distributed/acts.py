@@ -1,4 +1,4 @@
-"""The acts of a run: work that all processes do at the same time, with both sides of it in one class."""
+"""The acts of a run: work that all processes do at the same time. One class has process 0's side and the others'."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Act(Generic[Local]):
     """
 
     name: ClassVar[str]
-    """The name that announcements carry; each act of a run has another one."""
+    """The name of the act in announcements; it differs between the acts of a run."""
 
     def __init__(self, processes: Processes) -> None:
         self.processes = processes
@@ -33,7 +33,7 @@ class Act(Generic[Local]):
     def lead(
         self, part: str = "", fields: Mapping[str, Any] | None = None, arrays: Mapping[str, np.ndarray] | None = None
     ) -> AbstractContextManager[None]:
-        """Announces a part of this act, with the fields of ``Request``; process 0 does its side in the block."""
+        """Announces a part of this act, with the fields and arrays of a ``Request``. Process 0 works in the block."""
         return self.processes.together(Request(self.name, part, fields or {}, arrays or {}))
 
     def follow(self, request: Request, local: Local) -> None:
@@ -42,9 +42,9 @@ class Act(Generic[Local]):
 
 
 def follow(processes: Processes, acts: Iterable[Act[Local]], local: Local) -> int:
-    """Does what process 0 announces, until it announces the end of the run. Returns the exit status of the run.
+    """Follows the announcements of process 0 until it announces the end of the run. Returns the run's exit status.
 
-    Process 0 announces some of ``acts``, which read and replace the objects in ``local``.
+    Each announcement names one of ``acts``, which reads and replaces the objects in ``local``.
     """
     by_name = {act.name: act for act in acts}
     while (request := processes.listen()).act != STOP:
@@ -54,9 +54,9 @@ def follow(processes: Processes, acts: Iterable[Act[Local]], local: Local) -> in
 
 
 def gather_results(processes: Processes, work: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Does ``work`` in every process and gathers what it returned, or its OSError, for ``values_of``.
+    """Does ``work`` in every process, and gathers the results and OSErrors of all processes for ``values_of``.
 
-    All processes call it. An OSError in one of them is not raised here, so that they stay at the same place.
+    All processes call it. An OSError in one process is not raised here, so that all stay at the same place.
     """
     try:
         result: Any = {"value": msgspec.to_builtins(work())}
@@ -66,7 +66,10 @@ def gather_results(processes: Processes, work: Callable[[], Any]) -> list[dict[s
 
 
 def values_of(results: Sequence[Mapping[str, Any]], kind: type[Value]) -> list[Value]:
-    """Returns the values that ``gather_results`` gathered, each as a ``kind``. Raises OSError with all errors."""
+    """Converts the values that ``gather_results`` gathered to ``kind``, in the order of the processes.
+
+    Raises OSError if a process had one; its message has all of them.
+    """
     errors = [result["error"] for result in results if "error" in result]
     if errors:
         raise OSError("; ".join(errors))
@@ -74,9 +77,9 @@ def values_of(results: Sequence[Mapping[str, Any]], kind: type[Value]) -> list[V
 
 
 def to_the_end(items: Iterator[Item]) -> Iterator[Item]:
-    """Yields the items. If the caller stops early, the remaining items are computed all the same.
+    """Yields the items. If the caller stops early, the remaining items are still computed.
 
-    The other processes compute all of them, too, and wait for this one in collectives.
+    The other processes compute all items, too, and would wait for this one in collectives.
     """
     try:
         for item in items:  # noqa: UP028 ("yield from" would close the items with this generator)

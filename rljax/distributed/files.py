@@ -14,7 +14,7 @@ from rljax.distributed.ownership import claim, provably_dead
 from rljax.errors import writing
 
 VERSIONS = 2
-"""The number of versions of the weights that exist at a time: one is written while servers load the one before."""
+"""The number of versions of the weights that exist at a time: one is written while servers load the version before."""
 _OWNER = "owner.json"
 
 
@@ -23,8 +23,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path beside ``path``, and renames it to ``path`` when the block ends without an error.
 
     A reader of ``path`` finds the old content or the new content, never a part of it. After an error, or if the process
-    is killed in the block, ``path`` is as it was before. A directory must not exist yet. Raises OSError, which names a
-    file, if it cannot be written or renamed.
+    is killed in the block, ``path`` is as it was before. ``path`` may be a directory only if it does not exist yet.
+    Raises OSError, which names a file, if the content cannot be written or renamed.
     """
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
@@ -34,13 +34,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Writes a file in one rename; text is encoded as UTF-8. Raises OSError."""
+    """Writes a file, which appears whole by a rename; text is encoded as UTF-8. Raises OSError."""
     with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def memory_directory() -> Path:
-    """Returns a directory in this machine's memory, or the directory of temporary files where there is none."""
+    """Returns /dev/shm, a directory in this machine's memory. Where it cannot be written: the temporary directory."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -63,9 +63,9 @@ def free_memory() -> int | None:
 
 
 def check_room(directory: Path, version_bytes: int, setting: str) -> None:
-    """Raises RuntimeError where the file system of ``directory`` has no room for ``VERSIONS`` of the weights.
+    """Raises RuntimeError if the file system of ``directory`` has no room for ``VERSIONS`` versions of the weights.
 
-    One of them takes ``version_bytes``. ``setting`` is the name of the setting that chooses another directory.
+    A version takes ``version_bytes``. ``setting`` is the name of the setting that chooses another directory.
     """
     free, needed = shutil.disk_usage(directory).free, VERSIONS * version_bytes
     if free < needed:
@@ -80,9 +80,9 @@ class OwnedDirectory:
     """A new directory, ``root`` in ``parent``, that this process owns for one run and removes in :meth:`close`."""
 
     def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None) -> None:
-        """Makes a directory ``prefix*`` in ``parent``, and removes those whose owner is provably dead.
+        """Makes a directory ``prefix*`` in ``parent``, after removing those whose owner is provably dead.
 
-        With None for ``parent`` that is ``memory_directory()``. Raises RuntimeError if it cannot be written.
+        None for ``parent`` means ``memory_directory()``. Raises RuntimeError if ``parent`` cannot be written.
         """
         self.parent = Path(parent) if parent is not None else memory_directory()
         try:
@@ -103,7 +103,7 @@ class OwnedDirectory:
 def remove_abandoned(parent: Path, prefix: str, owners: str) -> None:
     """Removes directories ``prefix*`` in ``parent`` whose owners are provably dead.
 
-    ``owners`` is the pattern of the owners' records in each of them. A directory without such a record stays.
+    ``owners`` is the glob pattern of the owners' records in such a directory. A directory without a record stays.
     """
     for root in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # it belongs to another user, or was removed in the meantime

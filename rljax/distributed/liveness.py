@@ -51,7 +51,15 @@ class Liveness:
     """The threads of one process that write and watch signs of life, from ``start`` to ``stop``."""
 
     def __init__(self, store: Any, index: int, count: int, *, heartbeat_s: float, stuck_s: float):
-        """Takes what ``Processes`` takes. ``store`` is the client of ``jax.distributed``; None for a single process."""
+        """Prepares the threads of process ``index`` of ``count``.
+
+        Args:
+          store: The client of ``jax.distributed``, or None for a single process.
+          index: The number of this process, from 0.
+          count: The number of processes.
+          heartbeat_s: The longest time from the last sign of life of a process to the end of the others (seconds).
+          stuck_s: The longest time that a process may stay in one place (seconds); 0 means no limit.
+        """
         self._store, self._index, self._count = store, index, count
         self._heartbeat_s, self._stuck_s = heartbeat_s, stuck_s
         self._silent_s = _SILENT * heartbeat_s
@@ -85,9 +93,9 @@ class Liveness:
             self._store.key_value_set(_SIGNAL, str(number), allow_overwrite=True)
 
     def end_all(self, status: int, line: str) -> None:
-        """Tells all other processes to print a line and end. Process 0 gives them time to read that.
+        """Tells all other processes to print a line and end with ``status``. Process 0 gives them time to read it.
 
-        The first call in any process counts. If the store is gone, the other processes end by themselves.
+        Only the first call of all processes counts. If the store is gone, the other processes end by themselves.
         """
         with contextlib.suppress(Exception):
             self._store.key_value_set(_WORD, json.dumps({"status": status, "line": line, "by": self._index}))
@@ -103,7 +111,7 @@ class Liveness:
         return f"process {index} on {self._beats[index].host}" if index in self._beats else f"process {index}"
 
     def _beat(self) -> None:
-        """Writes beats and reads those of the others. It may wait for the store; ``_watch`` never does."""
+        """Writes beats and reads the beats of other processes. It may wait for the store; ``_watch`` never does."""
         while not self._stopped.is_set():
             self._number += 1
             beat = {"host": socket.gethostname(), "number": self._number, "place": self._place, "moves": self._moves}
@@ -140,7 +148,7 @@ class Liveness:
             self._end(word["status"], word["line"], trace=word.get("trace", False))
 
     def _watch(self) -> None:
-        """Ends all processes when one is silent or stays in one place. It calls nothing that may wait."""
+        """Ends all processes when one is silent, or stays in one place for too long. It never waits for the store."""
         place, since = self._moves, time.monotonic()
         while not self._stopped.wait(self._period_s):
             now = time.monotonic()

@@ -17,19 +17,19 @@ SMALL_BYTES = 256 * 1024  # Larger messages travel over the devices, not through
 class Request:
     """The announcement of work that all processes do together."""
 
-    act: str
-    part: str = ""  # of the act; "" where it has only one
+    act: str  # the name of the act
+    part: str = ""  # the part of the act; empty if the act has only one
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # JSON values by name
     arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def place(self) -> str:
-        """The words that say where a process is while it does this work."""
+        """The name of the place of a process that does this work: the part, or else the act."""
         return self.part or self.act
 
 
 def pack_request(request: Request) -> bytes:
-    """Returns the message of a request: a line of JSON, then the bytes of the arrays."""
+    """Packs a request into a message: a line of JSON, then the bytes of the arrays."""
     forms = {name: [array.dtype.str, list(array.shape)] for name, array in request.arrays.items()}
     content = {"act": request.act, "part": request.part, "fields": dict(request.fields), "arrays": forms}
     arrays = (np.ascontiguousarray(array).tobytes() for array in request.arrays.values())
@@ -37,7 +37,7 @@ def pack_request(request: Request) -> bytes:
 
 
 def unpack_request(message: bytes) -> Request:
-    """Returns the request of a message."""
+    """Reads the request from a message of ``pack_request``."""
     head, _, body = message.partition(b"\n")
     content = json.loads(head)
     arrays, start = {}, 0
@@ -50,7 +50,7 @@ def unpack_request(message: bytes) -> Request:
 
 def broadcast(message: bytes, size: int) -> bytes:
     """Returns process 0's message of ``size`` bytes, which travels over the devices. All processes call it."""
-    # The broadcast compiles once per length, so lengths are few.
+    # The broadcast compiles once per length, so the message is padded to one of few lengths.
     step = 1 << max(size.bit_length() - 3, 12)
     words = np.zeros(-(-size // step) * step // 4, np.uint32)
     words.view(np.uint8)[: len(message)] = np.frombuffer(message, np.uint8)
@@ -58,7 +58,7 @@ def broadcast(message: bytes, size: int) -> bytes:
 
 
 def ragged(name: str, vectors: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns vectors of several lengths as two arrays: their elements, ``name``, and lengths, ``name/lengths``."""
+    """Packs vectors of several lengths into two arrays: ``name`` has their elements, ``name/lengths`` their lengths."""
     arrays = [np.asarray(vector) for vector in vectors]
     lengths = np.asarray([len(array) for array in arrays], np.int64)
     return {name: np.concatenate(arrays), f"{name}/lengths": lengths}

@@ -1,9 +1,9 @@
 """Ownership of a path by one living process, on local and on shared file systems.
 
-The owner's record is a small file with its host, its process id and the start time of the process. A thread of the
+The owner writes a record: a small file with its host, its process id and the start time of the process. A thread of the
 owner renews the file's modification time, which is its heartbeat. Kernel locks (flock) are not used, because on some
 shared file systems they hold on one machine only. On the owner's machine the process table shows whether the owner
-lives. On any other machine the heartbeat does.
+lives. On any other machine the heartbeat shows it.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class Ownership:
 
 
 def claim(path: str | os.PathLike[str], *, stale_s: float = STALE_S, heartbeat_s: float = HEARTBEAT_S) -> Ownership:
-    """Makes this process the only owner of a path: the file of its record, in a directory that exists.
+    """Makes this process the only owner of ``path``, the file of the owner's record. Its directory must exist.
 
     The record of an owner that is provably dead is taken over at once. If the owner is on another machine, this prints
     a line and watches its heartbeat for up to ``stale_s`` seconds. It takes the record over if the heartbeat does not
-    move. If several processes claim a path at the same time, one succeeds. ``heartbeat_s``, between two beats of this
-    owner, is well below ``stale_s`` of every other process.
+    move. If several processes claim a path at the same time, one succeeds. ``heartbeat_s`` is the time between two
+    beats of this owner (seconds). It must be well below the ``stale_s`` of every other process.
 
     Raises:
       OwnedError: Another owner lives. The message names it.
@@ -117,7 +117,7 @@ def claim(path: str | os.PathLike[str], *, stale_s: float = STALE_S, heartbeat_s
 def read(path: str | os.PathLike[str]) -> Record | None:
     """Returns the record at ``path``, or None if there is none. Raises OSError if the file cannot be read.
 
-    A record that cannot be parsed becomes one of an unknown machine.
+    A record that cannot be parsed becomes the record of an unknown machine.
     """
     try:
         return _parse(Path(path).read_bytes())
@@ -185,7 +185,10 @@ def _create(path: Path, record: Record) -> bool:
 
 
 def _take_away(path: Path, record: Record) -> bool:
-    """Removes the record of a dead owner. If another process wrote its record meanwhile, that one is put back."""
+    """Removes the record of a dead owner and returns whether it did.
+
+    If another process has written its own record meanwhile, that record is put back.
+    """
     aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         if read(path) != record:
@@ -202,7 +205,10 @@ def _take_away(path: Path, record: Record) -> bool:
 
 
 def _heartbeat(path: Path) -> float | None:
-    """Returns the modification time. The file is opened, because NFS asks the server at an open and not at a stat."""
+    """Returns a record's modification time, or None if there is no record.
+
+    The file is opened, because NFS asks the server at an open and not at a stat.
+    """
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime

@@ -36,8 +36,8 @@ STOP = "stop"
 """The name of the act that ends the run."""
 
 _REQUESTS = "rljax/act/"
-_KEPT = 8  # Announcements in the store. No process is further behind, because each step waits for all of them.
-_LISTEN_MS = 500  # One wait for an announcement lasts so long, and signals are handled between two waits.
+_KEPT = 8  # The announcements in the store. No process is further behind, because each step waits for all processes.
+_LISTEN_MS = 500  # The longest single wait for an announcement. Signals are handled between two waits.
 _INIT_S = 300
 _JAX_HEARTBEAT_FACTOR = 4  # The run's own heartbeat comes first, and its message says more.
 _COLLECTIVE_FAILED = re.compile("[A-Z_]+: .*(Gloo|NCCL|RCCL)")
@@ -49,8 +49,8 @@ class Processes:
     def __init__(self, index: int = 0, count: int = 1, *, heartbeat_s: float = 30.0, stuck_s: float = 0.0):
         """Prepares process ``index``, from 0. If there are several, ``jax.distributed`` must be initialised.
 
-        From the last sign of life of a process to the end of the others it takes at most ``heartbeat_s`` seconds. A
-        process may stay in one place for ``stuck_s`` seconds; 0 is no limit.
+        ``heartbeat_s`` is the longest time from the last sign of life of a process to the end of the others (seconds).
+        ``stuck_s`` is the longest time that a process may stay in one place (seconds); 0 means no limit.
         """
         self.index, self.count = index, count
         self._heartbeat_s, self._number, self._failed, self._has_ended = heartbeat_s, 0, "", False
@@ -71,7 +71,7 @@ class Processes:
 
     @property
     def are_together(self) -> bool:
-        """Whether everything that the processes did together has succeeded."""
+        """Whether all work that the processes did together has succeeded so far."""
         return not self._failed
 
     def at(self, place: str) -> None:
@@ -86,8 +86,8 @@ class Processes:
     def together(self, request: Request) -> Iterator[None]:
         """Announces work to the other processes; process 0 does its side in the block.
 
-        An error in the block leaves the processes at different places, so they do nothing together after it: the next
-        call raises StartAgainError.
+        An error in the block leaves the processes at different places, so they can do nothing together any more. Every
+        later call raises StartAgainError.
         """
         if self.count == 1:
             yield
@@ -105,7 +105,7 @@ class Processes:
             raise
 
     def listen(self) -> Request:
-        """Waits for the next announcement of process 0 and returns it. The other processes call it."""
+        """Waits for the next announcement of process 0 and returns it. Every process but process 0 calls it."""
         self._number += 1
         self.at(WAITING)
         while True:
@@ -124,7 +124,7 @@ class Processes:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """A process does announced work in the block. If a collective fails, the lost process is named."""
+        """Waits, if a collective of announced work fails in the block, until the heartbeat names the lost process."""
         try:
             yield
         except Exception as error:
@@ -134,7 +134,7 @@ class Processes:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the duration of the block to those that ``compare`` compares under ``name``, one of ``TIMED``."""
+        """Adds the duration of the block to the time of the work ``name``, one of ``TIMED``, for ``compare``."""
         start = time.monotonic()
         try:
             yield
@@ -144,8 +144,9 @@ class Processes:
     def compare(self) -> dict[str, float]:
         """Returns ``perf/<name>_slowest_s`` and ``perf/<name>_slowest_process`` of each timed work since the last call.
 
-        All processes call it; a single one gets {}. All processes leave an update at the same time. Its slowest process
-        is therefore the one that entered it last, and its duration is the time from the first process to the last one.
+        All processes call it; a single process gets an empty dict. All processes leave an update at the same time. The
+        slowest process of an update is therefore the last to enter it, and its ``_slowest_s`` is the time by which it
+        entered after the first.
         """
         if self.count == 1:
             return {}
@@ -173,7 +174,10 @@ class Processes:
 
     @contextlib.contextmanager
     def reported_signals(self) -> Iterator[None]:
-        """In the block, a process other than 0 reports SIGTERM and SIGINT to process 0; a second one ends it."""
+        """Reports SIGTERM and SIGINT of a process other than 0 to process 0 in the block.
+
+        A second signal ends the process.
+        """
         # A thread reads the signals from a pipe, because the main thread may wait in a collective.
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
@@ -246,16 +250,19 @@ class Processes:
             broadcast(message, len(message))
 
     def _wait_for_heartbeat(self) -> None:
-        """A collective fails at once where a process died; the heartbeat finds which one, and ends this process."""
+        """Waits until the heartbeat finds the process that died and ends this one.
+
+        A collective fails at once if a process dies, before the heartbeat knows which one it was.
+        """
         time.sleep(self._heartbeat_s + 5.0)
 
 
 ALONE = Processes()
-"""The only process of a run, which nobody watches."""
+"""The only process of a run, without a watch over it."""
 
 
 def is_of_devices(error: BaseException) -> bool:
-    """Whether an error, or one of its causes, came from a computation, such as a collective that lost a process.
+    """Returns whether an error, or one of its causes, came from a computation, such as a collective without a process.
 
     JAX raises a plain ValueError where a small collective on CPUs fails at the call.
     """
@@ -292,12 +299,19 @@ def start_processes(
 ) -> Processes:
     """Returns the processes of this run, after starting ``jax.distributed`` where there are several.
 
-    Call it before anything asks for devices. With the defaults of the first three arguments the cluster says what they
-    are: the number of processes, the number of this one, and the HOST:PORT of process 0.
+    Call it before anything asks for devices. By default JAX finds the first three values in the cluster's environment.
+
+    Args:
+      count: The number of processes; 0 means as the cluster says, and 1 a single process.
+      index: The number of this process, from 0; -1 means as the cluster says.
+      coordinator: The HOST:PORT of process 0; empty means as the cluster says.
+      heartbeat_s: The longest time from the last sign of life of a process to the end of the others (seconds).
+      stuck_s: The longest time that a process may stay in one place (seconds); 0 means no limit.
 
     Raises:
       ConfigError: The options do not fit each other, or the environment has several processes that JAX does not find.
       StartAgainError: The other processes did not connect in time.
+      RuntimeError: The three options are given, but this program uses its devices already.
     """
     is_set = (count > 1, index >= 0, bool(coordinator))
     limits: dict[str, Any] = {"heartbeat_s": heartbeat_s, "stuck_s": stuck_s}
@@ -356,7 +370,7 @@ def unused_gpus(used: int, devices: Path = Path("/dev")) -> str | None:
 
 
 def _several_by_environment() -> str:
-    """Returns the words of the environment that say there are several processes; "" where nothing says so."""
+    """Returns a phrase with the reason why the environment has several processes; empty if it does not say so."""
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if os.environ.get(name, "1") not in ("", "0", "1"):
             return f"{name} is {os.environ[name]}"
