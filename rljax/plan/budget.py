@@ -29,8 +29,8 @@ Sizes = dict[str, tuple[int, int]]  # by name: bytes in all, bytes on one device
 PROCESS_BYTES = 2 * 2**30
 # The copies of the training state that a checkpoint holds on the host while it is written.
 CHECKPOINT_COPIES = 1
-_DEVICES_A_HOST = 8  # of a mesh whose devices are not present
-# The arrays of ``dry_run.state_bytes`` that exist in an update alone.
+_DEVICES_A_HOST = 8  # the devices of one host, for a mesh whose devices are not present
+# The ends of the names of arrays in ``dry_run.state_bytes`` that exist only during an update.
 _OF_AN_UPDATE = ("gradients", " copy", " gathered")
 
 
@@ -38,7 +38,7 @@ class Decoding(NamedTuple):
     """The batch that the embedded engine decodes at once.
 
     Attributes:
-      slots: The number of responses at once, of ``rows``.
+      slots: The number of responses that are decoded at once.
       rows: The number of responses of a step.
       places: The tokens of the cache for one response.
       bytes: The bytes of the cache on one device.
@@ -82,10 +82,10 @@ class Devices(NamedTuple):
     """The devices of a run.
 
     Attributes:
-      number: Their number.
-      is_here: Whether this machine has them.
-      name: The name of one.
-      memory: The bytes of one, or None for a CPU, whose memory is the host's.
+      number: The number of devices.
+      is_here: Whether this machine has the devices.
+      name: The name of a device.
+      memory: The memory of a device in bytes, or None for a CPU, whose memory is the host's.
     """
 
     number: int
@@ -100,7 +100,10 @@ class Devices(NamedTuple):
 
 
 def find_devices(mesh: Any, card: Card | None = None) -> Devices:
-    """Returns the devices of a mesh: each is a ``card``. None: those of this machine, or H100s if it has too few."""
+    """Returns the devices of a mesh, each of which is a ``card``.
+
+    None for ``card`` means the devices of this machine, or H100s if this machine has too few devices.
+    """
     count = math.prod(mesh.shape.values())
     if card is None and count > jax.device_count():
         card = H100
@@ -139,7 +142,7 @@ def top_bytes(config: Config) -> int:
 
 
 def held_batches(config: Config) -> int:
-    """Returns the most batches of responses that one step holds; with refilling a further round beside the batch."""
+    """Returns the largest number of batches of responses that a step holds: with refilling also one further round."""
     return 2 if config.rollout.refill else 1
 
 
@@ -163,7 +166,7 @@ def device_demands(
     if decoding is not None:
         parts = {"arrays": resident, "cache": decoding.bytes}
         if tops := top_bytes(config):
-            parts["likeliest tokens"] = tops  # Every device has those of all responses.
+            parts["likeliest tokens"] = tops  # Every device has the likeliest tokens of all responses.
         fewer = f"rollout.decode_tokens below {decoding.slots * decoding.places}, a larger mesh.fsdp"
         demands.append(Demand("in sampling", parts, place, devices.memory, fewer))
     return demands
@@ -210,7 +213,7 @@ def host_demand(
     if served and config.publish.store != "shared":
         parts["the last version for deltas"] = weights
     if tops := top_bytes(config):
-        # Those that are sampled for the step, those of the steps after it, and one more that is packed into rows.
+        # The batches of this step, the batches sampled ahead for later steps, and one more that is packed into rows.
         batches = held_batches(config) + config.rollout.max_staleness
         packed = math.prod(batch_shape(config)) * config.trained_tops * TOP_BYTES
         parts["likeliest tokens"] = batches * tops + packed
@@ -227,7 +230,7 @@ def host_demand(
 
 
 def disk_demands(config: Config, policy: PolicyConfig, sizes: Sizes) -> list[Demand]:
-    """Returns what the run directory and the directory of the weights' versions need."""
+    """Returns the demands of the run directory and of the directory of the weights' versions."""
     wanted, state, run_dir = config.checkpoint, saved_bytes(sizes)[0], Path(config.run.dir)
     parts = {f"{wanted.keep} checkpoints": wanted.keep * state, "the next one": state}
     remedies = ["a smaller checkpoint.keep"] if wanted.keep > 1 else []
@@ -246,7 +249,7 @@ def disk_demands(config: Config, policy: PolicyConfig, sizes: Sizes) -> list[Dem
 
 
 def saved_bytes(sizes: Sizes) -> tuple[int, int]:
-    """Returns (bytes in all, bytes on one device) of what a checkpoint holds: what is trained, and its moments."""
+    """Returns (bytes in all, bytes on one device) of a checkpoint: the trained parameters and their moments."""
     pairs = [pair for name, pair in sizes.items() if name in ("masters", "adapters", "moments")]
     return sum(whole for whole, _ in pairs), sum(part for _, part in pairs)
 

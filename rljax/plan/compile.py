@@ -47,9 +47,9 @@ class CompiledStep:
 
     config: Config  # with ``mesh.fsdp: -1`` replaced by a number
     machine: Machine
-    mesh: Mesh  # of the machine's devices
+    mesh: Mesh  # the mesh of the machine's devices
     seconds: float  # the time that the compiler took
-    text: str  # of the compiled program
+    text: str  # the text of the compiled program
     memory: dict[str, int]  # the bytes on a device by kind, from ``memory_by_kind``
 
 

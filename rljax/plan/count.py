@@ -26,7 +26,7 @@ COLLECTIVES = {
     "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
     "reduce-scatter",
 }  # fmt: skip
-# In the attributes of a custom call that computes attention.
+# The pattern that the attributes of a custom call match if it computes attention.
 _ATTENTION = re.compile(r'__cudnn\$fmha|"tpu_custom_call".*(splash|flash)')
 # These instructions move nothing themselves. The computations that they call are counted.
 _FREE = {
@@ -42,9 +42,9 @@ class Collective:
     """The sum of the exchanges between devices of one kind, dtype and grouping."""
 
     kind: str  # the opcode in HLO
-    dtype: str  # of the elements
+    dtype: str  # the dtype of the elements
     groups: tuple[tuple[int, ...], ...]  # the partitions that exchange arrays
-    count: int  # of executions; an exchange of arrays of several dtypes counts once for each dtype
+    count: int  # the number of executions; an exchange of arrays of several dtypes counts once for each dtype
     bytes: int  # the sum of the complete arrays on one device: outputs of an all-gather, inputs of the others
 
 
@@ -93,8 +93,8 @@ class Program:
     micro_batch: Work  # for each micro-batch with loss: the outermost open loop that moves most bytes
     forward: Work  # for each micro-batch without loss: all other outermost open loops
     step: Work  # once a step
-    open_loops: int  # the number of outermost open loops; a third one would count as part of the forward
-    inner_open_loops: int  # the number of open loops inside of these
+    open_loops: int  # the number of outermost open loops; a third one would count as part of ``forward``
+    inner_open_loops: int  # the number of open loops inside the outermost ones
 
 
 def count_program(module: Module, devices: int) -> Program:
@@ -113,12 +113,12 @@ def count_program(module: Module, devices: int) -> Program:
 
 
 def instruction_work(module: Module, computation: Computation, instruction: Instruction, devices: int) -> Work:
-    """Counts one execution of an instruction, which is a kernel, a collective, or a start of either."""
+    """Counts the work of one execution of an instruction: a kernel, a collective, or the start of either."""
     return _Counter(module, devices).executed(computation, instruction, 1)
 
 
 def counted_computation(module: Module, instruction: Instruction, devices: int) -> Computation:
-    """Returns the computation that a call or a conditional runs; of several branches the one that counts."""
+    """Returns the computation that a call or a conditional runs. Of several branches it is the one that counts."""
     called = [module.computations[name] for name in instruction.called.values()]
     return max(called, key=lambda one: _rank(_Counter(module, devices).scheduled(one, 1))) if called[1:] else called[0]
 
@@ -222,7 +222,7 @@ class _Counter:
 
 
 def _add_branches(work: Work, branches: list[Work]) -> None:
-    """Adds the branch of a conditional that counts; the products of the others become untaken."""
+    """Adds the work of the branch that counts; the products of the other branches are added to ``untaken_flops``."""
     *others, taken = sorted(branches, key=_rank)
     work.add(taken)
     for branch in others:
@@ -238,7 +238,7 @@ def _main_memory(arrays: tuple[Array, ...]) -> int:
 
 
 def _read(fused: Computation) -> int:
-    """Counts the bytes read of all parameters: the slices alone, where the fusion uses nothing else of one."""
+    """Counts the bytes that a fusion reads from its parameters. If it uses only slices of one, only these count."""
     users: dict[str, list[Instruction]] = {name: [] for name in fused.instructions}
     for one in fused.instructions.values():
         for operand in one.operands:
@@ -263,7 +263,7 @@ def _read(fused: Computation) -> int:
 
 
 def _written(fused: Computation) -> int:
-    """Counts the bytes written by a fusion; of an array that is updated in place only the update counts."""
+    """Counts the bytes that a fusion writes. If it updates an array in place, only the update counts."""
 
     def written(name: str) -> int:
         source = fused.source(name, _VIEWS)

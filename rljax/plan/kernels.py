@@ -37,8 +37,8 @@ class KernelUse:
     """The executions of a custom call."""
 
     target: str  # the name of the call
-    count: int
-    dtype: str  # of the operands; empty if the kernel is unknown
+    count: int  # the number of executions
+    dtype: str  # the dtype of the operands; empty if the kernel is unknown
     flops: int | None  # the floating-point operations by formula; None if the kernel is unknown
 
 

@@ -34,10 +34,10 @@ class Card:
     memory_bytes: int  # the size of the main memory
     memory_rate: float  # bytes read or written per second
     link_rate: float  # bytes per second and direction to the other cards of the node, or over all links of a TPU
-    network_rate: float | None = None  # the same to other nodes; None if all cards have the same links
+    network_rate: float | None = None  # bytes per second and direction to other nodes; None if all links are equal
 
     def product_rate(self, dtype: str, precision: str) -> float:
-        """Returns the floating-point operations per second of products of a dtype; of two dtypes the slower counts."""
+        """Returns the floating-point operations per second of products of a dtype. Of two dtypes the slower counts."""
         pairs = [(part, precision) for part in dtype.split("x")]
         pairs = [pair if pair in self.flops else (pair[0], "default") for pair in pairs]
         return min(self.flops.get(pair, self.flops["float32", "highest"]) for pair in pairs)
@@ -47,10 +47,10 @@ class Card:
 class Machine:
     """The cards that train together."""
 
-    name: str  # on the command line
-    card: Card  # of every device
+    name: str  # the name on the command line
+    card: Card  # the card of every device
     platform: str  # cuda or tpu
-    topology: str  # JAX's name of the arrangement
+    topology: str  # JAX's name for the arrangement of the cards
     nodes: int  # the number of hosts of a GPU machine; a TPU's slice counts as one
 
 
@@ -73,7 +73,7 @@ H200 = dataclasses.replace(H100, name="NVIDIA H200 SXM", memory_bytes=141_000_00
 
 
 def _tpu(name: str, tflops: float, memory_gib: int, memory_gb_s: float, link_gb_s: float) -> Card:
-    """Returns a TPU's card. Its products are bfloat16; a float32 product takes one, three or six passes of them."""
+    """Returns a TPU's card. A float32 product takes one, three or six passes of bfloat16 products."""
     passes = {"default": 1, "high": 3, "highest": 6}
     return Card(
         name=name,
@@ -139,7 +139,7 @@ def parse_machine(name: str) -> Machine:
 
 
 def topology_devices(machine: Machine) -> list[Any]:
-    """Returns the machine's devices (``jax.Device``) for a mesh to compile for; none need be present.
+    """Returns the machine's devices (``jax.Device``) to compile for. They need not be present.
 
     JAX runs on the CPU after this call, because a compiler's plug-in would otherwise ask for its own devices.
 

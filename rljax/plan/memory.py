@@ -30,9 +30,10 @@ from rljax.run.training import batch_shape, responses_per_update
 from rljax.sharding import named_sharding
 from rljax.trainer.micro_batches import BATCH_AXES
 
-# Of a place of the batch: seven arrays of four bytes for policy and loss, two masks, two arrays of log-probabilities.
+# The bytes of a batch for each token: seven arrays of four bytes for policy and loss, two masks of one byte, and two
+# arrays of log-probabilities.
 _BATCH_BYTES = 38
-# Of a likeliest token: its id and its log-probability.
+# The bytes of a likeliest token: its id and its log-probability.
 TOP_BYTES = 8
 _FLOAT32 = 4
 _HOPPER = SimpleNamespace(platform="gpu", device_kind="Hopper GPU", compute_capability=CAPABILITY)
@@ -72,8 +73,8 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
 def working_top_bytes(config: Config, mesh: Any) -> int:
     """Returns the bytes on one device of the likeliest tokens of a batch, and of a micro-batch at work.
 
-    At work, every device has the arrays of all rows of the micro-batch (``trainer.micro_batches.with_all_rows``). To
-    them come the trainer's log-probabilities of these tokens, and their gradients.
+    At work, every device has the arrays of all rows of the micro-batch (``trainer.micro_batches.with_all_rows``). The
+    trainer's log-probabilities of these tokens and their gradients take as much again.
     """
     micro, rows, tokens = batch_shape(config)
     places = micro * math.prod(local_batch(mesh, rows, tokens)) + 2 * rows * tokens
@@ -81,7 +82,7 @@ def working_top_bytes(config: Config, mesh: Any) -> int:
 
 
 def local_batch(mesh: Any, rows: int, tokens: int) -> tuple[int, int]:
-    """Returns the rows of a micro-batch of which one device has a part, and the tokens of that part of a row."""
+    """Returns the shape of one device's part of a micro-batch: its rows, and the tokens of each row."""
     local_rows, local_tokens = named_sharding(mesh, BATCH_AXES[1:], (rows, tokens)).shard_shape((rows, tokens))
     return local_rows, local_tokens
 

@@ -22,10 +22,10 @@ from rljax.plan.roofline import times
 class Exchange:
     """One collective instruction; every number but ``count`` belongs to a single execution."""
 
-    name: str  # of the instruction that starts it
+    name: str  # the name of the instruction that starts the exchange
     kind: str  # the opcode in HLO, such as all-gather; several are joined by ``+``
-    count: int  # of executions
-    bytes: int  # of the complete arrays
+    count: int  # the number of executions
+    bytes: int  # the bytes of the complete arrays
     link_s: float  # the modelled seconds over the links
     covering_s: float  # the modelled seconds of the kernels between start and end
     covering_flops: int  # the operations of these kernels
@@ -98,10 +98,10 @@ class _Flight:
     instruction: Instruction
     work: Work
     link_s: float
-    end_s: float  # when the links have carried it
-    work_s: float  # the timeline's values at the start
-    flops: int
-    memory_bytes: int
+    end_s: float  # the time at which the links have carried it
+    work_s: float  # the timeline's ``work_s`` at the start
+    flops: int  # the timeline's ``flops`` at the start
+    memory_bytes: int  # the timeline's ``memory_bytes`` at the start
 
 
 class _Reader:
@@ -165,7 +165,7 @@ class _Reader:
         line.exposed_s += exposed
 
     def _inner(self, computation: Computation, one: Instruction) -> Timeline:
-        """Models one execution of a loop, a call or a conditional; an open loop is kept apart."""
+        """Models one execution of a loop, a call or a conditional. An outermost open loop goes to ``open_loops``."""
         if one.opcode != "while":
             return self.run(counted_computation(self._module, one, len(self._nodes)))
         line = Timeline()

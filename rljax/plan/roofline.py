@@ -45,7 +45,7 @@ def times(work: Work, kernels: Iterable[KernelUse], card: Card, nodes: Sequence[
 
 
 def crosses_nodes(collective: Collective, nodes: Sequence[int]) -> bool:
-    """Whether any group of the collective has members in several nodes."""
+    """Returns whether any group of the collective has members in several nodes."""
     return any(len({nodes[member] for member in group}) > 1 for group in collective.groups)
 
 
