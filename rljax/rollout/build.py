@@ -37,10 +37,10 @@ from rljax.weights.store import check_weight_room
 
 
 def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
-    """Returns the functions of a policy that is published in ``dtype``.
+    """Returns the functions by which HTTP servers get and verify the weights of ``policy`` in ``dtype``.
 
     Parameters in the host's memory (``sharding.on_host``) are copied to the devices while a function works. The copy
-    for a score is in ``dtype``, because servers on the same devices may have to wait for its memory.
+    that computes scores is in ``dtype``: it takes less memory, which servers on the same devices may need.
     """
     wanted, score = jnp.dtype(dtype), make_scorer(policy, dtype)
     return PolicyFunctions(
@@ -52,12 +52,15 @@ def policy_functions(policy: PolicyConfig, dtype: str) -> PolicyFunctions:
 
 
 def version_bytes(policy: PolicyConfig, dtype: str) -> int:
-    """Returns the size of one version of a policy's weights that is published in ``dtype``."""
+    """Returns the size of one version of the policy's weights when it is published in ``dtype`` (bytes)."""
     return jnp.dtype(dtype).itemsize * sum(leaf.size for leaf in jax.tree.leaves(abstract_params(policy)))
 
 
 def check_engine(config: RolloutConfig) -> None:
-    """Raises ValueError for settings that the engine named by ``config`` cannot work with. It opens nothing."""
+    """Raises ValueError if the engine that ``config`` names cannot work with its other settings.
+
+    It neither opens a file nor asks a server.
+    """
     inject = config.inject
     if config.colocated and config.engine != "vllm":
         raise ValueError(f"rollout.colocated works with rollout.engine = vllm, not with {config.engine}")
@@ -107,7 +110,7 @@ def check_engine(config: RolloutConfig) -> None:
 
 
 def _check_trajectories(config: RolloutConfig) -> None:
-    """Raises ValueError for settings of sampling that do nothing where another program samples."""
+    """Raises ValueError for settings that have no effect or no meaning if another program samples."""
     said = "rollout.trajectories: another program samples, so"
     if is_address(config.trajectories or ""):
         parse_address(config.trajectories or "")
@@ -126,7 +129,7 @@ def _check_trajectories(config: RolloutConfig) -> None:
 
 
 def _check_in_flight(config: RolloutConfig) -> None:
-    """Raises ValueError if ``update`` needs more than the engine or the other settings allow."""
+    """Raises ValueError if ``update``, which is keep or abort, does not work with the engine or other settings."""
     said = f"rollout.update = {config.update}"
     if config.engine not in SERVED:
         raise ValueError(f"{said} works with rollout.engine = vllm or sglang, not with {config.engine}")
@@ -139,7 +142,7 @@ def _check_in_flight(config: RolloutConfig) -> None:
 
 
 def check_reported(config: RolloutConfig, vocab_size: int) -> None:
-    """Raises ValueError if more tokens are to be reported at each position than the vocabulary has."""
+    """Raises ValueError if the configuration asks for more likeliest tokens than ``vocab_size``."""
     if config.reported > vocab_size:
         raise ValueError(f"{config.reported_key} must be at most the model's vocabulary, {vocab_size} tokens")
 
@@ -159,20 +162,27 @@ def make_engine(
     probe_prompts: Sequence[np.ndarray] = (),
     step_prompts: int = 0,
 ) -> RolloutEngine:
-    """Makes the engine that ``config.engine`` names; ``publish`` gives it parameters of ``policy``.
+    """Makes the engine that ``config.engine`` names. Its method ``publish`` takes the parameters.
 
     Args:
+      config: The settings of the rollouts.
+      policy: The shape of the policy.
+      mesh: The trainer's mesh.
       max_prompt_tokens: The longest prompt (tokens).
-      max_tokens: The longest prompt plus the longest response that will be asked for (tokens).
-      lm_head_dtype: The dtype of the LM head as in ``PrecisionConfig``. With None servers may compute it in any dtype,
-        and the embedded engine does so in its own. The exact engine's executable has its own setting.
-      make_executable: A function that makes the trainer's executable, which only the exact engine needs.
-      functions: The functions of the policy for HTTP servers; None for ``policy_functions``.
-      publish, stop, probe_prompts: Settings of HTTP servers, as of :class:`ServedEngine`.
-      step_prompts: The number of prompts of a step, where requests for a part of them follow, as of :class:`JaxEngine`.
+      max_tokens: The longest prompt plus the longest response of any request (tokens).
+      lm_head_dtype: The dtype of the LM head as in ``PrecisionConfig``. None: servers may use any dtype, and the
+        embedded engine uses the rollout dtype. The exact engine ignores it, because its executable has its own setting.
+      make_executable: A function that makes the trainer's executable. The exact engine alone needs it.
+      functions: The functions of the policy for HTTP servers. None: those that ``policy_functions`` returns.
+      publish: The way in which weights come to HTTP servers (see :class:`ServedEngine`).
+      stop: The object that tells an engine of HTTP servers when to give up a wait (see :class:`ServedEngine`).
+      probe_prompts: The prompts from which probes for HTTP servers are made (see :class:`ServedEngine`).
+      step_prompts: The number of prompts of a step. The embedded engine pads requests for fewer prompts, so that they
+        share compilations (see :class:`JaxEngine`). 0: no padding.
 
-    It raises ConfigError where no server answers in time or there is no room for weights. It raises ValueError where
-    settings do not fit the engine or a server does not fit the policy.
+    Raises:
+      ConfigError: No server answers in time, or there is no room for weights.
+      ValueError: The settings do not fit the engine, or a server does not fit the policy.
     """
     check_engine(config)
     if config.router_replay != "none" and not policy.num_experts:
@@ -209,7 +219,7 @@ def _connected(
     publish: PublishConfig | None,
     **options: Any,
 ) -> ServedEngine:
-    """Returns the engine of HTTP servers. ``options`` are further arguments of :class:`ServedEngine`."""
+    """Returns the engine of HTTP servers. ``options`` are passed on to :class:`ServedEngine`."""
     size = version_bytes(policy, config.dtype)
     shares_writing = functions is not None and functions.writer is not None
     try:
@@ -230,7 +240,14 @@ def _connected(
 def load_jax_engine(
     model: str | Path, dtype: Any, max_prompt_tokens: int, *, kv_cache_dtype: Any = "auto"
 ) -> JaxEngine:
-    """Makes the embedded engine on one device, with the policy of a Hugging Face directory as version 0."""
+    """Makes the embedded engine on the first device, and publishes a model to it as version 0.
+
+    Args:
+      model: The directory of the model, with ``config.json`` and safetensors.
+      dtype: The rollout dtype.
+      max_prompt_tokens: The longest prompt (tokens).
+      kv_cache_dtype: The dtype of the cached keys and values, as ``RolloutConfig.kv_cache_dtype``.
+    """
     policy, mesh = read_config(model), make_mesh(MeshConfig(), jax.devices()[:1])
     engine = JaxEngine(policy, dtype, max_prompt_tokens, mesh=mesh, kv_cache_dtype=kv_cache_dtype)
     engine.publish(load_params(model, policy), 0)
@@ -246,10 +263,16 @@ def _backend(kind: str, publish: PublishConfig | None = None, *, sleeps: bool = 
 def connect(
     urls: Sequence[str], limits: ClientLimits | None = None, *, kind: str = "vllm", api_key_file: str | None = None
 ) -> ServedModel:
-    """Connects to servers, of ``kind`` vllm or sglang, with the model that they were started with.
+    """Connects to servers that sample from the model that they were started with.
+
+    Args:
+      urls: The base URLs of the servers.
+      limits: The limits of the HTTP client. None: the defaults of ``ClientLimits``.
+      kind: The kind of the servers, vllm or sglang.
+      api_key_file: The file with the servers' key, as ``RolloutConfig.api_key_file``.
 
     Raises:
       ServerError: A server does not answer.
-      ValueError: A server is not of this kind with one model, or the servers hold different models.
+      ValueError: A server is of another kind, or does not serve exactly one model, or the servers' models differ.
     """
     return ServedModel(urls, _backend(kind), limits=limits, api_key_file=api_key_file)

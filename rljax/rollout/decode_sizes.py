@@ -1,4 +1,4 @@
-"""The sizes that the embedded engine decodes with: what fits into memory, and what few programs are compiled for."""
+"""The sizes that the embedded engine decodes with: they fit into memory, and need few compiled programs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from rljax.policy.config import PolicyConfig
 from rljax.sharding import num_parts
 
-_DEVICE_SHARE = 0.7  # of a device's free memory, for the cache
-_HOST_SHARE = 0.25  # of the host's memory, for the caches of devices that do not say how much is free
-_SCORE_BYTES = 2**30  # of the float32 scores of one layer on each device, while prompts are computed
+_DEVICE_SHARE = 0.7  # the share of a device's free memory that the cache may take
+_HOST_SHARE = 0.25  # the share of the host's memory for the caches of devices that do not report their free memory
+_SCORE_BYTES = 2**30  # the most bytes of one layer's float32 attention scores on each device while prompts are computed
 
 
 def row_ways(mesh: Mesh) -> int:
@@ -55,7 +55,8 @@ def batch_sizes(rows: int, n: int, budget: int, ways: int) -> Batch:
     Args:
       rows: The number of all responses.
       n: The number of responses to each prompt.
-      budget: The number of responses whose cache fits into memory. A batch has one for each of ``ways`` at least.
+      budget: The number of responses whose cache fits into memory. If ``rows`` is larger, the slots are a multiple of
+        ``ways``, even where the budget is smaller than that.
       ways: The number of parts into which the mesh splits rows.
     """
     if rows <= budget:
@@ -68,18 +69,20 @@ def batch_sizes(rows: int, n: int, budget: int, ways: int) -> Batch:
 
 
 def padded_count(count: int, step_prompts: int) -> int:
-    """Returns the number of prompts that a request for ``count`` is padded to.
+    """Returns the number of prompts that a request for ``count`` prompts is padded to.
 
-    It is a power of two, at most ``step_prompts``. A request for as many or more is not padded.
+    It is the next power of two, or ``step_prompts`` if that is smaller. A request for ``step_prompts`` or more is not
+    padded.
     """
     return max(count, min(step_prompts, 1 << (count - 1).bit_length()))
 
 
 def cache_room(free: int | None, devices: int) -> float:
-    """Returns the bytes of one device that the cache may take.
+    """Returns the memory of one device that the cache may take (bytes).
 
     Args:
-      free: The free bytes of the device. None: it does not say, as a CPU, and counts as its part of the host's memory.
+      free: The free memory of the device (bytes). None: the device does not report it, as a CPU does not. Then its
+        equal share of the host's memory is taken.
       devices: The number of devices that share the host's memory.
     """
     if free is not None:
@@ -90,7 +93,7 @@ def cache_room(free: int | None, devices: int) -> float:
 def free_cache_tokens(config: PolicyConfig, mesh: Mesh, dtype: Any) -> int:
     """Returns the number of tokens whose keys and values fit into the ``cache_room`` of all devices.
 
-    All processes get the number of the one with the least memory.
+    All processes return the smallest of their numbers.
     """
     devices = mesh.local_devices
     stats = devices[0].memory_stats() or {}
@@ -108,12 +111,12 @@ def padded_rows(count: int) -> int:
 
 
 def padded_width(longest: int, first: int, places: int) -> int:
-    """Returns the width that prompts of later turns are padded to.
+    """Returns the width that prompts of later turns are padded to (tokens).
 
     Args:
       longest: The longest of the prompts (tokens).
       first: The smallest width. It is doubled until ``longest`` fits.
-      places: The number of tokens that the cache holds of a row, of which a prompt leaves one at least.
+      places: The number of tokens that the cache holds of a row. The width is smaller, so that a response has room.
     """
     while first < longest:
         first *= 2
@@ -121,5 +124,5 @@ def padded_width(longest: int, first: int, places: int) -> int:
 
 
 def prefill_rows(config: PolicyConfig, width: int, ways: int) -> int:
-    """Returns the most prompts of ``width`` tokens that are computed at once, so that their scores fit into memory."""
+    """Returns the most prompts of ``width`` tokens whose attention scores fit into memory at once."""
     return max(1, _SCORE_BYTES * ways // (4 * config.num_heads * width * width))

@@ -1,8 +1,9 @@
 """Continuous decoding of the policy: slots of a key-value cache that take the next prompt as soon as they are free.
 
-A *slot* is one row of the cache. All slots write their next key and value at one place, the ring's time, which goes
-round the cache. A row needs ``prompt + response`` places. The ring has as many or more, so that a slot never meets its
-own keys again. The mask of a slot tells its own places from those of the row that it held before.
+A *slot* is one row of the cache. The places of a row form a ring. All slots write their next key and value at the same
+place, the ring's *time*, which moves on by one with each token. A response needs ``prompt + response`` places, and the
+ring has at least that many, so no slot overwrites its own keys. The mask of a slot marks the places of the response
+that it holds now. The others hold keys of an earlier response.
 
 Each response depends on the seed, on its own number and on its prompt. It does not depend on the slot or on the other
 rows, except that products of another shape may round differently.
@@ -26,7 +27,7 @@ from rljax.rollout.injected import to_cache
 from rljax.rollout.likeliest import ALL, NextTokens, Selection, next_tokens
 from rljax.sharding import constrain
 
-Cache = tuple[Array, ...]  # keys and values, [layers, b, s, kv heads, head_dim]
+Cache = tuple[Array, ...]  # the keys and the values, each [layers, b, s, kv heads, head_dim]
 CACHE_AXES = ("layers", "rows", "tokens", "kv_heads", "head_dim")
 
 
@@ -35,10 +36,10 @@ class Slots(NamedTuple):
 
     Attributes:
       time: The place of the ring at which the next keys and values are written.
-      row: The number of the response in each slot. It is the number of all responses where the slot is free.
+      row: The number of the response in each slot, from 0. A free slot has the total number of responses here.
       step: The number of tokens that each slot has sampled.
       length: The number of tokens of each slot's prompt.
-      hidden: The last hidden state of each slot.
+      hidden: The hidden state of each slot's last token, after the final norm.
       valid: Whether a place holds a key of the slot's response or of its prompt.
       cache: The keys and values.
     """
@@ -60,8 +61,8 @@ class Sampled(NamedTuple):
       logprobs: The log-probabilities of the tokens, 0 after the end.
       counts: The number of tokens of each response.
       stopped: Whether a stop token ended the response.
-      prompt_routes: The experts of each prompt's tokens, padded on the left, or None for a dense policy.
-      routes: The experts of each response's tokens, or None for a dense policy.
+      prompt_routes: The experts of each prompt's tokens, padded on the left, or None if they are not kept.
+      routes: The experts of each response's tokens, or None if they are not kept.
       top_ids: The likeliest tokens at each position, -1 where there are fewer than k, or None where none are reported.
       top_logprobs: The log-probabilities of the likeliest tokens, -inf where the id is -1, or None.
     """
@@ -78,6 +79,8 @@ class Sampled(NamedTuple):
 
 class Queue:
     """The responses that no slot has taken yet, in their order.
+
+    They start in units: responses to one prompt that start together (``Batch.unit``).
 
     Attributes:
       left: The number of units that wait.
@@ -96,11 +99,14 @@ class Queue:
 
     @property
     def enough(self) -> int:
-        """The number of free slots at which the next units start; all slots where none waits."""
+        """The number of free slots at which the next units start, or the number of all slots if no unit waits."""
         return min(self._group, self.left) * self._batch.unit if self.left else self._batch.slots
 
     def admitted(self, free: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yields the arguments of ``admit`` for the groups of units that the ``free`` slots, int [f], can take."""
+        """Yields the arguments of ``admit`` for each group of units that starts now in the ``free`` slots, int [f].
+
+        They are the last five arguments of ``admit``. A group that is too small is filled up.
+        """
         while self.left and len(free) >= self.enough:
             first, group = len(self._units) - self.left, self._group
             units = self._units[first : first + group]
@@ -117,10 +123,10 @@ class Queue:
 def attention_with_cache(
     mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
 ) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
-    """Returns an attention that writes keys and values into a layer's cache, and attends to what ``mask`` allows.
+    """Returns an attention that first writes the new keys and values into a layer's cache.
 
-    They are stored in the dtype of the cache, from place ``write_at`` on. The attention reads only what the cache
-    stores, of this call's own too.
+    It writes them in the dtype of the cache, from place ``write_at`` on. Then it reads all keys and values from the
+    cache. So even the new ones are rounded to the dtype of the cache. ``mask`` says which places each query attends to.
     """
 
     def attention_fn(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
@@ -185,7 +191,10 @@ def empty(
 def prefill(
     params: Params, config: PolicyConfig, prompts: Int[Array, "g s"], lengths: Int[Array, " g"], cache_dtype: Any
 ) -> tuple[Float[Array, "g s d"], Cache, ForwardStats]:
-    """Returns the last hidden states of prompts, their keys and values, and statistics; see ``admit`` for arguments."""
+    """Returns the hidden states of prompts after the final norm, their keys and values, and the forward's statistics.
+
+    The arguments are those of ``admit``. ``cache_dtype`` is the dtype of the returned keys and values.
+    """
     group, width = prompts.shape
     index = jnp.arange(width)
     valid = index[None, :] >= width - lengths[:, None]
@@ -208,7 +217,7 @@ def admit(
     into: Int[Array, "g u"],
     numbers: Int[Array, " g"],
 ) -> tuple[Slots, Sampled]:
-    """Prefills prompts, and puts each into the slots of its responses.
+    """Computes the keys and values of prompts, and puts each prompt into the slots of its responses.
 
     Args:
       params: The weights in the rollout dtype.
@@ -218,8 +227,12 @@ def admit(
       prompts: The token ids, padded on the left.
       lengths: The number of tokens of each prompt.
       rows: The numbers of the responses to each prompt that start now.
-      into: The slot of each of these responses. A prompt that only fills the group has a number that is no slot's.
-      numbers: The number of each prompt. One that only fills the group has a number that is no prompt's.
+      into: The slot of each of these responses. A prompt that only fills the group up has the number of slots here,
+        which is no slot's number, so that nothing is written.
+      numbers: The number of each prompt. A prompt that only fills the group up has the number of prompts here.
+
+    Returns:
+      The slots and the samples.
     """
     group, width = prompts.shape
     places = slots.valid.shape[1]
@@ -268,7 +281,7 @@ def decode(
     lm_head_dtype: Any,
     selection: Selection = ALL,
 ) -> tuple[Slots, Sampled, Bool[Array, " b"]]:
-    """Samples one token for each slot after another until enough slots are free.
+    """Samples tokens, one for every slot at a time, until ``enough`` slots are free.
 
     Args:
       params: The weights in the rollout dtype.
@@ -278,7 +291,7 @@ def decode(
       stops: The tokens that end a response.
       temperature: The sampling temperature.
       seed: The seed of the sampling.
-      forced: The responses, whose tokens are then taken instead of sampling, or None.
+      forced: The tokens that are taken instead of sampled ones, by response and position, or None.
       limits: The most tokens of each response, or None where each may fill its row of ``sampled``.
       enough: The number of free slots at which the loop ends.
       greedy: Whether the likeliest token is taken.
@@ -338,7 +351,7 @@ def _kept(
     stats: ForwardStats,
     config: PolicyConfig,
 ) -> Sampled:
-    """Returns the samples with the new token of each slot. What a free slot sampled is dropped."""
+    """Returns the samples with the new token of each slot. The token of a free slot is dropped."""
     at = row, step
     sampled = sampled._replace(
         tokens=sampled.tokens.at[at].set(new.tokens, mode="drop"),

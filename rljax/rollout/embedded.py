@@ -1,13 +1,15 @@
 """The embedded engine: key-value-cache decoding of the policy in compiled loops.
 
-It is a second engine with a dtype, a graph and a rounding of its own. As in vLLM, logits leave the LM head in the
-rollout dtype and only then become float32, unless the head computes in float32. The trainer keeps them float32, so in
-16 bits the two differ on every token, as real engines do. All responses are decoded at once where their cache fits into
-the budget of tokens; elsewhere a finished response gives its place to the next one (``rljax.rollout.decoding``).
+It is a second engine beside the trainer, with a dtype, a graph and a rounding of its own. As in vLLM, logits leave the
+LM head in the rollout dtype and become float32 afterwards, unless the head computes in float32. The trainer's logits
+are float32 from the start. So with 16 bits engine and trainer differ on every token, as real engines do.
 
-With weights or a cache of 8 bits it samples from the numbers that a quantized engine holds. They are a function of the
-published weights, without noise. The memory stays that of the rollout dtype, because each publish restores matrices to
-it.
+All responses are decoded at once if their cache fits into the budget of tokens. Otherwise the next response takes the
+place of a finished one (``rljax.rollout.decoding``).
+
+With weights or a cache of 8 bits the engine samples from the numbers that a quantized engine holds. They are a function
+of the published weights, without noise. No memory for weights is saved: each publish rounds the matrices and converts
+them back to the rollout dtype.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ from rljax.sharding import replicated
 
 
 class _Rows(NamedTuple):
-    """The prompts of one request, as its rows are laid out.
+    """The prompts of one request as arrays, and the sizes that the request decodes with.
 
     Attributes:
       prompts: The prompts padded on the left, int32 [p, s].
       lengths: The number of tokens of each prompt, int32 [p].
-      room: The number of prompts that arrays have room for.
+      room: The number of prompts that the arrays of samples have room for. It is p or more.
       places: The number of tokens that the cache holds of each row.
-      limits: The most tokens of each response, int32 [room], or None where all have the limit of the request.
+      limits: The most tokens of each response, int32 [room], or None if all have the limit of the request.
       at_once: The most prompts that are computed at once, or None for as many as are decoded at once.
     """
 
@@ -71,8 +73,8 @@ class EngineFunctions(NamedTuple):
 
     Attributes:
       cast: A function of parameters that returns copies in the rollout dtype.
-      quantize: A function of weights that returns them as they are stored, or None where they are not quantized.
-      restore: A function of stored weights that returns weights in the rollout dtype.
+      quantize: A function that rounds weights to 8 bits, or None if the engine does not.
+      restore: A function that converts the result of ``quantize`` to weights in the rollout dtype.
       empty: The function ``decoding.empty`` without its configuration and dtypes.
       admit: The function ``decoding.admit`` without its configuration.
       decode: The function ``decoding.decode`` without its configuration and ``lm_head_dtype``.
@@ -97,10 +99,10 @@ def make_functions(
     weight_quantization: Literal["none", "int8", "fp8"],
     cache_dtype: Any,
 ) -> EngineFunctions:
-    """Returns the functions of an engine whose cache has ``cache_dtype``, or its own dtype where that is None.
+    """Returns the functions of an engine. The cache has ``cache_dtype``, or the rollout ``dtype`` if that is None.
 
-    Engines of one kind share them: the second in a process is neither traced nor compiled again. The functions of the
-    last eight kinds are kept.
+    Engines with equal arguments share the functions, so the second one in a process traces and compiles nothing. The
+    functions of the last eight sets of arguments are kept.
     """
     shardings = param_shardings(config, mesh)
     # copy: with a float32 rollout the cast would hand on the trainer's own buffers, which its next step donates.
@@ -172,11 +174,12 @@ class JaxEngine(RolloutEngine):
           dtype: The rollout dtype. The engine computes in it, and weights and cache have it unless they have 8 bits.
           max_prompt_tokens: The length that prompts are padded to, so that the number of compilations stays small.
           mesh: The trainer's mesh. Weights stay sharded as they are there.
-          lm_head_dtype: The dtype in which the LM head computes, and of the logits, or None for ``dtype``.
+          lm_head_dtype: The dtype of the LM head and of its logits, or None for ``dtype``.
           weight_quantization: The rounding of the matrices, as ``RolloutConfig.weight_quantization``.
           kv_cache_dtype: The dtype of the cache, as ``RolloutConfig.kv_cache_dtype``.
-          with_routes: Whether responses have the experts of their tokens, for a mixture of experts.
-          decode_tokens: The most tokens that the cache holds, as ``RolloutConfig.decode_tokens``.
+          with_routes: Whether responses report the experts of their tokens. The policy must be a mixture of experts.
+          decode_tokens: The most tokens that the cache holds, as ``RolloutConfig.decode_tokens``. 0: as many as fit
+            into the free memory.
           step_prompts: The number of prompts of a step. Requests for fewer are padded, so that they share compilations.
             0: no request is padded.
           max_tokens: The most tokens of a trajectory of several turns, its prompt included. 0: ``max_prompt_tokens``
@@ -194,15 +197,15 @@ class JaxEngine(RolloutEngine):
 
     @property
     def compilations(self) -> int:
-        """The number of decoding loops compiled so far, those of other engines of this kind included.
+        """The number of decoding loops compiled so far, those of engines that share their functions included.
 
-        There is one for each number of slots, of responses and of prompts, each length limit, each greediness, each
-        selection of tokens, and whether responses have limits of their own.
+        A loop is compiled for each combination of sizes (slots, prompts, responses, places, longest response), of
+        greedy or random sampling, of the ``Selection``, and of whether responses have limits of their own.
         """
         return int(self._functions.decode._cache_size())
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Casts ``params`` to the rollout dtype, rounds them to 8 bits where the engine does, and keeps them."""
+        """Casts ``params`` to the rollout dtype and keeps them. An engine of 8-bit weights rounds them, too."""
         start = time.perf_counter()
         with jax.set_mesh(self._mesh):
             weights = self._functions.cast(params)
@@ -219,7 +222,7 @@ class JaxEngine(RolloutEngine):
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples all turns before it returns.
 
-        Widths and numbers of rows are among few, so that few programs are compiled.
+        The width of the prompts and the number of rows are padded to a few sizes, so that few programs are compiled.
         """
         limit, places = sampling.max_response_tokens, self._max_tokens or self._width + sampling.max_response_tokens
         for request in requests:
@@ -239,7 +242,7 @@ class JaxEngine(RolloutEngine):
     def _sample(
         self, prompts: Sequence[np.ndarray], rows: _Rows, n: int, sampling: SamplingParams, seed: int
     ) -> Samples:
-        """Samples ``n`` responses to each of ``prompts``, which are laid out as ``rows``."""
+        """Samples ``n`` responses to each of ``prompts``. ``rows`` has the same prompts as padded arrays."""
         start = time.perf_counter()
         sampled = self._run(rows, n, sampling, seed, with_routes=self._with_routes)
         metrics = {"time/generate_s": time.perf_counter() - start}
@@ -266,16 +269,21 @@ class JaxEngine(RolloutEngine):
         temperature: float = 1.0,
         max_response_tokens: int | None = None,
     ) -> list[np.ndarray]:
-        """Scores given responses with the loop that ``generate`` samples with, one token at a time.
+        """Computes log-probabilities of given responses one token at a time, with the loop of ``generate``.
 
         Args:
           prompts: The token ids of each prompt, int32 [s], 1 to ``max_prompt_tokens`` of them.
           responses: The token ids of the response to each prompt, int32 [t].
           temperature: The temperature of the distribution, which is positive.
-          max_response_tokens: The loop's length, so that batches share a compilation, or None for the longest response.
+          max_response_tokens: The length of the loop. Calls with an equal length share a compilation. None: the longest
+            of ``responses``.
 
         Returns:
-          The log-probabilities of each response, float32 [t].
+          The log-probabilities of each response (nats), float32 [t].
+
+        Raises:
+          ValueError: A prompt has no token, or more than ``max_prompt_tokens``.
+          RuntimeError: No policy was published yet.
         """
         limit = max_response_tokens or max(map(len, responses))
         forced = np.zeros((len(prompts), limit), np.int32)
@@ -286,14 +294,18 @@ class JaxEngine(RolloutEngine):
         return [row[: len(response)] for row, response in zip(logprobs[: len(responses)], responses, strict=True)]
 
     def score_prefill(self, sequences: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
-        """Scores given sequences in one pass, as the engine computes prompts, with its cache and its head.
+        """Computes log-probabilities of given sequences in one pass, as the engine computes prompts.
 
         Args:
-          sequences: The token ids, int32 [t], 1 to ``max_prompt_tokens`` of them.
+          sequences: The token ids of each sequence, int32 [t], 1 to ``max_prompt_tokens`` of them.
           temperature: The temperature of the distribution, which is positive.
 
         Returns:
-          The log-probabilities of all tokens but the first, float32 [t - 1].
+          The log-probabilities of all tokens but the first of each sequence (nats), float32 [t - 1].
+
+        Raises:
+          ValueError: A sequence has no token, or more than ``max_prompt_tokens``.
+          RuntimeError: No policy was published yet.
         """
         padded, lengths = self._padded(sequences, self._width)
         with jax.set_mesh(self._mesh):
@@ -315,10 +327,13 @@ class JaxEngine(RolloutEngine):
         *,
         with_routes: bool = False,
     ) -> Sampled:
-        """Returns what the published policy samples, on the host. The rows of the prompts come first."""
+        """Samples ``n`` responses to each prompt of ``rows``, and returns the arrays on the host.
+
+        The arrays have room for ``rows.room`` prompts. The responses to the prompts that exist come first.
+        """
         selection = selection_of(sampling)
         limit, greedy = sampling.max_response_tokens, sampling.temperature == 0.0
-        # -1 is no token: a response without stop tokens runs to the limit.
+        # -1 is the id of no token, so without stop tokens a response runs to the limit.
         stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
         given = stops, np.float32(1.0 if greedy else sampling.temperature), np.uint32(seed), forced, rows.limits
         with jax.set_mesh(self._mesh):
@@ -340,7 +355,7 @@ class JaxEngine(RolloutEngine):
                 free = np.flatnonzero(jax.device_get(is_free))
 
     def _laid_out(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> _Rows:
-        """Returns the rows of a request for responses to prompts of at most ``max_prompt_tokens``."""
+        """Returns the rows of a request for responses to ``prompts``, padded to ``max_prompt_tokens``."""
         padded, lengths = self._padded(prompts, self._width)
         count = padded_count(len(prompts), self._step_prompts)
         return _Rows(padded, lengths, count, self._width + sampling.max_response_tokens)
@@ -357,7 +372,7 @@ class JaxEngine(RolloutEngine):
         return padded, np.asarray([len(prompt) for prompt in prompts], np.int32)
 
     def _batch(self, rows: int, n: int, places: int) -> Batch:
-        """Returns the sizes of a batch whose cache of ``places`` tokens a response fits into the budget."""
+        """Returns the sizes of a batch whose cache, with ``places`` tokens for each response, fits into the budget."""
         if not self._decode_tokens:
             self._decode_tokens = free_cache_tokens(self._config, self._mesh, self._cache_dtype)
         return batch_sizes(rows, n, self._decode_tokens // places, row_ways(self._mesh))

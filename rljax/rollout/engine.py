@@ -1,4 +1,4 @@
-"""The protocol between the training loop and whatever samples for it: no URL, no cache, no dtype."""
+"""The protocol between the training loop and an engine that samples for it: no URL, no cache, no dtype."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Samples:
-    """The responses to one request, and what sampling them took. Iterating over it yields the responses."""
+    """The responses to one request, and the metrics of sampling them. Iterating over it yields the responses."""
 
-    responses: Iterator[Response]  # as they complete, in any order; it can be used once
+    responses: Iterator[Response]  # the responses as they complete, in any order; it can be used once
     # Counts and seconds (``rollout/*``, ``time/*_s``) for the row of a step, complete once ``responses`` has ended.
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -31,10 +31,17 @@ class RolloutEngine(Protocol):
     """An engine that samples responses with the last published policy."""
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples ``n`` responses (``group_size``) to each prompt, int32 [s].
+        """Samples ``n`` responses to each prompt.
 
-        The seed fixes the samples as far as the engine can. On the embedded engine the same seed, weights and prompts
-        give the same responses. Errors come from this call or from the iteration.
+        Args:
+          prompts: The token ids of each prompt, int32 [s].
+          n: The number of responses to each prompt.
+          sampling: The settings of the sampling.
+          seed: The seed, which fixes the samples as far as the engine can. On the embedded engine the same seed,
+            weights and prompts give the same responses.
+
+        Returns:
+          The responses and their metrics. An error may come from this call, or from iterating over the responses.
 
         Raises:
           ValueError: The engine cannot take a prompt, or this number of prompts.
@@ -46,39 +53,41 @@ class RolloutEngine(Protocol):
         """Samples the turns that ``queue`` asks for, until all its trajectories have ended.
 
         Each response has the number of its trajectory as ``prompt_index``, and the number of its turn less one as
-        ``sample_index``. Requests may be put while the responses are iterated, between two of them and from other
-        threads. By default all open trajectories go on together, in rounds of ``answer_round``.
+        ``sample_index``. Requests may be put at any time while the responses are iterated, also from other threads. By
+        default all open trajectories go on together, in rounds of ``answer_round``.
 
         Args:
           queue: The requests.
           sampling: The settings of each turn, with the most tokens of a turn as ``max_response_tokens``.
-          seed: The seed, which fixes the samples as far as the engine can. In rounds it does where the environments
-            answer alike.
+          seed: The seed, which fixes the samples as far as the engine can. With rounds that needs environments which
+            always answer the same turn in the same way.
 
-        Raises as ``generate``, and the error of ``queue.fail``.
+        Raises:
+          Exception: An error that ``generate`` may raise, or the error that was given to ``queue.fail``.
         """
         return answer_in_rounds(self, queue, sampling, seed)
 
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples one turn for each of ``requests``, at least one. The arguments and errors are those of ``answer``.
+        """Samples one turn for each of ``requests``, at least one. The settings and errors are those of ``answer``.
 
-        By default it is a request to ``generate``. A response with more than ``max_tokens`` is cut.
+        By default it calls ``generate``, and cuts a response with more tokens than its request's ``max_tokens``.
         """
         samples = self.generate([request.tokens for request in requests], 1, sampling, seed=seed)
         return as_turns(samples, requests)
 
     def prepare(self, params: Any, policy_version: int) -> None:
-        """Does the part of the next ``publish`` that can be done while responses are sampled. Raises RuntimeError.
+        """Does the part of the next ``publish`` that can be done while responses are sampled.
 
-        By default there is none.
+        By default it does nothing. Raises RuntimeError if the parameters cannot be published.
         """
         return
 
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """Makes ``params`` the policy of all later samples, and returns once the engine is proven to use them.
 
-        The parameters are float32 masters, or merged adapters. The result has the figures of all but sampling since the
-        publish before (``time/*_s``, ``publish/*``, ``rollout/*``). :class:`Samples` has none of their keys.
+        The parameters are float32 masters, or the base with adapters merged into it. The result has the metrics since
+        the publish before, without those of sampling (``time/*_s``, ``publish/*``, ``rollout/*``). No key is also a key
+        of :class:`Samples`.
 
         Raises:
           RuntimeError: The engine does not sample from ``params``.
@@ -90,9 +99,10 @@ class RolloutEngine(Protocol):
 
 
 def answer_in_rounds(engine: RolloutEngine, queue: TurnQueue, sampling: SamplingParams, seed: int) -> Samples:
-    """Answers the requests of ``queue`` in rounds of all its open trajectories, as ``RolloutEngine.answer``.
+    """Answers the requests of ``queue`` in rounds, for ``RolloutEngine.answer``.
 
-    Each round has a seed of its own. The metrics are the sums over the rounds.
+    A round waits for a request of each open trajectory. Each round has a seed of its own. The metrics are the sums over
+    the rounds.
     """
     metrics: dict[str, float] = {}
 
@@ -109,12 +119,15 @@ def answer_in_rounds(engine: RolloutEngine, queue: TurnQueue, sampling: Sampling
 
 
 def round_seed(seed: int, number: int) -> int:
-    """Returns an independent 32-bit seed for each round, from 0, of answers to the turns of trajectories."""
+    """Returns the 32-bit seed of round ``number``, from 0. The seeds of different rounds are independent."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def as_turns(samples: Samples, requests: Sequence[TurnRequest]) -> Samples:
-    """Returns ``samples``, one response to the tokens of each request, as the turns that ``requests`` ask for."""
+    """Returns ``samples`` with the numbers and the limits of ``requests``, for ``RolloutEngine.answer``.
+
+    ``samples`` has one response to the tokens of each request. A response that is longer than ``max_tokens`` is cut.
+    """
 
     def responses() -> Iterator[Response]:
         for response in samples:
@@ -126,16 +139,16 @@ def as_turns(samples: Samples, requests: Sequence[TurnRequest]) -> Samples:
 
 
 class Stopping(Protocol):
-    """The answers that whoever waits needs about the end of a run. Both methods may be called from any thread."""
+    """The two questions about the end of a run that an engine asks while it waits. Any thread may call both methods."""
 
     def is_requested(self) -> bool:
-        """Returns whether the run was asked to stop, so that nothing new is waited for."""
+        """Returns whether the run was asked to stop, so that no new wait may begin."""
 
     def gives_up(self) -> bool:
-        """Returns whether what is under way is given up now, such as the responses that are being sampled."""
+        """Returns whether work under way must be given up now, such as responses that are being sampled."""
 
 
 def check_wanted(stop: Stopping) -> None:
-    """Raises StoppedWaitingError if what is sampled is given up."""
+    """Raises StoppedWaitingError if the responses under way must be given up."""
     if stop.gives_up():
         raise StoppedWaitingError("asked to stop while responses were sampled")

@@ -1,9 +1,9 @@
 """The engine with exactly zero mismatch: it samples from the log-softmax rows of the trainer's own executable.
 
-For each token of a response it runs the whole forward-and-backward on the rows so far. It samples from each row's
-distribution at the row's last place, and keeps that very number as the token's log-probability. Nothing is scored
-again. Sequence i of a request is in row i % b, as it is when it is trained on. A cut distribution is made of that row,
-by the operations that the trainer makes, too.
+For each token of a response it runs the whole forward and backward on the rows so far. It samples from each row's
+distribution at the row's last place. The token's entry in that distribution is kept as its log-probability, so nothing
+is scored again. Sequence i of a request is in row i % b, where it will also be trained. A cut distribution (``top_k``)
+is made from the same numbers, by the trainer's own operations.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from rljax.sharding import replicated
 class Executable(Protocol):
     """The trainer's executable, which the engine samples with."""
 
-    rows: int  # b
-    row_tokens: int  # t
-    mesh: Mesh  # that it runs on
+    rows: int  # the number of rows, b
+    row_tokens: int  # the number of tokens of a row, t
+    mesh: Mesh  # the mesh that it runs on
 
     def log_softmax(self, params: Params, tokens: np.ndarray, lengths: np.ndarray, temperature: float) -> jax.Array:
-        """Returns the log-softmax after each place of the rows, float32 [b, t, v], of logits over ``temperature``.
+        """Returns the log-softmax of the logits divided by ``temperature`` at each place, float32 [b, t, v].
 
-        ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is the number of tokens of each row that count.
+        Place i holds the distribution of the token after it. ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is
+        the number of tokens of each row; the places after them are padding.
         """
 
 
@@ -46,7 +47,7 @@ class _Row(NamedTuple):
     """A response to sample.
 
     Attributes:
-      place: The row of the executable.
+      place: The number of the executable's row.
       prompt_index: The position of the prompt, as in ``Response``.
       sample_index: The position among the responses to the prompt.
       tokens: The tokens of the prompt, int32 [s].
@@ -61,7 +62,7 @@ class _Row(NamedTuple):
 
 
 def token_key(seed: Array, prompt_index: Array, sample_index: Array, position: Array) -> Array:
-    """Returns the random key of one token, which depends on these four numbers and nothing else."""
+    """Returns the random key of one token. It depends on these four numbers alone."""
     key = jax.random.key(seed)
     for number in (prompt_index, sample_index, position):
         key = jax.random.fold_in(key, number)
@@ -80,12 +81,19 @@ def sample_tokens(
     selection: Selection = ALL,
     inject: InjectConfig | None = None,
 ) -> NextTokens:
-    """Samples the next tokens, and reads their log-probabilities from the rows that they are sampled from.
+    """Samples the next token of each response, and reads its log-probability from the row that it is sampled from.
 
-    Row i is the log-softmax of the last place of response ``sample_index[i]`` to prompt ``prompt_index[i]``, made with
-    ``temperature``. The token has ``position`` in its response, from 0. The noise that ``inject`` puts on the logits
-    first is divided by the temperature, too. With ``greedy`` the likeliest token is taken. ``selection`` names the
-    tokens that can be sampled and those that are reported.
+    Args:
+      log_softmax: The distribution after the last token of each response, at ``temperature``.
+      seed: The seed of the request.
+      prompt_index: The position of each response's prompt in the request.
+      sample_index: The position of each response among the responses to its prompt.
+      position: The position of the new token in each response, from 0.
+      temperature: The sampling temperature.
+      greedy: Whether the likeliest token is taken.
+      selection: The tokens that can be sampled and those that are reported.
+      inject: The noise that is first put on the logits. It is divided by the temperature as the logits are. None: no
+        noise.
     """
     keys = jax.vmap(token_key, (None, 0, 0, 0))(seed, prompt_index, sample_index, position)
     if inject is not None and inject.logit_noise:
@@ -106,7 +114,12 @@ class ExactEngine(RolloutEngine):
     """RolloutEngine over the trainer's executable. The same seed, weights and prompts give the same bits."""
 
     def __init__(self, executable: Executable, *, inject: InjectConfig | None = None):
-        """Samples once ``publish`` was called. ``inject``: The noise that the logits get, or None."""
+        """Prepares the sampling; ``publish`` must be called before ``generate``.
+
+        Args:
+          executable: The trainer's executable.
+          inject: The noise that is put on the logits, or None.
+        """
         self._executable = executable
 
         def sample(log_softmax: Array, last: Array, *rest: Array, greedy: bool, selection: Selection) -> NextTokens:
@@ -119,12 +132,15 @@ class ExactEngine(RolloutEngine):
         self._version = 0
 
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
-        """Keeps the masters themselves: publish again once a training step has taken their buffers over."""
+        """Keeps the masters themselves, not a copy. A training step takes their buffers over, so publish after each."""
         self._params, self._version = params, policy_version
         return {}
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples b responses at a time, where the executable has b rows."""
+        """Samples as many responses at a time as the executable has rows.
+
+        Raises ValueError if a prompt and the longest response do not fit into a row.
+        """
         limit, size = sampling.max_response_tokens, self._executable.rows
         room = self._executable.row_tokens - limit
         for prompt in prompts:
@@ -138,7 +154,10 @@ class ExactEngine(RolloutEngine):
         return self._sample([rows[first : first + size] for first in range(0, len(rows), size)], sampling, seed)
 
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples each turn of trajectory i in row i % b, as the whole trajectory is when it is trained on."""
+        """Samples each turn of trajectory i in row i % b, where the whole trajectory will also be trained.
+
+        Raises ValueError if a request's tokens and the longest turn do not fit into a row.
+        """
         batches: list[list[_Row]] = []
         of_place = Counter[int]()
         for key, turn, tokens, max_tokens in requests:
@@ -156,7 +175,7 @@ class ExactEngine(RolloutEngine):
         return self._sample(batches, sampling, seed)
 
     def _sample(self, batches: Sequence[Sequence[_Row]], sampling: SamplingParams, seed: int) -> Samples:
-        """Samples the batches one after the other, as they are asked for."""
+        """Samples the batches one after the other, as their responses are iterated."""
         if self._params is None:
             raise RuntimeError("no policy was published to the exact engine yet")
         metrics = {"rollout/executable_runs": 0.0, "time/generate_s": 0.0}

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerForm:
-    """The form in which servers hold weights and cache where they round them on purpose.
+    """The form in which servers hold weights and cache. They round them on purpose if it is not the default.
 
-    A server of another form is refused. The weights are published in ``rollout.dtype`` and proven by their bits before
-    the server rounds them.
+    A server of another form is refused. The weights are published in ``rollout.dtype``, and their bits are verified
+    before the server rounds them.
     """
 
     weights: str = "none"
@@ -27,7 +27,7 @@ class ServerForm:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether weights or cache have another form than the rollout dtype."""
+        """Whether weights or cache are rounded to another form than the rollout dtype."""
         return self != ServerForm()
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
 """Changes of the weights that sample, and an engine that samples with changed weights on purpose.
 
-8-bit weights and key-value caches are as quantized inference engines hold them. Noise is seeded and repeatable, and at
-size 0 there is none. With the exact engine inside, a change alone is measured. With another engine it comes on top of
-that engine's own mismatch.
+8-bit weights and key-value caches hold the numbers that quantized inference engines hold. Noise is seeded and
+repeatable. With the exact engine inside, the mismatch of a run is that of the change alone. With another engine the
+change comes on top of that engine's own mismatch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ CACHES = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 class Quantized(NamedTuple):
     """A weight as an engine stores it: values times scale."""
 
-    values: Array  # int8 or float8_e4m3fn
-    scale: Array  # float32, of each output channel: of size 1 along the axes that are summed over
+    values: Array  # the rounded values, int8 or float8_e4m3fn
+    scale: Array  # the scale of each output channel, float32; its size is 1 along the axes that are summed over
 
 
 def summed_axes(logical: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns the axes that a block's matrix sums over, its inputs; () for a tensor that is no block's matrix.
+    """Returns the input axes of a block's matrix, over which a product sums; () for any other tensor.
 
-    The model width is the input where it comes first and the output where it comes last.
+    ``logical`` has the logical axes of the tensor. The model width is the input if it is the first axis of the matrix,
+    and the output if it is the last.
     """
     if logical[0] != "layers" or "router" in logical or not {"embed", "expert_embed"} & set(logical):
         return ()
@@ -51,9 +52,9 @@ def summed_axes(logical: tuple[str, ...]) -> tuple[int, ...]:
 def quantize(params: Params, logical: Params, kind: str) -> Params:
     """Rounds the blocks' matrices to ``Quantized``, symmetric with a scale for each output channel.
 
-    The largest weight of a channel becomes 127 for ``kind`` int8, or 448 for fp8 (float8_e4m3fn). Embedding, LM head,
-    norms and routers keep their values, as in vLLM's int8 and fp8, and become float32. ``logical`` has the logical axes
-    of each leaf.
+    The largest absolute weight of a channel becomes 127 for ``kind`` int8, or 448 for fp8 (float8_e4m3fn). Embedding,
+    LM head, norms and routers become float32 without rounding, as vLLM's int8 and fp8 leave them out, too. ``logical``
+    has the logical axes of each leaf.
     """
 
     def stored(weight: Array, axes: tuple[str, ...]) -> Any:
@@ -69,7 +70,10 @@ def quantize(params: Params, logical: Params, kind: str) -> Params:
 
 
 def restore(params: Params, dtype: Any = jnp.float32) -> Params:
-    """Returns weights in ``dtype`` from what ``quantize`` or a cast stored. Values times scale is float32."""
+    """Returns the weights in ``dtype`` from the result of ``quantize`` or of a cast.
+
+    The product of values and scale is computed in float32.
+    """
 
     def plain(weight: Any) -> Array:
         if isinstance(weight, Quantized):
@@ -80,9 +84,10 @@ def restore(params: Params, dtype: Any = jnp.float32) -> Params:
 
 
 def to_cache(x: Array, dtype: Any) -> Array:
-    """Returns keys or values as a cache of ``dtype`` stores them: rounded with scale 1, unless it is their own dtype.
+    """Returns keys or values as a cache of ``dtype`` stores them, rounded with scale 1.
 
-    A number beyond the largest finite one of ``dtype`` becomes that one, as in vLLM (448 in float8_e4m3fn).
+    A number beyond the largest finite one of ``dtype`` becomes the largest, as in vLLM (448 in float8_e4m3fn). Keys or
+    values that have ``dtype`` already are returned unchanged.
     """
     if x.dtype == dtype:
         return x
@@ -91,10 +96,10 @@ def to_cache(x: Array, dtype: Any) -> Array:
 
 
 def add_noise(params: Params, logical: Params, size: Array, seed: Array, version: Array) -> Params:
-    """Adds Gaussian noise of standard deviation ``size`` times the tensor's root mean square to each tensor.
+    """Adds Gaussian noise to each tensor, with a standard deviation of ``size`` times the tensor's root mean square.
 
-    Each layer of a stack counts as a tensor of its own, and each version has noise of its own. The weights become
-    float32. ``logical`` has the logical axes of each leaf.
+    Each layer of a stack counts as a tensor of its own, and each version gets other noise. The weights become float32.
+    ``logical`` has the logical axes of each leaf.
     """
     key = jax.random.fold_in(jax.random.key(seed), version)
 
@@ -108,14 +113,15 @@ def add_noise(params: Params, logical: Params, size: Array, seed: Array, version
 
 
 class InjectedEngine(RolloutEngine):
-    """RolloutEngine around another one, which gets changed weights. Responses name the version that is changed.
+    """RolloutEngine around another engine, to which it publishes changed weights.
 
-    With ``staleness`` k it samples with the weights published k versions ago, or with the oldest that it has while
-    there are fewer. So a resumed run is as stale as before only after k steps. Each version is kept on the devices.
+    A response names the version whose weights were changed. With ``staleness`` k that is the version published k
+    versions ago, or the oldest one as long as there are fewer. So a resumed run reaches the full staleness only after k
+    steps. The k + 1 newest versions are kept on the devices.
     """
 
     def __init__(self, engine: RolloutEngine, inject: InjectConfig, config: PolicyConfig, mesh: Mesh):
-        """Wraps an engine, which is closed with this one. ``config`` is the shape of the policy."""
+        """Wraps ``engine``, which is closed together with this one. ``config`` is the shape of the policy."""
         self._engine, self._inject, self._mesh = engine, inject, mesh
         logical, shardings = logical_axes(config), param_shardings(config, mesh)
         self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)

@@ -1,4 +1,4 @@
-"""The next token of each row: all tokens or those that a cut leaves can be sampled, and the likeliest are reported."""
+"""The next token of each row: from the whole distribution or a cut one, with the likeliest tokens as a report."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from rljax.rollout.types import SamplingParams
 
 
 class Selection(NamedTuple):
-    """The tokens that can be sampled and those that are reported. Each value has compiled programs of its own.
+    """The tokens that can be sampled and those that are reported.
+
+    It is a static argument: other settings need another compilation.
 
     Attributes:
       reported: The number of likeliest tokens that are reported at each position.
       top_k: The most tokens that can be sampled at a position, or 0 where all can.
-      top_p: The probability that the tokens that can be sampled reach together, of those that ``top_k`` leaves.
-      min_p: The least probability of a token that can be sampled, as a share of the likeliest token's.
+      top_p: The least probability of all tokens that can be sampled together, among the tokens that ``top_k`` leaves.
+      min_p: The least probability of a token that can be sampled, as a share of the likeliest token's probability.
     """
 
     reported: int = 0
@@ -39,7 +41,7 @@ def selection_of(sampling: SamplingParams) -> Selection:
     """Returns the selection of a request. Greedy sampling takes the likeliest token, so it is never cut.
 
     Raises:
-      ValueError: ``top_p`` or ``min_p`` has no ``top_k``, or more tokens are reported than can be sampled.
+      ValueError: ``top_p`` or ``min_p`` is set without ``top_k``, or ``reported`` is larger than ``top_k``.
     """
     if sampling.temperature == 0.0:
         return Selection(sampling.reported)
@@ -52,7 +54,7 @@ def selection_of(sampling: SamplingParams) -> Selection:
 
 
 def likeliest(logits: Float[Array, "b v"], k: int) -> tuple[Int[Array, "b k"], Float[Array, "b k"]]:
-    """Returns the ``k`` likeliest tokens, likeliest first, and their log-probabilities under the whole distribution."""
+    """Returns the ``k`` likeliest tokens, likeliest first, and their log-probabilities in the whole distribution."""
     values, ids = jax.lax.top_k(logits, k)
     return ids.astype(jnp.int32), values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
@@ -63,16 +65,16 @@ def support(logits: Float[Array, "b v"], selection: Selection) -> tuple[Int[Arra
     The cut has three steps, in vLLM's order and with its definitions:
 
     1. ``min_p``: A token stays if its probability is at least ``min_p`` times the likeliest token's.
-    2. ``top_k``: The ``top_k`` likeliest of these tokens stay. Of equal tokens the one with the lower id comes first.
-       vLLM without Triton keeps all tokens that are equal to the last one.
-    3. ``top_p``: The distribution is renormalised over these tokens. A token stays if the tokens that are likelier have
-       less than ``top_p`` together. The likeliest token always stays.
+    2. ``top_k``: The ``top_k`` likeliest of these tokens stay. Of equally likely tokens the one with the lowest id
+       comes first. vLLM without Triton differs: it keeps every token that is as likely as the last one.
+    3. ``top_p``: The distribution is renormalised over these tokens. A token stays if all likelier tokens together have
+       a probability below ``top_p``. So the likeliest token always stays.
 
-    In the places of the tokens that do not stay, the id is -1 and the logit is -inf.
+    A token that does not stay has the id -1 and the logit -inf.
 
     Args:
-      logits: The logits over the temperature, or log-probabilities.
-      selection: The cut, whose ``top_k`` is k, above 0.
+      logits: The logits divided by the temperature, or log-probabilities.
+      selection: The cut. Its ``top_k`` is k, and above 0.
     """
     values, ids = jax.lax.top_k(logits, selection.top_k)
     stays = jnp.ones(values.shape, bool)
@@ -90,9 +92,9 @@ class NextTokens(NamedTuple):
 
     Attributes:
       tokens: The token ids.
-      logprobs: The log-probabilities of the tokens in the distribution that is sampled from.
+      logprobs: The log-probabilities of the tokens in the distribution that is sampled from (nats).
       top_ids: The ids of the likeliest tokens, -1 where fewer can be sampled; None where none are reported.
-      top_logprobs: The log-probabilities of the likeliest tokens, -inf where the id is -1, or None.
+      top_logprobs: The log-probabilities of the likeliest tokens (nats), -inf where the id is -1, or None.
     """
 
     tokens: Int[Array, " b"]
@@ -102,9 +104,9 @@ class NextTokens(NamedTuple):
 
 
 def sample_support(keys: Array, logits: Float[Array, "b v"], selection: Selection) -> NextTokens:
-    """Samples tokens from the distributions that ``support`` leaves of ``logits``, with a random key for each row.
+    """Samples a token of each row from the cut distribution that ``support`` makes, with a random key for each row.
 
-    The log-probabilities are normalised over the tokens that stay, by the trainer's own function.
+    The log-probabilities are normalised over the tokens that stay, by the trainer's own function (``over_support``).
     """
     ids, values = support(logits, selection)
     places = jax.vmap(jax.random.categorical)(keys, values)
@@ -127,15 +129,25 @@ def next_tokens(
     lm_head_dtype: Any,
     selection: Selection = ALL,
 ) -> NextTokens:
-    """Returns next tokens and their log-probabilities under the distribution sampled from (temperature 1 if greedy).
+    """Computes logits and samples the next token of each row, or takes the ``forced`` tokens.
 
-    The last hidden states ``hidden`` give the logits. Where ``forced`` holds tokens, these are taken instead; they have
-    no cut distribution. ``selection`` names the tokens that can be sampled and those that are reported.
+    Args:
+      params: The weights in the rollout dtype.
+      hidden: The hidden states of the last tokens, after the final norm.
+      keys: The random key of each row.
+      temperature: The sampling temperature.
+      greedy: Whether the likeliest token is taken. The log-probabilities are then those at temperature 1.
+      forced: The tokens that are taken instead of sampled ones, or None. The distribution must not be cut then.
+      lm_head_dtype: The dtype in which the LM head computes, or None for the dtype of ``hidden``.
+      selection: The tokens that can be sampled and those that are reported.
+
+    Returns:
+      The tokens with their log-probabilities in the distribution that is sampled from.
     """
     hidden, table = head_operands(hidden, lm_head_table(params), lm_head_dtype)
     exactness = matmul_precision(table.dtype)
     logits = jnp.einsum("bd,vd->bv", hidden, table, precision=exactness, preferred_element_type=jnp.float32)
-    # Not a pair of casts: XLA may drop those (xla_allow_excess_precision).
+    # This rounds to the head's dtype. XLA may drop a cast there and back (xla_allow_excess_precision).
     kept = jnp.finfo(hidden.dtype)
     logits = jax.lax.reduce_precision(logits, kept.nexp, kept.nmant)
     if greedy:

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens that the embedded engine computes at once, as it computes a prompt."""
+"""Log-probabilities of given tokens that the embedded engine computes in one pass, as it computes a prompt."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def prefill_logprobs(
     cache_dtype: Any,
     lm_head_dtype: Any,
 ) -> Float[Array, "s g"]:
-    """Returns the log-probability of each token but the first, computed at once as prompts are.
+    """Returns the log-probability of each token but the first, computed in one pass as prompts are.
 
-    Column i is for the token at place i + 1. The head computes one column at a time, as a step of ``decode`` does.
-    ``tokens`` are padded on the left. The last column says nothing.
+    ``tokens`` are padded on the left. Row i of the result has the log-probabilities of the tokens at place i + 1. The
+    last row has no meaning. The head computes one row at a time, as a step of ``decode`` does.
     """
     hidden, _, _ = prefill(params, config, tokens, lengths, cache_dtype)
     keys = jax.random.split(jax.random.key(0), len(tokens))  # nothing is drawn

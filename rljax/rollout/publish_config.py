@@ -9,9 +9,11 @@ from rljax.errors import check_at_least, check_positive
 
 @dataclass(frozen=True)
 class VerifyFloors:
-    """The lowest bands of mean |server - trainer| per token (nats), because a policy's own mismatch moves as it learns.
+    """The lowest bands of the mean of |server - trainer| over probe tokens (nats).
 
-    A tiny random model with equal weights showed 1.2e-2 in bfloat16, 1.6e-3 in float16 and 9e-7 in float32.
+    A band is the largest mean that passes the verification. It needs a lowest value, because the mismatch of equal
+    weights changes as a policy learns. A tiny random model showed 1.2e-2 in bfloat16, 1.6e-3 in float16 and 9e-7 in
+    float32.
     """
 
     bfloat16: float = 2e-2
@@ -24,7 +26,10 @@ class VerifyFloors:
 
 @dataclass(frozen=True)
 class VerifyCeilings:
-    """The highest bands of mean |server - trainer| per token (nats). A calibration above them is refused."""
+    """The highest bands of the mean of |server - trainer| over probe tokens (nats).
+
+    At the first publish a server above them is refused.
+    """
 
     bfloat16: float = 8e-2
     """The highest band of a server in bfloat16 (nats)."""
@@ -43,30 +48,31 @@ class VerifyConfig:
     """
 
     prompts: int = 4
-    """The number of probe prompts of one look. They are made from prompts of the run."""
+    """The number of probe prompts of one measurement. They are made from prompts of the run."""
     tokens: int = 32
     """The number of tokens generated from each prompt. The statistic is a mean over ``prompts * tokens`` tokens."""
     rounds: int = 3
-    """The number of times that the probes are sampled for calibration."""
+    """The number of times that the probes are sampled at the first publish, which calibrates the band."""
     factor: float = 4.0
-    """The band is ``factor`` times the worst calibration round, between floor and ceiling of the dtype."""
+    """The band as a multiple of the worst round of the calibration. It stays between floor and ceiling of the dtype."""
     floors: VerifyFloors = field(default_factory=VerifyFloors)
     """The lowest band of each dtype."""
     ceilings: VerifyCeilings = field(default_factory=VerifyCeilings)
     """The highest band of each dtype."""
     mixture_factor: float = 3.0
-    """The highest bands of a mixture of experts, as a multiple of ``ceilings``. Some tokens go to other experts where
-    server and trainer round differently."""
+    """The highest bands of a mixture of experts, as a multiple of ``ceilings``. They are wider because a different
+    rounding in server and trainer sends some tokens to other experts."""
     rounded_floor: float = 0.1
     """The lowest band of a server that rounds to 8 bits as ``rollout.server_form`` says, in every dtype (nats)."""
     rounded_ceiling: float = 0.6
     """The highest band of a server that rounds to 8 bits as ``rollout.server_form`` says, in every dtype (nats)."""
     rounded_prompts: int = 16
-    """The number of probe prompts of one look at a mixture of experts, or at a server that rounds to 8 bits as
-    ``rollout.server_form`` says. A few of their tokens are far off."""
+    """The number of probe prompts of one measurement of a mixture of experts, or of a server that rounds to 8 bits as
+    ``rollout.server_form`` says. They need more prompts, because a few of their tokens are far off."""
     rounded_own_floor: float = 1e-3
-    """The lowest band between two scores of the same tokens by a server that rounds to 8 bits: as it generated them,
-    and as a prompt, which reads nothing from its prefix cache (nats). A third of the probes may be nearer."""
+    """The lowest band of the distance between two scores that a server which rounds to 8 bits gives to the same tokens
+    (nats). It scores them as it generates them, and again as a prompt, which reads nothing from its prefix cache. The
+    distance is that of the probe which a third of the probes are nearer than."""
     seed: int = 0
     """The seed of the choice of the probe prompts."""
 
@@ -87,24 +93,25 @@ class VerifyConfig:
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """The way in which new weights come to servers."""
+    """The settings of the way in which new weights come to servers."""
 
     store: str = "shared"
     """The place that servers get weights from. shared: servers read each version in ``rollout.transfer_dir``, which
     they and the trainer see. Otherwise each server's machine pulls what changed into its own memory: from that
     directory (directory), from the trainer's machines (http), or from the object store at this URL (s3://..., gs://...)."""
     straggler_s: float = 30.0
-    """The longest that a publish waits for the other servers once one is ready, if that one did not take longer itself
-    (seconds). A server that is not ready by then is left out until it is."""
+    """The time that a publish waits for the other servers once the first one is ready (seconds). It waits longer if
+    the first one itself took longer. A server that is not ready by then is left out until it is."""
     anchor_every: int = 16
-    """The number of versions from one that is written whole to the next. Those between are written as what changed."""
+    """The number of versions from one that is written whole to the next one. Of the versions between them only the
+    changes are written."""
     in_place: bool = False
-    """Whether vLLM servers write what changed into their weights, instead of loading all of them. Workers whose layers
-    hold something else than what was loaded, as on a CPU, still load all of them. It has not run on a GPU yet."""
+    """Whether vLLM servers write only the changed elements into their weights, instead of loading all of them. A worker
+    whose layers repack or round their weights, as on a CPU, still loads all of them. It has not run on a GPU yet."""
     host: str = "127.0.0.1"
-    """The address of process 0's machine that ``store: http`` binds to: one of loopback, or a private one with
+    """The address of process 0's machine that ``store: http`` binds to: a loopback address, or a private one with
     ``rollout.api_key_file``. Each other process serves its part of the weights at the address from which its machine
-    reaches this one."""
+    reaches process 0."""
     port: int = 0
     """The port of ``store: http`` on process 0; 0 takes a free one. Process i has ``port`` + i."""
 

@@ -1,7 +1,7 @@
 """The requests for the turns of trajectories, and the queue by which they come to an engine.
 
-One side runs environments. It puts a request for each turn into the queue, and says which trajectories have ended. The
-other side is ``RolloutEngine.answer``, which takes the requests and samples one turn for each.
+One side runs the environments. It puts a request for each turn into the queue, and says which trajectories have ended.
+The other side is ``RolloutEngine.answer``. It takes the requests and samples one turn for each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from rljax.rollout.engine import Stopping, check_wanted
 
-_LOOK_S = 0.25  # The time between two looks whether what is sampled is given up (seconds).
+_LOOK_S = 0.25  # The time between two checks whether the run gives the responses up (seconds).
 
 
 class TurnRequest(NamedTuple):
@@ -24,7 +24,7 @@ class TurnRequest(NamedTuple):
     Attributes:
       key: The number of the trajectory.
       turn: The number of the turn in the trajectory, from 1.
-      tokens: All tokens of the trajectory so far, int32 [s], which the turn continues.
+      tokens: All tokens of the trajectory so far, int32 [s]. The turn continues them.
       max_tokens: The most tokens of the turn.
     """
 
@@ -37,16 +37,16 @@ class TurnRequest(NamedTuple):
 class TurnQueue:
     """The requests that wait for an engine. All methods may be called from any thread.
 
-    A trajectory is open until ``end`` is called for it. An open trajectory without a waiting request is either sampled
-    or in its environment, so the other side of the queue still has something to wait for.
+    A trajectory is open until ``end`` is called for it. While an open trajectory has no waiting request, either the
+    engine samples its turn or its environment works. So a further request may still come.
     """
 
     def __init__(self, keys: int | Iterable[int], stop: Stopping | None = None) -> None:
         """Opens all trajectories.
 
         Args:
-          keys: The numbers of the trajectories, or how many there are, which are then numbered from 0.
-          stop: The object that says whether a wait is given up, or None if it never is.
+          keys: The numbers of the trajectories. An integer means that many trajectories, numbered from 0.
+          stop: The object that says whether waits are given up. None: they never are.
         """
         self._turns = dict.fromkeys(range(keys) if isinstance(keys, int) else keys, 0)
         self._open, self._stop = set(self._turns), stop
@@ -65,7 +65,8 @@ class TurnQueue:
         """Adds the request for the next turn of an open trajectory.
 
         Raises:
-          ValueError: The trajectory is not open or has a waiting request, or the request is not for a later turn.
+          ValueError: The trajectory is not open or has a waiting request, the turn is not a later one, or ``tokens`` is
+            empty or ``max_tokens`` below 1.
         """
         key, turn = request.key, request.turn
         with self._changed:
@@ -91,9 +92,10 @@ class TurnQueue:
         self._wake()
 
     def end(self, key: int) -> None:
-        """Ends a trajectory, which drops a request of it that still waits. It may be called twice.
+        """Ends a trajectory, and drops its waiting request. It may be called twice.
 
-        A request that was taken before is answered all the same.
+        A request that the engine has taken is still answered. Raises ValueError if no trajectory has the number
+        ``key``.
         """
         with self._changed:
             if key not in self._turns:
@@ -106,21 +108,27 @@ class TurnQueue:
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """Has every later take raise ``error``, because whoever runs the environments cannot go on."""
+        """Makes every later ``take`` and ``take_round`` raise ``error``, and those that wait now.
+
+        The side that runs the environments calls it if it cannot go on.
+        """
         with self._changed:
             self._error = error
             self._changed.notify_all()
         self._wake()
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Has ``wake`` called after each change, on the thread that made it, in place of an earlier function."""
+        """Sets the function that is called after each change, on the thread that made the change.
+
+        It replaces the function of an earlier call.
+        """
         self._wake = wake
 
     def take(self, timeout_s: float) -> list[TurnRequest]:
         """Returns the requests that wait now, in order of key; waits up to ``timeout_s`` seconds for the first one.
 
-        The list is empty where none came in time, or all trajectories have ended. Raises StoppedWaitingError if what is
-        sampled is given up, and the error of ``fail``.
+        The list is empty if no request came in time, or all trajectories have ended. Raises StoppedWaitingError if the
+        run gives the responses up, and the error that was given to ``fail``.
         """
         end = time.monotonic() + timeout_s
         return self._take(lambda: bool(self._waiting) or not self._open or time.monotonic() >= end, end)
@@ -128,12 +136,15 @@ class TurnQueue:
     def take_round(self) -> list[TurnRequest]:
         """Waits until each open trajectory has a waiting request, and returns all of them in order of key.
 
-        The list is empty once all trajectories have ended. Raises as :meth:`take`.
+        The list is empty once all trajectories have ended. The errors are those of :meth:`take`.
         """
         return self._take(lambda: len(self._waiting) == len(self._open), None)
 
     def _take(self, is_ready: Callable[[], bool], end: float | None) -> list[TurnRequest]:
-        """Waits until ``is_ready``, or until the time ``end``, and returns what waits then."""
+        """Waits until ``is_ready()`` and returns the waiting requests.
+
+        ``end`` is the time at which ``is_ready`` may change by itself (``time.monotonic``), or None.
+        """
         with self._changed:
             while True:
                 if self._stop is not None:

@@ -15,21 +15,21 @@ from rljax.rollout.publish_config import VerifyConfig
 
 @dataclass(frozen=True)
 class InjectConfig:
-    """Mismatch that is put into the rollouts on purpose. By default there is none, and its kinds may be combined."""
+    """The mismatch that is put into the rollouts on purpose. By default there is none. Its kinds may be combined."""
 
     weight_noise: float = 0.0
-    """Standard deviation of the Gaussian noise on each weight tensor, relative to the tensor's root mean square."""
+    """The standard deviation of the Gaussian noise on each weight tensor, relative to the tensor's root mean square."""
     quantize: Literal["none", "int8", "fp8"] = "none"
-    """Rounds the matrices of the transformer blocks as a quantized engine stores them, with one scale for each output
-    channel."""
+    """The format that the matrices of the transformer blocks are rounded to, with one scale for each output channel, as
+    a quantized engine stores them. none: no rounding."""
     dtype: Literal["same", "bfloat16", "float16"] = "same"
-    """Rounds the weights to this dtype. same: the weights stay as published."""
+    """The dtype that the weights are rounded to. same: the weights stay as published."""
     logit_noise: float = 0.0
-    """Standard deviation of the Gaussian noise on each logit before sampling. Only for the exact engine."""
+    """The standard deviation of the Gaussian noise on each logit before sampling. Only for the exact engine."""
     staleness: int = 0
-    """Number of policy versions by which the weights that sample are older than the published ones."""
+    """The number of policy versions by which the sampling weights are older than the published ones."""
     seed: int = 0
-    """Seed of the noise. A version, or a token, gets the same noise each time it is sampled."""
+    """The seed of the noise. A version, or a token, gets the same noise each time it is sampled."""
 
     def __post_init__(self) -> None:
         check_finite(self, "weight_noise", "logit_noise")
@@ -49,7 +49,7 @@ class InjectConfig:
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """The limits of time and of requests of the HTTP client."""
+    """The limits of the HTTP client: times, requests and attempts."""
 
     request_timeout_s: float = 3600.0
     """The longest that one response may take, its wait at the server included (seconds)."""
@@ -58,7 +58,7 @@ class ClientLimits:
     max_outstanding: int = 512
     """The most requests at one server at a time. The others wait in the client, so a faster server gets more."""
     max_attempts: int = 6
-    """The number of attempts at one response before the run gives up."""
+    """The number of attempts at one response. After the last one the run ends with an error."""
     backoff_s: float = 0.25
     """The wait before the first retry, which is doubled for each further one (seconds)."""
     max_backoff_s: float = 8.0
@@ -93,27 +93,27 @@ class RolloutConfig:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """The dtype that the engine computes in. It must be the dtype of the weights published to it."""
     weight_quantization: Literal["none", "int8", "fp8"] = "none"
-    """Rounds the matrices of the transformer blocks, as they are published in ``dtype``, to 8 bits: symmetric, with one
-    scale for each output channel; fp8 is float8_e4m3fn. Embedding, LM head, norms and activations stay in ``dtype``.
-    Only for the embedded engine."""
+    """The 8-bit format that the published matrices of the transformer blocks are rounded to: symmetric, with one scale
+    for each output channel; fp8 is float8_e4m3fn. Embedding, LM head, norms and activations stay in ``dtype``. Only for
+    the embedded engine."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """The dtype of the cached keys and values, with scale 1. auto: ``dtype``. Only for the embedded engine."""
     decode_tokens: int = 0
     """The most tokens of prompts and responses whose keys and values the embedded engine holds at once, on all devices
-    together. Responses that do not fit wait for the places of those that end. 0: as many as fit into the free memory of
-    the devices."""
+    together. Responses that do not fit wait until others end. 0: as many tokens as fit into the free memory of the
+    devices."""
     max_staleness: int = 0
-    """The most policy versions from the one that samples a batch to the one that is trained on it. 0: a batch is
-    sampled when its step begins. k: while one step trains, the next batches are sampled, up to k steps ahead. With
-    ``trajectories``, rows of older policies are dropped."""
+    """The most versions by which the policy that samples a batch may be older than the policy that trains on it. 0: a
+    batch is sampled when its step begins. k: while one step trains, the next batches are sampled, up to k steps ahead.
+    With ``trajectories``, rows of older policies are dropped."""
     update: InFlight = "wait"
     """The fate of the responses that servers sample ahead when new weights come. wait: they are finished first. keep:
     they are held, and go on with the new weights after their keys and values are computed again. abort: the servers
-    hand back what they have of them, and the rest is asked of whichever server has room."""
+    return their tokens so far, and any server with room samples the rest."""
     group_size: int = 16
     """The number of responses to each prompt, at least 2 for the leave-one-out baseline."""
     refill: bool = False
-    """Whether groups whose rewards are all equal are replaced by groups of new prompts. They carry no loss. A further
+    """Whether groups whose rewards are all equal, which carry no loss, are replaced by groups of new prompts. A further
     round of sampling asks for as many prompts as groups are missing."""
     refill_limit: int = 4
     """The most further rounds of a step with ``refill``, at least 1. After them the earliest groups without signal fill
@@ -151,22 +151,22 @@ class RolloutConfig:
     """The directory for weights. The servers must see it where ``publish.store`` is shared or directory, and all
     trainer processes where it is directory. None: a memory-backed directory on this machine."""
     router: str | None = None
-    """The URL of a vllm-router that spreads rollouts over the servers, by its own policy. It is told of the verified
-    servers and of no others. Weights and checks go to each server itself. None: rollouts do, too."""
+    """The URL of a vllm-router that spreads rollouts over the servers, by its own policy. It knows the verified servers
+    alone. Weights and checks go to each server directly. None: rollouts go to each server directly, too."""
     colocated: bool = False
-    """Whether the vLLM servers are on the trainer's own devices. After sampling they sleep, which gives the memory of
-    weights and caches back. For sampling they wake, load the weights and are verified."""
+    """Whether the vLLM servers are on the trainer's own devices. After sampling they sleep, which frees the memory of
+    their weights and caches. Before sampling they wake, load the weights and are verified."""
     offload_state: bool = True
-    """Whether, with ``colocated``, all that the trainer keeps is in the host's memory between updates, so that the
-    servers have the devices' memory. That is masters or adapters, moments, base and merged weights, and a reference
-    policy. Each process keeps its shards; of the state it needs up to twice their bytes for a moment."""
+    """Whether, with ``colocated``, the trainer's arrays are in the host's memory between updates, so that the servers
+    have the devices' memory. The arrays are masters or adapters, moments, base and merged weights, and a reference
+    policy. Each process keeps its own shards. For a moment the state needs up to twice the bytes of its shards."""
     server_wait_s: float = 900.0
     """The longest that the run waits while no server answers (seconds)."""
     seeded: bool = True
-    """Whether a seed is sent for each response, so that equal weights sample alike as far as the server can. vLLM does,
-    and SGLang on its own settings does not. With another ``update`` than wait no seed is sent."""
+    """Whether a seed is sent for each response. Equal weights then sample equal responses if the server supports it:
+    vLLM does, SGLang with its default settings does not. With another ``update`` than wait no seed is sent."""
     server_form: ServerForm = field(default_factory=ServerForm)
-    """The form in which the servers hold weights and cache. It is for engines vllm and sglang."""
+    """The form in which the servers hold weights and cache. Only for engines vllm and sglang."""
     batch_invariant: bool = False
     """Whether the servers must compute each token with bits that do not depend on the batch around it. They are started
     with --batch-invariant (``rljax serve vllm --batch-invariant``), and a server without it is refused."""
@@ -176,7 +176,7 @@ class RolloutConfig:
     limits: ClientLimits = field(default_factory=ClientLimits)
     """The limits of the client that talks to servers."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
-    """The settings of the verification that each server uses the published weights."""
+    """The settings of the verification, which proves that each server uses the published weights."""
     environment: str | None = None
     """The environment of trajectories of several turns: the path of a class, ``package.module:Class``. It replies to
     each turn and rewards the trajectory. ``verifiers:NAME``: a taskset of the package verifiers, or its settings in a
@@ -185,9 +185,9 @@ class RolloutConfig:
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """The limits of trajectories with an ``environment``."""
     trajectories: str | None = None
-    """The place of trajectories that another program makes, and that the run trains on: a directory of Parquet or JSONL
-    files, or the address http://HOST:PORT at which the trainer receives them (PORT 0: a free one). ``engine`` then only
-    gets the weights, and evaluates. None: ``engine`` samples the training data."""
+    """The place of trajectories that another program makes and the run trains on: a directory of Parquet or JSONL
+    files, or the address http://HOST:PORT at which the trainer receives them (PORT 0: a free one). ``engine`` then gets
+    the weights for evaluations alone. None: ``engine`` samples the training data."""
     dump_every: int = 0
     """The number of steps between token dumps, ``rollouts/step_*.parquet``, for ``rljax compare`` and ``rljax view``.
     0: no dumps."""
@@ -234,7 +234,7 @@ class RolloutConfig:
 
     @property
     def engine_form(self) -> ServerForm:
-        """The form in which the engine holds weights and cache, whichever engine it is."""
+        """The form in which the engine holds weights and cache, for every kind of engine."""
         own = ServerForm(self.weight_quantization, self.kv_cache_dtype)
         return own if self.engine == "jax" else self.server_form
 
@@ -244,7 +244,8 @@ class SamplingParams:
     """The settings of one request for responses."""
 
     max_response_tokens: int  # the longest response, the stop token included
-    # 0 for greedy. Log-probabilities are of the distribution that is sampled from, and at temperature 1 for greedy.
+    # The temperature, or 0 for greedy sampling. Log-probabilities are those of the distribution that is sampled from;
+    # with greedy sampling they are those at temperature 1.
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()  # a response ends with the first of them that is sampled
     top_p: float = 1.0  # the smallest set of likeliest tokens with at least this probability is sampled from
@@ -270,7 +271,7 @@ class Tops(NamedTuple):
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """The response tokens from ``start`` up to but not including ``end``, which policy ``version`` sampled."""
+    """The response tokens that policy ``version`` sampled: from ``start`` up to but not including ``end``."""
 
     version: int
     start: int
@@ -281,17 +282,17 @@ class VersionSpan:
 class Response:
     """One sampled response, or a trajectory of several turns.
 
-    The tokens of a trajectory are those that the policy sampled and those that its environment wrote, in order, as the
-    engine saw them. At the environment's tokens the log-probability is 0.
+    The tokens of a trajectory are those of the policy and those of its environment, in the order in which the engine
+    saw them. At the environment's tokens the log-probability is 0.
     """
 
     prompt_index: int  # the position of the prompt in the request's list
     sample_index: int  # the position among the responses to that prompt, 0 .. n-1
-    token_ids: np.ndarray  # int32 [t], each stop token that was sampled included
-    logprobs: np.ndarray  # the engine's log-probability *of* each of these tokens (``rollout_logprobs``), float32 [t]
+    token_ids: np.ndarray  # the token ids, int32 [t], each stop token that was sampled included
+    logprobs: np.ndarray  # the engine's log-probability of each of these tokens (``rollout_logprobs``), float32 [t]
     truncated: bool  # whether the length limit ended the response (finish_reason "length")
     versions: tuple[VersionSpan, ...]  # the policy versions that sampled the tokens, in order and without gaps
-    # The experts of each token of prompt (s) and response but the last, uint8 or uint16 [s + t - 1, layers, k].
+    # The experts of each token of prompt (s) and response (t) but the last, uint8 or uint16 [s + t - 1, layers, k].
     routes: np.ndarray | None = None
     tops: Tops | None = None  # the likeliest tokens at each position, where they were asked for
     # The turn (1, 2, ...) that sampled each token, and 0 where the environment wrote it, int32 [t]. None: turn 1.
@@ -309,12 +310,12 @@ class Response:
 
     @property
     def rows(self) -> tuple[Response, ...]:
-        """The rows of tokens of the response: itself, and those in ``further``."""
+        """The rows of tokens: this response, and those in ``further``."""
         return self, *self.further
 
     @property
     def trained_rows(self) -> tuple[Response, ...]:
-        """The rows that have tokens."""
+        """The rows that have at least one token behind their prompt."""
         return tuple(row for row in self.rows if len(row.token_ids))
 
     @property
@@ -329,7 +330,10 @@ class Response:
         return min(span.version for row in self.rows for span in row.versions)
 
     def first(self, count: int) -> Response:
-        """Returns the first ``count`` tokens of a response of one turn, truncated, or itself if it has no more."""
+        """Returns the response cut to its first ``count`` tokens and marked as truncated.
+
+        A response with no more tokens is returned unchanged. Only responses of one turn can be cut.
+        """
         beyond = len(self.token_ids) - count
         if beyond <= 0:
             return self
