@@ -1,4 +1,4 @@
-"""The command ``rljax``: it finds the program that its first word names, and runs it on the other words.
+"""The command ``rljax``. Its first word names a program, which is run with the remaining words.
 
 This module needs nothing beside the standard library, and a program is imported only when it is called. So the
 command starts at once, and ``rljax serve`` works in a server's environment, where there is no JAX.
@@ -20,9 +20,9 @@ from rljax.errors import ConfigError, run_cli
 class Command(NamedTuple):
     """A program of the package."""
 
-    module: str  # Its ``main`` takes the other words and returns the exit status.
-    summary: str  # One line for ``rljax --help``.
-    options: str = "Arguments"  # The module's dataclass of options, for the completion of words; empty: it has none.
+    module: str  # the module of the program; its ``main`` takes the remaining words and returns the exit status
+    summary: str  # one line for ``rljax --help``
+    options: str = "Arguments"  # the name of the module's dataclass of options, for completion; empty if it has none
 
 
 COMMANDS = {
@@ -79,7 +79,7 @@ def load(name: str, command: Command) -> Any:
 
 
 def print_completion(shell: str) -> None:
-    """Prints tyro's script that completes words in a shell. Raises ConfigError if it is not one of ``SHELLS``."""
+    """Prints tyro's completion script for a shell. Raises ConfigError if ``shell`` is not one of ``SHELLS``."""
     if shell not in SHELLS:
         raise ConfigError(f"{COMPLETION}: expected one of {', '.join(SHELLS)}, got {shell or 'nothing'}")
     tyro = load("completion", Command("tyro.extras", ""))
@@ -89,7 +89,10 @@ def print_completion(shell: str) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one command; returns its exit status. Raises ConfigError if the command, or a package for it, is missing."""
+    """Runs one command; returns its exit status.
+
+    Raises ConfigError if there is no such command or shell, or a package that the command needs is not installed.
+    """
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(help_text())
         return 0 if argv else 2

@@ -1,4 +1,4 @@
-"""The errors that cross rooms: a caller's mistakes, a server's failures, what stops a run; exit statuses and checks."""
+"""The exceptions that several subpackages use, the exit statuses of programs, and checks of configuration fields."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class HandshakeError(ValueError):
 
 
 class VerificationError(RuntimeError):
-    """The server does not sample from the trainer's weights. A run without another server ends with this line."""
+    """The server does not sample from the trainer's weights. A run without another server ends with this message."""
 
     exit_status = 1
 
@@ -103,11 +103,11 @@ class NotWrittenError(RuntimeError):
 
 
 class OwnedError(ValueError):
-    """Another living process owns the path that this one wanted to claim. The message names that process."""
+    """Another living process owns the path that this process wanted to claim. The message names the owner."""
 
 
 class StoppedWaitingError(RuntimeError):
-    """The run was asked to stop while the engine waited for servers that are gone, or for responses."""
+    """The run was asked to stop while it waited for servers that are gone, for responses, or for trajectories."""
 
 
 @contextmanager
@@ -192,25 +192,25 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
 
 
 def check_choices(config: Any) -> None:
-    """Raises ValueError unless every ``Literal`` field of the dataclass has one of its values."""
+    """Raises ValueError unless each ``Literal`` field of the dataclass instance ``config`` has one of its choices."""
     for name, declared in get_type_hints(type(config)).items():
         if get_origin(declared) is Literal:
             check_choice(name, getattr(config, name), declared)
 
 
 def check_at_least(config: Any, least: int, *names: str) -> None:
-    """Raises ValueError if one of the fields is below ``least`` or NaN."""
+    """Raises ValueError if one of the fields ``names`` of ``config`` is below ``least`` or NaN."""
     wanted = f"be at least {least}" if least else "not be negative"
     _check_each(config, names, lambda value: value >= least, wanted)
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raises ValueError unless the fields are above 0. They may be infinite."""
+    """Raises ValueError unless the fields ``names`` of ``config`` are above 0. They may be infinite."""
     _check_each(config, names, lambda value: value > 0, "be positive")
 
 
 def check_finite(config: Any, *names: str) -> None:
-    """Raises ValueError unless the fields are finite and not negative."""
+    """Raises ValueError unless the fields ``names`` of ``config`` are finite and not negative."""
     _check_each(config, names, lambda value: 0.0 <= value < float("inf"), "be finite and not negative")
 
 

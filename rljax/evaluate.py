@@ -78,8 +78,8 @@ class Arguments:
     """Longest response (tokens). None: what the toy task needs; for a file 8192, or less if the model has fewer
     positions."""
     engine: Literal["jax", "vllm", "sglang"] = "jax"
-    """jax: sample in this process. vllm, sglang: sample from servers of that kind; those of a Hugging Face directory
-    are used as they are, and the weights of a run are published to them first."""
+    """jax: sample in this process. vllm, sglang: sample from running servers of that kind. The weights of a run are
+    published to the servers first. For a Hugging Face directory, the servers must hold the model already."""
     urls: tuple[str, ...] = ()
     """Base URLs of the servers."""
     api_key_file: str | None = None
@@ -126,9 +126,9 @@ class Policy:
     """A policy on disk."""
 
     config: PolicyConfig
-    hf_path: str  # the Hugging Face directory with its tokenizer
-    run: Path | None = None  # the run directory with its weights; None: the weights are in ``hf_path``
-    step: int | None = None  # of the checkpoint
+    hf_path: str  # the Hugging Face directory of the model, with the tokenizer
+    run: Path | None = None  # the run directory with the trained weights; None: the weights are in ``hf_path``
+    step: int | None = None  # the step of the checkpoint; None without a run
     folder: str = "checkpoints"  # the folder of the run directory that holds the checkpoint
 
     def load(self, mesh: Mesh) -> Any:
@@ -140,17 +140,17 @@ class Policy:
         return params if merged is None else merged(params)
 
     def stops(self, end: int) -> tuple[int, ...]:
-        """Returns the tokens that end a response, as ``PolicyConfig.stops``, with those that its run names."""
+        """Returns the ids that end a response: the model's, or ``end`` if it has none, and the run's stop tokens."""
         return self.config.stops(end, self.settings().rollout.stop_token_ids if self.run else ())
 
     def settings(self) -> Config:
-        """Returns the configuration of its run, with the model's local directory."""
+        """Returns the configuration of the policy's run, with the model's local directory."""
         assert self.run is not None
         settings = recorded_config(self.run)
         return dataclasses.replace(settings, model=dataclasses.replace(settings.model, path=self.hf_path))
 
     def load_state(self, mesh: Mesh) -> TrainState:
-        """Returns the state of its run on the mesh, the optimizer included. Raises ValueError if it cannot be read."""
+        """Returns the training state of the policy's run on the mesh. Raises ValueError if it cannot be read."""
         assert self.run is not None
         assert self.step is not None
         folder = Checkpointer(self.run / self.folder, read_only=True)
@@ -192,7 +192,8 @@ def open_engine(
 ) -> Iterator[RolloutEngine]:
     """Opens an engine (jax, vllm or sglang) that holds the policy, for prompts and responses of these lengths.
 
-    Servers of a Hugging Face directory are used as they are; the weights of a run are published to its servers.
+    The weights of a run are published to the engine. For a Hugging Face directory, servers are used as they are.
+    Raises ConfigError if the weights cannot be read, or the engine cannot be used.
     """
     with caller_errors():
         if rollout.engine in SERVED and policy.run is None:
@@ -208,13 +209,16 @@ def open_engine(
 
 
 def in_batches(problems: Sequence[Problem], size: int) -> Iterator[tuple[int, list[Problem]]]:
-    """Yields (position of the first, at most ``size`` problems), in order."""
+    """Yields pairs, in order: the position of the first problem, and a list of at most ``size`` problems."""
     for start in range(0, len(problems), size):
         yield start, [problems[i] for i in range(start, min(start + size, len(problems)))]
 
 
 def response_limit(wanted: int | None, policy: PolicyConfig, prompt_tokens: int) -> int:
-    """Returns the longest response (tokens). Raises ValueError when ``wanted`` does not fit the model's positions."""
+    """Returns the longest response (tokens): ``wanted``, or up to ``LONGEST_RESPONSE`` if it is None.
+
+    Raises ValueError if ``wanted`` and the longest prompt do not fit the model's positions.
+    """
     room = policy.max_position_embeddings - prompt_tokens
     if wanted is not None and wanted > room:
         have = f"more than the model's {policy.max_position_embeddings} positions"
@@ -223,7 +227,7 @@ def response_limit(wanted: int | None, policy: PolicyConfig, prompt_tokens: int)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluates and prints one JSON object; returns the exit status."""
+    """Evaluates a policy and prints one JSON object; returns the exit status. Raises ConfigError for bad arguments."""
     arguments = load_config(Arguments, argv, prog="rljax evaluate", description=__doc__ or "")
     with caller_errors():
         policy = find_policy(arguments.path, step=arguments.step, best=arguments.best)
@@ -285,9 +289,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_responses(path: Path, problems: Sequence[Problem], scored: Sequence[Scored]) -> None:
-    """Writes one JSON line for each response: problem, sample, prompt, answer, response, reward, length, truncated.
+    """Writes one JSON object for each response, one a line.
 
-    The reward of a trajectory that failed is null.
+    The keys are problem, sample, prompt, answer, response, reward, response_length and truncated. The reward of a
+    trajectory that failed is null.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as out:

@@ -3,9 +3,9 @@
 Weights are sharded over four mesh axes. ``fsdp`` and ``context`` split the model width. ``tp`` splits heads, the inner
 width of the MLP and the vocabulary. ``expert`` splits the experts of a mixture, and the model width of all other
 weights. Each part of ``replica`` holds a copy of all weights. A batch is split by rows over ``replica``, ``fsdp`` and
-``expert``, and by tokens over ``context``. The policy takes the parts of a packed row over ``context`` for rows of
-their own (``rljax.policy.context``). Between the matrix products of a block, activations are split by tokens over
-``tp`` (sequence parallelism, arXiv 2205.05198).
+``expert``, and by tokens over ``context``. Inside the policy, each part of a packed row over ``context`` is a row of
+its own (``rljax.policy.context``). Between the matrix products of a block, activations are split by tokens over ``tp``
+(sequence parallelism, arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -190,9 +190,9 @@ _ALIGNMENT = 64  # bytes: a CPU device takes an array of the host without a copy
 
 
 def zeros_to_put(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Returns zeros on the host, to be filled and then given to ``put``. A single CPU device shares their memory.
+    """Returns a numpy array of zeros, to be filled and then given to ``put``.
 
-    The array must not be written to after that.
+    A single CPU device uses the array's memory without a copy. So the array must not be written to after ``put``.
     """
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + _ALIGNMENT, np.uint8)
@@ -243,9 +243,9 @@ def is_on_host(tree: Any) -> bool:
 
 
 def on_devices(tree: Any, dtype: Any = None) -> Any:
-    """Copies the arrays that are in ``HOST_MEMORY`` to the devices, in ``dtype`` if it is not None.
+    """Copies the arrays that are in ``HOST_MEMORY`` to the devices, cast to ``dtype`` if it is not None.
 
-    The other arrays are returned unchanged.
+    Arrays that are on the devices already are returned unchanged.
     """
 
     def copy(leaf: jax.Array) -> jax.Array:

@@ -94,7 +94,14 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the program that are no settings of the configuration."""
+    """The command-line options that are not part of the configuration.
+
+    Attributes:
+      dry_run: Whether to print only what the run would take.
+      compile: The machine to compile the step for, such as h100:1x8; None: the step is not compiled.
+      json: The file for the results of ``compile``; None: no file.
+      hlo: The file for the compiled program; None: no file.
+    """
 
     dry_run: bool = False
     compile: str | None = None
@@ -103,7 +110,10 @@ class Options:
 
 
 def own_options(argv: Sequence[str]) -> tuple[list[str], Options]:
-    """Returns the other words, and the options of this program. Raises ConfigError if they are not complete."""
+    """Splits a command line into the words of the configuration and the options of this program.
+
+    Raises ConfigError if an option lacks its value, or goes with another option that is missing.
+    """
     words: list[str] = []
     found: dict[str, str] = {}
     waiting = iter(argv)
@@ -145,7 +155,10 @@ def describe_run(config: Config, options: Options) -> None:
 
 
 def read_inputs(config: Config) -> Inputs:
-    """Reads the inputs of a run. Raises ConfigError if model, tokenizer and devices do not fit together."""
+    """Reads the inputs of a run.
+
+    Raises ConfigError if the model cannot be read, or if model, tokenizer and devices do not fit together.
+    """
     with caller_errors():
         model = dataclasses.replace(config.model, path=model_directory(config.model.path))
         config = dataclasses.replace(config, model=model)
@@ -167,7 +180,10 @@ def read_inputs(config: Config) -> Inputs:
 
 
 def follow(config: Config, processes: Processes) -> int:
-    """Does the part of a process other than 0 in every act of process 0; returns the exit status of the run."""
+    """Takes part in every act (joint operation) that process 0 leads; returns the exit status of the run.
+
+    Every process but 0 calls it.
+    """
     with processes.reported_signals(), contextlib.ExitStack() as at_end:
         acts, local = Restore(processes, at_end).join(Path(config.run.dir), lambda: read_inputs(config))
         return follow_acts(processes, acts, local)
@@ -216,18 +232,18 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
 
 
 def write_config(config: Config, run_dir: Path) -> None:
-    """Writes config.yaml in one rename; a resume is compared with it."""
+    """Writes config.yaml atomically. When the run is continued, its settings are compared with this file."""
     write_whole(run_dir / "config.yaml", config_to_yaml(config))
 
 
 def settings_of(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the settings as nested dictionaries, and by dotted key."""
+    """Returns the settings twice: as nested dictionaries, and as one flat dictionary by dotted key."""
     values = dataclasses.asdict(config)
     return values, {key: value for key, value in dotted(values) if not isinstance(value, dict)}
 
 
 def finish(run_dir: Path) -> None:
-    """Writes summary.json and report.png and prints the summary."""
+    """Writes summary.json and report.png and prints the summary. Does nothing if no row was recorded."""
     from rljax.record.figure import plot_report  # matplotlib, which only the end needs
 
     rows = recorded_rows(run_dir)

@@ -25,9 +25,9 @@ class AdvantageConfig:
     estimator: Estimator = "rloo"
     """rloo: subtract the mean reward of the other responses in the group. grpo: subtract the mean of the group and
     divide by its standard deviation. grpo_no_std (Dr.GRPO): only subtract the mean of the group. reinforce: subtract
-    the mean of the whole batch. optimal_token: like grpo_no_std, and subtract a baseline of each token, the mean of the
-    group's responses at that place, weighted by the energy of their gradients (arXiv 2602.07078). It costs one forward
-    of the batch before the update."""
+    the mean of the whole batch. optimal_token: like grpo_no_std, then subtract a baseline from each token. That is the
+    mean over the group's responses that reach this place, weighted by the energy of their gradients (arXiv
+    2602.07078). It costs one forward of the batch before the update."""
     overlong_buffer_tokens: int = 0
     """Number of tokens before the length limit over which the penalty of a long response grows linearly, as in DAPO.
     0: no penalty."""
@@ -51,7 +51,7 @@ def compute_advantages(
 
     Args:
       rewards: The rewards of g responses to each of b prompts. NaN: the response has failed and has no reward. The
-        others of its group are compared without it.
+        other responses of its group are compared without it.
       config: The estimator and the overlong penalty.
       lengths: The number of sampled tokens of each response, the end-of-sequence token included.
       max_response_tokens: The limit on the length of a response.
@@ -84,9 +84,9 @@ def compute_advantages(
 def _by_group(
     rewards: Float[np.ndarray, "b g"], estimate: Callable[[np.ndarray], np.ndarray]
 ) -> Float[np.ndarray, "b g"]:
-    """Applies ``estimate`` [b, g] -> [b, g] to groups, without the failed responses of each; those get 0.
+    """Applies ``estimate`` [b, g] -> [b, g] to the groups, each without its failed responses (NaN).
 
-    A group with a single reward has nothing to compare it with, so its advantage is 0.
+    A failed response gets 0. So does the only reward of a group, because there is nothing to compare it with.
     """
     known = ~np.isnan(rewards)
     whole = known.all(axis=1)
@@ -178,9 +178,9 @@ def overlong_penalty(
 
 
 def groups_with_signal(rewards: Float[np.ndarray, "b g"]) -> Bool[np.ndarray, " b"]:
-    """Marks groups whose rewards differ. The others carry no loss (arXiv 2602.01826, "rejection sampling").
+    """Marks groups whose rewards differ ("rejection sampling" of arXiv 2602.01826 drops the others).
 
-    NaN is no reward: it differs from none.
+    NaN rewards of failed responses are ignored.
     """
     rewards = np.asarray(rewards)
     return np.asarray(np.fmin.reduce(rewards, axis=1) < np.fmax.reduce(rewards, axis=1))

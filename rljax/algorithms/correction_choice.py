@@ -59,14 +59,16 @@ class CorrectionConfig:
     """Drop a sequence if its mean over tokens of exp(abs(lr)) is above this value, which is at least 1. 0: off."""
     region: Literal["none", "tv", "kl", "kpop", "smooth"] = "none"
     """Trust region of single tokens, with p the trained policy's probability of the token and q the rollout's. A token
-    outside weighs 0. tv: abs(p - q) is at most region_threshold. kl: KL(q || p) of the events "this token" and "any
-    other" is. kpop: both of these KLs are. smooth: no mask, but weights times 1 - (p - q) / region_threshold, or
-    1 + (p - q) / region_threshold where the advantage is not positive."""
+    at a distance above region_threshold weighs 0. tv: the distance is abs(p - q). kl: it is KL(q || p) of the events
+    "this token" and "any other". kpop: it is the larger of KL(q || p) and KL(p || q). smooth: no mask, but weights are
+    multiplied by 1 - (p - q) / region_threshold, or by 1 + (p - q) / region_threshold if the advantage is not
+    positive."""
     region_threshold: float = 0.0
     """Largest distance inside the region: a probability, or nats for kl and kpop. 0 without a region."""
     region_sides: Literal["both", "away"] = "both"
-    """both: every token outside the region weighs 0. away: only if its update would move it further away, that is if p
-    is above q and the advantage positive, or p below q and the advantage not."""
+    """both: every token outside the region weighs 0. away: a token outside weighs 0 only if its update would move it
+    further away. That is the case if p is above q and the advantage is positive, or p is below q and the advantage is
+    not positive."""
     region_over: Literal["token", "tops"] = "token"
     """Distribution whose distance is taken. token: the sampled token and all others together. tops: the sampler's
     likeliest tokens, the sampled token, and all others together. tops needs ``rollout.top_logprobs`` or
@@ -150,7 +152,7 @@ class CorrectionConfig:
 
     @property
     def rejections(self) -> tuple[tuple[Any, Any], ...]:
-        """The statistic and threshold of each rejection that is on, as ``rejection_mask`` takes them."""
+        """The pairs (statistic, threshold) of the rejections that are on, in the form of ``rejection_mask``."""
         config = self.resolved()
         bounds = (config.reject_geometric_low, config.reject_geometric_high)
         every: tuple[tuple[Any, Any], ...] = (
@@ -164,7 +166,7 @@ class CorrectionConfig:
 
     @property
     def weighting(self) -> tuple[Any, Any, Any] | None:
-        """The level, mode and threshold of ``importance_weights``; None at level none."""
+        """The arguments level, mode and threshold of ``importance_weights``; None at level "none"."""
         config = self.resolved()
         if config.level == "none":
             return None
@@ -194,7 +196,7 @@ class CorrectionConfig:
 
     @property
     def needs_collision(self) -> bool:
-        """Whether the loss needs the sum of squared probabilities at each token. No correction does."""
+        """Whether the loss needs the sum of squared probabilities at each token. No correction needs it."""
         return False
 
 
@@ -219,9 +221,10 @@ def correct(
 
     Returns:
       The weights, the mask and the statistics. The weights are float32 and not normalised (``gradient_divisor`` does
-      that). They are 0 outside the mask and, at every level but "none", at tokens that are not finite on either side.
-      The mask omits the sequences that fail any rejection; one without a finite token fails all of them. The
-      statistics may be merged, and ``finalize_correction`` reads them.
+      that). They are 0 outside the mask and, at every level but "none", at tokens with a log-probability that is not
+      finite.
+      The mask omits each sequence that fails a rejection. A sequence without a finite token fails every rejection. The
+      statistics of micro-batches can be merged, and ``finalize_correction`` turns them into metrics.
     """
     config = config.resolved()
     arrays = map(jnp.asarray, (logprobs, rollout_logprobs, mask))

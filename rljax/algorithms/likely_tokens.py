@@ -19,14 +19,14 @@ from rljax.mismatch.regions import is_finite, region_factor, tops_distance
 
 
 class LikelyTokens(NamedTuple):
-    """The sampler's likeliest tokens at each place, with the log-probabilities of either side (nats)."""
+    """The sampler's likeliest tokens at each place, with their log-probabilities in trainer and sampler (nats)."""
 
     trainer: Float[Array, "b t k"]  # under the policy in training, differentiable; 0 where ``listed`` is False
     rollout: Float[Array, "b t k"]  # under the sampler; 0 where ``listed`` is False
     listed: Bool[Array, "b t k"]  # whether the entry is a token with finite log-probabilities on both sides
-    nonfinite: Bool[Array, "b t k"]  # whether the entry is a token without them
-    has_sampled: Bool[Array, "b t"]  # whether the sampled token is among them
-    has_tail: bool  # whether the sampler could sample other tokens
+    nonfinite: Bool[Array, "b t k"]  # whether the entry is a token whose log-probability is not finite on some side
+    has_sampled: Bool[Array, "b t"]  # whether the sampled token is among the listed ones
+    has_tail: bool  # whether the sampler could sample tokens besides the reported ones
 
 
 class Sides(NamedTuple):
@@ -35,11 +35,11 @@ class Sides(NamedTuple):
     trainer: Float[Array, "b t"]  # under the policy in training, or under the policy that sampled the token
     rollout: Float[Array, "b t"]  # under the sampler, or under the policy that sampled the token
     valid: Bool[Array, "b t"]  # whether the token is in the loss and finite on both sides
-    advantages: Float[Array, "b t"]
+    advantages: Float[Array, "b t"]  # the advantage of each token; 0 outside the mask
 
 
 def read_sides(trainer: Any, rollout: Any, mask: Bool[Array, "b t"], advantages: Float[Array, "b t"]) -> Sides:
-    """Checks which tokens of the mask are finite on both sides."""
+    """Returns the ``Sides`` of a micro-batch. Tokens of the mask that are not finite on both sides are not valid."""
     trainer, rollout, advantages = jax.lax.stop_gradient((trainer, rollout, advantages))
     valid = mask & is_finite(jnp, trainer) & is_finite(jnp, rollout)
     trainer, rollout = jnp.where(valid, trainer, 0), jnp.where(valid, rollout, 0)
@@ -55,7 +55,7 @@ def read_likely_tokens(
     *,
     has_tail: bool,
 ) -> LikelyTokens:
-    """Checks which entries of the lists are finite on both sides.
+    """Returns the ``LikelyTokens`` of a micro-batch. Only entries that are finite on both sides count as listed.
 
     Args:
       trainer, rollout: The log-probabilities of the listed tokens (nats).
@@ -74,12 +74,12 @@ def read_likely_tokens(
 def region_weights(
     config: CorrectionConfig, sides: Sides, likely: LikelyTokens | None
 ) -> tuple[Float[Array, "b t"], Any, dict[str, Any]]:
-    """Computes the factors of the tokens' losses by the trust region, without gradient.
+    """Computes the factor by which the trust region multiplies each token's loss, without gradient.
 
     Args:
       config: A correction with a trust region.
       sides: The sampled tokens.
-      likely: The likeliest tokens, if the region is over them.
+      likely: The likeliest tokens, which a region over them needs; None if there are none.
 
     Returns:
       The factors, 0 where a token is not valid; the distances [b, t] if the region is over the likeliest tokens, else
@@ -110,9 +110,10 @@ def _distance_over_tops(kind: Any, sides: Sides, likely: LikelyTokens) -> Float[
 def centering_losses(
     config: CorrectionConfig, sides: Sides, likely: LikelyTokens, distance: Float[Array, "b t"] | None
 ) -> tuple[Float[Array, "b t"], dict[str, Any]]:
-    """Computes the losses whose gradient is the advantage times the expected score under the sampler.
+    """Computes the losses of score centering (arXiv 2609.20807), one for each token.
 
-    They are differentiable in ``likely.trainer`` only, and 0 where a token is not valid.
+    The gradient of a loss is the advantage times the expected score under the sampler. The losses are differentiable
+    in ``likely.trainer`` only, and 0 where a token is not valid.
 
     Args:
       config: A correction with score centering.

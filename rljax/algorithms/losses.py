@@ -124,7 +124,7 @@ def policy_loss(
         stale tokens. None: no token is stale.
 
     Returns:
-      The losses, 0 outside the mask; and 1.0 where the bounds replaced the ratio, else 0.0, without gradient.
+      The losses, 0 outside the mask; and 1.0 where a bound replaced the ratio, else 0.0, without gradient.
     """
     mask = jnp.asarray(mask) != 0
     logprobs, old_logprobs, advantages = (jnp.where(mask, x, 0) for x in (logprobs, old_logprobs, advantages))
@@ -193,7 +193,7 @@ def kl_penalty(
       kind: The estimator.
       logprobs: The log-probabilities of the policy (nats), differentiable.
       reference_logprobs: The log-probabilities of the frozen reference (nats).
-      mask: The tokens that count. Elsewhere the result is 0, whatever the arrays hold. None: all tokens.
+      mask: The tokens that count. Elsewhere the result is 0, even if the arrays hold NaN. None: all tokens.
     """
     check_choice("kind", kind, Estimate)
     if mask is not None:
