@@ -30,7 +30,7 @@ def subtract_baselines(
       correction: The correction whose importance weights also weigh the energies of the baseline.
 
     Returns:
-      The sequences. Those without loss stay as they are.
+      The sequences, with float32 arrays [r] as advantages. Sequences without loss are unchanged.
     """
     ratios: list[np.ndarray] | None = None
     if correction.weighting is not None:

@@ -34,9 +34,9 @@ RATIOS = ("token_ratio_max", "token_fraction_above", "token_effective_sample_siz
 class SplitUpdate:
     """An ``Update`` that also measures ``mismatch_numerics/<name>`` and ``mismatch_drift/<name>``.
 
-    Both are absent if no response was sampled with an older version that is kept. The drift is also measured for each
-    number of versions, as ``mismatch_drift/<versions>/<name>``. Each number of versions takes one forward of the
-    sample.
+    Both are absent if no token was sampled with an older version that is kept. The drift is also measured for each
+    number of versions behind, as ``mismatch_drift/<versions>/<name>``. Each number of versions costs one forward of the
+    measured responses.
     """
 
     def __init__(
@@ -118,7 +118,8 @@ def split_metrics(
 ) -> dict[str, float]:
     """Computes the metrics ``mismatch_numerics/``, ``mismatch_drift/``, ``is_numerics/`` and ``is_drift/``.
 
-    They are over the tokens that the policies of ``behaviour`` or the newest policy sampled. The latter have no drift.
+    The metrics are over the tokens that a policy of ``behaviour`` or the newest policy sampled. Tokens of the newest
+    policy have no drift.
 
     Args:
       sampled: The responses.

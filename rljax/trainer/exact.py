@@ -79,8 +79,8 @@ def full_scores(
 ) -> FullScores:
     """Scores a micro-batch [b, t], which has one sequence in a row, at a positive float32 temperature.
 
-    The whole log-softmax is computed before any token is picked from it. ``forward.make_score`` describes the last
-    three arguments. The log-softmax is never cut.
+    The whole log-softmax is computed before any token is picked from it. It covers the whole vocabulary even with
+    ``cut``. ``forward.make_score`` describes the last three arguments.
     """
     rows = (micro.tokens, micro.segment_ids, micro.positions)
     hidden, stats = hidden_states(compute, config, *rows, remat=precision.remat_policy, kernels=kernels)

@@ -114,6 +114,6 @@ class TokenValues(NamedTuple):
 
 
 def values_of(scores: Any, for_dumps: bool) -> TokenValues:
-    """Returns the values of tokens from their scores. ``for_dumps``: Whether token dumps need more of them."""
+    """Returns the values of tokens from their scores. ``for_dumps``: Whether to keep entropies and ``tops``."""
     values = TokenValues(scores.logprobs)
     return values._replace(entropy=scores.entropy, tops=scores.tops) if for_dumps else values

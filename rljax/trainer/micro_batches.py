@@ -25,7 +25,7 @@ _AXIS = "replica"
 
 
 PARTS = 8
-"""The most parts in which the micro-batches of a batch travel to devices with a memory of their own."""
+"""The largest number of parts in which a batch is copied to devices that have a memory of their own."""
 
 
 def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
@@ -36,9 +36,9 @@ def place_batch(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSha
 
 
 def place_used(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedSharding) -> PackedBatch:
-    """Puts the used micro-batches on the devices, split by rows. The devices make the others, as zeros.
+    """Puts the used micro-batches on the devices, split by rows. The devices themselves make zeros for the unused ones.
 
-    It may return before the arrays are there.
+    It may return before the copies are complete.
     """
     arrays, structure = jax.tree.flatten(batch._replace(with_loss=None, used=None))
     make, write = _assembly(by_rows)
@@ -55,7 +55,7 @@ def place_used(batch: PackedBatch, by_rows: NamedSharding, everywhere: NamedShar
 
 @functools.lru_cache(maxsize=8)
 def _assembly(by_rows: NamedSharding) -> tuple[Any, Any]:
-    """Returns two programs, of zeros with given shapes and types, and of writing a part into arrays [m, b, t, ...]."""
+    """Returns two compiled functions: one makes arrays [m, b, t, ...] of zeros, one writes a part into such arrays."""
 
     def make(forms: tuple[tuple[tuple[int, ...], Any], ...]) -> list[jax.Array]:
         return [jnp.zeros(shape, dtype) for shape, dtype in forms]
@@ -116,7 +116,8 @@ def over_micro_batches(
       each: A function of a micro-batch [b, t]. It returns numbers to add up, and token values [b, t, ...] to keep.
       zero: A function that returns the total of no micro-batch, from the ``jax.ShapeDtypeStruct`` of the numbers.
       add: A function that adds the numbers of one micro-batch to a total.
-      span: The first micro-batch, and the first one after the last. Of integers that span at most one there is no loop.
+      span: The indices of the first micro-batch and of the one after the last. If they are Python integers that differ
+        by at most 1, no loop is compiled.
       before: The token values [m, b, t, ...] of the micro-batches outside ``span``; None for zeros.
     """
 
@@ -155,7 +156,7 @@ def with_all_rows(micro: PackedBatch) -> PackedBatch:
     all tokens, they need no collectives. On simulated CPU devices the order of independent collectives is not fixed, so
     many of them can wait for each other forever. The arrays travel together, as one array.
 
-    Losses look for the tokens among the likeliest ones, so a micro-batch with likeliest tokens has its tokens gathered.
+    If a micro-batch has likeliest tokens, its ``tokens`` are gathered as well, because losses compare the two.
     """
     tops = {name: getattr(micro, name) for name in TOP_ARRAYS if micro.top_ids is not None}
     kept = {name: getattr(micro, name) for name in POLICY_ARRAYS if not (tops and name == "tokens")}

@@ -38,15 +38,15 @@ from rljax.trainer.packing import PackedBatch
 class Objective:
     """The loss of a batch of ``num_sequences`` responses."""
 
-    loss: LossConfig
-    correction: CorrectionConfig  # of the mismatch between sampler and trainer
+    loss: LossConfig  # the policy loss and its penalties
+    correction: CorrectionConfig  # the correction of the mismatch between sampler and trainer
     num_sequences: int  # the number of responses of a batch
     max_response_tokens: int  # the divisor of a response's sum if loss.sequence_constant is 0
     has_tail: bool = True  # whether the sampler could sample tokens besides the reported ones
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether a batch must have ``old_logprobs``, to normalise weights beside a penalty."""
+        """Whether a batch must have ``old_logprobs``, because weights are normalised beside a penalty."""
         return (self.loss.kl != "none" or self.loss.router_balance > 0) and self.correction.normalize
 
     def micro_loss(
@@ -57,12 +57,12 @@ class Objective:
         mean_weight: Float[Array, ""] | float = 1.0,
         balance: Float[Array, ""] | float = 0.0,
     ) -> tuple[Float[Array, ""], Statistics]:
-        """Computes the micro-batch's share of the loss over the provisional denominator, and its statistics.
+        """Computes the micro-batch's share of the loss, over the provisional denominator, and its statistics.
 
         The statistics have no gradient. Besides those of the correction they have these sums: ``policy`` (the weighted
-        losses over the provisional denominator), ``kl`` and ``balance`` (the penalty and the balancing loss over it,
-        without their coefficients), ``clipped`` (tokens on the clipped branch), ``loss_tokens`` (tokens in the loss
-        after rejection), and ``denominator``.
+        losses over the provisional denominator), ``kl`` and ``balance`` (the penalty and the balancing loss over the
+        provisional denominator, without their coefficients), ``clipped`` (tokens on the clipped branch),
+        ``loss_tokens`` (tokens in the loss after rejection), and ``denominator``.
 
         Args:
           scores: The ``Scores`` of the micro-batch under the parameters that are trained, or an object with the same

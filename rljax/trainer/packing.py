@@ -75,7 +75,8 @@ _NO_TOPS = {"top_ids": np.int32(-1), "top_logprobs": np.float32(-np.inf)}  # whe
 class TrainSequence(NamedTuple):
     """One prompt with one response, ready for the loss; p prompt tokens, r response tokens. Absent arrays are None.
 
-    In a trajectory of several turns the response holds the environment's tokens, too. No array counts there.
+    In a trajectory of several turns the response holds the environment's tokens, too. Their log-probabilities,
+    advantages and likeliest tokens are not used.
     """
 
     prompt: np.ndarray  # int32 [p], the token ids of the prompt
@@ -115,7 +116,7 @@ class PackedBatch(NamedTuple):
     rollout_logprobs: Any  # float32 [m, b, t], the engine's log-probability of each token; 0 outside the responses
     advantages: Any  # float32 [m, b, t], the advantage of each token
     staleness: Any  # int32 [m, b, t], the number of policy versions between the sampling of the token and this step
-    with_loss: Any  # int32 [], the number of micro-batches, from the first, that have all tokens with loss
+    with_loss: Any  # int32 [], the number of leading micro-batches that together hold all tokens with loss
     used: Any  # int32 [], the number of micro-batches that have tokens
     old_logprobs: Any = None  # float32 [m, b, t], of the trainer before the first update
     reference_logprobs: Any = None  # float32 [m, b, t], of the reference policy
@@ -164,7 +165,7 @@ def fill(
     *,
     with_tops: bool = True,
 ) -> PackedBatch:
-    """Fills a batch with sequences at chosen places. All used micro-batches count as ones with loss.
+    """Fills a batch with sequences at chosen places. In the result ``with_loss`` is equal to ``used``.
 
     Args:
       rows: The indices of the sequences in each row, one after another, by (micro-batch, row). They must fit.
@@ -248,7 +249,7 @@ def _by_sequence(values: Any, batch: PackedBatch, sequences: Sequence[TrainSeque
 def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
     """Returns one array [r, ...] for each sequence: the values of its response in a packed batch [m, b, t, ...].
 
-    Values of one number each are 0 at tokens that an environment wrote.
+    Where a token has a single number, it is 0 at tokens that an environment wrote.
     """
     every = zip(_by_sequence(values, batch, sequences), sequences, strict=True)
     responses = [(each[len(s.prompt) :], s) for each, s in every]

@@ -17,7 +17,7 @@ class Layout(NamedTuple):
     """The places of the sequences of a batch."""
 
     rows: dict[tuple[int, int], list[int]]  # the indices of the sequences in each row, by (micro-batch, row of it)
-    with_loss: int  # the number of micro-batches, from the first, that have all sequences in the loss
+    with_loss: int  # the number of leading micro-batches that together hold all sequences in the loss
     used: int  # the number of micro-batches that have sequences
 
     @property
@@ -30,7 +30,7 @@ def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[i
     """Lays out sequences so that their micro-batches cost as little as possible.
 
     Sequences without loss fill the space that sequences in the loss leave free. They get micro-batches of their own,
-    which take a forward alone, if that costs less. All sequences in the loss are then in the micro-batches before. Rows
+    which take a forward alone, if that costs less. All sequences in the loss are then in earlier micro-batches. Rows
     are dealt in turn to the micro-batches of one kind, longest sequences first. So these micro-batches are alike, and
     the spread of their gradients is noise. There are at least two micro-batches with loss if two rows have loss.
 

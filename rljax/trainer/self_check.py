@@ -28,7 +28,7 @@ PREFIXES: dict[Cause, str] = {
 }
 """The first part of the metric keys of each cause."""
 OTHER_REMAT: dict[Remat, Remat] = {"none": "blocks", "dots": "blocks", "blocks": "dots", "offload": "dots"}
-"""The choice of recomputed activations that each choice is compared with."""
+"""The choice of ``precision.remat`` with which each choice is compared."""
 
 Check = Callable[[TrainState, PackedBatch, Sequence[TrainSequence]], tuple[Sequence[int], list[np.ndarray]]]
 """A function of the arguments of an ``Update`` that returns the indices and log-probabilities of some responses."""
@@ -37,8 +37,8 @@ Check = Callable[[TrainState, PackedBatch, Sequence[TrainSequence]], tuple[Seque
 class SelfCheckedUpdate:
     """An ``Update`` that also measures ``mismatch_self/<name>``, in the steps whose options say so.
 
-    Before the update some responses are scored by other programs. The update's own log-probabilities of the same tokens
-    take the trainer's place in the metrics, the other ones the engine's.
+    Before the update some responses are scored by other programs. In the metrics, the update's own log-probabilities
+    take the trainer's place, and those of the other program take the engine's.
     """
 
     def __init__(self, update: Update, checks: Mapping[Cause, Check]):
@@ -90,9 +90,9 @@ def in_other_program(
 
     Args:
       score: A function that scores a batch under a state.
-      sample: The number of responses at which no further micro-batch is scored.
-      stand_ins: The names of optional log-probabilities that the program reads. The rollout engine's take their place:
-        they change the gradient, and not the log-probabilities.
+      sample: The number of responses to score. Micro-batches are scored until they hold so many.
+      stand_ins: The names of optional log-probabilities that the program reads. The rollout engine's replace those that
+        the batch lacks, because they change only the gradient.
     """
 
     def check(
@@ -148,10 +148,10 @@ def other_shape(rows: int, tokens: int, ways: int) -> tuple[int, int]:
 
 
 def other_mesh(mesh: Mesh) -> Mesh | None:
-    """Returns a mesh of the same devices in the same order, with another number of them on ``fsdp`` and ``tp``.
+    """Returns a mesh of the same devices in the same order, with other sizes of ``fsdp`` and ``tp``.
 
-    The smallest prime factor of ``tp`` moves to ``fsdp``; if ``tp`` is 1, one of ``fsdp`` moves to ``tp``. So the sums
-    over devices have other terms, and rows lie on other devices. None if both are 1.
+    The smallest prime factor of ``tp`` moves to ``fsdp``. If ``tp`` is 1, the smallest one of ``fsdp`` moves to ``tp``.
+    So the sums over devices have other terms, and rows lie on other devices. Returns None if both sizes are 1.
     """
     sizes = dict(mesh.shape)
     source, target = ("tp", "fsdp") if sizes["tp"] > 1 else ("fsdp", "tp")

@@ -56,7 +56,7 @@ from rljax.trainer.totals import (
 
 @dataclass(frozen=True)
 class StepFunctions:
-    """The functions that the programs of a ``TrainStep`` compile. The attributes are the arguments of the step."""
+    """The functions that ``make_programs`` compiles. The attributes are the arguments of ``TrainStep``."""
 
     config: PolicyConfig
     tx: optax.GradientTransformation
@@ -78,7 +78,7 @@ class StepFunctions:
 
     @property
     def dynamic(self) -> bool:
-        """Whether the scale of the loss moves."""
+        """Whether the loss scale is dynamic, which only float16 needs."""
         return self.precision.compute_dtype == "float16"
 
     @property
@@ -87,13 +87,13 @@ class StepFunctions:
         return TrainedParams(self.config, self.lora)
 
     def score(self, *, tops: bool = False, collision: bool = False) -> Any:
-        """Returns the function of ``make_score``, with the kernels of the devices of the mesh."""
+        """Returns the scoring function of ``make_score``, with the kernels for the devices of the mesh."""
         kernels = choose_kernels(self.options, self.config, self.precision.compute_dtype, self.mesh)
         settings = (self.config, self.precision, self.temperature, kernels)
         return make_score(*settings, cut=self.cut, tops=tops, collision=collision)
 
     def copy_weights(self, params: Params) -> Params:
-        """Casts the masters to the compute dtype, and gathers the copy where it is kept gathered."""
+        """Casts the masters to the compute dtype. With ``keep_gathered``, gathers the copy over the model width."""
         # The weights are cast before they are gathered, so that they travel in the compute dtype.
         axes = logical_axes(self.config)
         axes_of_copy = gathered_axes(self.config) if self.keep_gathered else axes
@@ -114,7 +114,7 @@ class StepFunctions:
         with_routes: bool = False,
         with_collision: bool = False,
     ) -> Any:
-        """Returns a function of a micro-batch that measures its mismatch and takes no gradient."""
+        """Returns a function of a micro-batch that returns its statistics and token values, without a gradient."""
 
         def each(micro: PackedBatch) -> tuple[dict[str, Statistics], TokenValues]:
             scores = score(compute, micro)
@@ -134,10 +134,10 @@ class StepFunctions:
         noise: Any,
         *of_loss: Any,
     ) -> tuple[Totals, TokenValues]:
-        """Adds up the micro-batches of a replica.
+        """Adds up the gradients and statistics of the micro-batches of one replica; returns them and the token values.
 
         Args:
-          counts: The number of micro-batches with loss, and the number of those that have sequences.
+          counts: The number of micro-batches with loss, and the number of micro-batches with sequences.
           compute: The weights in the compute dtype.
           needed: The residuals that the gradients of adapters need.
           noise: Whether the noise of the gradients is measured.
@@ -172,8 +172,8 @@ class StepFunctions:
         self, state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None
     ) -> tuple[Totals, TokenValues]:
         """Adds up the gradients and the statistics of a batch over micro-batches and replicas."""
-        # Without a loop over micro-batches, neither the copy of the weights nor the total of the gradients has to be
-        # kept from its beginning to its end. That takes four bytes a parameter less.
+        # A single micro-batch needs no loop. So neither the copy of the weights nor the total of the gradients has to
+        # be kept across a loop, which saves four bytes a parameter.
         casts_alone = len(batch.tokens) == 1
 
         def work(batch: PackedBatch, *shared: Any) -> tuple[Totals, Any]:
@@ -197,7 +197,7 @@ class StepFunctions:
     def train_step(
         self, state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
     ) -> tuple[TrainState, dict[str, jax.Array], TokenValues]:
-        """Makes one step: the new state, the row, and the values of the tokens."""
+        """Makes one step; returns the new state, the metrics of the row, and the token values before the update."""
         totals, values = self.gradients(state, batch, controls, weights)
         state, row = update_state(state, totals, batch, self.tx, self.objective, controls, dynamic=self.dynamic)
         return state, row | finalize_measured(totals.measured, self.diagnosis), values
@@ -205,7 +205,7 @@ class StepFunctions:
     def loss_forward(
         self, state: TrainState, batch: PackedBatch, controls: Controls, weights: Params | None = None
     ) -> tuple[TokenValues, jax.Array]:
-        """Computes the values of the tokens by the work of a step, without an update."""
+        """Returns the token values of a step's forward and backward, and the squared norm of the gradients."""
         totals, values = self.gradients(state, batch, controls, weights)
         return values, square_norm(totals.grads)  # without a use the compiler would leave the backward out
 
@@ -220,7 +220,7 @@ class StepFunctions:
         with_collision: bool,
         for_dumps: bool,
     ) -> tuple[dict[str, jax.Array], TokenValues]:
-        """Computes the row and the values of the tokens of a batch by forwards alone."""
+        """Computes the metrics of the row and the token values of a batch, with forwards only."""
         score = self.score(collision=with_collision)
         asked = {"for_dumps": for_dumps, "with_routes": with_routes, "with_collision": with_collision}
 
@@ -388,9 +388,9 @@ class TrainStep:
         with_collision: bool = False,
         for_dumps: bool = False,
     ) -> tuple[dict[str, jax.Array], TokenValues]:
-        """Measures the mismatch of a batch under the whole policy's parameters, without a gradient.
+        """Measures the mismatch of a batch under the parameters of a whole policy, without a gradient.
 
-        The batch may have another number of micro-batches than the steps. The flags ask for more values of its tokens.
+        The batch may have another number of micro-batches than the steps. Each flag adds values to ``TokenValues``.
 
         Returns:
           The metrics of the row, and the values of the tokens.

@@ -45,12 +45,12 @@ def place_controls(learning_rate: float, apply_update: bool, measure_noise: bool
 
 
 def square_norm(grads: Params) -> jax.Array:
-    """Returns the squared global norm, in float32."""
+    """Returns the squared global norm of the gradients, a float32 scalar."""
     return sum((jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)), start=jnp.float32(0.0))
 
 
 def zero_totals(grads: Params, loss: Statistics, measured: dict[str, Statistics]) -> Totals:
-    """Returns the totals of no micro-batch, from the shapes and dtypes of the sums of one micro-batch."""
+    """Returns totals of zero. The arguments give the shapes and dtypes of the sums of one micro-batch."""
     no_grads = jax.tree.map(lambda shape: jnp.zeros(shape.shape, jnp.float32), grads)
     return Totals(no_grads, jnp.float32(0.0), jnp.int32(0), zeros(loss), zeros(measured))
 
@@ -88,8 +88,8 @@ def update_state(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Unscales and clips the gradients, and applies the update or skips it.
 
-    ``dynamic`` says whether the loss scale is dynamic. The result is the state after the update, and the metrics of the
-    row without those of ``measure``.
+    ``dynamic`` says whether the loss scale is dynamic. Returns the state after the update, and the metrics of the row
+    except those from ``finalize_measured``.
     """
     rescaling = objective.rescaling(totals.loss, objective.provisional(batch))
     factor = rescaling / state.loss_scale.scale

@@ -154,10 +154,12 @@ class MultipleUpdates:
           forward: The forward without a gradient, of batches that ``pack`` makes.
           pack: A function that packs all sequences of a step.
           pack_mini: A function that packs the sequences of a mini-batch.
+          mini_batches: The number of updates in each epoch.
+          epochs: The number of passes over the sequences.
           group_size: The number of responses to a prompt.
-          reference: The log-probabilities of the reference policy of a KL penalty; None without a penalty.
+          reference: A function that computes the log-probabilities of the reference policy; None without a KL penalty.
           replays_own: Whether the updates route each token as the separate forward did (``rollout.router_replay: r2``).
-          baseline: The advantages of single tokens. None: all tokens of a response have its advantage.
+          baseline: A function that computes the advantages of single tokens. None: all tokens have their response's.
           for_dumps: Whether the entropies of the tokens are kept for token dumps.
         """
         self.step, self._forward, self.pack, self.pack_mini = step, forward, pack, pack_mini
@@ -208,7 +210,7 @@ class OffloadedUpdate:
     """An ``Update`` whose state lies in the host's memory (``sharding.on_host``) before and after it.
 
     Frozen weights, such as the base of adapters or a reference policy, may lie there too. Their readers copy them. If
-    an update fails, the state before it is whole, because the devices only had a copy.
+    an update fails, the state before it stays intact, because only a copy on the devices was donated.
     """
 
     def __init__(self, update: Update) -> None:
