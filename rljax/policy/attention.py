@@ -74,7 +74,7 @@ def packed_attention(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds) -> Q
 
 
 def _or_one_piece(kernel: PackedAttention) -> PackedAttention:
-    """Returns the kernel for long rows. The scores of shorter rows are all in memory at once."""
+    """Returns a function that uses ``kernel`` for rows above ``ONE_PIECE`` tokens, and ``attend`` for shorter rows."""
 
     def attention(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
         if q.shape[1] <= ONE_PIECE:
@@ -89,9 +89,9 @@ def attention_of_parts(
 ) -> Queries:
     """Computes attention of folded rows (``context.fold``), each of which ``parts`` devices share.
 
-    The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. If ``parts`` does
-    not divide the heads, ``block_attention`` over gathered keys takes the place of ``packed_attention``, and of every
-    kernel where ``heads_of_device`` is None.
+    The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. Where
+    ``heads_of_device`` is None, ``block_attention`` over gathered keys takes the place of the kernel. It also takes the
+    place of ``packed_attention`` if devices would compute heads of zeros.
 
     Args:
       kernel: The attention of whole rows.
@@ -173,7 +173,7 @@ def _splash_kernel(t: int, num_heads: int, block: int, shared: Array, interpret:
 def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> str:
     """Returns the kernel that ``policy.attention`` means for rows of more than ``ONE_PIECE`` tokens; never "auto".
 
-    The arguments and errors are the same as for ``choose_attention``.
+    ``choose_attention`` describes the arguments. Raises ValueError if the kernel does not support device or heads.
     """
     refusals = {"cudnn": _why_not_cudnn(device, dtype, head_dim), "splash": _why_not_splash(device, dtype, head_dim)}
     return choose_kernel("policy.attention", name, refusals)

@@ -100,7 +100,7 @@ def gather_keys(k: Array, v: Array, parts: int) -> tuple[Array, Array]:
 
 
 def scatter_keys(d_k: Array, d_v: Array, parts: int) -> tuple[Array, Array]:
-    """Adds up the gradients of gathered keys and values over their devices. Each device keeps its part."""
+    """Adds up the gradients of gathered keys and values over the devices of a row. Each device keeps its part."""
     if parts == 1:
         return d_k, d_v
     blocks = jnp.concatenate([d_k, d_v], axis=-1)
@@ -111,7 +111,7 @@ def scatter_keys(d_k: Array, d_v: Array, parts: int) -> tuple[Array, Array]:
 
 
 def own_pairs(table: Int[np.ndarray, "parts pairs 3"]) -> Int[Array, "pairs 3"]:
-    """Returns this device's part of a table that has one for each of the devices that share a row."""
+    """Returns this device's part of a table, whose first axis is over the devices that share a row."""
     every = jnp.asarray(table)
     return every[0] if len(table) == 1 else every[jax.lax.axis_index(AXIS)]
 
@@ -133,7 +133,7 @@ def heads_of_device(parts: int, num_heads: int, kv_heads: int) -> int | None:
 
 
 def device_heads(num_heads: int, kv_heads: int, tp: int) -> tuple[int, int]:
-    """Returns the query heads and the key-value heads of a device, of which a mesh splits whole groups over ``tp``."""
+    """Returns the numbers of query heads and key-value heads of a device. Only whole groups are split over ``tp``."""
     ways = tp if kv_heads % tp == 0 else 1
     return num_heads // ways, kv_heads // ways
 

@@ -18,8 +18,9 @@ from rljax.policy.flash import Keys, Queries, SegmentIds, block_attention, head_
 from rljax.sharding import on_each_device
 
 TOKENS_PER_SEGMENT = 256
-"""The tokens of a row per segment that it may hold. cuDNN keeps a log-sum-exp of t tokens for each segment."""
+"""A row may hold one segment for so many tokens. cuDNN keeps a log-sum-exp of the whole row for each segment."""
 FEWEST_SEGMENTS = 16
+"""The number of segments that a row of any length may hold."""
 CAPABILITY, CUDNN = "9.0", 91000
 """The lowest compute capability of a GPU, and the cuDNN version (9.10) for ahead-of-time compilation."""
 

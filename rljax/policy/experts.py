@@ -30,7 +30,7 @@ from rljax.policy.layers import Routing, RoutingRecord, param
 from rljax.sharding import axis_size, on_each_device, split_over
 
 _SLACK = 1.25  # ratio of the room of a round to a device's share of the pairs, if experts are split
-_MULTIPLE = 256  # The room of a round is a multiple of it.
+_MULTIPLE = 256  # If experts are split, the room of a round (pairs) is a multiple of it, or the number of all pairs.
 
 
 def _inner(width: str | None) -> tuple[tuple[str | None, ...], ...]:

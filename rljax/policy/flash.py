@@ -45,7 +45,10 @@ SegmentIds = Int[Array, "b t"]
 
 
 class Blocks(NamedTuple):
-    """One row: n blocks of b tokens, m of them with queries of this device, and r query heads for each of g others."""
+    """One row in n blocks of b tokens, on one device.
+
+    The device has the queries of m blocks. Each of the g key-value heads has r query heads.
+    """
 
     q: Float[Array, "m g r*b k"]
     k: Float[Array, "n g b k"]
@@ -64,7 +67,7 @@ def block_pairs(n: int, parts: int = 1) -> Int[np.ndarray, "parts pairs 3"]:
     Each pair is (the place of the query block on the device, the query block, the key block).
 
     Args:
-      n: The number of blocks of the row. More than one part has an equal number of them in each half.
+      n: The number of blocks of the row. With several parts it is a multiple of 2 * ``parts``.
       parts: The number of devices that share the row.
     """
     if parts == 1:
@@ -243,7 +246,10 @@ def _over_pairs(add_pair: Any, start: Triple, shared: Bool[Array, "n n"], pairs:
 
 
 def _scores(row: Blocks, where: Array, i: Array, j: Array) -> tuple[Float[Array, "g r*b b"], Bool[Array, "1 r*b b"]]:
-    """Computes the scaled and masked scores of a pair of blocks, and the mask. The queries are those of ``where``."""
+    """Computes the scaled and masked scores of query block i and key block j, and the mask.
+
+    ``where`` is the place of the query block among the blocks of this device.
+    """
     block, d = row.segment_ids.shape[1], row.q.shape[-1]
     place = jnp.arange(block)
     segment, others = _get(row.segment_ids, i)[:, None], _get(row.segment_ids, j)[None, :]

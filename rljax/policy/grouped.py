@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import ExpertsName, choose_kernel
 
-_LEAST_ROWS, _MOST_ROWS = 8, 256  # of a block
+_LEAST_ROWS, _MOST_ROWS = 8, 256  # the fewest and the most rows of a block
 _MOSAIC_TILE = 128
 _MOSAIC_TILES: dict[str, Any] = {
     "block_m": _MOSAIC_TILE,
@@ -41,11 +41,11 @@ class Grouped(NamedTuple):
 class _Blocks(NamedTuple):
     """Blocks of rows. Each block serves one group; the last block of a group may extend into the next group's rows."""
 
-    rows: int  # rows of a block
-    number: Int[Array, ""]  # number of blocks
-    ends: Int[Array, " e"]  # index of the block after the last one of each group
-    starts: Int[Array, " e"]  # first row of each group
-    sizes: Int[Array, " e"]  # rows of each group
+    rows: int  # the number of rows of a block
+    number: Int[Array, ""]  # the number of blocks
+    ends: Int[Array, " e"]  # the index of the block after the last one of each group
+    starts: Int[Array, " e"]  # the index of the first row of each group
+    sizes: Int[Array, " e"]  # the number of rows of each group
 
     def at(self, number: Array) -> tuple[Array, Array, Array]:
         """Returns the group of a block, its first row, and which of its rows belong to the group, bool [rows, 1]."""

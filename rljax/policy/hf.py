@@ -59,9 +59,9 @@ class Leaf(NamedTuple):
         return tuple(part.stop for part in self.hf_slices([slice(0, size) for size in self.shape]))
 
     def hf_slices(self, bounds: Sequence[slice]) -> tuple[slice, ...]:
-        """Returns the part of the tensor in the file that a part of a slice is.
+        """Converts bounds along the axes of a slice to bounds along the axes of its tensor in the file.
 
-        Only the first of several axes that are one axis in the file may be split (head_dim never is).
+        Several axes of a slice may be one axis in the file. Only the first of them may be cut (head_dim never is).
         """
         if self.inputs is None:
             return tuple(bounds)
@@ -109,7 +109,10 @@ def policy_leaves(config: PolicyConfig) -> Iterator[Leaf]:
 
 
 def _open_sources(directory: Path) -> dict[str, Any]:
-    """Opens the tensors of a directory, by HF name. A tensor has ``get_shape()`` and is read when it is indexed."""
+    """Opens the tensors of a directory, by HF name. A tensor has ``get_shape()`` and is read when it is indexed.
+
+    Raises ValueError if there are no weights, or if the index and a single file contradict each other.
+    """
     index_path, single = directory / INDEX_NAME, directory / SINGLE_NAME
     if index_path.is_file():
         files = _files_of_index(index_path)

@@ -22,8 +22,8 @@ class Kernels(NamedTuple):
 
     attention: PackedAttention = packed_attention  # the attention of packed rows
     grouped: Grouped = IN_BLOCKS  # the products of a mixture's experts
-    parts: int = 1  # the number of devices that share a row; of more, ``attention`` takes folded rows
-    # The largest number of blocks that are compiled one by one, not as a loop, where nothing is recomputed.
+    parts: int = 1  # the number of devices that share a row; above 1, ``attention`` takes rows of ``context.fold``
+    # The largest number of blocks that are compiled one by one, not as a loop, if the backward pass recomputes nothing.
     unrolled: int = 0
     # Whether the head keeps the logits of a vocabulary of one chunk for the backward pass, and looks up targets there.
     stored_logits: bool = False
@@ -31,8 +31,9 @@ class Kernels(NamedTuple):
 
 ON_ANY_BACKEND = Kernels()
 MAX_UNROLLED = 8
-"""``Kernels.unrolled`` on a CPU. A loop over blocks there fills the stacks of saved values with zeros, and copies each
-value into its stack and out of it. Each block that is not in a loop is compiled by itself, so there are not many."""
+"""The value of ``Kernels.unrolled`` on a CPU. There, a loop over blocks fills the stacks of saved values with zeros,
+and copies each value into its stack and out of it. Each block outside a loop takes its own time to compile, so the
+limit is small."""
 
 
 def check_experts(config: PolicyConfig, mesh: Any) -> None:

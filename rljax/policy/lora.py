@@ -141,7 +141,7 @@ def abstract_adapters(config: PolicyConfig, lora: LoraConfig) -> Params:
     """Returns the pytree of adapters with a float32 ``jax.ShapeDtypeStruct`` at each leaf.
 
     A target [layers, *in, *out] of the policy has the leaves ``a`` [layers, *in, rank] and ``b`` [layers, rank, *out].
-    Raises ValueError as ``find_targets`` does.
+    Raises ValueError if a target is not a linear layer of the policy's blocks, or belongs to its experts.
     """
     adapters = _adapters(config, lora).items()
     return unflatten_dict({path: jax.ShapeDtypeStruct(adapter.shape, jnp.float32) for path, adapter in adapters})
@@ -269,9 +269,9 @@ class TrainedParams:
 class MergedPolicy:
     """The policy of adapters on a frozen base. One executable merges them for trainer and engines.
 
-    The result for the newest adapters is kept until the next call with others. It is in the memory of the adapters, on
-    the devices or on the host (``sharding.on_host``). Leaves without adapters are the arrays of the base. They are
-    copied only if the base is in the host's memory and the adapters are not.
+    The merged policy is kept until a call with other adapters. It is in the same memory as the adapters: on the devices
+    or on the host (``sharding.on_host``). Leaves without adapters are the arrays of the base. They are copied only if
+    the base is in the host's memory and the adapters are not.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ _SAME_FUNCTION = (
     "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "unsloth_fixed",
     "velora_config",
 )  # fmt: skip
-"""The keys that do not change what is computed, or that are compared by themselves."""
+"""The keys that do not change what is computed, or that ``_check_config`` compares one by one."""
 
 
 def save_adapters(
@@ -54,7 +54,7 @@ def save_adapters(
     """Writes a directory that ``peft.PeftModel.from_pretrained`` and vLLM can load. The tensors are float32.
 
     The directory is created if it is missing. ``adapters`` has the structure of ``abstract_adapters``. ``base`` is the
-    name or path of the base model, for the file.
+    name or path of the base model, which adapter_config.json records.
     """
     out, flat = Path(directory), flatten_dict(adapters)
     out.mkdir(parents=True, exist_ok=True)

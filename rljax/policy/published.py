@@ -53,7 +53,7 @@ def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, 
       RuntimeError: A tensor holds a value that is not finite in ``dtype``. The message names it.
     """
     leaves, flat = list(policy_leaves(config)), flatten_dict(params)
-    # One after the other: the arrays between take eight bytes an element.
+    # One leaf after the other, because the intermediate arrays take eight bytes an element.
     sums = [fetch(_leaf_sums(flat[leaf.path], leaf.stacked, leaf.inputs, jnp.dtype(dtype))) for leaf in leaves]
     checksums = {}
     for leaf, columns in zip(leaves, sums, strict=True):

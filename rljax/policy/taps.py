@@ -1,7 +1,7 @@
 """A recorder of the values inside a policy's forward, which can also put given values in their places.
 
-It acts while a function is traced and only inside ``recording``. Elsewhere ``tap`` returns its argument, so programs
-that do not record are the same as without it.
+It acts while a function is traced, and only inside ``recording``. Elsewhere ``tap`` returns its argument, so it does
+not change a program that does not record.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Values = dict[str, Array]
 
 
 class Given(NamedTuple):
-    """The values to put in the places of computed ones, by name. Each has a flag, so that one program serves all."""
+    """The values to put in the places of computed ones, by name. Flags switch each on or off without a compilation."""
 
     values: Values
     flags: dict[str, Bool[Array, "*l"]]  # whether the value of this name, in each layer if it is a block's, is put in
 
 
 class Recorder(NamedTuple):
-    """The values that a forward recorded so far, and those that it is given."""
+    """The values that a forward has recorded so far, and the values to put in place of computed ones."""
 
     recorded: Values
     given: Given
@@ -39,7 +39,7 @@ _NOTHING = Given({}, {})
 
 @contextlib.contextmanager
 def recording(given: Given = _NOTHING) -> Iterator[Values]:
-    """Records every ``tap`` inside the context. It yields the dictionary that the values come into."""
+    """Records every ``tap`` inside the context. Yields the dictionary that receives the values by name."""
     recorder = Recorder({}, given)
     token = _active.set(recorder)
     try:
