@@ -22,7 +22,10 @@ class Calculator(ToolEnvironment):
     scored_by: ClassVar = "addition"
 
     def parse(self, response: str) -> Sequence[ToolCall]:
-        """Returns the call with which a turn ends, if it does: a sum behind ``>`` or at the beginning."""
+        """Returns the call at the end of a turn, or no call.
+
+        A call is a sum such as ``123+456=``, behind a ``>`` or at the beginning of the turn.
+        """
         found = _CALL.search(response)
         return [ToolCall("add", [int(number) for number in found[1].split("+")])] if found else []
 

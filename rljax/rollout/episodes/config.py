@@ -9,28 +9,28 @@ from rljax.errors import check_at_least, check_finite, check_positive
 
 @dataclass(frozen=True)
 class EpisodeConfig:
-    """The limits of one trajectory with an environment. ``rollout.max_response_tokens`` bounds its tokens."""
+    """The limits of one trajectory with an environment. ``rollout.max_response_tokens`` limits its tokens."""
 
     max_turns: int = 8
-    """The most turns of a trajectory. The environment is not asked for a reply to the last one."""
+    """The most turns of a trajectory. The environment gives no reply to the last of them."""
     max_turn_tokens: int = 0
     """The most tokens that the policy samples in one turn. 0: as many as ``rollout.max_response_tokens`` leaves."""
     max_reply_chars: int = 16384
-    """The longest reply of an environment or a tool (characters). A longer one is cut there, and counted."""
+    """The longest reply of an environment or a tool (characters). A longer reply is cut, and counted in the metrics."""
     max_rows: int = 1
     """The most rows of tokens of one trajectory. Another row begins where a turn's prompt does not extend the tokens
     before it, which only happens with environments of other libraries. A trajectory with more rows has failed."""
     call_timeout_s: float = 30.0
-    """The longest that one call of an environment may take (seconds). After it the trajectory has failed."""
+    """The longest time of one call of an environment (seconds). After it the trajectory has failed."""
     tool_timeout_s: float = 10.0
-    """The longest that one call of a tool may take (seconds). After it the policy reads that the tool took too long."""
+    """The longest time of one call of a tool (seconds). After it the policy reads that the tool took too long."""
     workers: int = 1
     """The number of processes that environments run in. Each may hold thousands of them."""
     memory_gib: float = 4.0
     """The memory limit of each of these processes and of each tool's process (GiB)."""
 
     def turn_tokens(self, room: int) -> int:
-        """Returns the most tokens of one turn, where a trajectory has at most ``room`` tokens behind its prompt."""
+        """Returns the most tokens of one turn of a trajectory with at most ``room`` tokens behind its prompt."""
         return min(self.max_turn_tokens or room, room)
 
     def __post_init__(self) -> None:

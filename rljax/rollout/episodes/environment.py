@@ -31,12 +31,15 @@ class Reply:
 class Environment(Protocol):
     """One trajectory's environment. ``rollout.environment`` names the class as ``package.module:Class``.
 
-    Each trajectory has an instance of its own, made without arguments. Thousands of instances share one asyncio loop,
-    so a method awaits what takes long and never blocks.
+    Each trajectory has an instance of its own, made without arguments. Thousands of instances share one asyncio loop.
+    So a method must await slow work and never block.
     """
 
     async def reset(self, problem: Mapping[str, Any]) -> Content:
-        """Begins the trajectory of a problem, which is a row of the data set.
+        """Begins the trajectory of a problem.
+
+        Args:
+          problem: A row of the data set.
 
         Returns:
           The prompt, as a text or as chat messages; None means the problem's own ``"prompt"``.
@@ -48,10 +51,13 @@ class Environment(Protocol):
         Args:
           response: The decoded text of the turn, without special tokens.
           truncated: Whether a limit of tokens cut the turn off.
+
+        Returns:
+          The reply, which may end the trajectory.
         """
 
     async def reward(self) -> float:
-        """Returns the reward of the whole trajectory, a finite number; it is called once, at the end."""
+        """Returns the reward of the whole trajectory, a finite number. It is called once, at the end."""
 
 
 _CALLS: Mapping[str, tuple[Any, ...]] = {"reset": ({},), "step": ("", False), "reward": ()}
@@ -59,10 +65,11 @@ _FORMS = {"reset": "reset(self, problem)", "step": "step(self, response, truncat
 
 
 def find_environment(path: str) -> type[Environment]:
-    """Returns the class of an environment that is named ``package.module:Class``.
+    """Returns the class of an environment by its name ``package.module:Class``.
 
     Raises:
-      ValueError: The name has another form, there is no such class, or it lacks one of the three methods.
+      ValueError: The name has another form, the class cannot be imported, it needs arguments, or it lacks one of the
+        three methods.
     """
     if "" in path.partition(":"):
         raise ValueError(f"environment {path!r} is not of the form package.module:Class")

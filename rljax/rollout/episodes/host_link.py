@@ -1,4 +1,4 @@
-"""The trainer's side of one host process: two threads that send and receive, whatever number of trajectories it has."""
+"""The trainer's side of one host process: one thread sends and one receives, for all trajectories together."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Death(NamedTuple):
     """The end of a host process.
 
     Attributes:
-      reason: The words that say how it ended.
-      stuck: Whether it was ended because code in it did not await for too long.
-      running: The number of the trajectory whose code ran; 0 if it cannot be told.
+      reason: The words that say how the process ended.
+      stuck: Whether the trainer ended it because some code ran too long without awaiting.
+      running: The number of the trajectory whose code ran at the end; 0 if none did, or it is not known.
     """
 
     reason: str
@@ -51,10 +51,9 @@ class HostLink:
         Args:
           path: The name of the environment's class.
           limits: The limits of the process.
-          on_message: A function that takes the parts of each message of the process, in the thread that receives.
-          on_death: A function that is called when the process has ended. Messages that are sent from then on go to
-            the next process.
-          on_broken: A function that is called with the reason when no process can be started.
+          on_message: A function that is called with the parts of each message of the process, on the receiving thread.
+          on_death: A function that is called when the process has ended. Later messages go to the next process.
+          on_broken: A function that is called with the reason if no process can be started.
         """
         self._board = ProgressBoard()
         self._limits = limits
@@ -69,7 +68,7 @@ class HostLink:
         self._thread.start()
 
     def send(self, message: bytes) -> None:
-        """Sends a message that was packed by ``pack``; it does not wait."""
+        """Sends a message that ``pack`` returned. It does not wait."""
         self._outbox.put(message)
 
     def close(self) -> None:
@@ -87,7 +86,7 @@ class HostLink:
                 sender.start()
                 stuck = self._receive_all()
                 self._process.kill()
-                # What was not sent is lost with the process, and so the death is told before others can send.
+                # Messages that were not sent are lost with the process. New ones wait in a new queue from here on.
                 outbox, self._outbox = self._outbox, queue.SimpleQueue()
                 outbox.put(None)
                 sender.join(_JOIN_S)
@@ -95,11 +94,11 @@ class HostLink:
                 self._on_death(Death(self._process.replace(), stuck, running))
         except CancelledError:
             return
-        except Exception as error:  # nobody else sees it, and whoever waits must not wait for ever
+        except Exception as error:  # nobody else sees it, and a waiting caller must not wait for ever
             self._on_broken(str(error) or type(error).__name__)
 
     def _receive_all(self) -> bool:
-        """Handles messages until the process has ended; returns whether it is stuck instead."""
+        """Handles messages until the process has ended or is stuck. Returns whether it is stuck."""
         watch = StuckWatch(self._board, self._limits.busy_s, _LOOK_S)
         next_look = 0.0
         connection = self._process.connection
@@ -125,5 +124,5 @@ class HostLink:
 
 
 def pack(*message: Any) -> bytes:
-    """Packs a message to a host process. Raises whatever pickling raises."""
+    """Packs a message to a host process. Raises an error of any type if a part of it cannot be pickled."""
     return bytes(ForkingPickler.dumps(message))

@@ -1,8 +1,18 @@
 """The program of a host process: the environments of thousands of trajectories in one asyncio loop, without jax.
 
-The parent sends ``("reset", id, problem)``, ``("step", id, response, truncated)``, ``("reward", id)``, ``("end", id)``,
-``("began", request)`` and ``("result", request, ToolResult)``. This process sends ``("outcome", id, Outcome)``,
-``("tool", request, path, arguments, counted)``, ``("drop", request)`` and ``("refused", 0)``.
+``id`` is the number of a trajectory, ``request`` the number of a call of a tool. The parent sends:
+
+- ``("reset", id, problem)``, ``("step", id, response, truncated)``, ``("reward", id)``: A method is to be called.
+- ``("end", id)``: The trajectory is to be forgotten.
+- ``("began", request)``: A process begins to run the tool.
+- ``("result", request, ToolResult)``: The tool has ended.
+
+This process sends:
+
+- ``("outcome", id, Outcome)``: A method has ended.
+- ``("tool", request, path, arguments, counted)``: A tool is to be run.
+- ``("drop", request)``: Its result is not needed any more.
+- ``("refused", 0)``: A call of a tool was refused, which the parent counts.
 """
 
 from __future__ import annotations
@@ -69,7 +79,7 @@ class _Call:
       method: The name of the method.
       task: The task that runs it; None until it is made.
       used_s: The time that the call has taken, in seconds; None until its code has begun to run.
-      tools: The tool calls that it waits for, by their numbers; the value says whether a process runs it.
+      tools: The numbers of the tool calls that it waits for. Each value says whether a process runs the tool already.
     """
 
     method: str
@@ -79,7 +89,7 @@ class _Call:
 
     @property
     def is_queued(self) -> bool:
-        """Whether it waits only until processes are free for its tools."""
+        """Whether it waits for tools that no process runs yet."""
         return bool(self.tools) and not any(self.tools.values())
 
 
@@ -90,7 +100,7 @@ class _Host:
         self._connection, self._make, self._board, self._limits = connection, make, board, limits
         self._environments: dict[int, Environment] = {}
         self._calls: dict[int, _Call] = {}
-        # The process before this one may have left calls of tools behind, so that numbers must not come again.
+        # Calls of tools of an earlier process may still run, so their numbers must not be used again.
         self._requests = itertools.count(time.monotonic_ns())
         self._waiting: dict[int, tuple[_Call | None, asyncio.Future[ToolResult]]] = {}
 
@@ -110,7 +120,7 @@ class _Host:
         while True:
             await asyncio.sleep(tick_s)
             now = time.monotonic()
-            # Time in which others blocked the loop counts for no call.
+            # If code blocked the loop for longer, only two ticks count for each call.
             elapsed, last = min(now - last, 2 * tick_s), now
             self._board.write(0)
             end_by_alarm(self._limits.busy_s + GRACE_S)
@@ -211,14 +221,14 @@ class _Host:
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
     ) -> asyncio.Task[Any]:
-        """Makes a task whose code is noted on the board while it runs, for the trajectory that made the task."""
+        """Makes a task. While its code runs, the board names the trajectory that made the task."""
         number = _trajectory.get()
         noted = _Noted(coroutine, number, self._board) if number else coroutine
         return asyncio.Task(noted, loop=loop, **options)
 
 
 class _Noted(Coroutine[Any, Any, Any]):
-    """A coroutine that notes on the board when its code runs."""
+    """A coroutine that writes the number of its trajectory to the board while its code runs, and 0 afterwards."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, board: ProgressBoard):
         self._coroutine, self._number, self._board = coroutine, number, board
@@ -249,7 +259,7 @@ class _Noted(Coroutine[Any, Any, Any]):
 
 
 def _used_gib() -> float:
-    """Returns the memory of this process that counts for its limit, in GiB; infinity where it cannot be told."""
+    """Returns the memory of this process that counts for its limit (GiB), or infinity if it cannot be read."""
     try:
         (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:")]
     except (OSError, ValueError):
@@ -258,12 +268,12 @@ def _used_gib() -> float:
 
 
 def _end_if_forked() -> None:
-    """Ends a fork that a person's code left behind, which must not answer for this process."""
+    """Ends this process if it is a fork that an environment left behind. A fork must not answer for its parent."""
     if os.getpid() != _OWN:
         os._exit(1)
 
 
 def _end_with_children() -> NoReturn:
-    """Ends this process and those that environments have started, because the parent has ended."""
+    """Ends this process and all processes that environments have started. It is called once the parent has ended."""
     end_followers(os.getpid())
     os._exit(1)

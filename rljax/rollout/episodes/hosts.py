@@ -1,4 +1,4 @@
-"""Runs the environments of trajectories in worker processes; whatever they do, a call comes back with an outcome."""
+"""Runs the environments of trajectories in worker processes. Every call ends with an outcome, even after a crash."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class _Trajectory:
     """A trajectory that has an environment.
 
     Attributes:
-      key: The driver's name of it.
-      number: The number of it in messages.
-      host: The place of its host process in the list.
+      key: The name of the trajectory that the caller chose.
+      number: The number of the trajectory in messages.
+      host: The index of its host process.
       method: The method that is being called; "" if none is.
       future: The future of that call.
       packed: The message of ``reset``, until its outcome is known.
-      resent: Whether the message of ``reset`` was sent again because a process had ended before its outcome.
+      resent: Whether the message of ``reset`` was sent a second time, because the first process ended too early.
       lost: The outcome of every later call, if the trajectory has failed.
     """
 
@@ -66,9 +66,12 @@ class _Trajectory:
 class EnvironmentHosts:
     """Processes that hold the environments of many trajectories; a context manager.
 
-    Each process runs its environments in one asyncio loop. A call that awaits for too long is cancelled. A process in
-    which code blocks the loop, which crashes or runs out of memory is replaced, and its other trajectories are lost.
-    All methods may be called from any thread, and none of them waits.
+    Each process runs its environments in one asyncio loop. A call that awaits for too long is cancelled. A process is
+    replaced if it crashes, runs out of memory or code blocks its loop. Its other trajectories are then lost. Any thread
+    may call all methods, and none of them waits.
+
+    ``step`` and ``reward`` raise KeyError for a key without a trajectory. They and ``reset`` raise RuntimeError after
+    ``close``. A second call for a trajectory before the first has ended raises ValueError.
     """
 
     def __init__(
@@ -88,12 +91,12 @@ class EnvironmentHosts:
           path: The name of the environment's class, ``package.module:Class``.
           workers: The number of processes that hold environments.
           call_timeout_s: The longest time of one call, in seconds. The time that a call waits for a free process of a
-            tool does not count. Code that does not await for this time, or for 10 s, blocks its process.
+            tool does not count. Code that runs this long without awaiting, or 10 s if that is less, counts as stuck.
           tool_timeout_s: The longest time of one call of a tool, in seconds.
           tool_workers: The number of processes that run tools. None means one less than the number of CPU cores, at
             most 8. They are started with the first call of a tool.
           memory_gib: The memory limit of each process, in GiB; None means no limit.
-          max_reply_chars: The longest text of a reply or of a tool's result. A longer one is cut there.
+          max_reply_chars: The longest text of a reply or of a tool's result, in characters. A longer text is cut.
 
         Raises:
           ValueError: The environment cannot be found or lacks a method, or a limit is out of range.
@@ -133,9 +136,9 @@ class EnvironmentHosts:
         """Makes an environment for the trajectory ``key`` and resets it. A trajectory of the same key is ended first.
 
         Returns:
-          A future of the prompt: a text, messages, or None for the problem's own. Every future of this class comes to
-          an ``Outcome``, which may be a failure. Only after ``close`` or ``end`` it is cancelled, and it raises
-          RuntimeError if no process can be started.
+          A future of an ``Outcome``, whose value is the prompt: a text, messages, or None for the problem's own. The
+          futures of ``step`` and ``reward`` are alike. An outcome may be a failure. ``close`` and ``end`` cancel the
+          future. It raises RuntimeError if no process can be started.
         """
         self.end(key)
         with self._lock:
@@ -146,15 +149,23 @@ class EnvironmentHosts:
         return self._call(trajectory, "reset", dict(problem))
 
     def step(self, key: Hashable, response: str, truncated: bool) -> Future[Outcome]:
-        """Gives a turn of the policy to the trajectory's environment; returns a future of the ``Reply``."""
+        """Gives a turn of the policy to the trajectory's environment.
+
+        Returns:
+          A future of an ``Outcome``, whose value is the ``Reply``.
+        """
         return self._call(self._known(key), "step", response, truncated)
 
     def reward(self, key: Hashable) -> Future[Outcome]:
-        """Asks for the reward of a trajectory; returns a future of a finite float."""
+        """Asks for the reward of a trajectory.
+
+        Returns:
+          A future of an ``Outcome``, whose value is a finite float.
+        """
         return self._call(self._known(key), "reward")
 
     def end(self, key: Hashable) -> None:
-        """Forgets a trajectory and cancels its call, if there is one; an unknown key is passed over."""
+        """Forgets a trajectory and cancels its call, if there is one. An unknown key has no effect."""
         with self._lock:
             trajectory = self._by_key.pop(key, None)
             if trajectory is None:
@@ -234,7 +245,7 @@ class EnvironmentHosts:
         return future
 
     def _fail(self, trajectory: _Trajectory, outcome: Outcome) -> None:
-        """Notes that a trajectory has failed, counts it and warns of the first of its kind. The lock is held."""
+        """Notes that a trajectory has failed, counts it, and logs the first failure of its kind. The lock is held."""
         if trajectory.lost is not None or outcome.failure is None:
             return
         trajectory.lost = outcome
@@ -255,7 +266,7 @@ class EnvironmentHosts:
             future.cancel()
 
     def _settle(self, number: int, outcome: Outcome) -> None:
-        """Gives the outcome of a call to whoever waits for it."""
+        """Sets the result of the future that waits for this outcome."""
         with self._lock:
             trajectory = self._by_number.get(number)
             if trajectory is None or trajectory.future is None:
@@ -289,7 +300,10 @@ class EnvironmentHosts:
         future.add_done_callback(finish)
 
     def _bury(self, host: int, death: Death) -> None:
-        """Fails the trajectories of a process that has ended. A ``reset`` that was not at fault is sent again."""
+        """Fails the trajectories of a process that has ended.
+
+        A trajectory whose ``reset`` was not at fault gets another try: the message is sent to the next process.
+        """
         told: list[tuple[Future[Outcome], Outcome]] = []
         with self._lock:
             calls, self._tool_calls[host] = self._tool_calls[host], {}
@@ -324,7 +338,7 @@ class EnvironmentHosts:
         return Outcome(None, "died", f"the process died in {trajectory.method} ({death.reason})")
 
     def _give_up(self, host: int, reason: str) -> None:
-        """Has every call from now on raise, because no process can be started."""
+        """Makes every call from now on raise RuntimeError, because no process can be started."""
         with self._lock:
             self._broken = reason
             futures = [one.future for one in self._by_number.values() if one.host == host and one.future is not None]
@@ -334,7 +348,10 @@ class EnvironmentHosts:
 
 
 def make_hosts(path: str, limits: EpisodeConfig) -> EnvironmentHosts:
-    """Makes the processes of the environment ``path`` with the limits of a configuration. Raises as their class."""
+    """Makes the processes of the environment ``path`` with the limits of a configuration.
+
+    Raises ValueError if the environment cannot be found or lacks a method.
+    """
     return EnvironmentHosts(
         path,
         limits.workers,

@@ -22,7 +22,7 @@ class Outcome:
         ``reward``; None after a failure.
       failure: The kind of failure. raised: the environment raised. timeout: the call took too long, or blocked its
         process. died: the process crashed, ran out of memory, or was ended because of another trajectory. bad_reply:
-        the call returned something else than it must. None: there is a value.
+        the call returned a value of a wrong type or form. None: there is a value.
       message: One line that says what happened in a failure.
       cut: Whether the value was longer than the limit and was cut there.
     """
@@ -41,17 +41,17 @@ class Clipped(NamedTuple):
 
 
 def clip(text: str, limit: int) -> Clipped:
-    """Cuts a text at ``limit`` characters; what is no Unicode character becomes a question mark."""
+    """Cuts a text at ``limit`` characters. Lone surrogates, which UTF-8 cannot encode, become question marks."""
     return Clipped(text[:limit].encode("utf-8", "replace").decode(), len(text) > limit)
 
 
 def check_outcome(method: str, value: Any, limit: int) -> Outcome:
-    """Returns the outcome of a value that a method of an environment returned.
+    """Returns the outcome of a call: ``value`` in plain types, or the failure ``bad_reply``.
 
     Args:
       method: The name of the method: reset, step or reward.
-      value: The value, which may be anything.
-      limit: The longest text of a reply, in characters. A longer prompt is refused, a longer reply is cut.
+      value: The object that the method returned.
+      limit: The longest text of a reply, in characters. A longer prompt is a failure, a longer reply is cut.
     """
     try:
         if method == "reward":
@@ -76,7 +76,10 @@ def _reward(value: Any) -> float:
 
 
 def _content(value: Any, limit: int) -> tuple[Any, bool]:
-    """Returns a text, messages or None in plain types within ``limit`` characters, and whether it was cut."""
+    """Returns a text, messages or None in plain types, cut to ``limit`` characters, and whether it was cut.
+
+    Raises ValueError if ``value`` is none of these.
+    """
     if value is None:
         return None, False
     if isinstance(value, str):

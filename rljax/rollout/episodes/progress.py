@@ -1,4 +1,4 @@
-"""A few bytes of memory that a host process and its parent share: which trajectory runs, and whether anything moves."""
+"""A few bytes of memory that a host process and its parent share: the running trajectory, and a count of progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Progress(NamedTuple):
 
     Attributes:
       running: The number of the trajectory whose code runs now; 0 if none does.
-      moves: A number that changes each time the process begins or ends something.
+      moves: The number of writes so far. It grows as long as the process makes progress.
     """
 
     running: int
@@ -55,7 +55,7 @@ class StuckWatch:
         Args:
           board: The board of the process.
           limit_s: The longest time without progress, in seconds.
-          look_s: The usual time from one look to the next, in seconds. A longer one counts as twice this time.
+          look_s: The usual time between two calls of ``look``, in seconds. A longer time counts as at most twice this.
         """
         self._board, self._limit_s, self._look_s = board, limit_s, look_s
         self._seen, self._stuck_s, self._last = board.read(), 0.0, time.monotonic()

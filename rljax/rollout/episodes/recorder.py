@@ -1,4 +1,4 @@
-"""The tokens of one trajectory, as the engine saw them: what the policy sampled, and what its environment wrote."""
+"""The tokens of one trajectory, as the engine saw them: those of the policy, and those of its environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rljax.rollout.types import Response, Tops, VersionSpan
 
 
 class Recorder:
-    """Collects the turns of a trajectory and the texts between them, without ever encoding one of them again.
+    """Collects the tokens of the turns of a trajectory and of the texts between them. No token is encoded again.
 
     Attributes:
       prompt: The token ids before the first turn, int32 [s].
@@ -18,7 +18,7 @@ class Recorder:
     """
 
     def __init__(self, prompt: np.ndarray) -> None:
-        """Begins a trajectory behind its prompt."""
+        """Begins a trajectory that has no token behind ``prompt``, int32 [s], yet."""
         self.prompt, self.turn = prompt, 0
         self._tokens: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
@@ -37,7 +37,7 @@ class Recorder:
         return np.concatenate([self.prompt, *self._tokens])
 
     def add_turn(self, response: Response) -> None:
-        """Adds the tokens of a turn, whose prompt were ``tokens()``."""
+        """Adds the tokens of a turn, which the engine sampled behind the tokens of ``tokens()``."""
         start = self.count
         self.turn += 1
         self._spans = join_spans(self._spans, response.versions, start)
@@ -62,7 +62,7 @@ class Recorder:
           prompt_index: The position of the problem in the request.
           sample_index: The position among the trajectories of that problem.
           truncated: Whether a limit ended the trajectory.
-          own_prompt: Whether the prompt is another one than the problem's.
+          own_prompt: Whether the prompt differs from the problem's, so that the response must carry it.
         """
         return Response(
             prompt_index,
@@ -91,9 +91,14 @@ class Recorder:
 
 
 def join_spans(before: Sequence[VersionSpan], spans: Sequence[VersionSpan], start: int) -> list[VersionSpan]:
-    """Returns the spans of a row to which a turn is added at position ``start``, without gaps.
+    """Returns the spans of versions of a row after a turn is added at position ``start``. They have no gaps.
 
-    A text of the environment before the turn is counted to the version of the turn before it.
+    The environment's tokens before the turn belong to the version of the turn before them.
+
+    Args:
+      before: The spans of the row so far.
+      spans: The spans of the turn, whose positions count from the beginning of the turn.
+      start: The position of the turn's first token in the row.
     """
     joined = list(before)
     if joined:

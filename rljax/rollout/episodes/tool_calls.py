@@ -1,4 +1,4 @@
-"""Reads the calls of tools in a text of the policy: JSON between tags, as Qwen, Hermes and others write it."""
+"""Reads the calls of tools in a text of the policy: JSON between tags, as Qwen, Hermes and other models write it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ToolCall:
 
     Attributes:
       name: The name of the tool; "" if it cannot be read.
-      arguments: The arguments, by name or in their order.
+      arguments: The arguments, as a mapping of names or as a list.
       error: A line that says why the call cannot be read; "" if it can.
     """
 
@@ -28,12 +28,12 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str, tag: str = "tool_call") -> list[ToolCall]:
-    """Returns the calls in a text, in their order; a call that cannot be read has an ``error``.
+    """Returns the calls in a text, in their order. A call that cannot be read has an ``error``.
 
     A call is ``<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>``. The arguments may be called
-    ``parameters``, may be a text of JSON, and may be left out. Several calls may stand in a JSON list, or each in its
-    own tags. The last closing tag may be missing, because an engine may stop at it. Text up to the last ``</think>`` is
-    passed over.
+    ``parameters``, may be a string that holds JSON, and may be left out. Several calls may stand in a JSON list, or
+    each in its own tags. The last closing tag may be missing, because an engine may stop at it. Text up to the last
+    ``</think>`` is ignored.
 
     Args:
       text: The text of one turn.

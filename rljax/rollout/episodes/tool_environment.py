@@ -22,10 +22,10 @@ class ToolEnvironment:
     calls, ``write`` for another form of replies, and ``reward`` for another score.
 
     Attributes:
-      tools: The functions ``package.module:function`` by the names that the policy calls them by.
+      tools: A mapping of the names that the policy uses to functions ``package.module:function``.
       tag: The word in the tags around a call; see ``parse_tool_calls``.
       scored_by: The name of the reward that scores the final answer, as for ``data.reward``.
-      max_calls: The most calls of one turn. The others are answered by an error.
+      max_calls: The most calls of one turn. Further calls are answered by an error.
     """
 
     tools: ClassVar[Mapping[str, str]] = {}
@@ -34,12 +34,12 @@ class ToolEnvironment:
     max_calls: ClassVar[int] = MAX_CALLS
 
     async def reset(self, problem: Mapping[str, Any]) -> Content:
-        """Keeps the problem; its own prompt is the prompt."""
+        """Keeps the problem, and returns None, which stands for the problem's own prompt."""
         self.problem, self.answer, self.truncated = problem, "", False
         return None
 
     async def step(self, response: str, truncated: bool) -> Reply:
-        """Runs the calls of a turn side by side, or takes the turn as the final answer."""
+        """Runs the calls of a turn side by side. A turn without calls becomes the final answer."""
         self.answer, self.truncated = response, truncated
         calls = [] if truncated else self.parse(response)
         if not calls:
@@ -48,7 +48,10 @@ class ToolEnvironment:
         return Reply(self.write(results))
 
     async def reward(self) -> float:
-        """Scores the last turn by the reward ``scored_by``, in a process for tools unless it takes microseconds."""
+        """Scores the last turn by the reward ``scored_by``, in a process for tools unless the reward is in ``CHEAP``.
+
+        Raises RuntimeError if the reward fails in that process.
+        """
         arguments = (dict(self.problem), self.answer, self.truncated)
         if self.scored_by in CHEAP:
             return resolve_reward(self.scored_by)(*arguments)
@@ -62,7 +65,7 @@ class ToolEnvironment:
         return parse_tool_calls(response, self.tag)
 
     def write(self, results: Sequence[ToolResult]) -> Content:
-        """Returns what the policy reads of the results of its calls: messages of role ``tool``."""
+        """Returns the messages by which the policy reads the results of its calls, of role ``tool``."""
         return [{"role": "tool", "content": result.text} for result in results]
 
     async def _run(self, place: int, call: ToolCall) -> ToolResult:

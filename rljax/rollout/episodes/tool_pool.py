@@ -1,4 +1,4 @@
-"""Runs tools in worker processes, as rewards run; the counts of what went wrong are kept here."""
+"""Runs tools in worker processes, as rewards run, and counts their calls and failures."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ KEYS = ("turns/tool_calls", *_COUNTED.values(), "turns/tool_cut")
 
 
 class ToolPool:
-    """Processes that run tools. They are started with the first call."""
+    """Processes that run tools. They start with the first call."""
 
     def __init__(self, workers: int, *, timeout_s: float, memory_gib: float | None, max_chars: int):
         """Sets the limits.
 
         Args:
           workers: The number of processes.
-          timeout_s: The longest time of one call, in seconds, without waiting; after it the process is replaced.
+          timeout_s: The longest time of one call, in seconds. The wait for a free process does not count. A process
+            that takes longer is replaced.
           memory_gib: The memory limit of a process, in GiB; None means no limit.
-          max_chars: The longest text of a result, in characters. A longer one is cut there.
+          max_chars: The longest text of a result, in characters. A longer text is cut.
         """
         self._timeout_s, self._max_chars = timeout_s, max_chars
         make = functools.partial(
@@ -49,14 +50,13 @@ class ToolPool:
 
         Args:
           path: The name of the function, ``package.module:function``.
-          arguments: The arguments, by name or in their order.
+          arguments: The arguments, as a mapping of names or as a list.
           counted: Whether the call counts in the metrics.
-          began: A function that is called, from another thread, once a process is free for the call
-            and has imported the function.
+          began: A function that is called on another thread, once a free process has imported the function of the call.
 
         Returns:
-          A future of the result. ``result()`` raises RuntimeError only if no process can be started, and
-          CancelledError after ``close``.
+          A future of the result, also of one that describes a failure. The future itself raises RuntimeError only if no
+          process can be started, and CancelledError after ``close``.
 
         Raises:
           RuntimeError: The pool is closed.
@@ -69,7 +69,7 @@ class ToolPool:
             return self._pool.submit(functools.partial(self._call, path, arguments, counted, began))
 
     def count_refused(self) -> None:
-        """Counts a call that was refused before it came here, as an error."""
+        """Counts a call and an error for a call that an environment refused before it came here."""
         with self._lock:
             self._counts["turns/tool_calls"] += 1
             self._counts[_COUNTED["error"]] += 1
@@ -82,7 +82,7 @@ class ToolPool:
         return counts
 
     def close(self) -> None:
-        """Ends every process at once and cancels the waiting calls; a second call does nothing."""
+        """Ends every process at once and cancels the waiting calls. A second call does nothing."""
         with self._lock:
             self._closed = True
         if self._pool is not None:

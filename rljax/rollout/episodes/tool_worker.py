@@ -15,7 +15,7 @@ from rljax.rewards.worker import answer_requests
 from rljax.rollout.episodes.outcomes import clip
 
 Arguments = Mapping[str, Any] | Sequence[Any]
-"""The arguments of a tool: by name, or in their order."""
+"""The arguments of a tool: a mapping of names, or a sequence of values in their order."""
 
 
 class Ran(NamedTuple):
@@ -33,7 +33,10 @@ class Ran(NamedTuple):
 
 
 def run_tools(connection: Connection) -> None:
-    """Answers the requests of a ``ToolPool``: the arguments of ``import_function`` or of ``run_function``."""
+    """Answers the requests of a ``ToolPool`` until the parent closes the pipe.
+
+    A request holds the argument of ``import_function``, or the three arguments of ``run_function``.
+    """
 
     def answer(*arguments: Any) -> Any:
         return run_function(*arguments) if len(arguments) > 1 else import_function(*arguments)
@@ -42,7 +45,7 @@ def run_tools(connection: Connection) -> None:
 
 
 def import_function(path: str) -> str | None:
-    """Imports a tool; returns None, or a line that says why it cannot be imported."""
+    """Imports the tool ``path``. Returns None, or a line that says why it cannot be imported."""
     try:
         _function(path)
     except BaseException as error:  # a person's module may raise anything
@@ -51,9 +54,9 @@ def import_function(path: str) -> str | None:
 
 
 def run_function(path: str, arguments: Arguments, longest: int) -> Ran:
-    """Calls a function by name; its result becomes a text of at most ``longest`` characters.
+    """Calls the function ``path`` and returns its result as a text of at most ``longest`` characters.
 
-    A text stays as it is. Other results are written as JSON where they can be, else by ``str``.
+    A result that is a text stays as it is. Any other result is written as JSON, or by ``str`` if JSON cannot hold it.
     """
     try:
         function = _function(path)

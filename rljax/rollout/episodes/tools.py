@@ -1,4 +1,4 @@
-"""Tools of environments: plain functions that run in processes of their own, bounded in time, memory and output."""
+"""Tools of environments: plain functions that run in processes of their own, with limits of time, memory and output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ToolResult:
     Attributes:
       text: The result as text, or a text ``error: ...`` that says what went wrong.
       failure: The kind of failure. error: the tool raised, or could not be imported. timeout: it took too long. died:
-        its process crashed or ran out of memory. None: there is a result.
+        its process crashed or ran out of memory. None: it did not fail.
       cut: Whether the result was longer than the limit and was cut there.
     """
 
@@ -42,8 +42,11 @@ async def call_tool(path: str, arguments: Arguments, *, counted: bool = True) ->
 
     Args:
       path: The name of the function.
-      arguments: The arguments, by name or in their order. They must be values that can be pickled.
-      counted: Whether the call counts in ``turns/tool_*``.
+      arguments: The arguments, as a mapping of names or as a list. They must be values that can be pickled.
+      counted: Whether the call counts in the metrics ``turns/tool_*``.
+
+    Returns:
+      The result. A tool that fails gives a result with a ``failure``, and no error is raised.
     """
     if _runner is not None:
         return await _runner(path, arguments, counted)
@@ -59,6 +62,11 @@ def refuse_call(reason: str) -> ToolResult:
 
 
 def run_calls_by(runner: Runner, count_refused: Callable[[], None]) -> None:
-    """Has every later ``call_tool`` of this process done by ``runner``, and refused calls counted."""
+    """Sets the function that runs the tools of this process, and the function that counts refused calls.
+
+    Args:
+      runner: An async function of path, arguments and ``counted`` that returns the result of a call.
+      count_refused: A function that ``refuse_call`` calls once for each refused call.
+    """
     global _runner, _count_refused
     _runner, _count_refused = runner, count_refused
