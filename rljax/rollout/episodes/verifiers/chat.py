@@ -1,6 +1,6 @@
 """The chat loop of an agent, in the process of ``verifiers`` itself: no program is started for a trajectory.
 
-The loop asks the policy, calls the tools that its answer names, and ends with an answer that names none.
+The loop asks the policy and calls the tools that its answer names. It ends with an answer that names no tool.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import connect_mcp, mcp_content_to_chat_content
 
 TOOLS = "rljax_tools"
-"""The key of ``Trace.info`` under which the loop counts what its tools did."""
+"""The key of ``Trace.info`` under which the loop counts the calls, errors and timeouts of its tools."""
 
 FULL = "maximum context length"
-"""The words of the refusal of a turn for which no token is left. ``verifiers`` knows them, too."""
+"""The words by which the shim refuses a turn for which no token is left. ``verifiers`` looks for them, too."""
 
 
 class ChatHarnessConfig(vf.HarnessConfig):
-    """The settings of the loop, which has none of its own."""
+    """The settings of the loop: those of every harness, and no further ones."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):
@@ -45,7 +45,11 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
         mcp_urls: dict[str, str],
         data: Any,
     ) -> vf.ProgramResult:
-        """Runs the loop to its end. The result has exit code 1 if the policy could not be asked."""
+        """Runs the loop to its end.
+
+        The result has exit code 1, and the server's words, if the server refused to answer a turn. A trajectory without
+        room for a further turn ends with exit code 0.
+        """
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""An environment of ``verifiers``: loaded for a run on this machine, and played one trajectory at a time."""
+"""An environment of ``verifiers``: it is loaded to run on this machine, and plays one trajectory at a time."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ _RENDERER = f"{AppendingRenderer.__module__}:{AppendingRenderer.__name__}"
 
 
 class UnfitError(Exception):
-    """The environment does something that no run can train on, so that the run ends."""
+    """The environment does something that no run can train on. The run ends."""
 
 
 def load(settings: Mapping[str, Any]) -> Any:
-    """Returns the environment that the settings describe, with all of it on this machine.
+    """Returns the environment that the settings describe. All parts of it run on this machine.
 
-    Raises what ``verifiers`` raises, and ValueError if an agent is to run elsewhere, or asks another model.
+    Raises ValueError if an agent is to run on another machine or to ask another model. ``verifiers`` may raise other
+    errors.
     """
     sys.modules[CHAT] = chat  # verifiers finds a harness by the name of its module
-    os.environ["PRIME_INFERENCE_URL"] = "http://127.0.0.1:9"  # The default place of other models is a remote host.
+    os.environ["PRIME_INFERENCE_URL"] = "http://127.0.0.1:9"  # By default it would ask a remote host for other models.
     given = settings["environment"]
     config = vf.resolve_env_config(given)
     own_harness = default_harness_id(config.taskset.id)
@@ -72,7 +73,7 @@ def model_context(settings: Mapping[str, Any], url: str, temperature: float) -> 
 def first_prompts(environment: Any, settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
     """Returns the text of the first prompt and the identity of each task.
 
-    A task whose chat the environment itself opens has no text yet. Of a taskset without end, these are the first
+    The text is empty if the environment itself writes the first message later. An endless taskset gives its first
     ``limit`` tasks.
     """
     renderer = AppendingRenderer(None, AppendingConfig(**settings["renderer"]))
@@ -89,7 +90,7 @@ def first_prompts(environment: Any, settings: Mapping[str, Any], limit: int) -> 
 
 
 def task_of(environment: Any, index: int) -> Any:
-    """Returns the task at a position of the taskset, whose tasks are kept once they are read."""
+    """Returns the task at position ``index`` of the taskset. Tasks that were read once are kept."""
     known: dict[int, Any] = environment.rljax_tasks
     if index not in known:
         known.update(enumerate(itertools.islice(environment.taskset, index + 1)))
@@ -97,11 +98,21 @@ def task_of(environment: Any, index: int) -> Any:
 
 
 async def play(environment: Any, index: int, context: Any, begin: Callable[[Any], None]) -> dict[str, Any]:
-    """Runs one trajectory on a task, and returns how it ended.
+    """Runs one trajectory on a task, and returns its end.
 
-    ``begin`` is called with each trace before it asks for a turn. The result has ``failure`` (None, or one of
-    timeout, provider, unscored, environment), ``error`` (what the library said), ``reward``, ``rows`` (the token ids of
-    each branch, and whether each was sampled), and ``tools`` (counts).
+    Args:
+      environment: The environment.
+      index: The position of the task in the taskset.
+      context: The context of ``model_context``.
+      begin: A function that is called with each trace before the trace asks for a turn.
+
+    Returns:
+      A dictionary with ``failure`` (None, or one of timeout, provider, unscored, environment), ``error`` (the message
+      of the library), ``reward``, ``rows`` (the token ids of each branch, and whether each was sampled), and ``tools``
+      (counts).
+
+    Raises:
+      UnfitError: The episode trains more than one agent.
     """
     episode = await environment.run_episode(task_of(environment, index), context, on_trace=begin)
     traces = [trace for trace in episode.traces if trace.agent.trainable]
@@ -116,7 +127,10 @@ async def play(environment: Any, index: int, context: Any, begin: Callable[[Any]
 
 
 def broken(failure: str, error: str, traces: list[Any]) -> dict[str, Any]:
-    """Returns how a trajectory ended that has no reward, with what its last trace has kept."""
+    """Returns the end of a trajectory that has no reward, in the form of ``play``.
+
+    The rows and the counts are those of the last of ``traces``.
+    """
     branches = [branch for trace in traces[-1:] for branch in trace.branches if branch.trainable]
     return {
         "failure": failure,
@@ -128,7 +142,7 @@ def broken(failure: str, error: str, traces: list[Any]) -> dict[str, Any]:
 
 
 def failure_of(episode: Any, trace: Any) -> tuple[str | None, str]:
-    """Returns why an episode is not whole, or None, and what the library said about it."""
+    """Returns the kind of failure of an episode, or None, and the message of the library about it."""
     errors = [*episode.errors, *(trace.errors if trace is not None else [])]
     said = f"{errors[-1].type}: {errors[-1].message}" if errors else ""
     if episode.is_timeout or any(each.is_timeout for each in episode.traces):

@@ -26,22 +26,22 @@ from rljax.rollout.types import Response
 log = logging.getLogger(__name__)
 
 PYTHON = "RLJAX_VERIFIERS_PYTHON"
-"""The environment variable with the Python that has ``verifiers``; without it, the trainer's own."""
+"""The environment variable that names the Python with ``verifiers``. Without it the trainer's own Python is taken."""
 
 _PROGRAM = Path(__file__).with_name("program.py")
-_START_S = 600.0  # verifiers takes 3 to 7 s to import; a data set that is downloaded may take minutes
+_START_S = 600.0  # The longest start: verifiers takes 3 to 7 s to import, and a download of a data set minutes.
 _POLL_S = 0.25
-_END_S = 10.0  # the longest that the process may take to end its tools by itself
-_SAID = 2000  # the last characters of what the process wrote that an error quotes
+_END_S = 10.0  # the longest time that the process may take to end its tools by itself
+_SAID = 2000  # the number of characters from the end of the process's output that an error quotes
 
 
 class Ended(NamedTuple):
     """The end of one trajectory.
 
     Attributes:
-      failure: The reason why it is not whole (timeout, provider, unscored, environment, process), or None.
-      error: The message about it.
-      reward: The reward, or None if it failed.
+      failure: The kind of failure (timeout, provider, unscored, environment, process), or None.
+      error: The message about the failure.
+      reward: The reward, or None if the trajectory failed.
       branches: The branches that the library kept.
       is_full: Whether no token was left for a further turn.
       tools: The counts of calls of tools, of errors and of timeouts among them.
@@ -56,14 +56,18 @@ class Ended(NamedTuple):
 
 
 class VerifiersHost:
-    """The process, which is started again after it died. One batch of trajectories runs at a time."""
+    """The process that runs the environments. One batch of trajectories runs at a time.
+
+    After a crash the next batch starts the process again.
+    """
 
     def __init__(self, settings: Mapping[str, Any], silence_s: float) -> None:
         """Starts the process, and waits until it has loaded the environment.
 
         Args:
           settings: The first message to the process.
-          silence_s: The longest time between two signs of life while trajectories run. After it the process is ended.
+          silence_s: The longest time between two messages while trajectories run (seconds). After it the process is
+            ended.
 
         Raises:
           ValueError: The environment cannot be loaded.
@@ -76,12 +80,12 @@ class VerifiersHost:
         self._lock = threading.Lock()
 
     def begin(self, tasks: Mapping[int, int], room: Mapping[str, Any], queue: TurnQueue) -> None:
-        """Starts the trajectories of a batch. Their turns come into ``queue``, which ends each of them.
+        """Starts the trajectories of a batch. A thread puts their turns into ``queue``, and ends each of them there.
 
         Args:
-          tasks: The position of the task in the taskset, by the number of the trajectory.
-          room: The limits, as the program's ``Room`` has them.
-          queue: The requests for an engine.
+          tasks: The position in the taskset of each trajectory's task, by the number of the trajectory.
+          room: The limits, with the names of the fields of ``shim.Room``.
+          queue: The queue of requests for an engine.
         """
         self._asked, self.ended = {}, {}
         self.answered = {key: [] for key in tasks}
@@ -91,7 +95,7 @@ class VerifiersHost:
         threading.Thread(target=self._read, args=(self._process, set(tasks), queue), daemon=True).start()
 
     def answer(self, response: Response) -> None:
-        """Keeps a turn that the engine answered, and hands its tokens on."""
+        """Keeps a turn that the engine sampled, and sends its tokens to the process."""
         key, turn = response.prompt_index, response.sample_index + 1
         with self._lock:
             number, tokens = self._asked.pop((key, turn))
@@ -107,12 +111,12 @@ class VerifiersHost:
             self._process.send(told)
 
     def stop(self) -> None:
-        """Ends the process, and with it the trajectories that still run."""
+        """Ends the process and the trajectories that still run in it."""
         if self._process is not None:
             self._process.close()
 
     def _read(self, process: _Process, running: set[int], queue: TurnQueue) -> None:
-        """Reads what the process says until all trajectories have ended."""
+        """Handles the messages of the process until all trajectories have ended."""
         heard = time.monotonic()
         try:
             while running:
@@ -158,10 +162,9 @@ def _ended(message: Mapping[str, Any]) -> Ended:
 
 
 def read_tasks(settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-    """Returns the text of the first prompt and the identity of each task.
+    """Returns the text of the first prompt (``text``) and the ``identity`` of each task.
 
-    Of a taskset without end, these are the first ``limit`` tasks. Raises ValueError if the environment cannot be
-    loaded.
+    An endless taskset gives its first ``limit`` tasks. Raises ValueError if the environment cannot be loaded.
     """
     process = _Process({**settings, "tasks": limit}, is_told="tasks")
     process.close()
@@ -172,7 +175,10 @@ class _Process:
     """One process with its pipe."""
 
     def __init__(self, settings: Mapping[str, Any], is_told: str = "ready") -> None:
-        """Starts the process and waits for the message with the key ``is_told``. Raises ValueError without one."""
+        """Starts the process and waits for the message with the key ``is_told``.
+
+        Raises ValueError if the process reports an error, ends, or takes too long.
+        """
         python = os.environ.get(PYTHON) or sys.executable
         self._connection, theirs = multiprocessing.Pipe()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - the process writes to it until it ends
@@ -216,13 +222,19 @@ class _Process:
             self._connection.send_bytes(json.dumps(message).encode())
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """Returns the next message, or None if none came. Raises EOFError or OSError if the process has ended."""
+        """Returns the next message, or None if none came within ``timeout_s`` seconds.
+
+        Raises EOFError or OSError if the process has ended.
+        """
         if not self._connection.poll(timeout_s):
             return None
         return dict(json.loads(self._connection.recv_bytes()))
 
     def close(self) -> str:
-        """Ends the process and its children, and returns the end of what it wrote, as the end of a message."""
+        """Ends the process and its children.
+
+        Returns the end of the process's output in parentheses, to be added to a message, or "" without any output.
+        """
         self._connection.close()
         try:
             self._process.wait(_END_S)

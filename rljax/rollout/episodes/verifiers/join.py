@@ -1,7 +1,7 @@
 """The join of an engine's answers to the branches that ``verifiers`` kept of a trajectory.
 
-The library rounds log-probabilities and drops versions, likeliest tokens and routes. So the trainer keeps each answer,
-and a branch only says which of them the trajectory is made of.
+The library rounds log-probabilities and drops versions, likeliest tokens and routes. So the trainer keeps the engine's
+answers. A branch only says which answers the trajectory is made of.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rljax.rollout.types import Response
 
 
 class Branch(NamedTuple):
-    """One path of messages from the first to a last one, as the library kept it.
+    """One path from the first message of a trajectory to a last one, as the library kept it.
 
     Attributes:
       token_ids: The tokens, int32 [t].
@@ -49,7 +49,7 @@ class Answered(NamedTuple):
         return len(self.tokens) + len(self.response.token_ids)
 
     def is_in(self, branch: Branch) -> bool:
-        """Returns whether the branch begins with the tokens of this turn, which it took as sampled."""
+        """Returns whether the branch holds this turn: the tokens before it, and its own tokens as sampled ones."""
         ids, sampled = branch
         return (
             self.end <= len(ids)
@@ -64,13 +64,18 @@ class UnmatchedBranchError(Exception):
 
 
 def rows_of(answered: Sequence[Answered], branches: Sequence[Branch]) -> list[Recorder]:
-    """Returns a row for each branch, in order, which begins behind the prompt of the first turn that is its own.
+    """Returns a row for each branch with a turn of its own, in order.
 
-    A turn that several branches share is trained in the first of them, and only read by the others. An answer that the
-    library did not keep, as that of a turn asked for twice, is in no row. Turns keep their numbers over all rows.
+    A turn that several branches share belongs to the first of them, where it is trained. In the other branches it is
+    part of the prompt. An answer that the library did not keep is in no row, such as the first answer to a turn that
+    was asked for twice. The numbers of the turns count over all rows.
+
+    Args:
+      answered: The turns that the engine answered, in order.
+      branches: The branches that the library kept.
 
     Raises:
-      UnmatchedBranchError: A token that the library took as sampled is in no answer.
+      UnmatchedBranchError: A branch has a sampled token that is in no answer.
     """
     rows: list[Recorder] = []
     used: set[int] = set()

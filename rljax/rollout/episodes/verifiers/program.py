@@ -1,8 +1,8 @@
 """The program that runs the environments of ``verifiers``, in a process and with a Python of its own.
 
-The trainer holds the other end of a pipe; messages are JSON. The first message has the settings. The answer is
-``{"ready": ...}`` or ``{"error": ...}``. Then the trainer says which trajectories to run, the program asks for each
-turn, and at last tells how each trajectory ended. The program ends when the other end is closed.
+The trainer holds the other end of a pipe; messages are JSON. The first message has the settings. The program answers
+``{"ready": ...}`` or ``{"error": ...}``. Then the trainer sends the trajectories to run. The program asks for each
+turn, and reports the end of each trajectory. It ends when the trainer closes the pipe.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from rljax.rollout.episodes.verifiers.shim import Asking
 
 _PACKAGE = Path(__file__).parents[3]
-_ALIVE_S = 1.0  # between two signs of life
-_SETUP_S = 300.0  # the longest time before the first turn, in which processes of tools are started
-_END_S = 5.0  # the longest that trajectories may take to end once they are cancelled
+_ALIVE_S = 1.0  # the time between two signs of life (seconds)
+_SETUP_S = 300.0  # the longest time before the first turn, in which processes of tools are started (seconds)
+_END_S = 5.0  # the longest time that trajectories may take to end once they are cancelled (seconds)
 
 
 def load_package() -> None:
-    """Makes this file's ``rljax`` importable, and no other package beside it.
+    """Makes the package ``rljax`` of this file importable, but no other package from the same directory.
 
-    Its directory may be the trainer's ``site-packages``, whose other packages are not for this Python.
+    The directory may be the trainer's ``site-packages``, whose other packages are not made for this Python.
     """
     if "rljax" in sys.modules:
         return
@@ -49,7 +49,7 @@ class Program:
     """The environment, and the trajectories that run in it."""
 
     def __init__(self, connection: Connection, settings: dict[str, Any]) -> None:
-        """Loads the environment. Raises what ``verifiers`` or the environment raises."""
+        """Loads the environment. ``verifiers`` and the environment may raise any error."""
         from rljax.rollout.episodes.verifiers import environment, shim
 
         self._connection, self._sending = connection, threading.Lock()
@@ -85,7 +85,7 @@ class Program:
         await self._shim.close()
 
     def tell_tasks(self, limit: int) -> None:
-        """Sends the first prompt of each task, and of ``limit`` tasks where there is no end of them."""
+        """Sends the first prompt of each task. An endless taskset gives its first ``limit`` tasks."""
         from rljax.rollout.episodes.verifiers import environment
 
         self.send({"tasks": environment.first_prompts(self._environment, self._settings, limit)})
@@ -96,7 +96,7 @@ class Program:
             self._connection.send_bytes(json.dumps(message).encode())
 
     def _read(self, messages: asyncio.Queue[dict[str, Any] | None], loop: asyncio.AbstractEventLoop) -> None:
-        """Puts each message of the trainer into the queue, and None at the end, on a thread."""
+        """Puts each message of the trainer into the queue, and None once the pipe is closed. It runs on a thread."""
         message: dict[str, Any] | None = {}
         while message is not None:
             try:
@@ -120,7 +120,7 @@ class Program:
                     task.cancel()
 
     async def _ask(self, asking: Asking, tokens: list[int], max_tokens: int) -> dict[str, Any]:
-        """Returns the engine's answer to a turn; meanwhile no time of the environment passes."""
+        """Returns the engine's answer to a turn. The wait does not count as time of the environment."""
         number = next(self._numbers)
         self._asked[number] = asyncio.get_running_loop().create_future()
         asking.since = None
@@ -133,7 +133,7 @@ class Program:
             self._asked.pop(number, None)
 
     async def _play(self, asking: Asking, index: int, context: Any) -> None:
-        """Runs one trajectory, and tells how it ended."""
+        """Runs one trajectory, and reports its end to the trainer."""
         from rljax.rollout.episodes.verifiers import environment
 
         traces: list[Any] = []
@@ -162,7 +162,7 @@ class Program:
 
 
 def main() -> None:
-    """Serves the trainer, or with ``tasks`` in the settings only tells the tasks."""
+    """Serves the trainer. With ``tasks`` in the settings it only sends the tasks."""
     connection = Connection(int(sys.argv[1]))
     settings = json.loads(connection.recv_bytes())
     for path in reversed(settings["paths"]):

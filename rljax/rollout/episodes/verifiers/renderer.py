@@ -1,7 +1,7 @@
 """The renderer of chats in the process of ``verifiers``: a turn appends tokens, and the past is never encoded again.
 
 The first prompt is rendered by the chat template and encoded. Before each later turn, only the text of the new messages
-is encoded, and follows the tokens that were sampled. Without a template the texts of the messages follow each other.
+is encoded and appended to the sampled tokens. Without a template the texts of the messages are joined.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AppendingRenderer:
     is_prefix_stable = False  # Whole renders depend on the template; only ``bridge_to_next_turn`` appends.
 
     def __init__(self, tokenizer: Any, config: AppendingConfig) -> None:
-        """Reads the trainer's own tokenizer from ``config.directory``; the one that is given is not used."""
+        """Reads the trainer's tokenizer from ``config.directory``. The argument ``tokenizer`` is not used."""
         self._config, self._tokenizer = config, load(config.directory)
         self._has_template = config.chat_template and self._tokenizer.has_chat_template
         self._parse = tagged_calls if config.parser is None else imported(config.parser)
@@ -76,9 +76,10 @@ class AppendingRenderer:
         *,
         tools: Sequence[Any] | None = None,
     ) -> RenderedTokens | None:
-        """Returns the tokens of a turn with its prompt, followed by the tokens of the new messages.
+        """Returns the prompt and the answer of a turn, followed by the tokens of the new messages.
 
-        None: a message is an answer that was not sampled, or the template refuses the messages; all is rendered anew.
+        It returns None if one of the new messages is an answer, which was not sampled, or the template refuses the
+        messages. Then the caller renders the whole chat.
         """
         if any(message["role"] == "assistant" for message in new_messages):
             return None
@@ -93,7 +94,7 @@ class AppendingRenderer:
     def parse_response(
         self, token_ids: Sequence[int], *, tools: Sequence[Any] | None = None, prompt_ids: Sequence[int] | None = None
     ) -> ParsedResponse:
-        """Returns the text of a turn, and the calls of tools in it where there are tools."""
+        """Returns the text of a turn, and the calls in it if the chat has tools."""
         ids = list(token_ids)
         text = self._tokenizer.decode(ids[:-1] if ids and ids[-1] in self._config.stops else ids)
         return ParsedResponse(content=text, tool_calls=self._parse(text) if tools else [])
@@ -103,16 +104,20 @@ class AppendingRenderer:
         return list(self._config.stops)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
-        """Returns the text of a chat up to the beginning of the next answer. Raises ValueError if it cannot be made."""
+        """Returns the text of a chat up to the beginning of the next answer.
+
+        Raises ValueError if the template refuses the messages, or a message has parts that are no text.
+        """
         if not self._has_template:
             return "".join(content_text(message) for message in messages)
         known = {"tools": list(tools)} if tools else {}
         return self._tokenizer.render_chat(messages, **self._config.arguments, **known)
 
     def _reply(self, new_messages: Sequence[Message], tools: Sequence[Any] | None, *, ended: bool) -> str:
-        """Returns the text from the end of an answer, whose end token is sampled if it ``ended``, to the next answer.
+        """Returns the text between the end of an answer and the beginning of the next one.
 
-        Raises ValueError if the template refuses the messages.
+        ``ended``: Whether the policy sampled the answer's end token, so that the text must not repeat it. Raises
+        ValueError if the template refuses the messages.
         """
         texts = [{**message, "content": content_text(message)} for message in new_messages]
         if not self._has_template:
@@ -143,9 +148,9 @@ def tagged_calls(text: str) -> list[ParsedToolCall]:
 
 
 def imported(path: str) -> Callable[[str], list[ParsedToolCall]]:
-    """Returns the function that finds calls by the import path ``module:function``.
+    """Imports the function ``module:function`` that finds the calls in a text, and returns a parser around it.
 
-    It takes a text, and returns the calls as pairs of a name and a mapping of arguments.
+    The function takes a text, and returns the calls as pairs of a name and a mapping of arguments.
     """
     module, _, name = path.partition(":")
     find = getattr(importlib.import_module(module), name)

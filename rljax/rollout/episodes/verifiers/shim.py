@@ -1,7 +1,7 @@
 """The loopback server that the train client of ``verifiers`` posts its turns to, in the process of ``verifiers``.
 
-It speaks the part of vLLM's interface that the client uses: ``/inference/v1/generate`` and ``/v1/models``. The tokens
-come from the trainer, which keeps what the engine answered. A header says which trajectory asks.
+It has the part of vLLM's interface that the client uses: ``/inference/v1/generate`` and ``/v1/models``. The tokens come
+from the trainer, which keeps the engine's answers. A header names the trace that asks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODEL = "policy"
 """The name of the model in requests."""
 
 SESSION = "X-Session-ID"
-"""The header with the identity of the trace that asks."""
+"""The name of the header with the identity of the trace that asks."""
 
 _LARGEST = 1 << 30  # The largest body of a request (bytes); aiohttp's own limit is 1 MiB.
 
@@ -33,7 +33,7 @@ class Room:
       prompt_tokens: The longest first prompt (tokens).
       response_tokens: The most tokens behind the first prompt.
       turn_tokens: The most tokens of one turn.
-      temperature: The temperature of the batch, the only one that it is sampled at.
+      temperature: The temperature of all samples of the batch.
     """
 
     prompt_tokens: int
@@ -54,7 +54,7 @@ class Asking:
       is_full: Whether a turn was refused because no token was left for it.
       since: The time at which the environment's work began (``time.monotonic``), or None while the engine samples.
       is_late: Whether the environment took too long.
-      lock: The lock that lets one turn be asked for at a time.
+      lock: The lock that a turn holds, so that a trajectory asks for one turn at a time.
     """
 
     key: int
@@ -71,13 +71,14 @@ Ask = Callable[[Asking, list[int], int], Awaitable[dict[str, Any]]]
 
 
 class Shim:
-    """The server; ``sessions`` says which trajectory each trace belongs to."""
+    """The server. ``sessions`` has the trajectory of each trace, by the identity of the trace."""
 
     def __init__(self, ask: Ask) -> None:
         """Prepares the server.
 
         Args:
-          ask: A function of trajectory, tokens and most tokens that returns the answer of the engine.
+          ask: An async function of a trajectory, the tokens so far and the most tokens of the turn. It returns the
+            engine's answer.
         """
         self.sessions: dict[str, Asking] = {}
         self._ask = ask
@@ -137,7 +138,7 @@ class Shim:
 
 
 def _unlike(params: dict[str, Any], room: Room) -> str | None:
-    """Returns what is wrong with sampling settings that the batch is not sampled with, or None."""
+    """Returns a message if the environment asks for settings that the batch is not sampled with, else None."""
     asked = params.get("temperature", room.temperature)
     if asked != room.temperature:
         return f"the environment asks for temperature {asked}, but the run samples at {room.temperature}"
