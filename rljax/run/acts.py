@@ -1,7 +1,7 @@
 """The acts of a training run on several processes: restore, step, engine, publish, and save.
 
-The leading side of each act has the interface of the part that it stands for (``Update``, ``RolloutEngine``,
-``Checkpointer``), so the loop does not know how many processes there are. The run ends with ``Processes.end``.
+Process 0 leads an act and the other processes follow it. The leading side has the interface of the part that the act
+replaces (``Update``, ``RolloutEngine``, ``Checkpointer``), so the loop does not know how many processes there are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FollowerState:
     """The training state of a process other than 0."""
 
     state: TrainState  # the shards of the newest state that this process holds
-    weights: Callable[[Params], Params] = lambda params: params  # makes the policy that engines sample from
+    weights: Callable[[Params], Params] = lambda params: params  # a function from ``state.params`` to a whole policy
 
     def params(self) -> Params:
         """Returns this process's shards of the newest policy."""
@@ -69,7 +69,7 @@ class Restore(Act[None]):
     ) -> tuple[RunParts, TrainState, Progress]:
         """Builds the parts of the run, and returns them with the state and the counters at which it starts.
 
-        Process 0 calls it. It raises what ``starting_point`` raises, and ConfigError if the parts cannot be built.
+        Process 0 calls it. Raises ConfigError if a part cannot be built, and the errors of ``starting_state``.
         """
         with self.lead(), caller_errors():
             checkpointer = Save(self.processes, inputs.config)
@@ -81,9 +81,9 @@ class Restore(Act[None]):
             return parts, *starting_point(parts, inputs.mesh)
 
     def join(self, run_dir: Path, read_inputs: Callable[[], Inputs]) -> tuple[list[Act[FollowerState]], FollowerState]:
-        """Waits until process 0 starts, and starts with it; returns the acts to follow and the objects that they use.
+        """Waits until process 0 starts, and starts with it; returns the acts to follow, and the state for them.
 
-        Every other process calls it. From then on all that it prints goes to its log file in the run directory.
+        Every process but 0 calls it. From then on its output goes to its log file in the run directory.
         """
         self.processes.listen()
         send_output_to_log(run_dir, self.processes.index)
@@ -137,7 +137,7 @@ class Step(Act[FollowerState]):
         return updated._replace(trainer=trainer, row=updated.row | slowest)
 
     def follow(self, request: Request, local: FollowerState) -> None:
-        """Packs the sequences of process 0, makes the same update, or hands over its values of the tokens."""
+        """Packs the sequences of process 0, makes the same update, or takes part in fetching the token values."""
         if request.part == "pack":
             with self.processes.timed(PACK):
                 self._sequences = sequences_of(request.arrays)
@@ -198,7 +198,7 @@ class SharedEngine(Act[FollowerState]):
     def _sampled(
         self, part: str, fields: dict[str, Any], arrays: dict[str, np.ndarray], sample: Callable[[], Samples]
     ) -> Samples:
-        """Returns what ``sample`` samples while the other processes do ``part`` of this act."""
+        """Returns the samples of ``sample``, while the other processes do ``part`` of this act."""
         metrics: dict[str, float] = {}
 
         def responses() -> Iterator[Response]:
@@ -236,16 +236,16 @@ class SharedEngine(Act[FollowerState]):
 
 
 class PublishToServers(Act[FollowerState]):
-    """The publish of a policy whose shards all processes hold to HTTP servers, which process 0 talks to.
+    """The publish of a policy to HTTP servers. All processes hold shards of it, and process 0 talks to the servers.
 
-    Process 0 uses ``functions`` in its engine. Between the parts of this act it waits for servers, which may fail while
-    all processes stay together. Where each process writes files of its own, this act is also the ``Writer`` of files.
+    Process 0 uses ``functions`` in its engine. It waits for servers only between the parts of this act. So a server may
+    fail while the processes stay together. Where each process writes its own files, this act is also their ``Writer``.
     """
 
     name = "publish"
 
     def __init__(self, processes: Processes, functions: PolicyFunctions, parts: PartWriter | None) -> None:
-        """Takes the functions of this process's shards, and its writer; None: process 0 gathers and writes all."""
+        """Stores the functions of this process's shards, and its writer. None: process 0 gathers and writes all."""
         super().__init__(processes)
         self._functions = functions
         self._files: Any = parts
@@ -268,7 +268,7 @@ class PublishToServers(Act[FollowerState]):
             return self._functions.checksums(params)
 
     def score(self, params: Any, sequences: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-        """Returns the log-probability of each token of each sequence."""
+        """Returns the log-probabilities of the tokens of each sequence (nats)."""
         with self.lead("score", arrays=ragged("sequences", sequences)):
             return self._functions.score(params, sequences)
 
@@ -370,7 +370,7 @@ class Save(Act[FollowerState], Checkpointer):
 def make_shared_engine(
     inputs: Inputs, stop: StopRequest, processes: Processes, prompts: Sequence[np.ndarray] = ()
 ) -> RolloutEngine:
-    """Builds the engine of process 0, on the devices of all processes. It raises what ``make_run_engine`` raises."""
+    """Builds the engine of process 0 on all devices. Raises ConfigError or ValueError as ``make_engine`` does."""
     config, policy, _, mesh = inputs
     if processes.count == 1:
         return make_run_engine(config, policy, mesh, stop, prompts=prompts)

@@ -1,4 +1,4 @@
-"""Looks at the problems before anything is done with them: counts, and each right answer scored against itself."""
+"""A check of the problems before a run: the table of their counts, and right answers scored as responses."""
 
 from __future__ import annotations
 
@@ -66,6 +66,9 @@ def check_answers(
       workers: The number of worker processes, as in ``DataConfig``. At least one is used.
       timeout_s: The longest time for one answer (seconds).
 
+    Returns:
+      The check of each data set. After ``LONGEST_S`` seconds no further answer is scored.
+
     Raises:
       ValueError: There is no such reward.
     """
@@ -80,7 +83,7 @@ def check_answers(
 def _check(
     pool: RewardPool, problems: Sequence[Problem], reward: str, count: int, seed: int, deadline: float
 ) -> AnswerCheck:
-    """Checks one data set: a few answers in every way of writing, and the rest in the best of them."""
+    """Checks one data set: a few answers in every way of writing, and the rest in the way with the most rewards."""
     order = np.random.default_rng(seed).permutation(len(problems))[:count]
     chosen = [problem for problem in (problems[int(i)] for i in order) if problem["answer"]]
     if not chosen:
@@ -103,7 +106,7 @@ def _check(
 
 
 def _score(pool: RewardPool, problems: Sequence[Problem], way: str, deadline: float) -> list[float]:
-    """Returns the rewards of the first problems, all that are scored before the deadline."""
+    """Returns the rewards of the right answers of problems, up to the first one that misses the deadline."""
     futures = [pool.submit(problem, way.format(problem["answer"]), False) for problem in problems]
     rewards = []
     for future in tqdm(futures, desc="checking answers", unit="answer", delay=2.0, leave=False, disable=None):
@@ -147,6 +150,6 @@ def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> st
 
 
 def short(text: object, longest: int = 40) -> str:
-    """Returns a text in quotes and in one line; its middle is left out where it is long."""
+    """Returns a text in quotes and in one line. The middle of a text over ``longest`` characters is left out."""
     line = repr(" ".join(str(text).split()))
     return line if len(line) <= longest else f"{line[: longest // 2]} ... {line[-longest // 2 :]}"

@@ -19,15 +19,15 @@ SOLVED = 0.5  # the reward above which a response solves its problem, for pass@k
 
 
 class Evaluation:
-    """Evaluates the policy that the engine holds, at the steps at which that is due.
+    """Evaluates the policy that the engine holds, after the steps that ``eval.every`` chooses.
 
-    The random numbers of the run itself do not change with it.
+    It does not change the random numbers of the run itself.
     """
 
     def __init__(
         self, config: EvalConfig, steps: int, sampler: Sampler, datasets: Mapping[str, Sequence[Problem]]
     ) -> None:
-        """Evaluates nothing yet; ``steps`` is the last step, and ``datasets`` has the problems of each by its name."""
+        """Evaluates nothing yet. ``steps`` is the last step, and ``datasets`` has the problems by name of dataset."""
         self._config, self._steps, self._sampler, self._datasets = config, steps, sampler, datasets
 
     def is_due(self, step: int) -> bool:
@@ -45,7 +45,7 @@ class Evaluation:
     def after(self, step: int, timers: Timers) -> Row:
         """Returns ``eval/<dataset>/...`` of the policy after ``step``; {} if no evaluation is due, or it is given up.
 
-        When the run is asked to stop, the evaluation alone is given up, with a line on stderr.
+        A request to stop may end the evaluation. The step itself is then kept, and a line on stderr says so.
         """
         if not self.is_due(step):
             return {}
@@ -59,14 +59,14 @@ class Evaluation:
     def evaluate(self) -> Row:
         """Returns ``eval/<dataset>/...`` of the policy that the engine holds, on all datasets.
 
-        The seed is the same each time, so that two evaluations differ only by the policy. Raises as
-        ``RolloutEngine.generate``.
+        The seed is the same each time, so that two evaluations differ only by the policy. Raises the errors of
+        ``Source.begin``.
         """
         row: Row = {}
         for name, problems in self._datasets.items():
             scored = list(self._sampler.scored(problems, self._config.seed))
             result = summarize_scores(scored, n=self._config.n, pass_k=self._config.pass_k)
-            # Taken here, so that these failures are not counted with those of the rollouts.
+            # The counts are taken here, so that these failures are not counted with those of the rollouts.
             result["reward_errors"] = self._sampler.source.pop_metrics()["reward/errors"]
             row |= {f"eval/{name}/{key}": value for key, value in result.items()}
         return row
@@ -75,8 +75,8 @@ class Evaluation:
 def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] = ()) -> dict[str, float]:
     """Computes the accuracy (avg@n: the mean reward) and other means of scored responses.
 
-    There are ``n`` responses to each problem, in any order. A failed one, whose reward is NaN, earns 0. pass@k is the
-    mean over problems of the chance that one or more of k responses, chosen from the n, solve it.
+    There are ``n`` responses to each problem, in any order. A failed response, whose reward is NaN, counts as 0. pass@k
+    is a mean over problems: the chance that at least one of k responses, chosen from the n, solves the problem.
 
     Returns:
       ``accuracy``, ``response_length`` (tokens), ``truncated_fraction`` and each ``pass@k``.

@@ -1,4 +1,4 @@
-"""Checksums of arrays on their devices and of JSON, and what a checkpoint says of the run that it was taken of."""
+"""Checksums of arrays (on their devices) and of JSON, and checks that a checkpoint belongs to the run that reads it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def policy_record(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> None:
-    """Raises ValueError if a checkpoint's ``policy_record`` is not that of ``policy``, which was read at ``path``."""
+    """Raises ValueError if a checkpoint's ``policy_record`` differs from the record of ``policy``, read at ``path``."""
     now = policy_record(policy)
     differing = [f"{key} ({recorded.get(key)} there, {now[key]} now)" for key in now if recorded.get(key) != now[key]]
     if differing:
@@ -75,7 +75,8 @@ def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> N
 def check_fingerprints(recorded: dict[str, str], now: dict[str, str], names: dict[str, str]) -> None:
     """Raises ValueError if the frozen weights or the training problems differ from those of the checkpoint.
 
-    They are named ``reference``, ``base`` and ``problems``, and their files in ``names``. An older rljax saved none.
+    All dictionaries have the keys ``reference``, ``base`` and ``problems``, or some of them. ``recorded`` and ``now``
+    hold checksums; a checkpoint of an older rljax has none. ``names`` holds the path or task for the message.
     """
     model = "has other weights than before: give the model that the run began with as model.path"
     faults = {

@@ -34,9 +34,15 @@ def write_rollouts(
 ) -> None:
     """Writes a token dump and a transcript, at the steps of ``rollout.dump_every`` and ``rollout.transcript_every``.
 
-    ``policy_version`` is that of the trainer before the update of this step, and ``sequences`` are the responses of
-    ``rollouts``, prompt by prompt. Only when a file is written, ``trainer`` fetches the trainer's numbers
-    of the tokens from the devices.
+    Args:
+      config: The configuration of the run.
+      step: The step of the rollouts.
+      policy_version: The trainer's policy version before the update of this step.
+      rollouts: The responses of the step, with their rewards.
+      sequences: The rows of these responses, prompt by prompt.
+      trainer: A function that fetches the trainer's numbers of the tokens from the devices. It is called only if a file
+        is written.
+      tokenizer: The tokenizer, which writes the texts of the transcript.
     """
     wanted = config.rollout
     is_dump, is_transcript = (every > 0 and step % every == 0 for every in (wanted.dump_every, wanted.transcript_every))
@@ -58,14 +64,22 @@ def write_tokens(
 ) -> None:
     """Writes the token dump ``rollouts/step_<step>.parquet`` with the columns ``rollout`` and ``trainer``.
 
-    Under ``sampling`` the header has the settings of ``rollout.inject`` that are on, and any 8-bit form of the engine's
-    weights or cache, and the settings that cut the sampling. Weights that such a setting changes have a name of their
-    own. Weights of an older version, or of several versions, have no name. Tokens that an environment wrote have no
-    log-probability, and ``turn`` is 0 there. The arguments are those of
-    ``write_rollouts``. The likeliest tokens are in the dump where the sequences have them. Both columns of a cut
-    sampling are normalised over its tokens. Further values of each response token are its advantage, the policy version
-    that sampled it, whether it is in the loss (1 or 0), and the entropy of the trainer's distribution where ``trainer``
-    has it. The trainer's likeliest tokens are its log-probabilities of the sampler's, in the trainer's order.
+    The header has under ``sampling`` the temperature and the length limit, and these settings where they are on:
+    ``rollout.inject``, an 8-bit form of the engine's weights or cache, and the cuts of the sampling. Weights that a
+    setting changes have a name of their own. Weights of an older version, or of several versions, have no name.
+
+    Each response token has an advantage, the policy version that sampled it, and whether it is in the loss (1 or 0). It
+    has the entropy of the trainer's distribution (nats) if ``trainer`` has it. The likeliest tokens are in the dump if
+    the sequences have them; the trainer's are the sampler's tokens, sorted by the trainer's log-probabilities. If the
+    sampling is cut, both columns are normalised over the tokens of the cut. Tokens that an environment wrote have no
+    log-probability, and their ``turn`` is 0.
+
+    Args:
+      config: The configuration of the run.
+      step: The step of the rollouts.
+      policy_version: The trainer's policy version before the update of this step.
+      sequences: The rows of the responses.
+      trainer: The trainer's numbers of their tokens, before the update.
     """
     from rljax.record.token_dumps import dump_of_responses, write_dump  # pyarrow, for few runs
 
@@ -101,7 +115,7 @@ def write_tokens(
 
 
 def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, ColumnSource], dict[str, Any]]:
-    """Returns where the columns of a dump come from, and its settings under ``sampling``.
+    """Returns the source of each column of a dump, and the settings for its header under ``sampling``.
 
     Args:
       version: The policy version of the trainer before the update.
@@ -130,7 +144,7 @@ def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, Colum
 
 
 def _in_order(ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorts the ids [r, k] of each token by their log-probabilities, the likeliest first."""
+    """Sorts the ids and log-probabilities [r, k] of each place, the likeliest token first."""
     order = np.argsort(-logprobs, axis=1, kind="stable")
     return np.take_along_axis(ids, order, axis=1), np.take_along_axis(logprobs, order, axis=1)
 

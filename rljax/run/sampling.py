@@ -25,10 +25,10 @@ _OPTIONAL = (*_WITHOUT_TOPS, "top_ids", "top_logprobs")
 class Scored(NamedTuple):
     """A response to a problem, and its reward."""
 
-    prompt: np.ndarray  # token ids, int32 [p]
+    prompt: np.ndarray  # the token ids of the problem's prompt, int32 [p]
     response: Response
-    text: str  # of the response, without special tokens
-    reward: float  # NaN for a trajectory that failed
+    text: str  # the text of the response, without special tokens
+    reward: float  # the reward; NaN for a trajectory that failed
 
     @property
     def place(self) -> tuple[int, int]:
@@ -39,7 +39,7 @@ class Scored(NamedTuple):
 class Outcomes(NamedTuple):
     """The rewards and lengths of sampled groups."""
 
-    rewards: np.ndarray  # float32 [b, g]; NaN for a trajectory that failed
+    rewards: np.ndarray  # the rewards, float32 [b, g]; NaN for a trajectory that failed
     lengths: np.ndarray  # the numbers of sampled tokens, int64 [b, g]
     truncated: np.ndarray  # whether the length limit ended the response, bool [b, g]
 
@@ -56,10 +56,10 @@ class Outcomes(NamedTuple):
 class Rollouts:
     """The responses that a step trains on."""
 
-    prompts: list[np.ndarray]  # token ids, b vectors int32 [p]
-    responses: list[list[Response]]  # [b][g]
-    rewards: np.ndarray  # float32 [b, g]; NaN for a trajectory that failed
-    dropped: Outcomes | None = None  # of the groups that were sampled for the step and replaced; None: there are none
+    prompts: list[np.ndarray]  # the token ids of b prompts, int32 [p] each
+    responses: list[list[Response]]  # the g responses to each of the b prompts
+    rewards: np.ndarray  # the rewards, float32 [b, g]; NaN for a trajectory that failed
+    dropped: Outcomes | None = None  # the outcomes of groups that were sampled for the step and then replaced, if any
 
     def all(self) -> list[Response]:
         """Returns all responses, prompt by prompt."""
@@ -77,22 +77,25 @@ class Rollouts:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that were sampled for the step, in replaced groups, too."""
+        """The number of tokens that were sampled for the step, those of replaced groups included."""
         return int(self.all_outcomes().lengths.sum())
 
 
 class Sampled(NamedTuple):
     """The rollouts of one step, and what sampling them took."""
 
-    rollouts: Rollouts  # in the order of the problems, unless groups were replaced
-    row: Row  # the counts, seconds and fractions of their sampling, for the row of the step
+    rollouts: Rollouts  # the responses, in the order of the problems unless groups were replaced
+    row: Row  # the counts, seconds and fractions of the sampling, for the row of the step
 
 
 class BatchSampler(Protocol):
     """An object that samples the batch of a step."""
 
     def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
-        """Samples the rollouts of ``step``, those of ``problems`` first. Raises as ``RolloutEngine.generate``."""
+        """Samples the rollouts of ``step``, as many groups as there are ``problems``.
+
+        Raises the errors of ``Source.begin``.
+        """
         ...
 
 
@@ -106,7 +109,7 @@ class Begun(NamedTuple):
     """Responses that are being sampled."""
 
     prompts: list[np.ndarray]  # the token ids of each problem's prompt, int32 [p]
-    scored: Iterator[Scored]  # as they arrive; it can be used once
+    scored: Iterator[Scored]  # the scored responses as they arrive; it can be used once
     metrics: Row  # counts and seconds for the row of the step, complete once ``scored`` has ended
 
 
@@ -114,7 +117,15 @@ class Source(Protocol):
     """An object that samples responses to problems and has each scored: of one turn, or with an environment."""
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
-        """Begins to sample ``n`` responses to each problem. Raises as ``RolloutEngine.generate``, as its result may."""
+        """Begins to sample ``n`` responses to each problem.
+
+        Errors come from this call or from the iteration over ``scored``.
+
+        Raises:
+          ValueError: The engine cannot take a prompt, or this number of prompts.
+          RuntimeError: The engine is broken or gone for good, or every trajectory failed before its first token.
+          StoppedWaitingError: The run was asked to stop while responses were awaited.
+        """
         ...
 
     def pop_metrics(self) -> Row:
@@ -122,7 +133,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases what scores the responses."""
+        """Ends the processes that score the responses."""
         ...
 
 
@@ -132,17 +143,16 @@ class Sampler:
     def __init__(
         self, source: Source, params: SamplingParams, n: int, *, seed: int = 0, counts_mixed: bool = False
     ) -> None:
-        """Samples nothing yet; the engine of ``source`` has a policy before anything is sampled.
+        """Samples nothing yet. The engine of ``source`` must have a policy before the first sampling.
 
-        There will be ``n`` responses to each problem, and with ``counts_mixed`` a batch reports
-        ``rollout/mixed_fraction``.
+        There will be ``n`` responses to each problem. With ``counts_mixed`` a batch reports ``rollout/mixed_fraction``.
         """
         self.source, self._params, self._n, self._seed, self._counts_mixed = source, params, n, seed, counts_mixed
 
     def sample(self, problems: Sequence[Problem], step: int, round_number: int = 0) -> Sampled:
-        """Samples the rollouts of ``step``, which decides their seed together with the number of the round.
+        """Samples the rollouts of ``step``. Step and round number decide the seed.
 
-        Raises as ``RolloutEngine.generate``.
+        Raises the errors of ``Source.begin``, and RuntimeError if the engine returned too few responses.
         """
         begun = self.source.begin(problems, self._n, self._params, step_seed(self._seed, step, round_number))
         by_place = {one.place: one for one in begun.scored}
@@ -160,7 +170,7 @@ class Sampler:
         return Sampled(rollouts, row)
 
     def scored(self, problems: Sequence[Problem], seed: int) -> Iterator[Scored]:
-        """Yields sampled and scored responses, in the order of arrival. Raises as ``RolloutEngine.generate``."""
+        """Yields sampled and scored responses, in the order of arrival. Raises the errors of ``Source.begin``."""
         return self.source.begin(problems, self._n, self._params, seed).scored
 
 
@@ -194,10 +204,8 @@ def mixed_fraction(rollouts: Rollouts) -> float:
 def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) -> list[TrainSequence]:
     """Returns each row of each response with its advantage, and whether it carries loss.
 
-    All rows of a trajectory have its advantage. A trajectory that failed carries no loss, and has no row where it
-    failed before its first token.
-
-    The staleness of its tokens is counted up to ``policy_version``, the version that is trained from.
+    All rows of a trajectory have its advantage. A failed trajectory carries no loss. It has no row if it failed before
+    its first token. ``policy_version`` is the version that is trained from, and staleness is counted up to it.
 
     Raises RuntimeError if ``rollout.top_logprobs`` or ``top_k`` asked for likeliest tokens and a response has none.
     """
@@ -229,7 +237,7 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
 
 
 def staleness_of(response: Response, policy_version: int) -> np.ndarray:
-    """Returns the policy versions from the one that sampled each token to ``policy_version``, int32 [t]."""
+    """Returns by how many policy versions the sampler of each token was behind ``policy_version``, int32 [t]."""
     behind = np.zeros(len(response.token_ids), np.int32)
     for span in response.versions:
         behind[span.start : span.end] = policy_version - span.version
@@ -237,9 +245,9 @@ def staleness_of(response: Response, policy_version: int) -> np.ndarray:
 
 
 def sequence_arrays(sequences: Sequence[TrainSequence], *, with_tops: bool = True) -> dict[str, np.ndarray]:
-    """Returns the sequences of a step as arrays by name, with every bit kept.
+    """Returns the sequences of a step as arrays by name, which ``sequences_of`` turns back without loss of a bit.
 
-    Their likeliest tokens are left out if ``with_tops`` is False.
+    The likeliest tokens of the sequences are left out if ``with_tops`` is False.
     """
     arrays: dict[str, np.ndarray] = {
         "advantage": np.asarray([sequence.advantage for sequence in sequences], np.float64),

@@ -1,4 +1,4 @@
-"""One response to each prompt, scored by a reward function as soon as it arrives."""
+"""Responses of a single turn, each scored by a reward function as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rljax.rollout.types import Response, SamplingParams
 from rljax.run.sampling import Begun, Scored
 from rljax.run.stop import StopRequest
 
-TICK_S = 0.25  # between two questions whether to give up
+TICK_S = 0.25  # the time between two checks whether to give up
 
 
 class SingleTurn:
@@ -26,11 +26,11 @@ class SingleTurn:
     def __init__(
         self, engine: RolloutEngine, tokenizer: Tokenizer, rewards: RewardPool, stop: StopRequest | None = None
     ) -> None:
-        """Samples nothing yet. Without ``stop`` sampling is never given up. ``close`` closes the pool."""
+        """Samples nothing yet. Without ``stop``, sampling is never given up. ``close`` closes the pool ``rewards``."""
         self._engine, self._tokenizer, self._rewards, self._stop = engine, tokenizer, rewards, stop or StopRequest()
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
-        """Begins to sample ``n`` responses to each problem. Raises as ``RolloutEngine.generate``."""
+        """Begins to sample ``n`` responses to each problem. Raises the errors of ``Source.begin``."""
         prompts = [self._tokenizer.encode(problem["prompt"]) for problem in problems]
         samples = self._engine.generate(prompts, n, params, seed=seed)
         stop = self._tokenizer.template_stop
@@ -68,9 +68,9 @@ class SingleTurn:
 
 
 def count_missed_stops(responses: Iterable[Response], stop: int, metrics: Row) -> Iterator[Response]:
-    """Passes responses on; ``response_length/missed_stop_fraction`` is in ``metrics`` after the last.
+    """Yields the responses, and then writes ``response_length/missed_stop_fraction`` into ``metrics``.
 
-    It is the fraction of the responses that hold the token ``stop`` but do not end with it.
+    It is the fraction of responses that hold the token ``stop`` and did not end at it.
     """
     missed = count = 0
     for response in responses:

@@ -1,4 +1,4 @@
-"""One step of a run: ``one_step`` reads as its docstring's points, and ``RunParts`` holds what it is made of."""
+"""One step of a run: ``one_step`` follows the points of its docstring, and uses the parts in ``RunParts``."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ GRAD_NORM_EMA_DECAY = 0.9  # of the moving average of the gradient norm, per upd
 class RunParts:
     """The parts of a run, which ``rljax.run.build.build`` puts together.
 
-    The function ``weights`` makes the policy that the engine samples from of the state's parameters. ``check_owner``
-    raises OwnedError once another process took the run directory over.
+    The function ``weights`` returns the policy to sample from, given the parameters of the training state. The function
+    ``check_owner`` raises OwnedError once another process has taken over the run directory.
     """
 
     config: Config
@@ -62,7 +62,7 @@ class RunParts:
     check_owner: Callable[[], None] = lambda: None
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
-        """Returns the JSON part of a checkpoint, which later changes of the parts do not reach."""
+        """Returns the JSON part of a checkpoint. It is a copy, which later steps do not change."""
         return copy.deepcopy(
             progress.state_dict()
             | {
@@ -76,9 +76,9 @@ class RunParts:
         )
 
     def load_state_dict(self, host: dict[str, Any]) -> Progress:
-        """Puts the parts into the state of a checkpoint with this JSON part; returns the progress of the run there.
+        """Restores the parts from the JSON part of a checkpoint; returns the progress of the run at that step.
 
-        Raises ValueError if the checkpoint is one of another policy, reference or training data.
+        Raises ValueError if the checkpoint belongs to another policy, other frozen weights or other training data.
         """
         check_policy(host["policy"], self.policy, self.config.model.path)
         model, data = self.config.model.path, self.config.data
@@ -97,32 +97,32 @@ class RunParts:
 
 @dataclass
 class NewestStep:
-    """The newest finished step of a run, which is saved when the run ends, whatever ends it.
+    """The newest finished step of a run. It is saved when the run ends, even if the run ends by an error.
 
-    A step is finished when its update is made. If something after it fails, its row lacks that part.
+    A step is finished when its update is made. If something after the update fails, the row lacks its metrics.
     """
 
-    state: TrainState  # after the step; the next step donates it
-    progress: Progress  # advanced in place
+    state: TrainState  # the state after the step; the next step donates it
+    progress: Progress  # the counters after the step, which are advanced in place
     host: dict[str, Any]  # the JSON part of a checkpoint of the newest recorded step
-    row: Row
-    histograms: dict[str, np.ndarray] = field(default_factory=dict)
-    is_recorded: bool = True  # whether the row is in the record, so that ``host`` is that of this step
+    row: Row  # the metrics of the step
+    histograms: dict[str, np.ndarray] = field(default_factory=dict)  # the counts of each histogram, by name
+    is_recorded: bool = True  # whether the row is recorded, and so ``host`` belongs to this step
 
     def advance(self, updated: Updated, row: Row) -> None:
-        """Goes on to the next step, whose update is made; ``row`` may still grow."""
+        """Makes the next step the newest one, after its update. Metrics may be added to ``row`` later."""
         self.state, self.row, self.histograms, self.is_recorded = updated.state, row, updated.histograms, False
         self.progress.step += 1
         self.progress.policy_version += 1
 
 
 def one_step(parts: RunParts, newest: NewestStep) -> None:
-    """Makes the next step of a run, all but its record. ``newest`` becomes this step once its update is made.
+    """Makes the next step of a run, but does not record it. ``newest`` becomes this step once its update is made.
 
     1. Take ``batch_size`` problems.
     2. Sample ``group_size`` responses to each with a published policy, and score each response as it arrives. With
        ``rollout.refill`` groups whose rewards are all equal are replaced by groups of further problems.
-    3. Observe the mean length of all responses, replaced ones included; the rate of this very update follows.
+    3. Observe the mean length of all responses, replaced ones included. It decides the rate of this very update.
     4. Compute the advantages. A group whose rewards are all equal carries no loss.
     5. Pack the responses into rows.
     6. Make the update: one compiled step, or several mini-batches. If no group carries loss it is skipped.
@@ -201,7 +201,7 @@ class Progress:
     """The counters of a run at its newest finished step."""
 
     step: int = 0  # the number of finished steps
-    policy_version: int = 0  # the version that the last of them made
+    policy_version: int = 0  # the policy version that the last finished step made
     grad_norm_ema: float | None = None  # the moving average of the gradient norm; None: no norm was observed
     reference: dict[str, float] = field(default_factory=dict)  # the sums of the mismatch over the first steps
     stopped_by: list[str] = field(default_factory=list)  # the lines of the guard that ended the run
@@ -218,7 +218,7 @@ class Progress:
         return self._sum_rise(row, reference_steps) | {"optimizer/grad_norm_ema": self.grad_norm_ema}
 
     def _sum_rise(self, row: Row, reference_steps: int) -> Row:
-        """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` since the first rows, which make up the reference."""
+        """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` since the reference rows, the first ones; {} in these."""
         names = ("token_count", "sequence_count", "log_ppl_abs_diff_sum")
         tokens, sequences, summed = (row[f"mismatch/{name}"] for name in names)
         reference = self.reference

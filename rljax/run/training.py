@@ -65,10 +65,10 @@ def check_offload(config: Config, mesh: Mesh) -> None:
 
 
 def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolicy | None:
-    """Reads the model under the adapters of a run; it is placed in the memory that ``is_offloaded`` says.
+    """Reads the model under the adapters of a run, into the host's memory if ``is_offloaded`` is true.
 
-    Returns the policy that the adapters make on the model; None if the run has no adapters. Raises OSError or
-    ValueError if the model cannot be read, or is not that of ``policy``.
+    Returns the function from adapters to a whole policy; None if the run has no adapters. Raises OSError or ValueError
+    if the model cannot be read, or does not have the shape of ``policy``.
     """
     lora, dtype = config.lora, config.precision.compute_dtype
     if not lora.rank:
@@ -81,7 +81,7 @@ def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolic
 def initial_params(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
     """Reads the weights of the model, or reads or initialises adapters: the parameters that a run trains, at step 0.
 
-    Raises OSError or ValueError if they cannot be read, or are not those of ``policy``.
+    Raises OSError or ValueError if they cannot be read, or do not have the shape of ``policy``.
     """
     lora = config.lora
     if not lora.rank:
@@ -98,8 +98,8 @@ def load_reference(
 ) -> Params | None:
     """Reads the frozen policy of a KL penalty, which is the policy that the run starts from.
 
-    ``merged`` is the policy that adapters make, from ``load_merged``. If the run starts from new adapters, its base is
-    the reference and is not read again. Returns None if the loss has no KL penalty. Raises as ``initial_params``.
+    ``merged`` comes from ``load_merged``. If the run starts from new adapters, the base of ``merged`` is the reference
+    and is not read again. Returns None without a KL penalty. Raises OSError or ValueError as ``initial_params``.
     """
     if config.loss.kl == "none":
         return None
@@ -113,15 +113,15 @@ def load_reference(
 class Trainer(NamedTuple):
     """The part of a run that trains."""
 
-    update: Update  # makes the updates of a step
-    weights: Callable[[Params], Params]  # makes the policy that engines sample from of the state's parameters
+    update: Update  # the way to make the updates of a step
+    weights: Callable[[Params], Params]  # a function from the state's parameters to the policy that engines sample from
     fingerprints: dict[str, str]  # the checksums of frozen weights: "reference" (KL penalty), "base" (adapters)
 
 
 def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
     """Builds the part of a run that trains; every process calls it.
 
-    Raises OSError or ValueError if frozen weights cannot be read, or are not those of a policy of this shape.
+    Raises OSError or ValueError if frozen weights cannot be read, or do not have the shape of ``policy``.
     """
     merged = load_merged(config, policy, mesh)
     reference = load_reference(config, policy, mesh, merged)
@@ -208,8 +208,8 @@ def make_update(
 ) -> Update:
     """Builds the updates of a step: one fused update, several of them, or one through the exact engine's executable.
 
-    ``reference`` is the frozen policy of the KL penalty, from ``load_reference``. ``merged`` is the policy that the
-    adapters make, from ``load_merged``; None: the state holds the policy itself.
+    ``reference`` is the frozen policy of the KL penalty, from ``load_reference``. ``merged`` is the function from
+    adapters to a whole policy, from ``load_merged``; None: the state holds the policy itself.
     """
     if config.rollout.engine == "exact":
         exact = ExactUpdate(
@@ -251,7 +251,7 @@ def make_update(
 
 
 def make_forwards(config: Config, step: TrainStep, merged: MergedPolicy | None = None) -> tuple[Forward, Forward]:
-    """Returns two functions that score a batch: under a whole policy's parameters, and under those of a state."""
+    """Returns two forwards (parameters, batch): one takes a whole policy, the other the parameters of a state."""
     forward = functools.partial(step.forward, num_sequences=config.num_sequences, diagnosis=config.diagnosis)
 
     def forward_of_state(params: Params, batch: PackedBatch, **options: Any) -> Any:
@@ -261,7 +261,7 @@ def make_forwards(config: Config, step: TrainStep, merged: MergedPolicy | None =
 
 
 def make_baseline(config: Config) -> Baseline | None:
-    """Returns the function that subtracts a baseline of each token, if the configuration has one."""
+    """Returns the function that subtracts a baseline from each token's advantage, or None."""
     if config.advantage.estimator != "optimal_token":
         return None
     size, correction = config.rollout.group_size, config.correction.resolved()
@@ -269,7 +269,7 @@ def make_baseline(config: Config) -> Baseline | None:
 
 
 def _with_split_mismatch(config: Config, update: Update, forward: Forward) -> Update:
-    """Returns ``update``, which also splits the mismatch of stale rollouts into parts if there may be any."""
+    """Wraps ``update`` to split the mismatch of stale rollouts into parts; returns it as it is if none can be stale."""
     for_correction = config.correction.part != "whole"
     count = min(config.diagnosis.behaviour_responses, config.num_sequences)
     if not max_version_lag(config) or not (count or for_correction):
@@ -296,7 +296,7 @@ def _with_self_check(
     mesh: Mesh,
     merged: MergedPolicy | None,
 ) -> Update:
-    """Returns ``update``, which also measures the trainer's mismatch with itself if the configuration wants it."""
+    """Wraps ``update`` to measure the trainer's mismatch with itself, if ``diagnosis.self_every`` is above 0."""
     causes = config.diagnosis.self_causes
     if not config.diagnosis.self_every:
         return update
@@ -333,13 +333,13 @@ def optional_logprobs(config: Config) -> list[OptionalLogprobs]:
 
 
 def _with_turns(config: Config, update: Update) -> Update:
-    """Returns ``update``, which also measures the mismatch by turn if the run's rollouts may have several."""
+    """Wraps ``update`` to measure the mismatch by turn, if the run's rollouts may have several turns."""
     has_turns = config.rollout.environment is not None or config.rollout.trajectories is not None
     return TurnsUpdate(update) if has_turns else update
 
 
 def max_version_lag(config: Config) -> int:
-    """Returns the most policy versions from the one that samples a batch to the one that is trained on it."""
+    """Returns the largest number of policy versions between the sampling of a batch and the update on it."""
     return config.rollout.max_staleness + config.rollout.inject.staleness
 
 
@@ -350,7 +350,7 @@ def make_step(
     mesh: Mesh,
     merged: MergedPolicy | None = None,
 ) -> TrainStep:
-    """Builds the compiled step of one update, which the exact engine's update does not have."""
+    """Builds the compiled step of one update. The update of ``rollout.engine: exact`` does not use it."""
     count = responses_per_update(config)
     return TrainStep(
         policy,
@@ -376,7 +376,7 @@ def has_dumps(config: Config) -> bool:
 
 
 def has_separate_forward(config: Config) -> bool:
-    """Returns whether a forward of its own gives a batch's old log-probabilities, before the updates."""
+    """Returns whether a separate forward before the updates computes the old log-probabilities of a batch."""
     several = config.loss.mini_batches * config.loss.epochs > 1
     several = several or config.advantage.estimator == "optimal_token"
     return several or make_objective(config, responses_per_update(config)).needs_old_logprobs
@@ -408,7 +408,7 @@ def make_exact_pass(config: Config, policy: PolicyConfig, mesh: Mesh) -> ExactPa
 def make_objective(config: Config, num_sequences: int, policy: PolicyConfig | None = None) -> Objective:
     """Builds the objective that an update of ``num_sequences`` responses minimises.
 
-    Without the ``policy`` it is not known whether the reported tokens are the whole vocabulary.
+    ``policy`` shows whether the reported tokens are the whole vocabulary. Without it, they are assumed not to be.
     """
     rollout, longest = config.rollout, config.rollout.max_response_tokens
     is_whole = rollout.is_cut or (policy is not None and rollout.reported >= policy.vocab_size)

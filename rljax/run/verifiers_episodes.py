@@ -1,4 +1,4 @@
-"""Trajectories of environments of ``verifiers``, which runs the chat itself and asks for each turn."""
+"""Trajectories with environments of the library ``verifiers``, which runs the chat and asks for each turn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PREFIX = "verifiers:"
 """The beginning of ``rollout.environment`` for an environment of verifiers."""
 
 TASK = "verifiers_task"
-"""The key of a problem with the position of its task in the taskset."""
+"""The key of a problem that holds the position of its task in the taskset."""
 
 _COUNTED = {
     "timeout": "turns/env_timeouts",
@@ -47,12 +47,12 @@ _COUNTED = {
     "unmatched": "turns/unmatched",
 }
 _TOOLS = {"calls": "turns/tool_calls", "errors": "turns/tool_errors", "timeouts": "turns/tool_timeouts"}
-_ENDLESS = 10_000  # the tasks that are taken of a taskset without end
-_SILENCE_S = 30.0  # beside ``call_timeout_s``: a process that is short of time also gives its sign of life late
+_ENDLESS = 10_000  # the number of tasks that are taken from a taskset without end
+_SILENCE_S = 30.0  # the time in addition to ``call_timeout_s``, because a busy process gives its sign of life late
 
 
 def described(name: str) -> dict[str, Any]:
-    """Returns the settings of an environment: those in a YAML or TOML file, or the name of a taskset alone.
+    """Returns the settings of an environment from its name: a YAML or TOML file of settings, or a taskset.
 
     Raises ValueError or ConfigError if the file cannot be read.
     """
@@ -72,7 +72,7 @@ def described(name: str) -> dict[str, Any]:
 
 
 def program_settings(config: Config, stops: Sequence[int] = ()) -> dict[str, Any]:
-    """Returns the first message to the process of verifiers.
+    """Returns the first message to the process of verifiers: the settings of the environment and its renderer.
 
     Args:
       config: The configuration of the run, with the local directory of the model.
@@ -101,7 +101,7 @@ def program_settings(config: Config, stops: Sequence[int] = ()) -> dict[str, Any
 
 
 def verifiers_problems(config: Config) -> list[Problem]:
-    """Returns a problem for each task of the taskset. Of a taskset without end it returns the first 10,000.
+    """Returns a problem for each task of the taskset, or for the first 10,000 tasks of a taskset without end.
 
     Raises ValueError if the environment cannot be loaded, or has no task.
     """
@@ -146,7 +146,7 @@ class VerifiersEpisodes:
         self._counts: Counter[str] = Counter()
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
-        """Begins ``n`` trajectories of each problem. Raises as ``RolloutEngine.answer``."""
+        """Begins ``n`` trajectories of each problem. Raises the errors of ``Source.begin``."""
         prompts = [self._tokenizer.encode(problem["prompt"]) for problem in problems]
         metrics: Row = {}
         return Begun(prompts, self._scored(problems, prompts, n, params, seed, metrics), metrics)
@@ -210,7 +210,7 @@ class VerifiersEpisodes:
         return "".join(self._tokenizer.decode(ids[turns > 0]) for ids, turns in rows if turns is not None)
 
     def _outcome(self, ended: Ended, answered: Sequence[Answered]) -> _Outcome:
-        """Returns what is trained on of a trajectory, and counts why it failed."""
+        """Returns the part of a trajectory that is trained on. If the trajectory failed, counts the reason."""
         failure, error, rows = ended.failure, ended.error, list[Recorder]()
         try:
             rows = rows_of(answered, ended.branches)
@@ -236,9 +236,9 @@ class VerifiersEpisodes:
 class _Outcome(NamedTuple):
     """The part of a trajectory that is trained on."""
 
-    rows: list[Recorder]
-    reward: float
-    is_truncated: bool
+    rows: list[Recorder]  # the rows of tokens
+    reward: float  # the reward; NaN if the trajectory failed
+    is_truncated: bool  # whether a limit ended the trajectory or its last turn
     is_limited: bool  # whether a turn was refused because no token was left
 
     def response(self, prompt: np.ndarray, prompt_index: int, sample_index: int) -> Response:
