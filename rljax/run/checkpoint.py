@@ -40,9 +40,9 @@ ARRAYS, SELF = "array_checksums", "sha256"
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE")
 _LOGGERS = ("absl", "asyncio", "concurrent.futures")  # orbax and its event loops log to these
 ROOM = 0.5  # the share of the free memory that a copy of the state may take while it is written
-_GIVEN_UP_S = 0.2  # the time for reads that were given up to end in their own threads
+_GIVEN_UP_S = 0.2  # the time that is waited for abandoned reads to end in their own threads
 
-# The errors of loading JSON that is not the host state of a run; without checksums it may hold anything.
+# The errors of loading JSON that is not the host state of a run. A checkpoint without checksums may hold any JSON.
 NOT_OF_A_RUN = (LookupError, TypeError, AttributeError, ArithmeticError)
 
 
@@ -114,7 +114,7 @@ class Checkpointer:
         return self._manager.latest_step()
 
     def all_steps(self) -> list[int]:
-        """Returns the steps of all checkpoints, oldest first; one that is still being saved counts."""
+        """Returns the steps of all checkpoints, oldest first. A checkpoint that is still being saved is included."""
         return sorted(self._manager.all_steps())
 
     def last_save_s(self) -> float | None:
@@ -129,9 +129,9 @@ class Checkpointer:
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
         """Starts a save and returns. The run goes on, and may donate ``state``, while files are written.
 
-        On a CPU that takes a copy of the state. If the memory has no room for a copy, the files are complete when this
-        returns. ``host`` is the host state as JSON. Older checkpoints are deleted once this one is complete. Raises
-        NotWrittenError if the checkpoint before this one could not be written.
+        On a CPU this needs a copy of the state. If the memory has no room for a copy, the files are complete when this
+        method returns. ``host`` is the host state as JSON. Older checkpoints are deleted once this one is complete.
+        Raises NotWrittenError if this checkpoint or the one before could not be written.
         """
         self.wait()
         self._clear_incomplete()  # the threads of a failed save may write after its error
@@ -150,9 +150,10 @@ class Checkpointer:
             self.wait()
 
     def save_best(self, step: int, accuracy: float, state: Any, host: dict[str, Any]) -> bool:
-        """Saves into ``best/`` beside this directory if no accuracy there is as high; returns whether it did.
+        """Saves into ``best/`` beside this directory if ``accuracy`` is above that of the checkpoint there.
 
-        A run that continues from a step before the best one keeps that checkpoint until a better one is found.
+        Returns whether it saved. A run that continues from a step before the best one keeps that checkpoint until a
+        better one is found.
         """
         if self._best is None:
             self._best = Checkpointer(self._directory.with_name(BEST), keep=1)
@@ -282,7 +283,7 @@ class Checkpointer:
                 what = f"its {item} cannot be read: {why}"
                 del cause
             time.sleep(_GIVEN_UP_S)
-            gc.collect()  # reads that were given up report it when they are collected
+            gc.collect()  # abandoned reads report their errors when they are collected
         raise self._damaged(step, what)
 
     def _read_host(self, step: int) -> tuple[dict[str, Any], dict[str, str]]:
@@ -290,7 +291,7 @@ class Checkpointer:
         host = self._read(step, "host", self._ocp.args.JsonRestore())
         if not isinstance(host, dict):
             raise self._damaged(step, "its host state is no object")
-        if host.get("step", step) != step:  # a folder with the name of another step would be in the way of later saves
+        if host.get("step", step) != step:  # a folder with the name of another step would block later saves
             raise self._damaged(step, f"it is that of step {host['step']!r:.60}")
         if SELF not in host and ARRAYS not in host:
             return host, {}
@@ -323,7 +324,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _written(self, step: int | None) -> Iterator[None]:
-        """Turns an error of the block into a NotWrittenError, and removes the incomplete files; saves may go on."""
+        """Turns an error of the block into a NotWrittenError, and removes the incomplete files. Saves may go on."""
         try:
             with _quiet():
                 yield
@@ -346,13 +347,13 @@ def _one_line(error: Exception) -> str:
 
 
 def _give_back() -> None:
-    """Gives memory that was freed back to the system. The C library otherwise keeps several bytes a parameter."""
+    """Returns freed memory to the system. Otherwise the C library keeps several bytes a parameter."""
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def _on_cpu_bytes(state: Any) -> int:
-    """Returns the bytes that orbax would read while it writes, where a step may have donated them: those on a CPU."""
+    """Returns the size in bytes of the arrays on a CPU, which orbax reads after ``save`` has returned."""
     # From an accelerator orbax copies to the host before its ``save`` returns; on a CPU its copy is only a view.
     on_cpu = (leaf for leaf in jax.tree.leaves(state) if any(d.platform == "cpu" for d in leaf.devices()))
     return sum(shard.data.nbytes for leaf in on_cpu for shard in leaf.addressable_shards)
@@ -360,7 +361,7 @@ def _on_cpu_bytes(state: Any) -> int:
 
 @functools.cache
 def _drop_reads_given_up() -> None:
-    """Keeps the errors of reads that orbax gave up off stderr; tensorstore may end them much later."""
+    """Keeps the errors of reads that orbax abandoned off stderr; tensorstore may end such a read much later."""
     hook = sys.excepthook
 
     def filtered(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -372,7 +373,7 @@ def _drop_reads_given_up() -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the logs of orbax about errors that it also raises off stderr."""
+    """Keeps logs of orbax off stderr, because it also raises the errors that it logs."""
     hook, loggers = sys.unraisablehook, [logging.getLogger(name) for name in _LOGGERS]
     disabled = [logger.disabled for logger in loggers]
     sys.unraisablehook = lambda unraisable: None

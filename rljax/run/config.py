@@ -1,4 +1,4 @@
-"""The configuration of a run: the frozen dataclass of each room under a key of its own."""
+"""The configuration of a run: the frozen dataclasses of all parts, each under a key of its own."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class RunConfig:
     the next step on the settings of this run hold. Schedule, correction, loss, learning rate, weight decay and engine
     may differ from the other run. Empty: begin from the model."""
     grace_s: float = 30.0
-    """Longest time from a request to stop (SIGTERM or Ctrl-C) to the end of the run, saving included (seconds). If the
-    step under way still samples, and the last step and save took too long for it to end in time, it is given up. The
-    step before it is then saved. It is also given up before a first step and save were measured."""
+    """Longest time from a request to stop (SIGTERM or Ctrl-C) to the end of the run, saving included (seconds). A step
+    that still samples is given up if the times of the last step and save show that it will not end in time, or if they
+    are not known yet. The step before it is then saved."""
     processes: int = 0
     """Number of processes that train together. 0: the number that the cluster says (Slurm, Kubernetes, TPU pod, Open
     MPI), and one process without a cluster. 1: this process alone, whatever the cluster says."""
@@ -58,7 +58,7 @@ class RunConfig:
     and the exit status is 75."""
     stuck_s: float = 3600.0
     """Longest time in one phase of a step without progress, such as a response that arrives (seconds). The run then
-    ends and says what each process is at. 0: no limit."""
+    ends and prints in which phase each process is. 0: no limit."""
     profile_steps: tuple[int, ...] = ()
     """First and last step (from 1) of a JAX profile, which is written to ``dir``/profile. Empty: no profile."""
 
@@ -120,7 +120,10 @@ class EvalConfig:
 
 
 def check_sampling(config: Any) -> None:
-    """Raises ValueError, which begins with the field's name, if ``n``, ``pass_k`` and ``temperature`` do not fit."""
+    """Raises ValueError if ``n``, ``pass_k`` and ``temperature`` of ``config`` do not fit together.
+
+    The message begins with the name of the field.
+    """
     check_at_least(config, 1, "n")
     check_finite(config, "temperature")
     if config.temperature == 0.0 and config.n > 1:
@@ -226,7 +229,7 @@ class Config:
             )
 
     def _check_verifiers(self) -> None:
-        """Raises ValueError if only one of problems and environment is of verifiers, or a setting is not for them."""
+        """Raises ValueError if only the problems or only the environment are of verifiers, or settings do not fit."""
         named = self.rollout.environment or ""
         is_environment, is_task = named.startswith(f"{VERIFIERS}:"), self.data.task == VERIFIERS
         if is_environment != is_task:
@@ -288,5 +291,5 @@ class Config:
 
     @property
     def num_sequences(self) -> int:
-        """The most rows of tokens that a step trains on: one for each response, or ``rollout.episode.max_rows``."""
+        """The largest number of rows of tokens in a step: ``rollout.episode.max_rows`` for each response."""
         return self.data.batch_size * self.rollout.group_size * self.rollout.episode.max_rows

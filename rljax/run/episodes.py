@@ -32,7 +32,7 @@ from rljax.run.sampling import Begun, Scored
 from rljax.run.stop import StopRequest
 
 log = logging.getLogger(__name__)
-_TICK_S = 0.25  # between two questions whether to give up
+_TICK_S = 0.25  # the time between two checks whether to give up
 _REFUSED = "refused"  # the kind of a failure that is found here: a prompt or a reply that cannot be used
 
 
@@ -69,14 +69,14 @@ class Episodes:
         self._lock = threading.Lock()
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
-        """Begins ``n`` trajectories of each problem. Raises as ``RolloutEngine.answer``."""
+        """Begins ``n`` trajectories of each problem. Raises the errors of ``Source.begin``."""
         batch = _Batch(self, problems, n, params, seed)
         return Begun(batch.prompts, batch.scored(), batch.metrics)
 
     def failed(self, kind: str, message: str) -> None:
-        """Counts a trajectory that failed. The first one since ``pop_metrics`` that is refused here is logged.
+        """Counts a trajectory that failed, and logs the first since ``pop_metrics`` that was refused in this module.
 
-        The hosts log what they find.
+        The hosts log the failures of environments.
         """
         with self._lock:
             is_told = kind == _REFUSED and kind not in self._failures
@@ -183,7 +183,7 @@ class _Batch:
         self._ask(episode, self._all.hosts.step(episode.name, text, response.truncated), self._on_step)
 
     def _ask(self, episode: _Episode, asked: Future[Outcome], act: Callable[[_Episode, Any], None]) -> None:
-        """Has ``act`` called with the value of the outcome once it is there; a failure ends the trajectory."""
+        """Calls ``act`` with the value of the outcome when it arrives. A failed outcome ends the trajectory."""
 
         def settle(future: Future[Outcome]) -> None:
             try:
@@ -199,7 +199,7 @@ class _Batch:
         asked.add_done_callback(settle)
 
     def _on_reset(self, episode: _Episode, prompt: Content) -> None:
-        """Asks for the first turn behind the prompt of the environment, or behind the problem's."""
+        """Asks for the first turn, after the prompt of the environment or else of the problem."""
         if prompt is not None:
             try:
                 text = prompt if isinstance(prompt, str) else self._all.tokenizer.render_chat(prompt, **self._arguments)

@@ -29,7 +29,7 @@ class Rule:
     steps: int
 
     def is_beyond(self, value: Any) -> bool:
-        """Returns whether a value is beyond the bound; one that is not a number is."""
+        """Returns whether a value is beyond the bound. None and NaN count as beyond."""
         if value is None or math.isnan(value):
             return True
         return value > self.bound if self.above else value < self.bound
@@ -63,7 +63,7 @@ class GuardConfig:
 
 
 class Guard:
-    """The rules of a run, and how long each of them has been true."""
+    """The rules of a run, and the number of rows in a row for which each has been true."""
 
     def __init__(self, config: GuardConfig):
         """Starts with every rule false."""
@@ -103,20 +103,25 @@ class Guard:
 
 
 class SkippedUpdates:
-    """The count ``in_a_row`` of skipped updates whose gradients were not finite, the first at ``since_step``."""
+    """The count of updates in a row that were skipped because their gradients were not finite.
+
+    Attributes:
+      in_a_row: The number of these updates since the last step with an update.
+      since_step: The step of the first of them.
+    """
 
     def __init__(self, max_in_a_row: int, updates_per_step: int):
-        """Starts at 0; the run ends at ``max_in_a_row``, and 0 is no limit."""
+        """Starts at 0. The run ends at ``max_in_a_row`` such updates; 0: no limit."""
         self._max, self._per_step = max_in_a_row, updates_per_step
         self.in_a_row = self.since_step = 0
         self._skipped = self._overflows = 0
 
     def start(self, skipped: int, overflows: int) -> None:
-        """Continues from the counters of the training state: all skipped updates, and all that were not finite."""
+        """Sets the counters of the training state so far: all skipped updates, and all with gradients not finite."""
         self._skipped, self._overflows = skipped, overflows
 
     def observe(self, row: Mapping[str, Any]) -> None:
-        """Observes the row of the next step."""
+        """Counts the skipped updates in the row of the next step."""
         skipped = row["optimizer/skipped_updates"] - self._skipped
         not_finite = row["precision/overflows"] - self._overflows
         self.start(row["optimizer/skipped_updates"], row["precision/overflows"])
@@ -141,6 +146,6 @@ class SkippedUpdates:
 
 
 def unknown_metric(metric: str, row: Mapping[str, Any]) -> str:
-    """Returns the message for a metric that no row has; it names the most similar metric of ``row``."""
+    """Returns the message about a metric that no row has. It names the most similar metric of ``row``, if any."""
     close = difflib.get_close_matches(metric, row, n=1)
     return f"no row has a metric {metric!r}" + (f"; did you mean {close[0]}?" if close else "")

@@ -46,7 +46,7 @@ def _save(parts: RunParts, newest: NewestStep, record: Recorder) -> None:
 
 
 def _save_newest(parts: RunParts, newest: NewestStep, record: Recorder) -> str:
-    """Records and saves the newest finished step if that was not done, waits for its files, and says what is saved."""
+    """Records and saves the newest finished step if necessary, and waits for its files; returns a line about it."""
     checkpointer, step = parts.checkpointer, newest.progress.step
     with contextlib.suppress(RuntimeError):  # an older save that failed
         checkpointer.wait()
@@ -66,13 +66,13 @@ def _save_newest(parts: RunParts, newest: NewestStep, record: Recorder) -> str:
 
 
 def _last_checkpoint(checkpointer: Checkpointer) -> str:
-    """Says which checkpoint a run can go on from."""
+    """Returns words that name the newest checkpoint, from which a run can go on."""
     step = checkpointer.latest_step()
     return "there is no checkpoint" if step is None else f"what remains is the checkpoint of step {step}"
 
 
 def _skipped_line(parts: RunParts) -> str:
-    """Returns the line that ends a run of too many skipped updates; the step must be saved before."""
+    """Returns the line that ends a run after too many skipped updates. The step must be saved before the call."""
     skipped, config = parts.skipped, parts.config
     parts.checkpointer.wait()
     before = [step for step in parts.checkpointer.all_steps() if step < skipped.since_step]
@@ -89,13 +89,19 @@ def train(
 ) -> TrainState:
     """Runs to the last step, or until a stop request or the guard ends the run after a step; the step is then saved.
 
-    When ``parts.stop`` gives up what is waited for, the step under way is given up and the last finished one is saved.
-    Any other error, and an interrupt, is raised again once the newest finished step is recorded and saved, and a line
-    on stderr says so. An OwnedError is raised at once.
+    If the stop request interrupts a wait, the step under way is given up and the last finished step is saved. Any other
+    error or interrupt is raised again after the newest finished step is recorded and saved. A line on stderr says so.
+    An OwnedError is raised at once.
 
-    The device state at ``progress`` is donated, and ``progress`` is advanced in place. ``last_row`` is the row of step
-    ``progress.step``, for a schedule that watches a metric of the step before. Returns the device state after the last
-    finished step, whose files are complete.
+    Args:
+      parts: The parts of the run.
+      state: The device state at ``progress``, which is donated.
+      progress: The counters at which the run starts. They are advanced in place.
+      record: The recorder of the rows.
+      last_row: The row of step ``progress.step``, for a schedule that watches a metric of the step before.
+
+    Returns:
+      The device state after the last finished step, whose files are complete.
     """
     config, checkpointer = parts.config, parts.checkpointer
     newest = NewestStep(state, progress, parts.state_dict(progress), last_row or {})

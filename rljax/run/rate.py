@@ -78,7 +78,10 @@ RateController = LengthTriggeredLR | ScheduledRate
 
 
 def load_fork(controller: RateController, state: dict[str, Any], config: ScheduleConfig) -> None:
-    """Continues a fork with its own schedule from the ``state_dict`` of the other run's controller, of any kind."""
+    """Continues the surge tracker of a fork from the ``state_dict`` of the other run's controller, of any kind.
+
+    The schedule is the fork's own. If it is length-triggered, a surge that the other run found sets its period.
+    """
     controller.tracker.load_state_dict(state["tracker"])
     if isinstance(controller, LengthTriggeredLR):
         surge = controller.surge_step
@@ -86,7 +89,7 @@ def load_fork(controller: RateController, state: dict[str, Any], config: Schedul
 
 
 def schedule_row(controller: RateController) -> Row:
-    """Returns ``schedule/surge_step``, ``schedule/crossing_step`` and ``schedule/decay_period``; None if not known."""
+    """Returns ``schedule/surge_step``, ``schedule/crossing_step`` and ``schedule/decay_period``; None where unknown."""
     return {
         "schedule/surge_step": controller.tracker.surge_step,
         "schedule/crossing_step": controller.tracker.crossing_step,
@@ -95,10 +98,10 @@ def schedule_row(controller: RateController) -> Row:
 
 
 def observed_value(metric: str, row: Row, last_row: Row) -> float:
-    """Returns the value that the surge tracker observes: the one of this step so far, or of the step before.
+    """Returns the value of ``metric`` for the surge tracker: from this step's row so far, or else from ``last_row``.
 
-    It is NaN if both lack the metric, as at step 1 (``last_row`` is {}) for a metric that only the update gives. Raises
-    ConfigError after step 1 if no row has the metric.
+    It is NaN if both rows lack the metric. That is so at step 1, when ``last_row`` is {}, for a metric that only the
+    update gives. Raises ConfigError after step 1 if no row has the metric.
     """
     if metric not in row and last_row and metric not in last_row:
         raise ConfigError(f"schedule.metric: {unknown_metric(metric, last_row)}")

@@ -1,8 +1,8 @@
 """Batches whose groups without signal are replaced by groups of further problems (``rollout.refill``).
 
 A group without signal carries no loss, so a batch with such groups makes a noisier update. A further *round* samples
-exactly as many new problems as groups are missing: no group with signal is thrown away, and the order in which
-responses arrive decides nothing. What the replaced groups say about the policy stays in the row of the step.
+exactly as many new problems as groups are missing. So no group with signal is thrown away, and the order in which
+responses arrive does not matter. Rewards and lengths of replaced groups still count in the row of the step.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ class RefillingSampler:
     """Samples batches as ``Sampler`` does, and replaces their groups without signal."""
 
     def __init__(self, sampler: Sampler, stream: PromptStream, config: Config) -> None:
-        """Samples nothing yet; the problems that replace others are the next ones of ``stream``."""
+        """Samples nothing yet. The problems of further rounds are the next ones of ``stream``."""
         self._sampler, self._stream, self._config = sampler, stream, config
 
     def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
-        """Samples the rollouts of ``step``, with one group for each of ``problems`` in number.
+        """Samples the rollouts of ``step``, as many groups as there are ``problems``.
 
-        The groups with signal come first, in the order of their problems. If ``rollout.refill_limit`` further rounds
-        leave places, the earliest groups without signal take them. Raises as ``RolloutEngine.generate``.
+        The groups with signal come first, in the order of their problems. If places are left after
+        ``rollout.refill_limit`` further rounds, the earliest groups without signal take them. Raises the errors of
+        ``Source.begin``.
         """
         rollouts, row = self._sampler.sample(problems, step)
         signal, rows, counts = self.has_signal(rollouts), [row], [len(problems)]
@@ -61,7 +62,7 @@ class RefillingSampler:
 
 
 def join(first: Rollouts, second: Rollouts) -> Rollouts:
-    """Returns the groups of both, and what was dropped of the first."""
+    """Returns the groups of both, and the dropped groups of ``first``."""
     return Rollouts(
         [*first.prompts, *second.prompts],
         [*first.responses, *second.responses],
@@ -86,7 +87,7 @@ def split(rollouts: Rollouts, kept: np.ndarray, dropped: np.ndarray) -> Rollouts
 
 
 def sum_rows(rows: Sequence[Row], counts: Sequence[int]) -> Row:
-    """Returns the row of all rounds: counts and seconds are added up, and a fraction becomes that of all responses.
+    """Returns the row of all rounds: counts and seconds are added up, and fractions are averaged over the groups.
 
     Args:
       rows: The row of each round.
