@@ -59,10 +59,10 @@ PROBED_PROMPTS = 64  # The training prompts from which the probes of servers are
 class Inputs(NamedTuple):
     """The inputs of a run, which every process reads for itself."""
 
-    config: Config  # with the local directory of the model
-    policy: PolicyConfig
-    tokenizer: Tokenizer
-    mesh: Mesh  # of the trainer
+    config: Config  # the configuration, with the local directory of the model
+    policy: PolicyConfig  # the shape of the model
+    tokenizer: Tokenizer  # the tokenizer of the model
+    mesh: Mesh  # the devices of the trainer
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,9 @@ def make_run_engine(
 ) -> RolloutEngine:
     """Builds the engine that ``rollout.engine`` names; the exact engine gets the trainer's executable.
 
-    HTTP servers use ``functions`` of the policy; None: those of a single process. They are probed with ``prompts`` of
-    the run. Raises as ``make_engine``.
+    For HTTP servers, ``functions`` read the policy (None: for a single process), and ``prompts`` of the run make the
+    probes. Raises ConfigError if no server answers or memory lacks room for weights. Raises ValueError if settings do
+    not fit the engine, or a server does not fit the policy.
     """
     return make_engine(
         config.rollout,
@@ -212,9 +213,10 @@ def make_batches(
     checkpointer: Checkpointer,
     stop: StopRequest,
 ) -> Batches:
-    """Returns what samples the run's batches: from trajectories of others, ahead of the trainer, or in turn with it.
+    """Returns the batches of the run: taken from another program, sampled ahead of the trainer, or sampled in turn.
 
-    ``source`` samples the responses, each of which ends at a token of ``stops``.
+    ``source`` samples the responses, and a token of ``stops`` ends a response. Raises OSError or ValueError if the
+    trajectories of another program cannot be received.
     """
     rollout = config.rollout
     sampled = SamplingParams(
@@ -254,10 +256,10 @@ def build(
     problems: Problems,
     stop: StopRequest | None = None,
 ) -> RunParts:
-    """Puts the parts of a run together, as they are at its first step; ``stop`` None: it is never asked to stop.
+    """Puts the parts of a run together, as they are at its first step. ``stop``: None for a run without a request.
 
-    Raises ConfigError if the reward or the environment cannot be used, and OSError or ValueError if frozen weights
-    cannot.
+    Raises ConfigError if the reward or the environment cannot be used. Raises OSError or ValueError if frozen weights
+    or trajectories of another program cannot be used.
     """
     stop, evaluated = stop or StopRequest(), config.eval
     stops = policy.stops(tokenizer.eos_token_id, config.rollout.stop_token_ids)
@@ -289,8 +291,8 @@ def build(
 def starting_point(parts: RunParts, mesh: Mesh) -> tuple[TrainState, Progress]:
     """Reads the newest whole checkpoint and puts the parts into its state, or else reads the model.
 
-    Returns the device state and the counters at which the run starts, and raises what ``starting_state`` raises. A line
-    on stderr says what is trained, and where.
+    Returns the device state and the counters at which the run starts. A line on stderr says what is trained, and where.
+    Raises ConfigError or StartAgainError as ``starting_state`` does.
     """
     config = parts.config
     state, host = starting_state(config, parts.policy, mesh, parts.checkpointer, parts.load_state_dict)

@@ -79,7 +79,8 @@ def load_config(
 def resolve(root: type[T], file: str | None, words: Sequence[str], *, prog: str) -> tuple[T, Places]:
     """Builds ``root`` from a file and the options ``--a.b value``; ``file`` is a name for ``find_config``, or None.
 
-    Returns the configuration, and the place of each value that is not a default. Raises as ``load_config``.
+    Returns the configuration, and the place of each value that the file or an option sets. Raises ConfigError if the
+    file, an option or a value is wrong.
     """
     defaults, values, places = _read_file(root, file)
     values, option_places = _over_options(root, values, words, prog)
@@ -99,7 +100,7 @@ def find_config(name: str) -> Path:
     if inside is not None and inside.is_file():
         return inside
     if os.path.exists(name):
-        return Path(name)  # a directory or a pipe: what reads it says what is wrong
+        return Path(name)  # a directory or a pipe: its reader reports the mistake
     names = [str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.glob("**/*.yaml")]
     similar = difflib.get_close_matches(name.removeprefix("configs/").removesuffix(".yaml"), names, n=1)
     advice = f"; did you mean {similar[0]}?" if similar else ""
@@ -134,7 +135,7 @@ def suggest(path: str, defaults: dict[str, Any]) -> str:
 
 
 def laid_over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``base`` with ``values`` in their place, section by section."""
+    """Returns ``base`` with its entries replaced by those of ``values``, section by section."""
     merged = dict(base)
     for key, value in values.items():
         below = base.get(key)
@@ -157,9 +158,10 @@ def shown(value: Any) -> str:
 
 
 def _read_file(root: type, file: str | None) -> tuple[dict[str, Any], dict[str, Any], Places]:
-    """Returns the defaults, the values of the file over them, and the places of the latter; refuses wrong types.
+    """Returns the defaults, the defaults with the file's values in their place, and the places of the file's values.
 
-    What ``__post_init__`` refuses is left to the end, because an option may mend it.
+    Raises ConfigError for wrong keys and types. The checks of ``__post_init__`` come later, because an option may mend
+    a value.
     """
     defaults = dataclasses.asdict(root())
     if file is None:
@@ -177,7 +179,7 @@ def _read_file(root: type, file: str | None) -> tuple[dict[str, Any], dict[str, 
 
 @functools.lru_cache(maxsize=8)
 def _checker(root: type) -> pydantic.TypeAdapter[Any]:
-    """Returns what checks values of ``root``. Building it takes longer than checking a configuration."""
+    """Returns pydantic's checker of ``root``. It is cached, because building it takes longer than a check."""
     return pydantic.TypeAdapter(root)
 
 
@@ -322,7 +324,7 @@ def read_document(file: Path, places: Places) -> Any:
 
 
 def _written_out(node: Any, known: dict[int, int]) -> int:
-    """Returns the number of values in a node when its aliases are written out; ``known`` has numbers by node ``id``."""
+    """Returns the number of values in a node with its aliases written out. ``known`` caches it by the node's ``id``."""
     if id(node) not in known:
         known[id(node)] = 0  # a node inside itself adds nothing
         inner = node.value if isinstance(node, yaml.CollectionNode) else ()

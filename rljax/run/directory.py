@@ -44,9 +44,9 @@ FORK_MAY_DIFFER = (
 
 @contextlib.contextmanager
 def own_directory(run_dir: Path) -> Iterator[Ownership]:
-    """Makes the run directory and claims it for this process; a new one that is empty at the end is removed.
+    """Makes the run directory and claims it for this process. A new directory that is empty at the end is removed.
 
-    A dead owner that the directory had before is named on stderr. Raises OwnedError if another process trains there.
+    A line on stderr names a previous owner that is dead. Raises OwnedError if another process trains there.
     """
     is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -73,8 +73,8 @@ def check_owner(owner: Ownership) -> None:
 def prepare_directory(config: Config, run_dir: Path) -> None:
     """Checks the run in the directory, and copies the run that ``run.resume`` or ``run.fork`` names.
 
-    A line says from which step the run continues, if recorded steps are run again. Raises ConfigError if the run there
-    may not, or cannot, be continued with these settings.
+    If recorded steps are run again, a line says from which step the run continues. Raises ConfigError if these settings
+    do not allow the run to continue, or if there is no checkpoint to continue from.
     """
     recorded, saved = len(recorded_rows(run_dir)), saved_steps(run_dir)
     holds_run = bool(recorded or saved)
@@ -97,7 +97,10 @@ def prepare_directory(config: Config, run_dir: Path) -> None:
 
 
 def send_output_to_log(run_dir: Path, process: int) -> None:
-    """Appends all that this process, not process 0, and its libraries print from now on to a log in the directory."""
+    """Sends the output of this process and its libraries from now on to a log in the run directory.
+
+    Process 0 does not call it. ``process`` is the index of this process, which is in the name of the log.
+    """
     path = run_dir / "logs" / f"process_{process}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -126,7 +129,7 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def _fork_point(fork: str) -> tuple[Path, int]:
-    """Returns the run directory and the step that ``run.fork`` names."""
+    """Returns the run directory and the step that ``run.fork`` names. Raises ConfigError if it is no checkpoint."""
     path = Path(fork)
     run_dir = path.parents[1] if path.parent.name == "checkpoints" else path
     steps = saved_steps(run_dir)
@@ -136,7 +139,7 @@ def _fork_point(fork: str) -> tuple[Path, int]:
 
 
 def _copy_run(source: Path, run_dir: Path, step: int | None) -> None:
-    """Copies rows and one checkpoint, or all, of another run; an interrupted copy does not count as a run."""
+    """Copies the rows of another run, and its checkpoint of ``step`` (None: all); an interrupted copy is no run."""
     run_dir.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     inside = "" if step is None else str(step)
@@ -150,8 +153,8 @@ def _copy_run(source: Path, run_dir: Path, step: int | None) -> None:
 def check_same_run(config: Config, run_dir: Path, url: str = "", may_differ: tuple[str, ...] = ()) -> None:
     """Raises ConfigError if the run in a directory was made with other settings that may not change.
 
-    The message names ``url`` where the directory is a copy from there. The keys that begin with one of ``may_differ``
-    may change, too.
+    If the directory is a download, ``url`` is its source, which the message then names. Keys that begin with one of
+    ``may_differ`` may change, too.
     """
     if not (run_dir / "config.yaml").exists():
         return

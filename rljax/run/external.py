@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 POLICY_FILE = "policy.json"
 _TICK_S = 0.25  # between two looks into the directory
 _FIRST_LINE_S, _LINES_S = 2.0, 60.0  # the wait before the first line about waiting, and the longest between two
-_MOST_BATCHES = 16  # the most batches that wait at the HTTP server
+_MOST_BATCHES = 16  # the largest number of batches that wait at the HTTP server
 
 
 class ExternalSampler:
@@ -51,7 +51,7 @@ class ExternalSampler:
         self._queue, self._stop = queue, stop
 
     def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
-        """Waits for as many complete groups as there are problems, which are not used otherwise.
+        """Waits for as many complete groups as there are ``problems``. Only the number of ``problems`` matters.
 
         Raises StoppedWaitingError as soon as the run is asked to stop, and ConfigError if a row cannot be used.
         """
@@ -92,7 +92,7 @@ class ExternalSampler:
 
 
 class ExternalBatches(Batches):
-    """The batches of a run on trajectories of another program, and where that program gives them."""
+    """The batches of a run on trajectories of another program, and the HTTP server that receives them, if any."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class ExternalBatches(Batches):
         self._receiver, self._kept_steps, self._has_started = receiver, kept_steps, False
 
     def start(self, step: int) -> None:
-        """Reads on in files that were begun, and starts the server. Raises ConfigError."""
+        """Reads the rest of files that were begun, and starts the server. Raises ConfigError if either fails."""
         super().start(step)
         with caller_errors(RuntimeError):
             highest = self._recorded_highest()
@@ -143,7 +143,7 @@ class ExternalBatches(Batches):
 
     @contextlib.contextmanager
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
-        """Tells the other program of the version once the block is over. In it trajectories may have that version."""
+        """Tells the other program the new version after the block. In the block, trajectories may already have it."""
         self._queue.expect(policy_version)
         self._tell(policy_version - 1)
         yield
@@ -151,7 +151,7 @@ class ExternalBatches(Batches):
         self._tell(policy_version)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the stream, and which rows were used."""
+        """Returns the state of the stream, and the record of the rows that were used."""
         return super().state_dict() | {"trajectories": self._queue.state_dict() | {"source": self._source}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ class ExternalBatches(Batches):
 
 
 def make_rollouts(groups: Sequence[Sequence[Trajectory]]) -> Rollouts:
-    """Returns the rollouts of complete groups. The prompt of a group is that of its first trajectory."""
+    """Returns the rollouts of complete groups. The prompt of a group is the prompt of its first trajectory."""
     prompts = [group[0].prompt for group in groups]
     responses = [
         [
@@ -204,7 +204,11 @@ def make_external_batches(
     stop: StopRequest,
     kept_steps: Callable[[], Sequence[int]],
 ) -> ExternalBatches:
-    """Builds the batches of ``rollout.trajectories``. Raises OSError or ValueError if they cannot be had."""
+    """Builds the batches of ``rollout.trajectories``.
+
+    ``kept_steps`` returns the steps of the checkpoints, oldest first. Raises OSError or ValueError if the directory or
+    the address cannot be used.
+    """
     rollout, run_dir = config.rollout, Path(config.run.dir)
     source = rollout.trajectories
     assert source is not None

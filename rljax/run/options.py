@@ -85,7 +85,7 @@ def _fields_shown(root: type, shown: Collection[str]) -> dict[Any, set[str]]:
 
 
 def _over_own(rule: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Returns a rule that changes tyro's own answer: it has no answer itself while ``rule`` asks for that one."""
+    """Returns ``rule`` in a form that may ask tyro for its own answer. While it asks, the result gives no answer."""
     is_asking = False
 
     def changed(info: Any) -> Any:
@@ -108,10 +108,15 @@ def _add_section_rule(
     make: Callable[..., Any] | None = None,
     texts: dict[tuple[Any, str], str] | None = None,
 ) -> None:
-    """Adds the rule of dataclasses: tyro's own one with changes.
+    """Adds the rule of dataclasses: tyro's own rule with changes.
 
-    The help of a field is one paragraph, without the line breaks of the source. Only the fields ``shown`` are kept
-    where that is given, ``make`` takes the place of the dataclass, and ``texts`` receives the help of each field.
+    The help of a field is one paragraph, without the line breaks of the source.
+
+    Args:
+      registry: The registry that gets the rule.
+      shown: The names of the fields to keep, by dataclass; None: all.
+      make: The function that is called in place of the dataclass; None: the dataclass.
+      texts: A dictionary that receives the help of each field, by (dataclass, field's name).
     """
 
     def section(info: Any) -> Any:
@@ -178,7 +183,7 @@ def _add_value_rule(registry: ConstructorRegistry, *, keeps_text: bool) -> None:
 
 @contextlib.contextmanager
 def _one_line_errors(prefix: str = "") -> Iterator[None]:
-    """Within it, a mistake that tyro prints as a box is raised as a ConfigError of one line, after the prefix."""
+    """Turns a mistake that tyro prints as a box into a ConfigError of one line, which begins with ``prefix``."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):

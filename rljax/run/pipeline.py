@@ -1,11 +1,13 @@
 """The batches of a run, sampled in turn, or ahead of the loop on a thread.
 
 With ``rollout.max_staleness`` k above 0 the batch of step s may be sampled as soon as policy version s - 1 - k is
-published: while one step trains, the next batches are sampled. The staleness is bounded by when a prompt is sent, so
-no sampled response is dropped, whatever its length. Batches are made of prompts in their order and are sampled one
-after the other; sampling excludes evaluating. Before version t is published the batch of step t + 1 is begun, if the
-version before allows it. With ``rollout.update: wait`` it also ends before that, so that with k = 1 each batch but the
-first is one version old in every run. Otherwise it goes on with version t, and is at most as old.
+published: while one step trains, the next batches are sampled. The time at which a prompt is sent bounds the staleness,
+so no sampled response is dropped, not even a long one. Batches take the prompts in order and are sampled one after the
+other. No batch is sampled during an evaluation.
+
+Before version t is published the batch of step t + 1 is begun, if the version before allows it. With
+``rollout.update: wait`` this batch also ends before the publish. So with k = 1 each batch but the first is one version
+old in every run. Without ``wait`` the batch goes on with version t, and its tokens are at most as old as with it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Batches:
     """The batches of the steps, in their order and each once. They are sampled when they are asked for."""
 
     def __init__(self, stream: PromptStream, sampler: BatchSampler) -> None:
-        """Samples nothing yet; ``stream`` has the problems in their order, of which ``sampler`` may take more."""
+        """Samples nothing yet. ``stream`` has the problems in order, and ``sampler`` may take further ones from it."""
         self._stream, self._sampler, self._taken = stream, sampler, 0
 
     def start(self, step: int) -> None:
@@ -39,7 +41,7 @@ class Batches:
         self._taken = step
 
     def take(self, timers: Timers) -> Sampled:
-        """Returns the batch of the next step. It raises what ``RolloutEngine.generate`` raises."""
+        """Returns the batch of the next step. Raises the errors of ``Source.begin``."""
         self._taken += 1
         with timers.phase("rollout"):
             return self._sampler.sample(self._stream.next_batch(), self._taken)
@@ -48,8 +50,8 @@ class Batches:
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
         """Opens a block in which no batch begins, and the caller publishes ``params`` as ``policy_version``.
 
-        That version is the number of the last step taken, whose ``timers`` these are. If it ``drains``, the batch under
-        way ends before the block, so that the caller alone uses the engine.
+        ``policy_version`` is the number of the last step taken, and ``timers`` are the timers of this step. With
+        ``drains`` the batch under way ends before the block, so that only the caller uses the engine.
         """
         yield
 
@@ -70,16 +72,16 @@ class _Job(NamedTuple):
 
     step: int
     problems: Sequence[Problem]
-    data: dict[str, Any]  # the state of the stream after them; once they are sampled, after all that replaced some
+    data: dict[str, Any]  # the state of the stream after ``problems``, and after sampling also after their replacements
     version: int  # the newest policy version when its sampling began
 
 
 class BatchesAhead(Batches):
     """Batches that are sampled on a thread, up to ``max_staleness`` steps before their turn.
 
-    When all servers are lost, one that comes back can only be verified with the next policy: a step under way has
-    donated the current one. The lost batch is sampled again after the next publish, or by ``take`` on the caller's
-    thread if that comes first.
+    When all servers are lost, a server that comes back can only be verified with the next policy, because a step under
+    way has donated the current policy. The lost batch is sampled again after the next publish. If ``take`` is called
+    before that, it samples the batch on the caller's thread.
     """
 
     def __init__(
@@ -95,8 +97,9 @@ class BatchesAhead(Batches):
     ) -> None:
         """Begins nothing yet.
 
-        The thread or ``take`` uses the sampler, never both at once. The engine prepares each version while a batch is
-        still sampled. The last step is ``steps``. If it ``always_drains``, every publish waits for the batch under way.
+        The thread and ``take`` never use the sampler at the same time. The engine prepares each version while a batch
+        is still sampled. The last step is ``steps``. With ``always_drains`` every publish waits for the batch under
+        way.
         """
         super().__init__(stream, sampler)
         self._engine, self._stop = engine, stop
@@ -104,8 +107,8 @@ class BatchesAhead(Batches):
         self._thread = threading.Thread(target=self._run, name="rljax-sampling", daemon=True)
         self._changed = threading.Condition()  # guards the fields below
         self._version = self._begun = 0
-        self._data: dict[str, Any] | None = None  # None before the start, when the stream itself says it
-        self._ready: dict[int, tuple[Sampled, _Job, float]] = {}  # the last is when its sampling began
+        self._data: dict[str, Any] | None = None  # the state of the stream to save; None before the start
+        self._ready: dict[int, tuple[Sampled, _Job, float]] = {}  # by step; the float is the time its sampling began
         self._under_way: _Job | None = None
         self._lost: _Job | None = None
         self._error: BaseException | None = None
@@ -139,7 +142,10 @@ class BatchesAhead(Batches):
 
     @contextlib.contextmanager
     def paused(self, params: Params, policy_version: int, timers: Timers, *, drains: bool) -> Iterator[None]:
-        """Has the engine prepare the version, and waits for the batch under way if the block is to have no other."""
+        """Prepares the version in the engine, and waits until the next batch has begun, if it may begin.
+
+        With ``drains`` or ``always_drains`` it also waits until no batch is under way.
+        """
         with timers.phase("prepare"):
             self._engine.prepare(params, policy_version)
         following = self._taken + 1
@@ -168,7 +174,7 @@ class BatchesAhead(Batches):
             self._thread.join(_END_S)
 
     def _wait(self, is_so: Callable[[], bool]) -> None:
-        """Waits until ``is_so``; the caller holds the condition."""
+        """Waits until ``is_so`` returns True. The caller holds the condition ``_changed``."""
         with self._stop.waiting_for_ahead():
             self._changed.wait_for(is_so)
 
@@ -178,7 +184,7 @@ class BatchesAhead(Batches):
         return not is_over and step <= min(self._steps, self._version + 1 + self._max_staleness)
 
     def _next_job(self) -> _Job | None:
-        """Returns the batch that the thread samples now, if any; the caller holds the condition."""
+        """Returns the batch for the thread to sample now, or None. The caller holds the condition ``_changed``."""
         if self._is_paused or self._is_closed or self._under_way is not None:
             return None
         if self._lost is not None:
@@ -209,7 +215,7 @@ class BatchesAhead(Batches):
         """Samples the batch that is under way, on the caller's thread."""
         began = time.perf_counter()
         outcome: Sampled | BaseException
-        self._stream.load_state_dict(job.data)  # A lost batch may have taken further problems, which come again.
+        self._stream.load_state_dict(job.data)  # A lost batch may have taken further problems. They are taken again.
         try:
             outcome = self._sampler.sample(job.problems, job.step)
             outcome.row["time/rollout_s"] = time.perf_counter() - began

@@ -218,7 +218,7 @@ class Progress:
         return self._sum_rise(row, reference_steps) | {"optimizer/grad_norm_ema": self.grad_norm_ema}
 
     def _sum_rise(self, row: Row, reference_steps: int) -> Row:
-        """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` since the reference rows, the first ones; {} in these."""
+        """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` since the first ``reference_steps`` rows; {} there."""
         names = ("token_count", "sequence_count", "log_ppl_abs_diff_sum")
         tokens, sequences, summed = (row[f"mismatch/{name}"] for name in names)
         reference = self.reference

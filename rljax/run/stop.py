@@ -1,4 +1,4 @@
-"""The request to stop a run, which is the one object that waiting code asks."""
+"""The request to stop a run. All code that waits asks this one object whether to go on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rljax.run.checkpoint import Checkpointer
 
 
 class StopRequest:
-    """The request to stop a run: whether it came, by when the run ends, and whether a wait is given up.
+    """The request to stop a run: whether it came, when the run must end, and whether a wait is given up.
 
     Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. Code that waits
     for servers, responses, rewards or an upload takes this object, a ``Stopping``. The object also reports the place of
@@ -24,11 +24,11 @@ class StopRequest:
     """
 
     def __init__(self, grace_s: float = math.inf, processes: Processes = ALONE) -> None:
-        """Makes the object of a run that nobody asked to stop; a signal to any of ``processes`` counts.
+        """Starts without a request. A signal to any of ``processes`` counts as a request.
 
-        The end of the run, saving included, is to come ``grace_s`` seconds after the request at the latest.
+        The run should end, saving included, at most ``grace_s`` seconds after the request.
         """
-        self.signal: int | None = None  # the number of the signal that asked the run to stop; None: nobody asked
+        self.signal: int | None = None  # the number of the signal that asked the run to stop; None: there was none
         self.awaited_step = 0  # the step whose batch the run waits for; work ahead for it is not given up early
         self._grace_s, self._asked_at, self._processes = grace_s, 0.0, processes
         self._began = time.monotonic()
@@ -46,14 +46,15 @@ class StopRequest:
         return self.signal is not None
 
     def left_s(self) -> float:
-        """Returns the seconds that are left of the grace, infinity while nobody asked."""
+        """Returns the seconds that are left of the grace; infinity before a request."""
         return self._asked_at + self._grace_s - time.monotonic() if self.is_requested() else math.inf
 
     def gives_up(self) -> bool:
         """Returns whether the calling thread should give up its wait.
 
-        A thread that works ahead gives up as soon as the run was asked to stop, unless the run waits for its step. Any
-        other thread gives up when the step is not expected to be done and saved within the grace.
+        A thread that works ahead gives up after ``end_ahead``. It also gives up after a request, unless the run waits
+        for its step. Otherwise a thread gives up after a request if the step is not expected to be done and saved
+        within the grace.
         """
         ahead = self._ahead.get(threading.get_ident())
         if ahead is not None and (self._ahead_is_over or (self.is_requested() and ahead != self.awaited_step)):
@@ -73,9 +74,9 @@ class StopRequest:
         self._processes.at(place)
 
     def progress(self) -> None:
-        """Notes that something was done, such as a response that arrived.
+        """Notes progress, such as a response that arrived.
 
-        On a thread that works ahead it counts only while the run waits for such work.
+        Progress of a thread that works ahead counts only while the run waits for work ahead.
         """
         if self._waits_for_ahead or threading.get_ident() not in self._ahead:
             self._processes.at(self._place)

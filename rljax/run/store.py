@@ -67,7 +67,7 @@ class Store:
             self._fs, self._root = open_store(self.url)
 
     def begin(self) -> None:
-        """Writes a note of who copies there from now on. Raises StoreError if the store cannot be written."""
+        """Writes a note that this machine copies from now on. Raises StoreError if the store cannot be written."""
         note = {"host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())}
         with self._told("cannot be written"):
             self._fs.pipe_file(f"{self._root}/{STARTED}", json.dumps(note).encode())
@@ -105,8 +105,9 @@ class Store:
     def download(self, step: int, folder: Path, names: tuple[str, ...] = (), stop: StopRequest | None = None) -> None:
         """Writes the files of a copy into ``folder``, and compares their sizes and checksums with its manifest.
 
-        The copy is one of ``steps``. Without ``names`` all files are downloaded. ``stop`` is told of each file. Raises
-        DamagedCopyError if a file is missing or differs, and StoreError if the store refuses or cannot be reached.
+        ``step`` is one of ``steps``. Without ``names`` all files are downloaded. Each file counts as progress for
+        ``stop``. Raises DamagedCopyError if a file is missing or differs, and StoreError if the store refuses or cannot
+        be reached.
         """
         with self._told(f"checkpoint {step} could not be downloaded"):
             records = self._manifest(step)
@@ -182,10 +183,10 @@ class Store:
 
 
 def start_from_store(config: Config, run_dir: Path, stop: StopRequest | None = None) -> Store | None:
-    """Opens the store of ``checkpoint.upload``; a copy later than the run directory's checkpoints is put there.
+    """Opens the store of ``checkpoint.upload``, and downloads the newest whole copy that is newer than the checkpoints.
 
-    Returns None if the run has no store. Raises StoreError if it cannot be used, and ConfigError if it holds another
-    run, or if no copy in it is whole and the run directory has no checkpoint.
+    Returns None if the run has no store. Raises StoreError if the store cannot be used. Raises ConfigError if it holds
+    another run, or if no copy in it is whole and the run directory has no checkpoint.
     """
     if not config.checkpoint.upload:
         return None
@@ -212,7 +213,7 @@ def start_from_store(config: Config, run_dir: Path, stop: StopRequest | None = N
 
 
 def _fetch(store: Store, step: int, config: Config, run_dir: Path, stop: StopRequest | None) -> None:
-    """Puts a copy into the run directory; the files of an interrupted download do not count there."""
+    """Downloads a copy into the run directory. The files of an interrupted download do not count as a checkpoint."""
     partial = run_dir / "checkpoints.partial"
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -230,8 +231,8 @@ def _fetch(store: Store, step: int, config: Config, run_dir: Path, stop: StopReq
 class Uploads:
     """The uploads of a run, a context manager: a thread copies each newest complete checkpoint to the store.
 
-    Leaving the context waits, within limits, until the newest one is uploaded. A failure is said in one line on
-    stderr, and the next one only after an upload that succeeded.
+    Leaving the context waits, within limits, until the newest one is uploaded. A failure is printed in one line on
+    stderr. Further failures are not printed until an upload has succeeded.
     """
 
     def __init__(
@@ -246,8 +247,9 @@ class Uploads:
     ) -> None:
         """Prepares the thread, which starts when the context is entered.
 
-        The store keeps ``keep`` copies. Leaving the context takes ``wait_s`` seconds at most. The function
-        ``check_owner`` raises OwnedError once another process owns the directory, which ends the uploads.
+        The store keeps ``keep`` copies. Leaving the context takes ``wait_s`` seconds at most, and after a request to
+        ``stop`` not longer than the grace. The function ``check_owner`` raises OwnedError once another process owns the
+        directory, which ends the uploads.
         """
         self._store, self._run_dir, self._keep, self._wait_s = store, run_dir, keep, wait_s
         self._check_owner, self._stop = check_owner, stop or StopRequest()

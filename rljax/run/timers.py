@@ -37,7 +37,8 @@ class Timers:
 class StepProfiler(ExitStack):
     """A context manager that profiles some steps into a directory, which TensorBoard and XProf read.
 
-    The profile is also written when the run ends before the last of these steps. It is ``running`` until then.
+    The profile is also written when the run ends before the last of these steps. ``running`` says whether a profile is
+    being taken.
     """
 
     def __init__(self, steps: Sequence[int], directory: Path):
