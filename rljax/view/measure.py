@@ -23,53 +23,54 @@ METRICS = (
     *("k3_kl", "kl", "logprob_abs_diff_mean", "logprob_abs_diff_p99", "logprob_abs_diff_max", "log_ppl_abs_diff"),
     *("extreme_rate", "nonfinite_count", "token_count", "sequence_count"),
 )
-"""The metrics of a dump that its page shows, named as in the rows of a run."""
+"""The metrics of a dump that its page shows. The names are those of a run's rows."""
 
 _STEPS = np.asarray([digit * 10.0**power for power in range(-5, 1) for digit in (1, 3)] + [10.0])
 EDGES = {
     "value": np.concatenate([-_STEPS[::-1], _STEPS]),  # of log-ratios, nats
     "entropy": np.asarray([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 1, 1.5, 2, 3, 4, 6]),  # nats
-    "position": 2.0 ** np.arange(4, 20),  # places among the sampled tokens of the response, from 1
-    "turn": np.asarray([2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33, 65]),  # turns, from 1
+    "position": 2.0 ** np.arange(4, 20),  # the place among the sampled tokens of the response, from 1
+    "turn": np.asarray([2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33, 65]),  # the number of the turn, from 1
     "after": np.asarray(
         [2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025]
-    ),  # tokens from the environment's last one, from 1
+    ),  # the distance from the environment's last token (tokens), from 1
 }
 """The edges of the buckets of each chart. Bucket i holds edges[i - 1] <= x < edges[i]."""
 
 GROWING = ("position", "turn", "after")
 """The charts that show the mean of abs(log-ratio) in each bucket, not the number of tokens."""
 
-_CHUNK = 2**19  # padded tokens that are measured together
+_CHUNK = 2**19  # the most padded tokens that are measured together
 
 
 @dataclass
 class Measured:
-    """The numbers of all sequences of a dump; n sequences.
+    """The numbers of the n sequences of a dump.
 
-    Where the dump has one column alone, its log-probability takes the place of the log-ratio everywhere.
+    If the dump has only one column, its log-probability takes the place of the log-ratio everywhere.
     """
 
-    trainer: str  # the column in the trainer's place; "" if there is one column alone
-    rollout: str  # the column in the rollout engine's place
+    trainer: str  # the name of the column in the trainer's place; "" if there is only one column
+    rollout: str  # the name of the column in the rollout engine's place
     sequences: dict[str, np.ndarray]  # numbers of the sequences by name, float64 [n]
-    order: np.ndarray  # the sequences with a response token, the largest contribution first, int64
-    metrics: dict[str, float]
-    histograms: dict[str, np.ndarray]  # the counts of the buckets of ``EDGES`` by its names, int64
-    growth: dict[str, np.ndarray]  # the sum of abs(log-ratio) in each bucket of ``GROWING``, by its names, float64
+    order: np.ndarray  # the indices of the sequences with a response token, the largest contribution first, int64
+    metrics: dict[str, float]  # the metrics of the whole dump, by name
+    histograms: dict[str, np.ndarray]  # the number of tokens in each bucket, int64, by the names of ``EDGES``
+    growth: dict[str, np.ndarray]  # the sum of abs(log-ratio) in each bucket, float64, by the names of ``GROWING``
     entropy: list[np.ndarray]  # entropies of the tokens (nats), float32 [t] each, NaN if unknown; [] without any
     entropy_of: str  # the source of the entropies, in words
     # The turn of each token, and its distance from the environment's last token, int64 [t]; 0: none. [] with one turn.
     turns: list[np.ndarray] = field(default_factory=list)
     after: list[np.ndarray] = field(default_factory=list)
-    weights: list[np.ndarray] = field(default_factory=list)  # of the correction, float32 [t]; [] if unknown
-    notes: list[str] = field(default_factory=list)  # sentences on what was left out
+    weights: list[np.ndarray] = field(default_factory=list)  # the correction's weights, float32 [t]; [] if unknown
+    notes: list[str] = field(default_factory=list)  # sentences on numbers that are left out or not known
 
 
 def choose_columns(dump: TokenDump, trainer: str | None = None, rollout: str | None = None) -> tuple[str, str]:
-    """Returns the columns in the trainer's and in the rollout's place; the trainer's is "" if there is one alone.
+    """Returns the names of the columns in the trainer's and in the rollout engine's place.
 
-    Raises ValueError if a named column is missing, or there is none at all.
+    The trainer's is "" if the dump has only one column. Without ``trainer`` or ``rollout`` the roles of the columns
+    decide. Raises ValueError if a named column is missing, both names are equal, or there is no column.
     """
     names = sorted(dump.first_runs)
     for name in (trainer, rollout):
@@ -96,13 +97,17 @@ def measure(
 
     Args:
       dump: The dump.
-      columns: The columns in the trainer's and in the rollout's place, from ``choose_columns``.
+      columns: The columns in the trainer's and in the rollout engine's place, from ``choose_columns``.
       correction: The correction of the run that wrote the dump. None: the weights are unknown.
-      progress: A function that gets the number of newly measured sequences.
+      progress: A function that is called with the number of newly measured sequences.
 
     Returns:
-      The numbers. The contribution of a sequence is its share of the sum of k3 = exp(lr) - 1 - lr over all tokens, or
-      of the sum of -log p if there is one column alone.
+      The numbers. The contribution of a sequence is its share of the sum of k3 = exp(lr) - 1 - lr over all tokens,
+      where lr is the log-ratio (Schulman, "Approximating KL Divergence", 2020). If there is only one column, it is the
+      share of the sum of abs(log p).
+
+    Raises:
+      ValueError: The dump has no sequence.
     """
     trainer, rollout = columns
     entropy, entropy_of = _entropies(dump)
@@ -135,7 +140,7 @@ def measure(
 
 
 def _chunks(lengths: list[int]) -> Iterator[np.ndarray]:
-    """Yields the indices of sequences of similar length, so that little is computed on padding."""
+    """Yields the indices of sequences of similar length, so that there is little padding."""
     waiting: list[int] = []
     for index in np.argsort(lengths, kind="stable").tolist():
         if waiting and (len(waiting) + 1) * lengths[index] > _CHUNK:
@@ -151,7 +156,10 @@ def _pad(vectors: Sequence[np.ndarray], rows: np.ndarray, fill: float) -> np.nda
 
 
 def _read(dump: TokenDump, columns: tuple[str, str], rows: np.ndarray) -> tuple[np.ndarray, Any, Any]:
-    """Returns the mask [b, t], both sides and the mask in a tuple, and the tokens of ``read_tokens``."""
+    """Returns the arrays of some sequences: the mask, (trainer, rollout, mask), and the result of ``read_tokens``.
+
+    All are [b, t]. If there is only one column, it takes the trainer's place, and the rollout's is 0.
+    """
     mask = _pad(dump.response_mask, rows, False)
     rollout = _pad(dump.logprobs[columns[1]], rows, np.nan)
     trainer = _pad(dump.logprobs[columns[0]], rows, np.nan) if columns[0] else rollout
@@ -161,7 +169,7 @@ def _read(dump: TokenDump, columns: tuple[str, str], rows: np.ndarray) -> tuple[
 
 
 def _add_rows(found: Measured, rows: np.ndarray, tokens: Any, position: np.ndarray) -> None:
-    """Adds some sequences to the numbers; ``position`` [b, t] counts the response tokens of each from 1."""
+    """Adds some sequences to the numbers. ``position`` [b, t] counts the response tokens of each sequence from 1."""
     lr, valid, size = tokens.log_ratio, tokens.valid, np.abs(tokens.log_ratio)
     of = found.sequences
     of["tokens"][rows], of["nonfinite"][rows] = valid.sum(1), tokens.nonfinite.sum(1)
@@ -186,12 +194,12 @@ def _add_rows(found: Measured, rows: np.ndarray, tokens: Any, position: np.ndarr
 
 
 def bucket(name: str, values: np.ndarray) -> np.ndarray:
-    """Returns the bucket of ``EDGES[name]`` that each value falls into."""
+    """Returns the index of the bucket of ``EDGES[name]`` that each value falls into."""
     return np.searchsorted(EDGES[name], values, side="right")
 
 
 def _finish(found: Measured, dump: TokenDump, weighing: _Weighing | None) -> None:
-    """Adds what needs all sequences: shares, order, weights and notes."""
+    """Adds the numbers that depend on all sequences: shares, order, weights and notes."""
     of = found.sequences
     amount = of["k3"] if found.trainer else of["size"]
     of["share"] = amount / (amount.sum() or 1.0)
@@ -242,7 +250,7 @@ class _Weighing:
         self._region = region
 
     def add(self, rows: np.ndarray, trainer: np.ndarray, rollout: np.ndarray, mask: np.ndarray) -> None:
-        """Weighs some sequences; the arrays are [b, t]."""
+        """Computes the weights of some sequences. The arrays are [b, t]."""
         if self._config is None:
             return
         if "in_loss" in self._dump.values:
@@ -258,7 +266,10 @@ class _Weighing:
             self._weights[row] = line[: len(self._dump.token_ids[row])].astype(np.float32)
 
     def finished(self) -> list[np.ndarray]:
-        """Returns the weights of all sequences, float32 [t] each, divided by their mean where the correction does."""
+        """Returns the weights of all sequences, float32 [t] each, or [] if they are unknown.
+
+        They are divided by their mean if the correction normalizes them.
+        """
         if self._config is None or self._total is None:
             return []
         mean = finalize_correction(self._total)["weight_mean"] if self._config.normalize else 0.0
@@ -266,7 +277,7 @@ class _Weighing:
 
 
 def _entropies(dump: TokenDump) -> tuple[list[np.ndarray], str]:
-    """Returns the entropy of each token and a text that says where it comes from."""
+    """Returns the entropy of each token (nats), and a text that names its source."""
     if "entropy" in dump.values:
         return list(dump.values["entropy"]), "entropy"
     if not dump.top_ids:
@@ -277,10 +288,14 @@ def _entropies(dump: TokenDump) -> tuple[list[np.ndarray], str]:
 
 
 def _entropy_of_tops(logprobs: np.ndarray) -> np.ndarray:
-    """Computes the entropy of k listed tokens and all others as one event, float32 [t]; NaN where none is listed."""
+    """Computes the entropy of the listed tokens and of all other tokens as one event (nats), float32 [t].
+
+    ``logprobs`` are [t, k]. The entropy is NaN at a position where no token is listed. It is a lower bound, because the
+    other tokens are one event.
+    """
     known = np.isfinite(logprobs)
     p = np.where(known, np.exp(np.minimum(logprobs, 0.0, dtype=np.float64)), 0.0)
     rest = np.clip(1.0 - p.sum(axis=1), 0.0, 1.0)
-    rest = np.where(rest > 1e-6, rest, 0.0)  # below this it is the rounding of the sum
+    rest = np.where(rest > 1e-6, rest, 0.0)  # a smaller rest comes from rounding of the sum
     entropy = -(p * np.where(known, logprobs, 0.0)).sum(axis=1) - rest * np.log(np.where(rest > 0, rest, 1.0))
     return np.where(known.any(axis=1), entropy, np.nan).astype(np.float32)

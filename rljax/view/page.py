@@ -1,4 +1,4 @@
-"""One HTML file with dumps of tokens and the curves of a run: no network, any browser."""
+"""One HTML file with dumps of tokens and the curves of a run. Any browser shows it without a network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rljax.view.measure import EDGES, Measured
 LISTED = 2000
 """The most sequences in the list of a dump."""
 
-_NONE = 2**32 - 1  # the place of a token that is absent
+_NONE = 2**32 - 1  # the id that stands for an absent token
 _COLUMNS = ("share", "sum", "mean", "largest", "tokens", "position")
 _HIDDEN = {"entropy", "in_loss"}  # values that the page shows in another form
 
@@ -35,8 +35,8 @@ class Page:
     tokenizer: Tokenizer | None = None  # None: the page shows token ids
     facts: list[str] = field(default_factory=list)  # sentences under the title
     curves: str = ""  # the figure of a run as SVG
-    dumps: list[dict[str, Any]] = field(default_factory=list)
-    _ids: list[np.ndarray] = field(default_factory=list)  # the token ids that the page needs the texts of
+    dumps: list[dict[str, Any]] = field(default_factory=list)  # the JSON data of each dump
+    _ids: list[np.ndarray] = field(default_factory=list)  # the token ids whose texts the page needs
 
     def add(self, name: str, dump: TokenDump, measured: Measured, *, tokens: int, alternatives: int) -> None:
         """Adds a dump.
@@ -44,10 +44,10 @@ class Page:
         Args:
           name: The name of the dump on the page.
           dump: The dump.
-          measured: The numbers of ``measure``.
-          tokens: The most tokens that are shown one by one, those of the sequences that contribute most. The first of
-            these is always shown.
-          alternatives: The most likely tokens that are shown at each token.
+          measured: The result of ``measure``.
+          tokens: The most tokens that are shown one by one. They are those of the sequences that contribute most. The
+            first of these sequences is always shown.
+          alternatives: The number of likeliest tokens that are shown at each token.
         """
         lengths = np.asarray([len(dump.token_ids[row]) for row in measured.order])
         shown = max(int((np.cumsum(lengths) <= tokens).sum()), min(len(lengths), 1))
@@ -81,7 +81,7 @@ class Page:
         )
 
     def _tokens(self, dump: TokenDump, measured: Measured, rows: np.ndarray, alternatives: int) -> dict[str, Any]:
-        """Returns the arrays of the shown tokens, sequence after sequence."""
+        """Returns the packed arrays of the shown tokens, one sequence after the other."""
 
         def joined(vectors: Sequence[np.ndarray], dtype: str) -> dict[str, str]:
             return packed(np.concatenate([np.asarray(vectors[row], dtype) for row in rows] or [np.zeros(0, dtype)]))
@@ -127,7 +127,7 @@ class Page:
         }
 
     def text(self) -> str:
-        """Returns the page."""
+        """Returns the text of the HTML file."""
         ids = np.unique(np.concatenate([np.zeros(0, np.int32), *self._ids])).tolist()
         texts = [] if self.tokenizer is None else self.tokenizer.pieces(ids)
         data = {"dumps": self.dumps, "ids": ids, "texts": texts, "extreme": EXTREME_LOG_RATIO}
@@ -139,7 +139,7 @@ class Page:
             "curves": f'<details id="curves" open>{summary}{self.curves}</details>' if self.curves else "",
             "style": _file("page.css"),
             "script": _file("page.js"),
-            # Inside a script element "<" alone could end it, or begin a comment.
+            # A "<" in the data could end the script element, or begin a comment.
             "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         }
         before, *pieces = _file("page.html").split("{{")
@@ -148,7 +148,7 @@ class Page:
 
 
 def packed(array: np.ndarray) -> dict[str, str]:
-    """Returns an array as its dtype and the text of its bytes: little-endian, gzip, base64."""
+    """Returns the dtype of an array, and its bytes compressed by gzip as base64 text. The array is little-endian."""
     content = gzip.compress(array.tobytes(), compresslevel=6, mtime=0)
     return {"dtype": array.dtype.str[1:], "bytes": base64.b64encode(content).decode()}
 
@@ -172,12 +172,15 @@ def _source(dump: TokenDump, name: str) -> dict[str, str]:
 
 
 def _after_prompt(turns: np.ndarray) -> np.ndarray:
-    """Returns turns with NaN before the first sampled token, float64 [t], so that 0 is left to the environment."""
+    """Returns turns with NaN before the first sampled token, float64 [t], so that 0 marks only the environment."""
     return np.where(np.cumsum(turns) > 0, turns, np.nan)
 
 
 def _ranks(token_ids: np.ndarray, tops: np.ndarray) -> np.ndarray:
-    """Returns the place of each token among the k likeliest, from 1; k + 1 if it is none of them; 0: unknown."""
+    """Returns the place of each token among the k likeliest, from 1.
+
+    It is k + 1 if the token is none of them, and 0 if no likeliest token is known.
+    """
     hits = tops == token_ids[:, None]
     ranks = np.where(hits.any(axis=1), hits.argmax(axis=1) + 1, tops.shape[1] + 1)
     return np.where((tops >= 0).any(axis=1), ranks, 0)

@@ -8,14 +8,14 @@ from rljax.weights.access import private_address
 
 
 def is_address(trajectories: str) -> bool:
-    """Returns whether ``rollout.trajectories`` is an address, and not a directory."""
+    """Returns whether the value of ``rollout.trajectories`` is an address. Otherwise it is a directory."""
     return "://" in trajectories
 
 
 def parse_address(url: str) -> tuple[str, int]:
     """Returns the host and the port of ``http://HOST:PORT``.
 
-    Raises ValueError if it has another form, or machines outside a private network may reach the host.
+    Raises ValueError if ``url`` has another form, or machines outside a private network may reach the host.
     """
     try:
         parts = urlsplit(url)

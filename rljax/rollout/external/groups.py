@@ -18,15 +18,15 @@ class Item(NamedTuple):
 class GroupCounts(NamedTuple):
     """The numbers of groups that wait."""
 
-    ready: int  # complete, and sampled with policies that the trainer has had
-    newer: int  # complete, but some of their tokens were sampled with a newer policy
-    incomplete: int
+    ready: int  # complete groups, whose policies are not newer than the trainer's
+    newer: int  # complete groups with a token of a policy that is newer than the trainer's
+    incomplete: int  # groups with too few trajectories yet
 
 
 class WaitingGroups:
-    """The trajectories that no step has taken, by their groups.
+    """The trajectories that no step has taken yet, in groups of ``group_size``.
 
-    The first ``group_size`` trajectories with the name of a group make one group, the next ones another.
+    Trajectories with the same group name fill one group after another.
     """
 
     def __init__(self, group_size: int) -> None:
@@ -44,26 +44,26 @@ class WaitingGroups:
                 self._complete.append(self._open.pop(trajectory.group))
 
     def count_with(self, trajectories: Sequence[Trajectory] = ()) -> int:
-        """Returns the number of groups that would wait with these trajectories, incomplete ones included."""
+        """Returns the number of groups that wait, incomplete ones included, if ``trajectories`` were added."""
         sizes = {name: len(members) for name, members in self._open.items()}
         for trajectory in trajectories:
             sizes[trajectory.group] = sizes.get(trajectory.group, 0) + 1
         return len(self._complete) + sum(-(-size // self._group_size) for size in sizes.values())
 
     def counts(self, version: int) -> GroupCounts:
-        """Returns how many groups wait, for a trainer whose policy is ``version``."""
+        """Returns the numbers of groups that wait, for a trainer whose policy is ``version``."""
         ready = sum(_is_ready(group, version) for group in self._complete)
         return GroupCounts(ready, len(self._complete) - ready, len(self._open))
 
     def drop_older(self, oldest: int) -> list[Item]:
-        """Drops each group with a token of a policy before version ``oldest``; returns its trajectories."""
+        """Drops each group with a token of a policy before version ``oldest``. Returns their trajectories."""
         stale = [group for group in (*self._complete, *self._open.values()) if _oldest(group) < oldest]
         self._complete = [group for group in self._complete if _oldest(group) >= oldest]
         self._open = {name: group for name, group in self._open.items() if _oldest(group) >= oldest}
         return [item for group in stale for item in group]
 
     def take(self, count: int, version: int) -> list[list[Item]]:
-        """Takes the first ``count`` groups that are ready, in the order in which they became complete."""
+        """Takes up to ``count`` groups that are ready for policy ``version``, in the order of their completion."""
         taken: list[list[Item]] = []
         left: list[list[Item]] = []
         for group in self._complete:

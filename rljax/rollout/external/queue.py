@@ -15,43 +15,56 @@ class Batch(NamedTuple):
     """The groups of a step."""
 
     groups: list[list[Trajectory]]
-    dropped_rows: int  # the rows that were too old, and dropped since the batch before
+    dropped_rows: int  # the number of rows that were dropped as too old since the batch before
 
 
 class TrajectoryQueue:
     """The trajectories that wait for a step, and the policy versions that they may have.
 
-    A thread may add trajectories while another takes them. ``version`` is the trainer's policy. ``highest`` is the
-    highest version that any earlier process of the run may have published; None: it is not known.
+    A thread may add trajectories while another takes them. ``version`` is the version of the trainer's policy.
+    ``highest`` is the highest version that any process of the run may have published; None: it is not known.
     """
 
     def __init__(self, files: TrajectoryFiles, *, group_size: int, max_staleness: int) -> None:
-        """Starts without a trajectory. A group older than ``max_staleness`` versions is dropped."""
+        """Starts without a trajectory.
+
+        Args:
+          files: The files that hold the trajectories.
+          group_size: The number of trajectories of a group.
+          max_staleness: The most versions by which a token's policy may be older than the trainer's. A group with an
+            older token is dropped.
+        """
         self._files, self._groups, self._max_staleness = files, WaitingGroups(group_size), max_staleness
         self._changed = threading.Condition()
-        self.dropped_rows = 0  # since the last batch that was taken
+        self.dropped_rows = 0  # the number of rows dropped since the last batch was taken
         self.version = 0
         self.highest: int | None = None
 
     def start(self, version: int, highest: int | None) -> None:
-        """Allows taking, and reads the rest of the files that an earlier process had begun. Raises ValueError."""
+        """Sets the versions, and reads the unused rows of the files that an earlier process has begun.
+
+        Raises ValueError if a row of these files cannot be used.
+        """
         with self._changed:
             self.version, self.highest = version, highest
             for name, trajectories in self._files.resume():
                 self._add(name, trajectories)
 
     def expect(self, version: int) -> None:
-        """Notes that from now on trajectories may have policy ``version``, which is being published."""
+        """Notes that policy ``version`` is being published, so that trajectories may name it from now on."""
         with self._changed:
             self.highest = None if self.highest is None else max(self.highest, version)
 
     def publish(self, version: int) -> None:
-        """Notes that policy ``version`` is the trainer's newest."""
+        """Notes that ``version`` is the trainer's newest policy."""
         with self._changed:
             self.version = version
 
     def check_versions(self, trajectories: Iterable[Trajectory], where: str) -> None:
-        """Raises ValueError if a token was sampled with a policy version that does not exist."""
+        """Raises ValueError if a token was sampled with a policy version that does not exist.
+
+        ``where`` is the name of the file or the request, for the message.
+        """
         for trajectory in trajectories:
             if self.highest is not None and trajectory.newest_version > self.highest:
                 raise ValueError(
@@ -60,7 +73,10 @@ class TrajectoryQueue:
                 )
 
     def read_file(self) -> bool:
-        """Reads the next file of the directory, if there is one. Raises ValueError if a row cannot be used."""
+        """Reads the next file of the directory. Returns whether there was one.
+
+        Raises ValueError if a row of it cannot be used, and OSError if the directory cannot be listed.
+        """
         with self._changed:
             name = self._files.next_unread()
             if name is None:
@@ -73,9 +89,12 @@ class TrajectoryQueue:
     def add_if(
         self, is_wanted: Callable[[int, int], bool], trajectories: Sequence[Trajectory], write: Callable[[], str]
     ) -> bool:
-        """Adds trajectories if ``is_wanted`` of the number of waiting groups without and with them.
+        """Adds trajectories if ``is_wanted`` allows it. Returns whether they were added.
 
-        The function ``write`` puts them on the disk before they count, and returns the name of the file.
+        Args:
+          is_wanted: A function of the number of groups that wait now, and the number with ``trajectories``.
+          trajectories: The trajectories.
+          write: A function that writes them to a file and returns its name. It is called before they are added.
         """
         with self._changed:
             if not is_wanted(self._groups.count_with(), self._groups.count_with(trajectories)):
@@ -87,7 +106,7 @@ class TrajectoryQueue:
     def take(self, count: int, step: int) -> Batch | None:
         """Takes the ``count`` groups of a step, or returns None while fewer are ready. Drops groups that are too old.
 
-        The trainer's policy is that of ``step`` - 1.
+        The trainer's policy has version ``step`` - 1.
         """
         with self._changed:
             self.version = step - 1
@@ -108,22 +127,22 @@ class TrajectoryQueue:
             return self._groups.counts(self.version)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until another thread adds trajectories, at most ``timeout_s`` seconds. Returns whether one did."""
+        """Waits at most ``timeout_s`` seconds for another thread to add trajectories. Returns whether one did."""
         with self._changed:
             return self._changed.wait(timeout_s)
 
     def delete_finished(self, step: int) -> None:
-        """Deletes the files that were used up at ``step`` or before."""
+        """Deletes the files whose last row was used at ``step`` or before."""
         with self._changed:
             self._files.delete_finished(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the record of the used rows as JSON."""
+        """Returns the record of the used rows in JSON types."""
         with self._changed:
             return self._files.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state_dict``; called before ``start``."""
+        """Takes over a record of ``state_dict``. It must be called before ``start``."""
         self._files.load_state_dict(state)
 
     def _add(self, name: str, trajectories: Sequence[Trajectory]) -> None:

@@ -1,8 +1,8 @@
 """The HTTP server at which the trainer receives trajectories of another program.
 
 ``POST /trajectories`` takes rows as JSON (one object, or an array), as JSON lines, or as msgpack (an array). It answers
-once they are in a file of the run, so that a trainer that is killed loses nothing that it acknowledged. ``GET /policy``
-tells the newest policy version. docs/external_trajectories.md has the answers.
+once the rows are in a file of the run. So a trainer that is killed loses no row that it acknowledged. ``GET /policy``
+tells the newest policy version. docs/external_trajectories.md lists the answers.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import COLUMNS, Row, RowLimits, read_trajectories
 from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, private_address, read_api_key
 
-MOST_BYTES = 64 * 2**20  # the largest request
-_BODY_S = 60.0  # the longest that a request may take to arrive
-_AT_ONCE = 4  # the requests that are held in memory at the same time; the others wait
-_START_S = 10.0
+MOST_BYTES = 64 * 2**20  # the largest request (bytes)
+_BODY_S = 60.0  # the longest time that a request may take to arrive (seconds)
+_AT_ONCE = 4  # the most requests that are in memory at the same time; further requests wait
+_START_S = 10.0  # the longest time that the server may take to start (seconds)
 _JSON, _LINES, _MSGPACK = ("application/json",), ("application/jsonl", "application/x-ndjson"), ("application/msgpack",)
 
 
 class RefusedError(ValueError):
-    """A request that is answered with ``status`` and one line."""
+    """A request is refused. The answer has the HTTP status ``status`` and one line of text."""
 
     def __init__(self, status: int, line: str) -> None:
         super().__init__(line)
@@ -50,9 +50,9 @@ class RefusedError(ValueError):
 
 
 class Receiver:
-    """Receives trajectories for a queue, and keeps each request in a file of ``spool`` until a step has used it.
+    """Receives trajectories for a queue. The rows of each request stay in a file of ``spool`` until steps used them.
 
-    ``url`` is the address of the server. It is known once the server runs.
+    ``url`` is the address of the server. After ``start`` it has the port that was chosen.
     """
 
     def __init__(
@@ -66,20 +66,20 @@ class Receiver:
         facts: dict[str, int],
         api_key_file: str | None = None,
     ) -> None:
-        """Opens nothing yet.
+        """Checks the address and the key. It opens nothing yet.
 
         Args:
-          url: The address to bind to, http://HOST:PORT.
+          url: The address to bind to, http://HOST:PORT. Port 0 means a free one.
           spool: The directory of the files.
-          queue: The queue that trajectories come into.
+          queue: The queue that gets the trajectories.
           limits: The limits of each row.
-          max_groups: The most groups that may wait. Beyond them a request is answered with 429.
-          facts: Numbers of the run that ``GET /policy`` tells besides the version.
-          api_key_file: The file with the key that requests must bring. None: the one that ``$RLJAX_API_KEY_FILE``
-            names, and no key where that is not set.
+          max_groups: The most groups that may wait. A request that would exceed it is answered with 429.
+          facts: The numbers of the run that ``GET /policy`` tells besides the version.
+          api_key_file: The file with the key that requests must carry. None: the file that ``$RLJAX_API_KEY_FILE``
+            names, or no key if that is not set.
 
         Raises:
-          ValueError: The address or the key cannot be used, or others may reach the address without a key.
+          ValueError: The address or the key cannot be used, or other machines could reach the address without a key.
         """
         self._host, self._port = parse_address(url)
         self._key_file = find_key_file(api_key_file)
@@ -92,11 +92,14 @@ class Receiver:
         self._spool, self._queue, self._limits = spool, queue, limits
         self._max_groups, self._facts = max_groups, facts
         self._last = 0
-        self._keys: dict[str, str] = {}  # the digest of each request's key -> its file
+        self._keys: dict[str, str] = {}  # the file of each request with an idempotency key, by the digest of the key
         self._at_once = asyncio.Semaphore(_AT_ONCE)
 
     def start(self) -> None:
-        """Starts the server on a thread. Raises OSError if the address cannot be bound, RuntimeError if it fails."""
+        """Starts the server on a thread.
+
+        Raises OSError if the address cannot be bound, and RuntimeError if the server does not start in time.
+        """
         for path in self._spool.glob("*.jsonl"):
             number, _, digest = path.stem.partition("-")
             self._last = max(self._last, int(number) if number.isdecimal() else 0)
@@ -118,7 +121,7 @@ class Receiver:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Ends the server; requests under way are answered within a few seconds or given up."""
+        """Ends the server. Requests under way have a few seconds to be answered, and are then given up."""
         self._server.should_exit = True
         self._thread.join(5.0)
         self._server.force_exit = True
@@ -148,7 +151,11 @@ class Receiver:
             return PlainTextResponse(f"{error}\n", error.status, headers=headers)
 
     def _accept(self, body: bytes, kind: str, key: str | None) -> dict[str, int]:
-        """Checks the rows of a request and keeps them; returns the answer. Raises RefusedError."""
+        """Checks the rows of a request and keeps them. Returns the answer.
+
+        ``key`` is the request's idempotency key: rows that were kept under it before are not added again. Raises
+        RefusedError if the rows cannot be used or kept, or too many groups wait.
+        """
         digest = "" if key is None else hashlib.sha256(key.encode()).hexdigest()[:32]
         try:
             rows = _rows(body, kind)
@@ -197,7 +204,7 @@ async def _health(_: Request) -> Response:
 
 
 async def _body(request: Request) -> bytes:
-    """Returns the whole request. Raises RefusedError if it is too large, or comes too slowly."""
+    """Returns the body of a request. Raises RefusedError if it is too large or too slow, or the client goes away."""
     too_large = RefusedError(413, f"POST: a request may have {MOST_BYTES} bytes at most; send fewer rows at a time")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > MOST_BYTES:
@@ -217,7 +224,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _rows(body: bytes, kind: str) -> Sequence[tuple[int, Row]]:
-    """Returns the rows of a request with their numbers. Raises ValueError if they cannot be read."""
+    """Returns the rows of a request with their numbers, from 1. Raises ValueError if they cannot be read."""
     if kind in _LINES:
         lines = [line for line in body.split(b"\n") if line.strip()]
         return [(number, _parse(line, f"POST: row {number}")) for number, line in enumerate(lines, 1)]
@@ -242,7 +249,7 @@ def _parse(text: bytes, place: str) -> Any:
 
 
 def _write_durably(path: Path, content: bytes) -> None:
-    """Writes a file in one rename, and returns once it is on the disk."""
+    """Writes a file under a temporary name, renames it, and returns once it is on the disk."""
     with replacing(path) as partial, partial.open("wb") as file:
         file.write(content)
         file.flush()

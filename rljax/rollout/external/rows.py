@@ -1,7 +1,7 @@
-"""Rows of trajectories that another program made, read into responses and rewards.
+"""Reads rows of trajectories that another program made into responses and rewards.
 
-docs/external_trajectories.md has the columns. A row is refused by one line that names its place, the column, what was
-got and what was expected.
+docs/external_trajectories.md lists the columns. The message for a row that is refused is one line. It names the row and
+the column, and says what was found and what was expected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REQUIRED = ("prompt_ids", "token_ids", "logprobs", "reward", "version", "group")
 COLUMNS = (*REQUIRED, "mask", "turns", "trajectory", "truncated", "top_ids", "top_logprobs")
 """All columns that are read."""
 _LARGEST = 2**31 - 1  # token ids, turns and versions are int32
-_ROUNDING = 1e-4  # the most by which a log-probability may be above 0 (nats); it is then taken as 0
+_ROUNDING = 1e-4  # the largest log-probability above 0 that counts as rounding (nats); it is then taken as 0
 _EACH = "expected {}, one for each of token_ids"
 
 Row = Mapping[str, Any]
@@ -33,9 +33,9 @@ Row = Mapping[str, Any]
 class RowLimits:
     """The limits of a run that each row must keep."""
 
-    vocab_size: int
-    max_prompt_tokens: int
-    sampling: SamplingParams  # the longest response, and the likeliest tokens that the run needs at each position
+    vocab_size: int  # the size of the vocabulary; every token id is smaller
+    max_prompt_tokens: int  # the longest prompt of a trajectory (tokens)
+    sampling: SamplingParams  # the longest response, and the number of likeliest tokens needed at each position
     max_rows: int = 1  # the most rows of one trajectory
 
 
@@ -43,9 +43,9 @@ class Trajectory(NamedTuple):
     """One trajectory of another program."""
 
     group: str  # the name of its group
-    prompt: np.ndarray  # token ids of its first row, int32 [p]
-    response: Response  # the places in the batch are not known yet, and are 0
-    reward: float  # NaN: the trajectory has failed
+    prompt: np.ndarray  # the token ids of its first row's prompt, int32 [p]
+    response: Response  # the response, whose prompt_index and sample_index are 0 until a step takes it
+    reward: float  # the reward, or NaN if the trajectory has failed
     rows: tuple[int, ...]  # the numbers of its rows in their file
 
     @property
@@ -85,7 +85,7 @@ def read_trajectories(numbered: Iterable[tuple[int, Row]], where: str, limits: R
 
 
 def _keyed(numbered: Iterable[tuple[int, Row]], where: str) -> Iterator[tuple[tuple[str, str | None], int, Row]]:
-    """Yields each row with the names of its group and its trajectory, once all its columns are known to be there."""
+    """Yields ((group, trajectory or None), number, row) for each row. Raises ValueError if a column is missing."""
     for number, row in numbered:
         place = f"{where}: row {number}"
         if not isinstance(row, Mapping):
@@ -129,7 +129,18 @@ def _read_trajectory(group: str, rows: Sequence[tuple[int, Row]], where: str, li
 def _read_row(
     row: Row, place: str, limits: RowLimits, turns_before: int, *, is_first: bool
 ) -> tuple[np.ndarray, Response]:
-    """Returns the prompt and the response of one row; turns that only a mask tells go on after ``turns_before``."""
+    """Returns the prompt and the response of one row.
+
+    Raises ValueError if the row cannot be used.
+
+    Args:
+      row: The columns.
+      place: The name of the row, which begins each message.
+      limits: The limits of the run.
+      turns_before: The number of the last turn in the rows before. If the row has a mask alone, its turns get the
+        numbers after it.
+      is_first: Whether it is the first row of its trajectory, whose prompt and response have limits of their own.
+    """
     prompt = _integers(row["prompt_ids"], f"{place}: prompt_ids", below=limits.vocab_size)
     tokens = _integers(row["token_ids"], f"{place}: token_ids", below=limits.vocab_size)
     count = len(tokens)
@@ -165,7 +176,7 @@ def _name(value: Any, what: str) -> str:
 
 
 def _reward(value: Any, what: str) -> float:
-    """Returns the reward; NaN for null, which stands for a trajectory that failed."""
+    """Returns the reward, or NaN if it is null, which marks a trajectory that failed."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value) or abs(value) > 3e38:
@@ -174,7 +185,10 @@ def _reward(value: Any, what: str) -> float:
 
 
 def _vector(values: Any, what: str, count: int | None = None) -> np.ndarray:
-    """Returns a list as an array of any type; ``count`` is its length where that is known."""
+    """Returns a list as a vector of any dtype. Raises ValueError if it is none, or its length is not ``count``.
+
+    ``what`` names the list in the message. None for ``count`` allows any length.
+    """
     if not isinstance(values, list | tuple | np.ndarray):
         raise ValueError(f"{what} must be a list, got {values!r:.60}")
     if count is not None and len(values) != count:
@@ -189,7 +203,7 @@ def _vector(values: Any, what: str, count: int | None = None) -> np.ndarray:
 
 
 def _integers(values: Any, what: str, *, count: int | None = None, below: int = _LARGEST) -> np.ndarray:
-    """Returns whole numbers of 0 .. ``below`` - 1 as int32."""
+    """Returns a list as a vector, int32. Raises ValueError unless its entries are integers in 0 .. ``below`` - 1."""
     array = _vector(values, what, count)
     if not array.size:
         return np.zeros(0, np.int32)
@@ -206,7 +220,10 @@ def _first_other(values: Any, kind: type) -> str:
 
 
 def _turns(row: Row, place: str, count: int, before: int) -> np.ndarray:
-    """Returns the turn of each token, int32 [t], 0 where the policy did not sample it."""
+    """Returns the turn of each token, int32 [t], 0 where the policy did not sample it.
+
+    ``count`` is the number of tokens, and ``before`` the number of the last turn in the rows before.
+    """
     turns = None if row.get("turns") is None else _integers(row["turns"], f"{place}: turns", count=count)
     mask = None
     if row.get("mask") is not None:
@@ -231,7 +248,7 @@ def _turns(row: Row, place: str, count: int, before: int) -> np.ndarray:
 
 
 def _logprobs(values: Any, what: str, sampled: np.ndarray) -> np.ndarray:
-    """Returns the log-probabilities, float32 [t]; 0 outside the mask, where they may be null."""
+    """Returns the log-probabilities, float32 [t]. They are 0, and may be null in ``values``, where not ``sampled``."""
     if isinstance(values, list | tuple):
         values = [math.nan if value is None else value for value in values]
     array = _vector(values, what, len(sampled))
@@ -249,7 +266,10 @@ def _logprobs(values: Any, what: str, sampled: np.ndarray) -> np.ndarray:
 
 
 def _versions(value: Any, what: str, sampled: np.ndarray) -> tuple[VersionSpan, ...]:
-    """Returns the spans of one version each; an environment's tokens belong to the span before them."""
+    """Returns the spans of tokens with one version each. An environment's tokens belong to the span before them.
+
+    ``value`` is one version for all tokens, or a list with one for each token. ``sampled`` is bool [t].
+    """
     count = len(sampled)
     if isinstance(value, int) and not isinstance(value, bool):
         version = int(_integers([value], what)[0])
@@ -260,7 +280,8 @@ def _versions(value: Any, what: str, sampled: np.ndarray) -> tuple[VersionSpan, 
         value = [0 if each is None and not is_own else each for each, is_own in zip(value, sampled, strict=True)]
     versions = _integers(value, what, count=count)
     places = np.flatnonzero(sampled)
-    # Each token takes the version of the last sampled token up to it, and the first ones that of the first.
+    # A token that was not sampled takes the version of the last sampled token before it. Those before the first sampled
+    # token take its version.
     versions = versions[places[np.maximum(np.cumsum(sampled) - 1, 0)]]
     starts = np.flatnonzero(np.concatenate([[True], versions[1:] != versions[:-1]])).tolist()
     ends = [*starts[1:], count]
@@ -270,7 +291,10 @@ def _versions(value: Any, what: str, sampled: np.ndarray) -> tuple[VersionSpan, 
 def _tops(
     row: Row, place: str, tokens: np.ndarray, logprobs: np.ndarray, sampled: np.ndarray, limits: RowLimits
 ) -> Tops:
-    """Returns the likeliest tokens of each position, likeliest first; none where the policy did not sample."""
+    """Returns the likeliest tokens of each position, likeliest first, and none where the policy did not sample.
+
+    Raises ValueError if the columns lack them, or they do not fit the sampled tokens.
+    """
     lists = {}
     for name in ("top_ids", "top_logprobs"):
         if not isinstance(row.get(name), list | tuple):
