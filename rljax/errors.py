@@ -69,7 +69,7 @@ class ReplyError(ServerError):
 
 
 class ServersLostError(ServerError):
-    """No server is left to sample, and one that comes back cannot be verified before the next publish."""
+    """No server is left to sample. A server that comes back cannot be verified before the next publish."""
 
 
 class HandshakeError(ValueError):

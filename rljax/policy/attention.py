@@ -39,7 +39,7 @@ PackedAttention = Callable[[Queries, Keys, Keys, SegmentIds], Queries]
 The output is in the dtype of the inputs. Query head i attends to key-value head i // (h / g). Scores are scaled by
 k ** -0.5. A token attends to itself and the earlier tokens of its segment. The content of a segment changes no bit of
 another segment's output or gradient. The output of a padding token is finite and meaningless. If several devices share
-a row, queries, keys and values are folded (``context.fold``), and the segment ids are those of whole rows.
+a row, queries, keys and values are folded (``context.fold``), and segment ids have whole rows.
 """
 
 
@@ -87,7 +87,7 @@ def _or_one_piece(kernel: PackedAttention) -> PackedAttention:
 def attention_of_parts(
     kernel: PackedAttention, parts: int, q: Queries, k: Keys, v: Keys, segment_ids: Int[Array, "rows tokens"]
 ) -> Queries:
-    """Computes attention of folded rows (``context.fold``), each of which ``parts`` devices share.
+    """Computes attention of folded rows (``context.fold``). ``parts`` devices share each whole row.
 
     The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. Where
     ``heads_of_device`` is None, ``block_attention`` over gathered keys takes the place of the kernel. It also takes the

@@ -1,9 +1,9 @@
 """The parts of a packed row over the devices of the mesh axis ``context``, in zigzag order.
 
-A row of t tokens is cut into 2 n blocks for n devices. Device i has the blocks i and 2 n - 1 - i. A block late in the
-row has more keys to attend to than an early one, and this way each device has the same number of pairs of a query and
-a key. The policy works on folded arrays [b n, t / n, ...], in which the part of each device is a row of its own. So
-only attention knows that these rows belong together. It has two ways to see a whole row:
+A row of t tokens is cut into 2 n blocks for n devices. Device i has the blocks i and 2 n - 1 - i. A late block has more
+keys to attend to than an early one. In this order all devices have equally many pairs of a query and a key. The policy
+works on folded arrays [b n, t / n, ...], in which the part of each device is a row of its own. So only attention knows
+that these rows belong together. It has two ways to see a whole row:
 
 - The devices exchange tokens for heads (all-to-all, as in DeepSpeed Ulysses, arXiv 2309.14509). Each device then has
   all tokens of 1 / n of the query heads, which is even work for any kernel.

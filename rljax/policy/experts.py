@@ -187,7 +187,7 @@ def experts(
       weights: The matrices gate, up and down of all experts, in the dtype of ``x``.
 
     Returns:
-      The sums, in the dtype of ``x``, and absolute values inside the experts. Only the maximum of the latter over all
+      The sums, in the dtype of ``x``; and absolute values inside the experts. Of these values only the maximum over all
       rows is exact.
     """
     out, inside = _experts(grouped, x, choices, gates, weights)

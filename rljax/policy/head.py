@@ -1,8 +1,9 @@
 """Log-probabilities and entropies of tokens from hidden states, without [n, v] logits in memory.
 
-Forward and backward pass go through the vocabulary in chunks with a running maximum (online log-sum-exp), and keep no
-logits, except those of a vocabulary of one chunk on a CPU. Values of tokens are float32 and never rounded to the input
-dtype. A chunk takes an equal part of every vocabulary shard, so a table that is split over ``tp`` is never gathered.
+Forward and backward pass go through the vocabulary in chunks with a running maximum (online log-sum-exp). They keep no
+logits. Only on a CPU, the logits of a vocabulary of one chunk are kept. Values of tokens are float32 and never rounded
+to the input dtype. A chunk takes an equal part of every vocabulary shard, so a table that is split over ``tp`` is never
+gathered.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def _token_logprobs_bwd(
     temperature, chunks, shards, *_ = static
     hidden, table, targets, ids, entropy, lse, kept = saved
     d_logprob, d_entropy = cotangents.logprobs, cotangents.entropy
-    # An id that is not in the vocabulary has no gradient, whatever its cotangent is.
+    # An id that is not in the vocabulary has no gradient, even if its cotangent is NaN.
     d_tops = None if cotangents.tops is None else jnp.where(_known(ids, table.shape[0]), cotangents.tops, 0.0)
 
     def body(d_hidden: Array, chunk: _Chunk) -> tuple[Array, Array]:

@@ -137,7 +137,7 @@ def open_tensors(file: Path) -> dict[str, Any]:
 
 
 def _files_of_index(path: Path) -> list[str]:
-    """Returns the files that an index names. Raises ValueError if it names none, or one that is not beside it."""
+    """Returns the files that an index names. Raises ValueError if it names no file, or a file that is not beside it."""
     with naming(path):
         index = parse_json(path.read_bytes())
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -289,8 +289,8 @@ def save_params(
     Args:
       directory: The directory. It is created if it is missing, and its weight files are replaced.
       dtype: The dtype of the tensors in the files.
-      side_files_from: A directory whose tokenizer and generation files are copied. None: no such files.
-      stop_token_ids: The tokens that end a response, for generation_config.json. Empty: those of the copied file.
+      side_files_from: A directory whose tokenizer and generation files are copied. None: no files are copied.
+      stop_token_ids: The tokens that end a response, for generation_config.json. Empty: the copied file stays as it is.
       max_shard_bytes: The size of the largest weight file.
     """
     out = Path(directory)

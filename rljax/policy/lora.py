@@ -170,7 +170,7 @@ def init_adapters(config: PolicyConfig, lora: LoraConfig, seed: int) -> Params:
 
 
 def targets_of(weights: Params, config: PolicyConfig, lora: LoraConfig) -> Params:
-    """Returns a pytree of only those leaves of a policy's pytree that have an adapter."""
+    """Returns the leaves of a policy's pytree that have an adapter, as a pytree of its own."""
     flat = flatten_dict(weights)
     return unflatten_dict({path: flat[path] for path in find_targets(config, lora)})
 
