@@ -2,7 +2,7 @@
 
 A step is finished when its update is made. If something after that fails, its state and row are saved; if something
 before fails, the state and row of the step before are. Everything random derives from (seed, step), so a resumed run
-repeats what an uninterrupted one would have done. The loop knows neither its engine nor where its metrics go.
+makes the same steps as an uninterrupted one. The loop knows neither its engine nor where its metrics go.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds what trains in a run: the weights that it reads, the starting state, the updates, and their batches."""
+"""The part of a run that trains: the weights that it reads, the starting state, the updates, and their batches."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def make_score(
     """Returns a function ``score(compute, micro) -> Scores``. Each device gets the scores of all tokens.
 
     Args:
-      cut: Whether the sampled distributions are cut to ``PackedBatch.top_ids``, and scored as such.
+      cut: Whether the sampled distributions are cut to ``PackedBatch.top_ids``. Scores are then normalised over these.
       tops: Whether the scores have the log-probabilities of ``PackedBatch.top_ids``.
       collision: Whether the scores have the sums of squared probabilities.
     """

@@ -194,8 +194,7 @@ def on_each_replica(
 
     Args:
       work: A function that returns totals, and token values [m, b, t, ...] of its rows.
-      add_up: A function that adds up the totals of one copy with those of the others, by ``sum_over_replicas`` and
-        ``merge_over_replicas``.
+      add_up: A function that adds up the totals of all copies, by ``sum_over_replicas`` and ``merge_over_replicas``.
       *shared: The arrays that every copy gets whole.
 
     Returns:

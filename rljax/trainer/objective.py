@@ -59,10 +59,14 @@ class Objective:
     ) -> tuple[Float[Array, ""], Statistics]:
         """Computes the micro-batch's share of the loss, over the provisional denominator, and its statistics.
 
-        The statistics have no gradient. Besides those of the correction they have these sums: ``policy`` (the weighted
-        losses over the provisional denominator), ``kl`` and ``balance`` (the penalty and the balancing loss over the
-        provisional denominator, without their coefficients), ``clipped`` (tokens on the clipped branch),
-        ``loss_tokens`` (tokens in the loss after rejection), and ``denominator``.
+        The statistics have no gradient. They are the statistics of the correction, and these sums:
+
+        - ``policy``: the weighted losses, over the provisional denominator;
+        - ``kl`` and ``balance``: the KL penalty and the balancing loss, over the provisional denominator and without
+          their coefficients;
+        - ``clipped``: the number of tokens on the clipped branch;
+        - ``loss_tokens``: the number of tokens in the loss after rejection;
+        - ``denominator``: the micro-batch's part of the denominator.
 
         Args:
           scores: The ``Scores`` of the micro-batch under the parameters that are trained, or an object with the same

@@ -82,7 +82,7 @@ class TrainSequence(NamedTuple):
     prompt: np.ndarray  # int32 [p], the token ids of the prompt
     response: np.ndarray  # int32 [r], the token ids of the response
     rollout_logprobs: np.ndarray  # float32 [r], the log-probabilities of the inference engine
-    advantage: float | np.ndarray  # the advantage of the response; or float32 [r], that of each of its tokens
+    advantage: float | np.ndarray  # the advantage of the response; or float32 [r], the advantage of each token
     in_loss: bool  # whether the response is in the loss; False if all rewards of its group are equal
     staleness: np.ndarray | None = None  # int32 [r], the policy versions between sampling and this step; None for 0
     old_logprobs: np.ndarray | None = None  # float32 [r], of the trainer before the first update on this batch

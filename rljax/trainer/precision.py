@@ -1,4 +1,4 @@
-"""The dtypes of the trainer, and the choice of what its backward pass recomputes."""
+"""The dtypes of the trainer, and the choice of the activations that its backward pass recomputes."""
 
 from __future__ import annotations
 

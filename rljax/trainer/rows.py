@@ -16,7 +16,7 @@ _SLACK = 64  # A row is full enough if less than 1/64 of it is free.
 class Layout(NamedTuple):
     """The places of the sequences of a batch."""
 
-    rows: dict[tuple[int, int], list[int]]  # the indices of the sequences in each row, by (micro-batch, row of it)
+    rows: dict[tuple[int, int], list[int]]  # the indices of the sequences in each row, by (micro-batch, row in it)
     with_loss: int  # the number of leading micro-batches that together hold all sequences in the loss
     used: int  # the number of micro-batches that have sequences
 

@@ -128,7 +128,7 @@ def self_metrics(
 ) -> dict[str, float]:
     """Computes the mismatch metrics of two log-probabilities of each token, float32 [r] for each response.
 
-    ``sampled`` tells which of these tokens the policy sampled, bool [r] for each response. The others do not count.
+    ``sampled`` tells which of these tokens the policy sampled, bool [r] for each response. Other tokens do not count.
     """
     shape = len(first), max(map(len, first))
     ours, others = (np.zeros(shape) for _ in range(2))

@@ -304,7 +304,7 @@ class TrainStep:
         Args:
           tx: The optimizer of ``make_optimizer``.
           batch_shape: The shape (micro-batches, rows, tokens) of every batch.
-          temperature: The temperature of the rollouts. Log-probabilities are those of the sampled distribution.
+          temperature: The temperature of the rollouts, at which the trainer computes its log-probabilities, too.
           diagnosis: The settings of the mismatch metrics; None if the step does not measure the mismatch.
           keep_gathered: Whether every device keeps the gathered weights for the whole step (``MeshConfig``).
           options: The choice of kernels, which ``choose_kernels`` refuses if the devices lack one.
