@@ -44,8 +44,8 @@ class RunConfig:
     may differ from the other run. Empty: begin from the model."""
     grace_s: float = 30.0
     """Longest time from a request to stop (SIGTERM or Ctrl-C) to the end of the run, saving included (seconds). A step
-    that still samples is given up if the times of the last step and save show that it will not end in time, or if they
-    are not known yet. The step before it is then saved."""
+    that still samples is given up if it is not expected to end in time. The times of the last step and save decide
+    that; until both are known, the step is given up. The step before it is then saved."""
     processes: int = 0
     """Number of processes that train together. 0: the number that the cluster says (Slurm, Kubernetes, TPU pod, Open
     MPI), and one process without a cluster. 1: this process alone, whatever the cluster says."""

@@ -87,7 +87,7 @@ class Episodes:
     def pop_metrics(self) -> Row:
         """Returns the counts since the last call.
 
-        ``reward/errors`` counts failed trajectories, and ``reward/timeouts`` those of them that took too long.
+        ``reward/errors`` counts all failed trajectories, and ``reward/timeouts`` only the ones that took too long.
         """
         with self._lock:
             failures, self._failures = self._failures, []

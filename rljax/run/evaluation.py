@@ -66,7 +66,7 @@ class Evaluation:
         for name, problems in self._datasets.items():
             scored = list(self._sampler.scored(problems, self._config.seed))
             result = summarize_scores(scored, n=self._config.n, pass_k=self._config.pass_k)
-            # The counts are taken here, so that these failures are not counted with those of the rollouts.
+            # The counts are taken here, so that these failures are not counted among the failures of rollouts.
             result["reward_errors"] = self._sampler.source.pop_metrics()["reward/errors"]
             row |= {f"eval/{name}/{key}": value for key, value in result.items()}
         return row

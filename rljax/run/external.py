@@ -108,7 +108,7 @@ class ExternalBatches(Batches):
         """Opens nothing yet.
 
         Args:
-          stream: The problems, of which only their number matters.
+          stream: The problems. Only their number matters.
           queue: The queue that the trajectories are taken from.
           stop: The request to stop, which ends a wait.
           run_dir: The run directory, for ``policy.json``.

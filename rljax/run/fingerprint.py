@@ -21,8 +21,8 @@ def array_checksums(tree: Any) -> dict[str, str]:
     """Computes a checksum of each array of a pytree, the same for any sharding.
 
     The 64 bits are two sums over all elements, each mixed with its position; one changed element always changes them.
-    Arrays are summed on their devices, one after the other in the order of the tree, so that no two devices wait for
-    each other in different sums. An array in the host's memory is copied to the devices for it.
+    Arrays are summed on their devices, one after the other in the order of the tree. So no two devices wait for each
+    other in different sums. An array in the host's memory is first copied to the devices.
 
     Returns:
       The dtype, shape and checksum of each array by tree path, such as ``float32[2, 3] 0123456789abcdef``.

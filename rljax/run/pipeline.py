@@ -79,9 +79,9 @@ class _Job(NamedTuple):
 class BatchesAhead(Batches):
     """Batches that are sampled on a thread, up to ``max_staleness`` steps before their turn.
 
-    When all servers are lost, a server that comes back can only be verified with the next policy, because a step under
-    way has donated the current policy. The lost batch is sampled again after the next publish. If ``take`` is called
-    before that, it samples the batch on the caller's thread.
+    When all servers are lost, a server that comes back can only be verified with the next policy. The current policy is
+    gone, because a step under way has donated it. The lost batch is sampled again after the next publish. If ``take``
+    is called before that, it samples the batch on the caller's thread.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class Rollouts:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that were sampled for the step, those of replaced groups included."""
+        """The number of tokens that were sampled for the step, replaced groups included."""
         return int(self.all_outcomes().lengths.sum())
 
 
@@ -177,8 +177,8 @@ class Sampler:
 def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
     """Returns the metrics of a batch; ``policy_version`` is the version that is trained from.
 
-    Rewards and lengths are those of all sampled responses, replaced groups included. Versions are those of the
-    responses that are trained on.
+    Rewards and lengths cover all sampled responses, replaced groups included. Versions cover only the responses that
+    are trained on.
     """
     rewards, lengths, truncated = rollouts.all_outcomes()
     known = rewards[~np.isnan(rewards)]

@@ -65,7 +65,7 @@ class StopRequest:
         return remaining_s(self._step_s, time.monotonic() - self._began, save_s) > self.left_s()
 
     def begin_step(self, last_step_s: float | None, checkpointer: Checkpointer) -> None:
-        """Notes that a step begins, after one that took ``last_step_s`` seconds (None: not known)."""
+        """Notes that a step begins. The step before took ``last_step_s`` seconds (None: not known)."""
         self._began, self._step_s, self._checkpointer = time.monotonic(), last_step_s, checkpointer
 
     def at(self, place: str) -> None:

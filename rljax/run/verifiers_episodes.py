@@ -154,7 +154,7 @@ class VerifiersEpisodes:
     def pop_metrics(self) -> Row:
         """Returns the counts since the last call, of each kind of failure and of tools.
 
-        ``reward/errors`` counts failed trajectories, and ``reward/timeouts`` those of them that took too long.
+        ``reward/errors`` counts all failed trajectories, and ``reward/timeouts`` only the ones that took too long.
         """
         counts, self._counts = self._counts, Counter()
         row: Row = {
