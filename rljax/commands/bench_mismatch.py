@@ -133,12 +133,12 @@ class Arguments:
                 raise ConfigError(f"--reference must be jax, jax-decode or hf, got {self.reference}")
 
     def reference_of(self, dtype: str) -> str:
-        """Returns the scorer of the reference for rows of a dtype."""
+        """Returns the spec of the scorer that is the reference for rows of a dtype."""
         return self.reference if ":" in self.reference else f"{self.reference}:{dtype}"
 
 
 def machine() -> dict[str, Any]:
-    """Returns what computes here: processor, cores, memory and accelerators, without the machine's name."""
+    """Returns the processor, cores, memory, accelerators and system of this machine, without its name."""
     found = ""
     with contextlib.suppress(OSError):
         found = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
@@ -178,10 +178,10 @@ def document_of(options: Arguments, argv: Sequence[str], directory: str) -> dict
 
 
 def resumed(fresh: dict[str, Any], path: Path, *, retry: bool) -> dict[str, Any]:
-    """Returns the document to go on with: that of ``path`` if there is one, else ``fresh``.
+    """Returns the document to continue: the one in the file ``path`` if it exists, or else ``fresh``.
 
-    Forms that were running when the program was killed have failed. With ``retry`` failed forms are forgotten. Raises
-    ConfigError if the file is of another model, machine, version or setting.
+    Forms that were running when the program was killed count as failed. With ``retry`` failed forms are forgotten.
+    Raises ConfigError if the file belongs to another model, machine, version or setting.
     """
     if not path.exists():
         return fresh
@@ -200,7 +200,11 @@ class Bench:
     """One bench: its document, the tokens of each length, and the forms that are still to measure."""
 
     def __init__(self, options: Arguments, argv: Sequence[str]):
-        """Opens or begins the bench in ``options.out``. Raises ConfigError if it cannot go on there."""
+        """Opens or begins the bench in ``options.out``.
+
+        Raises ConfigError if the model cannot be found, or the directory has a bench of another model, machine,
+        version or setting.
+        """
         with caller_errors():
             self.model = Path(model_directory(str(options.model)))
             options.out.mkdir(parents=True, exist_ok=True)
@@ -214,12 +218,15 @@ class Bench:
         self.todo = [form for form in dict.fromkeys(forms) if form not in done]
 
     def save(self, running: Sequence[Form] = ()) -> None:
-        """Writes the document, which names the forms that are being measured."""
+        """Writes the document, in which ``running`` are the forms that are being measured."""
         self.document["running"] = [form._asdict() for form in running]
         write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
 
     def sample(self, length: int) -> None:
-        """Takes the tokens of a length, which are sampled once. Raises ValueError if the length does not fit."""
+        """Reads the tokens of a length, or samples them if there is no file of them yet.
+
+        Raises ValueError if there are too few prompts, or the length does not fit the model.
+        """
         options, path = self.options, self.options.out / f"tokens-{length}.parquet"
         if not path.exists():
             given = read_tokens(options.prompts) if options.prompts else toy_prompts(options.sequences, self.model)
@@ -239,7 +246,10 @@ class Bench:
 
     @contextlib.contextmanager
     def address(self, engine: str, dtype: str) -> Iterator[str]:
-        """Yields the URL of an engine's server, which is started unless --url names one; empty without a server."""
+        """Yields the URL of an engine's server, or an empty string for an engine without one.
+
+        The server is started unless --url names one. Raises ValueError if no server of --url computes in ``dtype``.
+        """
         if engine not in SERVED:
             yield ""
             return
@@ -270,7 +280,7 @@ class Bench:
         size = self.options.batch_size
         if reference not in (form.column, *dump.logprobs):
             dump = dump.with_column(reference, *score_column(reference, dump, self.model, batch_size=size))
-            self.dumps[form.length] = dump  # also where the form itself fails
+            self.dumps[form.length] = dump  # kept even if the form itself fails
 
         def score(batch_size: int) -> Any:
             return score_form(form, dump, self.model, address, batch_size, bar.update)
@@ -281,13 +291,13 @@ class Bench:
         return numbers
 
     def fail(self, forms: Sequence[Form], error: Exception) -> None:
-        """Adds the rows of forms that failed, and of those alone that have no row yet."""
+        """Adds a row with the reason for each form that failed and has no row yet."""
         done = set(map(Form.of, self.document["rows"]))
         reason = {"reason": reason_of(error)}
         self.document["rows"] += [form._asdict() | reason for form in forms if form not in done]
 
     def run(self) -> None:
-        """Measures every form that is missing, and writes the document after each."""
+        """Measures every missing form. The document is written before each form."""
         for length, forms in grouped(self.todo, lambda form: form.length):
             self.save(forms)
             try:
@@ -313,7 +323,7 @@ class Bench:
 
 
 def grouped(forms: Sequence[Form], key: Callable[[Form], Any]) -> list[tuple[Any, list[Form]]]:
-    """Returns the forms by their key, in the order in which the keys come first."""
+    """Groups the forms by their key. The groups are in the order in which their keys first occur."""
     return [(one, [form for form in forms if key(form) == one]) for one in dict.fromkeys(map(key, forms))]
 
 
@@ -338,7 +348,7 @@ def collected(directory: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measures or collects, prints the tables; returns the exit status."""
+    """Measures a bench or collects files of earlier ones, prints the tables, and returns the exit status."""
     options = parse_arguments(Arguments, argv, prog="rljax bench-mismatch", description=__doc__ or "")
     if options.collect is not None:
         print(collected(options.collect), end="")

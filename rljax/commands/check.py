@@ -140,7 +140,7 @@ def make_parts(arguments: Arguments) -> Parts:
 def on_attention(
     check: Callable[..., Found], name: AttentionName, tokens: int, dtype: str, policy: PolicyConfig, *rest: Any
 ) -> Found:
-    """Runs a check of one implementation. It is skipped where auto means xla, because xla has a part of its own."""
+    """Runs a check of one attention implementation. If auto means xla it is skipped, because xla has its own part."""
     here = (jax.devices()[0], dtype, policy.head_dim)
     picked = find_implementation(name, *here)
     if name != picked == "xla":
@@ -177,7 +177,7 @@ def describe_device() -> Found:
 
 
 def run_part(part: Callable[[], Found]) -> Found:
-    """Runs a part; returns its findings or its error, and the time that it took."""
+    """Runs a part and returns its findings or its error, and the time that it took (seconds)."""
     start = time.perf_counter()
     try:
         found = part()
@@ -188,7 +188,7 @@ def run_part(part: Callable[[], Found]) -> Found:
 
 
 def run_parts(parts: Parts, arguments: Arguments) -> dict[str, Found]:
-    """Runs the parts, each group in a process of its own if that is wanted, and returns what they find.
+    """Runs the parts and returns their findings by name. With ``--separate`` each group has a process of its own.
 
     On a CPU without --tiny the kernels and the step are skipped, because they would take hours there.
     """
@@ -218,7 +218,7 @@ def run_parts(parts: Parts, arguments: Arguments) -> dict[str, Found]:
 
 
 def judged(name: str, found: Found) -> Found:
-    """Returns the findings of a part with its status, ok, failed or skipped, and its remedy where it is not ok."""
+    """Returns a part's findings with its status (ok, failed or skipped), and with its remedy unless it is ok."""
     failed = found.get("error") or found.get("problems")
     status = "failed" if failed else "skipped" if "skipped" in found else "ok"
     remedy = found.get("remedy") or (_REMEDIES[name.partition(" ")[0]] if failed else None)
@@ -226,7 +226,10 @@ def judged(name: str, found: Found) -> Found:
 
 
 def run_apart(parts: Parts, limit_s: float) -> Iterator[tuple[str, Found]]:
-    """Runs parts in one process and yields what each finds. Parts that the process loses have its last words."""
+    """Runs parts in one process and yields the findings of each.
+
+    If the process dies or takes longer than ``limit_s`` seconds, each part without findings gets the end of its output.
+    """
     os.environ.setdefault(_MEMORY_SHARE, "0.92")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     context = multiprocessing.get_context("spawn")
@@ -253,7 +256,7 @@ def run_apart(parts: Parts, limit_s: float) -> Iterator[tuple[str, Found]]:
 
 
 def send_findings(parts: Parts, sender: Connection, log: str) -> None:
-    """Runs parts in this process, whose output goes to the file ``log``, and sends what each finds."""
+    """Runs parts in this process and sends the findings of each. The process's output goes to the file ``log``."""
     sink = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
@@ -262,7 +265,7 @@ def send_findings(parts: Parts, sender: Connection, log: str) -> None:
 
 
 def line(name: str, found: Found) -> str:
-    """Returns one line about a part: its status, what was found or what is wrong, and the remedy."""
+    """Returns one line about a part: its status, its findings or its problems, and the remedy."""
     problems = [found["error"].strip().splitlines()[0][:200]] if "error" in found else found.get("problems", [])
     what = "; ".join(problems) or found.get("skipped") or found.get("says") or _LINES[name.partition(" ")[0]](found)
     remedy = f" -> {found['remedy']}" if found["remedy"] else ""
@@ -312,7 +315,7 @@ _LINES = {DEVICE: _device_line, "step": _step_line} | _KERNEL_LINES
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks, prints a table, writes the file; returns the exit status."""
+    """Runs the checks, prints a table, writes the JSON file, and returns the exit status."""
     arguments = parse_arguments(Arguments, argv, prog="rljax check", description=__doc__ or "")
     parts = make_parts(arguments)
     began = time.monotonic()

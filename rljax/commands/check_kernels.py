@@ -29,7 +29,7 @@ MOST_UNITS = 2.0
 """Largest relative error of a kernel, in units of the last place of its dtype."""
 MOST_LOGPROB_ERROR = 1e-3
 _CALLS = 4
-# Without Triton's products: under the first option XLA chooses none of their tilings.
+# Triton's products are switched off, because under the first option XLA chooses no tiling for them.
 _FIXED_SUMS: Found = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 
 
@@ -59,7 +59,7 @@ def packed_row(tokens: int) -> tuple[np.ndarray, list[int]]:
 
 
 def random_heads(policy: PolicyConfig, segments: np.ndarray, dtype: str) -> list[jax.Array]:
-    """Returns normal q, k, v and a cotangent of the output, which is 0 on padding as a loss makes it."""
+    """Returns normally distributed q, k, v, and a cotangent of the output, which is 0 on padding, as after a loss."""
     rng, h, g = np.random.default_rng(0), policy.num_heads, policy.num_kv_heads
     arrays = [rng.standard_normal((*segments.shape, n, policy.head_dim), np.float32) for n in (h, g, g, h)]
     arrays[3] *= (segments > 0)[:, :, None, None]
@@ -93,7 +93,7 @@ def reference(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Ar
 
 
 def check_attention(attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig, repeats: int) -> Found:
-    """Measures errors of one row's forward and backward pass against float32, their times and operations a second."""
+    """Measures one row's forward and backward pass: its errors against float32, times, and operations a second."""
     segments, lengths = packed_row(tokens)
     arrays = random_heads(policy, segments, dtype)
     both, alone = jax.jit(gradients(attention)), jax.jit(attention)
@@ -128,9 +128,9 @@ def _unequal(x: jax.Array, y: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def compile_with_fixed_sums(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
-    """Compiles a program so that a GPU adds in the same order each time; returns it, and whether the order is fixed.
+    """Compiles a program so that a GPU adds in the same order each time. Returns it, and whether the order is fixed.
 
-    Otherwise cuDNN's backward pass adds in any order. Where XLA refuses, the program is compiled as in a step.
+    By default cuDNN's backward pass adds in any order. If XLA refuses the fixed order, the default is compiled.
     """
     if jax.default_backend() != "gpu":
         return lowered.compile(), True
@@ -141,9 +141,9 @@ def compile_with_fixed_sums(lowered: jax.stages.Lowered) -> tuple[jax.stages.Com
 
 
 def check_leak(attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig) -> Found:
-    """Counts the values of other segments that change when everything that one segment holds is changed.
+    """Counts the values in other segments that change when one whole segment is changed.
 
-    Where sums are not fixed, results that differ between two equal runs are left out of the judgement.
+    If the order of sums is not fixed, results that differ between two equal runs are not judged.
     """
     segments, lengths = packed_row(tokens)
     arrays = random_heads(policy, segments, dtype)
@@ -192,7 +192,7 @@ def _head_gradients(head: Callable[..., Any]) -> Any:
 
 
 def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_chunk: int) -> Found:
-    """Measures the head in chunks and from naive logits: errors against float32, times and temporaries (bytes)."""
+    """Measures the head in chunks and from all logits: errors against float32, times, and temporaries (bytes)."""
     rng = np.random.default_rng(0)
     d, v = policy.hidden_size, policy.vocab_size
     hidden = jnp.asarray(rng.standard_normal((tokens, d), np.float32), dtype)
@@ -228,7 +228,7 @@ def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_
 
 
 def memory_analysis(compiled: jax.stages.Compiled) -> Any:
-    """Returns the compiler's plan of memory, or None where a backend has none, as for some programs from the cache."""
+    """Returns the compiler's plan of memory, or None if the backend has none, as for some programs from the cache."""
     try:
         return compiled.memory_analysis()
     except jax.errors.JaxRuntimeError:

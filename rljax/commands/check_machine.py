@@ -1,4 +1,4 @@
-"""Checks of what a run needs of this machine beside the accelerator's kernels, for ``rljax check``.
+"""Checks of this machine apart from the accelerator's kernels, for ``rljax check``.
 
 Each function returns plain values for JSON. ``says`` is a line about them, ``problems`` lists what is wrong, and
 ``skipped`` says why nothing was checked.
@@ -44,26 +44,26 @@ print(json.dumps([{name: here[name.lower()] for name in sys.argv[1:] if name.low
 
 
 def said(*words: str) -> str | None:
-    """Returns the standard output of a program, or None where it is not installed or fails."""
+    """Returns the standard output of a program, or None if it is not installed or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
     return None
 
 
 def nvidia_smi(field: str) -> list[str]:
-    """Returns a field of nvidia-smi for each GPU of this machine, or nothing where it does not answer."""
+    """Returns a field of nvidia-smi for each GPU of this machine. The list is empty if nvidia-smi does not answer."""
     return (said("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader") or "").splitlines()
 
 
 def inside(python: str, names: Iterable[str]) -> tuple[dict[str, str], Path]:
-    """Returns the versions of those packages that an interpreter has, and the directory of its C headers."""
+    """Returns the versions of the packages in ``names`` that an interpreter has, and the directory of its C headers."""
     done = subprocess.run([python, "-c", _OF_ENVIRONMENT, *names], capture_output=True, timeout=60, check=True)
     versions, include = json.loads(done.stdout)
     return versions, Path(include)
 
 
 def server_python() -> str | None:
-    """Returns the interpreter of vLLM's environment, or None where there is none."""
+    """Returns the interpreter of vLLM's environment, or None if there is none."""
     with contextlib.suppress(RuntimeError):
         return str(vllm_python())
     return None
@@ -80,7 +80,7 @@ def check_driver() -> Found:
 
 
 def check_packages() -> Found:
-    """Compares installed versions with what this version of rljax asks for, here and in vLLM's environment."""
+    """Compares installed versions with the requirements of this version of rljax, here and in vLLM's environment."""
     from packaging.requirements import Requirement  # comes with transformers
 
     gpu, python = has_gpu(), server_python()
@@ -133,7 +133,10 @@ def check_compiler() -> Found:
 
 
 def check_shm(model: str, policy: PolicyConfig) -> Found:
-    """Compares the free space of the directory in memory with the two versions of weights that a publish holds."""
+    """Compares the free space of the directory in memory with the two versions of the weights that a publish needs.
+
+    ``policy`` has the shapes of ``model``, whose weights are published in 16 bits.
+    """
     directory = memory_directory()
     needed = VERSIONS * version_bytes(policy, "bfloat16")
     space = shutil.disk_usage(directory)
@@ -144,9 +147,9 @@ def check_shm(model: str, policy: PolicyConfig) -> Found:
 
 
 def check_collective(mebibytes: int, repeats: int) -> Found:
-    """Adds an array of this size up over all devices of this process (NCCL on GPUs), and measures its bandwidth.
+    """Sums an array over all devices of this process (NCCL on GPUs), checks the sum, and measures the bandwidth.
 
-    The bandwidth is that of each device's links, as nccl-tests count it: 2 (n - 1) / n of the bytes, over the time.
+    The bandwidth is the bus bandwidth of nccl-tests: 2 (n - 1) / n times the bytes on one device, divided by the time.
     """
     devices = np.asarray(jax.local_devices())
     n, size = len(devices), mebibytes * 2**18

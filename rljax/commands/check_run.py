@@ -1,6 +1,6 @@
 """Checks of the parts of a run with the toy base, for ``rljax check``: embedded engine, checkpoint, vLLM server.
 
-The functions return what those of ``rljax.commands.check_machine`` return.
+Each function returns plain values for JSON, in the form of ``rljax.commands.check_machine``.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def check_checkpoint(policy: PolicyConfig) -> Found:
 
 
 def check_vllm(wait_s: float) -> Found:
-    """Starts a vLLM server, at most ``wait_s`` seconds long, and trains two steps with its rollouts.
+    """Starts a vLLM server and trains two steps with its rollouts.
 
-    The server has the last visible GPU, and the trainer the first one.
+    The server must be ready within ``wait_s`` seconds. It has the last visible GPU, and the trainer the first one.
     """
     try:
         python = str(vllm_python())
@@ -127,7 +127,7 @@ def check_vllm(wait_s: float) -> Found:
 
 
 def judge_publishes(status: int, publishes: Sequence[Found]) -> list[str]:
-    """Returns what is wrong with a run of ``STEPS`` steps that ended with a status and recorded these publishes."""
+    """Returns the problems of a run of ``STEPS`` steps, from its exit status and its recorded publishes."""
     problems = [f"rljax train ended with status {status}"] if status else []
     if len(publishes) != STEPS:
         problems.append(f"{len(publishes)} of {STEPS} steps were recorded")

@@ -36,7 +36,7 @@ from rljax.trainer.step import TrainStep
 Found = dict[str, Any]
 WARM_UP = 2  # steps before the timed ones; the first step compiles
 # Compiled for an H100, Qwen3-0.6B's step in bfloat16 with remat none takes 45.8 GiB, and the plan says 39.4.
-FULL = 0.8  # the share of a device's memory that the plan may fill where it chooses remat
+FULL = 0.8  # the share of a device's memory that the plan may fill when the check chooses remat
 _REMATS: tuple[Remat, ...] = ("none", "dots", "blocks")
 
 
@@ -54,7 +54,7 @@ TINY = StepSize(row_tokens=64, max_prompt_tokens=16, max_response_tokens=48, seq
 
 
 def step_config(size: StepSize, dtype: Dtype, remat: Remat) -> Config:
-    """Returns the configuration of a run with these rows on all devices."""
+    """Returns the configuration of a run whose steps have this size on all devices."""
     return Config(
         data=DataConfig(batch_size=jax.device_count(), max_prompt_tokens=size.max_prompt_tokens),
         rollout=RolloutConfig(group_size=size.sequences_per_device, max_response_tokens=size.max_response_tokens),
@@ -64,7 +64,7 @@ def step_config(size: StepSize, dtype: Dtype, remat: Remat) -> Config:
 
 
 def random_sequences(size: StepSize, count: int, vocab_size: int) -> list[TrainSequence]:
-    """Returns sequences of random tokens; responses have up to half the longest length, and even probabilities."""
+    """Returns sequences of random tokens. Responses have up to half the longest length, and uniform probabilities."""
     rng = np.random.default_rng(0)
     sequences = []
     for index in range(count):
@@ -77,19 +77,19 @@ def random_sequences(size: StepSize, count: int, vocab_size: int) -> list[TrainS
 
 
 def random_state(config: Config, policy: PolicyConfig, mesh: Mesh) -> TrainState:
-    """Returns a fresh state, made on the devices where it stays."""
+    """Returns a new training state, made directly on the devices of the mesh."""
     params = jax.jit(lambda: init_params(policy, 0), out_shardings=param_shardings(policy, mesh))()
     dynamic = config.precision.compute_dtype == "float16"
     return create_state(params, policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic)
 
 
 def device_memory() -> int | None:
-    """Returns the bytes of a device that JAX may use, or None where JAX does not say."""
+    """Returns the bytes of a device that JAX may use, or None if JAX does not say."""
     return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
 def peak_bytes() -> int | None:
-    """Returns the most bytes in use on a device since this process began, or None where JAX does not say."""
+    """Returns the most bytes in use on a device since this process began, or None if JAX does not say."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
     return max((int(peak) for peak in peaks if peak is not None), default=None)
 
@@ -101,15 +101,18 @@ def plan(config: Config, policy: PolicyConfig, mesh: Mesh) -> int:
 
 
 def choose_remat(size: StepSize, dtype: Dtype, policy: PolicyConfig, mesh: Mesh, limit: int | None) -> Config:
-    """Returns the configuration that recomputes least of those that fit by the plan; if none fits, the last one."""
+    """Returns the configuration with the least recomputation whose plan fits. If none fits: the one with most.
+
+    It fits if the plan takes at most ``FULL`` of ``limit`` (bytes); every plan fits if ``limit`` is None.
+    """
     configs = [step_config(size, dtype, remat) for remat in _REMATS]
     return next((one for one in configs if limit is None or plan(one, policy, mesh) <= FULL * limit), configs[-1])
 
 
 def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: StepSize, remat: Remat | None) -> Found:
-    """Compiles and times a step of the model ``name``; compares its plan with the compiler's bytes and the device's.
+    """Compiles and times a step of the model ``name``, and compares the planned, compiled and used bytes.
 
-    The first ``steps`` after the warm-up are timed. ``remat`` None is the first that fits by the plan.
+    ``steps`` steps after the warm-up are timed. None for ``remat`` means the first of ``_REMATS`` whose plan fits.
     """
     mesh, limit = make_mesh(Config().mesh), device_memory()
     config = step_config(size, dtype, remat) if remat else choose_remat(size, dtype, policy, mesh, limit)
@@ -164,10 +167,10 @@ def run_steps(
 def speeds(
     policy: PolicyConfig, lengths: Sequence[int], seconds: Sequence[float], dtype: Dtype, *, devices: int, kind: str
 ) -> Found:
-    """Computes tokens per second and device, and model-FLOPs utilisation; padding counts as neither.
+    """Computes tokens per second and device, and model-FLOPs utilisation. Padding counts in neither.
 
-    A step has sequences of these ``lengths`` (tokens) and took ``seconds`` each time. ``kind`` is the device's, in
-    JAX's name.
+    ``lengths`` are the lengths of a step's sequences (tokens), ``seconds`` the times of the steps, and ``kind`` JAX's
+    name of the device.
     """
     median = statistics.median(seconds)
     flops = model_flops(policy, 1, list(lengths))

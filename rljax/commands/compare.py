@@ -115,7 +115,7 @@ class Arguments:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Returns the arguments, with those that --toy stands for."""
+    """Returns the arguments of the command line, with the arguments that --toy stands for filled in."""
     given = parse_arguments(Arguments, argv, prog="rljax compare", description=__doc__ or "")
     if not given.toy:
         return given
@@ -152,7 +152,7 @@ def jobs(dump: TokenDump, columns: dict[str, str], options: Arguments) -> list[J
 
 
 def scored(dump: TokenDump, todo: Sequence[Job], options: Arguments) -> Iterator[TokenDump]:
-    """Computes one column after the other, and yields the dump after each."""
+    """Computes the columns one after another, and yields the dump after each. Raises ConfigError if one fails."""
     with tqdm(total=len(todo) * len(dump.sequence_ids), desc="scoring", unit="seq", disable=not todo) as bar:
         score = functools.partial(score_column, temperature=options.temperature, progress=bar.update)
         for column, spec, size, cause in todo:
@@ -181,9 +181,9 @@ def sequences(options: Arguments) -> TokenDump:
 def distributions(
     dump: TokenDump, options: Arguments, columns: Mapping[str, str]
 ) -> tuple[list[DistributionPair], TokenDump]:
-    """Returns the comparisons of distributions, and the dump with the likeliest tokens.
+    """Compares the scorers' distributions. Returns the comparisons, and the dump with the likeliest tokens.
 
-    ``columns`` has the name of each scorer's column.
+    ``columns`` has the column name of each scorer's spec.
     """
     likeliest = Likeliest(options.top_k)
     with tqdm(total=len(dump.sequence_ids), desc="distributions", unit="seq") as bar, caller_errors():
@@ -195,7 +195,7 @@ def distributions(
 
 
 def named_roles(options: Arguments, columns: Collection[str]) -> dict[str, str]:
-    """Returns the roles that --trainer and --rollout give, by the names of the columns."""
+    """Returns the roles that --trainer and --rollout give to columns, by column name. Raises ConfigError."""
     roles = dict.fromkeys(options.trainer, "trainer") | dict.fromkeys(options.rollout, "rollout")
     if len(roles) < len(set(options.trainer)) + len(set(options.rollout)):
         raise ConfigError("a column cannot be both --trainer and --rollout")
@@ -259,7 +259,7 @@ def plot_matrix(axes: Axes, comparison: Comparison) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compares, writes the report; returns the exit status."""
+    """Compares the columns, writes the report, and returns the exit status."""
     options = parse(argv)
     stopped: KeyboardInterrupt | ConfigError | None = None
     with caller_errors():

@@ -19,7 +19,10 @@ from rljax.record.token_dumps import TokenDump
 
 
 def choose_sequence(dump: TokenDump, name: str | None, longest: int) -> np.ndarray:
-    """Returns the first ``longest`` tokens of a sequence, int32 [t]. ``name`` None: the longest sequence."""
+    """Returns the first ``longest`` tokens of a sequence, int32 [t]. None for ``name`` means the longest sequence.
+
+    Raises ConfigError if there is no such sequence, or it has fewer than 2 tokens.
+    """
     if name is not None and name not in dump.sequence_ids:
         raise ConfigError(f"--sequence: no sequence {name!r} among the {len(dump.sequence_ids)} there")
     lengths = [len(ids) for ids in dump.token_ids]
@@ -44,13 +47,14 @@ def run_layers(
     """Compares the first scorer with each other one, writes the reports, and returns the exit status.
 
     Args:
+      dump: The sequences, of which one is computed.
       scorers: The specs, at least two. The first one is the reference.
       model: The model directory of specs that name none.
       out: The directory for layers.md, layers.json and layers.png.
-      sequence: The name of the sequence. None: the longest one.
-      longest: The number of its tokens, at most.
-      json: Another file for the JSON document.
-      picture: Another file for the picture.
+      sequence: The name of the sequence. None means the longest one.
+      longest: The largest number of tokens of the sequence that are computed.
+      json: The file for the JSON document, instead of layers.json in ``out``; or None.
+      picture: The file for the picture, instead of layers.png in ``out``; or None.
     """
     if len(scorers) < 2:
         raise ConfigError(f"--layers compares the first --scorer with each other one, got {len(scorers)}")

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Returns the value of a dotted key, which may also be a property of the configuration."""
+    """Returns the value of a dotted key, which may also be a property. Raises ConfigError for an unknown key."""
     try:
         return functools.reduce(getattr, key.split("."), config)
     except AttributeError as error:
@@ -80,7 +80,7 @@ def section_of(key: str) -> tuple[type, str]:
 
 
 def section_lines(key: str) -> list[str]:
-    """Returns the lines that list the keys of a section, with the first sentence about each."""
+    """Returns a line for each key of a section, with the first sentence of the key's documentation."""
     kind, name = section_of(key)
     section = get_type_hints(kind)[name]
     texts, lines = _texts(), []
@@ -91,7 +91,10 @@ def section_lines(key: str) -> list[str]:
 
 
 def explanation(key: str, default: Any, value: Any, source: str) -> list[str]:
-    """Returns the lines that explain a dotted key: its default, its value, and the place at which that was written."""
+    """Returns the lines that explain a dotted key: documentation, type, default, value, and the rules for values.
+
+    ``source`` names the place from which the value comes.
+    """
     kind, name = section_of(key)
     declared = inspect.get_annotations(kind)[name]
     rows = [("type", declared.__name__ if isinstance(declared, type) else str(declared)), ("default", shown(default))]
@@ -103,9 +106,9 @@ def explanation(key: str, default: Any, value: Any, source: str) -> list[str]:
 
 
 def refusals(key: str) -> list[str]:
-    """Returns the rules that refuse values of a key, as the package's source has them.
+    """Returns the rules that refuse values of a key, taken from the package's source.
 
-    They are the checks of the dataclass that holds the key, and the errors of any module that name the dotted key.
+    They are the checks of the dataclass that holds the key, and the texts of errors in any module that name the key.
     """
     kind, name = section_of(key)
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))

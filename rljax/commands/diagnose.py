@@ -57,7 +57,7 @@ class Arguments:
 
 
 def read_source(given: Arguments) -> tuple[Log | None, TokenDump | None, Config | None]:
-    """Reads the log, the dump and the configuration that the arguments lead to; None for what there is not.
+    """Reads the log, the token dump and the configuration that the arguments name. Each is None if there is none.
 
     Raises ConfigError or ValueError if neither a log nor a dump can be read.
     """
@@ -94,7 +94,7 @@ def with_roles(dump: TokenDump, given: Arguments) -> TokenDump:
 
 
 def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFacts | None) -> Declared:
-    """Returns what the configuration says of the two sides, or else the header of the dump."""
+    """Returns the declared dtypes and forms of both sides, from the configuration or else the header of the dump."""
     if config is not None:
         rollout = config.rollout
         return Declared(
@@ -112,7 +112,7 @@ def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFact
 
 
 def facts_of(log: Log | None, dump: TokenDump | None, config: Config | None) -> Facts:
-    """Returns all that log, dump and configuration say."""
+    """Gathers the facts for the diagnosis from the log, the dump and the configuration."""
     course: Course | None = read_course(log) if log is not None else None
     temperature = config.rollout.temperature if config is not None else 1.0
     tokens = read_facts(dump, temperature) if dump is not None and len(dump.logprobs) > 1 else None
@@ -126,7 +126,7 @@ def facts_of(log: Log | None, dump: TokenDump | None, config: Config | None) -> 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Diagnoses and prints the page; returns the exit status."""
+    """Diagnoses the source, prints the page or the JSON, and returns the exit status."""
     given = parse_arguments(Arguments, argv, prog="rljax diagnose", description=__doc__ or "")
     with caller_errors():
         log, dump, config = read_source(given)

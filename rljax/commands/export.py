@@ -45,7 +45,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the directory; returns the exit status."""
+    """Writes the Hugging Face directory and returns the exit status."""
     arguments = parse_arguments(Arguments, argv, prog="rljax export", description=__doc__ or "")
     with caller_errors():
         policy = find_policy(arguments.run, step=arguments.step)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises a mistake instead of printing it."""
+    """A parser that raises ConfigError for a mistake instead of printing it."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -77,7 +77,7 @@ def read_words(kind: type[T], words: Sequence[str], *, paths: str, prog: str, de
 
 
 def with_hyphens(word: str) -> str:
-    """Returns the word; ``--a_b=c`` becomes ``--a-b=c``."""
+    """Returns a word of the command line with hyphens in the name of its option: ``--a_b=c`` becomes ``--a-b=c``."""
     name, sign, value = word.partition("=")
     return name.replace("_", "-") + sign + value if word.startswith("--") else word
 

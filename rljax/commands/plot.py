@@ -117,7 +117,7 @@ ALL_PANELS: Mapping[str, Panel] = {
     "kl_by_position": Panel(plot_kl_by_position, "mismatch_position/*/k3_kl"),
     "ratio_by_length": Panel(plot_ratio_by_length, "rollouts/step_*.parquet"),
 }
-"""The panels by name, with those of the report."""
+"""All panels by name, those of the report included."""
 
 
 def collapse_of(run: Run) -> int | None:
@@ -218,7 +218,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plots; returns the exit status."""
+    """Plots the runs, prints the path of the picture, and returns the exit status."""
     text = f"{__doc__}\nFigures, with the runs to give (arms of the paper) and the metrics that they must have:\n\n"
     given = parse_arguments(Arguments, argv, prog="rljax plot", description=text + figures_table())
     if not given.runs:

@@ -183,7 +183,7 @@ class Selection:
 
 
 def find_source(source: str) -> Path:
-    """Returns the local file of a source; a file on the hub is downloaded. Raises ConfigError in one line."""
+    """Returns the local file of a source, which may be downloaded from the hub. Raises ConfigError if it cannot be."""
     match = _HUB_ID.fullmatch(source)
     is_file_name = ":" not in source and source.endswith(FILE_SUFFIXES)
     if task_names(source):
@@ -210,7 +210,7 @@ def find_source(source: str) -> Path:
 
 
 def read_distinct(path: Path, form: FormName | None, tally: Tally) -> Selection:
-    """Reads the first row of each prompt, and counts in ``tally``; ``prompt_key`` says which prompts are equal."""
+    """Reads the first row of each prompt, by ``prompt_key``, and counts rows and repeats in ``tally``."""
     seen: dict[bytes, str] = {}
     selection, contradicting = Selection([], []), 0
     tally.repeats = 0
@@ -231,7 +231,7 @@ def read_distinct(path: Path, form: FormName | None, tally: Tally) -> Selection:
 
 
 def drop_long(selection: Selection, tokenizer: Tokenizer, limit: int, tally: Tally) -> None:
-    """Keeps prompts of at most ``limit`` tokens, and counts the others; the prompts are rendered already."""
+    """Keeps problems whose rendered prompts have at most ``limit`` tokens, and counts the others in ``tally``."""
     lengths = [len(tokenizer.encode(p["prompt"])) for p in tqdm(selection.problems, desc="counting", unit="prompt")]
     kept = [length <= limit for length in lengths]
     tally.too_long = kept.count(False)
@@ -242,7 +242,7 @@ class Scores:
     """The rewards of each problem's responses, in a JSONL file that survives an interruption."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        """Reads the scores so far. Raises ConfigError when they come from other settings."""
+        """Reads the scores so far. Raises ConfigError if they come from other settings."""
         self._path, self.rewards = path, dict[str, list[float]]()
         if path.is_file():
             text = path.read_text(encoding="utf-8")
@@ -315,12 +315,12 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
 
 
 def problem_key(problem: Problem) -> str:
-    """Returns a hash of the prompt and the right answer."""
+    """Returns a hash of a problem's prompt and right answer: 24 hexadecimal digits."""
     return hashlib.sha256(json.dumps([problem["prompt"], problem["answer"]]).encode()).hexdigest()[:24]
 
 
 def drop_unfit(selection: Selection, scores: Scores, low: float, high: float, samples: int) -> None:
-    """Keeps problems whose pass rate is within the bounds, and above 0 and below 1; records the pass rates."""
+    """Keeps problems whose pass rate is in [low, high] and is neither 0 nor 1, and records the rates in the rows."""
     rates = [
         sum(reward > SOLVED for reward in scores.rewards[problem_key(problem)]) / samples
         for problem in selection.problems
@@ -354,7 +354,7 @@ def digest(path: Path) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prepares the file; returns the exit status."""
+    """Prepares the training file and returns the exit status."""
     arguments = parse_arguments(Arguments, argv, prog="rljax prepare", description=__doc__ or "")
     arguments.check()
     with caller_errors():

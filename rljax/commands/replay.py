@@ -34,8 +34,8 @@ from rljax.schedule import LengthTriggeredLR, SurgeConfig
 from rljax.schedule.neighbours import Outcome, RateLaw, largest_ratio, neighbours_of, replay_rule
 
 SWEEP = {"ratio": (2.0, 2.5, 3.0, 3.5, 4.0), "window": (60, 80, 100, 150, 200), "persistence": (1, 3, 6, 9, 12)}
-FORMAT = 1  # of the JSON
-_MOST_CHANGES = 12  # of the rate, in the printed report
+FORMAT = 1  # the version of the JSON document
+_MOST_CHANGES = 12  # the most changes of the rate in the printed report
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,18 @@ class Arguments(SurgeConfig):
         return SurgeConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(SurgeConfig)})
 
     def law(self) -> RateLaw:
-        """Returns the rates."""
+        """Returns the law by which the rate follows a call."""
         return RateLaw(self.learning_rate, self.multiplier, self.decay_factor, self.floor_ratio)
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A log and what each rule does on it.
+    """A log and the outcome of each rule on it.
 
     Attributes:
-      path: The log, as it was named.
-      log: The lengths.
-      outcomes: The outcome under each rule. The first one is that of the rule in use.
+      path: The path of the log, as it was given.
+      log: The lengths of the log.
+      outcomes: The outcome of each rule. The rule in use comes first.
       largest: The largest ratio with which the rule in use would have called, and the step of that call; or None.
     """
 
@@ -88,7 +88,7 @@ class Replay:
 
     @property
     def in_use(self) -> Outcome:
-        """The outcome under the rule in use."""
+        """The outcome of the rule in use."""
         return self.outcomes[0]
 
 
@@ -118,7 +118,10 @@ def verdict(outcome: Outcome) -> str:
 
 
 def step_note(log: LengthLog) -> str:
-    """Returns what the first line says of the steps: nothing if ``step`` is the only known name in the log."""
+    """Returns the end of the report's first line, which names the step column.
+
+    It is empty if the steps come from ``step`` and the log has no other known step column.
+    """
     if log.step_column is None:
         return ", each row with a length is a step"
     others = set(STEP_COLUMNS).intersection(log.columns) - {log.step_column}
@@ -150,7 +153,7 @@ def report(result: Replay) -> list[str]:
 
 
 def near_misses(result: Replay) -> list[str]:
-    """Returns what came nearest to a call, and what would have called."""
+    """Returns lines on the length nearest to a call, the largest ratio that would have called, and other rules."""
     outcome, config = result.in_use, result.in_use.rule.config
     assert config is not None  # the rule in use has one
     level = outcome.nearest
@@ -202,7 +205,7 @@ def logs_table(results: Sequence[Replay]) -> list[list[str]]:
 
 
 def known(values: Sequence[float]) -> list[float | None]:
-    """Returns the values with None for those that are not finite, as JSON needs it."""
+    """Returns the values, with None for each that is not finite, because JSON has no such numbers."""
     return [value if math.isfinite(value) else None for value in values]
 
 
@@ -243,7 +246,7 @@ def log_numbers(result: Replay) -> dict[str, Any]:
 
 
 def numbers(found: dict[Path, Replay | str], options: Arguments) -> dict[str, Any]:
-    """Returns the whole JSON. A log that cannot be read has its path and its error alone."""
+    """Returns the whole JSON document. The entry of a log that cannot be read has only its path and its error."""
     given = dataclasses.asdict(options)
     rate = {name: given[name] for name in ("learning_rate", "multiplier", "decay_factor", "floor_ratio")}
     logs = [

@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 from rljax.commands.replay import Replay, verdict
 from rljax.record.panel_style import INK, LINES, QUIET, head, save_figure, style_axis
 
-_MOST_NAMES = 10  # in the legend
-_LONGEST_NAME = 40  # letters of a log's name
+_MOST_NAMES = 10  # the most names in the legend
+_LONGEST_NAME = 40  # the most letters of a log's name
 
 
 def draw(results: Sequence[Replay], path: Path) -> None:
@@ -47,13 +47,13 @@ def draw(results: Sequence[Replay], path: Path) -> None:
 
 
 def name_of(result: Replay) -> str:
-    """Returns the end of the log's path, short enough for a legend."""
+    """Returns the log's path for the legend, cut at the front to ``_LONGEST_NAME`` letters."""
     name = str(result.path)
     return name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
 
 
 def draw_log(result: Replay, look: tuple[str, str], length: Axes, rate: Axes) -> None:
-    """Draws the length, the rate and the call of the rule in use of one log."""
+    """Draws the length of one log, and the rate and the call of the rule in use."""
     line, color = look
     steps, outcome = range(1, len(result.log.lengths) + 1), result.in_use
     marker = "o" if len(steps) == 1 else ""
@@ -65,7 +65,10 @@ def draw_log(result: Replay, look: tuple[str, str], length: Axes, rate: Axes) ->
 
 
 def draw_calls(results: Sequence[Replay], axis: Axes) -> None:
-    """Draws a row for each rule with a point at the step of each log's call; a text where no log has one."""
+    """Draws a row for each rule, with a point at the step of each log's call.
+
+    If a rule does not call on every log, a text says on how many it calls.
+    """
     outcomes = [result.outcomes for result in results]
     names = [one.rule.name for one in outcomes[0]]
     for row in range(len(names)):

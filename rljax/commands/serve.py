@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
-    """Returns the options that were given, and the defaults of those that are no field of ``ServerConfig``."""
+    """Parses the options. Returns those that were given, and the defaults of options that ``ServerConfig`` lacks."""
     parser = argparse.ArgumentParser(
         prog=f"rljax serve {kind.lower()}",
         description="Serves a model for rljax, on loopback unless --host says otherwise.",
@@ -78,10 +78,10 @@ def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
 def serve(
     make: Callable[..., Config], start: Callable[[Config, float], ServerProcess], kind: str, argv: Sequence[str]
 ) -> int:
-    """Serves until interrupted, terminated, or the server ends; prints the URL; returns the exit status.
+    """Serves until this program is interrupted or terminated, or the server ends. Returns the exit status.
 
-    ``make`` makes the configuration of this ``kind`` of server from the options. ``start`` starts the server from the
-    configuration and the longest wait (seconds).
+    It prints the URL of the server once that is healthy. ``make`` makes the configuration of this ``kind`` of server
+    from the options. ``start`` starts the server, given the configuration and the longest wait (seconds).
     """
     logging.basicConfig(level=logging.INFO, format=f"{kind.lower()}_server: %(message)s")
     options = parse(kind, argv)

@@ -78,7 +78,7 @@ def is_run(path: Path) -> bool:
 
 
 def find_run(source: Path) -> Path | None:
-    """Returns the run directory that DUMP_OR_RUN is, or in whose rollouts/ it lies; None without one."""
+    """Returns the run of DUMP_OR_RUN: the directory itself, or the run in whose rollouts/ the file lies; else None."""
     if source.is_dir():
         return source if is_run(source) else None
     above = source.absolute().parent
@@ -86,14 +86,17 @@ def find_run(source: Path) -> Path | None:
 
 
 def dump_files(run: Path, most: int) -> tuple[list[Path], int]:
-    """Returns the dumps of a run, evenly spread up to the newest, and the number of all of them."""
+    """Returns at most ``most`` dumps of a run, evenly spread up to the newest one, and the number of all its dumps."""
     files = run_dumps(run)
     chosen = np.unique(np.linspace(len(files) - 1, 0, min(most, len(files))).round().astype(int))
     return [files[place] for place in chosen], len(files)
 
 
 def read_config(run: Path | None, facts: list[str]) -> Config | None:
-    """Reads the configuration of a run; None without one. A fact is added if it cannot be read."""
+    """Reads the configuration of a run, or returns None if there is none.
+
+    If it cannot be read, a sentence about this is added to ``facts``, and None is returned.
+    """
     if run is None or not (run / "config.yaml").is_file():
         return None
     try:
@@ -105,7 +108,11 @@ def read_config(run: Path | None, facts: list[str]) -> Config | None:
 
 
 def read_tokenizer(name: str | None, config: Config | None, facts: list[str]) -> Tokenizer | None:
-    """Returns the tokenizer of --model or of the run; None without one. A fact is added if the run's is missing."""
+    """Returns the tokenizer of --model or of the run, or None if there is none.
+
+    If the run's tokenizer cannot be read, a sentence about this is added to ``facts``. Raises ValueError or OSError if
+    the tokenizer of --model cannot be read.
+    """
     try:
         if name or config is not None:
             return load_tokenizer(model_directory(name or config.model.path, TOKENIZER_FILES))  # type: ignore[union-attr]
@@ -117,7 +124,7 @@ def read_tokenizer(name: str | None, config: Config | None, facts: list[str]) ->
 
 
 def run_facts(run: Path) -> tuple[list[str], str]:
-    """Returns sentences on a run and its curves as SVG, "" if it has no rows."""
+    """Returns sentences about a run, and its curves as SVG, which is empty if the run has no rows."""
     from rljax.record.figure import SMOOTH, plot_grid, read_runs, with_turns  # matplotlib, for runs alone
     from rljax.record.panel_style import svg_text
 
@@ -140,7 +147,10 @@ def correction_text(correction: CorrectionConfig) -> str:
 
 
 def add_dumps(page: Page, files: Sequence[Path], given: Arguments, correction: CorrectionConfig | None) -> list[str]:
-    """Adds the dumps to the page; returns a line for each that cannot be shown. A single one raises ValueError."""
+    """Adds the dumps to the page. Returns a line for each dump that cannot be shown.
+
+    If there is only one dump and it cannot be shown, this raises ValueError or OSError instead.
+    """
     failed: list[str] = []
     for path in tqdm(files, desc="reading", unit="dump", delay=1, disable=len(files) < 2):
         try:
@@ -158,7 +168,7 @@ def add_dumps(page: Page, files: Sequence[Path], given: Arguments, correction: C
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the page, prints its path; returns the exit status."""
+    """Writes the page, prints its path, and returns the exit status."""
     given = parse_arguments(Arguments, argv, prog="rljax view", description=__doc__ or "")
     if not given.source.exists():
         raise ConfigError(f"{given.source}: no such file or directory")
