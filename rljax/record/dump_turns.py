@@ -9,9 +9,10 @@ from rljax.record.token_dumps import TokenDump
 
 
 def turns_of(dump: TokenDump) -> list[np.ndarray]:
-    """Returns the turn that sampled each token, int64 [t] for each sequence; [] if no response has several turns.
+    """Returns the number of the turn that sampled each token, int64 [t] for each sequence.
 
-    It is 0 at tokens outside the mask. Without the values ``turn`` each run of sampled tokens is a turn.
+    The number is 0 at tokens outside the mask. If the dump has no values ``turn``, each contiguous stretch of sampled
+    tokens is a turn. The list is empty if no response has several turns.
     """
     if "turn" in dump.values:
         pairs = zip(dump.values["turn"], dump.response_mask, strict=True)

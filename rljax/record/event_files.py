@@ -16,7 +16,10 @@ BFLOAT16 = 14
 
 
 def events_of(path: Path) -> Iterator[event_pb2.Event]:
-    """Yields the events of an event file, in which a record is a length, a checksum, the event and a checksum."""
+    """Yields the events of an event file, whose records are a length, a checksum, the event and a checksum.
+
+    An incomplete last record is left out. Raises ConfigError if the file is damaged.
+    """
     data, start = path.read_bytes(), 0
     while start + 12 <= len(data):
         (size,) = struct.unpack_from("<Q", data, start)
@@ -31,7 +34,7 @@ def events_of(path: Path) -> Iterator[event_pb2.Event]:
 
 
 def first_time(path: Path) -> float:
-    """Returns the time of the first event of an event file; 0 for an empty file."""
+    """Returns the time of the first event of an event file (seconds since 1970); 0 for an empty file."""
     return next((event.wall_time for event in events_of(path)), 0.0)
 
 
@@ -44,7 +47,7 @@ def scalar_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def scalar_of(value: Any) -> float | None:
-    """Returns the number in a summary value, which is either a plain number or a tensor with one element."""
+    """Returns the number in a summary value: a plain number, or a tensor with one element. None for other values."""
     if value.HasField("simple_value"):
         return value.simple_value
     tensor = value.tensor

@@ -53,9 +53,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: a function that draws runs into an axis, with the decay per step of the smoothed curves (0: none)."""
+    """One plot of a figure."""
 
-    plot: Callable[[Axes, Sequence[Run], float], None]
+    plot: Callable[[Axes, Sequence[Run], float], None]  # draws runs; the number is the decay of smoothed curves, or 0
     needs: str  # the metric key that it shows, a pattern of keys, or a pattern of token dumps (*.parquet)
 
 
@@ -81,7 +81,10 @@ def plot_curves(
     shown: Callable[[np.ndarray], np.ndarray] = np.isfinite,
     drawstyle: str = "default",
 ) -> bool:
-    """Draws raw and smoothed curves of the values that ``shown`` selects; without any, a note, and returns False."""
+    """Draws raw and smoothed curves of the values that ``shown`` selects. Returns whether there are such values.
+
+    If there are none, it writes a note instead.
+    """
     any_shown = False
     for run in runs:
         steps, values = run.series(key)
@@ -175,7 +178,7 @@ def _surges(axis: Axes, runs: Sequence[Run], *, labels: bool) -> None:
 
 
 def plot_turns(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """Draws the mismatch of each bucket of turns, and, dashed, that of the first token after the environment's."""
+    """Draws the mismatch of each bucket of turns; dashed, the mismatch of the first token after the environment's."""
     head(axis, "Mismatch by turn", "logprob_abs_diff_mean, nats")
     labels = count_labels(TURN_EDGES)
     lines = [(f"turns/turn_{label}/logprob_abs_diff_mean", f"turn {label.replace('_', ' ')}") for label in labels]
@@ -213,7 +216,10 @@ FLOORS = {
 
 
 def plot_mismatch(axis: Axes, runs: Sequence[Run], smooth: float) -> None:
-    """Draws the mismatch, and in the sampled steps the trainer's difference from itself, which no remedy goes below."""
+    """Draws the mismatch, and the trainer's difference from itself in the steps that measured it.
+
+    No remedy brings the mismatch below this difference.
+    """
     _MISMATCH.plot(axis, runs, smooth)
     drawn = []
     for cause, (key, marker) in FLOORS.items():
@@ -259,7 +265,7 @@ REPORT: PanelGrid = (("reward", "accuracy"), ("length", "learning_rate"), ("grad
 
 
 def with_turns(grid: PanelGrid, runs: Sequence[Run]) -> PanelGrid:
-    """Returns a grid with the panel of turns beside that of the mismatch, if a run has turns."""
+    """Returns the grid, with the panel of turns beside the panel of the mismatch if a run has turns."""
     if not any("turns/turn_1/token_count" in row for run in runs for row in run.rows):
         return grid
     return [("mismatch", "turns") if tuple(row) == ("mismatch",) else row for row in grid]
@@ -291,7 +297,11 @@ def plot_report(
 
 
 def read_runs(run_dirs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None = None) -> list[Run]:
-    """Reads the records of run directories and gives each a color and line style. Raises what ``plot_report`` does."""
+    """Reads the records of run directories, and gives each run a color and a line style.
+
+    Raises ValueError if there are no runs, a run has no rows, or the number of labels is wrong. Raises RuntimeError if
+    a metrics.jsonl is damaged, and FileNotFoundError if there is none.
+    """
     directories = [Path(run_dir) for run_dir in run_dirs]
     if not directories:
         raise ValueError("expected at least one run directory, got none")
@@ -320,10 +330,10 @@ def short_names(directories: Sequence[Path]) -> list[str]:
 def plot_grid(
     grid: PanelGrid, runs: Sequence[Run], smooth: float, *, title: str = "", panels: Mapping[str, Panel] = PANELS
 ) -> Figure:
-    """Draws a figure of rows of panels with all runs in each; a row of one panel takes the whole width.
+    """Draws a figure of rows of panels, with all runs in each panel. A row of one panel takes the whole width.
 
-    ``smooth``, the decay per step of the smoothed curves, lies in [0, 1), or ValueError; 0 draws the raw curves only.
-    The title is by default the run's label, or the number of runs.
+    ``smooth`` is the decay per step of the smoothed curves; 0 draws the raw curves only. The default title is the run's
+    label, or the number of runs. Raises ValueError if ``smooth`` is outside [0, 1).
     """
     if not 0 <= smooth < 1:
         raise ValueError(f"smooth must be in the range [0, 1), got {smooth}")

@@ -39,7 +39,10 @@ def note(axis: Axes, text: str) -> None:
 
 
 def log_axis(axis: Axes, values: np.ndarray) -> None:
-    """Sets a log scale around the positive values, with limits, because autoscaling fails on equal values."""
+    """Sets a log scale with limits around the positive values, of which there must be one.
+
+    The limits are explicit because autoscaling fails on equal values.
+    """
     positive = values[np.isfinite(values) & (values > 0)]
     low, high = positive.min(), positive.max()
     margin = max((high / low) ** 0.05, 1.1)
@@ -50,7 +53,10 @@ def log_axis(axis: Axes, values: np.ndarray) -> None:
 
 
 def save_figure(figure: Figure, out: str | os.PathLike[str]) -> Path:
-    """Writes a figure and returns its path; the directory is made. A name that ends in .svg gets SVG, any other PNG."""
+    """Writes a figure and returns its path. A name that ends in .svg gets SVG, any other PNG.
+
+    The directory is made if it does not exist.
+    """
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     form = "svg" if path.suffix.lower() == ".svg" else "png"

@@ -16,22 +16,26 @@ from rljax.errors import parse_json
 
 Row = dict[str, Any]
 NONFINITE_KEYS = "nonfinite_keys"
-EDGE_STEPS = 10  # steps at either end of a run that its first and last means cover
-LENGTH_STEPS = 5  # steps of the trailing mean length whose tripling is reported
-SMOOTH_STEPS = 10  # steps of the trailing means that decide whether a run collapsed
+EDGE_STEPS = 10  # the steps at either end of a run whose means are its first and last values
+LENGTH_STEPS = 5  # the steps of the trailing mean length whose tripling is reported
+SMOOTH_STEPS = 10  # the steps of the trailing means that decide whether a run collapsed
 COLLAPSE_SHARE = 0.5  # a run has collapsed when its accuracy falls under this share of its peak and stays there
 
 
 def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     """Reads the rows of a ``metrics.jsonl``. A last line that is incomplete, because the run was killed, is left out.
 
-    Raises FileNotFoundError without the file, and RuntimeError if another line is not a row.
+    Raises FileNotFoundError if there is no such file, and RuntimeError if a line before the last is not a row.
     """
     return [row for row, _ in read_lines(Path(path))]
 
 
 def read_lines(path: Path) -> list[tuple[Row, bytes]]:
-    """Reads each row together with the bytes of its line."""
+    """Reads each row of a ``metrics.jsonl`` together with the bytes of its line.
+
+    A last line that is no JSON is left out. Raises FileNotFoundError if there is no such file, and RuntimeError if
+    another line is not a row.
+    """
     lines = path.read_bytes().splitlines()
     rows: list[tuple[Row, bytes]] = []
     for number, line in enumerate(lines, 1):
@@ -50,7 +54,7 @@ def read_lines(path: Path) -> list[tuple[Row, bytes]]:
 
 
 def _is_value(key: str, value: Any) -> bool:
-    """Whether a row may hold the value: a step is a whole number, others are what ``Recorder.write`` takes."""
+    """Returns whether a row may hold the value: the step is a whole number, other values are None or scalars."""
     if key == "step":
         return type(value) is int and 0 <= value < 2**31
     if key == NONFINITE_KEYS:
@@ -59,17 +63,17 @@ def _is_value(key: str, value: Any) -> bool:
 
 
 def last_value(rows: Sequence[Row], key: str) -> Any:
-    """Returns the last value recorded under the key; None without one."""
+    """Returns the last value recorded under the key; None if there is none."""
     return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
 
 
 def is_accuracy(key: str) -> bool:
-    """Whether a key is ``eval/<dataset>/accuracy``."""
+    """Returns whether a key has the form ``eval/<dataset>/accuracy``."""
     return key.startswith("eval/") and key.endswith("/accuracy")
 
 
 def step_seconds(row: Row) -> float:
-    """Returns the seconds of a row's step: ``time/step_s``, or the sum of all ``time/*`` without it."""
+    """Returns the duration of a row's step (seconds): ``time/step_s``, or the sum of all ``time/*`` without it."""
     if row.get("time/step_s") is not None:
         return row["time/step_s"]
     return math.fsum(value for key, value in row.items() if key.startswith("time/") and value is not None)
@@ -126,7 +130,7 @@ def collapse_step(accuracy: np.ndarray) -> int | None:
 
 
 def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> Path:
-    """Writes ``summary.json`` in one rename and returns its path."""
+    """Writes ``summary.json``, which appears whole by a rename, and returns its path."""
     path = Path(run_dir) / "summary.json"
     write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return path

@@ -28,7 +28,10 @@ def to_mask(name: str, mask: Sequence[bool] | np.ndarray) -> np.ndarray:
 
 
 def to_float32(what: str, values: Sequence[float | None] | np.ndarray) -> np.ndarray:
-    """Converts values to float32; None becomes NaN, and text such as "-inf" becomes its number."""
+    """Converts values to float32; None becomes NaN, and text such as "-inf" becomes its number.
+
+    Raises ValueError, with ``what`` in its message, if a value is not a number.
+    """
     array = _to_array(what, values)
     if array.dtype.kind in "OU":
         try:
@@ -56,7 +59,7 @@ def _to_array(what: str, values: Any) -> np.ndarray:
 
 
 def to_rows(vectors: Sequence[np.ndarray], fill: float) -> np.ndarray:
-    """Returns vectors of one dtype as rows [n, longest], filled with ``fill`` after the end of each."""
+    """Returns vectors of one dtype as the rows of a matrix [n, longest], with ``fill`` after the end of each vector."""
     width = max(map(len, vectors), default=0)
     rows = np.full((len(vectors), width), fill, vectors[0].dtype if len(vectors) else None)
     for row, vector in zip(rows, vectors, strict=True):

@@ -2,10 +2,10 @@
 
 Each sequence is a row: ``sequence_id`` string, ``token_ids`` ``list<int32>`` (prompt and response), ``response_mask``
 ``list<bool>`` and ``logprobs/<column>`` ``list<float32>``. All lists of a row have one length. ``logprobs[t]`` is the
-log-probability **of** ``token_ids[t]`` given everything before it (nats), or NaN if it is unknown. Where the sampler
-reported its k likeliest tokens, ``top_ids`` and ``top_logprobs`` have k of them for each token, lists of lists. Further
-numbers of the tokens stand in columns ``values/<name>``, ``list<float32>``, and the likeliest tokens of another column
-in ``top_ids/<column>`` and ``top_logprobs/<column>``. The schema's metadata has a JSON object under ``rljax.dump``:
+log-probability **of** ``token_ids[t]`` given everything before it (nats), or NaN if it is unknown. If the sampler
+reported its k likeliest tokens, ``top_ids`` and ``top_logprobs`` are lists of k numbers for each token. Further
+numbers of the tokens are in columns ``values/<name>``, ``list<float32>``. The likeliest tokens of another column are in
+``top_ids/<column>`` and ``top_logprobs/<column>``. The schema's metadata has a JSON object under ``rljax.dump``:
 ``version``, ``columns`` (the source of each column) and ``sampling`` (how the tokens were sampled). Reading a dump
 executes nothing in it.
 """
@@ -84,14 +84,14 @@ class ColumnSource:
 
     @classmethod
     def read(cls, document: Any) -> ColumnSource:
-        """Reads a source from the JSON object of a file. Raises ValueError if it has another form."""
+        """Reads a source from its JSON object in a file. Raises ValueError if the object has another form."""
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(document, dict) or not set(document) <= set(known):
             raise ValueError(f"the source of a column has the keys {', '.join(known)}, got {document!r:.80}")
         return cls(**document)
 
     def document(self) -> dict[str, Any]:
-        """Returns the JSON object of a file; ``cut`` and ``form`` are in it only where they say something."""
+        """Returns the source as a JSON object for a file; ``cut`` and ``form`` are left out if false or empty."""
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if value or name not in ("cut", "form")}
 
@@ -108,14 +108,14 @@ class TokenDump:
     token_ids: tuple[np.ndarray, ...]  # n int32 vectors [t] of prompt and response, with at least one token each
     response_mask: tuple[np.ndarray, ...]  # n bool vectors [t], True at response tokens; holes are allowed
     logprobs: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)  # n float32 [t] (nats), NaN if unknown
-    sources: Mapping[str, ColumnSource] = field(default_factory=dict)  # by the column's name
+    sources: Mapping[str, ColumnSource] = field(default_factory=dict)  # the source of each column, by column name
     sampling: Mapping[str, Any] = field(default_factory=dict)
     # The sampler's likeliest tokens at each token, n int32 [t, k], or () if unknown; -1 where there are fewer than k.
     top_ids: tuple[np.ndarray, ...] = ()
     top_logprobs: tuple[np.ndarray, ...] = ()  # the sampler's numbers (nats), n float32 [t, k]; -inf where the id is -1
     # Further numbers of the tokens by name, n float32 [t] each, NaN if unknown: advantage, version, in_loss, entropy.
     values: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
-    # The likeliest tokens of other columns: ids and log-probabilities in the form of the sampler's.
+    # The likeliest tokens of other columns, by column name, in the form of ``top_ids`` and ``top_logprobs``.
     other_tops: Mapping[str, Tops] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class TokenDump:
         return dataclasses.replace(self, sources={**self.sources, **declared})
 
     def with_column(self, name: str, vectors: Sequence[np.ndarray], source: ColumnSource) -> TokenDump:
-        """Returns this dump with a column added, or replaced if there is one of that name."""
+        """Returns this dump with the column ``name`` added, or replaced if there is one already."""
         columns = {**self.logprobs, name: tuple(np.asarray(vector, np.float32) for vector in vectors)}
         return dataclasses.replace(self, logprobs=columns, sources={**self.sources, name: source})
 
@@ -225,11 +225,20 @@ def dump_of_responses(
 ) -> TokenDump:
     """Makes a dump of sampled responses, one row each; the log-probabilities of prompt tokens are unknown.
 
-    The prompts are int32 vectors [s], the responses [r], and the columns float32 vectors [r], n each. The other
-    arguments are the fields of ``TokenDump``. ``tops`` has the ids and log-probabilities of the likeliest tokens of
-    each response, [r, k] each, or is empty. ``values`` has further numbers of the responses by name, float vectors [r].
-    ``sampled`` tells which tokens of each response the policy sampled, bool [r] each; None: all of them.
-    ``other_tops`` has the likeliest tokens of other columns, in the form of ``tops``.
+    Args:
+      sequence_ids: The names of the n sequences.
+      prompts: The token ids of the prompts, n int32 vectors [s].
+      responses: The token ids of the responses, n int32 vectors [r].
+      logprobs: The log-probabilities of the response tokens by column, n float32 vectors [r] each (nats).
+      sources: The source of each column.
+      sampling: The settings of the sampling, as in ``TokenDump``.
+      tops: The ids and log-probabilities of the likeliest tokens of each response, [r, k] each; or empty.
+      values: The further numbers of the response tokens by name, n float vectors [r] each.
+      sampled: The marks of the response tokens that the policy sampled, n bool vectors [r]. None means all tokens.
+      other_tops: The likeliest tokens of other columns by column, in the form of ``tops``.
+
+    Raises:
+      ValueError: Lengths do not match, names repeat, or a source has no column.
     """
 
     def after(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -259,7 +268,7 @@ def _tops_after(prompt: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> tu
 
 
 def after_prompts(prompts: Sequence[np.ndarray], vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Extends vectors [r] of responses to whole sequences, float32 [s + r], with NaN at the prompt tokens."""
+    """Extends vectors [r] of response tokens to whole sequences, float32 [s + r], with NaN at the prompt tokens."""
     unknown = (np.full(len(prompt), np.nan, np.float32) for prompt in prompts)
     return [np.concatenate(pair) for pair in zip(unknown, vectors, strict=True)]
 
@@ -276,7 +285,10 @@ def run_dumps(run_dir: Path) -> list[Path]:
 
 
 def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
-    """Writes a dump; an older file of that name is replaced only when the new one is complete."""
+    """Writes a dump and returns its path. An older file of this name is replaced once the new one is complete.
+
+    Raises OSError if the file cannot be written.
+    """
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
     columns = (dump.token_ids, dump.response_mask, *dump.logprobs.values())
@@ -292,7 +304,7 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     for name, vectors in dump.values.items():
         table = table.append_column(_VALUES + name, _lists(vectors, pa.float32()))
     with replacing(out) as partial:
-        # Few numbers are there twice, so that a dictionary would take most of the time and make the file larger.
+        # Hardly any number occurs twice, so a dictionary would take most of the time and make the file larger.
         pq.write_table(table, partial, compression="zstd", use_dictionary=False)
     return out
 
@@ -344,9 +356,9 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
 
 
 def parquet_rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the rows of a Parquet file with those of the columns that it has; empty if it has none of them.
+    """Returns the rows of a Parquet file with the columns among ``columns`` that it has.
 
-    Raises ValueError if the file is not a readable Parquet file.
+    The list is empty if the file has none of them. Raises ValueError if the file is not a readable Parquet file.
     """
     with _parquet(path) as file:
         names = [name for name in pq.read_schema(file).names if name in columns]
@@ -364,7 +376,7 @@ def _parquet(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def _types(columns: Iterable[str]) -> dict[str, pa.DataType]:
-    """Returns the types of the table's columns, with one for each of ``columns``."""
+    """Returns the types of the table's fixed columns, and of a column of log-probabilities for each of ``columns``."""
     plain = {"sequence_id": pa.string(), "token_ids": pa.list_(pa.int32()), "response_mask": pa.list_(pa.bool_())}
     return plain | {_PREFIX + name: pa.list_(pa.float32()) for name in columns}
 

@@ -1,7 +1,7 @@
 """The experiment trackers that rljax knows; each class is a ``rljax.record.trackers.Tracker``.
 
-None of them asks a question or sends anything that the user did not choose: W&B sends rows only where it is logged in
-and online, trackio and MLflow write into files unless MLFLOW_TRACKING_URI names a server.
+They ask no questions and send nothing that the user did not choose. W&B sends rows only if it is logged in and online.
+trackio writes into files, and MLflow, too, unless MLFLOW_TRACKING_URI names a server.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rljax.record.trackers import END_S, TrackedRun
 class WandbTracker:
     """A run of Weights & Biases. Offline (``WANDB_MODE=offline``) it writes files, which ``wandb sync`` uploads."""
 
-    FLUSH_S = 1.0  # between two writes of the rows to the disk
+    FLUSH_S = 1.0  # the time between two writes of the rows to the disk
 
     @staticmethod
     def check() -> None:
-        """Raises ValueError where W&B would ask for a login."""
+        """Raises ValueError if W&B would ask for a login."""
         import wandb
 
         is_online = wandb.setup().settings.mode in ("online", "shared", "run")
@@ -39,7 +39,7 @@ class WandbTracker:
 
     @staticmethod
     def abandon() -> None:
-        """Kills W&B's own process, for whose end Python would wait. The files that it wrote can be uploaded later."""
+        """Kills W&B's own process, because Python would wait for its end. Its files can be uploaded later."""
         for children in Path("/proc/self/task").glob("*/children"):
             for process in children.read_text().split():
                 if Path(f"/proc/{process}/comm").read_text().strip() == "wandb-core":
@@ -79,7 +79,7 @@ class WandbTracker:
             self.stored_step = self._flushed.popleft()[1]
 
     def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
-        """Puts summary and figures into the run's summary: a picture in the history would be a step of its own."""
+        """Puts the summary and the figures into the run's summary, because a picture in the history would be a step."""
         if summary:
             self._run.summary.update({"summary": dict(summary)})
         for name, path in figures.items():
@@ -89,7 +89,7 @@ class WandbTracker:
 
 
 class TrackioTracker:
-    """A run in trackio's local store. ``trackio show`` opens it, and nothing goes to a Space."""
+    """A run in trackio's local store. ``trackio show`` opens it, and nothing is sent to a Hugging Face Space."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
@@ -139,13 +139,13 @@ class TrackioTracker:
 class MlflowTracker:
     """A run in MLflow: in the store that MLFLOW_TRACKING_URI names, or else in ``mlflow.db`` of the current folder."""
 
-    TAG = "rljax.run"  # holds the id by which a process that continues the run finds it
+    TAG = "rljax.run"  # the tag with the id by which a process that continues the run finds it
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         import mlflow
 
-        for name in ("mlflow", "alembic"):  # they say each table that they make, and each attempt to open the store
+        for name in ("mlflow", "alembic"):  # they log each table that they make, and each attempt to open the store
             logging.getLogger(name).setLevel(logging.ERROR)
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient()
@@ -182,7 +182,7 @@ class MlflowTracker:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
     def _log_settings(self, settings: Mapping[str, Any]) -> None:
-        """Stores the configuration as parameters, of which MLflow takes 100 in a request."""
+        """Stores the configuration as parameters. MLflow takes at most 100 of them in a request."""
         param = self._entities.Param
         for part in _parts([param(_mlflow_key(key), str(value)[:6000]) for key, value in settings.items()], 100):
             self._client.log_batch(self._id, params=part)

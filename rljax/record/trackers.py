@@ -1,7 +1,7 @@
 """Gives the record of a run to experiment trackers: Weights & Biases, trackio, MLflow, or a class of the user.
 
 Each tracker has a thread, which reads the rows from ``metrics.jsonl``. So a slow tracker holds nothing up and takes no
-memory. A line says that a tracker failed, and it gets no more rows. A tracker that hangs is left behind at the end. A
+memory. If a tracker fails, a line says so, and it gets no more rows. A tracker that hangs is left behind at the end. A
 run that continues goes on in the same run of the tracker, which first gets the rows that it lacks.
 """
 
@@ -66,11 +66,11 @@ class RecordConfig:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The facts that a tracker is made from."""
+    """The facts from which a tracker is made."""
 
-    project: str
-    name: str
-    id: str  # the same in each process that continues the run
+    project: str  # the project of the run in the tracker
+    name: str  # the name of the run in the tracker
+    id: str  # the id of the run, the same in each process that continues it
     stored_step: int  # the last step that the tracker is known to have; 0: none
     directory: Path  # the folder in the run directory for the tracker's own files; it exists
     config: dict[str, Any]  # the resolved configuration, nested as in config.yaml
@@ -81,8 +81,8 @@ class Tracker(Protocol):
     """A run in an experiment tracker, made as ``Class(run: TrackedRun)`` and used by one thread alone.
 
     Any method may raise, and then no method is called any more. The class may have two static methods. ``check()`` is
-    called before the run starts, and raises ValueError if the tracker cannot be used. ``abandon()`` is called if the
-    tracker did not end in time, on another thread, and stops what would hold up the end of the process.
+    called before the run starts, and raises ValueError if the tracker cannot be used. ``abandon()`` is called on
+    another thread if the tracker did not end in time. It stops everything that would hold up the end of the process.
     """
 
     stored_step: int  # the last step that the tracker has for certain, steps of earlier processes included
@@ -94,7 +94,7 @@ class Tracker(Protocol):
     def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
         """Takes the summary and the PNG files by name, and ends the run in the tracker.
 
-        Both are empty if the run failed, or if they were given before.
+        Both are empty if the run failed, or if the tracker already got them at this step.
         """
 
 
@@ -104,8 +104,8 @@ MakeTracker = Callable[[TrackedRun], Tracker]
 class Trackers:
     """The trackers of a run, as a context around it. A thread feeds each of them from :meth:`start` on.
 
-    At the end of the block each tracker gets the summary and the figures. All of them together have ``END_S`` seconds
-    for that. A run that ended with an error is marked as failed there.
+    At the end of the block each tracker gets the summary and the figures. All trackers together have ``END_S`` seconds
+    for that. After an error in the block the trackers mark the run as failed.
     """
 
     def __init__(self, config: RecordConfig) -> None:
@@ -124,8 +124,11 @@ class Trackers:
     ) -> None:
         """Opens the trackers on threads of their own, which then read the rows of ``run_dir``.
 
-        ``config`` is the resolved configuration, and ``settings`` has its values by dotted key. The function ``left_s``
-        returns the seconds after which the process has to end.
+        Args:
+          run_dir: The run directory.
+          config: The resolved configuration, nested as in config.yaml.
+          settings: The values of the configuration by dotted key.
+          left_s: A function that returns the seconds until the process has to end.
         """
         self._left_s = left_s
         name = self._config.run_name or run_dir.resolve().name
@@ -163,7 +166,7 @@ class _State:
 
     @classmethod
     def read(cls, path: Path, project: str) -> _State:
-        """Reads the file; a new state, which is written, if there is none of this project."""
+        """Reads the file. If it has no state of this project, a new state is made and written."""
         if path.exists():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 kept = parse_json(path.read_bytes())
@@ -174,7 +177,7 @@ class _State:
         return state
 
     def keep(self, tracker: Tracker | None = None) -> None:
-        """Writes the file, with the last step that the tracker has."""
+        """Writes the file. With a ``tracker`` it first takes over the last step that the tracker has."""
         self.stored_step = tracker.stored_step if tracker else self.stored_step
         kept = {key: value for key, value in dataclasses.asdict(self).items() if key != "path"}
         write_whole(self.path, json.dumps(kept) + "\n")
@@ -201,12 +204,15 @@ class _Feed(threading.Thread):
         self._is_over = True
 
     def end(self, rows_until: float, *, failed: bool) -> None:
-        """Asks for the end: the last rows, while the clock is under ``rows_until``, and then the summary."""
+        """Asks the thread to give the last rows and the summary, and to end.
+
+        Rows are given until ``time.monotonic()`` reaches ``rows_until``. ``failed`` says whether the run failed.
+        """
         self._rows_until, self._failed = rows_until, failed
         self._ending.set()
 
     def leave(self) -> None:
-        """Leaves the tracker behind. If the end was asked for and has not come, a line says so."""
+        """Leaves the tracker behind. If it was asked to end and has not ended, a line says so."""
         if self._ending.is_set() and not self._is_over:
             self._tell(f"did not end in time, it has the rows up to step {self._given}")
             with contextlib.suppress(Exception):  # of a process that has just ended, or of a user's class
@@ -235,7 +241,7 @@ class _Feed(threading.Thread):
         state.keep(tracker)
 
     def _give(self, tracker: Tracker, state: _State) -> int:
-        """Gives the new rows of the file to the tracker, and returns the number of those that it had no time for."""
+        """Gives the new rows of the file to the tracker. Returns the number of rows for which there was no time."""
         skipped = 0
         while not self._left and (line := self._file.readline()):
             if not line.endswith(b"\n"):  # the rest of the line is written later
@@ -287,6 +293,6 @@ def _results(run_dir: Path) -> tuple[Row, dict[str, Path]]:
 
 
 def _shown(row: Row) -> Row:
-    """Returns the values of a row that a tracker shows, with NaN for each that was not finite."""
+    """Returns the values of a row for a tracker: without None, and with NaN for each value that was not finite."""
     values = {key: value for key, value in row.items() if value is not None and key != NONFINITE_KEYS}
     return values | dict.fromkeys(row.get(NONFINITE_KEYS, ()), math.nan)

@@ -43,7 +43,7 @@ _OWN_STEPS = ("training/global_step", "trainer/global_step", "train/global_step"
 STEP_COLUMNS = (*_OWN_STEPS, "step", "global_step", "Step", "train/step", "trainer/step", "iteration", CALL_COUNT)
 MAX_STEPS = 1_000_000
 NOT_TRAINING = {"eval", "evaluation", "val", "validation", "test"}
-# A row may hold its metrics inside one of these names. They are left out of the names of the columns.
+# A row may have its metrics in an object with one of these names. The names of the columns leave this name out.
 WRAPPERS = {"data", "metrics", "log", "logs", "payload"}
 # The step in a line of console output: ``step:3 - `` of verl, ``rollout 3: {`` and ``perf 3: {`` of slime and Miles.
 _CONSOLE_STEP = re.compile(r"\bstep:(\d+) - |\b(?:rollout|perf) (\d+): \{")
@@ -55,18 +55,18 @@ Columns = TypeVar("Columns", bound=tuple[Any, ...])
 
 
 class MissingPackageError(ConfigError):
-    """A form of log needs a package that is not installed."""
+    """An error of a log whose form needs a package that is not installed."""
 
 
 @dataclass(frozen=True)
 class LengthLog:
-    """The lengths in a log.
+    """The response lengths in a log.
 
     Attributes:
       column: The length column.
       truncated_column: The column with the share of truncated responses, or None.
-      step_column: The column that numbers the steps, or None: each row with a length is a step.
-      columns: All columns of the log.
+      step_column: The column that numbers the steps. None means that each row with a length is a step.
+      columns: The names of all columns of the log.
       lengths: The length of each step 1, 2, ... (tokens); NaN where a step has none.
       truncated: The share of truncated responses of each step; NaN where a step has none.
     """
@@ -80,18 +80,19 @@ class LengthLog:
 
 
 def read_lengths(path: Path, column: str | None = None, truncated_column: str | None = None) -> LengthLog:
-    """Reads the lengths of a log.
+    """Reads the response lengths of a log.
 
     Args:
       path: The log file, or the directory that contains it.
-      column: The name of the length column, where it is not a known one.
-      truncated_column: The name of the column with the share of truncated responses.
+      column: The name of the length column, or None for a column of a known name.
+      truncated_column: The name of the column with the share of truncated responses, or None for a known one.
 
     Returns:
-      The lengths, and where they stand.
+      The lengths, and the names of their columns.
 
     Raises:
-      ConfigError: The log cannot be read, or it has no length. OSError: A file cannot be opened.
+      ConfigError: The log cannot be read, or it has no length.
+      OSError: A file cannot be opened.
     """
     choose = functools.partial(choose_columns, column=column, truncated_column=truncated_column)
     rows, chosen = read_log(path, choose)
@@ -105,13 +106,13 @@ def read_log(path: Path, choose: Callable[[list[str]], Columns]) -> tuple[Rows, 
     """Reads a log: a file, or the log in a directory.
 
     In a directory, the first kind of log that has the wanted columns is read: metrics.jsonl, TensorBoard, metrics.jsonl
-    in a folder, trainer_state.json, other text files. Several folders are one log if each starts after the one before
-    it.
+    in a folder, trainer_state.json, other text files. Several folders are one log if each starts after the first step
+    of the folder before it.
 
     Args:
       path: The file or the directory.
-      choose: A function that chooses columns from those of a log. The steps are those of the first one. It raises
-        ConfigError if a log lacks what is wanted.
+      choose: A function from the columns of a log to the wanted ones. The first of them decides which column numbers
+        the steps. It raises ConfigError if a log lacks a wanted column.
 
     Returns:
       The rows, and the chosen columns of each folder.
@@ -143,7 +144,7 @@ def read_log(path: Path, choose: Callable[[list[str]], Columns]) -> tuple[Rows, 
 
 
 def first_step(rows: Rows, column: str) -> float:
-    """Returns the lowest step with a value of the column, in the log's own numbers; 0 without a step column."""
+    """Returns the lowest step with a value in ``column``, as the log numbers steps; 0 without a step column."""
     name = choose_step_column(rows, column)
     steps = [number_of(row.get(name or "")) for row in rows if column in row]
     return min((step for step in steps if math.isfinite(step)), default=0.0)
@@ -175,7 +176,10 @@ def find_logs(directory: Path) -> Iterator[list[list[Path]]]:
 
 
 def read_rows(path: Path) -> Rows:
-    """Reads one dictionary for each record of a log file, in the order of the file."""
+    """Reads one dictionary for each record of a log file, in the order of the file.
+
+    Raises ConfigError if there is no such file, or it cannot be read as a log.
+    """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     if "tfevents" in path.name:
@@ -194,7 +198,7 @@ def event_files(path: Path) -> ModuleType:
 
 
 def read_text_log(path: Path) -> Rows:
-    """Reads the rows of a CSV, JSON or JSONL file, or of console output (.log, .txt, .out)."""
+    """Reads the rows of a CSV, JSON or JSONL file, or of console output (.log, .txt, .out). Raises ConfigError."""
     kind = path.suffix.lower()
     if kind in (".csv", ".tsv"):
         return csv_rows(path)
@@ -275,7 +279,7 @@ def table_rows(document: Any) -> Rows | None:
 
 
 def flatten(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row with the names of nested objects joined by ``/``. An outer value has precedence."""
+    """Returns the row without nesting: nested names are joined by ``/``. Outer values have precedence."""
     cells: dict[str, Any] = {}
     groups = [("", row)]
     for prefix, group in groups:  # the list grows here
@@ -288,12 +292,12 @@ def flatten(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def columns_of(rows: Rows) -> list[str]:
-    """Returns every column of the log, in order of appearance."""
+    """Returns the names of all columns of a log, in the order in which they first appear."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def matching(columns: list[str], name: str) -> list[str]:
-    """Returns the columns of training that end in ``name``: aggregates of environments and short names first."""
+    """Returns the columns of training that end in ``name``: aggregates over environments first, then short names."""
 
     def fits(column: str) -> bool:
         parts = column.lower().replace("-", "/").replace(".", "/").replace(" ", "").split("/")
@@ -304,7 +308,11 @@ def matching(columns: list[str], name: str) -> list[str]:
 
 
 def choose_columns(columns: list[str], column: str | None, truncated_column: str | None) -> tuple[str, str | None]:
-    """Returns the length column and, if the log has one, the column with the share of truncated responses."""
+    """Returns the length column, and the column with the share of truncated responses, or None.
+
+    ``column`` and ``truncated_column`` are the names that the user chose, if any. Raises ConfigError if the log has no
+    such column, or none of a known name.
+    """
     for wanted in (column, truncated_column):
         if wanted is not None and wanted not in columns:
             raise ConfigError(f"no column {wanted!r} in the log; it has: {', '.join(columns)}")
@@ -346,8 +354,8 @@ def cells_by_step(rows: Rows, columns: Mapping[str, str], step_column: str | Non
 
     Args:
       rows: The rows of the log.
-      columns: The column of each name.
-      step_column: The column that numbers the steps, or None: each row with one of the columns is a step.
+      columns: The columns to read, by the names that the result has for them.
+      step_column: The column that numbers the steps. None means that each row with one of the columns is a step.
     """
     by_step: dict[int, dict[str, float]] = {}
     for row in rows:
@@ -362,9 +370,11 @@ def cells_by_step(rows: Rows, columns: Mapping[str, str], step_column: str | Non
 def series(
     rows: Rows, column: str, truncated_column: str | None, step_column: str | None
 ) -> tuple[list[float], list[float]]:
-    """Returns lengths and truncated fractions of steps 1, 2, ...; NaN if a step has none.
+    """Returns the lengths and the truncated fractions of steps 1, 2, ...; NaN if a step has none.
 
-    A call of ``wandb.log`` without a length, as after an evaluation, is not a step.
+    If the log itself has a length at step 0, the first entry belongs to that step. A call of ``wandb.log`` without a
+    length, as after an evaluation, is not a step. Raises ConfigError if no step has a positive length, or a step is
+    larger than ``MAX_STEPS``.
     """
     names = {name: name for name in (column, truncated_column) if name is not None}
     by_step = {step: cells for step, cells in cells_by_step(rows, names, step_column).items() if column in cells}

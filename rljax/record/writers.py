@@ -44,8 +44,8 @@ class Recorder:
     part before the ``/``. On a terminal a progress bar shows reward, length, rate and mismatch. Elsewhere a plain line
     is printed every 10 steps or 30 seconds, at the first and the last step, and at every evaluation.
 
-    Rows of ``first_step`` (1-based) and later on disk are removed. Raises RuntimeError if the record on disk is
-    damaged, or its earlier steps are not exactly 1 .. first_step - 1.
+    Rows on disk of the step ``first_step`` (1-based) and later are removed. Raises RuntimeError if the record on disk
+    is damaged, or its earlier steps are not exactly 1 .. first_step - 1.
     """
 
     def __init__(
@@ -70,11 +70,17 @@ class Recorder:
             self._reports.append(_Console(total_steps, first_step))
 
     def write(self, row: Mapping[str, Any], histograms: Mapping[str, np.ndarray] | None = None) -> None:
-        """Records the row of the next step; its values are None, strings, bools or numbers (also numpy's and jax's).
+        """Records the row of the next step.
 
-        ``histograms`` has counts by name, in the bins of ``rljax.mismatch.histogram.bin_edges``, for TensorBoard alone.
-        Raises ValueError if it is another step's row, and TypeError for another value. After an OSError the file holds
-        nothing of the row, and the caller may try again.
+        Args:
+          row: The values by key: None, strings, bools, or numbers, which may be scalars of numpy or jax.
+          histograms: The counts by name, in the bins of ``rljax.mismatch.histogram.bin_edges``. Only TensorBoard gets
+            them.
+
+        Raises:
+          ValueError: The row belongs to another step, or has the key ``nonfinite_keys``.
+          TypeError: A value is not a scalar.
+          OSError: The row cannot be written. The file then has nothing of it, and the caller may try again.
         """
         values = {key: _to_python(key, value) for key, value in row.items()}
         if values.get("step") != self._next_step:
@@ -109,7 +115,7 @@ class Recorder:
 class _TensorBoard:
     """A TensorBoard event file, which is opened at the first row.
 
-    It is written without the thread of a SummaryWriter: on a full disk that thread ends, and its queue blocks the run.
+    It is written without the thread of a SummaryWriter. On a full disk that thread ends, and its queue blocks the run.
     """
 
     def __init__(self, directory: Path, first_step: int) -> None:
@@ -155,7 +161,7 @@ class _TensorBoard:
 
 
 def _import_without_torch() -> None:
-    """Imports tensorboardX without torch, which it would import for tensors alone, in two seconds."""
+    """Imports tensorboardX without torch, which takes two seconds to import and is only needed for torch tensors."""
     hidden: dict[str, Any] = {} if "torch" in sys.modules else {"torch": None}
     sys.modules.update(hidden)
     try:
@@ -166,7 +172,10 @@ def _import_without_torch() -> None:
 
 
 def _histogram(name: str, counts: np.ndarray) -> dict[str, Any]:
-    """Returns a histogram of log-spaced bins. Its moments use the middle of each bin, because only counts are known."""
+    """Returns the arguments of tensorboardX's ``histogram_raw`` for counts in log-spaced bins.
+
+    The moments use the middle of each bin, because only counts are known.
+    """
     edges = bin_edges()
     uppers = np.append(edges, edges[-1] ** 2 / edges[-2])
     middles = np.concatenate([[0.0], np.sqrt(edges[:-1] * edges[1:]), edges[-1:]])
@@ -196,7 +205,10 @@ def _to_python(key: str, value: Any) -> Any:
 
 
 def _keep_steps_before(path: Path, first_step: int) -> None:
-    """Cuts the record down to the steps 1 .. first_step - 1, with one rename."""
+    """Cuts the record down to the steps 1 .. first_step - 1. The shorter file replaces the old one by a rename.
+
+    Raises RuntimeError if the record is damaged, or lacks one of these steps.
+    """
     lines = read_lines(path) if path.exists() else []
     kept = [(row["step"], line) for row, line in lines if row["step"] < first_step]
     got, expected = [step for step, _ in kept], list(range(1, first_step))
