@@ -44,7 +44,7 @@ class Tally:
       rows: The number of rows read.
       unanswered: The number of rows that are left out because their right answer is empty.
       too_long: The number of problems that are left out because of their length; None: lengths were not counted.
-      repeats: The number of problems whose prompt another one has, too; None: they are counted in ``problems``.
+      repeats: The number of problems whose prompt another problem has, too. None: a reader counts them in ``problems``.
       unread: The keys that nothing reads, with the number of their rows.
     """
 
@@ -130,7 +130,7 @@ def answered_rows(
 
     Args:
       path: The file.
-      tally: The counts, which grow.
+      tally: The counts, to which the rows of this file are added.
       form: The name of the form; None: the keys of a row tell it.
       rows: The rows with their numbers; None: they are read from the file.
 

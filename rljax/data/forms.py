@@ -45,7 +45,7 @@ _READ = ("data_source", "extra_info")
 
 
 class NoAnswerError(ValueError):
-    """The right answer of a row is empty. The message names the row."""
+    """An error of a row whose right answer is empty. The message names the row."""
 
 
 class Keys(NamedTuple):
@@ -130,7 +130,7 @@ def last_box(text: str) -> str | None:
 
 
 def _answer(row: Mapping[str, Any], key: str, form: FormName | None) -> Any:
-    """Returns the answer under ``key``, taken out of what may surround it there."""
+    """Returns the right answer under ``key``, without the text that surrounds it in some forms."""
     value = row.get(key)
     if key.lower() == "reward_model":
         nested = _from_json(value, "{")

@@ -62,7 +62,7 @@ def make(name: str, options: dict[str, Any], seed: int, size: int) -> list[dict[
 
 
 def main() -> None:
-    """Answers one request."""
+    """Answers the request on stdin."""
     request = json.load(sys.stdin)
     sys.path[:] = request.pop("path")
     answer = os.dup(1)

@@ -44,7 +44,7 @@ TOYS: Mapping[str, ToyTask] = {
     "calculator": ToyTask(toy_calculator.calculator_problems, "addition", toy_calculator.MAX_RESPONSE_TOKENS),
 }
 FILE_REWARD = "math"
-VERIFIERS = "verifiers"  # the task whose problems are those of the environment of the rollouts
+VERIFIERS = "verifiers"  # the task whose problems come from the environment of the rollouts
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def template_arguments(enable_thinking: bool | None, more: Sequence[str]) -> dic
     """Returns the arguments of the chat template by name, from the settings of ``DataConfig``.
 
     Raises:
-      ValueError: One is not ``NAME=VALUE``, or a name is given twice.
+      ValueError: An argument is not ``NAME=VALUE``, or a name is given twice.
     """
     thinking = () if enable_thinking is None else (f"enable_thinking={json.dumps(enable_thinking)}",)
     return _named_values((*thinking, *more), "chat_template_kwargs")
@@ -156,7 +156,7 @@ def _named_values(words: Sequence[str], key: str, *, may_have_task: bool = False
     """Returns the values of words ``NAME=VALUE`` by name; a name may be ``TASK.NAME`` where ``may_have_task``.
 
     Raises:
-      ValueError: One has another form, or a name is given twice.
+      ValueError: A word has another form, or a name is given twice.
     """
     values: dict[str, Any] = {}
     for word in words:
@@ -179,7 +179,7 @@ def training_problems(
     Args:
       config: The configuration of the data.
       tokenizer: The tokenizer whose chat template is applied; the toy tasks need none.
-      tally: The counts of the file, which grow. With them, rows without a right answer are left out.
+      tally: The counts, to which the rows of the file are added. None: a row without a right answer is an error.
 
     Raises:
       ValueError: The file cannot be read, or a row is not a problem; the message names the row.
@@ -265,7 +265,7 @@ def render_prompt(
 
     Args:
       prompt: A text, or the messages of a chat.
-      tokenizer: The tokenizer whose chat template is applied; None: none is.
+      tokenizer: The tokenizer whose chat template is applied; None: no template is applied.
       chat_template: The value of ``DataConfig.chat_template``.
       arguments: Further arguments of the template, from ``template_arguments``.
 

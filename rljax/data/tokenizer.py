@@ -21,7 +21,7 @@ import tokenizers
 from rljax.data.byte_level import ByteLevelDecoder
 from rljax.errors import parse_json
 
-# Template texts are searched for the answer, so its words must stand in no other place.
+# Rendered templates are searched for the answer, so its words must occur nowhere else in them.
 _SHORT_CHAT = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "the-answer"})
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -119,9 +119,9 @@ class Tokenizer:
         return self._checked(messages, "a prompt", add_generation_prompt=True, **arguments)
 
     def render_reply(self, messages: Sequence[Mapping[str, str]], *, ended: bool, **arguments: Any) -> str:
-        """Renders what the template writes from the end of an answer to the beginning of the model's next answer.
+        """Renders the text of the template from the end of an answer to the beginning of the model's next answer.
 
-        The text does not depend on the chat before: it is read from a short chat that these messages follow.
+        The text does not depend on the chat before, so it is taken from a short chat that ends with these messages.
 
         Args:
           messages: The messages after the answer, for example of the roles tool and user.
@@ -158,7 +158,7 @@ class Tokenizer:
         return behind
 
     def _checked(self, messages: Sequence[Mapping[str, str]], what: str, **arguments: Any) -> str:
-        """Renders messages; whatever is wrong raises ValueError, whose message calls them ``what``."""
+        """Renders messages. Raises ValueError if that fails; its text calls the messages ``what``."""
         given = [name for name in arguments if name != "add_generation_prompt"]
         unknown = [name for name in given if not re.search(rf"\b{re.escape(name)}\b", self._chat_template or "")]
         if unknown:

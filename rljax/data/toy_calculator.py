@@ -40,7 +40,7 @@ def add(*numbers: int) -> str:
 
 
 def _demonstration(rng: np.random.Generator, config: ToyBaseConfig, call_rate: float) -> str:
-    """Writes a call with what the tool answers, or a direct answer."""
+    """Writes a call with the tool's answer, or a direct answer."""
     a, b = (int(x) for x in rng.integers(10 ** (DIGITS - 1), 10**DIGITS, 2))
     if rng.random() < call_rate:
         wrong = int(rng.integers(1, 10)) if rng.random() < config.wrong_digit_rate else 0

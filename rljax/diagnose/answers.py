@@ -1,4 +1,4 @@
-"""The answers to the questions that people ask about a mismatch, and what to measure where there is none."""
+"""The answers to the questions that people ask about a mismatch, and the measurements that would answer open ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNKNOWN = "cannot tell"
 
 
 def answers(facts: Facts, cause: str, findings: Sequence[Finding]) -> dict[str, str]:
-    """Returns one sentence for each question. One that the facts do not answer begins with "cannot tell"."""
+    """Returns one sentence for each question. It begins with "cannot tell" if the facts do not answer the question."""
     return {
         "numerics or staleness": _kind(facts, cause, findings),
         "a few tokens or all": _concentration(facts),
@@ -158,11 +158,11 @@ def _floor(facts: Facts) -> str:
 
 
 _NUMERICS = ("eight_bits", "sixteen_bits", "head_dtype", "length_growth", "mismatch_growth")
-"""The causes in the numbers of the engines, which a look into their layers can place."""
+"""The causes in the arithmetic of the engines, which a comparison of their layers can locate."""
 
 
 def to_measure(facts: Facts, cause: str) -> Iterator[str]:
-    """Yields what to measure next, where the facts leave something open."""
+    """Yields a line for each measurement that would answer an open question."""
     course, tokens = facts.course, facts.tokens
     names = set(course.last) if course is not None else set()
     if course is not None and not course.gap_name:

@@ -30,10 +30,10 @@ CAUSES: Mapping[str, tuple[str, str]] = {
 }
 """The kind of each cause, and the cause in words."""
 
-_ALONG = 2.5  # the error of the last bucket over that of the first one that shows growth, or a fall
-_STEEP = 4.5  # the rise with uncertainty that rounding does not give
+_ALONG = 2.5  # the least ratio between the errors of the last and the first bucket that shows growth, or a fall
+_STEEP = 4.5  # the least rise of the error with uncertainty that rounding does not explain
 _DEAD = 0.1  # the share of its first value under which entropy, signal or gradient norm is gone
-_NEAR = ("1", "2_to_4")  # the buckets of distances that lie right after an environment's tokens
+_NEAR = ("1", "2_to_4")  # the buckets of the smallest distances from an environment's tokens
 _FEWEST_EXTREMES = 20
 _TEMPERATURE_EFFECT = 0.02  # smaller errors are no temperature that anyone would set
 
@@ -41,8 +41,8 @@ _TEMPERATURE_EFFECT = 0.02  # smaller errors are no temperature that anyone woul
 def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
     """Returns the cause, a key of CAUSES, and all findings, the best supported first.
 
-    The cause is "cannot_tell" if the best findings are mere possibilities, or if a limit is crossed and nothing
-    explains it, or if no mismatch was measured.
+    The cause is "cannot_tell" in three cases: all findings are mere possibilities, a limit is crossed and no finding
+    explains it, or no mismatch was measured.
     """
     every = [finding for rule in RULES for finding in rule(facts)]
     findings = sorted(every, key=lambda finding: CONFIDENCES.index(finding.confidence))
@@ -55,7 +55,7 @@ def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
 
 
 def _comparable(facts: Facts) -> Iterator[Finding]:
-    """Yields what makes the numbers meaningless: they come first."""
+    """Yields the findings that make all other numbers meaningless."""
     if facts.tokens is not None:
         verdict = facts.tokens.verdict
         if verdict.cause in ("constant_fill", "off_by_one", "other_base", "no_tokens", "truncated_sampling"):
@@ -71,7 +71,7 @@ def _comparable(facts: Facts) -> Iterator[Finding]:
 
 
 def _stale_tokens(tokens: TokenFacts, origin: str) -> Iterator[Finding]:
-    """Yields staleness from the versions of a dump's tokens, without a log."""
+    """Yields a finding of staleness from the versions of a dump's tokens, without a log."""
     if not tokens.staleness > 0:
         return
     said = f"the tokens were sampled {tokens.staleness:.3g} versions before they were trained on, in the mean"
@@ -144,12 +144,12 @@ def _rises_with_uncertainty(tokens: TokenFacts, times: float = _ALONG) -> bool:
 
 
 def _are_two_states(tokens: TokenFacts) -> bool:
-    """Returns whether a large gap is that of two states of one policy rather than of rounding."""
+    """Returns whether the gap is large and looks like two states of one policy, not like rounding."""
     return tokens.normalised_gap > 0.05 and _rises_with_uncertainty(tokens)
 
 
 def _is_late(course: Course | None) -> bool:
-    """Returns whether the mismatch of a log is much smaller at its first step than later, or stale."""
+    """Returns whether a log's mismatch is much smaller at the first step than later, or its rollouts are stale."""
     if course is None or math.isnan(course.effect_start):
         return False
     later = max(course.effect_first, course.effect_last)
@@ -227,7 +227,7 @@ def _extreme(facts: Facts) -> Iterator[Finding]:
 
 
 def _after_environment(facts: Facts) -> Iterator[Finding]:
-    """Yields the tokens after an environment's, if most extreme tokens are there and few of the others."""
+    """Yields a finding if most extreme tokens, but few of all tokens, come right after the environment's tokens."""
     course = facts.course
     if course is None:
         return
@@ -255,8 +255,8 @@ def _length(facts: Facts) -> Iterator[Finding]:
     for effects in groups:
         values, labels = list(effects.values()), list(effects)
         growth, falls = _growth(effects), sum(after < before for before, after in itertools.pairwise(values))
-        # An engine of 8 bits has some growth of its own, from an error that is large at the first tokens already: the
-        # errors of its cache add up (the study, at fixed weights).
+        # An engine of 8 bits has a large error at the first tokens already, and some growth of its own, because the
+        # errors of its cache add up (measured in the study at fixed weights).
         least = 4 * _ALONG if values and values[0] > EFFECTS["bfloat16"] else _ALONG
         if growth > least and 4 * falls < len(values) and not any(_extreme(facts)):
             yield Finding(
@@ -269,7 +269,7 @@ def _length(facts: Facts) -> Iterator[Finding]:
 
 
 def _growth(values: Mapping[str, float]) -> float:
-    """Returns the number of the last bucket over that of the first one; 0 with fewer than three buckets."""
+    """Returns the number of the last bucket divided by the first bucket's; 0 with fewer than three buckets."""
     first, *_, last = values.values() if len(values) > 2 else (1.0, 0.0)
     return last / first if first > 0 else 0.0
 
@@ -347,7 +347,7 @@ def _failure(facts: Facts) -> Iterator[Finding]:
 
 
 def _rounding(facts: Facts) -> Iterator[Finding]:
-    """Yields rounding in 16 bits where a limit is crossed and nothing else explains it."""
+    """Yields a finding of rounding in 16 bits if a limit is crossed and no other finding explains it."""
     if facts.origin == "bfloat16" and any(one.is_crossed for one in facts.crossings) and not any(_explains(facts)):
         sure = LIKELY if facts.is_split else POSSIBLE
         yield Finding("sixteen_bits", sure, f"{facts.size} is that of bfloat16, and a limit is crossed")
@@ -365,4 +365,4 @@ RULES = (
     _failure,
     _rounding,
 )
-"""The rules, each a function that yields findings. Of equally sure findings the earlier rule's comes first."""
+"""The rules, each a function that yields findings. Of two equally sure findings, the earlier rule's comes first."""

@@ -1,4 +1,4 @@
-"""Reads a log's facts over its steps: the size of the mismatch, its growth, and the order in which things fail."""
+"""Reads a log's facts over its steps: the size of the mismatch, its growth, and the order in which signals fail."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ FEWEST_STEPS = 8
 """A log with fewer steps says nothing of growth or collapse."""
 _COLLAPSED = 0.5  # a reward has collapsed if it falls under this share of its peak and stays there
 _NEAR_PEAK = 0.9  # the decline begins at the last step at which the reward is above this share of its peak
-_GROWN = 2.0  # a signal has grown from the step on at which it stays above this multiple of its reference
-_FEWEST_TOKENS = 50  # in a bucket, over the whole log
+_GROWN = 2.0  # a signal has grown from the first step on after which it stays above this multiple of its reference
+_FEWEST_TOKENS = 50  # the fewest tokens of a bucket that counts, over the whole log
 
 
 @dataclass(frozen=True)
 class Onset:
     """The growth of one signal before or after the decline of the reward."""
 
-    step: int | None  # the first step from which on the signal stays at twice its reference; None: it does not grow
-    lead: int | None  # the steps from there to the decline of the reward, negative if it follows; None: no decline
+    step: int | None  # the first step from which the signal stays above twice its reference; None: it does not grow
+    lead: int | None  # the steps from ``step`` to the decline of the reward, negative if ``step`` is later; or None
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,28 @@ class Course:
     steps: int  # the number of steps
     starts_at: int  # the first step
     first: Mapping[str, float]  # the median of each signal over the first steps
-    last: Mapping[str, float]  # the median over the last steps
-    largest: Mapping[str, float]  # the largest value
-    effect_first: float  # the error of the logits in the first steps, as of ``effect``
-    effect_last: float
-    effect_start: float  # that of the very first step with a number
-    gap_name: str  # the signal that stands for the size of the mismatch
-    start: float  # its first number
+    last: Mapping[str, float]  # the median of each signal over the last steps
+    largest: Mapping[str, float]  # the largest value of each signal
+    effect_first: float  # the error of the logits in the first steps, from the function ``effect``
+    effect_last: float  # the error of the logits in the last steps
+    effect_start: float  # the error of the logits at the very first step with a number
+    gap_name: str  # the signal that stands for the size of the mismatch; empty if there is none
+    start: float  # the first number of this signal
     noise: float  # the median change of the logarithm of the mismatch from one step to the next
     early_growth: float  # the largest smoothed mismatch of the first quarter of the steps over the first number
-    peak: float  # of the smoothed reward
+    peak: float  # the highest smoothed reward
     decline: int | None  # the step at which the reward begins to fall for good; None: it does not collapse
-    onsets: Mapping[str, Onset]  # of gap, grad_norm, entropy (its fall) and length
-    correlations: Mapping[str, float]  # Spearman's, of the gap with other signals
+    onsets: Mapping[str, Onset]  # the onsets of gap, grad_norm, entropy (its fall) and length
+    correlations: Mapping[str, float]  # Spearman's rank correlations of the gap with other signals
     # The error of the logits by bucket, over the whole log: group -> label -> effect.
     effects: Mapping[str, Mapping[str, float]]
     gaps: Mapping[str, Mapping[str, float]]  # the mean gap by bucket
     tokens: Mapping[str, Mapping[str, float]]  # the tokens of all steps by bucket
-    extremes: Mapping[str, Mapping[str, float]]  # those of them that are extreme, if the log tells it
+    extremes: Mapping[str, Mapping[str, float]]  # the extreme tokens of all steps by bucket, if the log has them
 
     @property
     def is_stale(self) -> bool:
-        """Whether some rollouts were sampled with older weights, as far as the log says so."""
+        """Whether some rollouts were sampled with older weights; False if the log does not say."""
         return self.largest.get("staleness", 0.0) > 0
 
     @property
@@ -69,10 +69,11 @@ class Course:
 
 
 def effect(k3: float, gap: float) -> float:
-    """Returns the error of the logits that a mismatch comes from, in units that do not depend on the entropy.
+    """Returns the error of the logits that causes a mismatch, in units that do not depend on the entropy.
 
-    The mean of exp(lr) - lr - 1 and the mean of abs(lr) both grow with the share of uncertain tokens, so their ratio
-    does not. It is about 0.3 times the standard deviation of the error of a logit difference (nats).
+    ``k3`` is the mean of exp(lr) - lr - 1, and ``gap`` the mean of abs(lr). Both grow with the share of uncertain
+    tokens, but their ratio, the result, does not. It is about 0.3 times the standard deviation of the error of a logit
+    difference (nats).
     """
     return k3 / gap if gap > 0 else (0.0 if gap == 0 else math.nan)
 
@@ -89,9 +90,9 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Returns Spearman's rank correlation over the places where both are finite.
+    """Returns Spearman's rank correlation over the places where both vectors are finite.
 
-    It is NaN for fewer than 8 places, or if one of them is constant.
+    It is NaN for fewer than 8 such places, or if a vector is constant there.
     """
     both = np.isfinite(x) & np.isfinite(y)
     if both.sum() < FEWEST_STEPS:
@@ -150,12 +151,12 @@ GAPS = ("logprob_abs_diff_mean", "log_ppl_abs_diff", "k3_kl", "prob_abs_diff_mea
 
 
 def window(count: int) -> int:
-    """Returns the number of steps that one value of a log is averaged over."""
+    """Returns the width, an odd number of steps, of the window that smooths a log of ``count`` steps."""
     return max(3, count // 20) | 1
 
 
 def _early_growth(values: np.ndarray, width: int) -> float:
-    """Returns the largest smoothed number of the first quarter over the very first one."""
+    """Returns the largest smoothed number of the first quarter, divided by the very first number; NaN if unknown."""
     finite = values[np.isfinite(values)]
     if len(finite) < FEWEST_STEPS or finite[0] <= 0:
         return math.nan
@@ -168,7 +169,7 @@ def _noise(values: np.ndarray) -> float:
 
 
 def _end(values: np.ndarray, width: int) -> float:
-    """Returns the median of the first finite numbers."""
+    """Returns the median of the first finite numbers: a tenth of them, but at least ``width``."""
     finite = values[np.isfinite(values)]
     return float(np.median(finite[: max(width, len(finite) // 10)])) if len(finite) else math.nan
 
@@ -176,8 +177,8 @@ def _end(values: np.ndarray, width: int) -> float:
 def find_decline(reward: np.ndarray) -> int | None:
     """Returns the index at which a smoothed reward begins to fall for good; None if it does not collapse.
 
-    It collapses if it falls under half of its peak, above its lowest value or 0, and stays there to the end. A rise of
-    less than four times the noise from step to step is no peak.
+    It collapses if it falls under half of its peak and stays there to the end. Heights are measured from 0, or from the
+    lowest reward if that is negative. A height of at most four times the noise from step to step is no peak.
     """
     if np.isfinite(reward).sum() < FEWEST_STEPS:
         return None
@@ -195,10 +196,10 @@ def find_decline(reward: np.ndarray) -> int | None:
 
 
 def _onset(values: np.ndarray, steps: np.ndarray, decline: int | None) -> tuple[int | None, int | None]:
-    """Returns the step from which a smoothed signal stays at twice its reference, and its lead over the decline.
+    """Returns the step from which a smoothed signal stays above twice its reference, and its lead over the decline.
 
-    The reference is the median of the first quarter of the steps before the decline. Only the steps up to a little
-    after the decline count, because a policy that has failed gives other numbers.
+    The reference is the median of the first quarter of the steps before the decline. Steps long after the decline do
+    not count, because a policy that has failed gives other numbers.
     """
     known = np.isfinite(values)
     if known.sum() < FEWEST_STEPS:
@@ -215,7 +216,10 @@ def _onset(values: np.ndarray, steps: np.ndarray, decline: int | None) -> tuple[
 
 
 def _correlations(log: Log, gap: np.ndarray) -> dict[str, float]:
-    """Returns the correlations of the gap with other signals; ``changes/<name>`` is that of their changes by step."""
+    """Returns the rank correlations of the gap with other signals, by their names.
+
+    ``changes/<name>`` is the correlation between the changes of both from step to step.
+    """
     others = {"step": log.steps.astype(float)} | {name: log.get(name) for name in ("entropy", "length", "grad_norm")}
     found = {name: rank_correlation(gap, values) for name, values in others.items()}
     found |= {
@@ -235,7 +239,7 @@ def _bucket_gaps(labels: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, fl
 
 
 def _bucket_counts(labels: Mapping[str, Mapping[str, np.ndarray]], name: str) -> dict[str, float]:
-    """Returns the sum of a count over all steps, or that of a share of the tokens, as a number of tokens."""
+    """Returns a number of tokens by bucket, summed over all steps: ``token_count``, or the share ``name`` of it."""
     return {
         label: float(np.nansum(each["token_count"] * (1.0 if name == "token_count" else each[name])))
         for label, each in labels.items()

@@ -1,4 +1,4 @@
-"""The facts that a diagnosis rests on: a log's, a dump's, and what is declared; and the size of the mismatch."""
+"""The facts of a diagnosis, from a log, a dump and the declared settings, and the size of the mismatch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rljax.diagnose.token_facts import TokenFacts
 SURE, LIKELY, POSSIBLE = "sure", "likely", "possible"
 CONFIDENCES = (SURE, LIKELY, POSSIBLE)
 
-# The sizes of a mismatch by its likeliest origin: the upper end of each range. The error of the logits
-# (``course.effect``) was measured: the toy's embedded engine in bfloat16 0.0035, vLLM in bfloat16 0.011, int8 weights
+# The sizes of a mismatch by its likeliest origin: the upper end of each range. These errors of the logits
+# (``course.effect``) were measured: the toy's embedded engine in bfloat16 0.0035, vLLM in bfloat16 0.011, int8 weights
 # 0.02, fp8 weights 0.06, fp8 caches 0.08 and 0.18 (benchmarks/engine_mismatch.json, head_dtype.json).
 EFFECTS = {"float32": 1e-4, "float16": 1.5e-3, "bfloat16": 0.04, "8 bits": 0.5}
 # Other signals over the policy's entropy (benchmarks/mismatch_growth.json): vLLM in bfloat16 0.011 to 0.029, fp8
@@ -23,7 +23,7 @@ _OVER_ENTROPY = {
     "logprob_abs_diff_mean": {"float32": 1e-4, "float16": 4e-3, "bfloat16": 0.06, "8 bits": 0.7},
     "k3_kl": {"float32": 1e-8, "float16": 1e-5, "bfloat16": 2.5e-3, "8 bits": 0.3},
 }
-# The signals alone, with the field's reports: k3_kl 6e-4 in bfloat16 and 0.03 with an fp8 cache (Qwen3-4B).
+# The same signals without the entropy. Others report a k3_kl of 6e-4 in bfloat16 and 0.03 with an fp8 cache (Qwen3-4B).
 _ALONE = {
     "logprob_abs_diff_mean": {"float32": 1e-5, "float16": 2e-3, "bfloat16": 0.03, "8 bits": 0.2},
     "k3_kl": {"float32": 1e-9, "float16": 1e-5, "bfloat16": 3e-3, "8 bits": 0.1},
@@ -43,7 +43,7 @@ class Declared(NamedTuple):
     rollout_dtype: str = ""
     forms: str = ""  # the 8-bit forms of the engine's weights and cache
     is_exact: bool = False  # whether trainer and engine share one executable
-    inject: str = ""  # the mismatch that the configuration puts in on purpose
+    inject: str = ""  # the mismatch that the configuration adds on purpose
 
     @property
     def coarser(self) -> str:
@@ -65,18 +65,18 @@ class Size(NamedTuple):
 
     value: float
     limits: Mapping[str, float]  # the upper end of the range of each origin
-    measure: str  # what the value is, in words
+    measure: str  # the name of the measure, in words
 
     def __str__(self) -> str:
         return f"{self.measure} of {self.value:.2g}"
 
 
 class Facts(NamedTuple):
-    """All that is known."""
+    """All facts of a diagnosis."""
 
-    course: Course | None
-    tokens: TokenFacts | None
-    crossings: Sequence[Crossing]
+    course: Course | None  # the facts of the log
+    tokens: TokenFacts | None  # the facts of the token dump
+    crossings: Sequence[Crossing]  # the thresholds, as applied to the log or else to the dump
     declared: Declared = Declared()
 
     @property
@@ -88,7 +88,7 @@ class Facts(NamedTuple):
 
     @property
     def size(self) -> Size:
-        """The size of the mismatch: the error of the logits, or else what the best other signal says."""
+        """The size of the mismatch: the error of the logits, or else the best other signal."""
         course = self.course
         if not math.isnan(self.effect) or course is None or not course.gap_name:
             return Size(self.effect, EFFECTS, "an error of the logits")
@@ -100,13 +100,16 @@ class Facts(NamedTuple):
 
     @property
     def origin(self) -> str:
-        """The origin that the size of the mismatch fits: a key of EFFECTS, BEYOND, or "" without a size."""
+        """The origin that fits the size of the mismatch: a key of EFFECTS, or BEYOND; empty if the size is unknown."""
         size, limits, _ = self.size
         return "" if math.isnan(size) else next((name for name, limit in limits.items() if size <= limit), BEYOND)
 
     @property
     def is_split(self) -> bool:
-        """Whether there are the tokens, or buckets and quantiles, so that few tokens, length and temperature show."""
+        """Whether the data can show a few extreme tokens, growth with the length, or a temperature.
+
+        That takes a token dump, or a log with quantiles and with buckets by position and entropy.
+        """
         if self.tokens is not None or self.course is None:
             return self.tokens is not None
         groups = (self.course.effects.get(f"mismatch_{name}", {}) for name in ("position", "entropy"))

@@ -25,9 +25,9 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
     """Returns the whole diagnosis as a JSON object. Numbers that are not finite are null.
 
     Args:
-      source: The name of what was read.
-      facts: All that is known.
-      log: The log; None for a dump alone.
+      source: The name of the source that was read.
+      facts: The facts of the log, the dump and the configuration.
+      log: The log, or None if there is only a dump.
     """
     cause, findings = judge_cause(facts)
     kind, words = CAUSES[cause]

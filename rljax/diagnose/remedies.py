@@ -12,7 +12,7 @@ class Remedy(NamedTuple):
     name: str
     settings: str  # the keys of rljax, as on a command line; empty if it is not a setting
     cost: str
-    source: str  # the arm of ours that was measured, or the paper
+    source: str  # the page with rljax's own measurement, or the paper
 
 
 _DECAY = Remedy(

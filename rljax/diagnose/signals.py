@@ -119,7 +119,7 @@ NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 """The names of each project's signals beside mismatch and length, the best first."""
 
-# Mismatch metrics of projects that are ours up to the order of their means, or up to a known function.
+# Metrics of projects that equal one of our signals, except for the order of their means or a known function.
 _NEAR: Mapping[tuple[str, str], str] = {
     ("nemo_rl", "token_mult_prob_error"): "token_mult_prob_error",
     ("prime_rl", "mismatch_kl/mean"): "k3_kl",
@@ -130,7 +130,7 @@ _NEAR: Mapping[tuple[str, str], str] = {
 BUCKETED = ("mismatch_position", "mismatch_entropy", "mismatch_staleness", "turns")
 """The groups of rljax's rows that split the mismatch by bucket. ``turns`` has two splits: ``turn`` and ``after``."""
 PARTS = ("mismatch_numerics", "mismatch_drift", "mismatch_self")
-"""The groups of rljax's rows that have a part of the mismatch, or that of the trainer with itself."""
+"""The groups of rljax's rows that have a part of the mismatch, or the trainer's mismatch with itself."""
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,12 @@ def _fitting(project: str, columns: list[str]) -> dict[str, str]:
 
 
 def _weight(found: Mapping[str, str]) -> int:
-    """Returns how well names fit: a long name of a project's own says more than "reward" or "kl"."""
+    """Returns a score of how well names fit. Long names of a project's own count more than "reward" or "kl"."""
     return sum(column.count("/") + column.count("_") + 1 for column in found.values())
 
 
 def read_signals(rows: Rows) -> Log:
-    """Reads the signals of a log's rows. Raises ConfigError if it has none, or no step."""
+    """Reads the signals of a log's rows. Raises ConfigError if the log has no known signal, or no step."""
     columns = columns_of(rows)
     project, found = choose_signals(columns)
     wanted = dict(found)

@@ -17,7 +17,7 @@ class Threshold(NamedTuple):
     signal: str  # the name of the signal, as in ``signals.MISMATCH``
     limit: float
     source: str  # a paper with its section, a project's rule, or "rljax" for our own limit
-    meaning: str  # one clause: what a larger number means
+    meaning: str  # the meaning of a larger number, in one clause
 
 
 THRESHOLDS = (
@@ -83,7 +83,7 @@ class Crossing:
     """One threshold, applied to a log or to a dump."""
 
     threshold: Threshold
-    value: float  # the last value of a log (median of its last steps), or that of a dump
+    value: float  # the last value of a log (the median of its last steps), or the value of a dump
     steps: int  # the number of steps beyond the limit; a dump counts as one step
     measured: int  # the number of steps with a value
     first: int | None  # the first step beyond the limit

@@ -25,12 +25,12 @@ UNCERTAINTY_EDGES = (0.03, 0.1, 0.3, 0.6)
 FEWEST_TOKENS = 60
 """A bucket with fewer tokens is not shown."""
 GRIDS = {"bfloat16": 2.0**-9, "float16": 2.0**-12}
-"""The step of logits of size 0.25 to 0.5 in each dtype. Larger logits have multiples of it, as have differences."""
+"""The spacing of logits of size 0.25 to 0.5 in each dtype. Larger logits and their differences are multiples of it."""
 _ON_GRID = 1e-5  # nats; log-probabilities in float32 are exact to about a tenth of it
 _GRID_SHARE, _FEWEST_PAIRS = 0.8, 12  # the least share of pairs on a grid, and the fewest pairs, that show a grid
-_SHARED_TOKENS = 16  # the response tokens from the first that are searched for shared contexts
-_OUTLIER = 8.0  # a token is an outlier if its error of the logit is above so many times the 90% quantile's
-_SMALLEST_OUTLIER = 0.5  # nats
+_SHARED_TOKENS = 16  # the first response tokens of a sequence, which are searched for shared contexts
+_OUTLIER = 8.0  # the least error of an outlier, as a multiple of the 90% quantile of all errors
+_SMALLEST_OUTLIER = 0.5  # the least abs(lr) of an outlier (nats)
 _VERSION = re.compile(r"version (\d+)$")  # the end of the name of the trainer's weights in a dump of a run
 
 
@@ -41,17 +41,17 @@ class TokenFacts:
     trainer: str  # the column in the trainer's place
     rollout: str  # the column in the rollout engine's place
     roles_known: bool
-    metrics: Mapping[str, float]  # those of ``mismatch_metrics``
-    verdict: Verdict
+    metrics: Mapping[str, float]  # the metrics of ``mismatch_metrics``
+    verdict: Verdict  # the verdict of ``compare`` on the two columns
     normalised_gap: float  # the mean of abs(lr) over the mean uncertainty, as ``compare`` uses it
-    outliers: int  # tokens whose error is far beyond that of the others
-    outlier_share: float  # their share of k3_kl
-    effect_without: float  # the error of the logits of all other tokens
+    outliers: int  # the number of tokens whose error is far beyond all others
+    outlier_share: float  # the share of k3_kl that the outliers carry
+    effect_without: float  # the error of the logits of all tokens that are not outliers
     by_position: Mapping[str, float]  # the gap per uncertainty by position
     by_uncertainty: Mapping[str, float]  # the gap per uncertainty by uncertainty
     effects: Mapping[str, float]  # the error of the logits by position
     grids: Mapping[str, str]  # the dtype of the logits by column, where it shows
-    floors: Mapping[str, float]  # mean of abs(lr) between two runs of a scorer
+    floors: Mapping[str, float]  # the mean of abs(lr) between two runs of a scorer, by column
     staleness: float = math.nan  # the mean number of versions between sampling and training; NaN if it is unknown
     by_staleness: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty, fresh and stale tokens
 
@@ -60,7 +60,7 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
     """Reads the facts of a dump.
 
     The columns are the one with the role "trainer" and the one with the role "rollout", or the first two in the order
-    of the file. ``temperature`` is that of the sampling where the dump does not say it.
+    of the file. ``temperature`` is the temperature of the sampling if the dump does not name it.
 
     Raises ValueError if there are fewer than two columns, or a number is above 0.
     """
@@ -109,9 +109,9 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
 
 
 def _behind(dump: TokenDump, trainer: str) -> np.ndarray:
-    """Returns how many versions older than the trainer's the weights were that sampled each token, float64 [n, t].
+    """Returns by how many versions the weights that sampled each token were behind the trainer's, float64 [n, t].
 
-    It is NaN without the values ``version``, or where the name of the trainer's weights does not end in its version.
+    It is NaN if the dump has no values ``version``, or the name of the trainer's weights does not end in a version.
     """
     named = _VERSION.search(dump.sources[trainer].weights_hash)
     if named is None or "version" not in dump.values:
@@ -120,7 +120,7 @@ def _behind(dump: TokenDump, trainer: str) -> np.ndarray:
 
 
 def _fresh_and_stale(lr: np.ndarray, uncertainty: np.ndarray, stale: np.ndarray) -> dict[str, float]:
-    """Returns the gap per uncertainty of the fresh and of the stale tokens, where there are enough."""
+    """Returns the gap per uncertainty of the fresh and of the stale tokens. Groups with too few tokens are left out."""
     groups = {"fresh": ~stale, "stale": stale}
     return {
         name: float(np.abs(lr[of]).mean() / max(uncertainty[of].mean(), 1e-12))
@@ -130,7 +130,7 @@ def _fresh_and_stale(lr: np.ndarray, uncertainty: np.ndarray, stale: np.ndarray)
 
 
 def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
-    """Returns which tokens have an error far beyond that of the others, bool [n].
+    """Marks the tokens whose error is far beyond all others, bool [n].
 
     An error of the logits changes the log-probability of a token by about the error times its uncertainty, so the
     log-ratio is divided by the uncertainty before tokens are compared.
@@ -143,10 +143,10 @@ def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
 
 
 def logit_grid(dump: TokenDump, column: str, temperature: float) -> str:
-    """Returns the 16-bit dtype that a column's logits were rounded to, or "" if they show no grid.
+    """Returns the 16-bit dtype to which a column's logits were rounded, or an empty string if they show no grid.
 
-    Two tokens that follow the same tokens share a normalisation, so the difference of their log-probabilities is that
-    of their logits. Responses to one prompt give such pairs, and the likeliest tokens of each place do.
+    Two tokens with the same tokens before them share a normalisation, so their log-probabilities differ by as much as
+    their logits. Such pairs are in the responses to one prompt, and among the likeliest tokens of one place.
     """
     pairs = np.fromiter(_same_context(dump, column), float) * temperature
     if column == dump.sampling.get("column", "rollout") and dump.top_logprobs:
