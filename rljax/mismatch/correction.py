@@ -50,8 +50,7 @@ def importance_weights(
         root of that product).
       mode: The rule for large ratios: "truncate" (TIS, min(rho, C)), "mask" (MIS, rho where rho <= C, else 0) or "band"
         (rho where lo <= rho <= hi, else 0). "mask" and "band" keep the caller's denominator (equation 6).
-      threshold: The bound C > 0, or (lo, hi) with 0 <= lo <= hi for "band". Another one, or an unknown level or mode,
-        raises ValueError.
+      threshold: The bound C > 0, or (lo, hi) with 0 <= lo <= hi for "band".
       normalize: Whether to divide by the mean weight, over valid tokens (level "token") or over sequences, unless it is
         0.
       sequence_ids: The index of each token's sequence, [b, t] int, or None if each row is one sequence.
@@ -63,6 +62,9 @@ def importance_weights(
       value has scalars over tokens (level "token") or sequences: ``weight_mean`` (before normalizing), ``weight_max``,
       ``changed_fraction`` (the share of ratios truncated or set to 0), ``effective_sample_size`` (of the weights, a
       share in 0 .. 1) and ``nonfinite_count``.
+
+    Raises:
+      ValueError: The threshold is out of range, the level or the mode is unknown, or the arrays do not fit each other.
     """
     tokens = read_tokens(
         trainer_logprobs, rollout_logprobs, response_mask, sequence_ids=sequence_ids, num_sequences=num_sequences
@@ -85,10 +87,10 @@ def rejection_mask(
     sequence_ids: ArrayLike | None = None,
     num_sequences: int | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Removes the sequences whose mismatch is too large from the response mask, so that the caller's denominator
-    shrinks.
+    """Removes the sequences whose mismatch is too large from the response mask.
 
-    Tokens that are not finite on either side do not enter the statistic. A sequence without other tokens is rejected.
+    So the caller's denominator shrinks. Tokens that are not finite on either side do not enter the statistic. A
+    sequence without other tokens is rejected.
 
     Args:
       trainer_logprobs: The trainer's log-probability of each token, [b, t] float, nats.
@@ -98,14 +100,16 @@ def rejection_mask(
         ``threshold``. "max_k3" keeps it if no token has exp(lr) - lr - 1 above ``threshold``. "abs_ratio" keeps it if
         the mean over tokens of exp(abs(lr)) is at most ``threshold``. "geometric" keeps it if lo <= exp(mean lr) <= hi.
         "veto" keeps it if no token's ratio is below ``threshold``.
-      threshold: A number above 0, or (lo, hi) for "geometric", bounds included. Another one, or an unknown statistic,
-        raises ValueError.
+      threshold: A number above 0; or (lo, hi) with 0 <= lo <= hi for "geometric", bounds included.
       sequence_ids: The index of each token's sequence, [b, t] int, or None if each row is one sequence.
       num_sequences: The number of sequences, a static int. It is required exactly with ``sequence_ids``.
 
     Returns:
       The mask, [b, t] in the dtype of ``response_mask``, and the scalars ``rejected_sequence_fraction``,
       ``rejected_token_fraction`` and ``nonfinite_count``.
+
+    Raises:
+      ValueError: The threshold is out of range, the statistic is unknown, or the arrays do not fit each other.
     """
     tokens = read_tokens(
         trainer_logprobs, rollout_logprobs, response_mask, sequence_ids=sequence_ids, num_sequences=num_sequences
@@ -190,7 +194,10 @@ def finalize_correction(statistics: Statistics) -> dict[str, Any]:
 def _weigh(
     tokens: Tokens, level: Level, mode: Mode, threshold: float | tuple[float, float]
 ) -> tuple[Any, Any, Any, Any]:
-    """Returns the weights [b, t]; those of the level, [b, t] or [b, s]; where these count; where they were changed."""
+    """Computes the weights of the tokens, [b, t], and three arrays of the level, [b, t] or [b, s].
+
+    These are its weights, the marks of the weights that count, and the marks of the weights that were changed.
+    """
     _check_choice("level", level, Level)
     _check_choice("mode", mode, Mode)
     xp, sequences = tokens.xp, tokens.sequences
@@ -205,7 +212,7 @@ def _weigh(
 
 
 def _reject(tokens: Tokens, statistic: Rejection, threshold: float | tuple[float, float]) -> tuple[Any, Any]:
-    """Marks the sequences that pass, [b, s] bool: among ``sequences``, and among ``mask_sequences``."""
+    """Marks the sequences that pass, [b, s] bool: at the places of ``sequences``, and of ``mask_sequences``."""
     _check_choice("statistic", statistic, Rejection)
     lowest, highest = _bounds(statistic == "geometric", threshold)
     xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences

@@ -166,13 +166,12 @@ def finalize_sign_skew(statistics: Statistics) -> dict[str, Any]:
 
 
 def split_sum_rise(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Splits the rise of ``log_ppl_abs_diff_sum`` between two steps into a part from longer responses and one from
-    tokens.
+    """Splits the rise of ``log_ppl_abs_diff_sum`` between two steps into the parts of the length and of the tokens.
 
     The metric is mean length x gap, where the gap is sum_i abs(sum_t lr) / sum_i n_i (nats per token). Longer responses
     with the same gap explain (length after - length before) x gap before. The rest is length after x (gap after - gap
-    before). Independent errors of tokens add up like the square root of the length. So the gap falls as responses grow:
-    ``per_token`` is then negative, which is not an improvement.
+    before). Independent errors of tokens add up like the square root of the length, so the gap falls as responses grow.
+    Then ``per_token`` is negative, which is not an improvement.
 
     ``before`` and ``after`` are metrics of ``finalize_mismatch``. The results are ``rise``, ``length_explained`` and
     ``per_token`` (nats per sequence); the last two add up to the first.

@@ -75,10 +75,10 @@ def mismatch_metrics(
 
 
 def mismatch_statistics(tokens: Tokens, entropy: ArrayLike | None = None) -> Statistics:
-    """Computes the statistics of the mismatch, with those of the trainer's ``entropy`` ([b, t] float, nats) if it is
-    given.
+    """Computes the statistics of the mismatch, and of the trainer's ``entropy`` if it is given.
 
-    A sequence without a valid token does not count. Raises ValueError if ``entropy`` has another shape.
+    ``entropy`` is [b, t] float (nats). A sequence without a valid token does not count. Raises ValueError if
+    ``entropy`` has another shape.
     """
     xp, valid, lr = tokens.xp, tokens.valid, tokens.log_ratio
     trainer_prob, rollout_prob, prob_abs_diff = _probabilities(tokens)

@@ -23,7 +23,7 @@ class ForeignMetric:
 
     framework: str  # one of FRAMEWORKS
     name: str  # the key under which the framework logs the metric
-    formula: str
+    formula: str  # the formula in the notation of this module
     value: str | Callable[[Statistics], Any]  # our metric with exactly this value, or a function from our statistics
 
     @property

@@ -2,9 +2,9 @@
 
 Every function takes log-probabilities (nats) and the array namespace ``xp``, so that one text serves numpy and jax.
 
-Sources: the binary total variation and KL, their forms over the likeliest tokens and the one-sided rule are those of
-DPPO (arXiv 2602.04879). The rule without a side is prime-rl's. The larger of both binary KLs is KPop's. The smooth form
-is DRPO's (arXiv 2606.09821).
+Sources: the binary total variation and KL, their forms over the likeliest tokens and the one-sided rule come from DPPO
+(arXiv 2602.04879). The rule without a side is prime-rl's. The larger of both binary KLs is KPop's. The smooth form is
+DRPO's (arXiv 2606.09821).
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def region_factor(
     """Computes the factor of each token's loss.
 
     A mask gives 1 inside the region and 0 outside. With ``one_sided``, a token outside keeps the factor 1 unless its
-    update moves it further away, that is unless p > q with a positive advantage or p < q with another one. The smooth
-    form gives 1 - (p - q) / threshold for a positive advantage and 1 + (p - q) / threshold for another one. It is the
-    factor that DRPO's quadratic penalty gives to the importance-weighted gradient.
+    update moves it further away. That is so for p > q with a positive advantage, and for p < q with any other
+    advantage. The smooth form gives 1 - (p - q) / threshold for a positive advantage, and 1 + (p - q) / threshold for
+    any other. It is the factor that DRPO's quadratic penalty gives to the importance-weighted gradient.
 
     Args:
       trainer, rollout: The log-probabilities of the tokens under p and q, float.

@@ -41,8 +41,8 @@ class Statistics:
     sums: dict[str, Any]  # counts (int32 on the device, int64 on the host) and sums (float32 or float64)
     maxima: dict[str, Any] = field(default_factory=dict)  # without tokens: -inf, or the smallest possible value
     minima: dict[str, Any] = field(default_factory=dict)  # without tokens: inf
-    totals: dict[str, Total] = field(default_factory=dict)
-    moments: dict[str, Moments] = field(default_factory=dict)  # they merge by Chan's rule
+    totals: dict[str, Total] = field(default_factory=dict)  # sums carried as two floats
+    moments: dict[str, Moments] = field(default_factory=dict)  # moments that merge by Chan's rule
 
     @property
     def xp(self) -> ModuleType:

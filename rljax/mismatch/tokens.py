@@ -111,7 +111,7 @@ def read_sequences(valid: Any, sequence_ids: ArrayLike | None, num_sequences: in
 
 
 def _bounds(xp: ModuleType, valid: Any, ids: Any) -> tuple[Any, Any]:
-    """Returns the first and last index, [b, t] int32, of each token's sequence. Holes belong to the one before."""
+    """Returns the first and last index, [b, t] int32, of each token's sequence. Holes belong to the sequence before."""
     t = valid.shape[1]
     index = xp.broadcast_to(xp.arange(t, dtype=np.int32)[None], valid.shape)
     last_valid = _running_maximum(xp, xp.where(valid, index, -1))

@@ -22,7 +22,7 @@ AFTER_EDGES = (2, 5, 17)
 
 
 def turns_of_mask(mask: np.ndarray) -> np.ndarray:
-    """Numbers the runs of sampled tokens of a mask, bool [t], from 1. Returns the turns, int64 [t]."""
+    """Numbers the contiguous stretches of sampled tokens in a mask, bool [t], from 1. Returns the turns, int64 [t]."""
     begins = mask & ~np.concatenate([[False], mask[:-1]])
     return np.where(mask, np.cumsum(begins), 0)
 
@@ -30,9 +30,9 @@ def turns_of_mask(mask: np.ndarray) -> np.ndarray:
 def after_environment(turns: np.ndarray) -> np.ndarray:
     """Counts the tokens from the environment's last token to each sampled token, int64 [t].
 
-    The first token after those of the environment has 1. Tokens that no environment's token precedes have 0, and so
-    have the environment's own. The tokens before the first sampled one are the prompt. It ends with the environment's
-    tokens if that first one is of a later turn than 1.
+    The first token after the environment's tokens has 1. The environment's own tokens have 0, and so have sampled
+    tokens without an environment's token before them. The tokens before the first sampled one are the prompt. If the
+    first sampled token belongs to a later turn than 1, the prompt ends with the environment's tokens.
 
     Args:
       turns: The turns of the tokens of a sequence, with its prompt or without, int [t].
@@ -59,7 +59,7 @@ def mismatch_by_turn(
       trainer: The trainer's log-probabilities of each sequence's tokens, float [t] each. They need no prompt.
       rollout: The engine's log-probabilities of the same tokens.
       turns: The turns of the same tokens, int [t] each.
-      chunk: The number of tokens that are measured together, about.
+      chunk: The approximate number of tokens that are measured together.
 
     Returns:
       The metrics ``turn_<bucket>/<name>`` and ``after_<bucket>/<name>``, with the names of ``finalize_buckets``.

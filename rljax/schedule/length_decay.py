@@ -88,11 +88,14 @@ class LengthTriggeredLR:
         return self._rate_at(self._rates, self.tracker.step)
 
     def rate_from(self, init_value: float, step: int | None = None) -> float:
-        """Returns the rate of what begins with another rate, as a parameter group may.
+        """Returns the rate of a parameter group that begins with another rate.
 
         Args:
-          init_value: The rate until the first decay, at least 0. A rate of 0 stays 0.
-          step: The step at which the present period gives the rate. None: the last observed step.
+          init_value: The group's rate until the first decay, at least 0. A rate of 0 stays 0.
+          step: The step whose rate is returned, by the present period. None: the last observed step.
+
+        Raises:
+          ValueError: ``init_value`` is negative or not finite.
         """
         if init_value == 0.0:
             return 0.0
@@ -145,7 +148,10 @@ def scaled_multiplier(multiplier: float) -> int:
 
 
 def decay_rates(init_value: float, decay_factor: float, floor_ratio: float) -> tuple[float, ...]:
-    """Returns the rates after 0, 1, 2, ... decays, up to the first one that is at the floor or 0 in float32."""
+    """Returns the rates after 0, 1, 2, ... decays, up to the first one that is at the floor or 0 in float32.
+
+    Raises ValueError if an argument is out of range.
+    """
     if not 0.0 < init_value < math.inf:
         raise ValueError(f"init_value must be finite and positive, got init_value = {init_value}.")
     if not 0.0 < decay_factor < 1.0:

@@ -1,7 +1,7 @@
 """Replays the lengths of a finished run under several rules that call a surge. It needs numpy alone.
 
-Two rules are neighbours when they differ a little. Where all neighbours call near the same step, the call is safe.
-Where they disagree, the curve is near the limit of what a rule can tell from noise or from slow growth.
+Two rules are neighbours when they differ a little. If all neighbours call near the same step, the call is safe. If they
+disagree, a rule can hardly tell this curve from noise or from slow growth.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Rule(NamedTuple):
 
     name: str
     config: SurgeConfig | None
-    error: str | None = None  # why the rule is none, in a line
+    error: str | None = None  # the reason why the rule is not valid, in one line
 
     def tracker(self) -> SurgeTracker:
         """Returns a new tracker of the rule."""
@@ -64,7 +64,7 @@ class Outcome:
       changes: The steps at which the rate changes, each with its new rate, from (1, initial rate) down to the floor.
         The last ones may lie behind the end of the log.
       rates: The rate of each step of the log.
-      ratios: The ratio of each step up to the call, NaN where the rule has none.
+      ratios: The ratio of each step of the log. It is NaN after the call, and at steps without a level.
       nearest: The level with the largest ratio up to the call, or None if the rule has no level.
       ignored: The number of steps without a finite, positive length.
       held_out: The number of steps that were left out because of ``max_truncated``.
@@ -163,7 +163,7 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
     missing = 0
     for step, (length, fraction) in enumerate(zip(lengths, truncated, strict=True), 1):
         if not math.isfinite(length) and step != tracker.config.max_wait:
-            missing += 1  # The tracker would do no more than count it, so runs of missing steps cost nothing.
+            missing += 1  # The tracker would only count the step, so long stretches of missing steps cost nothing.
             continue
         tracker.step, tracker.smoothed, tracker.baseline = step - 1, None, None
         controller.step(length, fraction)

@@ -12,12 +12,12 @@ from rljax.schedule.torch import write_rate
 class LengthTriggeredCallback(TrainerCallback):
     """A callback that reads the response length from the trainer's log and sets the rate of the next update.
 
-    The log of update t comes after update t, so the surge acts from the next update on. Where the first decay comes
-    after the call, as with the multiplier 1.8, every rate is the one of ``LengthTriggeredLR``.
+    The log of update t comes after update t, so the surge acts from the next update on. If the first decay comes after
+    the call, as with the multiplier 1.8, every rate equals the rate of ``LengthTriggeredLR``.
 
-    Before each update the callback lowers the rate that the trainer's own scheduler wrote to its own rate, where its
-    own is lower. So a warm-up or a linear decay stays what it is. The trainer's scheduler must compute its rate from
-    the initial one, as ``constant``, ``constant_with_warmup``, ``linear`` and ``cosine`` of transformers do.
+    Before each update the trainer's own scheduler writes a rate, and the callback lowers it to its own rate if that is
+    lower. So a warm-up or a linear decay is kept. The trainer's scheduler must compute its rate from the initial one,
+    as ``constant``, ``constant_with_warmup``, ``linear`` and ``cosine`` of transformers do.
 
     The callback makes the trainer log every update. After a resume it reads the lengths back from the log in
     ``trainer_state.json``, so it has no state of its own to save.
@@ -57,7 +57,7 @@ class LengthTriggeredCallback(TrainerCallback):
         self._length_key, self._truncated_key = length_key, truncated_key
         self._updates_per_batch = updates_per_batch
         self._start = self._controller.state_dict()
-        self._first_update = 0  # of the last observed batch
+        self._first_update = 0  # the first update on the last observed batch
 
     @property
     def tracker(self) -> SurgeTracker:
@@ -93,7 +93,7 @@ class LengthTriggeredCallback(TrainerCallback):
             rate = self._controller.rate_from(float(initial), self.tracker.step + new_batch)
             if rate < float(group["lr"]):
                 write_rate(group, rate)
-        # The trainer logs the last rates of its scheduler. They shall be those of this update.
+        # The trainer logs the last rates of its scheduler. They must be the rates of this update.
         last_rates = getattr(lr_scheduler, "_last_lr", None)
         if isinstance(last_rates, list):
             last_rates[:] = [float(group["lr"]) for group in optimizer.param_groups]
