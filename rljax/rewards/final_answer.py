@@ -61,7 +61,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def _last_tag(text: str) -> tuple[int, str | None]:
-    """Returns (start of the last tag that is not empty, its content)."""
+    """Returns (start of the last tag that is not empty, its content); (-1, None) without one."""
     tags = [each for each in _TAG.finditer(text) if each[1].strip()]
     return (tags[-1].start(), tags[-1][1].strip()) if tags else (-1, None)
 
@@ -74,7 +74,7 @@ def _unclosed_box(text: str) -> int:
 
 
 def _statement_after(opening: re.Pattern[str], text: str) -> tuple[int, str | None]:
-    """Returns (start of the last opening, the statement after it)."""
+    """Returns (start of the last match of ``opening``, the statement after it); (-1, None) without one."""
     matches = list(opening.finditer(text))
     return (matches[-1].start(), _first_statement(text[matches[-1].end() :])) if matches else (-1, None)
 
@@ -91,7 +91,7 @@ def _first_statement(rest: str) -> str | None:
 
 
 def _last_boxes(text: str) -> tuple[int, str | None]:
-    """Returns (start of the last box, contents of this box and of the boxes joined to it)."""
+    """Returns (start of the last box, contents of this box and of the boxes joined to it); (-1, None) without one."""
     boxes = [box for box in _closed_boxes(text) if text[box[1] : box[2]].strip()]
     if not boxes:
         return -1, None

@@ -119,7 +119,7 @@ def _is_exact(answer: str, entry: Mapping[str, Any]) -> bool:
 
 
 def _has_same_numbers(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Returns whether the answer has the numbers of the right answer and no other; its notation is free."""
+    """Returns whether the answer has exactly the numbers of the right answer, in any notation."""
     return _NUMBER.findall(answer) == _NUMBER.findall(entry["answer"])
 
 
@@ -127,7 +127,7 @@ def _uses_given_numbers(answer: str, entry: Mapping[str, Any]) -> bool:
     return sorted(_NUMBER.findall(answer)) == sorted(map(str, entry["metadata"]["numbers"]))
 
 
-# What the library gives 1.0 to beside right answers stands with each rule.
+# The comment on each rule names the wrong answers to which the library gives 1.0.
 _RULES: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "coin_flip": _is_exact,  # a number whose digits begin the right one, such as 0
     "fraction_simplification": _has_same_numbers,  # a right fraction before other text

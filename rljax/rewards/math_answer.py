@@ -63,7 +63,10 @@ def math_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> f
 
 
 def same_answer(truth: str, stated: str) -> bool:
-    """Returns whether an answer, as ``final_answer`` finds it, is the right one, which sets the form."""
+    """Returns whether a stated answer, from ``final_answer``, equals the right answer ``truth``.
+
+    The form of ``truth`` decides how the two are compared.
+    """
     if len(stated) > _LONGEST:
         return False
     truth = truth.rsplit("####", 1)[-1]  # GSM8K's answers end with it
@@ -94,7 +97,7 @@ def _squeezed(text: str) -> str:
 
 
 def _same_form(right: str, answer: str) -> bool:
-    """Compares part by part where the answers have parts; a set, a tuple and a list each by its own rule."""
+    """Returns whether two answers are equal. Sets, tuples and lists are compared by part, each by its own rule."""
     if same_solutions(right, answer):
         return True
     one, other = form_of(right), form_of(answer)
@@ -115,7 +118,7 @@ def _same_form(right: str, answer: str) -> bool:
 
 
 def _same_part(right: str, answer: str) -> bool:
-    """Compares two parts of an answer, which may have parts themselves."""
+    """Returns whether two parts of answers, which may have parts themselves, are equal."""
     if _squeezed(right) == _squeezed(answer):
         return True
     if "one" == form_of(right).kind == form_of(answer).kind:
@@ -124,7 +127,10 @@ def _same_part(right: str, answer: str) -> bool:
 
 
 def _same_quantity(right: str, answer: str) -> bool:
-    """Whether two answers are equal; units, currency and percent signs are removed if the right one is a number."""
+    """Returns whether two answers without parts are equal.
+
+    Currency and percent signs are removed, and so are units if the right answer is a number.
+    """
     right, answer = without_money(right), without_money(answer)
     if _RATIO.fullmatch(right) and _RATIO.fullmatch(answer):
         parts, others = right.split(":"), answer.split(":")  # 3:4:5 is 6:8:10: each part by the first one
@@ -153,7 +159,7 @@ def _same_quantity(right: str, answer: str) -> bool:
 
 
 def _equal(right: str, answer: str) -> bool:
-    """Compares two values: exactly where neither has a decimal point, else to six significant digits."""
+    """Returns whether two values are equal: exactly if neither has a decimal point, else to six significant digits."""
     (label, value), (stated_label, stated_value) = without_label(right), without_label(answer)
     if label == stated_label or not ("=" in right and "=" in answer):
         right, answer = value, stated_value

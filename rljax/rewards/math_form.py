@@ -106,7 +106,7 @@ def without_label(text: str) -> tuple[str, str]:
 
 
 def _labelled(kind: str, items: Sequence[str]) -> Form:
-    """The form of a set or a list; the names in front of its parts are taken off if all parts have one."""
+    """Returns the form of a set or a list. The names in front of its parts are taken off if all parts have one."""
     if kind == "list" and len(items) < 2:
         return Form("one", "", tuple(items) or ("",))
     pairs = [without_label(item) for item in items]
@@ -130,7 +130,7 @@ def _split_words(piece: str) -> list[str]:
 
 
 def _tokens(text: str, pairs: Mapping[str, str] = _BRACKETS | _BRACES) -> list[tuple[int, str, int]]:
-    """(position, token, depth of brackets) of each token; an opening bracket has the depth outside of it."""
+    """Returns (position, token, depth of brackets) of each token. An opening bracket has the depth outside of it."""
     tokens, depth, closers = [], 0, set(pairs.values())
     for found in _TOKEN.finditer(text):
         token = found[0]
@@ -143,7 +143,7 @@ def _tokens(text: str, pairs: Mapping[str, str] = _BRACKETS | _BRACES) -> list[t
 
 
 def _closing(text: str) -> int | None:
-    """The position of the bracket that closes the first one, if it is the end of the text."""
+    """Returns the position of the bracket that closes the first one if it ends the text, else None."""
     tokens = _tokens(text)
     end = next((at for at, token, depth in tokens[1:] if depth == 0 and token in (")", "]", r"\}")), None)
     return end if end == tokens[-1][0] else None

@@ -128,7 +128,7 @@ def without_words(text: str) -> str:
 
 
 def braces_balance(text: str) -> bool:
-    """Whether every brace of the text is closed."""
+    """Returns whether the braces of a text are balanced."""
     return closing_brace(text + "}", 0) == len(text)
 
 
@@ -160,7 +160,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 
 def _going_on(match: re.Match[str]) -> str:
-    """Reads 0.1666... by the digits that it repeats; what does not repeat stays as it is."""
+    """Rewrites 0.1666... as a fraction by its repeating digits. A match without a repetition stays as it is."""
     whole, fixed, period, rest = match[1], match[2], match[3], match[4]
     if not period.startswith(rest):
         return match[0]

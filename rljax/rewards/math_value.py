@@ -101,7 +101,7 @@ def same_solutions(right: str, stated: str) -> bool:
 
 
 def _solutions(text: str) -> Any:
-    """The set of real numbers that a text describes by an inequality, a set or an interval; None for others."""
+    """Returns the set of real numbers that an inequality, a set or an interval describes; None for another text."""
     if (built := _BUILDER.match(text)) is not None:
         text = built[2]
     text = _MEMBER.sub("", text.strip())

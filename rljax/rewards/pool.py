@@ -40,7 +40,7 @@ class RewardPool:
             workers it may be any function.
           workers: The number of processes. 0 scores in this process, without a time limit. None means 0 for the rewards
             of the toy tasks, otherwise one less than the number of CPU cores, at most 8.
-          timeout_s: The longest time for one response, in seconds, without waiting; after it the worker is replaced.
+          timeout_s: The longest time for one response (seconds), without its waiting time. A slower worker is replaced.
           memory_gib: The memory limit of a worker, in GiB; None means no limit.
 
         Raises:

@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class WorkerDiedError(Exception):
-    """A worker process ended during a request. The message has its exit status."""
+    """An error of a worker process that ended during a request. The message has its exit status."""
 
 
 class NotSentError(Exception):
-    """A request cannot be sent to a process, for example because it cannot be pickled."""
+    """An error of a request that cannot be sent to a process, for example because it cannot be pickled."""
 
 
 class WorkerProcess:
@@ -41,7 +41,7 @@ class WorkerProcess:
     One thread asks; any thread may stop it.
 
     Attributes:
-      connection: The parent's end of the pipe to the process. A replacement has another one.
+      connection: The parent's end of the pipe to the process. It changes when the process is replaced.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class WorkerProcess:
         return f"exit status {status}"
 
     def kill(self) -> None:
-        """Ends the process, so that whoever waits for it goes on; ``replace`` starts another."""
+        """Ends the process, so that a thread that waits for it goes on. ``replace`` starts another."""
         with self._lock:
             self._kill()
 
@@ -133,7 +133,7 @@ class WorkerProcess:
             self._kill()
 
     def _kill(self) -> None:
-        """Ends the process and every process of its session, which are those that a person's code has started."""
+        """Ends the process and every other process of its session, which a person's code has started."""
         if self._process.returncode is None:
             # The id is not used again before the process is waited for.
             _end_session(self._process.pid)
@@ -200,7 +200,7 @@ class WorkerPool:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Returns whether a process has ended, without giving its id free where the system allows it."""
+    """Returns whether a process has ended. Its id is not released, if the system allows that."""
     if process.returncode is not None or not hasattr(os, "waitid"):
         return process.poll() is not None
     try:
@@ -235,7 +235,7 @@ def end_followers(leader: int) -> None:
 
 
 def _session(leader: int) -> list[int]:
-    """Returns the living processes of a session, without its leader; none where the system has no /proc."""
+    """Returns the ids of the living processes of a session, without its leader; none if the system has no /proc."""
     members = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -51,7 +51,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def units_agree(one: str | None, other: str | None) -> bool:
-    """Whether two units may be the same: one is missing or a noun, or both are equal. Nothing is converted."""
+    """Returns whether two units may be the same: one is missing or a noun, or both are equal. Nothing is converted."""
     return not one or not other or one == other
 
 

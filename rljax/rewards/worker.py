@@ -1,4 +1,4 @@
-"""The program of a worker process; it imports what it runs and nothing else of the trainer.
+"""The program of a worker process. Of the trainer it imports only the modules that it runs.
 
 ``multiprocessing`` would import the trainer's main module, and jax with it, into every worker. So this program gets one
 end of a pipe. The first message is ``(sys.path, memory in bytes or None, program, settings)``; it runs the function
@@ -62,7 +62,7 @@ def answer_requests(connection: Connection, answer: Callable[..., Any]) -> None:
 
 
 def end_by_alarm(after_s: float) -> None:
-    """Lets the system end this process in ``after_s`` seconds, whatever it does then; 0 takes this back."""
+    """Lets the system end this process in ``after_s`` seconds, even if it hangs then. 0 cancels this."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, after_s)
 
