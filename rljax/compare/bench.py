@@ -123,7 +123,7 @@ def measure_form(
       dump: The sampled tokens. It has the column ``reference`` unless that is the form's own.
       reference: The name of the column that the gap is measured against.
       score: A function that scores the dump in batches of the size that it gets.
-      batch_size: The size of the batches. The floor "shape" uses half of it, or 2 if half of it is 0.
+      batch_size: The size of the batches. The floor "shape" uses half of it, or 2 if it is 1.
       floors: The noise floors to measure, of ``FLOORS``.
 
     Raises:

@@ -262,7 +262,7 @@ ALONE = Processes()
 
 
 def is_of_devices(error: BaseException) -> bool:
-    """Returns whether an error, or one of its causes, came from a computation, such as a collective without a process.
+    """Returns whether an error or one of its causes came from a computation, such as a collective that lost a process.
 
     JAX raises a plain ValueError where a small collective on CPUs fails at the call.
     """

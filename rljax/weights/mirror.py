@@ -73,10 +73,7 @@ class Mirror:
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool = False) -> Iterator[None]:
-        """Locks the mirror during the block: against everybody else, or with ``shared`` only against changes.
-
-        It is a lock of the kernel (flock), which ends with the process.
-        """
+        """Locks the mirror in the block (flock): against everybody else, or with ``shared`` only against changes."""
         with open(self.root / "lock", "a") as file:
             fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
             yield
@@ -195,8 +192,7 @@ class Mirror:
     ) -> None:
         """Compares the tensors' checksums with the version's, and writes ``version.json``.
 
-        ``before`` is the version before a delta, or None. The files of tensors that did not change keep their records.
-        Raises DamagedError if a checksum differs.
+        ``before`` is the version before a delta: files of unchanged tensors keep their records. Raises DamagedError.
         """
         _refuse([name for name in files if sums[name] != version.tensors[name].sums], f"other than in {version.tag}")
 
@@ -259,18 +255,14 @@ class WorkerWeights:
     def show(self, probe_path: str, probe_text: str, protocol: int, source: str = "", version_bytes: int = 0) -> None:
         """Stores where a trainer's versions are, after a proof that this process sees the same place.
 
-        Args:
-          probe_path: The path of the trainer's probe file, which lies in the directory of its versions.
-          probe_text: The text of the probe file. Reading it is the proof.
-          protocol: The trainer's ``format.PROTOCOL``.
-          source: The place to pull weights from (``source.open_source``). The probe is read there by its name. If it is
-            empty, weights are read in the directory of ``probe_path``.
-          version_bytes: The size of a version. An empty mirror needs room for two: a version and the files from which
-            it is made.
+        The proof is that this process reads ``probe_text`` in the trainer's file ``probe_path``. If ``source`` is
+        empty, weights are read in the directory of that file. Otherwise they are pulled from ``source``, where the file
+        is read by its name.
 
         Raises:
           ValueError: The protocols differ, or this process does not read ``probe_text``.
-          RuntimeError: The mirror is empty and has no room for two versions.
+          RuntimeError: The mirror is empty and has no room for two versions of ``version_bytes``: a version and the
+            files from which it is made.
           OSError: The source cannot be read, or the mirror cannot be written.
         """
         if protocol != PROTOCOL:
@@ -316,10 +308,9 @@ class WorkerWeights:
         yield directory, _loadable_files(directory, tag)
 
     def mirrored(self) -> tuple[str, delta.KeptDelta | None]:
-        """Returns the digest of the version in this machine's mirror, and the kept delta that led to it, or None.
+        """Returns the digest of the version in this machine's mirror ("": none), and the kept delta to it, or None.
 
-        The digest is empty if the mirror holds no version. Call this in the block of ``version("", tag)``, during which
-        the mirror does not change. Raises ValueError if no trainer has named a source.
+        Call it in the block of ``version("", tag)``. Raises ValueError if no trainer has named a source.
         """
         mirror = self.pulls.mirror
         version = mirror.version

@@ -258,7 +258,7 @@ def make_part_writer(
       coordinator: The HOST:PORT at which this process reaches process 0.
 
     Raises:
-      ConfigError: This process cannot keep its files, or cannot serve or upload them.
+      ConfigError: This process cannot make its directory, or cannot serve it.
     """
     name = str(index)
     if index == 0 or store == "directory":

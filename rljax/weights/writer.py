@@ -77,7 +77,7 @@ class Writer(Protocol):
         """Gives up the version in ``directory``. The next version then counts as the first one."""
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Removes the files of all versions except ``names`` that do not lie in the run's directory."""
+        """Removes this writer's files outside the run's directory, for all versions except ``names``."""
         return
 
 
