@@ -222,9 +222,8 @@ def correct(
     Returns:
       The weights, the mask and the statistics. The weights are float32 and not normalised (``gradient_divisor`` does
       that). They are 0 outside the mask and, at every level but "none", at tokens with a log-probability that is not
-      finite.
-      The mask omits each sequence that fails a rejection. A sequence without a finite token fails every rejection. The
-      statistics of micro-batches can be merged, and ``finalize_correction`` turns them into metrics.
+      finite. The mask omits each sequence that fails a rejection. A sequence without a finite token fails every
+      rejection. The statistics of micro-batches can be merged, and ``finalize_correction`` turns them into metrics.
     """
     config = config.resolved()
     arrays = map(jnp.asarray, (logprobs, rollout_logprobs, mask))

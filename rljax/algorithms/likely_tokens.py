@@ -39,7 +39,7 @@ class Sides(NamedTuple):
 
 
 def read_sides(trainer: Any, rollout: Any, mask: Bool[Array, "b t"], advantages: Float[Array, "b t"]) -> Sides:
-    """Returns the ``Sides`` of a micro-batch. Tokens of the mask that are not finite on both sides are not valid."""
+    """Returns the ``Sides`` of a micro-batch. A token of the mask is valid if it is finite on both sides."""
     trainer, rollout, advantages = jax.lax.stop_gradient((trainer, rollout, advantages))
     valid = mask & is_finite(jnp, trainer) & is_finite(jnp, rollout)
     trainer, rollout = jnp.where(valid, trainer, 0), jnp.where(valid, rollout, 0)

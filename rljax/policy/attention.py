@@ -39,7 +39,7 @@ PackedAttention = Callable[[Queries, Keys, Keys, SegmentIds], Queries]
 The output is in the dtype of the inputs. Query head i attends to key-value head i // (h / g). Scores are scaled by
 k ** -0.5. A token attends to itself and the earlier tokens of its segment. The content of a segment changes no bit of
 another segment's output or gradient. The output of a padding token is finite and meaningless. If several devices share
-a row, queries, keys and values are folded (``context.fold``), and segment ids have whole rows.
+a row, queries, keys and values are folded (``context.fold``), but the segment ids are of whole rows.
 """
 
 

@@ -123,7 +123,7 @@ def block_attention(
 
     It needs memory for the inputs in float32 and for one pair of blocks of ``block`` tokens (None: ``block_size``),
     never for t * t scores. On the mesh of the context each device computes its own rows and heads. If ``parts`` devices
-    share a row, queries, keys and values are folded (``context.fold``), and segment ids have whole rows.
+    share a row, queries, keys and values are folded (``context.fold``), but the segment ids are of whole rows.
     """
     t, pieces = q.shape[1], 1 if parts == 1 else 2
     block = block or block_size(t * parts)
