@@ -116,7 +116,8 @@ def measure_form(
 ) -> tuple[dict[str, Any], TokenDump]:
     """Measures one row of a bench. Returns its numbers, and the dump with the form's new columns.
 
-    The dump gets the form's log-probabilities, and for the floor "shape" also those at the other batch size.
+    The dump gets the form's log-probabilities. With the floor "shape" it also gets the log-probabilities at the other
+    batch size.
 
     Args:
       form: The form to measure.

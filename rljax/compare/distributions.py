@@ -60,7 +60,7 @@ class DistributionPair:
 
     Of the metrics, ``kl`` is the mean of KL(p || q), ``kl_max`` its maximum, ``reverse_kl`` the mean of KL(q || p)
     (nats). ``total_variation`` is the mean of half the sum of abs(p - q). ``top1_agreement`` is the share of places
-    where both have the same likeliest token, ``rest_mass`` the mean mass of p on the rest, and ``token_count`` the
+    where both have the same likeliest token. ``rest_mass`` is the mean mass of p on the rest, and ``token_count`` the
     number of places.
     """
 
@@ -126,7 +126,7 @@ def compare_distributions(
 class Likeliest:
     """A ``Keep`` that collects each scorer's k likeliest tokens, and the entropy (nats) of one whole distribution.
 
-    The entropy is that of the first scorer that knows every token.
+    The entropy comes from the first scorer that knows every token.
     """
 
     def __init__(self, k: int) -> None:
@@ -182,8 +182,8 @@ def with_distributions(specs: Sequence[str]) -> list[str]:
 def divergences(p: TokenLogprobs, q: TokenLogprobs) -> np.ndarray:
     """Computes five numbers at each of n places, float64 [n, 5].
 
-    They are KL(p || q) and KL(q || p) (nats), the total variation, whether the likeliest token is the same, and the
-    mass of p on the rest. Raises ValueError if both sides know every token, but their vocabularies differ in size.
+    They are KL(p || q) and KL(q || p) (nats), the total variation, the agreement of the likeliest token (0 or 1), and
+    the mass of p on the rest. Raises ValueError if both sides know every token, but their vocabularies differ in size.
     """
     same_top = _top(p) == _top(q)
     x, y = _shared(p, q)

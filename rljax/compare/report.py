@@ -29,7 +29,7 @@ MATRIX_METRICS = ("logprob_abs_diff_mean", "k3_kl", "log_ppl_abs_diff")
 class Pair:
     """The comparison of two columns.
 
-    Where the roles of the columns are not known, they keep their order, and the sign of ``kl`` and the direction of
+    If the roles of the columns are unknown, the columns keep their order. Then the sign of ``kl`` and the direction of
     ``k3_kl`` may be reversed.
     """
 
@@ -68,9 +68,9 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     role, then a rollout engine. Two columns of the same role keep their order, and the pair says that the roles are
     unknown. The order of the columns in a file changes no number.
 
-    A pair with the sampler's column is refused if top_p, top_k or min_p cut the distribution, unless both columns are
-    normalised over the tokens that were left (``ColumnSource.cut``). ``TokenDump.sampling`` names the sampler's column;
-    if it names none, every column with the role "rollout" counts.
+    A pair with the sampler's column is refused if top_p, top_k or min_p cut the distribution. It is compared if both
+    columns are normalised over the tokens that were left (``ColumnSource.cut``). ``TokenDump.sampling`` names the
+    sampler's column; if it names none, every column with the role "rollout" counts.
 
     ``same_weights`` says that columns with different weight hashes have the same weights, as before and after a
     conversion of the model's files.
@@ -257,7 +257,7 @@ TURN_TABLES = (
     ("turn_", "turn"),
     ("after_", "distance from the environment's last token (its next token is at 1)"),
 )
-"""The first part of the labels in each table of turns, and what the table splits the mismatch by."""
+"""The beginning of the labels in each table of turns, and the quantity by which the table splits the mismatch."""
 
 
 def _turns_table(comparison: Comparison, kind: str, what: str) -> tuple[str, _Rows]:
@@ -292,6 +292,6 @@ def _distributions_table(comparison: Comparison) -> tuple[str, _Rows]:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Formats rows of cells, the first of which is the head, as Markdown."""
+    """Formats rows of cells as a Markdown table. The first row is the head."""
     head, *body = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body])

@@ -82,8 +82,8 @@ def score_column(
     - ``dump:FILE#COLUMN``: a column of a file that ``read_tokens`` can read; sequences are matched by their ids.
 
     Args:
-      spec: The spec of the scorer. Those with a DTYPE may name a model directory: ``jax:DTYPE@DIR``. The embedded
-        engine's may name an 8-bit cache: ``jax-decode:DTYPE/fp8_e5m2``.
+      spec: The spec of the scorer. A spec with a DTYPE may name a model directory: ``jax:DTYPE@DIR``. A spec of the
+        embedded engine may name an 8-bit cache: ``jax-decode:DTYPE/fp8_e5m2``.
       dump: The sequences to score.
       model: The Hugging Face directory for a spec with a DTYPE that names none.
       temperature: The temperature of the distribution, positive; it must be 1 for a server.
@@ -202,9 +202,9 @@ def parse_spec(what: str, spec: str, forms: Mapping[str, str]) -> tuple[str, str
 def name_columns(specs: Sequence[str]) -> dict[str, str]:
     """Names the column of each spec: the spec itself, or for a server its kind and dtype, such as ``vllm:bfloat16``.
 
-    The column of a server that decodes given tokens is ``vllm-forced:bfloat16``; that of a server that samples is
-    ``vllm-decode:bfloat16``. A spec whose name is taken already keeps the spec as its name. Raises ValueError if a spec
-    is unknown, and ServerError if a server does not answer.
+    A server that decodes given tokens has the column ``vllm-forced:bfloat16``, because ``vllm-decode:bfloat16`` is the
+    column of a server that samples. If a name is taken already, the spec itself is the name. Raises ValueError if a
+    spec is unknown, and ServerError if a server does not answer.
     """
     names: dict[str, str] = {}
     for spec in dict.fromkeys(specs):

@@ -1,7 +1,8 @@
 """Judges the gap between two columns of log-probabilities: within limits, too large, or not comparable.
 
-The checks have an order in which each prevents a false alarm of the next: the declared sources of the columns, an
-alignment off by one, a base of the logarithm, a temperature, then the size of the gap, which the dtypes bound.
+The checks have an order in which each prevents a false alarm of the next. First come the declared sources of the
+columns, then an alignment off by one, a base of the logarithm, and a temperature. Last comes the size of the gap, which
+the dtypes bound.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from rljax.mismatch import framework_metrics, mismatch_statistics, read_tokens
 from rljax.mismatch.names import PUBLISHED_BARS
 from rljax.record.token_dumps import ColumnSource
 
-# The normalised gap is the mean |difference| per token (nats) over the mean of 1 - p, because an error of the logits
-# changes the log-probability of a likely token little. Measured between engines with equal weights: bf16 1.2e-2, fp16
-# 1.6e-3, fp32 9e-7. Each range leaves room for other models.
+# The normalised gap is the mean |difference| per token (nats) over the mean of 1 - p. It is normalised because an error
+# of the logits changes the log-probability of a likely token little. Measured between engines with equal weights: bf16
+# 1.2e-2, fp16 1.6e-3, fp32 9e-7. Each range leaves room for other models.
 GAP_RANGES = {"float32": (0.0, 1e-4), "float16": (1e-4, 8e-3), "bfloat16": (1e-3, 8e-2)}
 """The expected range of the normalised gap of two engines, by the coarser of their dtypes."""
 ROUNDED_GAP = 0.5
-"""The highest expected normalised gap where an engine rounds its weights or its cache to 8 bits, as it says itself."""
+"""The highest expected normalised gap of an engine that declares that it rounds its weights or its cache to 8 bits."""
 
 _FIT_GAIN = 0.25  # a shift by one, or another base of the logarithm, must reduce the mean gap to this share
 _CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temperature
@@ -44,8 +45,8 @@ class Verdict:
 
     The cause is "none", "above_bar", "constant_fill", "no_tokens", "truncated_sampling", "temperature", "other_base",
     "other_weights", "off_by_one", "wrong_dtype" or "left_out". Response tokens without a finite number in both columns
-    are left out. The first token of a sequence does not count as left out where its number is NaN and the sequence has
-    others, because nothing precedes it.
+    are left out. The first token of a sequence has no tokens before it, so its number may be NaN. It does not count as
+    left out then, if the sequence has other numbers.
     """
 
     status: str  # "pass", "fail" (comparable but too far apart) or "refused" (not comparable)

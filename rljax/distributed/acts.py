@@ -1,4 +1,4 @@
-"""The acts of a run: work that all processes do at the same time. One class has process 0's side and the others'."""
+"""The acts of a run: work that all processes do at the same time. One class has the sides of leader and followers."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def memory_directory() -> Path:
-    """Returns /dev/shm, a directory in this machine's memory. Where it cannot be written: the temporary directory."""
+    """Returns /dev/shm, a directory in this machine's memory, or the temporary directory if it cannot be written."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 

@@ -28,7 +28,7 @@ from rljax.errors import START_AGAIN_STATUS
 WAITING = "waiting for process 0"
 """The place of a process that waits for an announcement. It may stay there without a limit."""
 
-_ROOT = "rljax/life/"  # A folder for these keys alone, because a folder of the store is always read whole.
+_ROOT = "rljax/life/"  # The folder of these keys only, because a folder of the store is always read whole.
 _BEATS, _WORDS, _SIGNAL = f"{_ROOT}beat/", f"{_ROOT}word/", f"{_ROOT}signal"
 _WORD = f"{_WORDS}first"
 _PARTS = 20  # The number of beats in ``heartbeat_s``.

@@ -146,7 +146,7 @@ class Processes:
 
         All processes call it; a single process gets an empty dict. All processes leave an update at the same time. The
         slowest process of an update is therefore the last to enter it, and its ``_slowest_s`` is the time by which it
-        entered after the first.
+        entered later than the first.
         """
         if self.count == 1:
             return {}
@@ -297,7 +297,7 @@ def _leave_without_waiting(status: int) -> None:
 def start_processes(
     count: int = 0, index: int = -1, coordinator: str = "", *, heartbeat_s: float = 30.0, stuck_s: float = 3600.0
 ) -> Processes:
-    """Returns the processes of this run, after starting ``jax.distributed`` where there are several.
+    """Returns the processes of this run, after starting ``jax.distributed`` if there are several.
 
     Call it before anything asks for devices. By default JAX finds the first three values in the cluster's environment.
 
@@ -353,9 +353,10 @@ def _is_only_task() -> bool:
 
 
 def unused_gpus(used: int, devices: Path = Path("/dev")) -> str | None:
-    """Returns a line about the NVIDIA GPUs of this machine that no process of the run uses, or None where all are used.
+    """Returns a line about this machine's NVIDIA GPUs that no process of the run uses, or None if all are used.
 
-    This process uses ``used`` of them. The directory ``devices`` has a file ``nvidiaN`` for each.
+    ``used`` is the number of GPUs that this process uses. The directory ``devices`` has a file ``nvidiaN`` for each
+    GPU.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = devices.glob("nvidia[0-9]*") if chosen is None else filter(None, chosen.split(","))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 KEY_FILE = "RLJAX_API_KEY_FILE"
-"""The environment variable that names the key file where no setting does."""
+"""The environment variable that names the key file if no setting does."""
 
 Message = MutableMapping[str, Any]
 App = Callable[[Message, Any, Any], Awaitable[None]]
@@ -48,8 +48,8 @@ def own_address(host: str, leader: str) -> str:
     process 0's machine the result is ``host`` itself. On another machine it is the address of the interface through
     which ``host`` is reached.
 
-    Raises ValueError if ``host`` is a loopback address and this is another machine, if this machine's address is not
-    private, or if there is no route to ``host``.
+    Raises ValueError if ``host`` is a loopback address of another machine, if this machine's address is not private, or
+    if there is no route to ``host``.
     """
     is_loopback = private_address(host).is_loopback
     own, other = _route_to(leader if is_loopback else host)

@@ -114,9 +114,9 @@ class KeptDelta:
     def patches(self) -> Iterator[tuple[str, tuple[int, ...], np.ndarray, np.ndarray]]:
         """Yields the changes of each piece that has any. Only one piece's changes are in memory at a time.
 
-        Each item has the tensor's Hugging Face name and shape, the flat indices of the changed elements (int64, each
-        once), and their new bits (uint16 or uint32). Raises OSError if a file cannot be read, and ValueError or
-        KeyError if its content does not fit the piece.
+        An item has four parts: the tensor's Hugging Face name, its shape, the flat indices of the changed elements
+        (int64, each once), and their new bits (uint16 or uint32). Raises OSError if a file cannot be read, and
+        ValueError or KeyError if its content does not fit the piece.
         """
         changed = [piece for piece in self.version.delta if piece.changed]
         files = {file: mapped(self.directory / file) for file in self.version.files_of(changed)}

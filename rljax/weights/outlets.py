@@ -202,7 +202,7 @@ class HttpPartWriter(PartWriter):
 
 
 class StorePartWriter(PartWriter):
-    """A writer that uploads its files into the folder of process 0's run. None of them stays on this machine."""
+    """A writer that uploads its files into the folder of process 0's run. No file stays on this machine."""
 
     def __init__(self, parts: MakeParts, name: str, directory: OwnedDirectory | None, url: str) -> None:
         """Takes over ``directory``, which holds files before their upload to ``url``. None: the version's directory."""
@@ -246,7 +246,7 @@ def make_part_writer(
     """Makes the writer of one of several processes.
 
     Args:
-      parts: A function from what is published to the parts of it that this process holds.
+      parts: A function from the published tensors to the parts that this process holds.
       store: The kind of place that has the versions: "directory", "http", or the URL of an object store
         (``PublishConfig.store``).
       parent: The directory in which a process other than 0 makes a directory for its files, unless ``store`` is

@@ -1,7 +1,7 @@
 """The checksum of a tensor. numpy, jax and torch compute the same one, and the checksums of its parts add up to it.
 
-It is three sums (mod 2^32) over the mixed bits of a tensor's elements. In two of them the order of the elements does
-not matter, so shards of tensor parallelism add up to the whole even if their places are unknown. In the third sum each
+It is three sums (mod 2^32) over the mixed bits of a tensor's elements. The first two do not depend on the order of the
+elements. So shards of tensor parallelism add up to the whole even if their places are unknown. In the third sum each
 element is multiplied by a number that depends on its place in the whole tensor. It adds up over parts whose places are
 known. Only this sum shows elements that changed places.
 
@@ -218,7 +218,7 @@ def describe_differences(found: Sequence[str]) -> str:
 
 
 def named_few(names: Sequence[str]) -> str:
-    """Returns a text with the first few names of tensors, and the number of the others."""
+    """Returns a text with the first few names of tensors, and the number of names that are left out."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 

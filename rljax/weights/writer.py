@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 MakeParts = Callable[[Any], Iterable[Part]]
-"""A function from what is published to the parts of it that this process holds."""
+"""A function from the published tensors to the parts that this process holds."""
 
 
 class PartsSummary(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class WrittenFiles(msgspec.Struct, frozen=True):
 
 
 class Writer(Protocol):
-    """An object that writes a version's parts: those of this process, or those of all processes."""
+    """An object that writes the parts of a version: this process's parts, or the parts of all processes."""
 
     def collect(self, tensors: Any, directory: Path) -> PartsSummary:
         """Takes the parts of the next version, and compares them with the version before. Raises OSError.
