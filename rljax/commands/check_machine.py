@@ -70,7 +70,7 @@ def server_python() -> str | None:
 
 
 def check_driver() -> Found:
-    """Compares the NVIDIA driver with the oldest one that vLLM works with."""
+    """Compares the NVIDIA driver with the oldest driver for vLLM."""
     version = next(iter(nvidia_smi("driver_version")), None)
     if version is None:
         return {"skipped": "nvidia-smi finds no NVIDIA GPU here", "remedy": "containers need --gpus all to see GPUs"}

@@ -219,8 +219,8 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
 def plot_growth(axes: Axes, comparison: Comparison) -> None:
     """Plots one line for each pair.
 
-    With more than ``MOST_NAMED`` pairs, a pair that passes has the colour of the coarser of its two dtypes, and the
-    legend names only the pairs that fail.
+    With more than ``MOST_NAMED`` pairs, a pair that passes has the colour of the coarser of its two dtypes. The legend
+    then names only the pairs that fail.
     """
     shades = colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs)))
     named: set[str] = set()

@@ -47,7 +47,7 @@ def run_layers(
     """Compares the first scorer with each other one, writes the reports, and returns the exit status.
 
     Args:
-      dump: The sequences, of which one is computed.
+      dump: The dump with the sequence to compute.
       scorers: The specs, at least two. The first one is the reference.
       model: The model directory of specs that name none.
       out: The directory for layers.md, layers.json and layers.png.

@@ -1,4 +1,4 @@
-"""Reads a command line into a dataclass of options with the standard library alone, for commands without the extra."""
+"""Reads a command line into a dataclass with only the standard library, for commands that need no further package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compares what a run would hold with the memory of a device, the memory of the host and the free space on disk."""
+"""Compares the needs of a run with the memory of a device, the memory of the host and the free space on disk."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Decoding(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Bytes that a run needs in one place, and what the place has.
+    """The bytes that a run needs in one place, and the bytes that the place has.
 
     Attributes:
       label: The name of the place in a table.
@@ -100,7 +100,7 @@ class Devices(NamedTuple):
 
 
 def find_devices(mesh: Any, card: Card | None = None) -> Devices:
-    """Returns the devices of a mesh, each of which is a ``card``.
+    """Returns the devices of a mesh. Each device is a ``card``.
 
     None for ``card`` means the devices of this machine, or H100s if this machine has too few devices.
     """
@@ -149,7 +149,7 @@ def held_batches(config: Config) -> int:
 def device_demands(
     config: Config, devices: Devices, training: int, resident: int, decoding: Decoding | None
 ) -> list[Demand]:
-    """Returns what one device needs in an update, and while the embedded engine samples; [] for a CPU.
+    """Returns the demands of one device in an update, and while the embedded engine samples; [] for a CPU.
 
     Args:
       config: The configuration of the run.
@@ -192,7 +192,7 @@ def _device_settings(config: Config) -> Iterator[str]:
 def host_demand(
     config: Config, policy: PolicyConfig, sizes: Sizes, devices: Devices, training: int, decoding: Decoding | None
 ) -> Demand:
-    """Returns what one host needs in its memory.
+    """Returns the demand of one host on its memory.
 
     Args:
       config: The configuration of the run.

@@ -101,7 +101,7 @@ def needed_bytes(machine: Machine, memory: dict[str, int]) -> int:
 
 
 def report(compiled: CompiledStep) -> Report:
-    """Reports what the compiled step takes and does on one device, as plain values for JSON.
+    """Reports the memory, work and modelled time of a compiled step on one device, as plain values for JSON.
 
     Raises:
       ValueError: The program has a form that the counter does not know.

@@ -49,7 +49,7 @@ def dry_run(config: Config, card: Card | None = None) -> str:
 
     Args:
       config: The configuration of the run.
-      card: The devices of a machine that is not present, or None for those of this machine.
+      card: The card of each device of a machine that is not present, or None for this machine's devices.
 
     Raises:
       ValueError: Settings do not fit one another or the model, or the model's shape is unknown.
@@ -82,7 +82,7 @@ def dry_run(config: Config, card: Card | None = None) -> str:
 def find_demands(
     config: Config, policy: PolicyConfig, mesh: Any, card: Card | None = None
 ) -> tuple[list[Demand], Decoding | None]:
-    """Returns what the run needs of a device, of the host and of disks, and the batch of the embedded engine."""
+    """Returns the run's demands on a device, the host and disks, and the batch of the embedded engine or None."""
     sizes, devices = state_bytes(config, policy, mesh), find_devices(mesh, card)
     training = sum(part for _, part in planned_bytes(config, policy, mesh).values())
     resident = resident_bytes(sizes)
@@ -252,14 +252,14 @@ def in_units(count: int) -> str:
 
 
 def _describe(demand: Demand) -> str:
-    """Describes a demand: its sum, its parts, and what the place has."""
+    """Describes a demand: its sum, its parts, and the free bytes of the place."""
     parts = ", ".join(f"{name} {in_units(size)}" for name, size in demand.parts.items())
     whole = f"{in_units(demand.total)} ({parts})" if len(demand.parts) > 1 else parts
     return whole if demand.free is None else f"{whole}; free: {in_units(demand.free)} {demand.place}"
 
 
 def _describe_lack(demand: Demand) -> str:
-    """Describes a demand that does not fit, and what would help."""
+    """Describes a demand that does not fit, and the settings that would help."""
     return f"{demand.label}: {_describe(demand)}; try {demand.remedy}"
 
 

@@ -5,7 +5,7 @@ products for every pair of a query and a key that it may see (scores, output). A
 and the gradients of values, probabilities, queries and keys), or four and three if it has two kernels.
 
 Grouped products of a mixture's experts: each of m rows [m, d] multiplies one of e matrices [e, d, f], or adds to one of
-e outer products. These are 2 m d f operations, where m counts all rows that there is room for.
+e outer products. These are 2 m d f operations. m counts all rows for which there is room.
 """
 
 from __future__ import annotations

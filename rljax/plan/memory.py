@@ -162,8 +162,8 @@ def kept_by_a_block(
 def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:
     """Estimates the bytes of a block's backward pass while attention is recomputed and the MLP's cotangents wait.
 
-    These are four arrays of the MLP's width, seven of the heads' width, three of the model's width, and the gradients
-    of the heads in float32. The weights of one product are complete, and the gradients of two.
+    These are four arrays of the MLP's width, seven of the heads' width, and three of the model's width. The gradients
+    of the heads are in float32. The weights of one product are complete, and the gradients of two.
     """
     heads = part.num_heads * part.head_dim
     inner = 0 if part.num_experts else part.intermediate_size
@@ -178,7 +178,7 @@ def gathered_key_bytes(part: PolicyConfig, places: int, parts: int, itemsize: in
 
 
 def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> int:
-    """Estimates the bytes of the backward pass of a mixture's experts, of which a device has 1 / ``ways``.
+    """Estimates the bytes of the backward pass of a mixture's experts. A device has 1 / ``ways`` of the experts.
 
     Each token of the devices that share experts has two arrays of the model's width, and their sum in float32. Each
     pair in a round has two arrays of the model's width and six of an expert's width. The weights of the device's

@@ -1,8 +1,9 @@
-"""Reads from a compiled program which exchanges between devices run behind other work, and models what stays exposed.
+"""Reads from a compiled program which exchanges between devices run behind other work, and models the exposed time.
 
 The instructions of a compiled program stand in the order in which they start. An exchange with a start and an end of
-its own runs beside the kernels between them. The links carry one exchange at a time. So an exchange is exposed for its
-time over the links, and the wait for an earlier one, less the modelled time of the kernels between start and end.
+its own runs beside the kernels between them. The links carry one exchange at a time. So an exchange takes the wait for
+an earlier one and its own time over the links. It is exposed for the part of this time that exceeds the modelled time
+of the kernels between start and end.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ FLOORS = {
     "mesh": ("mismatch_self/mesh/log_ppl_abs_diff", "s"),
     "remat": ("mismatch_self/remat/log_ppl_abs_diff", "^"),
 }
-"""The key and marker of the trainer's difference from itself, by what differs."""
+"""The key and marker of the trainer's difference from itself, by the cause of the difference."""
 
 
 def plot_mismatch(axis: Axes, runs: Sequence[Run], smooth: float) -> None:

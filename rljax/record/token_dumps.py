@@ -44,7 +44,7 @@ SECOND_RUN = "@2"
 """The suffix of a scorer's second run; the part before it is the name of the first run's column."""
 
 OTHER_RUNS = {"shape": SECOND_RUN, "mesh": "@mesh", "remat": "@remat"}
-"""The suffixes of all further runs of a scorer, by what differs from the first run."""
+"""The suffixes of all further runs of a scorer, by the kind of difference from the first run."""
 
 ABOVE_ZERO = 1e-5
 """The largest log-probability (nats) that rounding explains."""

@@ -89,7 +89,7 @@ class Tracker(Protocol):
     where: str  # the place at which a reader finds the run, for one line on the terminal
 
     def log(self, row: Row) -> None:
-        """Takes the row of a step: its numbers, NaN for those that are not finite, bools and strings."""
+        """Takes the row of a step: its bools, strings and numbers, with NaN for numbers that are not finite."""
 
     def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
         """Takes the summary and the PNG files by name, and ends the run in the tracker.

@@ -262,8 +262,8 @@ def json_rows(path: Path) -> Rows:
 def table_rows(document: Any) -> Rows | None:
     """Returns the rows of a JSON document; None if it is not a table.
 
-    A table is a list of objects, an object with such a list (``trainer_state.json`` has ``log_history``), or an object
-    with one list or one numbered object for each column, as pandas writes it.
+    A table is a list of objects, or an object with such a list (``trainer_state.json`` has ``log_history``). It may
+    also be an object with one list or one numbered object for each column, as pandas writes it.
     """
     if isinstance(document, dict):
         for name in ("log_history", "history"):
