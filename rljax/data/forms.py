@@ -151,12 +151,12 @@ def _answer(row: Mapping[str, Any], key: str, form: FormName | None) -> Any:
 
 
 def _named(keys: Sequence[str], name: str) -> str:
-    """Returns the key of this name, whatever its case; "" without one."""
+    """Returns the key with this name, in any case; an empty string if there is none."""
     return name if name in keys else next((key for key in keys if key.lower() == name), "")
 
 
 def _from_json(value: Any, opening: str) -> Any:
-    """Returns the value that a text holds as JSON with this opening bracket, or else the text itself."""
+    """Returns the JSON value in a text that begins with ``opening``; any other value is returned as it is."""
     if not isinstance(value, str) or not value.lstrip().startswith(opening):
         return value
     try:

@@ -28,7 +28,7 @@ _HASH_SEED = "0"
 
 
 def task_names(task: str) -> tuple[str, ...]:
-    """Returns the names of the library's tasks in ``reasoning_gym:NAME+NAME``; () if ``task`` is none of them.
+    """Returns the names of the library's tasks in ``reasoning_gym:NAME+NAME``; () for any other ``task``.
 
     Raises:
       ValueError: A name is empty or is given twice.
@@ -64,7 +64,7 @@ def gym_problems(
     right answer is an empty text are left out, too.
 
     Args:
-      names: The names of the library's tasks, each of which gives the same number of problems.
+      names: The names of the library's tasks. Each task gives the same number of problems, up to one.
       split: The split, "train" or "eval". The latter has ``EVAL_PROBLEMS`` problems, without repeats.
       seed: The seed. The library gets another one for each split.
       count: The number of training problems to make.

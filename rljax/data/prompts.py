@@ -153,7 +153,7 @@ def template_arguments(enable_thinking: bool | None, more: Sequence[str]) -> dic
 
 
 def _named_values(words: Sequence[str], key: str, *, may_have_task: bool = False) -> dict[str, Any]:
-    """Returns the values of words ``NAME=VALUE`` by name; a name may be ``TASK.NAME`` where ``may_have_task``.
+    """Returns the values of words ``NAME=VALUE`` by name. With ``may_have_task`` a name may be ``TASK.NAME``.
 
     Raises:
       ValueError: A word has another form, or a name is given twice.

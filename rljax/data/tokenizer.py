@@ -50,7 +50,7 @@ class Tokenizer:
           tokenizer: The tokenizer of the ``tokenizers`` library, which is changed.
           named: The special tokens by the names in chat templates (``eos_token``, ``pad_token``, ...).
           chat_template: The chat template, a jinja2 text.
-          other_templates: The names of further chat templates, none of which is the default.
+          other_templates: The names of further chat templates. No template is the default then.
         """
         if "eos_token" not in named:
             raise ValueError("the tokenizer names no eos_token")

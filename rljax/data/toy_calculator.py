@@ -31,7 +31,7 @@ _RESULT_TOKENS = DIGITS + 2  # a sum and a comma
 MAX_RESPONSE_TOKENS = 2 * (_CALL_TOKENS + _RESULT_TOKENS) + DIGITS + 2  # two calls and an answer
 
 calculator_problems = addition_problems
-"""A function ``calculator_problems(split, size, seed)``: the problems are those of the addition task."""
+"""A function ``calculator_problems(split, size, seed)`` that returns the problems of the addition task."""
 
 
 def add(*numbers: int) -> str:

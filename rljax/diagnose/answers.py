@@ -137,7 +137,7 @@ _FLOORS = {
     "on another mesh": "mismatch_self/mesh/logprob_abs_diff_mean",
     "with another remat": "mismatch_self/remat/logprob_abs_diff_mean",
 }
-"""The metrics of the trainer's difference from itself, by what differs."""
+"""The metrics of the trainer's difference from itself, by the cause of the difference."""
 
 
 def _floor(facts: Facts) -> str:

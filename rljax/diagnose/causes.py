@@ -255,7 +255,7 @@ def _length(facts: Facts) -> Iterator[Finding]:
     for effects in groups:
         values, labels = list(effects.values()), list(effects)
         growth, falls = _growth(effects), sum(after < before for before, after in itertools.pairwise(values))
-        # An engine of 8 bits has a large error at the first tokens already, and some growth of its own, because the
+        # An engine of 8 bits has a large error at the first tokens already. Its error also grows by itself, because the
         # errors of its cache add up (measured in the study at fixed weights).
         least = 4 * _ALONG if values and values[0] > EFFECTS["bfloat16"] else _ALONG
         if growth > least and 4 * falls < len(values) and not any(_extreme(facts)):

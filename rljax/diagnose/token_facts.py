@@ -50,7 +50,7 @@ class TokenFacts:
     by_position: Mapping[str, float]  # the gap per uncertainty by position
     by_uncertainty: Mapping[str, float]  # the gap per uncertainty by uncertainty
     effects: Mapping[str, float]  # the error of the logits by position
-    grids: Mapping[str, str]  # the dtype of the logits by column, where it shows
+    grids: Mapping[str, str]  # the 16-bit dtype of the logits by column, for columns that show a grid
     floors: Mapping[str, float]  # the mean of abs(lr) between two runs of a scorer, by column
     staleness: float = math.nan  # the mean number of versions between sampling and training; NaN if it is unknown
     by_staleness: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty, fresh and stale tokens
@@ -132,8 +132,8 @@ def _fresh_and_stale(lr: np.ndarray, uncertainty: np.ndarray, stale: np.ndarray)
 def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
     """Marks the tokens whose error is far beyond all others, bool [n].
 
-    An error of the logits changes the log-probability of a token by about the error times its uncertainty, so the
-    log-ratio is divided by the uncertainty before tokens are compared.
+    An error of the logits changes the log-probability of a token by about the error times the token's uncertainty. So
+    the log-ratio is divided by the uncertainty before tokens are compared.
     """
     if not len(lr):
         return np.zeros(0, bool)

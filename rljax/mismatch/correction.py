@@ -290,7 +290,7 @@ def finalize_importance(statistics: Statistics) -> dict[str, Any]:
     """Computes the ``is/<name>`` metrics: Python floats for numpy leaves, jax scalars for jax leaves.
 
     The metrics of each level L (token, sequence, geometric) are ``L_ratio_mean``, ``L_ratio_max``, ``L_ratio_min``,
-    ``L_fraction_above`` (ratio > C), ``L_fraction_below`` (ratio < 1 / C), and ``L_effective_sample_size`` = <w>^2 /
+    ``L_fraction_above`` (ratio > C) and ``L_fraction_below`` (ratio < 1 / C). ``L_effective_sample_size`` is <w>^2 /
     <w^2>, a share in 0 .. 1. All are 0 without a valid token.
     """
     xp, counted = statistics.xp, statistics["number"] > 0

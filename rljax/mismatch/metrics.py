@@ -135,8 +135,8 @@ def _token_terms(tokens: Tokens, prob_abs_diff: Any) -> dict[str, Any]:
     """Computes the terms that are summed over tokens, [b, t] each. A term is 0 where the log-ratio is 0."""
     xp, lr, sequences = tokens.xp, tokens.log_ratio, tokens.sequences
     clipped = xp.clip(lr, -RATIO_BOUND, RATIO_BOUND)
-    # The sum over t of t x (running sum of lr up to t) is the sum over i of lr_i x (sum of the positions from i to n).
-    # The inner sum is (n - i + 1)(n + i) / 2. Positions are in thousands of tokens.
+    # The slope needs the sum over t of t x (running sum of lr up to t). This equals the sum over i of lr_i x (sum of
+    # the positions from i to n). The inner sum is (n - i + 1)(n + i) / 2. Positions are in thousands of tokens.
     n, i = sequences.length.astype(lr.dtype), sequences.position.astype(lr.dtype)
     return {
         "log_ratio": lr,

@@ -1,4 +1,4 @@
-"""The mismatch of trajectories of several turns: by turn, and by the distance from what the environment wrote.
+"""The mismatch of trajectories of several turns: by turn, and by the distance from the environment's last token.
 
 The turns of a sequence are whole numbers, one for each token. A token has the turn that sampled it, from 1, or 0 if the
 policy did not sample it. Each sequence is a vector of its own, on the host.

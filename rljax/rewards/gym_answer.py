@@ -49,7 +49,7 @@ def strict_reward(problem: Mapping[str, Any], response: str, truncated: bool) ->
       truncated: Whether the length limit cut the response off; then it has no answer.
 
     Raises:
-      ValueError: The problem is none of a reasoning-gym task.
+      ValueError: The problem does not belong to a reasoning-gym task.
     """
     name, entry = _task(problem)
     answer = stated_answer(response)

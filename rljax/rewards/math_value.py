@@ -1,4 +1,4 @@
-"""Parses answers, and compares them where an absolute tolerance is wrong: exact numbers, formulas, solution sets."""
+"""Parses answers, and compares kinds that need more than an absolute tolerance: exact numbers, formulas, solutions."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class WorkerProcess:
         raise TimeoutError(f"no answer within {limit_s:g} s")
 
     def wait_until_ready(self) -> None:
-        """Waits until the process can answer; one that died while idle is replaced first.
+        """Waits until the process can answer. A process that died while idle is replaced first.
 
         Raises:
           RuntimeError: No process can be started.

@@ -104,7 +104,7 @@ def update_surge_state(
         raise ValueError(f"length and truncated_fraction must be scalars, got {value.shape} and {truncated.shape}.")
     usable = jnp.isfinite(value) & (value >= SMALLEST_LENGTH)
     waits = state.surge_step == 0
-    # The window if this length counts. The baseline is of the older lengths, so it serves both tests.
+    # The window if this length counts. The baseline depends only on the older lengths, so it serves both tests.
     lengths = jnp.append(state.lengths[1:], value)
     seen = jnp.minimum(state.seen + 1, config.window)
     baseline = _baseline(config, lengths, seen)

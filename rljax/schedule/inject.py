@@ -125,7 +125,7 @@ def set_learning_rate(opt_state: Any, value: Any) -> Any:
 
 
 def get_learning_rate(opt_state: Any) -> jax.Array:
-    """Reads the injected rate: that of the last update, or the initial rate before the first. It may be scheduled.
+    """Reads the injected rate: the rate of the last update, or the initial rate before the first. It may be scheduled.
 
     Args:
       opt_state: An optimizer state, however nested.

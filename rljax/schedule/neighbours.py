@@ -120,7 +120,7 @@ def neighbours_of(config: SurgeConfig, more: Mapping[str, Sequence[float]] | Non
 
     Args:
       config: The rule in use.
-      more: Further values of fields of the rule, by name. Each makes a rule that differs in this field alone.
+      more: Further values of fields of the rule, by name. Each value makes a rule that differs only in this field.
 
     Returns:
       The rule in use, the shipped rule, the study's rule and three times the first lengths. Then follow the rule in use
