@@ -101,7 +101,7 @@ def plot_ratio_by_length(axis: Axes, runs: Sequence[Run], _: float) -> None:
 def sequence_ratios(dump: TokenDump) -> tuple[np.ndarray, np.ndarray]:
     """Returns the response tokens, and the sum of trainer - rollout over them (nats), of each sequence [n] of a dump.
 
-    Tokens that are not finite on either side are left out of both.
+    Tokens that are not finite on at least one side are left out of both.
     """
     lengths, ratios = [], []
     columns = (dump.response_mask, dump.logprobs["trainer"], dump.logprobs["rollout"])

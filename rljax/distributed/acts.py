@@ -68,7 +68,7 @@ def gather_results(processes: Processes, work: Callable[[], Any]) -> list[dict[s
 def values_of(results: Sequence[Mapping[str, Any]], kind: type[Value]) -> list[Value]:
     """Converts the values that ``gather_results`` gathered to ``kind``, in the order of the processes.
 
-    Raises OSError if a process had one; its message has all of them.
+    Raises OSError if ``work`` raised OSError in a process. The message has the errors of all processes.
     """
     errors = [result["error"] for result in results if "error" in result]
     if errors:

@@ -224,7 +224,7 @@ def _parse(content: bytes) -> Record:
 
 
 def _is_here(record: Record) -> bool:
-    """Returns whether the process table of this machine has the owner."""
+    """Returns whether the owner is on this machine, whose process table then shows whether it lives."""
     return record.machine != "" and record.machine == _machine()
 
 

@@ -44,7 +44,7 @@ _COLLECTIVE_FAILED = re.compile("[A-Z_]+: .*(Gloo|NCCL|RCCL)")
 
 
 class Processes:
-    """The processes of a run, or its only process. A context manager: an error that leaves it ends all of them."""
+    """The processes of a run, or its only process. As a context manager it ends all of them if its block raises."""
 
     def __init__(self, index: int = 0, count: int = 1, *, heartbeat_s: float = 30.0, stuck_s: float = 0.0):
         """Prepares process ``index``, from 0. If there are several, ``jax.distributed`` must be initialised.
@@ -162,7 +162,7 @@ class Processes:
         return row
 
     def gather(self, value: Any) -> list[Any]:
-        """Returns the JSON values of all processes in the order of the processes. All of them call it."""
+        """Gathers a JSON value from every process, in the order of the processes. All processes call it."""
         if self.count == 1:
             return [value]
         own = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -21,7 +21,7 @@ class Center(NamedTuple):
     coefficients: Any  # [..., k]: sum_v coefficients_v grad log p_v is the expected score; 0 where no token is listed
     rollout_mass: Any  # [...]: the sampler's probability of the listed tokens
     trainer_mass: Any  # [...]: the trainer's probability of the listed tokens
-    drift: Any  # [...]: the sum over the listed tokens of the abs value of the expected score with respect to a logit
+    drift: Any  # [...]: the sum over the listed tokens of abs(expected score with respect to the token's logit)
 
 
 def center(

@@ -58,10 +58,10 @@ def importance_weights(
 
     Returns:
       The weights, [b, t] float (float64 on the host, float32 on the device), without gradient. They are 0 outside the
-      mask and at tokens that are not finite on either side. A sequence's weight is repeated over its tokens. The second
-      value has scalars over tokens (level "token") or sequences: ``weight_mean`` (before normalizing), ``weight_max``,
-      ``changed_fraction`` (the share of ratios truncated or set to 0), ``effective_sample_size`` (of the weights, a
-      share in 0 .. 1) and ``nonfinite_count``.
+      mask and at tokens that are not finite on at least one side. A sequence's weight is repeated over its tokens.
+      The second value has scalars over tokens (level "token") or sequences: ``weight_mean`` (before normalizing),
+      ``weight_max``, ``changed_fraction`` (the share of ratios truncated or set to 0), ``effective_sample_size`` (of
+      the weights, a share in 0 .. 1) and ``nonfinite_count``.
 
     Raises:
       ValueError: The threshold is out of range, the level or the mode is unknown, or the arrays do not fit each other.
@@ -89,7 +89,7 @@ def rejection_mask(
 ) -> tuple[Any, dict[str, Any]]:
     """Removes the sequences whose mismatch is too large from the response mask.
 
-    So the caller's denominator shrinks. Tokens that are not finite on either side do not enter the statistic. A
+    So the caller's denominator shrinks. Tokens that are not finite on at least one side do not enter the statistic. A
     sequence without other tokens is rejected.
 
     Args:

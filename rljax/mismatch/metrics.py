@@ -51,7 +51,8 @@ def mismatch_metrics(
 ) -> dict[str, Any]:
     """Computes every mismatch metric of a batch whose rows are sequences.
 
-    Tokens that are not finite on either side are left out and counted in ``nonfinite_count``. A mean over nothing is 0.
+    Tokens that are not finite on at least one side are left out and counted in ``nonfinite_count``. A mean over nothing
+    is 0.
 
     Args:
       trainer_logprobs: The trainer's log-probability of each token, [b, t] float, nats.

@@ -158,7 +158,7 @@ class Tokens:
     rollout: Any  # [b, t] log-probability under the rollout engine (nats)
     log_ratio: Any  # [b, t] trainer - rollout (nats)
     valid: Any  # [b, t] bool: in the mask and finite on both sides (within LARGEST_LOGPROB)
-    nonfinite: Any  # [b, t] bool: in the mask and not finite on either side
+    nonfinite: Any  # [b, t] bool: in the mask and not finite on at least one side
     sequences: Sequences  # the sequences of the valid tokens
     mask_sequences: Sequences  # the sequences of the valid and the nonfinite tokens
 

@@ -94,7 +94,7 @@ class Computation:
         return [self.instructions[name].arrays for name in instruction.operands]
 
     def source(self, name: str, through: Collection[str]) -> Instruction:
-        """Returns the instruction that computes a value, seen through instructions with the opcodes ``through``."""
+        """Returns the instruction that computes a value. Instructions with the opcodes ``through`` are skipped."""
         one = self.instructions[name]
         while one.opcode in through:
             one = self.instructions[one.operands[0]]

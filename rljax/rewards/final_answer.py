@@ -118,7 +118,7 @@ def _closed_boxes(text: str) -> list[tuple[int, int, int]]:
 
 
 def closing_brace(text: str, start: int) -> int | None:
-    """Returns the position of the brace that closes the one just before ``start``; escaped braces do not count."""
+    """Returns the position of the brace that closes the one just before ``start``, or None; skips escaped braces."""
     depth, at = 1, start
     while at < len(text):
         if text[at] == "\\":

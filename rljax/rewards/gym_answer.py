@@ -61,8 +61,8 @@ def strict_reward(problem: Mapping[str, Any], response: str, truncated: bool) ->
 def library_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> float:
     """Returns the library's score of the answer in a response, from 0.0 to 1.0.
 
-    Some scorers give part of it to an answer that contains the right one. The arguments and errors are the same as for
-    ``strict_reward``.
+    Some scorers give a part of 1.0 to an answer that contains the right one. The arguments and errors are the same as
+    for ``strict_reward``.
     """
     name, entry = _task(problem)
     answer = stated_answer(response)
@@ -76,7 +76,8 @@ def stated_answer(response: str) -> str:
     r"""Returns the answer in a response, without white space around it.
 
     Only the text after the last ``</think>`` counts, if there is one. The answer is the last ``<answer>`` tag; without
-    one, the last ``\boxed{}``; without both, the last line that is not empty. A box that is all of a tag is opened.
+    one, the last ``\boxed{}``; without both, the last line that is not empty. If a box is the whole content of a tag,
+    the content of the box is the answer.
     """
     text = response.rsplit("</think>", 1)[-1]
     tag = tagged_answer(text)
