@@ -1,4 +1,4 @@
-"""One kind of server: what its replies mean, how a run shakes hands with it, and how weights come into it."""
+"""One kind of server: how its replies are read, how a run shakes hands with it, and how weights come into it."""
 
 from __future__ import annotations
 
@@ -24,98 +24,102 @@ from rljax.weights.store import WeightDirectory, WeightVersion
 from rljax.weights.sums import describe_differences, differences
 
 UPDATE_S = 600.0
-"""The longest that one step of an update may take (seconds)."""
-_POLL_S = 0.05  # The time between two questions to workers whether they have pulled a version (seconds).
+"""The longest time of one step of an update (seconds)."""
+_POLL_S = 0.05  # The time between two questions whether the workers have pulled a version (seconds).
 
 
 @dataclass(frozen=True)
 class WorkerChecksums:
-    """The checksums of the weights that one worker of a server was given by the last update."""
+    """The checksums of the weights that the last update brought to one worker of a server."""
 
-    tensors: Mapping[str, Checksum | None]  # of each tensor, or the worker's part of it, as it stood loaded, if it was
+    # The checksum of each tensor, or of the worker's part of it, as it was loaded; None where it was not loaded.
+    tensors: Mapping[str, Checksum | None]
     seconds: float  # the time that the checksums took
-    in_place: bool = False  # whether only the changed elements were written
+    in_place: bool = False  # whether only the changed elements were written, or nothing
     equal: bool = False  # whether nothing was written, because the version before had the same tensors
 
 
 class Backend(Wire):
     """One kind of server. A new kind is a subclass.
 
-    Every method but those of :class:`Wire` raises ServerGoneError where the server does not answer, and ReplyError
-    where its answer cannot be read.
+    Every method but those of :class:`Wire` raises ServerGoneError if the server does not answer, and ReplyError if its
+    answer cannot be read.
     """
 
     model = "policy"
     own_routes: Sequence[str] = ()
     paused_route = ""
-    logprobs_hint: str  # the remedy where log-probabilities are not of the distribution that a server samples from
-    without_plugin: str  # the meaning of a refusal where rljax's plugin is asked
+    logprobs_hint: str  # the remedy if log-probabilities are not those of the distribution that a server samples from
+    without_plugin: str  # the meaning of a refusal of a question to rljax's plugin
     version_route: str  # the path at which a server says which weights it holds
-    without_version: str  # the meaning of a refusal there
-    keeps_deltas = False  # whether the workers keep what changed, to write it in place
+    without_version: str  # the meaning of a refusal at ``version_route``
+    keeps_deltas = False  # whether the workers keep the changes of a version, to write them in place
 
     @abstractmethod
     def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
-        """Returns a completion, and whether it has log-probabilities of other tokens than its own.
+        """Returns a completion, and whether its log-probabilities belong to other tokens than its own.
 
-        It may raise ValueError, ArithmeticError or RecursionError where the reply is no completion.
+        It may raise ValueError, ArithmeticError or RecursionError if the reply is no completion.
         """
 
     @abstractmethod
     def ask_plugin(self, client: ServerClient, url: str, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of rljax's plugin in each worker, and returns the answers.
 
-        It raises ServerRefusedError where there is no plugin, or the method failed. The message holds the reason.
+        It raises ServerRefusedError, with the reason, if there is no plugin or the method failed.
         """
 
     @abstractmethod
     def describe(self, client: ServerClient, url: str) -> ServerInfo:
-        """Returns the server's description of itself, and sets the client to its model's name and its route.
+        """Returns the server's description of itself, and tells the client its model's name and its route.
 
-        It raises ValueError where the server is not of this kind with one model, or is paused.
+        It raises ValueError if the server is of another kind, does not serve exactly one model, or is paused.
         """
 
     @abstractmethod
     def resume(self, client: ServerClient, url: str) -> None:
-        """Lets a server go on that an earlier run left paused."""
+        """Resumes a server that an earlier run left paused."""
 
     @abstractmethod
     def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
-        """Returns one line for each thing that differs between trainer and the plugin's answer ``described``."""
+        """Returns one line for each difference between ``expected`` and the plugin's answer ``described``."""
 
     @abstractmethod
     def show(self, client: ServerClient, url: str, probe: Mapping[str, Any]) -> None:
-        """Shows the plugin where the run's weights will be. Raises ServerRefusedError if it cannot read there."""
+        """Tells the plugin where the run's weights will be. Raises ServerRefusedError if the plugin cannot read there.
+
+        ``probe`` has the arguments of ``WorkerWeights.show``.
+        """
 
     @abstractmethod
     def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
-        """Has the server load a version that its machine has. It is not proof that the weights arrived.
+        """Makes the server load a version that its machine can read. This does not prove that the weights arrived.
 
-        The fate of the responses that it samples is ``in_flight``, as ``RolloutConfig.update``. No key and no value of
-        the old weights is used for a token of the new ones. It raises RuntimeError where the server refuses a step. The
-        server stays paused then, because it may hold half of the weights.
+        ``in_flight`` is the fate of the responses under way, as ``RolloutConfig.update``. A token of the new weights
+        never uses keys and values of the old ones. It raises RuntimeError if the server refuses a step. The server then
+        stays paused, because it may hold half of the weights.
         """
 
     def forcing(
         self, client: ServerClient, url: str
     ) -> contextlib.AbstractContextManager[Callable[[np.ndarray], Mapping[str, Any]]]:
-        """Makes the server decode the tokens that requests give it, until the end of the ``with``.
+        """Lets requests give the tokens that the server decodes, until the end of the ``with`` block.
 
-        It gives a function from these tokens, int32 [t], to ``Request.forced``. It raises ValueError where the server
-        cannot do that.
+        The value of the block is a function from these tokens, int32 [t], to ``Request.forced``. It raises ValueError
+        if the server cannot do that.
         """
         raise ValueError(f"{url}: {self.name} decodes no given tokens; {self.name.lower()}:URL scores them by prefill")
 
     def sleep(self, client: ServerClient, url: str) -> None:
-        """Has the server give back its devices' memory, weights and caches. Raises RuntimeError if it cannot."""
+        """Makes the server free its devices' memory, with weights and caches. Raises RuntimeError if it cannot."""
         raise RuntimeError(f"{url}: rollout.colocated works with vLLM servers")
 
     def wake(self, client: ServerClient, url: str) -> None:
-        """Has a sleeping server take its memory again. It holds no weights then. Raises as :meth:`sleep`."""
+        """Makes a sleeping server take its memory again, without weights. Raises RuntimeError if it cannot."""
         raise RuntimeError(f"{url}: rollout.colocated works with vLLM servers")
 
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
-        """Reads a reply as :meth:`Wire.completion` says."""
+        """Reads a reply by :meth:`read`, and checks that it has one log-probability for each token."""
         try:
             completion, are_others = self.read(route, reply, request)
             if request.sampling.top_k and completion.tops is not None:
@@ -131,9 +135,9 @@ class Backend(Wire):
         return completion
 
     def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
-        """Compares a server with the trainer, and shows it the run's weights. Nothing is sampled.
+        """Compares a server with the trainer, and tells it where the run's weights will be. Nothing is sampled.
 
-        It raises HandshakeError where something differs, with one line for each thing that does.
+        It raises HandshakeError if they differ, with one line for each difference.
         """
         self.resume(client, url)
         with handshake.refusals(url, self.without_plugin):
@@ -163,10 +167,10 @@ class Backend(Wire):
         return handshake.server_info(url, described, self.name.lower())
 
     def prepare(self, client: ServerClient, url: str, version: WeightVersion) -> Mapping[str, Any]:
-        """Has the workers pull a version into their machine's mirror, for :meth:`push` to load, while they go on.
+        """Makes the workers pull a version into their machine's mirror while they sample. :meth:`push` loads it later.
 
-        Returns the figures of the slowest worker's pull (``pull.Pulled``), or {} where servers read the version where
-        it was written. It raises ServerGoneError where a worker could not pull the version in time.
+        Returns the fields of ``pull.Pulled`` of the slowest worker, or {} if servers read the version in the directory
+        of the trainer. It raises ServerGoneError if a worker could not pull the version in time.
         """
         if not version.source:
             return {}
@@ -187,7 +191,7 @@ class Backend(Wire):
         raise ServerGoneError(f"{url} did not pull {version.tag} within {UPDATE_S:g} s")
 
     def serves(self, client: ServerClient, url: str, version: WeightVersion) -> bool:
-        """Returns whether the server says that it holds ``version``. A refusal raises ServerGoneError, too."""
+        """Returns whether the server says that it holds ``version``. Raises ServerGoneError also after a refusal."""
         try:
             answer = client.call(url, "GET", self.version_route, timeout_s=10.0)
         except ServerRefusedError as error:
@@ -195,7 +199,7 @@ class Backend(Wire):
         return answer.get("weight_version") == version.tag
 
     def check_serves(self, client: ServerClient, url: str, version: WeightVersion) -> None:
-        """Raises ServerGoneError when the server does not say that it holds ``version``."""
+        """Raises ServerGoneError unless the server says that it holds ``version``."""
         if not self.serves(client, url, version):
             raise ServerGoneError(f"{url} does not hold {version.tag}: it was restarted or updated by others")
 
@@ -204,7 +208,7 @@ class Backend(Wire):
     ) -> Sequence[WorkerChecksums]:
         """Compares the weights that each worker loaded with the trainer's ``sums``, and returns the workers' answers.
 
-        It raises VerificationError where a tensor differs, or where the last update of a worker was another version.
+        It raises VerificationError if a tensor differs, or a worker's last update brought another version.
         """
         self.check_serves(client, url, version)
         answers = self.ask_plugin(client, url, "rljax_checksums")

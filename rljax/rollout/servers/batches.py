@@ -18,9 +18,9 @@ import msgspec
 
 from rljax.errors import ReplyError
 
-_MOST = 64  # The most requests that share a connection, and so are lost together where it breaks.
-_GATHER_S = 0.002  # The longest that a request waits for others (seconds).
-_GIVE_UP_S = 10.0  # The longest that a server may take to give requests up (seconds).
+_MOST = 64  # The most requests that share a connection. All of them are lost if it breaks.
+_GATHER_S = 0.002  # The longest time that a request waits for others (seconds).
+_GIVE_UP_S = 10.0  # The longest time that a server may take to give requests up (seconds).
 
 _Reply = tuple[int, bytes]
 """The status and the content of a reply."""
@@ -33,8 +33,8 @@ class _Batch:
         self.name = uuid.uuid4().hex
         self.bodies: list[dict[str, Any]] = []
         self.answers: list[asyncio.Future[_Reply]] = []
-        self.given_up: list[int] = []  # the numbers of the requests for which nobody waits, until the server knows it
-        self.is_known = asyncio.Event()  # set once the server has the requests, or nothing more is sent
+        self.given_up: list[int] = []  # the numbers of cancelled requests of which the server was not told yet
+        self.is_known = asyncio.Event()  # set once the server has the requests, or the exchange has ended
 
 
 class Batches:
@@ -50,10 +50,10 @@ class Batches:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def ask(self, url: str, body: dict[str, Any]) -> _Reply:
-        """Returns the reply to ``body``, which is sent with what else is asked at ``url`` in these milliseconds.
+        """Returns the reply to ``body``, which is sent together with other requests to ``url`` of the same moment.
 
-        It waits without a bound. The server gives the request up where this is cancelled. Raises httpx.RequestError as
-        httpx does, and ReplyError where the reply is none.
+        It waits without a limit of time. If the caller is cancelled, the server gives the request up. Raises
+        httpx.RequestError if the connection fails or breaks, and ReplyError if the reply cannot be read.
         """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Reply] = loop.create_future()
@@ -67,14 +67,14 @@ class Batches:
         return await answer
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Returns a task that is kept until it is done."""
+        """Starts ``work`` as a task, and holds a reference to the task until it is done."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def _send(self, url: str, batch: _Batch) -> None:
-        """Sends ``batch`` unless that was done before."""
+        """Sends ``batch``, unless it was sent before because it was full."""
         if self._gathered.get(url) is not batch:
             return
         del self._gathered[url]
@@ -88,22 +88,22 @@ class Batches:
                 if len(batch.given_up) == 1:
                     self._start(self._give_up(url, batch))
             if batch.given_up and not left:
-                exchange.cancel()  # which closes the connection, so that the server gives up all that is left
+                exchange.cancel()  # this closes the connection, so that the server gives up all that is left
 
         for number, answer in enumerate(batch.answers):
             answer.add_done_callback(functools.partial(finished, number))
 
     async def _give_up(self, url: str, batch: _Batch) -> None:
-        """Has the server give up requests for which nobody waits, while it answers others of ``batch``."""
+        """Makes the server give up the cancelled requests of ``batch``, unless all requests are answered."""
         await batch.is_known.wait()
         await asyncio.sleep(_GATHER_S)
         numbers, batch.given_up = batch.given_up, []
         if not all(answer.done() for answer in batch.answers):
-            with contextlib.suppress(httpx.RequestError):  # of a server that is gone, which the other requests see
+            with contextlib.suppress(httpx.RequestError):  # the server is gone, and the other requests see that, too
                 await self._http.delete(url, params={"batch": batch.name, "number": numbers}, timeout=_GIVE_UP_S)
 
     async def _exchange(self, url: str, batch: _Batch) -> None:
-        """Answers each request of ``batch``, with an error where the server did not answer it."""
+        """Sends ``batch`` and sets the reply of each request, or the error that ended the exchange."""
         try:
             content = msgspec.json.encode(batch.bodies)
             async with self._http.stream(

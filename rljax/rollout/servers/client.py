@@ -4,9 +4,9 @@ The requests of a group, which have one prompt, go to one open server while it h
 once. The first goes to the server with the least outstanding work. Responses come back as they complete. The requests
 of a server that goes down are sent again to another one, or wait. A router gets rollouts and nothing else.
 
-A reply may hold several weight versions where new weights come while it is sampled. It is handed on once the server
-that sampled it is open with the newest of them. A part of a response that the server gave up for the new weights is
-kept, and the rest is asked of any server. A request that a paused server refuses waits and is asked again.
+If new weights come while a response is sampled, its reply names several versions. The reply is handed on once the
+server is open with the newest of them. A server may also give a response up for new weights. Then its part is kept, and
+any server samples the rest. A request that a paused server refuses waits and is sent again.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from rljax.weights.access import find_key_file, read_api_key
 T = TypeVar("T")
 _TICK_S = 0.25  # The time between two yields to the caller of a stream (seconds).
 _ALIVE_S = 5.0  # The time between two checks that the event loop still runs (seconds).
-_CLOSE_S = 10.0  # The longest that closing connections may take (seconds).
-_PROBE_S = 600.0  # The longest that a probe may take: a few tokens, and what the server compiles for them (seconds).
+_CLOSE_S = 10.0  # The longest time to close connections (seconds).
+_PROBE_S = 600.0  # The longest time of a probe: a few tokens, and the server's compilations for them (seconds).
 _LONG_REPLY = 2**22  # A longer reply is read on a thread, so that the event loop goes on meanwhile (bytes).
 
 
@@ -54,11 +54,11 @@ class ServerClient:
         api_key_file: str | None = None,
         router: str | None = None,
     ) -> None:
-        """Sends nothing yet. Every server is down until it is opened. Raises the soft limit of file descriptors.
+        """Sends nothing yet. Every server is down until it is opened. The soft limit of file descriptors is raised.
 
-        ``urls`` are as ``http://host:port``, and empty where servers join later. ``api_key_file`` and ``router`` are as
-        in ``RolloutConfig``. It raises ValueError where one of ``urls`` stands twice, is no URL or holds a
-        password, or where the key file cannot be used.
+        ``urls`` have the form ``http://host:port``. They may be empty if servers join later. ``api_key_file`` and
+        ``router`` are those of ``RolloutConfig``. It raises ValueError if a URL stands twice, has another form or holds
+        a password, or the key file cannot be used.
         """
         key_file = find_key_file(api_key_file)
         headers = {} if key_file is None else {"Authorization": f"Bearer {read_api_key(key_file)}"}
@@ -85,7 +85,7 @@ class ServerClient:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The servers, in the order in which they were given."""
+        """The URLs of the servers, in the order in which they were given."""
         return self._pool.urls
 
     @property
@@ -99,29 +99,29 @@ class ServerClient:
         return self._pool.losses
 
     def down(self) -> dict[str, str]:
-        """Returns each server that is down, and the reason."""
+        """Returns the reason of each server that is down, by its URL."""
         return {server.url: server.reason for server in self._pool.all_in("down")}
 
     def opened(self) -> list[str]:
-        """Returns the servers that rollouts may go to."""
+        """Returns the URLs of the servers that rollouts may go to."""
         return [server.url for server in self._pool.all_in("open")]
 
     def set_urls(self, urls: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Takes in the new ones of ``urls``, which are down as yet, and drops all others. Returns both lists."""
+        """Makes ``urls`` the list of servers. Returns the new URLs, whose servers are down, and the dropped ones."""
         before = self.urls
         if set(before) != set(urls):
             self._await(self._pool.replace(urls))
         return [url for url in urls if url not in before], [url for url in before if url not in urls]
 
     def pause(self, url: str) -> None:
-        """Sends no further rollout to ``url`` until :meth:`open`. Those under way go on."""
+        """Sends no further rollout to ``url`` until :meth:`open`. The rollouts under way go on."""
         self._await(self._pool.set_state(self._pool.get(url), "paused"))
 
     def open(self, url: str, version: str | None) -> None:
-        """Admits rollouts to ``url``; a reply that another weight ``version`` sampled marks it down (None: any may).
+        """Admits rollouts to ``url``, whose replies must name weight ``version``; None allows any version.
 
-        A reply may also name the versions that the server was opened with since the request was sent. A reply that
-        names no version is handed on.
+        A reply may also name a version that the server was opened with since the request was sent, or no version.
+        Another version marks the server down, or fails the attempt if a router is between.
         """
         server = self._pool.get(url)
         if version is not None and server.versions[-1:] != [version]:
@@ -133,7 +133,7 @@ class ServerClient:
         self._await(self._pool.set_state(self._pool.get(url), "down", reason))
 
     def set_route(self, url: str, route: str) -> None:
-        """Sets the path that samples at ``url``."""
+        """Sets the path at which the server at ``url`` samples."""
         self._pool.get(url).route = route
 
     def set_model(self, url: str, model: str) -> None:
@@ -141,11 +141,11 @@ class ServerClient:
         self._pool.get(url).model = model
 
     def call(self, url: str, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
-        """Sends one request of the control plane, which is not tried again, and returns the reply's JSON object.
+        """Sends one request of the control plane, without a retry, and returns the reply's JSON object.
 
         ``content`` is ``params`` and ``json`` as httpx takes them. The whole reply may take ``timeout_s`` seconds. It
-        raises ServerGoneError for no answer, or status 5xx from a server that is not healthy any more, and
-        ServerRefusedError, with the server's message, for any other status but 200.
+        raises ServerGoneError if no answer comes or the server is not healthy, ReplyError if the answer is no JSON, and
+        ServerRefusedError, with the server's message, for any other status than 200.
         """
         reply = self._await(self._exchange(self._pool.get(url).url, method, path, timeout_s, **content))
         return json_object(reply) if reply.content and path != "/health" else {}
@@ -159,7 +159,7 @@ class ServerClient:
         return True
 
     def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
-        """Samples from one server, in whatever state it is. This is for probes. Raises as :meth:`call`."""
+        """Samples probes from one server, in any state. The errors are those of :meth:`call`."""
         server = self._pool.get(url)
         sampled = [self._start(self._probe(server, request)) for request in requests]
         try:
@@ -173,11 +173,11 @@ class ServerClient:
     ) -> Generator[tuple[tuple[int, int], Completion] | None]:
         """Samples the requests of ``source`` from open servers; yields (``Ask.place``, completion) as they complete.
 
-        A request is sent as soon as it comes, whatever the caller does with the completions before. Yields None every
-        quarter of a second, whatever completes, so that the caller can recover servers. Closing the iterator gives up
-        what has not completed. Token ids of a reply are below ``vocab_size``, if that is known. ``rollout/requests``
-        and ``rollout/retries`` are counted up in ``metrics``. It raises ServerError, in one line with the URL, where a
-        response failed ``max_attempts`` times or was refused, and what ``source`` raises.
+        Later requests of ``source`` are sent while the caller waits for the next item. Each quarter of a second it
+        yields None, so that the caller can recover servers. Closing the iterator gives up the other responses. A token
+        id of ``vocab_size`` or more makes a reply invalid; None allows any. ``metrics`` counts ``rollout/requests`` and
+        ``rollout/retries``. It raises ServerError, in one line with the URL, if a response failed ``max_attempts``
+        times or was refused. Errors of ``source`` pass through.
         """
         completed: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()
         metrics = {} if metrics is None else metrics
@@ -298,7 +298,7 @@ class ServerClient:
         raise ServerError(f"{ask.name} failed {self.limits.max_attempts} times; the last: {failure}")
 
     async def _rollout(self, server: Server, request: Request, vocab_size: int | None) -> Completion:
-        """Returns a completion that may be trained on, or a part of one where new weights came meanwhile."""
+        """Returns a completion that may be trained on, or a part of one if new weights came meanwhile."""
         url, first = self._router or server.url, max(0, len(server.versions) - 1)
         completion = await self._sample(server, request, self.limits.request_timeout_s, url)
         is_updated = server.state == "paused" or len(server.versions) - 1 > first
@@ -315,7 +315,7 @@ class ServerClient:
         return completion
 
     async def _probe(self, server: Server, request: Request) -> Completion:
-        """Returns a completion of ``server``, and asks again where the reply is none or a failure may pass."""
+        """Returns a completion of ``server``. Asks again if the reply cannot be read or the refusal may pass."""
         timeout_s = min(_PROBE_S, self.limits.request_timeout_s)
         failures, pauses = 0, Pauses(timeout_s)
         while True:
@@ -343,7 +343,7 @@ class ServerClient:
             raise ReplyError(f"{url}{error}") from error
 
     async def _ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
-        """Returns the reply to one request, which is sent with others. Raises as :meth:`call`."""
+        """Returns the reply to one request, which is sent together with others. Errors are those of :meth:`call`."""
         async with _answering(url + path, timeout_s):
             status, content = await self._batches.ask(url + path, body)
         if status != 200:
@@ -351,7 +351,7 @@ class ServerClient:
         return content
 
     async def _exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
-        """Returns a reply of status 200. Raises as :meth:`call`."""
+        """Returns a reply of status 200. The errors are those of :meth:`call`."""
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self.limits.connect_timeout_s), pool=None)
         async with _answering(url + path, timeout_s):
             reply = await self._http.request(method, url + path, timeout=timeout, **content)
@@ -360,7 +360,7 @@ class ServerClient:
         return reply
 
     async def _refuse(self, url: str, path: str, reply: httpx.Response) -> NoReturn:
-        """Raises what a reply of another status than 200 means."""
+        """Raises the error that a reply of another status than 200 stands for."""
         if path == "/health":
             raise ServerGoneError(f"{url} is not healthy: {refusal_text(reply)}")
         if reply.status_code >= 500:
@@ -374,7 +374,7 @@ class ServerClient:
         raise ServerRefusedError(said, reply.status_code)
 
     async def _is_paused(self, url: str) -> bool:
-        """Returns whether the server at ``url`` says that it is paused, or any server behind the router there."""
+        """Returns whether the server at ``url`` is paused or, if ``url`` is the router, any of the servers."""
         for each in (self._pool.urls if url == self._router else (url,)) if self._wire.paused_route else ():
             with contextlib.suppress(ServerError):
                 if json_object(await self._exchange(each, "GET", self._wire.paused_route, 10.0)).get("is_paused"):
@@ -389,7 +389,7 @@ class ServerClient:
 
 @contextlib.asynccontextmanager
 async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
-    """Bounds the time that a reply may take, and raises ServerGoneError or ReplyError where there is none."""
+    """Limits the time of a reply. Raises ServerGoneError if none comes in time, and ReplyError if it is not HTTP."""
     try:
         # httpx's timeouts bound each read: a server that sends a byte now and then never exceeds them.
         async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
@@ -403,7 +403,7 @@ async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError unless ``url`` is the address of a server and can be logged."""
+    """Raises ValueError unless ``url`` is the address of a server, without a password, which a log would show."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

@@ -16,11 +16,15 @@ LOOK_EVERY_S = 1.0
 
 
 def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
-    """Returns a function that lists the URLs of the servers when it is called, and may raise OSError or ValueError.
+    """Returns a function that lists the URLs of the servers at each call. It may raise OSError or ValueError.
 
-    ``where`` is a file with one URL in a line, and a comment after a #. Or it is a directory of files ``*.url`` with
-    one URL each, as ``rljax serve --url-file`` writes them. Or it is ``dns://HOST:PORT`` for a server at each address
-    of HOST, such as a headless Service of Kubernetes. Another one is a ValueError.
+    Args:
+      where: The place of the list. A file has one URL in each line, and may have comments after a #. A directory has
+        files ``*.url`` with one URL each, as ``rljax serve --url-file`` writes them. ``dns://HOST:PORT`` stands for a
+        server at each address of HOST, such as a headless Service of Kubernetes.
+
+    Raises:
+      ValueError: ``where`` is empty, or a URL of another form.
     """
     if "://" not in where:
         if not where.strip():
@@ -38,20 +42,21 @@ def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
 
 
 class Discovery:
-    """Looks up the servers on a thread of its own, so that a name server that hangs delays nothing.
+    """Looks up the servers on a thread of its own, so that a slow name server delays nothing.
 
-    A list that cannot be read changes nothing. A new list counts once two looks in a row have found it, because a file
-    may be read while somebody writes it.
+    A list that cannot be read changes nothing. A new list counts once two looks in a row have found it, because a look
+    may read a file that is only half written.
     """
 
     def __init__(self, where: str, check: Callable[[str], None], *, every_s: float = LOOK_EVERY_S) -> None:
-        """Begins to look in ``where``, every ``every_s`` seconds. ValueError as :func:`make_lookup`.
+        """Begins to look in ``where``, every ``every_s`` seconds.
 
-        ``check`` is a function that raises ValueError if its argument is not the URL of a server.
+        ``check`` is a function that raises ValueError if its argument is not the URL of a server. Raises ValueError if
+        ``where`` has none of the forms of :func:`make_lookup`.
         """
         self.where, self._check, self._every_s = where, check, every_s
         self._lookup = make_lookup(where)
-        self.urls: tuple[str, ...] = ()  # as listed last, each once; () before the first look
+        self.urls: tuple[str, ...] = ()  # the URLs of the last list, each once; () before the first look
         self._ended = threading.Event()
         threading.Thread(target=self._look, name="rljax-discovery", daemon=True).start()
 

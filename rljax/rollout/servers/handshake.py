@@ -1,4 +1,4 @@
-"""The questions and comparisons that the handshake with every kind of server shares."""
+"""The questions and comparisons of the handshake that all kinds of servers share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rljax.rollout.servers.verify import probe_length, sharpening
 from rljax.rollout.servers.wire import ServerInfo, Wire
 from rljax.rollout.types import RolloutConfig
 
-# The names of ``ServerForm.kv_cache`` by those of servers, where these are others.
+# The names of ``ServerForm.kv_cache``, by the servers' names, if these differ.
 _CACHES = {"fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
@@ -26,15 +26,15 @@ _CACHES = {"fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e
 class Expectation:
     """The trainer's side of the handshake."""
 
-    dtype: str  # of the published weights and so of the server: "bfloat16", "float16" or "float32"
+    dtype: str  # the dtype of the published weights and so of the server: "bfloat16", "float16" or "float32"
     hf_config: Mapping[str, Any]  # the policy's config.json
     max_tokens: int  # the longest prompt plus response that the run will ask for (tokens)
     verify: VerifyConfig  # the settings of the verification, for whose probes the server must have room
-    head_dtype: str | None = None  # in which the server's LM head must compute, or None for any
+    head_dtype: str | None = None  # the dtype in which the server's LM head must compute, or None for any
     needs_routes: bool = False  # whether the server must report the experts of each token
-    version_bytes: int = 0  # the size of one version of the weights, for two of which a mirror must have room
+    version_bytes: int = 0  # the size of one version of the weights; a mirror must have room for two
     reported: int = 0  # the number of likeliest tokens that the server must report at each position
-    form: ServerForm = field(default_factory=ServerForm)  # in which the server holds weights and cache
+    form: ServerForm = field(default_factory=ServerForm)  # the form in which the server must hold weights and cache
     batch_invariant: bool = False  # whether the bits of its tokens must not depend on the batch
 
     @classmethod
@@ -46,7 +46,7 @@ class Expectation:
         head_dtype: str | None = None,
         version_bytes: int = 0,
     ) -> Expectation:
-        """Returns what a run with the settings ``config`` expects. The other arguments are the fields of that name."""
+        """Returns the expectation of a run with the settings ``config``. The other arguments are fields of it."""
         return cls(
             config.dtype,
             hf_config,
@@ -62,7 +62,7 @@ class Expectation:
 
     @property
     def routes(self) -> tuple[int, int, int] | None:
-        """The (layers, experts of a token, experts) of the routes that the server must report, or None."""
+        """The sizes (layers, experts of a token, experts) of the routes that the server must report, or None."""
         if not self.needs_routes:
             return None
         sizes = self.hf_config
@@ -71,7 +71,7 @@ class Expectation:
 
 @contextmanager
 def refusals(url: str, meaning: str) -> Iterator[None]:
-    """Turns the refusal of a server into a HandshakeError that tells what it means."""
+    """Turns the refusal of a server into a HandshakeError that tells its ``meaning``."""
     try:
         yield
     except ServerRefusedError as error:
@@ -80,7 +80,7 @@ def refusals(url: str, meaning: str) -> Iterator[None]:
 
 
 def ask_if_there(client: ServerClient, url: str, method: str, path: str, **content: Any) -> dict[str, Any]:
-    """Returns the reply of an endpoint that a server may lack, and {} where it does."""
+    """Returns the reply of an endpoint that a server may lack, or {} if the server refuses the request."""
     try:
         return client.call(url, method, path, **content)
     except ServerRefusedError:
@@ -88,9 +88,9 @@ def ask_if_there(client: ServerClient, url: str, method: str, path: str, **conte
 
 
 def find_route(client: ServerClient, url: str, wire: Wire) -> None:
-    """Sets the path that samples at ``url`` to the best one of ``wire`` that the server has. Nothing is sampled.
+    """Sets the path that samples at ``url`` to the best path of ``wire`` that the server has. Nothing is sampled.
 
-    It raises HandshakeError where there is none of them, and ServerRefusedError for another refusal than "not found".
+    It raises HandshakeError if the server has none, and ServerRefusedError for another refusal than "not found".
     """
     for route in (*(() if client.has_router else wire.own_routes), *wire.routes):
         client.set_route(url, route)
@@ -106,7 +106,7 @@ def find_route(client: ServerClient, url: str, wire: Wire) -> None:
 
 
 def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo:
-    """Returns the server's description from the answer of rljax's plugin, which is {} where there is no plugin."""
+    """Returns the server's description from the answer ``described`` of rljax's plugin. {} stands for no plugin."""
     return ServerInfo(
         url=url,
         version=str(described.get(kind, "")),
@@ -120,14 +120,14 @@ def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo
 
 
 def described_form(described: Mapping[str, Any]) -> ServerForm:
-    """Returns the form that rljax's plugin describes; where it says nothing, nothing is rounded."""
+    """Returns the form that rljax's plugin describes. A form that it does not name is the default one."""
     cache = str(described.get("kv_cache_dtype") or "auto")
     plain = "auto" if cache == described.get("dtype") else cache
     return ServerForm(str(described.get("quantization") or "none"), _CACHES.get(cache, plain))
 
 
 def form_differences(described: Mapping[str, Any], expected: Expectation) -> list[str]:
-    """Returns one line for each part of the server's form that nobody named, with the key to set."""
+    """Returns one line, with the remedy, for each part of the server's form that is not the expected one."""
     lines, form = [], described_form(described)
     for key, what, option in (("weights", "weights", "--quantization"), ("kv_cache", "cache", "--kv-cache-dtype")):
         theirs, wanted = getattr(form, key), getattr(expected.form, key)
@@ -144,9 +144,9 @@ def form_differences(described: Mapping[str, Any], expected: Expectation) -> lis
 
 
 def common_differences(described: Mapping[str, Any], expected: Expectation, head_option: str) -> list[str]:
-    """Returns one line for each dtype, form, size and length that differs.
+    """Returns one line for each dtype, form, size and length of a server that is not the expected one.
 
-    ``described`` is the answer of rljax's plugin. ``head_option`` is the server's own option for its LM head's dtype.
+    ``described`` is the answer of rljax's plugin. ``head_option`` names the server's own option for a float32 LM head.
     """
     lines, dtype = [], described["dtype"]
     if dtype != expected.dtype:
@@ -164,7 +164,7 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
         wanted = expected.hf_config.get(key)
         if None not in (wanted, theirs) and theirs != wanted:
             lines.append(f"{key} is {theirs}, expected {wanted} (another model)")
-    # A server that rounds gets its response back as a part of a prompt, and then generates one token.
+    # A server that rounds scores each response as a part of a prompt, and generates one more token then.
     probe = probe_length(described["block_size"]) + expected.verify.tokens + expected.form.is_rounded
     longest, length = max(expected.max_tokens, probe), described["max_model_len"]
     if length < longest:
@@ -174,9 +174,10 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
 
 
 def check_logprobs(client: ServerClient, info: ServerInfo, hint: str) -> None:
-    """Checks that log-probabilities are of the distribution sampled from: half the temperature doubles their gaps.
+    """Checks that log-probabilities are those of the distribution that the server samples from.
 
-    It raises HandshakeError, with ``hint`` as the remedy, where they are of another one, or are not finite.
+    Half the temperature must double their gaps. It raises HandshakeError, with ``hint`` as the remedy, if it does not,
+    or if they are not finite.
     """
     assert info.vocab_size is not None
     ratio = sharpening(client, info.url, info.vocab_size, 0.5)

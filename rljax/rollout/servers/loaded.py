@@ -1,24 +1,35 @@
-"""The tensors and the sizes of a model inside a server, where there is no jax, by their Hugging Face names."""
+"""The tensors and the sizes of a model inside a server, by their Hugging Face names. A server has no jax."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# The Hugging Face tensors of each expert, by the parameter of vLLM's mixtures that holds them.
+# The Hugging Face tensors of each expert in a parameter of vLLM's mixtures, by the name of the parameter.
 _EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 
 
 class ModelTensors:
-    """The tensors of a torch model as they stand, or this worker's parts of them: not fused, and without padding."""
+    """The tensors of a torch model as they are now, or this worker's parts of them.
+
+    Fused parameters are split, and padding is cut off.
+    """
 
     def __init__(self, model: Any, fused: Mapping[str, Sequence[str]]) -> None:
-        """Reads the names of the layers. ``fused``: The Hugging Face names of layers that are one in the server."""
+        """Reads the names of the layers.
+
+        Args:
+          model: The torch model.
+          fused: The Hugging Face names of the layers in each fused layer, by the name of the fused layer.
+        """
         self._names = {layer: name for name, layer in model.named_modules()}
         self._fused = fused
 
     def of_model(self, *, once: bool = False) -> Iterator[tuple[str, Any]]:
-        """Yields (name, tensor). ``once``: Whether a parameter that layers share comes under its first name alone."""
+        """Yields (name, tensor) of all parameters.
+
+        ``once``: Whether a parameter that several layers share comes under its first name alone.
+        """
         seen = set()
         for layer in self._names:
             for own, parameter in layer.named_parameters(recurse=False):
@@ -32,7 +43,7 @@ class ModelTensors:
             yield from self._split(layer, own, parameter)
 
     def names_of_layer(self, layer: Any) -> list[str]:
-        """Returns the names of a layer's own parameters, whose values are not read."""
+        """Returns the names of the tensors in a layer's own parameters. It does not read their values."""
         return [name for own, _ in layer.named_parameters(recurse=False) for name in self._tensor_names(layer, own)]
 
     def _split(self, layer: Any, own: str, parameter: Any) -> Iterator[tuple[str, Any]]:
@@ -40,7 +51,7 @@ class ModelTensors:
         if own in _EXPERT_PARTS:
             yield from zip(names, _expert_parts(layer, own, parameter), strict=True)
             return
-        rows = getattr(layer, "shard_indices", None)  # of a vocabulary
+        rows = getattr(layer, "shard_indices", None)  # the rows of a vocabulary that this worker has
         whole = parameter if rows is None else parameter[: rows.num_org_elements]
         yield from zip(names, whole.split(layer.output_partition_sizes) if len(names) > 1 else [whole], strict=True)
 
