@@ -1,11 +1,11 @@
 """The rollout engine over HTTP servers: fleet, weight files, handshake and verification put together.
 
-A server samples rollouts only between a verified publish and the next one. Its workers then loaded tensors with the
-trainer's checksums, and what it generates from probes has the trainer's log-probabilities. A server that died, was
-restarted or joins passes the handshake, is given the current weights and is verified before it samples a token. One
-that fails the proof is left out until the next version. Servers on the trainer's devices sleep from the end of sampling
-on, and are updated and verified whenever they wake. Every reply names the weights that it was sampled under, so replies
-of a server that was restarted unnoticed are refused.
+A server samples rollouts only between a verified publish and the next one. Verified means: its workers loaded tensors
+with the trainer's checksums, and the tokens that it generates from probes have the trainer's log-probabilities. A
+server that died, was restarted or joins passes the handshake, gets the current weights and is verified before it
+samples a token. A server that fails is left out until the next version. Servers on the trainer's devices sleep after
+sampling, and are updated and verified when they wake. Each reply names the weights that sampled it. So replies of a
+server that was restarted unnoticed are refused.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from rljax.weights.writer import Part, Writer
 log = logging.getLogger(__name__)
 
 _Shown = tuple[ServerInfo | None, Sequence[Look]]
-"""The proof of a server: its description where it passed a handshake, and its completions of the probes, by look.
+"""The proof of a server: its description or None, and its completions of the probes, one ``Look`` for each round.
 
-There are no looks before the first publish, and where the server has passed with the same tensors and loaded none."""
+The description is there after a handshake. There are no looks before the first publish, or if no tensor has changed."""
 
 
 @dataclass(frozen=True)
 class PolicyFunctions:
     """The functions of the policy's pytree that the engine needs. All numbers are in the rollout dtype."""
 
-    tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]]  # (Hugging Face name, array) of each tensor
-    checksums: Callable[[Any], Mapping[str, Checksum]]  # of each; RuntimeError where a value is not finite
-    score: Score  # at temperature 1, which only the verification uses
-    parts: Callable[[Any], Iterable[Part]] = lambda params: ()  # the parts of the tensors that this process holds
-    writer: Writer | None = None  # of a version whose parts several processes write, or None where this one writes all
+    tensors: Callable[[Any], Iterable[tuple[str, np.ndarray]]]  # yields (Hugging Face name, array) of each tensor
+    checksums: Callable[[Any], Mapping[str, Checksum]]  # the checksums by name; RuntimeError if a value is not finite
+    score: Score  # the log-probabilities at temperature 1, for the verification
+    parts: Callable[[Any], Iterable[Part]] = lambda params: ()  # yields the parts of the tensors that this process has
+    writer: Writer | None = None  # the writer if several processes write a version; None if this process writes all
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,15 +91,15 @@ class ServedEngine(Admission, RolloutEngine):
           backend: The kind of the servers.
           functions: The functions of the policy.
           hf_config: The policy's ``config.json`` as a mapping.
-          max_tokens: The longest prompt plus response that will be asked for (tokens).
+          max_tokens: The longest prompt plus response of any request (tokens).
           publish: The way in which weights come to the servers; None for ``PublishConfig()``.
           head_dtype: The dtype in which the servers' LM heads must compute, or None for any.
-          stop: Whether to stop waiting for servers, and to give up what is sampled; None for neither.
+          stop: The object that tells when to give up waits for servers and responses. None: they are never given up.
           probe_prompts: The prompts of the run from which the probes are made, int32 [s] each. Empty: random tokens.
           version_bytes: The size of one version of the weights. Mirrors must have room for two. 0: not known.
 
         Raises:
-          HandshakeError: A server does not fit. The message has one line for each thing that differs.
+          HandshakeError: A server does not fit. The message has one line for each difference.
           RuntimeError: A server did not answer within ``server_wait_s``.
           ValueError: ``urls`` or ``api_key_file`` cannot be used.
         """
@@ -111,7 +111,7 @@ class ServedEngine(Admission, RolloutEngine):
         self._publisher = threading.get_ident()  # the thread that may use the policy of ``_current``
         self._verified = self._warned = False
         self._rejected: dict[str, Exception] = {}  # the servers that failed under the current version, and how
-        self._passed: dict[str, Difference] = {}  # what the probes of a server measured when it last passed, by URL
+        self._passed: dict[str, Difference] = {}  # the difference that a server's probes last passed with, by URL
         self._infos: dict[str, ServerInfo] = {}
         self._asleep: set[str] = set()
         self.fleet = Fleet(config, backend, self, stop)
@@ -120,7 +120,7 @@ class ServedEngine(Admission, RolloutEngine):
             opened.callback(self.fleet.close)
             self.files = self._open_weight_directory()
             opened.callback(self.files.close)
-            # Until all servers that were given have shaken hands, or the first that discovery lists.
+            # Until all servers of ``urls`` have shaken hands, or the first one that discovery lists.
             while not self._infos or (self.fleet.discovery is None and self._client.down()):
                 self.fleet.recover_all()
             opened.pop_all()
@@ -130,7 +130,7 @@ class ServedEngine(Admission, RolloutEngine):
         )
 
     def _open_weight_directory(self) -> WeightDirectory:
-        """Opens the directory that the publish settings name, with the host, the port and the key of its server."""
+        """Opens the directory for weights. Some stores serve it at the host and the port of the publish settings."""
         return open_weight_directory(
             self._publish.store,
             self._config.transfer_dir,
@@ -142,7 +142,7 @@ class ServedEngine(Admission, RolloutEngine):
         )
 
     def prepare(self, params: Any, policy_version: int) -> None:
-        """Writes the version, and has the servers' machines pull it while responses are sampled."""
+        """Writes the version, and makes the servers' machines pull it while responses are sampled."""
         began = time.monotonic()
         self._publisher = threading.get_ident()
         # A server that computed one token with weights that are not finite keeps NaN in its key-value cache.
@@ -155,7 +155,7 @@ class ServedEngine(Admission, RolloutEngine):
             raise ValueError(f"published tensors are {version.dtype}, the rollout dtype is {self._config.dtype}")
         self.fleet.follow_discovery()
         self.fleet.take_answers()
-        # A server that cannot read the version may be able to later: it is updated when it is brought back.
+        # A server that cannot read the version now may read it later: it is updated when it is brought back.
         pull = functools.partial(self._pull, version)
         self.fleet.side_by_side(pull, self.fleet.answering(), self._publish.straggler_s)
         self._prepared = _Published(version, params, sums)
@@ -165,10 +165,10 @@ class ServedEngine(Admission, RolloutEngine):
             self._metrics.put("publish/changed_fraction", version.changed_fraction)
 
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
-        """Gives the servers a version, and admits rollouts once one of them is verified.
+        """Gives the servers a version, and returns once at least one of them is verified.
 
-        A server that fails the verification is named and gets no rollout before the next version. When all of them
-        fail it, the last one's VerificationError is raised.
+        A server that fails the verification is logged and gets no rollout before the next version. If all servers fail,
+        the error of the last one is raised.
         """
         began = time.monotonic()
         if self._prepared is None or self._prepared.params is not params:
@@ -189,9 +189,9 @@ class ServedEngine(Admission, RolloutEngine):
         return self.fleet.report()
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples from all verified servers. It waits, bounded, for servers that die, and samples their part again.
+        """Samples from all verified servers. If some die, other servers sample their part again.
 
-        On another thread than the one that publishes it does not wait when all of them died: ServersLostError.
+        If all have died, the thread that publishes waits up to ``server_wait_s``; others get ServersLostError.
         """
         if not prompts or n < 1:
             raise ValueError(f"at least one prompt and one response each are needed, got {len(prompts)} and n = {n}")
@@ -205,7 +205,7 @@ class ServedEngine(Admission, RolloutEngine):
     def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples each turn as soon as it is asked for. Servers and errors are those of ``generate``.
 
-        The turns of a trajectory go to one server while it has room, which has computed the tokens before them.
+        The turns of a trajectory go to one server while it has room, because it has computed the tokens before them.
         """
         self._check_verified()
         turns = QueuedTurns(queue, sampling, self._seed_sent(seed), self._shortest, self._expected.routes)
@@ -221,7 +221,7 @@ class ServedEngine(Admission, RolloutEngine):
         return shortest(list(self._infos.values()))
 
     def _seed_sent(self, seed: int) -> int | None:
-        """Returns the seed from which responses get theirs, or None where the servers choose."""
+        """Returns the seed from which the seeds of responses are made, or None if the servers choose their own."""
         # When weights come while responses are sampled, that moment decides what is sampled, whatever the seed.
         return seed if self._config.seeded and self._config.update == "wait" else None
 
@@ -249,7 +249,7 @@ class ServedEngine(Admission, RolloutEngine):
             metrics["time/generate_s"] = time.monotonic() - began
 
     def _response(self, place: tuple[int, int], reply: Completion, metrics: dict[str, float]) -> Response:
-        """Returns the response that ``reply`` is; ReplyError if it names no weights and may be of several versions."""
+        """Returns ``reply`` as a response. Raises ReplyError if it should name several versions and names none."""
         if reply.spans is None:
             if self._config.update != "wait":
                 remedy = "set rollout.update to wait"
@@ -277,7 +277,7 @@ class ServedEngine(Admission, RolloutEngine):
         return self._current.version
 
     def _renew_all(self, urls: Sequence[str]) -> None:
-        """Gives these servers, and those that came back, the current weights; returns when one of all is verified."""
+        """Gives the current weights to these servers and to those that came back. Returns once one is verified."""
         assert self._current is not None
         self.fleet.renew(functools.partial(self._renew, self._current), urls, self._publish.straggler_s)
 
@@ -287,7 +287,7 @@ class ServedEngine(Admission, RolloutEngine):
         return info
 
     def _pull(self, version: WeightVersion, url: str) -> None:
-        """Has the server's machine pull a version while the server goes on."""
+        """Makes the server's machine pull a version while the server samples."""
         done = self._backend.prepare(self._client, url, version)
         if done:
             names = {"pull_s": "seconds", "fetch_s": "fetch_s", "check_s": "check_s", "pulled_bytes": "bytes"}
@@ -298,7 +298,7 @@ class ServedEngine(Admission, RolloutEngine):
                 log.warning("%s: the weights on its machine were repaired: %s", url, done["repaired"])
 
     def _rest(self, url: str) -> None:
-        """Puts the server to sleep, with the probes cached: a cache that outlives its weights shows in the proof."""
+        """Caches the probes and puts the server to sleep. So a cache that outlives its weights shows in the proof."""
         began = time.monotonic()
         self.verifier.warm(self._client, url)
         self._backend.sleep(self._client, url)
@@ -316,8 +316,8 @@ class ServedEngine(Admission, RolloutEngine):
         return True
 
     def _renew(self, published: _Published, url: str) -> _Shown:
-        """Sends weights that the server's machine has, and asks for the proof. The probes are cached before."""
-        slept = self._wake(url)  # all of it before the weights come: what wakes later cannot change them
+        """Loads weights that the server's machine has, and asks for the proof. The probes are cached before that."""
+        slept = self._wake(url)  # the whole server wakes first: a part that wakes later could change the weights
         if not slept and published.version.changed_fraction != 0:  # Keys and values of equal weights are not stale.
             self.verifier.warm(self._client, url)
         self._load(published, url)
@@ -329,7 +329,7 @@ class ServedEngine(Admission, RolloutEngine):
         self._metrics.highest("publish/load_s", time.monotonic() - began)
 
     def _prove(self, published: _Published, url: str, info: ServerInfo | None = None) -> _Shown:
-        """Asks for the proof that the server holds these weights. Raises as :meth:`Backend.check_bits`."""
+        """Asks for the proof that the server holds these weights. Errors are those of :meth:`Backend.check_bits`."""
         workers = self._backend.check_bits(self._client, url, published.version, published.sums)
         self._metrics.put("publish/verified_tensors", len(published.sums))
         self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
@@ -344,10 +344,10 @@ class ServedEngine(Admission, RolloutEngine):
     def recover(self, url: str) -> _Shown:
         """Makes a server that answers again hold the current weights.
 
-        Before the first publish that is the handshake alone. A server that still has them (only the connection broke)
-        is asked for the proof. Another one passes the handshake and is updated, and samples nothing before: with
-        weights that are not finite it would fill its key-value cache with what no update takes out. A server that was
-        rejected waits for the next version.
+        Before the first publish it only passes the handshake. If only the connection broke and it still has the
+        weights, it is asked for the proof. Otherwise it passes the handshake and is updated. It samples nothing before
+        that: weights that are not finite would put NaN into its key-value cache, which no update removes. A server that
+        was rejected waits for the next version.
         """
         if url in self._rejected:
             raise ServerGoneError(str(self._rejected[url]))
@@ -375,19 +375,19 @@ class ServedEngine(Admission, RolloutEngine):
         return shown
 
     def check(self, url: str) -> None:
-        """Raises ServerError where an open server does not hold the current version any more."""
+        """Raises ServerError if an open server no longer holds the current version."""
         self._backend.check_serves(self._client, url, self.version)
 
     def may_recover(self) -> bool:
-        """Returns whether this is the publisher's thread.
+        """Returns whether the calling thread is the one that publishes.
 
-        On another one, servers that come back wait for the next publish: the trainer may have taken over the policy
-        that they would be verified with.
+        On another thread, servers that come back wait for the next publish. The trainer may have reused the buffers of
+        the policy that they would be verified with.
         """
         return threading.get_ident() == self._publisher
 
     def admit(self, url: str, shown: _Shown) -> None:
-        """Opens the server to rollouts if it generated what the current weights do."""
+        """Opens the server to rollouts if its probes agree with the current weights, or raises VerificationError."""
         info, probes = shown
         if info is not None:
             self._infos[url] = info
@@ -410,7 +410,7 @@ class ServedEngine(Admission, RolloutEngine):
             log.warning("%s is back with policy version %d, verified", url, version)
 
     def refuse(self, url: str, error: Exception) -> None:
-        """Marks a server down until the next version. Raises ``error`` where none is left, or a listed one misfits."""
+        """Rejects a server for this version. Raises ``error`` if none is left or at a start without discovery."""
         if self._current is None and self.fleet.discovery is None:
             raise error
         self._rejected[url] = error

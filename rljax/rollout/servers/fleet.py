@@ -1,7 +1,7 @@
-"""The servers of an engine while a run goes on: requests go to those that are open, and those that are down recover.
+"""The servers of an engine while a run goes on: requests go to open servers, and servers that are down recover.
 
-What a recovery asks of servers is asked on threads, of all of them side by side, while responses are sampled. What
-needs the policy, and who may sample, is decided on the caller's thread.
+Threads ask the servers the questions of a recovery, side by side, while responses are sampled. The caller's thread
+judges the answers, which may need the policy, and decides which servers may sample.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ log = logging.getLogger(__name__)
 
 _POLL_S = 1.0  # The longest wait for answers before the servers are looked at again (seconds).
 _LOOK_EVERY_S = 0.5  # The time between two looks at a server that is down (seconds).
-_RECOVERY_S = 10.0  # How long a server may recover before a log line says that it is waited for (seconds).
+_RECOVERY_S = 10.0  # The time that a server may recover before a log line says that the run waits for it (seconds).
 _SAY_EVERY_S = 30.0  # The time between two such lines (seconds).
 _AT_ONCE = 64  # The most servers that are asked side by side.
-_LONGEST_S = 3600.0  # A time that nothing asked of a server takes (seconds).
+_LONGEST_S = 3600.0  # A time longer than any request to a server takes (seconds).
 
 
 class Admission(ABC):
     """The proof that a server must give before rollouts go to it, and the fate of one that fails."""
 
     def recover(self, url: str) -> Any:
-        """Asks a server that answers again for all that is needed to open it: what ``admit`` takes. On a thread."""
+        """Asks a server that answers again for its proof, and returns the proof for ``admit``. Runs on a thread."""
         return None
 
     @abstractmethod
     def admit(self, url: str, shown: Any) -> None:
-        """Opens a server that fits, on the caller's thread."""
+        """Opens a server if its proof ``shown`` holds. Runs on the caller's thread."""
 
     def refuse(self, url: str, error: Exception) -> None:
-        """Marks a server down whose ``recover`` or ``admit`` failed while it answered, or raises. Caller's thread."""
+        """Marks a server down after ``error`` in ``recover`` or ``admit``, or raises it. On the caller's thread."""
         raise error
 
     @abstractmethod
     def check(self, url: str) -> None:
-        """Raises ServerError where an open server is not fit any more. On a thread, and only with a router."""
+        """Raises ServerError if an open server must be closed. Runs on a thread, and only with a router."""
 
     def may_recover(self) -> bool:
         """Returns whether servers can be recovered on the calling thread now."""
@@ -82,39 +82,39 @@ class Metrics:
             self._values[name] = value
 
     def take(self) -> dict[str, float]:
-        """Returns all numbers, which then begin anew."""
+        """Returns all numbers and forgets them."""
         with self._lock:
             values, self._values = self._values, {}
             return values
 
 
 class Fleet:
-    """A client of servers, and the recovery of those that are down."""
+    """A client of servers, and the recovery of servers that are down."""
 
     def __init__(self, config: RolloutConfig, backend: Backend, admission: Admission, stop: Stopping | None = None):
-        """Sends nothing yet. With ``stop`` None nobody asks to stop.
+        """Sends nothing yet. ``stop`` tells when to give up a wait; None stands for never.
 
-        It raises ValueError where ``urls``, ``discovery`` or ``api_key_file`` cannot be used.
+        It raises ValueError if ``urls``, ``discovery`` or ``api_key_file`` cannot be used.
         """
         urls = config.urls if config.discovery is None else ()
         if not urls and config.discovery is None:
             raise ValueError("at least one server is needed, in urls or by discovery")
         self._backend, self._admission = backend, admission
         self.client = ServerClient(urls, backend, config.limits, api_key_file=config.api_key_file, router=config.router)
-        self.metrics = Metrics()  # what :meth:`report` returns
+        self.metrics = Metrics()  # the numbers that :meth:`report` returns
         self.discovery = None if config.discovery is None else Discovery(config.discovery, check_url)
         self._wait_s, self._stop = config.server_wait_s, stop
         self._reported_losses = 0
         self._last_open, self._last_said = time.monotonic(), -math.inf
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rljax-servers")
-        self._asked: dict[str, Future[Any]] = {}  # what servers are being asked for, by URL
-        self._outdated: set[Future[Any]] = set()  # those of them whose answers do not count any more
-        self._watched: dict[str, Future[None]] = {}  # checks of open servers that only a router talks to, by URL
+        self._asked: dict[str, Future[Any]] = {}  # the proof that each asked server will give, by URL
+        self._outdated: set[Future[Any]] = set()  # the futures in ``_asked`` whose proof is of older weights
+        self._watched: dict[str, Future[None]] = {}  # the checks of open servers behind a router, by URL
         self._next_look: dict[str, float] = {}  # the time of the next look at a server, by URL
         self._following = threading.Lock()
 
     def report(self) -> dict[str, float]:
-        """Returns what happened at the servers since the last report, but for what their responses took."""
+        """Returns the metrics of the servers since the last report, without those of sampling."""
         losses = self.client.losses
         since, self._reported_losses = losses - self._reported_losses, losses
         return {
@@ -133,7 +133,7 @@ class Fleet:
     def stream(
         self, source: RequestSource, vocab_size: int | None, metrics: dict[str, float]
     ) -> Generator[tuple[tuple[int, int], Completion]]:
-        """Yields what :meth:`ServerClient.stream` does but None, and looks after the servers meanwhile."""
+        """Yields the completions of :meth:`ServerClient.stream` with their places, and tends the servers meanwhile."""
         self.restart_wait()
         sampled = self.client.stream(source, vocab_size, metrics=metrics)
         with contextlib.closing(sampled) as stream:
@@ -144,10 +144,10 @@ class Fleet:
                     yield item
 
     def tend(self) -> None:
-        """Looks after the servers while responses are sampled, and recovers them where the calling thread may.
+        """Looks after the servers while responses are sampled, and recovers them if the calling thread may do that.
 
-        It raises as :meth:`recover_all`, StoppedWaitingError also where the responses are given up, and
-        ServersLostError where all servers are down and the calling thread may not recover them.
+        It raises StoppedWaitingError if the run gives the responses up, and ServersLostError if all servers are down
+        and the calling thread may not recover them. Further errors are those of :meth:`recover_all`.
         """
         if self._stop is not None:
             check_wanted(self._stop)
@@ -162,9 +162,9 @@ class Fleet:
             raise ServersLostError(f"no {self._backend.name} server is left to sample: {reason}")
 
     def recover_all(self) -> None:
-        """Recovers the servers that are down and answer again. Waits a moment only while none is open.
+        """Recovers the servers that are down and answer again. It waits, for a moment, only while no server is open.
 
-        It raises RuntimeError where none has been open for ``server_wait_s``, and StoppedWaitingError where none is and
+        It raises RuntimeError if no server was open for ``server_wait_s``, and StoppedWaitingError if none is open and
         the run was asked to stop.
         """
         self.follow_discovery()
@@ -182,10 +182,11 @@ class Fleet:
             self._wait(time.monotonic() - self._last_open)
 
     def renew(self, act: Callable[[str], Any], urls: Sequence[str], patience_s: float) -> None:
-        """Pauses ``urls``, asks ``act`` of each and recovers those that are down; returns when one is open.
+        """Pauses ``urls``, calls ``act`` for each, and recovers servers that are down. Returns once one is open.
 
-        Once one is ready the others are waited for as long again, and at least ``patience_s`` seconds. Raises as
-        :meth:`recover_all` and ``Admission.refuse``. ``act`` returns what ``Admission.admit`` takes, on a thread.
+        ``act`` runs on threads and returns the proof for ``Admission.admit``. Once one server is ready, the others have
+        as long again, and at least ``patience_s`` seconds. Errors are those of :meth:`recover_all` and
+        ``Admission.refuse``.
         """
         begun = []
         for url in urls:
@@ -201,8 +202,8 @@ class Fleet:
     def side_by_side(self, act: Callable[[str], None], urls: Sequence[str], patience_s: float = _LONGEST_S) -> None:
         """Calls ``act(url)`` for each URL on threads, and marks down a server that fails or is much slower.
 
-        Once one is ready the others are waited for as long again, and at least ``patience_s`` seconds. ``act`` raises
-        ServerError where the server fails.
+        Once one call is done, the others have as long again, and at least ``patience_s`` seconds. ``act`` raises
+        ServerError if the server fails.
         """
         futures = {url: self._threads.submit(act, url) for url in urls}
         wait_for_most(futures.values(), patience_s)
@@ -216,18 +217,18 @@ class Fleet:
                 self.client.mark_down(url, str(error))
 
     def answering(self) -> list[str]:
-        """Returns the servers that are not down."""
+        """Returns the URLs of the servers that are not down."""
         return [url for url in self.client.urls if url not in self.client.down()]
 
     def busy(self) -> list[str]:
-        """Returns the servers that are still being asked what a recovery or an update needs."""
+        """Returns the URLs of the servers that have not answered yet in a recovery or an update."""
         return [url for url, answer in self._asked.items() if not answer.done()]
 
     def follow_discovery(self) -> None:
-        """Takes in the servers that are listed now, and drops those that are not."""
+        """Adds the servers that discovery lists now, and drops those that it does not list."""
         if self.discovery is None:
             return
-        with self._following:  # who samples and who publishes may do it at once
+        with self._following:  # a thread that samples and one that publishes may do it at the same time
             joined, left = self.client.set_urls(self.discovery.urls)
         for url in joined:
             log.info("%s joins", url)
@@ -239,12 +240,12 @@ class Fleet:
                 self.metrics.add(f"rollout/servers_{name}", float(len(urls)))
 
     def forget_asked(self) -> None:
-        """Makes the answers to what servers are being asked now count no more, because other weights are published."""
+        """Marks the proofs that servers are giving now as outdated, because other weights are published."""
         self._outdated.update(self._asked.values())
         self._watched.clear()
 
     def take_answers(self) -> None:
-        """Admits the servers that have given all that they were asked for, in the order of the servers."""
+        """Judges the proofs that servers have given, in the order of the servers. Admits those that pass."""
         urls = [url for url in self._asked if self._asked[url].done()]
         for url in sorted(urls, key=[*self.client.urls, *urls].index):
             answer = self._asked.pop(url)
@@ -264,24 +265,24 @@ class Fleet:
                 self._admission.refuse(url, error)
 
     def restart_wait(self) -> None:
-        """Begins anew to count the time without an open server."""
+        """Restarts the count of the time without an open server."""
         self._last_open = time.monotonic()
 
     def _ask(self, url: str, act: Callable[[str], Any]) -> Future[Any] | None:
-        """Begins ``act(url)`` on a thread; returns None where that server is still being asked something else."""
+        """Begins ``act(url)`` on a thread. Returns None if that server is still being asked something else."""
         if url in self._asked:
             return None
         self._asked[url] = self._threads.submit(act, url)
         return self._asked[url]
 
     def _look(self, url: str) -> Any:
-        """Recovers a server that may be gone."""
+        """Recovers a server that was down. Raises ServerGoneError if it does not answer."""
         if not self.client.answers(url):
             raise ServerGoneError(self.client.down().get(url, f"{url} does not answer"))
         return self._admission.recover(url)
 
     def _watch_open(self) -> None:
-        """Marks open servers down that are gone, where requests go to a router and so do not show which one is."""
+        """Marks open servers down that are gone. Only with a router, whose failures do not show which server it was."""
         for url, look in list(self._watched.items()):
             if look.done():
                 del self._watched[url]
@@ -294,7 +295,10 @@ class Fleet:
                 self._watched[url] = self._threads.submit(self._admission.check, url)
 
     def _wait(self, waited: float) -> None:
-        """Waits a moment, and says from time to time what is waited for. ``waited``: The time so far (seconds)."""
+        """Waits a moment, and logs the wait from time to time. ``waited``: The time without an open server (seconds).
+
+        Raises StoppedWaitingError if the run was asked to stop, and RuntimeError after ``server_wait_s``.
+        """
         name = self._backend.name
         reason = next(iter(self.client.down().values()), "")
         if not self.client.urls and self.discovery is not None:
@@ -314,7 +318,10 @@ class Fleet:
 
 
 def wait_for_most(futures: Iterable[Future[Any]], patience_s: float) -> None:
-    """Waits until all are done, or until one has succeeded and the others had as long again, and ``patience_s``."""
+    """Waits until all futures are done, or one has succeeded and the others had as long again.
+
+    The others have at least ``patience_s`` seconds after the first success.
+    """
     began, pending = time.monotonic(), set(futures)
     succeeded = False
     while pending and not succeeded:

@@ -1,4 +1,4 @@
-"""Servers with the model that they were started with: nothing is published to them, and nothing is verified."""
+"""Servers that keep the model that they were started with: nothing is published to them, and nothing is verified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rljax.rollout.servers.wire import Completion, Request, check_completion, ch
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 
-_FITS = 0.25  # The largest distance of a probe from what it is taken for, as a share of |log temperature|.
+_FITS = 0.25  # The largest error of a measured log-temperature that is accepted, as a share of |log temperature|.
 
 
 class ServedModel(Admission, RolloutEngine):
@@ -34,11 +34,18 @@ class ServedModel(Admission, RolloutEngine):
         limits: ClientLimits | None = None,
         api_key_file: str | None = None,
     ) -> None:
-        """Asks each server for its description. ``wait_s``: The longest wait while no server answers (seconds).
+        """Asks each server for its description.
+
+        Args:
+          urls: The base URLs of the servers.
+          backend: The kind of the servers.
+          wait_s: The longest wait while no server answers (seconds).
+          limits: The limits of the HTTP client. None: the defaults.
+          api_key_file: The file with the servers' key, as ``RolloutConfig.api_key_file``.
 
         Raises:
           ServerError: A server does not answer.
-          ValueError: A server serves another number of models than one, is paused, or holds another model.
+          ValueError: A server does not serve exactly one model, is paused, or holds another model than the others.
         """
         config = RolloutConfig(
             urls=tuple(urls), server_wait_s=wait_s, limits=limits or ClientLimits(), api_key_file=api_key_file
@@ -60,7 +67,7 @@ class ServedModel(Admission, RolloutEngine):
     def generate(
         self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int, at_once: int | None = None
     ) -> Samples:
-        """Samples ``n`` responses to each prompt; ``at_once`` requests are sent at a time, all where it is None."""
+        """Samples ``n`` responses to each prompt. ``at_once`` requests are sent at a time; None sends all at once."""
         check_prompts(prompts, sampling.max_response_tokens, self.info)
         requests = make_requests(prompts, n, sampling, seed)
         size, metrics = at_once or max(1, len(requests)), dict[str, float]()
@@ -77,12 +84,17 @@ class ServedModel(Admission, RolloutEngine):
         return Samples(self._responses(turns, metrics), metrics)
 
     def score(self, sequences: Sequence[np.ndarray], *, at_once: int) -> Iterator[np.ndarray]:
-        """Yields the log-probabilities at temperature 1 of given tokens, by one server, which is not waited for.
+        """Yields the log-probabilities of given tokens at temperature 1, which one server computes as of a prompt.
 
-        Of each of ``sequences``, int32 [t], they are float32 [t], NaN at position 0. ``at_once`` are sent at a time.
+        Args:
+          sequences: The token ids of each sequence, int32 [t].
+          at_once: The number of sequences that are sent at a time.
+
+        Yields:
+          The log-probabilities of a sequence (nats), float32 [t], with NaN at position 0.
 
         Raises:
-          ServerError: The server does not answer, or not with these log-probabilities.
+          ServerError: The server does not answer, or its answer lacks these log-probabilities. It is not waited for.
           ValueError: The server does not take a sequence.
         """
         check_prompts(sequences, 1, self.info)
@@ -93,10 +105,19 @@ class ServedModel(Admission, RolloutEngine):
     def decode(
         self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], *, at_once: int
     ) -> Iterator[np.ndarray]:
-        """Yields the log-probabilities at temperature 1 of given responses, which one server decodes token by token.
+        """Yields the log-probabilities of given responses at temperature 1, which one server decodes token by token.
 
-        Of each of ``responses``, int32 [t], they are float32 [t]. ``at_once`` are decoded at a time. Errors are raised
-        as by :meth:`score`, and ValueError also where the server cannot decode given tokens.
+        Args:
+          prompts: The token ids of each prompt, int32 [s].
+          responses: The token ids of the response to each prompt, int32 [t].
+          at_once: The number of responses that are decoded at a time.
+
+        Yields:
+          The log-probabilities of a response (nats), float32 [t].
+
+        Raises:
+          ServerError: The server does not answer, or decodes other tokens.
+          ValueError: The server does not take a prompt, or cannot decode given tokens.
         """
         for prompt, response in zip(prompts, responses, strict=True):
             check_prompts([prompt], max(len(response), 1), self.info)
@@ -111,7 +132,7 @@ class ServedModel(Admission, RolloutEngine):
                 yield self._decoded(tokens, next(replies)) if len(tokens) else np.zeros(0, np.float32)
 
     def _decoded(self, tokens: np.ndarray, reply: Completion) -> np.ndarray:
-        """Returns the log-probabilities of ``tokens``, which are those that ``reply`` must have."""
+        """Returns the log-probabilities in ``reply``. Raises ReplyError if its tokens are not ``tokens``."""
         others = np.flatnonzero(reply.token_ids != tokens)
         if len(others):
             at = int(others[0])
@@ -122,9 +143,9 @@ class ServedModel(Admission, RolloutEngine):
     def top_logprobs(self, sequence: np.ndarray, count: int) -> list[dict[int, float]]:
         """Returns a mapping of token id to log-probability at temperature 1 for each place of ``sequence``, int32 [t].
 
-        It has the ``count`` likeliest tokens and the sequence's own, and is empty at place 0. The count is bounded by
-        the vocabulary, as far as the server says how large that is: vLLM's engine ends when it is asked for more.
-        Errors are raised as by :meth:`score`.
+        A mapping has the ``count`` likeliest tokens and the sequence's own token. The mapping of place 0 is empty. If
+        the server tells the size of its vocabulary, ``count`` is at most that, because vLLM's engine ends at a larger
+        one. The errors are those of :meth:`score`.
         """
         check_prompts([sequence], 1, self.info)
         count = min(count, self.info.vocab_size or count)
@@ -133,9 +154,10 @@ class ServedModel(Admission, RolloutEngine):
         return [dict(top) for top in reply.prompt_logprobs]
 
     def logprobs_temperature(self, temperature: float) -> float | None:
-        """Returns the temperature of the log-probabilities that come with responses sampled at ``temperature``.
+        """Measures the temperature of the log-probabilities that come with responses sampled at ``temperature``.
 
-        It is 1 when they are of the distribution before the temperature, and None when neither fits.
+        It is ``temperature``, or 1 if they are those of the distribution before the temperature is applied, or None if
+        neither fits.
         """
         if temperature == 1.0:
             return 1.0
@@ -146,7 +168,7 @@ class ServedModel(Admission, RolloutEngine):
         return temperature if abs(sharpened + np.log(temperature)) < room else None
 
     def prepare(self, params: Any, policy_version: int) -> None:
-        """Raises RuntimeError as :meth:`publish`."""
+        """Raises RuntimeError: these servers keep the model that they have."""
         self.publish(params, policy_version)
 
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
@@ -163,7 +185,7 @@ class ServedModel(Admission, RolloutEngine):
                 yield Response(*place, reply.token_ids, reply.logprobs, reply.finish_reason == "length", ())
 
     def _scored(self, requests: Iterable[Request], at_once: int) -> Iterator[Completion]:
-        """Yields one server's replies to these requests, each checked. ``at_once`` are sent at a time."""
+        """Yields one server's checked replies to these requests. ``at_once`` requests are sent at a time."""
         left = iter(requests)
         while batch := list(itertools.islice(left, at_once)):
             for request, reply in zip(batch, self._client.sample(self.info.url, batch), strict=True):
@@ -173,7 +195,10 @@ class ServedModel(Admission, RolloutEngine):
                 yield reply
 
     def _logprobs_of(self, ids: np.ndarray, reply: Completion) -> np.ndarray:
-        """Returns the log-probability of each token of ``ids`` among those reported at its place."""
+        """Returns the log-probability of each token of ``ids`` in ``reply``, float32 [t], with NaN at position 0.
+
+        Raises ReplyError if a token is not among those that are reported at its place.
+        """
         pairs = list(zip(ids.tolist(), reply.prompt_logprobs, strict=False))[1:]
         other = [f"{sorted(top)}, expected {token}" for token, top in pairs if token not in top]
         if other or len(reply.prompt_logprobs) != len(ids):

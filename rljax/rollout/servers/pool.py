@@ -1,8 +1,8 @@
-"""The servers of one client: the state of each, which one gets a request next, and what a router knows of them.
+"""The servers of one client: the state of each, the choice of the next one, and the list that a router has of them.
 
-A server is *paused* until its weights are verified. It is *open* while it may sample rollouts. It is *down* from a
-failure until somebody proves it current again, and at the start. Servers may join and leave at any time. One that has
-left still answers what it was asked. Coroutines run on the event loop of the client.
+A server is *paused* until its weights are verified. It is *open* while it may sample rollouts. It is *down* at the
+start and after a failure, until it is verified again. Servers may join and leave at any time. A server that has left
+still answers the requests that it has. Coroutines run on the event loop of the client.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 State = Literal["paused", "open", "down"]
 Exchange = Callable[..., Awaitable[Any]]
 """A function of (url, method, path, timeout in seconds, httpx's content) that returns a reply of status 200."""
-_ROUTER_S = 30.0  # The longest that a router may take to add or remove a server (seconds).
-_SPARE_FILES = 256  # File descriptors that are left to checkpoints, rows, reward workers and the device driver.
+_ROUTER_S = 30.0  # The longest time in which a router adds or removes a server (seconds).
+_SPARE_FILES = 256  # The file descriptors left to checkpoints, rows, reward workers and the device driver.
 
 
 @dataclass(eq=False)
@@ -35,21 +35,21 @@ class Server:
     url: str
     route: str  # the path that samples a response
     model: str  # the name that the server gives its model
-    reason: str  # why the server is down
+    reason: str  # the reason why the server is down
     state: State = "down"
-    outstanding: int = 0  # the requests that it has not answered yet
+    outstanding: int = 0  # the number of requests that it has not answered yet
     versions: list[str] = field(default_factory=list)  # the tags of the weights that it was opened with, newest last
 
 
 @dataclass
 class Group:
-    """Requests of one prompt. ``home`` is the server that was given the last of them: it has computed the prompt."""
+    """Requests with the same prompt. ``home`` is the server that got the last one, and so has computed the prompt."""
 
     home: Server | None = None
 
 
 class ServerPool:
-    """The servers by URL, the choice among the open ones, and a router that knows the open ones alone."""
+    """The servers by URL, and the choice among those that are open. A router knows the open servers alone."""
 
     def __init__(self, wire: Wire, max_outstanding: int, exchange: Exchange, router: str | None) -> None:
         """Makes an empty pool. ``exchange`` sends requests to the router at the URL ``router``, if there is one."""
@@ -78,7 +78,7 @@ class ServerPool:
             raise ServerGoneError(f"{url} is no server of this run any more") from None
 
     def has(self, server: Server) -> bool:
-        """Returns whether this very server is in the pool still."""
+        """Returns whether this very object is still in the pool."""
         return self._servers.get(server.url) is server
 
     def all_in(self, state: State) -> list[Server]:
@@ -86,10 +86,10 @@ class ServerPool:
         return [server for server in self._servers.values() if server.state == state]
 
     def take(self, urls: Iterable[str]) -> None:
-        """Makes ``urls`` the pool; the servers that it has keep their state, the new ones are down.
+        """Makes ``urls`` the pool. Servers that are in it already keep their state, and new ones are down.
 
-        Raises this process's soft limit of file descriptors, and sends fewer requests at a time where the hard limit
-        does not allow ``max_outstanding`` to each server.
+        The soft limit of file descriptors of this process is raised. If the hard limit does not allow
+        ``max_outstanding`` requests to each server, fewer are sent at a time.
         """
 
         def new(url: str) -> Server:
@@ -115,7 +115,7 @@ class ServerPool:
         await self._tell_router()
 
     async def set_state(self, server: Server, state: State, reason: str = "") -> None:
-        """Changes the state of a server. Raises ServerGoneError if the router does not take one that opens."""
+        """Changes the state of a server. Raises ServerGoneError if it opens and the router does not take it."""
         if state == "open":
             await self._tell_router(server)
         changed = state != server.state
@@ -129,7 +129,7 @@ class ServerPool:
             await self._tell_router()
 
     async def acquire(self, group: Group) -> Server:
-        """Waits for an open server with room, counts one more request there, and returns it."""
+        """Waits for an open server with room for a request, counts the request there, and returns the server."""
         async with self._changed:
             server = await self._changed.wait_for(lambda: self._next(group))
             assert server is not None
@@ -144,12 +144,12 @@ class ServerPool:
             self._changed.notify()
 
     async def wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Waits until ``is_so``, which is asked whenever a server changes."""
+        """Waits until ``is_so()`` is true. It is called whenever a server changes."""
         async with self._changed:
             await self._changed.wait_for(is_so)
 
     def _next(self, group: Group) -> Server | None:
-        """Returns the last server of ``group`` if it is open and has room, else the open server with the least work."""
+        """Returns the last server of ``group`` if it is open with room, else the idlest open one with room, or None."""
         home = group.home
         if home is not None and self.has(home) and home.state == "open" and home.outstanding < self._most:
             return home
@@ -157,10 +157,10 @@ class ServerPool:
         return idlest if idlest and idlest.outstanding < self._most else None
 
     async def _tell_router(self, more: Server | None = None) -> None:
-        """Has the router know the open servers and ``more``, and no others.
+        """Makes the open servers and ``more`` the list of the router.
 
-        It raises ServerGoneError where the router does not take ``more``. Without ``more`` nothing is raised: a router
-        that is gone sends no rollout anywhere.
+        It raises ServerGoneError if the router does not take ``more``. Without ``more`` nothing is raised, because a
+        router that is gone sends no rollout to any server.
         """
         if self._router is None:
             return
@@ -180,7 +180,10 @@ class ServerPool:
 
 
 def json_object(reply: Any) -> dict[str, Any]:
-    """Returns the JSON object of an httpx reply, and another JSON value under ``value``; ReplyError if it is none."""
+    """Returns the JSON object of an httpx reply. Any other JSON value comes under the key ``value``.
+
+    Raises ReplyError if the reply is not JSON.
+    """
     try:
         value = reply.json()
     except (ValueError, RecursionError) as error:
@@ -198,9 +201,9 @@ def refusal_text(reply: Any) -> str:
 
 
 def room_for(connections: int) -> int:
-    """Returns how many of ``connections`` can be open at a time, each of which takes a file descriptor.
+    """Returns the number of ``connections`` that can be open at a time. Each takes a file descriptor.
 
-    Raises this process's soft limit of file descriptors as far as needed. Shells commonly allow 1,024.
+    The soft limit of file descriptors of this process is raised as far as needed. Shells commonly set it to 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
@@ -215,7 +218,7 @@ def room_for(connections: int) -> int:
 
 
 def count_open_files() -> int:
-    """Returns the number of open file descriptors, 0 where there is no /proc."""
+    """Returns the number of open file descriptors of this process, or 0 if there is no /proc."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/fd"))
     return 0

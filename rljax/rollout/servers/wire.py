@@ -1,4 +1,4 @@
-"""Requests to an HTTP server and its replies as plain data, whatever the kind of the server."""
+"""Requests to an HTTP server and its replies as plain data, for every kind of server."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ class Request:
 
     prompt: np.ndarray  # the token ids, int32 [s]
     sampling: SamplingParams
-    seed: int | None = None  # of this response alone; None leaves it to the server
-    # The number of likeliest tokens at each position of the prompt whose log-probabilities are reported beside the
-    # prompt's own token, always at temperature 1. None: nothing of the prompt.
+    seed: int | None = None  # the seed of this response alone; None leaves the choice to the server
+    # The number of likeliest tokens whose log-probabilities are reported at each position of the prompt, beside the
+    # prompt's own token. They are those at temperature 1. None: nothing is reported of the prompt.
     prompt_logprobs: int | None = None
     routes: tuple[int, int, int] | None = None  # the (layers, k, experts) of a mixture whose routes are reported
-    vocab_size: int | None = None  # the most tokens that the server can report at a position, where that is known
+    vocab_size: int | None = None  # the most tokens that the server can report at a position; None: not known
     # Further sampling settings in the server's own words, which make it decode given tokens.
     forced: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response as the server reports it. What was not asked for is empty."""
+    """One sampled response as the server reports it. Fields that were not asked for are empty."""
 
-    token_ids: np.ndarray  # int32 [t]
-    logprobs: np.ndarray  # the log-probability of each of these tokens, float32 [t]
-    finish_reason: str  # "stop", "length", or "abort" when the server gave the response up
+    token_ids: np.ndarray  # the token ids, int32 [t]
+    logprobs: np.ndarray  # the log-probability of each of these tokens (nats), float32 [t]
+    finish_reason: str  # "stop", "length", or "abort" if the server gave the response up
     spans: tuple[tuple[str, int, int], ...] | None  # the (weight version tag, start, end) of each part, if reported
     tops: Tops | None = None  # the ``sampling.reported`` likeliest tokens at each position
-    prompt_logprobs: tuple[Mapping[int, float], ...] = ()  # {} and then, by position, the prompt's own token among them
+    # The log-probabilities by token id at each position of the prompt, its own token among them; {} at position 0.
+    prompt_logprobs: tuple[Mapping[int, float], ...] = ()
     routes: np.ndarray | None = None  # the experts of each token but the last, uint8 or uint16 [s + t - 1, layers, k]
 
 
@@ -54,33 +55,33 @@ class ServerInfo:
     url: str
     model: str = ""  # the name that the server gives its model
     root: str = ""  # the model directory that the server was started with, as the server names it
-    version: str = ""  # of the server's software
-    dtype: str = ""  # of weights and activations
-    vocab_size: int | None = None  # the number that token ids are below
+    version: str = ""  # the version of the server's software
+    dtype: str = ""  # the dtype of weights and activations
+    vocab_size: int | None = None  # the size of the vocabulary: every token id is smaller
     max_model_len: int | None = None  # the longest prompt plus response (tokens)
-    block_size: int | None = None  # of the prefix cache (tokens)
-    head_dtype: str = ""  # in which the LM head computes
-    form: ServerForm = field(default_factory=ServerForm)  # in which it holds weights and cache
+    block_size: int | None = None  # the size of a block of the prefix cache (tokens)
+    head_dtype: str = ""  # the dtype in which the LM head computes
+    form: ServerForm = field(default_factory=ServerForm)  # the form in which the server holds weights and cache
     has_first_weights: bool = False  # whether the server still has the weights of ``root`` that it was started with
 
 
 class Wire(Protocol):
     """The requests and replies of one kind of server, without any I/O."""
 
-    name: str  # of the kind, for messages
+    name: str  # the name of the kind in messages
     routes: Sequence[str]  # the paths that may sample a response, the best first; a server has at least one of them
-    own_routes: Sequence[str]  # better ones, of rljax's plugin: a server may lack them, and no router passes them on
-    model: str  # the name that servers which rljax starts give their model
-    paused_route: str  # the path at which a server says whether it is paused, or "" where there is none
+    own_routes: Sequence[str]  # better paths, of rljax's plugin: a server may lack them, and no router passes them on
+    model: str  # the name of the model at servers that rljax starts
+    paused_route: str  # the path at which a server says whether it is paused, or "" if there is none
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
         """Returns the JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""
 
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
-        """Reads the reply of ``route`` to ``request``, whatever its bytes are.
+        """Reads the bytes of a reply of ``route`` to ``request``.
 
-        It runs on the event loop, or on a thread beside it, once for each response. So no Python may run for each of
-        the response's tokens. It raises ReplyError where the reply is no completion. The message opens with ``route``.
+        It runs on the event loop, or on a thread beside it, once for each response. So no Python may run for each token
+        of the response. It raises ReplyError if the reply is no completion. The message begins with ``route``.
         """
 
 
@@ -93,7 +94,7 @@ class Span(msgspec.Struct):
 
 
 def as_spans(spans: Iterable[Span] | None) -> tuple[tuple[str, int, int], ...] | None:
-    """Returns ``Completion.spans``: None where there is none."""
+    """Returns the spans of a reply as ``Completion.spans`` has them, or None if there are none."""
     return tuple((span.version, span.start, span.end) for span in spans or ()) or None
 
 
@@ -107,7 +108,7 @@ def make_requests(
 ) -> list[Request]:
     """Returns ``n`` requests for each prompt, in order. Each has a seed of its own unless ``seed`` is None.
 
-    The other arguments are the fields of :class:`Request`.
+    The other arguments are fields of :class:`Request`.
     """
     return [
         Request(prompt, sampling, None if seed is None else response_seed(seed, i, j), None, routes, vocab_size)
@@ -117,7 +118,7 @@ def make_requests(
 
 
 def remaining_request(request: Request, parts: Sequence[Completion]) -> Request:
-    """Returns the request for the rest of a response of which the server gave up ``parts``, with a seed of its own."""
+    """Returns the request for the rest of a response that servers gave up after ``parts``, with a seed of its own."""
     tokens = [part.token_ids for part in parts]
     count = sum(map(len, tokens))
     if not count:
@@ -133,9 +134,10 @@ def remaining_request(request: Request, parts: Sequence[Completion]) -> Request:
 
 
 def join_parts(parts: Sequence[Completion]) -> Completion:
-    """Returns one completion of parts of which each went on from the one before. It lacks what only probes ask for.
+    """Returns one completion from parts, each of which continues the one before.
 
-    It raises ReplyError where a part does not name the weights that sampled it.
+    The scores of the prompt and the routes are dropped. It raises ReplyError if a part with tokens does not name the
+    weights that sampled it.
     """
     *before, last = parts
     if not before:
@@ -163,10 +165,14 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
 def check_completion(
     url: str, completion: Completion, request: Request, vocab_size: int | None, *, may_be_part: bool = False
 ) -> None:
-    """Raises ReplyError where a completion cannot be the answer to ``request``, so that nobody trains on it.
+    """Raises ReplyError if a completion cannot be the answer to ``request``, so that no step trains on it.
 
-    With ``may_be_part`` the server may have given it up after any number of tokens. Token ids are below ``vocab_size``
-    where that is known.
+    Args:
+      url: The name of the server in messages.
+      completion: The completion.
+      request: The request.
+      vocab_size: The size of the vocabulary: every token id is smaller. None: it is not known.
+      may_be_part: Whether the server may have given the response up after any number of tokens.
     """
     tokens, finish = completion.token_ids, completion.finish_reason
     longest = request.sampling.max_response_tokens
@@ -215,7 +221,7 @@ def _check_routes(url: str, completion: Completion, request: Request, wanted: tu
 
 
 def response_seed(seed: int, prompt: int, sample: int) -> int:
-    """Returns the seed of one response, which has 31 bits."""
+    """Returns the 31-bit seed of one response, a hash of the request's seed, the prompt's and the sample's number."""
     digest = hashlib.blake2b(f"{seed}/{prompt}/{sample}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
@@ -235,7 +241,7 @@ def check_prompts(
 ) -> None:
     """Raises ValueError for prompts that a server would silently shorten, and for token ids out of its range.
 
-    ``name``: The words that the message calls the only prompt by, or "" to call each by its number.
+    ``name`` is the name of the only prompt in the message. With "" the message has the prompt's number.
     """
     limit, vocab = info.max_model_len, info.vocab_size
     for i, prompt in enumerate(prompts):
