@@ -27,16 +27,17 @@ from rljax.weights.store import WeightVersion
 log = logging.getLogger(__name__)
 
 GENERATE = "/generate"
-_PAUSES = {"keep": "retract", "abort": "abort"}  # retract: keys and values of what goes on are computed again
+# SGLang's modes of a pause by ``RolloutConfig.update``. retract: keys and values of held responses are computed again.
+_PAUSES = {"keep": "retract", "abort": "abort"}
 _ANSWER = "rljax"  # The key of the plugin's answer in a reply of /weights_checker.
 
 
-# The fields that are read of a reply. The decoder skips other fields and makes no Python object of them.
+# The fields of a reply that are read. The decoder skips other fields and makes no Python object of them.
 class _Finish(msgspec.Struct):
     type: str
 
 
-_Scored = tuple[float, int, Any]  # log-probability, token id, text (null)
+_Scored = tuple[float, int, Any]  # (log-probability, token id, text, which is null)
 
 
 class _Meta(msgspec.Struct):
@@ -67,9 +68,10 @@ class SglangBackend(Backend):
     without_version = "it does not say which weights it holds"
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
-        """Returns a body with all that shapes the distribution, so that no default of the server can change it.
+        """Returns a body with all settings that shape the distribution, so that no default of the server can change it.
 
-        ``ignore_eos`` would also let the stop tokens of the request pass. The plugin has taken the model's own away.
+        ``ignore_eos`` would also switch the stop tokens of the request off. So it is set only if there are none. The
+        plugin removes the model's own end-of-sequence tokens.
         """
         stops = list(request.sampling.stop_token_ids)
         sampling: dict[str, Any] = {
@@ -97,7 +99,7 @@ class SglangBackend(Backend):
         }
 
     def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
-        """Reads a reply of ``/generate``."""
+        """Reads a reply of ``/generate``, as :meth:`Backend.read` says."""
         read = _DECODER.decode(reply)
         meta = read.meta_info
         prompt: tuple[Mapping[int, float], ...] = ()
@@ -124,7 +126,7 @@ class SglangBackend(Backend):
         return completion, list(map(itemgetter(1), meta.output_token_logprobs)) != read.output_ids
 
     def ask_plugin(self, client: ServerClient, url: str, method: str, *arguments: Any) -> list[Any]:
-        """Asks the workers by way of ``/weights_checker``."""
+        """Asks the workers through ``/weights_checker``."""
         body = {"action": method, "selector": "target", "skip_tensor_list": [json.dumps(each) for each in arguments]}
         reply = client.call(url, "POST", "/weights_checker", json=body)
         try:
@@ -133,7 +135,7 @@ class SglangBackend(Backend):
             raise ReplyError(f"{url}/weights_checker answered without {error}: {str(reply)[:300]}") from error
 
     def describe(self, client: ServerClient, url: str) -> ServerInfo:
-        """Returns the description of any SGLang server; one without rljax's plugin does not tell its vocabulary."""
+        """Returns the description of any SGLang server. Without rljax's plugin it lacks the size of the vocabulary."""
         try:
             model = client.call(url, "GET", self.version_route)
             root, version = str(model["model_path"]), str(model["weight_version"])
@@ -158,7 +160,7 @@ class SglangBackend(Backend):
         return dataclasses.replace(info, model=name, root=root, has_first_weights=version == "default")
 
     def resume(self, client: ServerClient, url: str) -> None:
-        """Lets a paused server go on."""
+        """Resumes a paused server."""
         if _is_paused(client, url):
             log.info("%s was left paused; it goes on", url)
             client.call(url, "POST", "/continue_generation", json={})
@@ -166,7 +168,7 @@ class SglangBackend(Backend):
     def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
         """Returns the lines of :func:`common_differences`, and those of SGLang's own settings."""
         cache, dtype = described["kv_cache_dtype"], described["dtype"]
-        is_plain = cache in get_args(Dtype)  # and then no form that a run could name
+        is_plain = cache in get_args(Dtype)  # whether the cache has a plain dtype, which is no form to name
         known = dict(described) | ({"kv_cache_dtype": dtype} if is_plain else {})
         lines = common_differences(known, expected, "SGLang's --enable-fp32-lm-head")
         if is_plain and cache != dtype:
@@ -183,11 +185,11 @@ class SglangBackend(Backend):
         return lines
 
     def show(self, client: ServerClient, url: str, probe: Mapping[str, Any]) -> None:
-        """Shows the plugin the probe."""
+        """Sends the probe to the plugin's ``rljax_show``."""
         self.ask_plugin(client, url, "rljax_show", probe)
 
     def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
-        """Waits for what the server samples, or stops it, has it load the version, and flushes its cache."""
+        """Waits for the responses under way, or pauses the server, makes it load the version, and flushes its cache."""
         path = "" if version.source else str(version.path)
         update = {"model_path": path, "weight_version": version.tag, "load_format": "safetensors", "flush_cache": True}
         try:
@@ -196,9 +198,9 @@ class SglangBackend(Backend):
             answer = client.call(url, "POST", "/update_weights_from_disk", timeout_s=UPDATE_S, json=update)
             if answer.get("success") is not True:
                 raise RuntimeError(f"{url} did not load {version.tag}: {str(answer)[:300]}")
-            client.call(url, "POST", "/continue_generation", json={})  # somebody else may have paused it, too
+            client.call(url, "POST", "/continue_generation", json={})  # another client may have paused it, too
         except (RuntimeError, ServerRefusedError):
-            # It may hold half of the weights, and nobody shall sample from them.
+            # The server may hold half of the weights, which must not sample.
             ask_if_there(client, url, "POST", "/pause_generation", json={"mode": "retract"})
             raise
 

@@ -1,12 +1,13 @@
-"""The part of rljax that runs inside SGLang's processes: what weights it loads, and a description of the server.
+"""The part of rljax that runs inside SGLang's processes: it guards the weights, and describes the server.
 
 SGLang calls :func:`register` in each of its processes through the entry-point group ``sglang.srt.plugins``. It wraps
 three functions of SGLang:
 
 - ``ModelRunner.check_weights``, behind ``/weights_checker``: :class:`Worker` answers the actions ``rljax_*``.
-- ``update_weights_from_disk`` of the scheduler. A version is loaded only from a directory that a trainer has shown,
-  with all of the model's tensors, and under its tag. SGLang itself reports success for files that lack a tensor.
-- the end-of-sequence tokens of the model, which would end responses besides those that a request names.
+- ``update_weights_from_disk`` of the scheduler. It loads a version only from a directory that a trainer has shown, only
+  with all of the model's tensors, and only under its tag. SGLang itself reports success for files that lack a tensor.
+- ``ModelConfig._get_hf_eos_token_id``: The model's end-of-sequence tokens are dropped. They would end responses beside
+  the tokens that a request names.
 
 With a key file ``rljax.weights.access`` guards every route. There is no jax in SGLang's environment.
 """
@@ -44,10 +45,10 @@ class Worker:
 
     def __init__(self) -> None:
         self.weights = WorkerWeights()
-        self.tag = ""  # of the version that was loaded last; "" where an update failed since, or there was none
+        self.tag = ""  # the tag of the last loaded version; "" before the first update and after a failed one
 
     def rljax_describe(self, runner: Any) -> dict[str, Any]:
-        """Returns what the trainer compares at the handshake, as plain JSON."""
+        """Returns the facts that the trainer compares at the handshake, as plain JSON."""
         model, args = runner.model_config, runner.server_args
         dtype = _name(model.dtype)
         return {
@@ -66,25 +67,28 @@ class Worker:
         }
 
     def rljax_show(self, runner: Any, probe: Mapping[str, Any]) -> None:
-        """Notes the directory or source of a trainer (``WorkerWeights.show``)."""
+        """Takes the directory or source of a trainer's versions. ``probe``: The arguments of ``WorkerWeights.show``."""
         self.weights.show(**probe)
 
     def rljax_pull(self, runner: Any, name: str) -> None:
-        """Begins a pull (``weights.mirror.Pulls.begin``)."""
+        """Begins to pull the version ``name`` into this machine's mirror (``weights.mirror.Pulls.begin``)."""
         self.weights.pulls.begin(name)
 
     def rljax_pulled(self, runner: Any, name: str) -> dict[str, Any] | None:
-        """Returns the result of that pull (``Pulls.result``)."""
+        """Returns the result of the pull of ``name``, or None while it runs (``weights.mirror.Pulls.result``)."""
         return self.weights.pulls.result(name)
 
     def rljax_checksums(self, runner: Any) -> dict[str, Any]:
-        """Returns the tag, the checksum of each tensor as it stands now, and the seconds that the checksums took."""
+        """Returns the tag, the checksum of each tensor as it is now, and the seconds that the checksums took."""
         began = time.monotonic()
         tensors = {name: dataclasses.astuple(tensor_checksum(part)) for name, part in parts(runner.model)}
         return {"tag": self.tag, "tensors": tensors, "seconds": time.monotonic() - began}
 
     def check_weights(self, original: Callable[..., Any], runner: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-        """Wraps ``ModelRunner.check_weights``. The list of names to skip carries the arguments, each as JSON."""
+        """Wraps ``ModelRunner.check_weights``, and calls a method ``rljax_*`` if ``action`` names one.
+
+        The request's list of tensors to skip carries the arguments of the method, each as JSON.
+        """
         if not action.startswith("rljax_"):
             return original(runner, action, *args, **kwargs)
         given = [json.loads(argument) for argument in kwargs.get("skip_tensor_list") or ()]
@@ -94,7 +98,7 @@ class Worker:
         return {"checksums": {ANSWER: answer}, "per_gpu_checksum": "", "parallelism_info": place}
 
     def update_weights(self, original: Callable[..., Any], updater: Any, request: Any) -> Any:
-        """Wraps ``update_weights_from_disk``, and refuses all but a whole version of a trainer that was shown."""
+        """Wraps ``update_weights_from_disk``, and loads only a whole version of a trainer that shook hands."""
         self.tag = ""
         try:
             with self.weights.version(request.model_path, request.weight_version or "") as (directory, files):
@@ -111,7 +115,7 @@ class Worker:
 
 
 def register() -> None:
-    """Registers the hooks in this process. SGLang applies them."""
+    """Registers the hooks of this process, which SGLang then puts around its functions."""
     worker = Worker()
     scheduler = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     hooks: dict[str, Callable[..., Any]] = {
@@ -126,12 +130,12 @@ def register() -> None:
 
 
 def no_eos(original: Callable[..., Any], config: Any) -> set[int]:
-    """Returns no end-of-sequence token of the model, so that a response ends at those of its request alone."""
+    """Returns no end-of-sequence token, so that only the tokens that a request names end its response."""
     return set()
 
 
 def lock(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Makes every route but /health ask for the key."""
+    """Wraps the start of the HTTP server, and makes every route but /health ask for the key."""
     from sglang.srt.entrypoints.http_server import app
 
     app.add_middleware(RequireKey)
@@ -139,15 +143,21 @@ def lock(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each Hugging Face tensor, or this worker's part of it, as it stands now. A tied head is not repeated."""
+    """Yields (name, tensor) of each Hugging Face tensor, or of this worker's part of it, as it is now.
+
+    A tied head is not repeated.
+    """
     return ModelTensors(model, _FUSED).of_model(once=True)
 
 
 def check_tensors(directory: Path, files: Sequence[str], own: Mapping[str, torch.Tensor], workers: int) -> None:
     """Raises ValueError unless a version has exactly the model's tensors, in their shapes.
 
-    ``own`` has this worker's tensors by name, or its parts of them. The parts of several ``workers`` that share the
-    model are not larger than the whole.
+    Args:
+      directory: The directory of the version.
+      files: The names of its safetensors files.
+      own: The tensors of this worker, or its parts of them, by name.
+      workers: The number of workers that share the model. If there are several, a part may be smaller than its tensor.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:

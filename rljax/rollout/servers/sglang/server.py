@@ -2,10 +2,10 @@
 
 It needs the standard library alone, so that it runs under the trainer's interpreter and under SGLang's.
 
-``python -m rljax.rollout.servers.sglang.server``, with SGLang's own arguments, is SGLang on a CPU. SGLang's kernel
-package has builds for CUDA alone, so a stand-in takes its place. Its functions can be imported, and fail when they are
-called; the native torch back ends call none of them. The processes that SGLang spawns run this module again, so that
-each of them has the stand-in.
+``python -m rljax.rollout.servers.sglang.server``, with SGLang's own arguments, runs SGLang on a CPU. SGLang's kernel
+package has builds for CUDA alone, so a stand-in takes its place. The functions of the stand-in can be imported, and
+fail when they are called. The native torch back ends call none of them. The processes that SGLang spawns run this
+module again, so that each of them has the stand-in.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from rljax.rollout.servers import process
 from rljax.rollout.servers.process import start as start
 
 _CPU_ARGS = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-# The cache has --max-total-tokens, whatever --mem-fraction-static allows. SGLang ends where other programs take more
-# than that share of the machine's memory while it loads.
+# --max-total-tokens alone sets the size of the cache. --mem-fraction-static is a share of the machine's memory. SGLang
+# ends if other programs take more than that share while it loads.
 _CPU_ARGS += ["--disable-overlap-schedule", "--mem-fraction-static", "0.5", "--max-total-tokens", "32768"]
 _KERNELS = "sgl_kernel"
 ROOM = 8
-"""The tokens of the context that SGLang keeps back from prompt and response."""
+"""The number of tokens of the context that SGLang does not give to prompt and response."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class ServerConfig(process.ServerConfig):
     gpu_install: ClassVar[str] = "install_sglang in a new environment"
     cpu_environment: ClassVar[Mapping[str, str]] = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     needed_environment: ClassVar[Mapping[str, str]] = {
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # else /health samples a token, and waits while it is paused
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # makes room for the tokens that are kept back
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # otherwise /health samples, and waits during a pause
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # allows a context that is longer by ``ROOM``
     }
 
     def command(self, port: int, *, gpu: bool) -> list[str]:
@@ -62,7 +62,7 @@ class ServerConfig(process.ServerConfig):
 
 
 def sglang_python(venv: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the interpreter of ``venv``, ``$RLJAX_SGLANG_VENV`` or ``.venv-sglang``; RuntimeError if none."""
+    """Returns the interpreter of ``venv``, ``$RLJAX_SGLANG_VENV`` or ``.venv-sglang``. Raises RuntimeError if none."""
     return process.environment_python(ServerConfig.kind, venv)
 
 
@@ -80,9 +80,9 @@ class _Kernels(types.ModuleType):
 
 
 def stand_in() -> Any:
-    """Puts the stand-in, and the operators of torchvision that a build without CUDA lacks, where SGLang finds them.
+    """Installs the stand-in for SGLang's kernels, and the torchvision operators that a build without CUDA lacks.
 
-    Returns the library of the operators, which exist for as long as it is kept.
+    Returns the library of the operators. They exist only as long as this object is referenced.
     """
     import torch
 

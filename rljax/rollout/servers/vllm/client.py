@@ -43,14 +43,14 @@ log = logging.getLogger(__name__)
 GENERATE = "/inference/v1/generate"
 COMPLETIONS = "/v1/completions"
 FORCING_S = 3600.0
-"""The longest that a server goes on to force tokens for a client that is gone (seconds)."""
+"""The longest time that a server goes on to force tokens for a client that is gone (seconds)."""
 
 Scores = TypeVar("Scores")
 Item = TypeVar("Item")
 
 
-# The fields that are read of a reply. The decoder skips other fields and makes no Python object of them. ``gc`` is off
-# where thousands of objects would set off the garbage collector: none of them can be part of a cycle.
+# The fields of a reply that are read. The decoder skips other fields and makes no Python object of them. ``gc`` is off
+# for objects that come by the thousand, which would start the garbage collector. None of them can be part of a cycle.
 class _Scored(msgspec.Struct, gc=False):
     logprob: float
 
@@ -95,21 +95,21 @@ class _Reply(msgspec.Struct, Generic[Scores]):
 
 
 class _Flat(msgspec.Struct):
-    counts: bytes  # of entries at each position, int32
-    token_ids: bytes  # of each entry, int32
-    logprobs: bytes  # of each entry, float32
+    counts: bytes  # the number of entries at each position, int32
+    token_ids: bytes  # the token of each entry, int32
+    logprobs: bytes  # the log-probability of each entry, float32
 
 
 class _Rollout(msgspec.Struct):
-    token_ids: bytes  # int32
+    token_ids: bytes  # the sampled tokens, int32
     finish_reason: str | None
-    scores: _Flat  # the sampled token and then the likeliest, so that a token may be there twice
+    scores: _Flat  # at each position the sampled token and then the likeliest, so that a token may be there twice
     prompt_scores: _Flat | None = None
     weight_versions: list[Span] | None = None
     routed_experts: bytes | None = None  # a .npy file
 
 
-# The decoder for each route, and for whether the likeliest tokens are read.
+# The decoders, by the route and by whether the likeliest tokens are read.
 _DECODERS: dict[tuple[str, bool], msgspec.json.Decoder[Any]] = {
     (GENERATE, False): msgspec.json.Decoder(_Reply[_Content[_Sampled] | None]),
     (GENERATE, True): msgspec.json.Decoder(_Reply[_Content[_SampledAmongTops] | None]),
@@ -135,16 +135,16 @@ class VllmBackend(Backend):
     without_version = "it does not say which weights it holds: no /weight_info; a newer vLLM has it"
 
     def __init__(self, *, in_place: bool = False, sleeps: bool = False) -> None:
-        """Takes how the workers treat weights.
+        """Sets how the workers treat weights.
 
         Args:
-          in_place: Whether the workers write what changed into their weights, as ``PublishConfig.in_place``.
+          in_place: Whether the workers write only the changed elements, as ``PublishConfig.in_place``.
           sleeps: Whether servers sleep, and so lose their weights between publishes.
         """
         self.keeps_deltas, self._keeps_equal = in_place, not (in_place or sleeps)
 
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
-        """Returns a body with all that shapes the distribution, so that no default of the server can change it.
+        """Returns a body with all settings that shape the distribution, so that no default of the server can change it.
 
         A response ends at ``sampling.stop_token_ids`` and at no other end-of-sequence token.
         """
@@ -175,7 +175,7 @@ class VllmBackend(Backend):
         return {"model": model, "prompt": tokens, **as_ids, **sampling}
 
     def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
-        """Reads a reply of any route."""
+        """Reads a reply of any route, as :meth:`Backend.read` says."""
         k = request.sampling.reported
         if route == ROLLOUTS:
             return _read_rollout(_ROLLOUT_DECODER.decode(reply), k, with_routes=request.routes is not None)
@@ -208,7 +208,7 @@ class VllmBackend(Backend):
 
     @contextlib.contextmanager
     def forcing(self, client: ServerClient, url: str) -> Iterator[Callable[[np.ndarray], Mapping[str, Any]]]:
-        """Has the workers force tokens, by hooks that are removed at the end, or by vLLM's own trace replay."""
+        """Makes the workers force tokens, by hooks that are removed at the end, or by vLLM's own trace replay."""
         name = uuid.uuid4().hex
         try:
             answers = self.ask_plugin(client, url, "rljax_force", name, FORCING_S)
@@ -228,7 +228,7 @@ class VllmBackend(Backend):
             raise ReplyError(f"{url} gave up decoding given tokens: {next(filter(None, errors))}")
 
     def describe(self, client: ServerClient, url: str) -> ServerInfo:
-        """Returns the description of any vLLM server; one without rljax's plugin tells no dtype and no vocabulary."""
+        """Returns the description of any vLLM server. Without rljax's plugin it lacks dtype and vocabulary."""
         try:
             (model,) = client.call(url, "GET", "/v1/models")["data"]
         except (KeyError, ValueError, ServerRefusedError) as error:
@@ -249,7 +249,7 @@ class VllmBackend(Backend):
         )
 
     def resume(self, client: ServerClient, url: str) -> None:
-        """Wakes and resumes a paused server. Raises HandshakeError where it has no endpoints for that."""
+        """Wakes and resumes a paused server. Raises HandshakeError if it has no endpoints for that."""
         development = (
             "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1, as rljax serve vllm does"
         )
@@ -292,7 +292,7 @@ class VllmBackend(Backend):
         return lines
 
     def show(self, client: ServerClient, url: str, probe: Mapping[str, Any]) -> None:
-        """Shows the plugin the probe as the start of a weight transfer."""
+        """Sends the probe to the plugin as the start of a weight transfer."""
         client.call(url, "POST", "/init_weight_transfer_engine", json={"init_info": probe})
 
     def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
@@ -314,8 +314,8 @@ class VllmBackend(Backend):
             post("/start_weight_update")
         post("/update_weights", json={"update_info": update})
         post("/finish_weight_update", json={"weight_version": version.tag})
-        # /pause has cleared the cache already on servers that still know clear_cache; this call is for all others. It
-        # also drops the keys and values of responses that go on, which are computed again.
+        # On servers that know clear_cache, /pause has cleared the cache already. This call is for all others. It also
+        # drops the keys and values of held responses, which are then computed again.
         held = {"reset_running_requests": "true"} if in_flight == "keep" else {}
         if post("/reset_prefix_cache", params=held).get("success") is False:
             raise RuntimeError(f"{url} could not reset its prefix cache: requests are still running there")
@@ -326,12 +326,12 @@ class VllmBackend(Backend):
         client.call(url, "POST", "/sleep", timeout_s=UPDATE_S, params={"level": 2, "mode": "wait"})
 
     def wake(self, client: ServerClient, url: str) -> None:
-        """Wakes the server, which holds no weights then."""
+        """Wakes the server. It then holds no weights."""
         client.call(url, "POST", "/wake_up", timeout_s=UPDATE_S)
 
 
 def _read_routes(file: bytes | None) -> np.ndarray | None:
-    """Returns integers [tokens - 1, layers, k] from a .npy file. No pickled object is read."""
+    """Returns integers [tokens - 1, layers, k] from the bytes of a .npy file, or None. No pickled object is read."""
     if file is None:
         return None
     found = np.load(io.BytesIO(file), allow_pickle=False)
@@ -343,8 +343,8 @@ def _read_routes(file: bytes | None) -> np.ndarray | None:
 def _asked(request: Request, route: str) -> int:
     """Returns the number of log-probabilities that a request asks for at each position.
 
-    vLLM's own endpoints put the sampled token first. Where it is not among the likeliest, one of these is cut off by
-    it. So one more is asked for, as long as there are as many tokens: vLLM's engine ends where there are not.
+    vLLM's own endpoints put the sampled token first. If it is none of the likeliest, it displaces the last of them. So
+    one more is asked for. It must not be more than the vocabulary has, or vLLM's engine would end.
     """
     k = request.sampling.reported
     asked = k if route == ROLLOUTS else k + 1
@@ -352,7 +352,7 @@ def _asked(request: Request, route: str) -> int:
 
 
 def _read_rollout(read: _Rollout, k: int, *, with_routes: bool) -> tuple[Completion, bool]:
-    """Reads a reply of ROLLOUTS. Raises ValueError where its arrays do not fit together."""
+    """Reads a reply of ROLLOUTS. Raises ValueError if its arrays do not fit together."""
     tokens = np.frombuffer(read.token_ids, "<i4")
     counts, ids, logprobs = _arrays(read.scores)
     if counts.min(initial=1) < 1:
@@ -371,7 +371,7 @@ def _read_rollout(read: _Rollout, k: int, *, with_routes: bool) -> tuple[Complet
 
 
 def _arrays(scores: _Flat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the number of entries of each position, and the token and log-probability of each entry."""
+    """Returns the number of entries at each position, and the token and log-probability of each entry."""
     counts, ids = np.frombuffer(scores.counts, "<i4"), np.frombuffer(scores.token_ids, "<i4")
     logprobs = np.frombuffer(scores.logprobs, "<f4")
     if counts.min(initial=0) < 0 or not counts.sum(dtype=np.int64) == len(ids) == len(logprobs):
@@ -380,14 +380,14 @@ def _arrays(scores: _Flat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _by_position(counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> tuple[Mapping[int, float], ...]:
-    """Returns the log-probability of each token at each position."""
+    """Returns the log-probabilities by token id for each position."""
     ends = np.cumsum(counts).tolist()
     entries = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
     return tuple(dict(entries[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True))
 
 
 _Parts = tuple[bool, np.ndarray, Tops | None]
-"""Whether other tokens are scored than are there, the log-probabilities float32 [t], and the likeliest tokens."""
+"""Whether other tokens than the sampled ones are scored, the log-probabilities (float32 [t]), the likeliest tokens."""
 
 
 def _read_content(choice: Any, k: int) -> _Parts:

@@ -1,4 +1,4 @@
-"""The description that a vLLM worker gives of its server, as the trainer compares it at the handshake."""
+"""The description that a vLLM worker gives of its server. The trainer compares it at the handshake."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def describe(config: Any) -> dict[str, Any]:
 
 
 def is_batch_invariant() -> bool:
-    """Returns whether the bits of a token do not depend on the batch around it, as far as vLLM has a setting for that.
+    """Returns whether vLLM's setting that makes a token's bits independent of the batch around it is on.
 
-    On a CPU that is whether attention never splits the keys and values of small batches.
+    On a CPU the setting is that attention never splits the keys and values of small batches.
     """
     if current_platform.is_cpu():
         return not getattr(envs, "VLLM_CPU_ATTN_SPLIT_KV", True)
@@ -46,9 +46,9 @@ def is_batch_invariant() -> bool:
 
 
 def supported_head_sizes() -> list[int] | None:
-    """Returns the head sizes that attention takes on a CPU, where vLLM does not check them itself; elsewhere None.
+    """Returns the head sizes that vLLM's attention supports on a CPU, or None on another device.
 
-    On a CPU a server with another head size starts, and its engine ends at the first request.
+    On a CPU vLLM does not check the head size: the server starts, and its engine ends at the first request.
     """
     if not current_platform.is_cpu():
         return None

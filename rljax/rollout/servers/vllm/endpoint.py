@@ -1,10 +1,11 @@
 """An endpoint of rljax in vLLM's API server, which samples several responses and replies with arrays.
 
-vLLM's own endpoints make a Python object for each token and each likeliest token, and take a request for each response,
-on the processor that its workers need. Here scores stay in flat lists, and travel as JSON with base64 of little-endian
-arrays. One request asks for several responses. Each comes in a line of its own as soon as it is complete. What is
-sampled, the checks of a request and the statuses of errors are those of vLLM. ``DELETE`` with ``batch`` and ``number``
-in the query gives up single responses of the request whose query has that ``batch``.
+vLLM's own endpoints make a Python object for each token and each likeliest token, and need a request for each response.
+That takes time of the processor that the workers need. Here the scores stay in flat lists, and are sent as JSON with
+base64 of little-endian arrays. One request asks for several responses. Each response comes in a line of its own as soon
+as it is complete. The sampling, the checks of a request and the statuses of errors are those of vLLM.
+
+``DELETE`` with ``batch`` and ``number`` in the query gives up single responses of the request with that ``batch``.
 
 vLLM loads :class:`ServeRollouts` with ``--middleware rljax.rollout.servers.vllm.endpoint.ServeRollouts``.
 """
@@ -41,13 +42,13 @@ class ServeRollouts:
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Handles one request, or the start and end of the server."""
         if scope["type"] == "lifespan":
-            # A route of the application itself is behind all that guards vLLM's own routes.
+            # A route of the application itself is behind all middleware that guards vLLM's own routes.
             scope["app"].router.routes.insert(0, Route(ROLLOUTS, Rollouts(), methods=["POST", "DELETE"]))
         await self._app(scope, receive, send)
 
 
 class Asked(msgspec.Struct):
-    """The prompt of one response, and its settings in vLLM's own words."""
+    """The prompt of one response, and its sampling settings as vLLM names them."""
 
     token_ids: list[int]
     sampling_params: dict[str, Any]
@@ -64,7 +65,7 @@ class Rollouts:
 
     def __init__(self) -> None:
         """Samples nothing yet."""
-        self._tasks: dict[str, list[_Sampling]] = {}  # of each response, by the name of its batch
+        self._tasks: dict[str, list[_Sampling]] = {}  # the task of each response, by the name of its batch
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         """Samples the responses of one request, or gives up some of another request."""
@@ -100,14 +101,14 @@ class Rollouts:
 
 
 async def _leave(receive: Any, lines: asyncio.Queue[bytes | None]) -> None:
-    """Ends the lines once the client has gone away."""
+    """Waits until the client has gone away, and then ends ``lines`` with None."""
     while (await receive())["type"] != "http.disconnect":
         pass
     lines.put_nowait(None)
 
 
 def _start(number: int, sampling: Coroutine[Any, Any, _Reply], lines: asyncio.Queue[bytes | None]) -> _Sampling:
-    """Returns the task that samples a response, and has its line added when it is done or given up."""
+    """Returns the task that samples a response. Its line is added when it is done or given up."""
 
     def add_line(task: _Sampling) -> None:
         status, reply = (HTTPStatus.GONE, {}) if task.cancelled() else task.result()
@@ -119,7 +120,7 @@ def _start(number: int, sampling: Coroutine[Any, Any, _Reply], lines: asyncio.Qu
 
 
 async def _sample(engine: Any, asked: Asked) -> _Reply:
-    """Returns the reply of one response, or the error that vLLM would answer with."""
+    """Samples one response. Returns its reply, or the error that vLLM would answer with."""
     own = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True, "detokenize": False}
     try:
         settings = SamplingParams(**{**asked.sampling_params, **own})
@@ -134,7 +135,10 @@ async def _sample(engine: Any, asked: Asked) -> _Reply:
 
 
 def as_reply(output: Any) -> dict[str, Any]:
-    """Returns the reply of an output of vLLM, as ``VllmBackend`` reads it. ``msgspec`` writes bytes as base64."""
+    """Returns the reply for an output of vLLM, in the form that ``VllmBackend`` reads.
+
+    ``msgspec`` writes the bytes as base64.
+    """
     (sampled,) = output.outputs
     return {
         "token_ids": np.asarray(sampled.token_ids, "<i4").tobytes(),
@@ -149,7 +153,7 @@ def as_reply(output: Any) -> dict[str, Any]:
 
 
 def _as_flat(scores: Any) -> dict[str, bytes] | None:
-    """Returns the number of entries of each position, and the token and log-probability of each entry."""
+    """Returns the number of entries at each position, and the token and log-probability of each entry."""
     if scores is None:
         return None
     ends, starts = np.asarray(scores.end_indices, "<i4"), np.asarray(scores.start_indices, "<i4")
@@ -161,7 +165,7 @@ def _as_flat(scores: Any) -> dict[str, bytes] | None:
 
 
 def _as_file(array: np.ndarray | None) -> bytes | None:
-    """Returns the bytes of a .npy file."""
+    """Returns the bytes of a .npy file with ``array``, or None."""
     if array is None:
         return None
     file = io.BytesIO()

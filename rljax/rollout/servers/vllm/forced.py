@@ -1,8 +1,8 @@
 """Forced decoding inside a vLLM worker: a request's own tokens take the place of those that the sampler draws.
 
-A request carries its tokens in ``sampling_params.extra_args``. Two hooks on the sampler put them where the drawn tokens
-were, with their log-probabilities at temperature 1. So the server decodes given tokens step by step, through its cache,
-as it would decode its own. The hooks are there only while a client needs them, and other requests do not change.
+A request carries its tokens in ``sampling_params.extra_args``. Two hooks on the sampler put them in the places of the
+drawn tokens, with their log-probabilities at temperature 1. So the server decodes given tokens step by step, through
+its cache, as it would decode its own. The hooks exist only while a client needs them. Other requests do not change.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ class ForcedSampler(Hooks):
         """Installs the hooks on ``runner.sampler``."""
         super().__init__()
         self._runner = runner
-        self.deadlines: dict[str, float] = {}  # the time at which each client counts as gone
-        self._rows: list[tuple[int, int, torch.Tensor, int]] = []  # row, token, its log-probability and its rank
+        self.deadlines: dict[str, float] = {}  # the time at which each client counts as gone (``time.monotonic``)
+        self._rows: list[tuple[int, int, torch.Tensor, int]] = []  # (row, token, its log-probability, its rank) each
         self.before(runner.sampler, self._before)
         self.after(runner.sampler, self._after)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keeps what is written over each row that a request forces. A token that the model lacks ends the forcing."""
+        """Notes the forced token of each row, with its log-probability and rank, before the sampler draws.
+
+        A token outside the vocabulary ends the forcing with an error. After the last deadline the hooks are removed.
+        """
         self._rows = []
         if time.monotonic() > max(self.deadlines.values(), default=0.0):
             self.remove()
@@ -47,7 +50,7 @@ class ForcedSampler(Hooks):
                 self._rows.append((row, token, logprobs[token], rank))
 
     def _after(self, args: tuple[Any, ...], output: Any) -> None:
-        """Writes the forced tokens over those that were drawn."""
+        """Replaces drawn tokens by the forced ones that ``_before`` has noted."""
         scored = output.logprobs_tensors
         for row, token, logprob, rank in self._rows:
             output.sampled_token_ids[row, 0] = token
@@ -65,10 +68,10 @@ class ForcedDecoding:
     rljax_forced_sampler: ForcedSampler | None = None
 
     def rljax_force(self, client: str, seconds: float) -> dict[str, str]:
-        """Begins forced decoding for a client, for so many seconds at most, and returns how its requests ask for it.
+        """Begins forced decoding for ``client``, for at most ``seconds``. Returns ``way`` and ``reason``.
 
-        ``way`` is extra_args for the hooks, trace_decode_token_ids for vLLM's own trace replay, or empty. Then
-        ``reason`` says why this server cannot do it.
+        ``way`` names the sampling setting that carries the tokens: extra_args for the hooks, trace_decode_token_ids for
+        vLLM's own trace replay. If it is empty, ``reason`` says why this server cannot decode given tokens.
         """
         runner = self.model_runner
         if self.vllm_config.speculative_config is not None:
@@ -84,7 +87,10 @@ class ForcedDecoding:
         return {"way": "extra_args", "reason": ""}
 
     def rljax_end_force(self, client: str) -> str:
-        """Ends forced decoding for a client, and takes the hooks off after the last one. Returns the hooks' error."""
+        """Ends forced decoding for ``client``. After the last client the hooks are removed.
+
+        Returns the error that has ended the hooks, or "" if there was none.
+        """
         forced = self.rljax_forced_sampler
         if forced is None:
             return ""

@@ -16,7 +16,7 @@ class Hooks:
 
     def __init__(self) -> None:
         """Makes no hook yet."""
-        self.error = ""  # why the hooks ended, if not by ``remove``
+        self.error = ""  # the error that ended the hooks, or ""
         self._handles: list[Any] = []
 
     @property
@@ -25,17 +25,20 @@ class Hooks:
         return bool(self._handles)
 
     def before(self, module: torch.nn.Module, act: Callable[[Any, Any], None]) -> None:
-        """Has ``act(args, kwargs)`` called before each forward of a module."""
+        """Adds a hook that calls ``act(args, kwargs)`` before each forward of ``module``."""
         hook = self._safe(lambda module, args, kwargs: act(args, kwargs))
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def after(self, module: torch.nn.Module, act: Callable[[Any, Any], Any]) -> None:
-        """Has ``act(args, output)`` called after each forward of a module. It returns another output, or None."""
+        """Adds a hook that calls ``act(args, output)`` after each forward of ``module``.
+
+        ``act`` returns the output that takes the place of ``output``, or None to keep it.
+        """
         hook = self._safe(lambda module, args, output: act(args, output))
         self._handles.append(module.register_forward_hook(hook))
 
     def remove(self) -> None:
-        """Takes the hooks out. It may be called twice."""
+        """Removes all hooks. It may be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -44,11 +47,11 @@ class Hooks:
         """Returns a hook that never raises. After an error it does nothing."""
 
         def hook(*args: Any) -> Any:
-            if self.error:  # of another hook in the same forward
+            if self.error:  # another hook has failed in the same forward
                 return None
             try:
                 return act(*args)
-            except Exception as error:  # it would end the server
+            except Exception as error:  # an error would end the server
                 self.error = f"{type(error).__name__}: {error}"
                 log.warning("the hooks of rljax are removed, nothing else changes: %s", self.error)
                 self.remove()

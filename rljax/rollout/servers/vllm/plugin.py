@@ -4,11 +4,11 @@ vLLM calls :func:`register` in each of its processes through the entry-point gro
 the weight-transfer backend ``rljax_file`` known, which reads safetensors from a directory that trainer and server both
 see. :class:`WorkerExtension` (``--worker-extension-cls``) answers the handshake, and tells which bits were loaded.
 
-A delta is written by vLLM's own ``load_checkpoint_weight_patches``, which goes through the model's loader, and so knows
-names, fused tensors and tensor parallelism. It packs nothing, and is right only where a layer computes with the
-parameters that it loaded. Whether it does is compared: the checksums after a load, with those before packing.
+A delta is written by vLLM's own ``load_checkpoint_weight_patches``. It goes through the model's loader, and so knows
+names, fused tensors and tensor parallelism. It packs nothing, and is right only if a layer computes with the parameters
+that it loaded. To know that, the checksums at the end of a load are compared with those before packing.
 
-There is no jax in vLLM's environment, so this imports nothing that needs it.
+There is no jax in vLLM's environment, so this module imports nothing that needs it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Makes the backend known and asks for AMX. vLLM may call it several times in one process.
+    """Registers the weight-transfer backend and asks for AMX. vLLM may call it several times in one process.
 
-    vLLM's bfloat16 attention on a CPU uses AMX tiles without asking Linux, and a process without the permission then
-    dies of SIGILL. A torch that lacks the private functions that ask is left as it is.
+    vLLM's bfloat16 attention on a CPU uses AMX tiles, but does not ask Linux for the permission. A process without it
+    dies of SIGILL. If torch lacks the private functions that ask, nothing is asked.
     """
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, FileWeightTransferEngine)
@@ -59,7 +59,7 @@ def register() -> None:
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """A file that the trainer wrote, which proves that both sides see one directory (``WorkerWeights.show``)."""
+    """The arguments of ``WorkerWeights.show``: a probe file proves that both sides see the same directory or source."""
 
     probe_path: str
     probe_text: str
@@ -72,10 +72,10 @@ class FileInitInfo(WeightTransferInitInfo):
 class FileUpdateInfo(WeightTransferUpdateInfo):
     """One version of the weights."""
 
-    path: str  # the directory of the version; "" for this machine's mirror, which was brought to the version before
+    path: str  # the directory of the version; "" for this machine's own mirror, which must hold the version already
     tag: str  # the tag that the version must have
-    in_place: bool = False  # whether a delta that the mirror took is written into parameters that stand as loaded
-    keep_equal: bool = False  # whether a version from the mirror that equals the loaded one is not loaded again
+    in_place: bool = False  # whether only the mirror's delta is written, if the parameters are as they were loaded
+    keep_equal: bool = False  # whether nothing is loaded if the mirror's version equals the loaded one
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -83,32 +83,38 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
-    loaded: PatchedWeights | None = None  # the checksums of the last update, once it is finished
-    _loading: PatchedWeights | None = None
-    _in_place = False  # whether the update under way asks for it
-    _digest = ""  # the digest of the version that is loaded, or being loaded; "" where it is not known
-    _stands = False  # whether the parameters are those that were loaded last, and nothing was packed
-    _records: Mapping[str, TensorRecord] = {}  # of the version that is loaded; empty where it is not known
-    _sums: Mapping[str, Checksum | None] = {}  # the checksums that were taken as it was loaded
+    loaded: PatchedWeights | None = None  # the checksums of the last finished update
+    _loading: PatchedWeights | None = None  # the checksums of the update under way
+    _in_place = False  # whether the update under way comes from the mirror and asks for ``in_place``
+    _digest = ""  # the digest of the version that is loaded or being loaded; "" if it is not known
+    _stands = False  # whether the parameters are as they were loaded last, so that a delta can be written into them
+    _records: Mapping[str, TensorRecord] = {}  # the records of the loaded version's tensors; empty if not known
+    _sums: Mapping[str, Checksum | None] = {}  # the checksums that were taken as that version was loaded
 
     @functools.cached_property
     def weights(self) -> WorkerWeights:
-        """The weights that this worker may load."""
+        """The places from which this worker may load weights."""
         return WorkerWeights()
 
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
-        """Checks protocol and probe file. Raises ValueError if one of them is not the trainer's."""
-        self._stands = False  # a trainer that begins, or has found other bits here, sends all weights once
+        """Checks protocol and probe file, and notes where versions will be.
+
+        Raises ValueError if one of them is not the trainer's, and RuntimeError if the mirror has too little room.
+        """
+        self._stands = False  # a trainer that begins, or has found wrong bits here, first sends all weights
         self._records = {}
         self.weights.show(**dataclasses.asdict(init_info))
 
     def start_weight_update(self) -> None:
-        """Forgets what was loaded. How the layers take a version is decided once the version is known."""
+        """Forgets the last update. The layers are prepared later, once the version is known."""
         self.shutdown()
         self.loaded = None
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
-        """Loads one version. Raises ValueError as ``WorkerWeights.version``."""
+        """Loads one version.
+
+        Raises ValueError if it has another tag, cannot be loaded, or lies in no directory that a trainer has shown.
+        """
         held, self._digest = self._digest, ""
         known, self._records = self._records, {}
         self._in_place = update_info.in_place and not update_info.path
@@ -126,7 +132,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self._digest = digest
 
     def _reload(self, directory: Path, files: list[str]) -> None:
-        """Loads every tensor, layer by layer."""
+        """Loads every tensor, one layer after the other."""
         initialize_layerwise_reload(self.model)
         self._loading = LoadedWeights(self.model, self.model_config.dtype)
         try:
@@ -136,7 +142,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             raise
 
     def _patch(self, delta: KeptDelta) -> bool:
-        """Returns whether what changed was written; where not, some of it may be, until all tensors are loaded."""
+        """Writes a delta into the parameters. Returns whether it could be written; if not, all must be loaded."""
         try:
             write_in_place(self.model, delta)
         except Exception as error:
@@ -146,9 +152,9 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         return True
 
     def finish_weight_update(self) -> None:
-        """Puts the layers back into service, the tied head included, and takes the checksums that are missing.
+        """Puts the layers back into service, the tied head included, and computes the missing checksums.
 
-        An update that brought no weights changes nothing.
+        After an update without weights it does nothing.
         """
         if self._loading is None:
             return
@@ -165,31 +171,31 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Leaves the layers as vLLM made them."""
+        """Ends the update under way, and removes the steps that it has put before the layers' packing."""
         if self._loading is not None:
             self._loading.detach()
         self._loading = None
 
 
 def tensors_of(model: torch.nn.Module) -> ModelTensors:
-    """Returns the tensors of a model of vLLM, which names its fused layers."""
+    """Returns the tensors of one of vLLM's models, which lists its fused layers in ``packed_modules_mapping``."""
     return ModelTensors(model, getattr(model, "packed_modules_mapping", {}))
 
 
 def checksums(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[str, Checksum]:
-    """Returns the checksum of each tensor. ``dtype``: The dtype that is published."""
+    """Returns the checksum of each tensor by name. ``dtype``: The dtype of the published weights."""
     return {name: tensor_checksum(as_published(tensor, dtype)) for name, tensor in tensors}
 
 
 class PatchedWeights:
-    """The checksum of every parameter as it stands after the changed elements were written."""
+    """The checksum of every parameter after the changed elements were written into it."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Takes no checksum yet. ``dtype``: The dtype that is published."""
+        """Computes no checksum yet. ``dtype``: The dtype of the published weights."""
         self._model, self._dtype = tensors_of(model), dtype
-        self.tag = ""  # of the version
-        self.records: Mapping[str, TensorRecord] = {}  # of the version, where the next one is compared with it
-        self.tensors: dict[str, Checksum | None] = {}  # by Hugging Face name; None where the layer was not loaded
+        self.tag = ""  # the tag of the version
+        self.records: Mapping[str, TensorRecord] = {}  # the version's records, if the next one is compared with them
+        self.tensors: dict[str, Checksum | None] = {}  # the checksums by Hugging Face name; None: not loaded
         self.seconds = 0.0  # the time that the checksums took
 
     def put_back(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -198,40 +204,40 @@ class PatchedWeights:
             repair_tied_head(model)
 
     def finish(self) -> None:
-        """Takes the checksums that are missing."""
+        """Computes the checksums of all parameters."""
         began = time.monotonic()
         self.tensors.update(checksums(self._model.of_model(), self._dtype))
         self.seconds = time.monotonic() - began
 
     def detach(self) -> None:
-        """Leaves the layers as vLLM made them. It may be called twice."""
+        """Does nothing: no layer was changed. It may be called twice."""
 
 
 class EqualWeights(PatchedWeights):
-    """The checksums of a version that stays loaded, because the next one has the same tensors."""
+    """The checksums of an update whose tensors all equal the loaded ones, so that nothing is loaded."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, sums: Mapping[str, Checksum | None]) -> None:
-        """Takes the checksums ``sums`` that were taken as the version was loaded."""
+        """Takes over the checksums ``sums``, which were computed when these tensors were loaded."""
         super().__init__(model, dtype)
         self.tensors.update(sums)
 
     def put_back(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Changes nothing: all layers are in service."""
+        """Does nothing: all layers are in service."""
 
     def finish(self) -> None:
-        """Takes no checksum: some layers have packed their parameters, which cannot be read any more."""
+        """Computes no checksum: some layers have packed their parameters, which cannot be read any more."""
 
 
 class LoadedWeights(PatchedWeights):
     """The checksum of every parameter as it was loaded, just before its layer packed it.
 
-    vLLM loads a layer, lets its quantization method pack it and copies the result to where it was. A layer that was
-    sent nothing gets its old values back. So each checksum is taken just before the method packs. A layer without such
-    a method packs nothing and is read at the end.
+    vLLM loads a layer, lets its quantization method pack it, and copies the result into the old memory. A layer that
+    got no weights has its old values then. So each checksum is computed just before the method packs. A layer without a
+    method packs nothing and is read at the end.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Puts a step before each layer's packing, until :meth:`detach`. ``dtype``: The dtype that is published."""
+        """Puts a step before each layer's packing, until :meth:`detach`. ``dtype``: That of the published weights."""
         super().__init__(model, dtype)
         methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
         self._unpacked = {
@@ -247,15 +253,15 @@ class LoadedWeights(PatchedWeights):
         super().put_back(model, model_config)
 
     def detach(self) -> None:
-        """Takes the steps out. It may be called twice."""
+        """Removes the steps. It may be called twice."""
         for method in self._methods.values():
             vars(method).pop("process_weights_after_loading", None)
         self._methods = {}
 
     def finish(self) -> None:
-        """Reads the layers that pack nothing. Layers that should have been packed and were not get no checksum.
+        """Reads the layers that pack nothing. The tensors of layers that should have been packed but were not get None.
 
-        Only the names of the latter are read: on some CPUs a layer's parameters are empty once it was packed.
+        Their values are not read, because on some CPUs a layer's parameters are empty after an earlier packing.
         """
         for layer, method in dict(self._unpacked).items():
             if method is None:
@@ -274,7 +280,7 @@ class LoadedWeights(PatchedWeights):
         return record_and_process
 
     def _record(self, layer: torch.nn.Module) -> None:
-        """Takes the checksums of a layer's parameters."""
+        """Computes the checksums of a layer's parameters."""
         began = time.monotonic()
         self._unpacked.pop(layer, None)
         self.tensors.update(checksums(self._model.of_layer(layer), self._dtype))
@@ -292,8 +298,8 @@ def read_tensors(directory: Path, files: list[str]) -> Iterator[tuple[str, torch
 def repair_tied_head(model: torch.nn.Module) -> None:
     """Ties ``lm_head`` to the reloaded embedding and packs it again.
 
-    On a CPU the head keeps a packed copy of its weight from the start, which the reload of the embedding does not
-    change: greedy output changes, yet log-probabilities stay more than a nat off. Elsewhere packing does nothing.
+    On a CPU the head keeps a packed copy of its weight from the start. The reload of the embedding does not change the
+    copy: greedy output changes, yet log-probabilities stay more than a nat off. On other devices packing does nothing.
     """
     head = getattr(model, "lm_head", None)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
@@ -304,18 +310,18 @@ def repair_tied_head(model: torch.nn.Module) -> None:
 
 
 def repack_experts(layer: torch.nn.Module, kernel: Any) -> None:
-    """Packs the experts of a mixture for its kernel on a CPU, which vLLM does when the kernel is made, and not later.
+    """Packs the experts of a mixture for its kernel on a CPU. vLLM does it only when the kernel is made.
 
-    Otherwise the kernel would take the rows of one expert for parts of others: log-probabilities would be off by nats.
+    Without this the kernel reads rows of one expert as parts of others, and log-probabilities are off by nats.
     """
     kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def stands_as_loaded(model: torch.nn.Module, dtype: torch.dtype, loaded: Mapping[str, Checksum | None]) -> bool:
-    """Returns whether the model computes with its parameters, and these have the checksums ``loaded``, by name.
+    """Returns whether the model computes with its parameters, and these still have the checksums ``loaded``.
 
-    A tensor without a checksum was not loaded: it is a tied head, whose parameter is the embedding's. A method that
-    quantizes keeps a second copy of its layer's parameters.
+    A tensor without a checksum is not compared: it is a tied head, whose parameter is the embedding's. A model with a
+    method that quantizes does not pass, because the method keeps a second copy of its layer's parameters.
     """
     methods = (getattr(layer, "quant_method", None) for layer in model.modules())
     named = (type(method).__name__ for method in methods if isinstance(method, QuantizeMethodBase))
@@ -323,17 +329,17 @@ def stands_as_loaded(model: torch.nn.Module, dtype: torch.dtype, loaded: Mapping
         return False
     try:
         standing = checksums(tensors_of(model).of_model(), dtype)
-    except (RuntimeError, IndexError, ValueError):  # packing has left another shape, or nothing
+    except (RuntimeError, IndexError, ValueError):  # after packing a parameter has another shape, or is empty
         return False
     return all(standing.get(name) == sums for name, sums in loaded.items() if sums is not None)
 
 
 def write_in_place(model: torch.nn.Module, delta: KeptDelta) -> None:
-    """Writes what a delta changes into the parameters, which hold the version that the delta is made from.
+    """Writes the changed elements of a delta into the parameters, which must hold the version before it.
 
-    It may raise any error of the model's loader. Some parameters may be changed already then.
+    It may raise any error of the model's loader, after some parameters have been changed.
     """
-    # Not in every vLLM that the plugin works with.
+    # Some versions of vLLM that the plugin works with lack this module.
     from vllm.model_executor.model_loader import checkpoint_weight_patch as patching
 
     dtype, device = getattr(torch, delta.version.dtype), next(model.parameters()).device
@@ -353,21 +359,21 @@ class WorkerExtension(ForcedDecoding, TapMethods):
     _weight_update_active: bool
 
     def rljax_describe(self) -> dict[str, Any]:
-        """Returns what the trainer compares at the handshake, as plain JSON."""
+        """Returns the facts that the trainer compares at the handshake, as plain JSON."""
         return describe(self.vllm_config)
 
     def rljax_pull(self, name: str, keep_delta: bool = False) -> None:
-        """Begins a pull (``weights.mirror.Pulls.begin``)."""
+        """Begins to pull the version ``name`` into this machine's mirror (``weights.mirror.Pulls.begin``)."""
         self.weight_transfer_engine.weights.pulls.begin(name, keep_delta=keep_delta)
 
     def rljax_pulled(self, name: str) -> dict[str, Any] | None:
-        """Returns the result of that pull (``Pulls.result``)."""
+        """Returns the result of the pull of ``name``, or None while it runs (``weights.mirror.Pulls.result``)."""
         return self.weight_transfer_engine.weights.pulls.result(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
-        """Returns the fields of ``PatchedWeights`` after the last update, as plain JSON. Before it the tag is empty.
+        """Returns tag, checksums and seconds of the last update as plain JSON. Before the first one the tag is empty.
 
-        It also returns how the update was done: whether in place, and whether nothing was loaded.
+        ``in_place`` says whether not all tensors were loaded, and ``equal`` whether none was.
         """
         loaded: PatchedWeights | None = self.weight_transfer_engine.loaded
         if loaded is None:
@@ -377,7 +383,7 @@ class WorkerExtension(ForcedDecoding, TapMethods):
         return {"tag": loaded.tag, "tensors": tensors, "seconds": loaded.seconds, **done}
 
     def rljax_end_update(self) -> None:
-        """Ends an update that broke off, which vLLM would otherwise take for one that goes on."""
+        """Ends an update that broke off, so that vLLM allows the next one."""
         self._weight_update_active = False
         self.weight_transfer_engine.reset_weight_update_target()
         self.weight_transfer_engine.shutdown()

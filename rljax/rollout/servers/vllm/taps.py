@@ -1,8 +1,8 @@
-"""Hooks inside a vLLM worker that record the operations of one request, and can put given values in their places.
+"""Hooks inside a vLLM worker that record the results of one request's operations, or replace them by given values.
 
-They are there only between ``rljax_tap`` and ``rljax_untap``, so a server that nobody looks into computes as fast as
-without them. No hook raises: the first error ends the recording and leaves the server as it was. A recording that
-nobody ends is removed after ``EXPIRES_S`` seconds, before the next forward.
+They exist only between ``rljax_tap`` and ``rljax_untap``, so otherwise a server is as fast as without them. No hook
+raises: the first error ends the recording and leaves the server as it was. A recording that is not ended is removed
+after ``EXPIRES_S`` seconds, before the next forward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Split = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def refusal(config: Any, runner: Any) -> str:
-    """Returns why the operations of a worker cannot be recorded, in one sentence; "" if they can."""
+    """Returns the reason why the operations of a worker cannot be recorded, or "" if they can."""
     compilation = config.compilation_config
     if int(compilation.mode or 0) or not config.model_config.enforce_eager:
         return (
@@ -41,10 +41,10 @@ def refusal(config: Any, runner: Any) -> str:
 
 
 class Taps(Hooks):
-    """The hooks of one recording. Values are [tokens of this request, features of this worker]."""
+    """The hooks of one recording. Values have the shape [tokens of this request, features of this worker]."""
 
     def __init__(self, runner: Any, directory: Path, request: str, rank: int, workers: int) -> None:
-        """Puts the hooks in.
+        """Installs the hooks.
 
         Args:
           runner: The model runner of the worker.
@@ -59,9 +59,9 @@ class Taps(Hooks):
         given = directory / GIVEN
         self._given = load_file(given) if given.exists() else {}
         self._parts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._rows = self._positions = torch.empty(0, dtype=torch.long)  # of the request in this forward
-        self._layer = 0  # the block that is computed
-        self._final: torch.Tensor | None = None  # the final norm of all rows of this forward
+        self._rows = self._positions = torch.empty(0, dtype=torch.long)  # the request's rows in this forward
+        self._layer = 0  # the number of the block that is computed
+        self._final: torch.Tensor | None = None  # the output of the final norm for all rows of this forward
         self._ends = time.monotonic() + EXPIRES_S
         try:
             self._install()
@@ -74,11 +74,12 @@ class Taps(Hooks):
         arrays = {}
         for name, parts in self._parts.items():
             positions, values = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
-            latest = {position: row for row, position in enumerate(positions.tolist())}  # of a row computed twice
+            # If a position was computed twice, the later row counts.
+            latest = {position: row for row, position in enumerate(positions.tolist())}
             arrays[name] = values[[latest[position] for position in sorted(latest)]].contiguous()
         save_file(arrays, self._directory / f"rank{self._rank}.safetensors")
 
-    # ---- Which rows are of the request ----
+    # ---- The rows of the request ----
 
     def _begin(self, args: Any, kwargs: Any) -> None:
         if time.monotonic() > self._ends:
@@ -96,7 +97,7 @@ class Taps(Hooks):
         self._final = None
 
     def _tap(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Records the rows of the request in ``x`` [n, ...]; returns ``x`` with the given values in these rows."""
+        """Records the request's rows of ``x`` [n, ...]. Returns ``x``, with the given values in these rows if any."""
         if not len(self._rows):
             return x
         places = self._positions.cpu()
@@ -119,7 +120,7 @@ class Taps(Hooks):
     # ---- The hooks ----
 
     def _change(self, module: Any, act: Callable[[Any], Any]) -> None:
-        """Has ``act`` called with the output of a module, if there is one. It returns the one that is passed on."""
+        """Adds a hook to a module, unless it is None. ``act`` takes the output and returns the one to pass on."""
         if module is not None:
             self.after(module, lambda args, output: act(output))
 
@@ -167,13 +168,16 @@ class Taps(Hooks):
         self._change(mlp, tap("mlp"))
 
     def _norm(self, name: str, layer: int, output: Any) -> Any:
-        """A norm gives its value, and from the second block on the residual stream that it added up first."""
+        """Records the output of a norm, and from the second block on also the residual stream.
+
+        Such a norm returns a pair, because vLLM's norms add to the residual stream first.
+        """
         if not isinstance(output, tuple):
             return self._tap(name, output)
         return self._tap(name, output[0]), self._tap(f"{layer}/residual", output[1])
 
     def _rotated(self, layer: int, output: Any) -> Any:
-        """All blocks may share one rotary module."""
+        """Records the rotated query and key, unless the call is of another block with the same rotary module."""
         if self._layer != layer:
             return None
         return self._tap(f"{layer}/query_rope", output[0]), self._tap(f"{layer}/key_rope", output[1])
@@ -183,12 +187,12 @@ class Taps(Hooks):
         return output
 
     def _logits(self, hidden: torch.Tensor, logits: torch.Tensor | None) -> None:
-        """Records the logits of a prompt, whose hidden states are a view of the final norm of the forward."""
+        """Records the logits of a prompt. Its hidden states are a view of the final norm's output in this forward."""
         final, mine = self._final, self._rows
         if logits is None or final is None or not len(mine):
             return
         if hidden.untyped_storage().data_ptr() != final.untyped_storage().data_ptr():
-            return  # the last position of each request, for its next token
+            return  # these are the last positions of requests, for their next tokens
         first = hidden.storage_offset() // final.stride(0)
         if first == int(mine[0]):
             self._keep("logits", self._positions[: len(logits)].cpu(), logits)
@@ -203,7 +207,10 @@ class TapMethods:
     _taps: Taps | None = None
 
     def rljax_tap(self, directory: str, request: str) -> dict[str, Any]:
-        """Begins to record a request, whose id has ``request`` in it. Returns {"error": ...}, "" if it began."""
+        """Begins to record the request whose id contains ``request``. Returns {"error": ...}, with "" on success.
+
+        ``directory`` is the directory of the recording.
+        """
         try:
             self._end_tap()
             place, error = Path(directory), refusal(self.vllm_config, self.model_runner)
@@ -219,7 +226,7 @@ class TapMethods:
         return {"error": ""}
 
     def rljax_untap(self) -> dict[str, Any]:
-        """Ends the recording, takes the hooks out, and writes the values. Returns {"error": ...}, "" if all is well."""
+        """Ends the recording, removes the hooks and writes the values. Returns {"error": ...}, with "" on success."""
         taps, error = self._end_tap(), "there is no recording"
         if taps is None:
             return {"error": error}
