@@ -55,8 +55,8 @@ def batch_sizes(rows: int, n: int, budget: int, ways: int) -> Batch:
     Args:
       rows: The number of all responses.
       n: The number of responses to each prompt.
-      budget: The number of responses whose cache fits into memory. If ``rows`` is larger, the slots are a multiple of
-        ``ways``, even where the budget is smaller than that.
+      budget: The number of responses whose cache fits into memory. A batch with fewer slots than ``rows`` has a
+        multiple of ``ways``, which may be more than a very small budget.
       ways: The number of parts into which the mesh splits rows.
     """
     if rows <= budget:

@@ -117,7 +117,7 @@ class InjectedEngine(RolloutEngine):
 
     A response names the version whose weights were changed. With ``staleness`` k that is the version published k
     versions ago, or the oldest one as long as there are fewer. So a resumed run reaches the full staleness only after k
-    steps. The k + 1 newest versions are kept on the devices.
+    steps. For that the k + 1 newest versions are kept on the devices.
     """
 
     def __init__(self, engine: RolloutEngine, inject: InjectConfig, config: PolicyConfig, mesh: Mesh):

@@ -8,8 +8,8 @@ const ARRAYS = { f4: Float32Array, u4: Uint32Array, u2: Uint16Array, u1: Uint8Ar
 const NONE = 2 ** 32 - 1;
 const $ = (id) => document.getElementById(id);
 
-let dump; // what data.dumps says of the dump that is shown
-let view; // its tokens: arrays with one entry for each token of the shown sequences
+let dump; // the entry of data.dumps that is shown
+let view; // the tokens of this dump: arrays with one entry for each token of the shown sequences
 let filters = {};
 let sequence = -1;
 let pinned = -1; // the token whose card stays open
@@ -198,7 +198,7 @@ function bucketOf(edges, value) {
 function heights(name) {
   const { edges: { [name]: edges }, counts: { [name]: counts }, growth } = dump;
   const of = name === "value" ? view.value : name === "position" ? view.position : view.values[name];
-  const [here, number, size] = [0, 0, 0].map(() => new Array(counts.length).fill(0)); // on the page, selected, summed
+  const [here, number, size] = [0, 0, 0].map(() => new Array(counts.length).fill(0)); // tokens on the page, selected tokens, sums of their sizes
   of.forEach((value, i) => {
     if (Number.isNaN(value) || Number.isNaN(view.value[i])) return;
     const place = bucketOf(edges, value);

@@ -191,7 +191,7 @@ class ServedEngine(Admission, RolloutEngine):
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples from all verified servers. If some die, other servers sample their part again.
 
-        If all have died, the thread that publishes waits up to ``server_wait_s``; others get ServersLostError.
+        If all have died, the thread that publishes waits up to ``server_wait_s``. Another one raises ServersLostError.
         """
         if not prompts or n < 1:
             raise ValueError(f"at least one prompt and one response each are needed, got {len(prompts)} and n = {n}")

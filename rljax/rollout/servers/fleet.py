@@ -202,7 +202,7 @@ class Fleet:
     def side_by_side(self, act: Callable[[str], None], urls: Sequence[str], patience_s: float = _LONGEST_S) -> None:
         """Calls ``act(url)`` for each URL on threads, and marks down a server that fails or is much slower.
 
-        Once one call is done, the others have as long again, and at least ``patience_s`` seconds. ``act`` raises
+        Once one call has succeeded, the others have as long again, and at least ``patience_s`` seconds. ``act`` raises
         ServerError if the server fails.
         """
         futures = {url: self._threads.submit(act, url) for url in urls}

@@ -84,7 +84,7 @@ class ServedModel(Admission, RolloutEngine):
         return Samples(self._responses(turns, metrics), metrics)
 
     def score(self, sequences: Sequence[np.ndarray], *, at_once: int) -> Iterator[np.ndarray]:
-        """Yields the log-probabilities of given tokens at temperature 1, which one server computes as of a prompt.
+        """Yields the log-probabilities of given tokens at temperature 1, which one server scores as a prompt.
 
         Args:
           sequences: The token ids of each sequence, int32 [t].

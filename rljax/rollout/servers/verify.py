@@ -131,7 +131,7 @@ class Verifier:
 
         Args:
           config: The settings of the verification.
-          score: The trainer's log-probabilities, in the rollout dtype and at temperature 1.
+          score: A function that computes the trainer's log-probabilities in the rollout dtype at temperature 1.
           info: The description of a server, whose vocabulary, cache blocks and form the probes are made for.
           dtype: The rollout dtype, which chooses the bands.
           mixture: Whether the policy is a mixture of experts, whose bands are wider.
