@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rljax.errors import check_at_least, check_positive
+from rljax.errors import check_at_least, check_finite, check_positive
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,9 @@ class VerifyFloors:
     float32: float = 1e-5
     """The lowest band of a server in float32 (nats)."""
 
+    def __post_init__(self) -> None:
+        check_finite(self, "bfloat16", "float16", "float32")
+
 
 @dataclass(frozen=True)
 class VerifyCeilings:
@@ -37,6 +40,9 @@ class VerifyCeilings:
     """The highest band of a server in float16 (nats)."""
     float32: float = 1e-3
     """The highest band of a server in float32 (nats)."""
+
+    def __post_init__(self) -> None:
+        check_finite(self, "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prompts", "rounded_prompts", "tokens", "rounds", "factor", "mixture_factor")
         check_at_least(self, 0, "seed")
+        check_finite(self, "factor", "mixture_factor", "rounded_floor", "rounded_ceiling", "rounded_own_floor")
 
     def limits(self, dtype: str, *, mixture: bool, rounded: bool = False) -> tuple[float, float]:
         """Returns the lowest and highest band (nats) of a server in ``dtype``.

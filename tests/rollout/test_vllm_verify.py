@@ -5,7 +5,7 @@ import pytest
 
 from rljax.errors import VerificationError
 from rljax.rollout.form import ServerForm
-from rljax.rollout.publish_config import VerifyConfig
+from rljax.rollout.publish_config import VerifyCeilings, VerifyConfig, VerifyFloors
 from rljax.rollout.servers.verify import Verifier, joined_prompts, lower_third, probe_length
 from rljax.rollout.servers.wire import Completion, ServerInfo
 
@@ -208,3 +208,9 @@ def test_probes_are_longer_than_two_blocks_and_always_the_same():
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         VerifyConfig(prompts=0)
+    for name in ("rounded_floor", "rounded_ceiling", "rounded_own_floor"):
+        with pytest.raises(ValueError, match=f"{name} must be finite and not negative, got nan"):
+            VerifyConfig(**{name: float("nan")})
+    for bands in (VerifyFloors, VerifyCeilings):
+        with pytest.raises(ValueError, match="float16 must be finite and not negative, got -1"):
+            bands(float16=-1.0)
