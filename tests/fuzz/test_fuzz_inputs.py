@@ -45,7 +45,7 @@ from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = int(os.environ.get("RLJAX_FUZZ_EXAMPLES", "180"))
+EXAMPLES = int(os.environ.get("RLJAX_FUZZ_EXAMPLES", "96"))
 SEED = int(os.environ.get("RLJAX_FUZZ_SEED", "0"))
 MEMORY = 8 * 2**30  # more bytes than now that an input may ask for
 FIRST, SECOND = {"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}

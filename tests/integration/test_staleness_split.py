@@ -19,8 +19,14 @@ def run(base, run_dir, *options, rate="3e-3", steps=STEPS):
     return comparable(run_dir)
 
 
-def test_sampled_ahead_in_float32_all_mismatch_is_drift(toy_base, tmp_path):
-    rows = run(toy_base, tmp_path / "run", "--rollout.max-staleness", "1")
+@pytest.fixture(scope="module")
+def ahead(toy_base, tmp_path_factory):
+    """The rows of a run that samples each batch during the update before it."""
+    return run(toy_base, tmp_path_factory.mktemp("ahead") / "run", "--rollout.max-staleness", "1")
+
+
+def test_sampled_ahead_in_float32_all_mismatch_is_drift(ahead):
+    rows = ahead
     assert [row["rollout/staleness"] for row in rows] == [0, *[1] * (STEPS - 1)]
     assert not any(key.startswith(("mismatch_numerics/", "mismatch_drift/")) for key in rows[0])
     for row in rows[1:]:
@@ -73,12 +79,11 @@ def test_weights_of_one_part_know_nothing_of_the_other(part, toy_base, tmp_path)
         assert max(largest) > 1.01
 
 
-def test_a_run_sampled_ahead_and_resumed_goes_on(toy_base, tmp_path):
-    ahead = ("--rollout.max-staleness", "1")
-    whole = run(toy_base, tmp_path / "whole", *ahead)
-    first = run(toy_base, tmp_path / "run", *ahead, steps=2)
-    rows = run(toy_base, tmp_path / "run", *ahead)
-    assert rows[:2] == first == whole[:2]
+def test_a_run_sampled_ahead_and_resumed_goes_on(ahead, toy_base, tmp_path):
+    stale = ("--rollout.max-staleness", "1")
+    first = run(toy_base, tmp_path / "run", *stale, steps=2)
+    rows = run(toy_base, tmp_path / "run", *stale)
+    assert rows[:2] == first == ahead[:2]
     # The batch after the checkpoint is asked for again, of the newest version; from then on each is one version old.
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 0, 1, 1, 1]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
