@@ -51,18 +51,23 @@ class Recording:
         return said
 
 
-CUT = {"top_k": 5, "top_p": 0.9, "reported": 5}
+CUT, PLAIN = {"top_k": 5, "top_p": 0.9, "reported": 5}, LossConfig()
 
 
-def make(dtype="bfloat16", *, mesh=(1, 1), loss=None, tx=None, temperature=0.8, head="compute", **sampled):
+@functools.cache
+def make_pass(loss, precision, mesh, **sampled):
+    """An executable, which is compiled once for all that need the same."""
+    objective = Objective(loss, CorrectionConfig(), COUNT, LIMIT)
+    shape = {"rows": max(ROWS, mesh.shape["fsdp"]), "row_tokens": ROW_TOKENS}
+    return ExactPass(CONFIG, mesh, precision=precision, objective=objective, **shape, **sampled)
+
+
+def make(dtype="bfloat16", *, mesh=(1, 1), loss=PLAIN, tx=None, temperature=0.8, head="compute", **sampled):
     """(the pass, the update around it, a fresh state, the optimizer). ``sampled``: what is reported, and any cut."""
     mesh, precision = make_mesh(MeshConfig(*mesh)), PrecisionConfig(dtype, lm_head_dtype=head)
-    objective = Objective(loss or LossConfig(), CorrectionConfig(), COUNT, LIMIT)
-    rows = max(ROWS, mesh.shape["fsdp"])
-    shape = {"rows": rows, "row_tokens": ROW_TOKENS}
-    exact = ExactPass(CONFIG, mesh, precision=precision, objective=objective, **shape, **sampled)
+    exact = make_pass(loss, precision, mesh, **sampled)
     tx = tx or make_optimizer(OptimizerConfig(learning_rate=1e-2))
-    reference = None if objective.loss.kl == "none" else init_params(CONFIG, 0)
+    reference = None if loss.kl == "none" else init_params(CONFIG, 0)
     update = ExactUpdate(
         exact,
         CONFIG,
@@ -101,7 +106,7 @@ def not_exact(row):
     return wrong | ({} if names["ppl_ratio"] == 1.0 else {"ppl_ratio": names["ppl_ratio"]})
 
 
-def trained(dtype, steps, mesh=(1, 1), loss=None, head="compute", asked=None):
+def trained(dtype, steps, mesh=(1, 1), loss=PLAIN, head="compute", asked=None):
     """Rows of some steps of drawing and training; ``asked`` has the cut and the number of reported tokens."""
     asked = asked or {}
     sampled = {"reported": asked["reported"], "cut": "top_k" in asked} if asked else {}

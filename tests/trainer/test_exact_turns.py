@@ -1,5 +1,7 @@
 """Trajectories of several turns by the exact engine: the trainer scores them with the bits of the engine."""
 
+import functools
+
 import numpy as np
 import pytest
 from tiny_step import CONFIG, keep_gradient
@@ -28,12 +30,19 @@ ENVIRONMENT = np.asarray([20, 21], np.int32)
 LIMITS = SamplingParams(6, 0.8, (0, 5))
 
 
+MESH, PRECISION = make_mesh(MeshConfig(1, 1)), PrecisionConfig("bfloat16")
+
+
+@functools.cache
+def executable():
+    objective = Objective(LossConfig(), CorrectionConfig(), COUNT, ROW_TOKENS)
+    return ExactPass(CONFIG, MESH, precision=PRECISION, objective=objective, rows=ROWS, row_tokens=ROW_TOKENS)
+
+
 def make():
-    tx, mesh, precision = keep_gradient(), make_mesh(MeshConfig(1, 1)), PrecisionConfig("bfloat16")
-    where = {"precision": precision, "objective": Objective(LossConfig(), CorrectionConfig(), COUNT, ROW_TOKENS)}
-    exact = ExactPass(CONFIG, mesh, **where, rows=ROWS, row_tokens=ROW_TOKENS)
-    update = ExactUpdate(exact, CONFIG, tx, precision=precision, temperature=0.8, diagnosis=DiagnosisConfig())
-    state = create_state(init_params(CONFIG, 0), CONFIG, tx, mesh, dynamic_scale=False)
+    tx, exact = keep_gradient(), executable()
+    update = ExactUpdate(exact, CONFIG, tx, precision=PRECISION, temperature=0.8, diagnosis=DiagnosisConfig())
+    state = create_state(init_params(CONFIG, 0), CONFIG, tx, MESH, dynamic_scale=False)
     engine = ExactEngine(exact)
     engine.publish(state.params, 0)
     return engine, update, state
