@@ -43,7 +43,7 @@ async def until(is_so):
             await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("cut", [{}, {"top_k": 6, "top_p": 0.9}])
+@pytest.mark.parametrize("cut", [pytest.param({}, marks=pytest.mark.harness), {"top_k": 6, "top_p": 0.9}])
 def test_it_samples_what_vllms_own_endpoint_does(float32, prompts, cut):
     engine = float32.engine(top_logprobs=6, **cut)
     found = {}

@@ -223,10 +223,10 @@ def test_aborted_responses_are_sampled_again(fake, client):
 
 
 @pytest.mark.slow
-def test_a_thousand_responses_come_back_as_they_complete(fake, client):
-    """1,024 responses of 8,192 tokens' worth of requests: none times out, at most max_outstanding at once."""
+def test_hundreds_of_responses_come_back_as_they_complete(fake, client):
+    """640 responses, of which 512 are under way at once, as max_outstanding allows: none times out."""
     fake.delay_s = 3.0  # long enough for hundreds of requests to be under way on a slow machine
-    requests = [Request(np.array([i % 64], np.int32), SamplingParams(8)) for i in range(1024)]
+    requests = [Request(np.array([i % 64], np.int32), SamplingParams(8)) for i in range(640)]
     began = time.monotonic()
     first = None
     completed = set()
@@ -235,14 +235,14 @@ def test_a_thousand_responses_come_back_as_they_complete(fake, client):
             first = first or time.monotonic() - began
             completed.add(item[0])
             assert item[1].token_ids[0] == item[0][0] % 64
-    assert completed == {(i, 0) for i in range(1024)}
+    assert completed == {(i, 0) for i in range(640)}
     assert first < 0.8 * (time.monotonic() - began)
     assert 256 < fake.most_running <= 512
 
 
 def test_the_idler_server_samples_more():
     slow, fast = FakeVllm(), FakeVllm()
-    slow.delay_s, fast.delay_s = 3.0, 0.02
+    slow.delay_s, fast.delay_s = 2.0, 0.02
     client = ServerClient([slow.url, fast.url], WIRE, ClientLimits(max_outstanding=4))
     try:
         for fake in (slow, fast):
