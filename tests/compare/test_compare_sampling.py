@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 PROMPTS = make_dump(["p", "q"], [[1, 2, 5, 9], [4, 5]], [[False, False, True, False], [False, False]], {})
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.harness), 0.7])
 def test_drawn_responses_score_as_they_were_drawn(model, temperature):
     config = SampleConfig(responses=4, max_response_tokens=12, temperature=temperature, seed=3)
     dump = sample_responses(PROMPTS, model, "jax-decode:float32", config)

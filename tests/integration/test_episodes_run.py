@@ -94,6 +94,7 @@ def test_killed_among_its_trajectories_it_goes_on(whole, toy_base, tmp_path):
     assert comparable(run_dir) == comparable(whole)
 
 
+@pytest.mark.harness  # in a smaller form: trainer/test_exact_turns.py
 def test_the_exact_engine_has_no_mismatch_in_any_turn(toy_base, tmp_path):
     exact = ("--rollout.engine", "exact", "--rollout.dtype", "bfloat16", "--precision.compute-dtype", "bfloat16")
     code, output = complete(tiny(toy_base, tmp_path / "run", 2, *TURNS, *exact))

@@ -191,17 +191,26 @@ def test_a_dry_run_shows_a_server_for_each_group_of_gpus(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_key_file_and_the_head_reach_the_servers(tmp_path, fresh_base):
-    words = ("--dry-run", "--", "--run.dir", str(tmp_path / "run"), "--model.path", str(fresh_base))
-    key = ("--rollout.api-key-file", "/secrets/key")
-    code, out, err = outcome(CONFIG, *words, *key, "--precision.lm-head-dtype", "float32")
+SHARED = ("--trainer-gpus", "0", "--server-gpus", "0")
+SHARE = ("--gpu-memory-utilization", "0.4", "--dry-run", "--", "--model.path")
+
+
+@pytest.fixture(scope="module")
+def shared(fresh_base):
+    """The dry run of a server and a trainer on one GPU, with a key and a head in float32."""
+    key = ("--rollout.api-key-file", "/secrets/key", "--precision.lm-head-dtype", "float32")
+    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(fresh_base), *key)
     assert code == 0, err
-    server, trainer = (line for line in out.splitlines() if line.startswith(("server", "trainer")))
+    return out
+
+
+def test_the_key_file_and_the_head_reach_the_servers(shared):
+    server, trainer = (line for line in shared.splitlines() if line.startswith(("server", "trainer")))
     assert {"--api-key-file /secrets/key", "--head-dtype float32"} == set(
         re.findall(r"--(?:api-key-file|head-dtype) \S+", server)
     )
     assert "--rollout.api-key-file /secrets/key " in trainer
-    assert re.search(r"^precision +float32, LM head float32|^precision +bfloat16, LM head float32", out, re.M)
+    assert re.search(r"^precision +float32, LM head float32|^precision +bfloat16, LM head float32", shared, re.M)
 
 
 def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path):
@@ -233,17 +242,13 @@ def test_the_environment_has_cuda_where_nvidia_smi_finds_a_gpu(tmp_path, status,
     assert done.stdout == extra + "\n"
 
 
-def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(fresh_base):
-    shared = ("--trainer-gpus", "0", "--server-gpus", "0")
-    code, _, err = outcome(CONFIG, *shared, "--dry-run")
+def test_a_shared_gpu_needs_a_share_and_leaves_jax_no_more(shared, fresh_base):
+    code, _, err = outcome(CONFIG, *SHARED, "--dry-run")
     assert (code, err) == (2, "single_node: GPU 0 is to train and to serve: give --gpu-memory-utilization\n")
-    share = ("--gpu-memory-utilization", "0.4", "--dry-run", "--", "--model.path", str(fresh_base))
-    code, out, err = outcome(CONFIG, *shared, *share)
-    assert code == 0, err
-    assert "-- --gpu-memory-utilization 0.4" in out
-    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in out
-    assert "sleep" not in out
-    code, out, err = outcome(CONFIG, *shared, *share, "--rollout.colocated", "true")
+    assert "-- --gpu-memory-utilization 0.4" in shared
+    assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in shared
+    assert "sleep" not in shared
+    code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(fresh_base), "--rollout.colocated", "true")
     assert code == 0, err
     assert "-- --gpu-memory-utilization 0.4 --enable-sleep-mode" in out
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false XLA_PYTHON_CLIENT_ALLOCATOR=platform" in out

@@ -401,7 +401,7 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(configs)
 def test_the_yaml_form_reads_back_equal(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("yaml") / "config.yaml"
