@@ -10,17 +10,35 @@ from rljax.run.config_file import load_config
 
 ROOT = Path(__file__).parents[2]
 STUDIES = {path.stem: read_study(path) for path in sorted((ROOT / "configs/study").glob("*.yaml"))}
-ARMS = [(name, arm) for name, study in STUDIES.items() for arm in study.arms]
 
 
-@pytest.mark.parametrize(("name", "arm"), ARMS, ids=[f"{name}-{arm}" for name, arm in ARMS])
+def seed_of(name, arm):
+    return STUDIES[name].seeds_of.get(arm, STUDIES[name].seeds)[0]
+
+
+def words_of(name, arm, run_dir):
+    """What stands after ``python -m rljax.train``."""
+    period = 30 if arm in STUDIES[name].drawn else None
+    return run_command(STUDIES[name], arm, seed_of(name, arm), run_dir, period=period)[3:]
+
+
+def arms():
+    """Every arm; one that sets the same keys of the same configuration as an arm before it is for the harnesses."""
+    seen = set()
+    for name, study in STUDIES.items():
+        for arm in study.arms:
+            config, *words = words_of(name, arm, Path("run"))
+            form = config, *(word for word in words if word.startswith("--"))
+            marks = [pytest.mark.harness] if form in seen else []
+            seen.add(form)
+            yield pytest.param(name, arm, id=f"{name}-{arm}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "arm"), arms())
 def test_an_arm_is_a_configuration(name, arm, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    study = STUDIES[name]
-    seed = study.seeds_of.get(arm, study.seeds)[0]
-    words = run_command(study, arm, seed, tmp_path, period=30 if arm in study.drawn else None)[3:]
-    config = load_config(Config, words, prog="test", description="")
-    assert config.run.seed == seed
+    config = load_config(Config, words_of(name, arm, tmp_path), prog="test", description="")
+    assert config.run.seed == seed_of(name, arm)
     assert config.run.dir == str(tmp_path)
 
 

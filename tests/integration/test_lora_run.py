@@ -34,7 +34,7 @@ def words(base, run_dir, *options, steps=STEPS):
 @pytest.fixture(scope="module")
 def whole(toy_base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("lora") / "run"
-    code, output = complete(words(toy_base, run_dir), figure=True)
+    code, output = complete(words(toy_base, run_dir))
     assert code == 0, output
     return run_dir
 

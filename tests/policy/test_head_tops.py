@@ -74,8 +74,13 @@ def test_gradients_of_four_tokens_by_hand():
         np.testing.assert_allclose(jax.grad(value)(FOUR, ids, jnp.asarray(weights))[:, 0], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("max_chunk", [60, 12, 7])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("max_chunk", "temperature"),
+    [
+        *((60, 0.7), (12, 1.0), (7, 0.7)),
+        *(pytest.param(*form, marks=pytest.mark.harness) for form in ((60, 1.0), (12, 0.7), (7, 1.0))),
+    ],
+)
 def test_values_and_gradients_match_the_plain_form(max_chunk, temperature):
     arrays = example()
     head = functools.partial(token_logprobs, temperature=temperature, max_chunk=max_chunk, collision=True)
