@@ -83,7 +83,7 @@ def library():
     random.setstate(state)
 
 
-@pytest.mark.slow
+@pytest.mark.harness  # the suite makes and scores them in rewards/test_gym_answer.py
 def test_every_task_but_two_can_be_made(library):
     refused = {}
     for name in library.DATASETS:
@@ -97,6 +97,15 @@ def test_every_task_but_two_can_be_made(library):
     assert refused["codeio"] == "reasoning_gym:codeio makes other problems each time: choose another task"
     assert refused["composite"].startswith("reasoning_gym has no task 'composite'")
     assert set(refused) == {"codeio", "composite"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("codeio", "codeio makes other problems each time: choose another"), ("composite", "has no task 'composite'")],
+)
+def test_two_tasks_cannot_be_made(library, name, message):
+    with pytest.raises(ValueError, match=message):
+        gym_maker.make(name, {}, 11, 1)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ cases = given(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @cases
 def test_occupancy_drifts_no_faster_than_the_distance(seed, shape, size):
     case, _ = random_case(seed, *shape, size)
@@ -95,7 +95,7 @@ def test_occupancy_drifts_no_faster_than_the_distance(seed, shape, size):
     assert case.drift[-1] == pytest.approx(0.5 * np.abs(case.surplus).sum(), rel=1e-9, abs=1e-14)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @cases
 def test_bias_stays_under_both_bounds(seed, shape, size):
     case, rng = random_case(seed, *shape, size)
@@ -122,7 +122,7 @@ def test_the_worst_advantages_stay_under_both_bounds(seed, shape, size):
     assert case.bias(np.repeat(whole[:, None], length, axis=1)) <= 2 * length**2 * case.unit
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @cases
 def test_rewards_of_0_and_1_stay_under_theorem_b1(seed, shape, size):
     """Of random rewards, and of those 0 and 1 that push one parameter as far as they can."""

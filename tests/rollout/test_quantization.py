@@ -113,8 +113,13 @@ def test_attention_reads_what_the_cache_stores(kind):
     assert off[1] > 20 * off[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *(("int8", "float32"), ("fp8", "bfloat16")),
+        *(pytest.param(*form, marks=pytest.mark.harness) for form in (("int8", "bfloat16"), ("fp8", "float32"))),
+    ],
+)
 def test_the_engine_samples_from_weights_in_eight_bits(kind, dtype):
     """Bit for bit as an engine that gets these numbers: of the weights in the rollout dtype, not of the masters."""
     params = init_params(CONFIG, 0)
