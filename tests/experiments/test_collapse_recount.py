@@ -1,0 +1,91 @@
+"""Counts the tables of the study of a late collapse again from the rows, by other means than the program."""
+
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from scipy import stats
+from study_pages import fate, sign_p, table
+
+ROOT = Path(__file__).parents[2]
+SEEDS = range(9, 18)
+PLANNED = ["constant", "untriggered", "fixed", "tenth", "linear"]
+
+
+@pytest.fixture(scope="module")
+def columns():
+    """The reward, the rate, the surge and the period of each step, as an array of steps by arm and seed."""
+    rows = pyarrow.parquet.read_table(ROOT / "benchmarks/study_collapse.parquet").to_pydict()
+    keys = ("reward/mean", "schedule/learning_rate", "schedule/surge_step", "schedule/decay_period")
+    found = {}
+    for place, run in enumerate(zip(rows["arm"], rows["seed"], strict=True)):
+        found.setdefault(run, []).append([np.nan if rows[key][place] is None else rows[key][place] for key in keys])
+    return {run: np.array(lines) for run, lines in found.items()}
+
+
+@pytest.fixture(scope="module")
+def areas(columns):
+    """The mean reward after the constant run's surge, by arm and seed; without a surge, of all steps."""
+    surges = {seed: int(np.nan_to_num(np.nanmax(columns["constant", seed][:, 2], initial=0))) for seed in SEEDS}
+    return {(arm, seed): float(lines[surges[seed] :, 0].mean()) for (arm, seed), lines in columns.items()}
+
+
+def fall_step(rewards):
+    """The step after the last one at which the accuracy is at least half of the peak before it."""
+    means = np.array([rewards[max(0, i - 9) : i + 1].mean() for i in range(len(rewards))])
+    return int(np.flatnonzero(means >= np.maximum.accumulate(means) / 2)[-1]) + 2
+
+
+def test_all_runs_are_there(columns):
+    assert set(columns) == {(arm, seed) for arm in ["triggered", *PLANNED] for seed in SEEDS}
+    assert {len(lines) for lines in columns.values()} == {300}
+
+
+def test_each_line_of_the_arms(columns, areas):
+    rows = table("study_collapse", "arm | seeds | area")
+    assert [row[0] for row in rows] == ["constant", "triggered", "untriggered", "fixed", "tenth", "linear"]
+    for arm, seeds, area, peak, final, collapsed, interval, falls, surges in rows:
+        runs = [columns[arm, seed] for seed in SEEDS]
+        fates = [fate(lines[:, 0]) for lines in runs]
+        steps = [fall_step(lines[:, 0]) if fell else None for lines, (_, _, fell) in zip(runs, fates, strict=True)]
+        called = [lines[-1, 2] for lines in runs]
+        gone = sum(fell and top >= 0.3 for top, _, fell in fates)
+        share = stats.binomtest(gone, 9).proportion_ci(0.95, "exact")
+        assert int(seeds) == 9
+        assert area == f"{np.mean([areas[arm, seed] for seed in SEEDS]):.2f}", arm
+        assert [peak, final] == [f"{np.mean([one[place] for one in fates]):.2f}" for place in (0, 1)], arm
+        assert [collapsed, interval] == [str(gone), f"{share.low:.2f} to {share.high:.2f}"], arm
+        assert falls == " ".join(str(step or "-") for step in steps), arm
+        assert surges == " ".join("-" if np.isnan(step) else str(int(step)) for step in called), arm
+
+
+def test_the_planned_comparisons(columns, areas):
+    rows = table("study_collapse", "compared | seeds")
+    assert [row[0] for row in rows] == [f"triggered - {arm}" for arm in PLANNED]
+    for cells, other in zip(rows, PLANNED, strict=True):
+        differences = np.array([areas["triggered", seed] - areas[other, seed] for seed in SEEDS])
+        subsets = [differences[list(some)].mean() for size in range(1, 10) for some in combinations(range(9), size)]
+        low, high = sorted(subsets)[1], sorted(subsets)[-2]  # 1% of 512 parts is 5, of which 2 lie at each end
+        p = float(sign_p(differences))
+        signs = [int(sum(differences > 0)), int(sum(differences == 0)), int(sum(differences < 0))]
+        fates = [[fate(columns[arm, seed][:, 0]) for seed in SEEDS] for arm in ("triggered", other)]
+        gone = [sum(fell and peak >= 0.3 for peak, _, fell in of_arm) for of_arm in fates]
+        fisher = stats.fisher_exact([[gone[0], 9 - gone[0]], [gone[1], 9 - gone[1]]]).pvalue
+        assert cells[1:4] == ["9", f"{differences.mean():+.2f}", f"{low:+.2f} to {high:+.2f}"], other
+        assert cells[4] == "{} / {} / {}".format(*signs), other
+        assert cells[5:] == [f"{p:.2g}", f"{min(1, 5 * p):.2g}", "{}, {}".format(*gone), f"{fisher:.2g}"], other
+
+
+def test_the_arms_part_where_the_design_says(columns):
+    """A seed's runs are one run until their rates differ; a drawn period is the next seed's surge times 1.8."""
+    for seed in SEEDS:
+        constant = columns["constant", seed]
+        for arm in ("triggered", "untriggered", "fixed"):
+            same = int(np.argmax(np.append(columns[arm, seed][:, 1] != constant[:, 1], True)))
+            np.testing.assert_array_equal(columns[arm, seed][:same, 0], constant[:same, 0])
+        following = [*range(seed + 1, SEEDS.stop), *range(SEEDS.start, seed)]
+        surges = [columns["constant", other][-1, 2] for other in following]
+        drawn = next(surge for surge in surges if not np.isnan(surge))
+        assert columns["untriggered", seed][-1, 3] == round(1.8 * drawn), seed
