@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from scipy import stats
-from study_pages import fate, sign_p, table
+from study_pages import PAGES, fate, sign_p, table
 
 ROOT = Path(__file__).parents[2]
 SEEDS = range(9, 18)
@@ -16,9 +16,10 @@ PLANNED = ["constant", "untriggered", "fixed", "tenth", "linear"]
 
 @pytest.fixture(scope="module")
 def columns():
-    """The reward, the rate, the surge and the period of each step, as an array of steps by arm and seed."""
+    """The reward, the rate, the surge, the period and the mismatch of each step, an array for each arm and seed."""
     rows = pyarrow.parquet.read_table(ROOT / "benchmarks/study_collapse.parquet").to_pydict()
     keys = ("reward/mean", "schedule/learning_rate", "schedule/surge_step", "schedule/decay_period")
+    keys += ("mismatch/log_ppl_abs_diff",)
     found = {}
     for place, run in enumerate(zip(rows["arm"], rows["seed"], strict=True)):
         found.setdefault(run, []).append([np.nan if rows[key][place] is None else rows[key][place] for key in keys])
@@ -76,6 +77,20 @@ def test_the_planned_comparisons(columns, areas):
         assert cells[1:4] == ["9", f"{differences.mean():+.2f}", f"{low:+.2f} to {high:+.2f}"], other
         assert cells[4] == "{} / {} / {}".format(*signs), other
         assert cells[5:] == [f"{p:.2g}", f"{min(1, 5 * p):.2g}", "{}, {}".format(*gone), f"{fisher:.2g}"], other
+
+
+def test_the_mismatch_of_the_last_ten_steps(columns):
+    last = {run: lines[-10:, 4].mean() for run, lines in columns.items()}
+    called = [seed for seed in SEEDS if seed != 15]
+    assert sum(last["triggered", seed] < last["constant", seed] for seed in called) == len(called) == 8
+    ranges = [
+        f"{min(values):.2g} to {max(values):.2g}"
+        for arm, seeds in (("constant", called), ("triggered", called), ("tenth", SEEDS))
+        for values in [[last[arm, seed] for seed in seeds]]
+    ]
+    assert ranges == ["0.035 to 0.06", "0.0031 to 0.025", "0.0056 to 0.02"]
+    for page in ("study", "study_collapse"):
+        assert all(text in PAGES[page] for text in ("0.035 to 0.060", "0.0031 to 0.025"))
 
 
 def test_the_arms_part_where_the_design_says(columns):
