@@ -19,6 +19,7 @@ table gives, for each shift and each number of seeds, the share of drawn studies
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -203,7 +204,7 @@ def comparison_figure(comparisons: Sequence[Mapping[str, Any]]) -> Figure:
     style_axis(axis, 0, 1)
     axis.set_xlim(min([*values, 0.0]) - 0.03, max([*values, 0.0]) + 0.03)
     axis.axvline(0, color=INK, linewidth=0.8)
-    for place, (color, row) in enumerate(zip(COLORS, comparisons, strict=False)):
+    for place, (color, row) in enumerate(zip(itertools.cycle(COLORS), comparisons, strict=False)):
         if row["interval"] is not None:
             axis.plot(row["interval"], [place, place], color=color, linewidth=2)
         differences = list(row["differences"].values())

@@ -29,8 +29,8 @@ def check_forks(path: Path, arms: Mapping[str, Mapping[str, Any]], forks: Mappin
         if passed[-1] in forks:
             raise ConfigError(f"{path}: forks: {arm} forks from itself: {' from '.join(passed)}")
         settings, others = arms[arm], arms[other]
-        differing = {key for key in {*settings, *others} if settings.get(key) != others.get(key)}
-        if differing := {key for key in differing if not key.startswith("schedule.")}:
+        outside = [key for key in {*settings, *others} if not key.startswith("schedule.")]
+        if differing := [key for key in outside if settings.get(key) != others.get(key)]:
             raise ConfigError(f"{path}: forks: {arm} and {other} differ by {', '.join(sorted(differing))}")
 
 

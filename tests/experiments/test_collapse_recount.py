@@ -81,7 +81,7 @@ def test_the_planned_comparisons(columns, areas):
 
 def test_the_mismatch_of_the_last_ten_steps(columns):
     last = {run: lines[-10:, 4].mean() for run, lines in columns.items()}
-    called = [seed for seed in SEEDS if seed != 15]
+    called = [seed for seed in SEEDS if not np.isnan(columns["constant", seed][-1, 2])]
     assert sum(last["triggered", seed] < last["constant", seed] for seed in called) == len(called) == 8
     ranges = [
         f"{min(values):.2g} to {max(values):.2g}"

@@ -73,6 +73,8 @@ def test_the_figure_has_each_seed_the_mean_and_the_interval():
     assert interval == list(many["interval"])
     assert (seeds, mean) == ([seed / 8 for seed in range(9)], [0.5])
     assert (few_seeds, few_mean) == ([0.5, 0.0], [0.25])
+    (axis,) = comparison_figure([few] * 9).axes
+    assert sum(line.get_marker() == "D" for line in axis.lines) == 9
 
 
 def test_the_power_of_drawn_studies():

@@ -186,8 +186,10 @@ def test_a_delta_to_weights_of_nobody_is_not_loaded(bfloat16, pulling):
         engine.publish(adamw_step(bfloat16.model.params, seed=3), 1)
 
 
-@pytest.mark.harness
-@pytest.mark.parametrize(("how", "of"), [("skip", "model.layers.1.mlp.down_proj.weight"), ("previous", "")])
+PREVIOUS = pytest.param("previous", "", marks=pytest.mark.harness)
+
+
+@pytest.mark.parametrize(("how", "of"), [("skip", "model.layers.1.mlp.down_proj.weight"), PREVIOUS])
 def test_a_worker_that_loads_something_else_is_caught(bfloat16, pulling, how, of):
     rpc(bfloat16, "sabotage_load", "off", "")
     engine = pulling(bfloat16)

@@ -162,7 +162,7 @@ def test_servers_allow_what_the_configuration_reports(script, reported, allowed)
 
 @pytest.mark.parametrize("script", ["launch/single_node.sh", "launch/slurm.sbatch"])
 def test_servers_have_the_form_of_the_configuration(script):
-    """And a job of Slurm publishes as the command line says, where it chooses another way than the default."""
+    """A job of Slurm publishes as the command line says, if that is another way than the default."""
     pulled = ["--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0", "--publish.store", "http"]
     served = pulled if "slurm" in script else []
     form = ["--rollout.server-form.kv-cache", "fp8_e5m2", "--rollout.server-form.weights", "fp8_per_channel"]
