@@ -11,6 +11,7 @@ import numpy as np
 FORWARD_SHARE = 1 / 3
 """The cost of a forward alone, as a share of forward and backward: 2 of 6 operations for each parameter."""
 _SLACK = 64  # A row is full enough if less than 1/64 of it is free.
+_MOST_LENGTHS = 64  # More lengths hardly fill a row better, and their cost grows with the square of the sequences.
 
 
 class Layout(NamedTuple):
@@ -116,8 +117,8 @@ def fill_one_by_one(lengths: Sequence[int], order: Sequence[int], row_tokens: in
     """Fills one row after another: the first item is the next one of ``order``, the others fill the row best.
 
     The sums that later items can reach are the bits of an integer (subset sum by dynamic programming). Items are tried
-    in order until a sum leaves less than 1/64 of the row free. First fit leaves larger gaps if sequences take half a
-    row or more. Source: minimum bin slack, Gupta and Ho 1999.
+    in order until a sum leaves less than 1/64 of the row free. At most 64 lengths are tried for a row, in even steps.
+    First fit leaves larger gaps if sequences take half a row or more. Source: minimum bin slack, Gupta and Ho 1999.
 
     Returns:
       The indices of the items of each row.
@@ -150,6 +151,7 @@ def _fill_room(lengths: np.ndarray, counts: np.ndarray, room: int, enough: int) 
         longest = np.maximum.accumulate(lengths[runs])
         last = int(np.argmax(longest >= enough)) if longest[-1] >= enough else -1
         return [(int(runs[np.argmax(longest == longest[last])]), 0)]
+    runs = runs[:: -(-runs.size // _MOST_LENGTHS) or 1]
     within, reached, tried = (1 << (room + 1)) - 1, [1], list[tuple[int, int]]()
     for run, copy in ((each, copy) for each in runs.tolist() for copy in range(int(most[each]))):
         reached.append(reached[-1] | (reached[-1] << int(lengths[run])) & within)

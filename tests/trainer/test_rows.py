@@ -46,6 +46,20 @@ def test_the_calls_of_filling_grow_with_the_sequences(lengths):
     assert calls(128) < 2.2 * calls(64)
 
 
+def test_different_lengths_cost_no_more_and_fill_as_well():
+    """Lengths from 2,000 to 8,000, all different: rows of 18,432 take a few of them."""
+
+    def fill(count):
+        lengths = np.linspace(2000, 8000, count).astype(int).tolist()
+        rows = []
+        calls = count_calls(lambda: rows.extend(fill_one_by_one(lengths, longest_first(lengths), 18432))).total()
+        return calls, len(rows) / (sum(lengths) / 18432)
+
+    (few, _), (many, surplus) = fill(400), fill(800)
+    assert many < 2.2 * few
+    assert surplus < 1.02
+
+
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=9), row=st.integers(30, 60))
 def test_the_first_row_is_as_full_as_its_first_item_allows(lengths, row):
