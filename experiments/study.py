@@ -118,7 +118,10 @@ def read_study(path: Path) -> Study:
         raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
     keys = {field.name for field in dataclasses.fields(Study)}
     if isinstance(document, dict) and "like" in document:
-        other = read_study(path.parent / document.pop("like"))
+        like = path.parent / document.pop("like")
+        if like.resolve() == path.resolve():
+            raise ConfigError(f"{path}: like names this file itself")
+        other = read_study(like)
         document = {"config": other.config} | document
         document["settings"] = other.settings | document.get("settings", {})
     if not isinstance(document, dict) or set(document) - keys or not {"config", "arms", "seeds"} <= set(document):

@@ -72,6 +72,7 @@ def test_a_study_becomes_command_lines(study_file, tmp_path):
         ("config: a\nseeds: [0]", "a study has config, seeds, arms"),
         ("config: a\nseeds: [0]\narms: {x: }\nfigure: {}", "a study has config, seeds, arms"),
         ("config: a\nseeds: [0]\narms: {x: }\nfigures: {f: [y]}", "seeds_of name arms that are not there: y"),
+        ("{like: bad.yaml, seeds: [0], arms: {x: }}", "like names this file itself"),
     ],
 )
 def test_what_is_no_study_is_one_line(text, message, tmp_path):
