@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rljax.errors import check_at_least, check_finite, check_positive
 
 
 @dataclass(frozen=True)
-class VerifyFloors:
-    """The lowest bands of the mean of |server - trainer| over probe tokens (nats).
+class DtypeBands:
+    """Bands of the mean of |server - trainer| over probe tokens, by the dtype of the server (nats).
 
-    A band is the largest mean that passes the verification. It needs a lowest value, because the mismatch of equal
-    weights changes as a policy learns. A tiny random model showed 1.2e-2 in bfloat16, 1.6e-3 in float16 and 9e-7 in
-    float32.
+    A band is the largest mean that passes the verification.
     """
 
-    bfloat16: float = 2e-2
-    """The lowest band of a server in bfloat16 (nats)."""
-    float16: float = 2.5e-3
-    """The lowest band of a server in float16 (nats)."""
-    float32: float = 1e-5
-    """The lowest band of a server in float32 (nats)."""
-
-    def __post_init__(self) -> None:
-        check_finite(self, "bfloat16", "float16", "float32")
-
-
-@dataclass(frozen=True)
-class VerifyCeilings:
-    """The highest bands of the mean of |server - trainer| over probe tokens (nats).
-
-    At the first publish a server above them is refused.
-    """
-
-    bfloat16: float = 8e-2
-    """The highest band of a server in bfloat16 (nats)."""
-    float16: float = 1e-2
-    """The highest band of a server in float16 (nats)."""
-    float32: float = 1e-3
-    """The highest band of a server in float32 (nats)."""
+    bfloat16: float
+    """The band of a server in bfloat16 (nats)."""
+    float16: float
+    """The band of a server in float16 (nats)."""
+    float32: float
+    """The band of a server in float32 (nats)."""
 
     def __post_init__(self) -> None:
         check_finite(self, "bfloat16", "float16", "float32")
@@ -61,10 +41,11 @@ class VerifyConfig:
     """The number of times that the probes are sampled at the first publish, which calibrates the band."""
     factor: float = 4.0
     """The band as a multiple of the worst round of the calibration. It stays between floor and ceiling of the dtype."""
-    floors: VerifyFloors = field(default_factory=VerifyFloors)
-    """The lowest band of each dtype."""
-    ceilings: VerifyCeilings = field(default_factory=VerifyCeilings)
-    """The highest band of each dtype."""
+    floors: DtypeBands = DtypeBands(2e-2, 2.5e-3, 1e-5)
+    """The lowest band of each dtype. There is one, because the mismatch of equal weights changes as a policy learns. A
+    tiny random model showed 1.2e-2 in bfloat16, 1.6e-3 in float16 and 9e-7 in float32."""
+    ceilings: DtypeBands = DtypeBands(8e-2, 1e-2, 1e-3)
+    """The highest band of each dtype. At the first publish a server above it is refused."""
     mixture_factor: float = 3.0
     """The highest bands of a mixture of experts, as a multiple of ``ceilings``. They are wider because a different
     rounding in server and trainer sends some tokens to other experts."""

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from rljax.errors import ReplyError
-from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request, check_completion
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.types import RolloutConfig, SamplingParams
 
 LAYERS, K, EXPERTS = 3, 2, 8
 REQUEST = Request(np.array([3, 4, 5], np.int32), SamplingParams(4), routes=(LAYERS, K, EXPERTS))
@@ -73,8 +72,8 @@ def test_a_server_without_routes_is_refused():
         "backend": "rljax_file", "dtype": "bfloat16", "quantization": None, "max_model_len": 512, "block_size": 16,
         "max_logprobs": 20, "default_sampling": {}, "shape": {"num_experts": EXPERTS},
     }  # fmt: skip
-    wanted = Expectation("bfloat16", config, 16, VerifyConfig(), needs_routes=True)
+    wanted = Expectation(RolloutConfig(router_replay="r3"), config, 16)
     assert wanted.routes == (LAYERS, K, EXPERTS)
     assert [line for line in VllmBackend().differences(described, wanted) if "--enable-return-routed-experts" in line]
     assert not VllmBackend().differences(described | {"returns_routes": True}, wanted)
-    assert not VllmBackend().differences(described, Expectation("bfloat16", config, 16, VerifyConfig()))
+    assert not VllmBackend().differences(described, Expectation(RolloutConfig(), config, 16))

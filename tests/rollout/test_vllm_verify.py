@@ -5,7 +5,7 @@ import pytest
 
 from rljax.errors import VerificationError
 from rljax.rollout.form import ServerForm
-from rljax.rollout.publish_config import VerifyCeilings, VerifyConfig, VerifyFloors
+from rljax.rollout.publish_config import DtypeBands, VerifyConfig
 from rljax.rollout.servers.verify import Verifier, joined_prompts, lower_third, probe_length
 from rljax.rollout.servers.wire import Completion, ServerInfo
 
@@ -211,6 +211,5 @@ def test_what_makes_no_sense_is_refused():
     for name in ("rounded_floor", "rounded_ceiling", "rounded_own_floor"):
         with pytest.raises(ValueError, match=f"{name} must be finite and not negative, got nan"):
             VerifyConfig(**{name: float("nan")})
-    for bands in (VerifyFloors, VerifyCeilings):
-        with pytest.raises(ValueError, match="float16 must be finite and not negative, got -1"):
-            bands(float16=-1.0)
+    with pytest.raises(ValueError, match="float16 must be finite and not negative, got -1"):
+        DtypeBands(2e-2, -1.0, 1e-5)

@@ -105,7 +105,7 @@ class ServedEngine(Admission, RolloutEngine):
         """
         self._config, self._backend, self._publish = config, backend, publish or PublishConfig()
         self._functions = functions
-        self._expected = Expectation.of(config, hf_config, max_tokens, head_dtype, version_bytes)
+        self._expected = Expectation(config, hf_config, max_tokens, head_dtype, version_bytes)
         self._current: _Published | None = None
         self._prepared: _Published | None = None  # the version that is published next
         self._publisher = threading.get_ident()  # the thread that may use the policy of ``_current``

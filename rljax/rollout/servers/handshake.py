@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 
 from rljax.errors import HandshakeError, ServerRefusedError
 from rljax.rollout.form import ServerForm
-from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.verify import probe_length, sharpening
 from rljax.rollout.servers.wire import ServerInfo, Wire
@@ -26,39 +25,16 @@ _CACHES = {"fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e
 class Expectation:
     """The trainer's side of the handshake."""
 
-    dtype: str  # the dtype of the published weights and so of the server: "bfloat16", "float16" or "float32"
+    config: RolloutConfig  # the settings of the run's rollouts
     hf_config: Mapping[str, Any]  # the policy's config.json
     max_tokens: int  # the longest prompt plus response that the run will ask for (tokens)
-    verify: VerifyConfig  # the settings of the verification, for whose probes the server must have room
     head_dtype: str | None = None  # the dtype in which the server's LM head must compute, or None for any
-    needs_routes: bool = False  # whether the server must report the experts of each token
     version_bytes: int = 0  # the size of one version of the weights; a mirror must have room for two
-    reported: int = 0  # the number of likeliest tokens that the server must report at each position
-    form: ServerForm = field(default_factory=ServerForm)  # the form in which the server must hold weights and cache
-    batch_invariant: bool = False  # whether the bits of its tokens must not depend on the batch
 
-    @classmethod
-    def of(
-        cls,
-        config: RolloutConfig,
-        hf_config: Mapping[str, Any],
-        max_tokens: int,
-        head_dtype: str | None = None,
-        version_bytes: int = 0,
-    ) -> Expectation:
-        """Returns the expectation of a run with the settings ``config``. The other arguments are fields of it."""
-        return cls(
-            config.dtype,
-            hf_config,
-            max_tokens,
-            config.verify,
-            head_dtype,
-            config.router_replay == "r3",
-            version_bytes,
-            config.reported,
-            config.server_form,
-            config.batch_invariant,
-        )
+    @property
+    def needs_routes(self) -> bool:
+        """Whether the server must report the experts of each token."""
+        return self.config.router_replay == "r3"
 
     @property
     def routes(self) -> tuple[int, int, int] | None:
@@ -130,7 +106,7 @@ def form_differences(described: Mapping[str, Any], expected: Expectation) -> lis
     """Returns one line, with the remedy, for each part of the server's form that is not the expected one."""
     lines, form = [], described_form(described)
     for key, what, option in (("weights", "weights", "--quantization"), ("kv_cache", "cache", "--kv-cache-dtype")):
-        theirs, wanted = getattr(form, key), getattr(expected.form, key)
+        theirs, wanted = getattr(form, key), getattr(expected.config.server_form, key)
         if theirs != wanted:
             plain = getattr(ServerForm(), key)
             other = f"without {option}" if wanted == plain else f"with {option} {wanted}"
@@ -138,7 +114,7 @@ def form_differences(described: Mapping[str, Any], expected: Expectation) -> lis
                 f"the server's form of the {what} is {theirs}, expected {wanted}: set rollout.server_form.{key} = "
                 f"{theirs}, or start the server {other}"
             )
-    if expected.batch_invariant and not described.get("batch_invariant"):
+    if expected.config.batch_invariant and not described.get("batch_invariant"):
         lines.append("its bits depend on the batch (rollout.batch_invariant): start it with --batch-invariant")
     return lines
 
@@ -148,11 +124,11 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
 
     ``described`` is the answer of rljax's plugin. ``head_option`` names the server's own option for a float32 LM head.
     """
-    lines, dtype = [], described["dtype"]
-    if dtype != expected.dtype:
-        lines.append(f"the dtype is {dtype}, expected {expected.dtype} (rollout.dtype)")
+    lines, dtype, config = [], described["dtype"], expected.config
+    if dtype != config.dtype:
+        lines.append(f"the dtype is {dtype}, expected {config.dtype} (rollout.dtype)")
     head = described.get("head_dtype", dtype)
-    both_plain = (head, expected.head_dtype) == (dtype, expected.dtype)  # the line above says it
+    both_plain = (head, expected.head_dtype) == (dtype, config.dtype)  # the line above says it
     if expected.head_dtype not in (None, head) and not both_plain:
         option = "with" if expected.head_dtype == "float32" else "without"
         lines.append(
@@ -165,7 +141,7 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
         if None not in (wanted, theirs) and theirs != wanted:
             lines.append(f"{key} is {theirs}, expected {wanted} (another model)")
     # A server that rounds scores each response as a part of a prompt, and generates one more token then.
-    probe = probe_length(described["block_size"]) + expected.verify.tokens + expected.form.is_rounded
+    probe = probe_length(described["block_size"]) + config.verify.tokens + config.server_form.is_rounded
     longest, length = max(expected.max_tokens, probe), described["max_model_len"]
     if length < longest:
         why = "prompt plus response" if longest == expected.max_tokens else "the verification's probes"

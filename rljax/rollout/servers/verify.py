@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import VerificationError
-from rljax.rollout.form import ServerForm
 from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
@@ -140,8 +139,9 @@ class Verifier:
         assert info.vocab_size is not None
         assert info.block_size is not None
         self._config, self._score, self._info = config, score, info
-        self._limits = _Limits(config, dtype, mixture, info.form)
-        has_tail = mixture or info.form.is_rounded  # whether single tokens may be far off
+        self._dtype, self._mixture, self._is_rounded = dtype, mixture, info.form.is_rounded
+        self._floor, self._ceiling = config.limits(dtype, mixture=mixture, rounded=self._is_rounded)
+        has_tail = mixture or self._is_rounded  # whether single tokens may be far off
         self._probes = config.rounded_prompts if has_tail else config.prompts  # the number of probes of one look
         shape = (LOOKS * self._probes, probe_length(info.block_size))
         self._prompts = (
@@ -169,7 +169,7 @@ class Verifier:
             prompts = self._prompts[number % LOOKS :: LOOKS]
             requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(prompts)]
             completions, again = client.sample(url, requests), []
-            if self._info.form.is_rounded:
+            if self._is_rounded:
                 joined = [np.concatenate([p, c.token_ids]) for p, c in zip(prompts, completions, strict=True)]
                 again = client.sample(url, [Request(p, SamplingParams(1), prompt_logprobs=0) for p in joined])
             looks.append(Look(prompts, completions, again))
@@ -181,17 +181,17 @@ class Verifier:
         If the worst look is out of the band, the server samples once more. At the first call the ceiling is the limit.
         It returns the difference that passed. It raises VerificationError if the second attempt fails, too.
         """
-        limit = self._limits.ceiling if self.band is None else self.band
-        own_limit = self._limits.ceiling if self.own_band is None else self.own_band
+        limit = self._ceiling if self.band is None else self.band
+        own_limit = self._ceiling if self.own_band is None else self.own_band
         measured = [self._worst(looks, params)]
         while not (measured[-1].mean <= limit and measured[-1].own <= own_limit):
             if len(measured) == LOOKS:
                 raise VerificationError(self._said(url, measured))
             measured.append(self._worst(self.sample(client, url), params))
         if self.band is None:
-            self.band = self._limits.band(measured[-1].mean)
-            if self._info.form.is_rounded:
-                self.own_band = self._limits.own_band(measured[-1].own)
+            self.band = self._band(measured[-1].mean, self._floor)
+            if self._is_rounded:
+                self.own_band = self._band(measured[-1].own, self._config.rounded_own_floor)
         return measured[-1]
 
     def difference(self, look: Look, params: Any) -> Difference:
@@ -215,6 +215,10 @@ class Verifier:
         worst = max(measured, key=lambda each: _or_infinite(each.mean))
         return dataclasses.replace(worst, own=max((each.own for each in measured), key=_or_infinite))
 
+    def _band(self, measured: float, floor: float) -> float:
+        """Returns the band, at least ``floor``, of a server whose worst calibration round was ``measured`` (nats)."""
+        return min(self._ceiling, max(floor, self._config.factor * measured))
+
     def _said(self, url: str, measured: Sequence[Difference]) -> str:
         """Returns the message of a failure: the means of the looks, the server's dtypes, the limit and its keys."""
         config, info = self._config, self._info
@@ -224,15 +228,29 @@ class Verifier:
             f"{url} holds the trainer's weights, by their checksums, but does not sample from them: "
             f"mean |server - trainer| over {self._probes * config.tokens} probe tokens is {means} nats "
             f"(largest {measured[-1].largest:.3g}; by prompt {prompts}); the server has dtype {info.dtype}, LM head "
-            f"{info.head_dtype or 'unknown'}, {info.form}; {self._limits.text(self.band)}{self._said_own(measured)}"
+            f"{info.head_dtype or 'unknown'}, {info.form}; {self._said_limit()}{self._said_own(measured)}"
+        )
+
+    def _said_limit(self) -> str:
+        """Returns the words that name the limit of the means, and the keys that set it."""
+        config = self._config
+        name = f"{self._dtype} with {self._info.form}" if self._is_rounded else self._dtype
+        low, high = ("rounded_floor", "rounded_ceiling") if self._is_rounded else (f"floors.{name}", f"ceilings.{name}")
+        wider = f" x rollout.verify.mixture_factor {config.mixture_factor:g}" if self._mixture else ""
+        ceiling = f"rollout.verify.{high}{wider}"
+        if self.band is None:
+            return f"the ceiling for {name} is {self._ceiling:.3g} ({ceiling})"
+        return (
+            f"the band for {name} is {self.band:.3g} (rollout.verify.factor {config.factor:g} x the first publish, "
+            f"at least {low} {self._floor:g}, at most the ceiling {self._ceiling:.3g}, {ceiling})"
         )
 
     def _said_own(self, measured: Sequence[Difference]) -> str:
         """Returns the part of the message about the two scores of a server that rounds, or ""."""
-        if not self._info.form.is_rounded:
+        if not self._is_rounded:
             return ""
         means = ", then ".join(f"{each.own:.3g}" for each in measured)
-        limit = self._limits.ceiling if self.own_band is None else self.own_band
+        limit = self._ceiling if self.own_band is None else self.own_band
         return (
             f"; its own scores of these tokens without its prefix cache differ by {means} nats, at most {limit:.3g} "
             "are expected: above that its cache may hold keys and values of older weights"
@@ -258,48 +276,3 @@ def _own_gap(prompt: np.ndarray, sampled: Completion, scored: Completion) -> flo
     pairs = zip(sampled.token_ids.tolist(), scored.prompt_logprobs[len(prompt) :], strict=True)
     again = [found.get(token, np.nan) for token, found in pairs]
     return float(np.mean(np.abs(sampled.logprobs - np.array(again, np.float32))))
-
-
-@dataclass(frozen=True)
-class _Limits:
-    """The lowest and highest band of one kind of server, and the keys that set them."""
-
-    config: VerifyConfig
-    dtype: str
-    mixture: bool
-    form: ServerForm
-
-    @property
-    def ceiling(self) -> float:
-        """The highest band (nats)."""
-        return self._both[1]
-
-    @property
-    def _both(self) -> tuple[float, float]:
-        return self.config.limits(self.dtype, mixture=self.mixture, rounded=self.form.is_rounded)
-
-    def band(self, measured: float) -> float:
-        """Returns the band of a server whose worst calibration round had the mean ``measured`` (nats)."""
-        floor, ceiling = self._both
-        return min(ceiling, max(floor, self.config.factor * measured))
-
-    def own_band(self, measured: float) -> float:
-        """Returns the band of ``Difference.own``, from the value ``measured`` of the worst calibration round (nats)."""
-        return min(self.ceiling, max(self.config.rounded_own_floor, self.config.factor * measured))
-
-    def text(self, band: float | None) -> str:
-        """Returns the words that name the limit and the keys that set it.
-
-        ``band`` is the band, or None before there is one. Then the limit is the ceiling.
-        """
-        (floor, highest), config, rounded = self._both, self.config, self.form.is_rounded
-        name = f"{self.dtype} with {self.form}" if rounded else self.dtype
-        low, high = ("rounded_floor", "rounded_ceiling") if rounded else (f"floors.{name}", f"ceilings.{name}")
-        wider = f" x rollout.verify.mixture_factor {config.mixture_factor:g}" if self.mixture else ""
-        ceiling = f"rollout.verify.{high}{wider}"
-        if band is None:
-            return f"the ceiling for {name} is {highest:.3g} ({ceiling})"
-        return (
-            f"the band for {name} is {band:.3g} (rollout.verify.factor {config.factor:g} x the first publish, "
-            f"at least {low} {floor:g}, at most the ceiling {highest:.3g}, {ceiling})"
-        )

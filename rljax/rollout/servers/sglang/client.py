@@ -173,7 +173,7 @@ class SglangBackend(Backend):
         lines = common_differences(known, expected, "SGLang's --enable-fp32-lm-head")
         if is_plain and cache != dtype:
             lines.append(
-                f"the key-value cache is {cache} and the model {dtype}: start it with --dtype {expected.dtype}"
+                f"the key-value cache is {cache} and the model {dtype}: start it with --dtype {expected.config.dtype}"
             )
         if not described["has_prefix_cache"]:
             lines.append("it has no prefix cache (--disable-radix-cache), so that stale keys and values could not show")

@@ -279,7 +279,7 @@ class VllmBackend(Backend):
         sizes, head_dim = described.get("head_sizes"), described["shape"].get("head_dim")
         if sizes and head_dim not in sizes:
             lines.append(f"head_dim is {head_dim}; vLLM's attention on the server's device takes {sizes}")
-        most, needed = described["max_logprobs"], max(TOP, expected.reported) + 1
+        most, needed = described["max_logprobs"], max(TOP, expected.config.reported) + 1
         needed = min(needed, described["shape"].get("vocab_size") or needed)
         if 0 <= most < needed:  # -1 is any number
             lines.append(
