@@ -33,7 +33,7 @@ from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.episodes.config import EpisodeConfig
-from rljax.rollout.episodes.hosts import EnvironmentHosts, make_hosts
+from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.types import SERVED, RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
 from rljax.run.config import Config, check_sampling
@@ -250,7 +250,7 @@ def main(argv: Sequence[str]) -> int:
         limit = response_limit(wanted, policy.config, prompt_tokens)
         scorer: RewardPool | EnvironmentHosts
         if arguments.environment is not None:
-            scorer = make_hosts(arguments.environment, arguments.episode)
+            scorer = EnvironmentHosts(arguments.environment, arguments.episode)
         else:
             function = arguments.reward or task_reward(arguments.dataset)
             scorer = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from rljax.rewards.processes import NotSentError, WorkerDiedError, WorkerPool, WorkerProcess
-from rljax.rewards.resolve import CHEAP, RewardFunction, Verdict, resolve_reward, reward_path, score
+from rljax.rewards.resolve import CHEAP, Verdict, resolve_reward, score
 from rljax.rewards.worker import score_responses
 
 log = logging.getLogger(__name__)
@@ -27,47 +26,38 @@ class RewardPool:
 
     def __init__(
         self,
-        reward: str | RewardFunction,
+        reward: str,
         workers: int | None = None,
         timeout_s: float = 10.0,
         *,
-        memory_gib: float | None = 4.0,
+        memory_gib: float = 4.0,
     ):
         """Checks the reward and starts the workers without waiting for them.
 
         Args:
-          reward: The name of a reward for ``resolve_reward``, or a function at the top level of a module. With no
-            workers it may be any function.
+          reward: The name of a reward for ``resolve_reward``.
           workers: The number of processes. 0 scores in this process, without a time limit. None means 0 for the rewards
             of the toy tasks, otherwise one less than the number of CPU cores, at most 8.
           timeout_s: The longest time for one response (seconds), without its waiting time. A slower worker is replaced.
-          memory_gib: The memory limit of a worker, in GiB; None means no limit.
+          memory_gib: The memory limit of a worker, in GiB.
 
         Raises:
           ValueError: The reward cannot be found, or a worker cannot import it.
         """
-        if workers is None:
-            workers = 0 if reward in CHEAP else max(1, min(8, (os.cpu_count() or 2) - 1))
-        if workers < 0:
+        if workers is None and reward in CHEAP:
+            workers = 0
+        if workers is not None and workers < 0:
             raise ValueError(f"workers must not be negative, got {workers}")
         if not 0.0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
-        if memory_gib is not None and not memory_gib > 0.0:
-            raise ValueError(f"memory_gib must be positive, got {memory_gib}")
-        self._function = resolve_reward(reward) if isinstance(reward, str) else reward
+        self._function = resolve_reward(reward)
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._errors = self._timeouts = 0
         self._closed = False
-        path = (reward if isinstance(reward, str) else reward_path(reward)) if workers else ""
         program = f"{score_responses.__module__}:{score_responses.__name__}"
-        make = functools.partial(WorkerProcess, "reward worker", program, (path,), memory_gib)
+        make = functools.partial(WorkerProcess, "reward worker", program, (reward,), memory_gib)
         self._workers = WorkerPool(make, workers)
-
-    @property
-    def worker_count(self) -> int:
-        """The number of worker processes; 0 if this process scores."""
-        return len(self._workers)
 
     def submit(self, problem: Mapping[str, Any], response: str, truncated: bool) -> Future[float]:
         """Starts to score one response.

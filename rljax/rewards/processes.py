@@ -49,7 +49,7 @@ class WorkerProcess:
         title: str,
         program: str,
         settings: tuple[Any, ...],
-        memory_gib: float | None,
+        memory_gib: float,
         files: Sequence[int] = (),
     ):
         """Starts the process without waiting for it.
@@ -59,11 +59,11 @@ class WorkerProcess:
           program: The function ``module:name(connection, *settings)`` that it runs. It sends None once it is ready, or
             a text that says why it cannot start.
           settings: The further arguments of the function.
-          memory_gib: The memory limit of the process, in GiB; None means no limit.
+          memory_gib: The memory limit of the process, in GiB.
           files: The file descriptors that the process inherits.
         """
-        memory = None if memory_gib is None else int(memory_gib * 2**30)
-        self._title, self._setup, self._files = title, (memory, program, settings), files
+        setup = (int(memory_gib * 2**30), program, settings)
+        self._title, self._setup, self._files = title, setup, files
         self._lock = threading.Lock()
         self._stopped = self._ready = False
         self._process: subprocess.Popen[bytes]
@@ -161,8 +161,9 @@ class WorkerProcess:
 class WorkerPool:
     """Several worker processes, each with a thread that waits for it. The threads start with the first requests."""
 
-    def __init__(self, make: Callable[[], WorkerProcess], count: int):
-        """Starts ``count`` processes, each made by ``make``."""
+    def __init__(self, make: Callable[[], WorkerProcess], count: int | None):
+        """Starts ``count`` processes, each made by ``make``. None: one less than the number of CPU cores, at most 8."""
+        count = max(1, min(8, (os.cpu_count() or 2) - 1)) if count is None else count
         self._processes: list[WorkerProcess] = []
         try:
             for _ in range(count):

@@ -40,28 +40,21 @@ def resolve_reward(path: str) -> RewardFunction:
         raise ValueError(f"reward {path!r}: cannot import {full}: {describe(error)}") from error
     if not callable(reward):
         raise ValueError(f"reward {path!r} is {type(reward).__name__}, not a function")
-    try:
-        inspect.signature(reward).bind({}, "", False)
-    except TypeError as error:
+    if not accepts(reward, {}, "", False):
         expected, got = "(problem, response, truncated)", inspect.signature(reward)
-        raise ValueError(f"reward {path!r} must take three arguments {expected}, but it takes {got}") from error
-    except ValueError:  # some builtins have no signature; the first call shows whether it fits
-        pass
+        raise ValueError(f"reward {path!r} must take three arguments {expected}, but it takes {got}")
     return reward
 
 
-def reward_path(reward: RewardFunction) -> str:
-    """Returns the ``module:name`` that gives another process the same function.
-
-    Raises:
-      ValueError: There is no such name: for a lambda, a closure, a method of an object, or a function of ``__main__``.
-    """
-    path = f"{getattr(reward, '__module__', None)}:{getattr(reward, '__qualname__', None)}"
-    if path.startswith("__main__:") or "<" in path or "None" in path.split(":"):
-        raise ValueError(f"reward {reward!r} cannot be imported by a worker: put it in a module, at the top level")
-    if resolve_reward(path) is not reward:
-        raise ValueError(f"reward {reward!r} cannot be imported by a worker: {path} is something else")
-    return path
+def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
+    """Returns whether a function can be called with these arguments, as far as its signature tells."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins have no signature; the first call shows whether it fits
+        pass
+    return True
 
 
 def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, truncated: bool) -> Verdict:

@@ -1,7 +1,7 @@
 """The program of a worker process. Of the trainer it imports only the modules that it runs.
 
 ``multiprocessing`` would import the trainer's main module, and jax with it, into every worker. So this program gets one
-end of a pipe. The first message is ``(sys.path, memory in bytes or None, program, settings)``; it runs the function
+end of a pipe. The first message is ``(sys.path, memory in bytes, program, settings)``; it runs the function
 ``program``, written ``module:name``, as ``program(connection, *settings)``.
 """
 
@@ -28,8 +28,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     sys.path[:], memory_bytes, program, settings = connection.recv()
     run = pkgutil.resolve_name(program)
-    if memory_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     run(connection, *settings)
 
 

@@ -32,7 +32,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.build import PolicyFunctions, make_engine
 from rljax.rollout.engine import RolloutEngine
-from rljax.rollout.episodes.hosts import make_hosts
+from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
@@ -190,7 +190,7 @@ def make_source(
         if data.task == VERIFIERS:
             settings, longest = program_settings(config, stops), data.max_prompt_tokens
             return VerifiersEpisodes(engine, tokenizer, settings, episode, max_prompt_tokens=longest, stop=stop)
-        hosts = make_hosts(config.rollout.environment, episode)
+        hosts = EnvironmentHosts(config.rollout.environment, episode)
     arguments = template_arguments(data.enable_thinking, data.chat_template_kwargs)
     return Episodes(
         engine,

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from rljax.rewards.pool import RewardPool
-from rljax.rewards.resolve import SHIPPED, resolve_reward, reward_path
+from rljax.rewards.resolve import SHIPPED, resolve_reward
 
 MODULE = """
 CONSTANT = 3
@@ -47,7 +47,7 @@ def rewards_module(tmp_path, monkeypatch):
 def test_a_worker_can_import_every_shipped_reward(name):
     if name.startswith("reasoning_gym"):
         pytest.importorskip("reasoning_gym")
-    assert reward_path(resolve_reward(name)) == SHIPPED[name]
+    assert callable(resolve_reward(name))
 
 
 def test_the_shipped_rewards_are_few():

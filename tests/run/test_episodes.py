@@ -42,7 +42,7 @@ class Scripted(RolloutEngine):
 
 
 def hosts_of(environment, **limits):
-    return EnvironmentHosts(f"counting_environments:{environment.__name__}", 1, **limits)
+    return EnvironmentHosts(f"counting_environments:{environment.__name__}", EpisodeConfig(**limits))
 
 
 def sample(problems, environment, engine, *, n=1, params=PARAMS, stop=None, limits=None, **config):

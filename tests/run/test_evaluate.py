@@ -112,15 +112,15 @@ def test_the_order_of_arrival_changes_nothing(seed, workers, tokenizer):
     }
 
 
+def breaks(problem, response, truncated):
+    if response == "44":
+        raise ValueError("no")
+    return float(problem["answer"] == response)
+
+
 def test_an_evaluation_counts_its_own_errors(tokenizer):
     engine = ScriptedEngine(tokenizer, list(RESPONSES))
-
-    def breaks(problem, response, truncated):
-        if response == "44":
-            raise ValueError("no")
-        return float(problem["answer"] == response)
-
-    with RewardPool(breaks, 0) as pool:
+    with RewardPool(f"{__name__}:breaks", 0) as pool:
         pool.submit(PROBLEMS[0], "44", False)
         pool.pop_metrics()
         config = EvalConfig(n=3, pass_k=(1,), seed=9, temperature=SAMPLING.temperature)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from rljax.errors import check_at_least, check_finite, check_positive
 
+_BUSY_S = 10.0
+
 
 @dataclass(frozen=True)
 class EpisodeConfig:
@@ -28,6 +30,11 @@ class EpisodeConfig:
     """The number of processes that environments run in. Each may hold thousands of them."""
     memory_gib: float = 4.0
     """The memory limit of each of these processes and of each tool's process (GiB)."""
+
+    @property
+    def busy_s(self) -> float:
+        """The longest time that code of an environment may run without awaiting (seconds)."""
+        return min(self.call_timeout_s, _BUSY_S)
 
     def turn_tokens(self, room: int) -> int:
         """Returns the most tokens of one turn of a trajectory with at most ``room`` tokens behind its prompt."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from rljax.rewards.resolve import describe
+from rljax.rewards.resolve import accepts, describe
 
 Content = str | Sequence[Mapping[str, str]] | None
 """The writing of an environment: a text that is taken as it stands, or chat messages, or nothing."""
@@ -79,24 +79,13 @@ def find_environment(path: str) -> type[Environment]:
         raise ValueError(f"environment {path!r} cannot be imported: {describe(error)}") from error
     if not inspect.isclass(found):
         raise ValueError(f"environment {path!r} is {type(found).__name__}, not a class")
-    if not _accepts(found):
+    if not accepts(found):
         raise ValueError(f"environment {path!r} must be made without arguments, but {found.__name__}() needs some")
     for name, arguments in _CALLS.items():
         method = getattr(found, name, None)
         if not inspect.iscoroutinefunction(method):
             raise ValueError(f"environment {path!r} has no method 'async def {_FORMS[name]}'")
-        if not _accepts(method, found, *arguments):
+        if not accepts(method, found, *arguments):
             got = inspect.signature(method)
             raise ValueError(f"environment {path!r}: the method must be {_FORMS[name]}, but it takes {got}")
     return cast(type[Environment], found)
-
-
-def _accepts(function: Any, *arguments: Any) -> bool:
-    """Returns whether a function can be called with these arguments, as far as its signature tells."""
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError:
-        return False
-    except ValueError:  # some builtins have no signature; the first call shows whether it fits
-        pass
-    return True

@@ -12,7 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from rljax.rewards.processes import WorkerProcess
-from rljax.rollout.episodes.host_worker import HostLimits
+from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.progress import ProgressBoard, StuckWatch
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class HostLink:
     def __init__(
         self,
         path: str,
-        limits: HostLimits,
+        limits: EpisodeConfig,
         on_message: Callable[..., None],
         on_death: Callable[[Death], None],
         on_broken: Callable[[str], None],

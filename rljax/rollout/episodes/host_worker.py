@@ -27,17 +27,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from rljax.rewards.processes import end_followers
 from rljax.rewards.resolve import describe
 from rljax.rewards.worker import GRACE_S, end_by_alarm
 from rljax.rollout.episodes import tools
+from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Environment, find_environment
 from rljax.rollout.episodes.outcomes import Outcome, check_outcome
 from rljax.rollout.episodes.progress import ProgressBoard
-from rljax.rollout.episodes.tool_worker import Arguments
-from rljax.rollout.episodes.tools import ToolResult
+from rljax.rollout.episodes.tools import Arguments, ToolResult
 
 TICK_S = 0.1
 _FULL = 0.5  # the share of the memory limit above which a process ends after a memory error
@@ -45,23 +45,7 @@ _OWN = os.getpid()
 _trajectory: ContextVar[int] = ContextVar("trajectory", default=0)
 
 
-class HostLimits(NamedTuple):
-    """The limits of a host process.
-
-    Attributes:
-      call_s: The longest time of one call, in seconds.
-      busy_s: The longest time that code may run without awaiting, in seconds.
-      reply_chars: The longest text of a reply, in characters.
-      memory_gib: The memory limit of the process, in GiB; None means no limit.
-    """
-
-    call_s: float
-    busy_s: float
-    reply_chars: int
-    memory_gib: float | None
-
-
-def host_environments(connection: Connection, path: str, descriptor: int, limits: HostLimits) -> None:
+def host_environments(connection: Connection, path: str, descriptor: int, limits: EpisodeConfig) -> None:
     """Runs the environments of class ``path`` until the parent closes the pipe."""
     try:
         make = find_environment(path)
@@ -96,7 +80,7 @@ class _Call:
 class _Host:
     """The environments of this process and their calls."""
 
-    def __init__(self, connection: Connection, make: type[Environment], board: ProgressBoard, limits: HostLimits):
+    def __init__(self, connection: Connection, make: type[Environment], board: ProgressBoard, limits: EpisodeConfig):
         self._connection, self._make, self._board, self._limits = connection, make, board, limits
         self._environments: dict[int, Environment] = {}
         self._calls: dict[int, _Call] = {}
@@ -116,7 +100,7 @@ class _Host:
         self._board.write(0)
         self._connection.send(None)
         last = time.monotonic()
-        tick_s = min(TICK_S, self._limits.call_s / 10)
+        tick_s = min(TICK_S, self._limits.call_timeout_s / 10)
         while True:
             await asyncio.sleep(tick_s)
             now = time.monotonic()
@@ -131,9 +115,10 @@ class _Host:
         if call.used_s is None or call.is_queued:
             return
         call.used_s += elapsed
-        if call.used_s > self._limits.call_s:
+        if call.used_s > self._limits.call_timeout_s:
             self._stop(number)
-            self._settle(number, Outcome(None, "timeout", f"{call.method} took more than {self._limits.call_s:g} s"))
+            said = f"{call.method} took more than {self._limits.call_timeout_s:g} s"
+            self._settle(number, Outcome(None, "timeout", said))
 
     def _receive(self) -> None:
         try:
@@ -173,7 +158,7 @@ class _Host:
             if call.method == "reset":
                 self._environments[number] = self._make()
             value = await getattr(self._environments[number], call.method)(*arguments)
-            outcome = check_outcome(call.method, value, self._limits.reply_chars)
+            outcome = check_outcome(call.method, value, self._limits.max_reply_chars)
         except BaseException as error:  # a person's environment may raise anything
             memory_error = isinstance(error, MemoryError)
             outcome = Outcome(None, "raised", f"{call.method}: {describe(error)}")
@@ -196,8 +181,7 @@ class _Host:
         """Ends this process if its memory stays full without the environment that failed for lack of memory."""
         self._environments.pop(number, None)
         gc.collect()
-        limit = self._limits.memory_gib
-        if limit is not None and _used_gib() > _FULL * limit:
+        if _used_gib() > _FULL * self._limits.memory_gib:
             os._exit(1)
 
     async def _run_tool(self, path: str, arguments: Arguments, counted: bool) -> ToolResult:

@@ -6,8 +6,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import math
-import os
 import threading
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -19,11 +17,9 @@ from rljax.rewards.resolve import describe
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import find_environment
 from rljax.rollout.episodes.host_link import Death, HostLink, pack
-from rljax.rollout.episodes.host_worker import HostLimits
 from rljax.rollout.episodes.outcomes import Outcome
 from rljax.rollout.episodes.tool_pool import ToolPool
-from rljax.rollout.episodes.tool_worker import Arguments
-from rljax.rollout.episodes.tools import ToolResult
+from rljax.rollout.episodes.tools import Arguments, ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +30,6 @@ _COUNTED = {
     "died": "turns/env_deaths",
 }
 _CUT = "turns/cut_replies"
-_BUSY_S = 10.0
 _CLOSED = "the environments are closed"
 
 
@@ -77,60 +72,38 @@ class EnvironmentHosts:
     def __init__(
         self,
         path: str,
-        workers: int = 1,
+        limits: EpisodeConfig = EpisodeConfig(),  # noqa: B008 - it is frozen
         *,
-        call_timeout_s: float = 30.0,
-        tool_timeout_s: float = 10.0,
         tool_workers: int | None = None,
-        memory_gib: float | None = 4.0,
-        max_reply_chars: int = 16384,
     ):
         """Checks the environment and starts the processes without waiting for them.
 
         Args:
           path: The name of the environment's class, ``package.module:Class``.
-          workers: The number of processes that hold environments.
-          call_timeout_s: The longest time of one call, in seconds. The time that a call waits for a free process of a
-            tool does not count. Code that runs this long without awaiting, or 10 s if that is less, counts as stuck.
-          tool_timeout_s: The longest time of one call of a tool, in seconds.
+          limits: The number and the limits of the processes. The time that a call waits for a free process of a tool
+            does not count.
           tool_workers: The number of processes that run tools. None means one less than the number of CPU cores, at
             most 8. They are started with the first call of a tool.
-          memory_gib: The memory limit of each process, in GiB; None means no limit.
-          max_reply_chars: The longest text of a reply or of a tool's result, in characters. A longer text is cut.
 
         Raises:
-          ValueError: The environment cannot be found or lacks a method, or a limit is out of range.
+          ValueError: The environment cannot be found or lacks a method.
         """
-        if tool_workers is None:
-            tool_workers = max(1, min(8, (os.cpu_count() or 2) - 1))
-        limits = {"call_timeout_s": call_timeout_s, "tool_timeout_s": tool_timeout_s}
-        counts = {"workers": workers, "tool_workers": tool_workers, "max_reply_chars": max_reply_chars}
-        for name, value in limits.items():
-            if not 0.0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {value}")
-        for name, count in counts.items():
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
-        if memory_gib is not None and not memory_gib > 0.0:
-            raise ValueError(f"memory_gib must be positive, got {memory_gib}")
         find_environment(path)
-        self._path = path
+        self._path, self._busy_s = path, limits.busy_s
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._by_key: dict[Hashable, _Trajectory] = {}
         self._by_number: dict[int, _Trajectory] = {}
-        self._loads = [0] * workers  # the trajectories of each process
+        self._loads = [0] * limits.workers  # the trajectories of each process
         self._counts: Counter[str] = Counter()
         self._broken: str | None = None
         self._closed = False
-        self._tool_calls: list[dict[int, Future[ToolResult]]] = [{} for _ in range(workers)]
-        self._tools = ToolPool(tool_workers, timeout_s=tool_timeout_s, memory_gib=memory_gib, max_chars=max_reply_chars)
-        self._busy_s = min(call_timeout_s, _BUSY_S)
-        host_limits = HostLimits(call_timeout_s, self._busy_s, max_reply_chars, memory_gib)
+        self._tool_calls: list[dict[int, Future[ToolResult]]] = [{} for _ in range(limits.workers)]
+        self._tools = ToolPool(limits, tool_workers)
         self._hosts: list[HostLink] = []
-        for place in range(workers):
+        for place in range(limits.workers):
             callbacks = (functools.partial(act, place) for act in (self._take, self._bury, self._give_up))
-            self._hosts.append(HostLink(path, host_limits, *callbacks))
+            self._hosts.append(HostLink(path, limits, *callbacks))
 
     def reset(self, key: Hashable, problem: Mapping[str, Any]) -> Future[Outcome]:
         """Makes an environment for the trajectory ``key`` and resets it. A trajectory of the same key is ended first.
@@ -345,21 +318,6 @@ class EnvironmentHosts:
         for future in futures:
             if not future.cancelled():
                 future.set_exception(RuntimeError(reason))
-
-
-def make_hosts(path: str, limits: EpisodeConfig) -> EnvironmentHosts:
-    """Makes the processes of the environment ``path`` with the limits of a configuration.
-
-    Raises ValueError if the environment cannot be found or lacks a method.
-    """
-    return EnvironmentHosts(
-        path,
-        limits.workers,
-        call_timeout_s=limits.call_timeout_s,
-        tool_timeout_s=limits.tool_timeout_s,
-        memory_gib=limits.memory_gib,
-        max_reply_chars=limits.max_reply_chars,
-    )
 
 
 def _resolve(future: Future[Outcome], outcome: Outcome) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rljax.rollout.episodes.tool_worker import Arguments
+from rljax.rollout.episodes.tools import Arguments
 
 _DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strings
 

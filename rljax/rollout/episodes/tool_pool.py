@@ -10,8 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from rljax.rewards.processes import NotSentError, WorkerDiedError, WorkerPool, WorkerProcess
-from rljax.rollout.episodes.tool_worker import Arguments, Ran
-from rljax.rollout.episodes.tools import ToolResult
+from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.tools import Arguments, ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -23,19 +23,14 @@ KEYS = ("turns/tool_calls", *_COUNTED.values(), "turns/tool_cut")
 class ToolPool:
     """Processes that run tools. They start with the first call."""
 
-    def __init__(self, workers: int, *, timeout_s: float, memory_gib: float | None, max_chars: int):
-        """Sets the limits.
+    def __init__(self, limits: EpisodeConfig, workers: int | None):
+        """Sets the limits, and the number of processes as for ``WorkerPool``.
 
-        Args:
-          workers: The number of processes.
-          timeout_s: The longest time of one call, in seconds. The wait for a free process does not count. A process
-            that takes longer is replaced.
-          memory_gib: The memory limit of a process, in GiB; None means no limit.
-          max_chars: The longest text of a result, in characters. A longer text is cut.
+        The wait for a free process does not count as time of a call. A process that takes too long is replaced.
         """
-        self._timeout_s, self._max_chars = timeout_s, max_chars
+        self._timeout_s, self._max_chars = limits.tool_timeout_s, limits.max_reply_chars
         make = functools.partial(
-            WorkerProcess, "tool worker", "rljax.rollout.episodes.tool_worker:run_tools", (), memory_gib
+            WorkerProcess, "tool worker", "rljax.rollout.episodes.tools:run_tools", (), limits.memory_gib
         )
         self._start: Callable[[], WorkerPool] = functools.partial(WorkerPool, make, workers)
         self._pool: WorkerPool | None = None
@@ -112,18 +107,16 @@ class ToolPool:
             if began is not None:
                 began()
             limit_s = self._timeout_s
-            ran: Ran = process.ask((path, arguments, self._max_chars), limit_s)
+            result: ToolResult = process.ask((path, arguments, self._max_chars), limit_s)
         except TimeoutError:
             return ToolResult(f"error: the tool took more than {limit_s:g} s", "timeout")
         except WorkerDiedError as error:
             return ToolResult(f"error: the tool's process died ({error})", "died")
         except NotSentError as error:
             return ToolResult(f"error: {error}", "error")
-        if ran.raised == MemoryError.__name__:
-            # The memory may stay full, and the next call would fail, too.
+        if result.failure == "died":  # The memory may stay full, and the next call would fail, too.
             process.replace()
-            return ToolResult("error: the tool ran out of memory", "died")
-        return ToolResult(f"error: {ran.text}" if ran.raised else ran.text, "error" if ran.raised else None, ran.cut)
+        return result
 
     def _count(self, path: str, result: ToolResult) -> None:
         with self._lock:

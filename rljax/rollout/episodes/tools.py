@@ -1,13 +1,25 @@
-"""Tools of environments: plain functions that run in processes of their own, with limits of time, memory and output."""
+"""Tools of environments: plain functions that run in processes of their own, with limits of time, memory and output.
+
+:func:`run_tools` is the program of such a process. It calls functions of any module, one at a time, without jax.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import inspect
+import json
+import pkgutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from multiprocessing.connection import Connection
+from typing import Any, Literal
 
-from rljax.rollout.episodes.tool_worker import Arguments, run_function
+from rljax.rewards.resolve import describe
+from rljax.rewards.worker import answer_requests
+from rljax.rollout.episodes.outcomes import clip
 
+Arguments = Mapping[str, Any] | Sequence[Any]
+"""The arguments of a tool: a mapping of names, or a sequence of values in their order."""
 ToolFailure = Literal["error", "timeout", "died"]
 _CHARS = 16384
 
@@ -50,8 +62,7 @@ async def call_tool(path: str, arguments: Arguments, *, counted: bool = True) ->
     """
     if _runner is not None:
         return await _runner(path, arguments, counted)
-    text, cut, raised = run_function(path, arguments, _CHARS)
-    return ToolResult(f"error: {text}" if raised else text, "error" if raised else None, cut)
+    return run_function(path, arguments, _CHARS)
 
 
 def refuse_call(reason: str) -> ToolResult:
@@ -70,3 +81,62 @@ def run_calls_by(runner: Runner, count_refused: Callable[[], None]) -> None:
     """
     global _runner, _count_refused
     _runner, _count_refused = runner, count_refused
+
+
+def run_tools(connection: Connection) -> None:
+    """Answers the requests of a ``ToolPool`` until the parent closes the pipe.
+
+    A request holds the argument of ``import_function``, or the three arguments of ``run_function``.
+    """
+
+    def answer(*arguments: Any) -> Any:
+        return run_function(*arguments) if len(arguments) > 1 else import_function(*arguments)
+
+    answer_requests(connection, answer)
+
+
+def import_function(path: str) -> str | None:
+    """Imports the tool ``path``. Returns None, or a line that says why it cannot be imported."""
+    try:
+        _function(path)
+    except BaseException as error:  # a person's module may raise anything
+        return describe(error)
+    return None
+
+
+def run_function(path: str, arguments: Arguments, longest: int) -> ToolResult:
+    """Calls the function ``path`` and returns its result as a text of at most ``longest`` characters.
+
+    A result that is a text stays as it is. Any other result is written as JSON, or by ``str`` if JSON cannot hold it.
+    """
+    try:
+        function = _function(path)
+        value = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
+        if inspect.iscoroutine(value):
+            value = asyncio.run(value)
+        text, cut = clip(_written(value), longest)
+        return ToolResult(text, cut=cut)
+    except KeyboardInterrupt:
+        raise
+    except MemoryError:
+        return ToolResult("error: the tool ran out of memory", "died")
+    except BaseException as error:  # a person's tool may raise anything, SystemExit included
+        return ToolResult(f"error: {describe(error)}", "error")
+
+
+def _function(path: str) -> Callable[..., Any]:
+    if "" in path.partition(":"):
+        raise ValueError(f"tool {path!r} is not of the form package.module:function")
+    found = pkgutil.resolve_name(path)
+    if not callable(found):
+        raise ValueError(f"tool {path!r} is {type(found).__name__}, not a function")
+    return found
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Reply
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.episodes.outcomes import Outcome
@@ -77,8 +78,8 @@ def tools_module(tmp_path, monkeypatch):
     sys.modules.pop("persons_tools", None)
 
 
-def hosts_of(name, **options):
-    return EnvironmentHosts(f"persons_tools:{name}", **options)
+def hosts_of(name, tool_workers=None, **options):
+    return EnvironmentHosts(f"persons_tools:{name}", EpisodeConfig(**options), tool_workers=tool_workers)
 
 
 def calls_of(*calls):
