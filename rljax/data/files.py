@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from rljax.data.forms import FormName, NoAnswerError, find_keys, take
 from rljax.distributed.files import replacing
-from rljax.errors import parse_json
+from rljax.errors import naming, parse_json
 
 FORMAT_VERSION = 1
 PASS_RATE = "pass_rate"
@@ -218,7 +218,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
         try:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    row = _parse_line(line, f"{path}:{number}")
+                    with naming(f"{path}:{number}"):
+                        row = parse_json(line)
                     if not isinstance(row, dict):
                         raise ValueError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
                     yield number, row
@@ -227,20 +228,11 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _json_array(path: Path) -> Iterator[tuple[int, Row]]:
-    try:
+    with naming(path):
         rows = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path}: expected a list of JSON objects; name a file with one object a line .jsonl")
     yield from enumerate(rows, 1)
-
-
-def _parse_line(line: str, where: str) -> Any:
-    try:
-        return parse_json(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:

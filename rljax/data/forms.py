@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from rljax.errors import naming
+
 FormName = Literal[
     "plain",
     "verl",
@@ -97,10 +99,8 @@ def take(row: Mapping[str, Any], form: FormName | None, where: str) -> tuple[Any
       NoAnswerError: The right answer is empty.
       ValueError: The row has no prompt or no key for the answer, or its keys do not fit.
     """
-    try:
+    with naming(where):
         keys = find_keys(tuple(row), form)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
     prompt = _from_json(row.get(keys.prompt), "[")
     if keys.prompt.lower() == "messages" and isinstance(prompt, list):
         while prompt and isinstance(prompt[-1], Mapping) and prompt[-1].get("role") == "assistant":

@@ -153,11 +153,7 @@ def template_arguments(enable_thinking: bool | None, more: Sequence[str]) -> dic
 
 
 def _named_values(words: Sequence[str], key: str, *, may_have_task: bool = False) -> dict[str, Any]:
-    """Returns the values of words ``NAME=VALUE`` by name. With ``may_have_task`` a name may be ``TASK.NAME``.
-
-    Raises:
-      ValueError: A word has another form, or a name is given twice.
-    """
+    """Returns the values of words ``NAME=VALUE`` by name. With ``may_have_task`` a name may be ``TASK.NAME``."""
     values: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -299,8 +295,9 @@ def distinct_prompts(problems: Sequence[Problem]) -> int:
 
 def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> None:
     """Raises ValueError, with counts, if a prompt has more than ``limit`` tokens; ``remedy`` ends the message."""
-    if len(drop_long(problems, tokenizer, limit, remedy)) < len(problems):
-        raise _too_long(_lengths(problems, tokenizer), limit, remedy)
+    lengths = _lengths(problems, tokenizer)
+    if max(lengths) > limit:
+        raise _too_long(lengths, limit, remedy)
 
 
 def drop_long(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> Sequence[Problem]:

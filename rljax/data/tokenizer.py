@@ -19,7 +19,7 @@ import numpy as np
 import tokenizers
 
 from rljax.data.byte_level import ByteLevelDecoder
-from rljax.errors import parse_json
+from rljax.errors import naming, parse_json
 
 # Rendered templates are searched for the answer, so its words must occur nowhere else in them.
 _SHORT_CHAT = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "the-answer"})
@@ -141,9 +141,9 @@ class Tokenizer:
         missing = [mark["role"] for mark in marks if mark["content"] not in marked]
         if missing:
             raise ValueError(f"the chat template leaves out messages of role {', '.join(missing)} behind an answer")
-        stop = self._stop_text
-        if stop is None:
+        if self.template_stop is None:
             return text
+        stop = self._tokenizer.id_to_token(self.template_stop) or ""
         ending, stop, _ = self._behind_answer([], add_generation_prompt=False, **arguments).partition(stop)
         if not text.startswith(ending + stop):
             raise ValueError(f"the chat template does not end an answer with {ending + stop!r} when messages follow")
@@ -165,19 +165,12 @@ class Tokenizer:
             raise ValueError(f"the chat template does not use {', '.join(unknown)}: leave it out, or correct its name")
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            return self._rendered(chat, **arguments)
+            known = {"messages": chat, "tools": None, "documents": None}
+            return compile_template(self._chat_template or "").render(known | arguments | self._named)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses {what}: {error}") from error
         except Exception as error:  # a template is a program that may raise anything
             raise ValueError(f"the chat template fails on {what} ({type(error).__name__}): {error}") from error
-
-    def _rendered(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
-        known = {"messages": messages, "tools": None, "documents": None}
-        return self._template.render(known | arguments | self._named)
-
-    @functools.cached_property
-    def _template(self) -> jinja2.Template:
-        return compile_template(self._chat_template or "")
 
     @functools.cached_property
     def template_stop(self) -> int | None:
@@ -190,11 +183,6 @@ class Tokenizer:
             return None
         special = {key for key, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         return next((token for token in self.encode(ending).tolist() if token in special), None)
-
-    @functools.cached_property
-    def _stop_text(self) -> str | None:
-        """The text of ``template_stop``."""
-        return None if self.template_stop is None else self._tokenizer.id_to_token(self.template_stop)
 
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files into a Hugging Face directory."""
@@ -281,7 +269,6 @@ def _read(directory: Path) -> Tokenizer:
 
 
 def _convert(directory: Path) -> Tokenizer:
-    """Lets transformers convert the tokenizer files of the directory."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(directory)
@@ -301,10 +288,8 @@ def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> tuple[str
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
+    with naming(file.name):
         return dict(parse_json(file.read_bytes())) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file.name}: {error}") from error
 
 
 def _content(token: Any) -> str:

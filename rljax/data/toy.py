@@ -144,6 +144,11 @@ def _demonstration(rng: np.random.Generator, config: ToyBaseConfig, scratchpad_r
     if rng.random() < scratchpad_rate:
         wrong = int(rng.integers(DIGITS)) if rng.random() < config.wrong_digit_rate else None
         return f"{a}+{b}=" + scratchpad(a, b, wrong, int(rng.integers(1, 10))) + EOS
+    return direct_answer(rng, config, a, b)
+
+
+def direct_answer(rng: np.random.Generator, config: ToyBaseConfig, a: int, b: int) -> str:
+    """Writes an addition with its direct answer, which is wrong by a small amount at ``wrong_direct_rate``."""
     error = int(rng.integers(1, 20)) * int(rng.choice([-1, 1])) if rng.random() < config.wrong_direct_rate else 0
     return f"{a}+{b}={a + b + error}{EOS}"
 

@@ -21,6 +21,7 @@ from rljax.data.toy import (
     ToyBaseConfig,
     addition_problems,
     build_tokenizer,
+    direct_answer,
     sample_batch,
 )
 
@@ -40,14 +41,12 @@ def add(*numbers: int) -> str:
 
 
 def _demonstration(rng: np.random.Generator, config: ToyBaseConfig, call_rate: float) -> str:
-    """Writes a call with the tool's answer, or a direct answer."""
     a, b = (int(x) for x in rng.integers(10 ** (DIGITS - 1), 10**DIGITS, 2))
     if rng.random() < call_rate:
         wrong = int(rng.integers(1, 10)) if rng.random() < config.wrong_digit_rate else 0
         called = (a, b - wrong)
         return f"{a}+{b}=>{called[0]}+{called[1]}={EOS}{add(*called)}{sum(called)}{EOS}"
-    error = int(rng.integers(1, 20)) * int(rng.choice([-1, 1])) if rng.random() < config.wrong_direct_rate else 0
-    return f"{a}+{b}={a + b + error}{EOS}"
+    return direct_answer(rng, config, a, b)
 
 
 demonstration_batch = functools.partial(sample_batch, _demonstration, ALPHABET, PROMPT_TOKENS + MAX_RESPONSE_TOKENS)

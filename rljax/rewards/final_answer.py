@@ -38,8 +38,8 @@ def final_answer(response: str) -> str | None:
     its answer as "the answer is ...", or as a last line that is only a formula. Numbers in other text do not count.
     """
     text = response.rsplit("</think>", 1)[-1]
-    tag_at, tag = _last_tag(text)
-    stated = [_statement_after(_ANSWER_LINE, text), _statement_after(_HASHES, text), (tag_at, tag), _last_boxes(text)]
+    tag_at, tag = last_tag(text)
+    stated = [_statement_after(_ANSWER_LINE, text), _statement_after(_HASHES, text), (tag_at, tag), last_boxes(text)]
     place, answer = max((each for each in stated if each[1] is not None), default=(-1, None), key=lambda each: each[0])
     if _unclosed_box(text) > place:
         return None
@@ -50,17 +50,7 @@ def final_answer(response: str) -> str | None:
     return answer
 
 
-def tagged_answer(text: str) -> str | None:
-    """Returns the content of the last ``<answer>`` tag that is not empty, or None."""
-    return _last_tag(text)[1]
-
-
-def boxed_answer(text: str) -> str | None:
-    """Returns the content of the last ``\\boxed{}`` that is not empty, with the boxes joined to it, or None."""
-    return _last_boxes(text)[1]
-
-
-def _last_tag(text: str) -> tuple[int, str | None]:
+def last_tag(text: str) -> tuple[int, str | None]:
     """Returns (start of the last tag that is not empty, its content); (-1, None) without one."""
     tags = [each for each in _TAG.finditer(text) if each[1].strip()]
     return (tags[-1].start(), tags[-1][1].strip()) if tags else (-1, None)
@@ -90,7 +80,7 @@ def _first_statement(rest: str) -> str | None:
     return (line[: full_stop.start()] if full_stop else line).strip() or None
 
 
-def _last_boxes(text: str) -> tuple[int, str | None]:
+def last_boxes(text: str) -> tuple[int, str | None]:
     """Returns (start of the last box, contents of this box and of the boxes joined to it); (-1, None) without one."""
     boxes = [box for box in _closed_boxes(text) if text[box[1] : box[2]].strip()]
     if not boxes:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rljax.rewards.final_answer import boxed_answer, tagged_answer
+from rljax.rewards.final_answer import last_boxes, last_tag
 
 try:
     import reasoning_gym
@@ -80,11 +80,11 @@ def stated_answer(response: str) -> str:
     the content of the box is the answer.
     """
     text = response.rsplit("</think>", 1)[-1]
-    tag = tagged_answer(text)
+    _, tag = last_tag(text)
     if tag is not None:
-        opened = boxed_answer(tag)
+        _, opened = last_boxes(tag)
         return opened if opened is not None and tag == f"\\boxed{{{opened}}}" else tag
-    box = boxed_answer(text)
+    _, box = last_boxes(text)
     return box if box is not None else text.strip().rsplit("\n", 1)[-1].strip()
 
 

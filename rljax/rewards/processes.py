@@ -211,14 +211,12 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _wait_for_end(process: subprocess.Popen[bytes], limit_s: float) -> None:
-    """Waits until a process has ended, at most ``limit_s``."""
     deadline = time.monotonic() + limit_s
     while not _has_ended(process) and time.monotonic() < deadline:
         time.sleep(limit_s / 20)
 
 
 def _end_session(leader: int) -> None:
-    """Kills a process and all others of its session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
     end_followers(leader)
