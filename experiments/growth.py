@@ -50,6 +50,7 @@ from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
 from rljax.trainer.rows import lay_out_rows
 from rljax.view.measure import choose_columns, measure
 from rljax.view.page import Page
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import open_weight_directory
 from rljax.weights.sums import array_checksum
 
@@ -170,7 +171,7 @@ def lay_out(count: int, _: Path) -> Work:
 def publish_changed(changed: int, directory: Path) -> Work:
     """Writes deltas of a tensor of 2^24 elements, of which ``changed`` are other ones each time."""
     old = np.zeros(2**24, np.float16)
-    files = open_weight_directory("http", str(directory), anchor_every=10**6, host="127.0.0.1")
+    files = open_weight_directory(PublishConfig(store="http", anchor_every=10**6), str(directory))
     state = {"version": 0, "weights": old}
     sums = array_checksum(old)
 

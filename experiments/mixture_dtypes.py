@@ -32,12 +32,12 @@ from rljax.policy.hf import save_params
 from rljax.policy.model import Params, init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.build import connect
-from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.verify import LOOKS, Verifier
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import SamplingParams
+from rljax.rollout.verify_config import VerifyConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,

@@ -45,6 +45,7 @@ from scale_rates import (
 
 from rljax.plan.compile import model_flops
 from rljax.policy.config import PolicyConfig
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import open_weight_directory
 from rljax.weights.sums import array_checksum
 
@@ -248,7 +249,7 @@ def measure_files(tensors: int = 8, elements: int = 2**25, rounds: int = 5) -> t
     arrays = {f"t{i}": np.full(elements, i, np.float16) for i in range(tensors)}
     sums = {name: array_checksum(array) for name, array in arrays.items()}
     size, times = tensors * elements * 2, list[tuple[float, float]]()
-    files = open_weight_directory("shared", None)
+    files = open_weight_directory(PublishConfig(), None)
     try:
         for version in range(rounds):
             start = time.process_time()
@@ -257,7 +258,7 @@ def measure_files(tensors: int = 8, elements: int = 2**25, rounds: int = 5) -> t
             for path in sorted(written.path.glob("*.safetensors")):
                 load_file(path)
             times.append((middle - start, time.process_time() - middle))
-            files.keep_only(written)
+            files.drop_old()
     finally:
         files.close()
     write, read = (statistics.median(each) for each in zip(*times, strict=True))

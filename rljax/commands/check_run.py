@@ -27,10 +27,10 @@ from rljax.policy.hub import CONFIGS
 from rljax.policy.score import make_scorer
 from rljax.record.rows import read_rows
 from rljax.rollout.build import load_jax_engine
-from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.verify import random_prompts
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import SamplingParams
+from rljax.rollout.verify_config import VerifyConfig
 from rljax.run.checkpoint import Checkpointer
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.precision import Dtype

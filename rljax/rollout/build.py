@@ -23,7 +23,6 @@ from rljax.rollout.engine import RolloutEngine, Stopping
 from rljax.rollout.exact import ExactEngine, Executable
 from rljax.rollout.external.address import is_address, parse_address
 from rljax.rollout.injected import InjectedEngine
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.client import check_url
 from rljax.rollout.servers.discovery import make_lookup
@@ -33,6 +32,7 @@ from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SERVED, ClientLimits, RolloutConfig
 from rljax.sharding import MeshConfig, make_mesh, on_devices
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import check_weight_room
 
 

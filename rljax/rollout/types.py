@@ -10,7 +10,7 @@ import numpy as np
 from rljax.errors import check_at_least, check_finite, check_positive
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.form import ServerForm
-from rljax.rollout.publish_config import VerifyConfig
+from rljax.rollout.verify_config import VerifyConfig
 
 
 @dataclass(frozen=True)
@@ -198,15 +198,13 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 2, "group_size")
-        check_at_least(self, 1, "refill_limit")
-        check_at_least(self, 1, "max_response_tokens", "max_route_bytes")
+        check_at_least(self, 1, "refill_limit", "max_response_tokens", "max_route_bytes", "max_top_bytes")
         check_finite(self, "temperature")
         check_positive(self, "temperature", "server_wait_s")
         if min(self.stop_token_ids, default=0) < 0:
             raise ValueError(f"stop_token_ids must be at least 0, got {list(self.stop_token_ids)}")
         check_at_least(self, 0, "max_staleness", "decode_tokens", "dump_every", "transcript_every")
         check_at_least(self, 0, "top_logprobs", "top_k")
-        check_at_least(self, 1, "max_top_bytes")
         if not 0.0 < self.top_p <= 1.0 or not 0.0 <= self.min_p < 1.0:
             raise ValueError(f"top_p must be in (0, 1] and min_p in [0, 1), got {self.top_p} and {self.min_p}")
         if self.top_k == 0 and (self.top_p < 1.0 or self.min_p > 0.0):

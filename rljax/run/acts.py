@@ -22,8 +22,8 @@ from rljax.errors import caller_errors
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
 from rljax.rollout.build import PolicyFunctions, policy_functions
-from rljax.rollout.engine import RolloutEngine, Samples, answer_in_rounds
-from rljax.rollout.turns import TurnQueue, TurnRequest
+from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import SERVED, Response, SamplingParams
 from rljax.run.build import Inputs, Problems, build, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
@@ -159,8 +159,8 @@ class Step(Act[FollowerState]):
         return updated, self.processes.compare()
 
 
-class SharedEngine(Act[FollowerState]):
-    """An embedded engine on the devices of all processes. Process 0 uses it as a ``RolloutEngine``."""
+class SharedEngine(Act[FollowerState], RolloutEngine):
+    """RolloutEngine over an embedded engine on the devices of all processes. Process 0 uses it."""
 
     name = "engine"
 
@@ -168,9 +168,6 @@ class SharedEngine(Act[FollowerState]):
         """Wraps the engine of this process, which samples on the mesh of all processes."""
         super().__init__(processes)
         self._engine = engine
-
-    def prepare(self, params: Any, policy_version: int) -> None:
-        """Does nothing: the embedded engine has nothing to prepare."""
 
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
         """Publishes the shards of every process to the engine of that process; returns the metrics of process 0."""
@@ -182,10 +179,6 @@ class SharedEngine(Act[FollowerState]):
         fields = {"n": n, "sampling": vars(sampling), "seed": seed}
         sample = functools.partial(self._engine.generate, prompts, n, sampling, seed=seed)
         return self._sampled("generate", fields, ragged("prompts", prompts), sample)
-
-    def answer(self, queue: TurnQueue, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples the turns in rounds."""
-        return answer_in_rounds(self, queue, sampling, seed)
 
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples the turns. If the caller stops early, the remaining ones are sampled all the same."""
@@ -389,10 +382,8 @@ def make_publish(config: Config, policy: PolicyConfig, processes: Processes) -> 
         return PublishToServers(processes, functions, None)
     parts = make_part_writer(
         functions.parts,
-        publish.store,
+        publish,
         config.rollout.transfer_dir,
-        host=publish.host,
-        port=publish.port,
         api_key_file=find_key_file(config.rollout.api_key_file),
         index=processes.index,
         coordinator=processes.coordinator,

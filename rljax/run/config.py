@@ -13,7 +13,6 @@ from rljax.errors import check_at_least, check_finite
 from rljax.policy.config import PolicyOptions
 from rljax.policy.lora import LoraConfig
 from rljax.record.trackers import RecordConfig
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.types import SERVED, RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.guard import GuardConfig
@@ -23,6 +22,7 @@ from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.packing import PackingConfig
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig
+from rljax.weights.publish_config import PublishConfig
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from rljax.distributed.files import OwnedDirectory
 from rljax.errors import ConfigError
 from rljax.weights.access import KEY_FILE, own_address
 from rljax.weights.format import PREFIX, VERSION_FILE
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.source import open_store
 from rljax.weights.writer import Kind, MakeParts, PartWriter, WrittenFiles
 
@@ -234,11 +235,9 @@ class StorePartWriter(PartWriter):
 
 def make_part_writer(
     parts: MakeParts,
-    store: str,
+    publish: PublishConfig,
     parent: str | os.PathLike[str] | None,
     *,
-    host: str,
-    port: int,
     api_key_file: Path | None,
     index: int,
     coordinator: str,
@@ -247,12 +246,10 @@ def make_part_writer(
 
     Args:
       parts: A function from the published tensors to the parts that this process holds.
-      store: The kind of place that has the versions: "directory", "http", or the URL of an object store
-        (``PublishConfig.store``).
-      parent: The directory in which a process other than 0 makes a directory for its files, unless ``store`` is
+      publish: The place that has the versions, which is not shared. With the store "http" this process serves at an
+        address that reaches the same machines as ``host``, and at ``port`` + ``index``.
+      parent: The directory in which a process other than 0 makes a directory for its files, unless the store is
         "directory". None means this machine's memory.
-      host: The address of process 0's HTTP server. This process serves at an address that the same machines can reach.
-      port: The port of process 0's HTTP server; this process takes ``port`` + ``index``. 0 means a free port.
       api_key_file: The file of the key that every HTTP request must bring, or None.
       index: The number of this process.
       coordinator: The HOST:PORT at which this process reaches process 0.
@@ -260,7 +257,7 @@ def make_part_writer(
     Raises:
       ConfigError: This process cannot make its directory, or cannot serve it.
     """
-    name = str(index)
+    name, store = str(index), publish.store
     if index == 0 or store == "directory":
         return StorePartWriter(parts, name, None, store) if "://" in store else PartWriter(parts, name)
     try:
@@ -268,8 +265,8 @@ def make_part_writer(
         try:
             if store != "http":
                 return StorePartWriter(parts, name, directory, store)
-            own_host = own_address(host, coordinator.rpartition(":")[0].strip("[]"))
-            own_port = port and port + index
+            own_host = own_address(publish.host, coordinator.rpartition(":")[0].strip("[]"))
+            own_port = publish.port and publish.port + index
             if own_port >= 65536:
                 raise ValueError(f"publish.port + {index} must be in 0..65535, got {own_port}")
             outlet = HttpOutlet(directory.root, host=own_host, port=own_port, api_key_file=api_key_file)

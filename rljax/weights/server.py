@@ -31,7 +31,6 @@ _NAME = re.compile(r"(v\d+-\d+/)?[\w-]+\.(json|safetensors|txt)")
 
 
 def _make_app(root: Path) -> Starlette:
-    """Returns an application that serves the files of ``root`` and of the versions in it."""
 
     async def file(request: Request) -> Response:
         name = request.path_params["name"]

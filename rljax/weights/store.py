@@ -15,6 +15,7 @@ from rljax.distributed.files import OwnedDirectory, check_room
 from rljax.errors import NotWrittenError
 from rljax.weights.format import PREFIX, Base, Checksum, TensorRecord, Version, format_of, write_version
 from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.writer import PartWriter, StreamWriter, Writer, WrittenFiles, whole_parts
 
 PROBE = "probe.txt"
@@ -145,9 +146,8 @@ class WeightDirectory(OwnedDirectory):
         num_bytes = pulled_bytes if self.source else summary.dense_bytes
         return WeightVersion(directory, tag, version.dtype, num_bytes, fraction, self.source)
 
-    def keep_only(self, version: WeightVersion) -> None:
-        """Removes the versions before the newest anchor, once servers have ``version``."""
-        del version
+    def drop_old(self) -> None:
+        """Removes the versions before the newest anchor, once servers have the last version."""
         self._chain = self._chain[self._anchor() :]
         kept = {each.name for each in self._chain}
         old = [path for path in self.root.glob("v*") if path.name not in kept]
@@ -178,35 +178,29 @@ def check_weight_room(parent: str | os.PathLike[str] | None, version_bytes: int)
 
 
 def open_weight_directory(
-    store: str,
+    publish: PublishConfig,
     parent: str | os.PathLike[str] | None,
     *,
-    anchor_every: int = 16,
-    host: str = "127.0.0.1",
-    port: int = 0,
     api_key_file: Path | None = None,
     writer: Writer | None = None,
 ) -> WeightDirectory:
     """Makes the directory of a run's versions, and opens the place where servers read them.
 
     Args:
-      store: The kind of place: "shared", "directory", "http", or the URL of an object store (``PublishConfig.store``).
-        With "shared" all versions are dense.
+      publish: The kind of place, and its settings. With the store "shared" all versions are dense.
       parent: The directory in which the run's directory is made, or None for this machine's memory.
-      anchor_every: The number of versions from one dense version to the next; not for "shared".
-      host: The address at which the HTTP server listens.
-      port: The port at which the HTTP server listens; 0 means a free one.
       api_key_file: The file of the key that every HTTP request must bring, or None.
       writer: The writer of this process's tensors, or None for the default; not for "shared".
 
     Raises:
       RuntimeError: The directory cannot be written, the HTTP server does not start, or the store cannot be opened.
     """
+    store = publish.store
     if store == "shared":
         return WeightDirectory(parent, make_outlet=lambda _: Outlet(""), writer=StreamWriter())
     make_outlet: Callable[[Path], Outlet] = Outlet
     if store == "http":
-        make_outlet = functools.partial(HttpOutlet, host=host, port=port, api_key_file=api_key_file)
+        make_outlet = functools.partial(HttpOutlet, host=publish.host, port=publish.port, api_key_file=api_key_file)
     elif store != "directory":
         make_outlet = functools.partial(StoreOutlet, url=store)
-    return WeightDirectory(parent, anchor_every=anchor_every, make_outlet=make_outlet, writer=writer)
+    return WeightDirectory(parent, anchor_every=publish.anchor_every, make_outlet=make_outlet, writer=writer)

@@ -20,9 +20,10 @@ from rljax.errors import run_cli
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.rollout.build import make_engine
-from rljax.rollout.publish_config import PublishConfig, VerifyConfig
 from rljax.rollout.types import RolloutConfig
+from rljax.rollout.verify_config import VerifyConfig
 from rljax.sharding import MeshConfig, make_mesh
+from rljax.weights.publish_config import PublishConfig
 
 _STEP = 1 + 2**-5  # changes every bfloat16, whose values are 2^-7 to 2^-8 apart
 MAX_TOKENS = 320  # prompt and response; the probes of the verification must fit

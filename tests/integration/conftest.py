@@ -19,12 +19,12 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.published import hf_checksums
 from rljax.policy.score import make_scorer
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import RolloutConfig
+from rljax.weights.publish_config import PublishConfig
 
 HERE = Path(__file__).parent
 SUPPORT = str(HERE.parent / "support")

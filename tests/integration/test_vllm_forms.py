@@ -11,8 +11,8 @@ from rljax.compare.scorers import score_column
 from rljax.errors import VerificationError
 from rljax.record.token_dumps import read_dump
 from rljax.rollout.form import ServerForm
-from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.vllm.server import ServerConfig, start
+from rljax.rollout.verify_config import VerifyConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.harness]
 FORMS = [

@@ -10,7 +10,7 @@ import pytest
 from vllm_checks import OTHER_BITS, adamw_step, check_use, rpc
 
 from rljax.errors import ServerRefusedError, VerificationError
-from rljax.rollout.publish_config import PublishConfig
+from rljax.weights.publish_config import PublishConfig
 from tests.integration.conftest import Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.harness]

@@ -17,11 +17,11 @@ from vllm_checks import OTHER_BITS, adamw_step, check_use, rpc
 
 from rljax.distributed.files import memory_directory
 from rljax.errors import HandshakeError, VerificationError
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import SamplingParams
 from rljax.weights.format import mapped, read_version, write_version, xxh3_of
 from rljax.weights.mirror import Mirror
+from rljax.weights.publish_config import PublishConfig
 
 pytestmark = pytest.mark.vllm
 

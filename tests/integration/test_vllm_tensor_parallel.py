@@ -9,8 +9,8 @@ from rljax.compare.layers.differences import compare_layers
 from rljax.compare.layers.findings import judge_layers
 from rljax.compare.layers.tracers import open_tracer
 from rljax.errors import VerificationError
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.types import SamplingParams
+from rljax.weights.publish_config import PublishConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.processes]
 

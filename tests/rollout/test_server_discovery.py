@@ -11,13 +11,13 @@ from served_engines import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
 from rljax.errors import HandshakeError, VerificationError
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.client import ServerClient, check_url
 from rljax.rollout.servers.discovery import Discovery, make_lookup
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import ClientLimits, SamplingParams
+from rljax.weights.publish_config import PublishConfig
 
 
 @pytest.fixture

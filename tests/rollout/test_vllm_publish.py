@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import open_weight_directory
 from rljax.weights.sums import array_checksum
 
 
 @pytest.fixture
 def files(tmp_path):
-    made = open_weight_directory("shared", tmp_path)
+    made = open_weight_directory(PublishConfig(), tmp_path)
     yield made
     made.close()
 
@@ -51,7 +52,7 @@ def test_every_version_has_a_new_path_and_one_is_kept(files):
     tensors = {"x": np.zeros(4, np.float32)}
     versions = [written(files, tensors, number) for number in (0, 1, 1)]
     assert len({v.path for v in versions}) == 3
-    files.keep_only(versions[2])
+    files.drop_old()
     assert [p for p in files.root.iterdir() if p.is_dir()] == [versions[2].path]
 
 
@@ -73,8 +74,9 @@ def test_one_dtype(files):
 
 KEEPS_WEIGHTS = """
     import sys, time
+    from rljax.weights.publish_config import PublishConfig
     from rljax.weights.store import open_weight_directory
-    print(open_weight_directory("shared", sys.argv[1]).root, flush=True)
+    print(open_weight_directory(PublishConfig(), sys.argv[1]).root, flush=True)
     time.sleep(60)
 """
 
@@ -96,7 +98,7 @@ def test_only_directories_of_dead_processes_are_removed(tmp_path):
         long_ago = time.time() - 3600
         for root in (living, dead, silent):
             os.utime(root / "owner.json", (long_ago, long_ago))
-        newcomer = open_weight_directory("shared", tmp_path)
+        newcomer = open_weight_directory(PublishConfig(), tmp_path)
         assert set(tmp_path.iterdir()) == {living, beating, nobodys, newcomer.root}
         newcomer.close()
         newcomer.close()
@@ -110,4 +112,4 @@ def test_only_directories_of_dead_processes_are_removed(tmp_path):
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match="cannot write under"):
-        open_weight_directory("shared", tmp_path / "file")
+        open_weight_directory(PublishConfig(), tmp_path / "file")

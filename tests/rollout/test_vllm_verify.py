@@ -5,9 +5,9 @@ import pytest
 
 from rljax.errors import VerificationError
 from rljax.rollout.form import ServerForm
-from rljax.rollout.publish_config import DtypeBands, VerifyConfig
 from rljax.rollout.servers.verify import Verifier, joined_prompts, lower_third, probe_length
 from rljax.rollout.servers.wire import Completion, ServerInfo
+from rljax.rollout.verify_config import DtypeBands, VerifyConfig
 
 
 class Server:

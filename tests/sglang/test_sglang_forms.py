@@ -8,9 +8,9 @@ import pytest
 from sglang_policy import Policy
 
 from rljax.errors import VerificationError
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.sglang.server import ServerConfig, sglang_python, start
 from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.weights.publish_config import PublishConfig
 
 pytestmark = pytest.mark.sglang
 PROMPTS = [np.array(ids, np.int32) for ids in ([3, 4, 5], [6, 7], [1, 2, 3, 4, 5, 6, 7])]

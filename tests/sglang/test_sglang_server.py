@@ -13,13 +13,13 @@ from weight_training import change_after_writing
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.build import connect
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.sglang.server import ServerConfig, sglang_python, start
 from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.weights.publish_config import PublishConfig
 
 pytestmark = pytest.mark.sglang
 DTYPE = "float32"

@@ -13,11 +13,11 @@ import pytest
 from sglang_policy import Policy
 
 from rljax.errors import HandshakeError
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.sglang.server import ServerConfig, sglang_python, start
 from rljax.rollout.servers.wire import make_requests
 from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.weights.publish_config import PublishConfig
 
 pytestmark = pytest.mark.sglang
 DTYPE = "float32"

@@ -22,12 +22,12 @@ from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.model import param_shardings
 from rljax.rollout.build import policy_functions
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.types import RolloutConfig
 from rljax.run.acts import PublishToServers
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.access import find_key_file
 from rljax.weights.outlets import make_part_writer
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import open_weight_directory
 from rljax.weights.sums import bits_of
 
@@ -80,10 +80,8 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
         functions = policy_functions(config, "bfloat16")
         parts = make_part_writer(
             functions.parts,
-            store,
+            publish,
             rollout.transfer_dir,
-            host=host,
-            port=publish.port,
             api_key_file=find_key_file(None),
             index=index,
             coordinator=processes.coordinator,
@@ -94,10 +92,8 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
             parts.close()
         else:
             files = open_weight_directory(
-                store,
+                publish,
                 rollout.transfer_dir,
-                anchor_every=publish.anchor_every,
-                host=host,
                 api_key_file=find_key_file(None),
                 writer=act,
             )
@@ -110,7 +106,7 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
                 try:
                     version = files.write(policy.params(), number, act.checksums(policy.params()))
                     told = {"source": version.source, "path": str(version.path), "bytes": version.num_bytes}
-                    files.keep_only(version)
+                    files.drop_old()
                 except NotWrittenError as error:
                     told = {"error": str(error)}
                 answer = root / f"answers/{number}.json"

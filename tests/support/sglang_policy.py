@@ -12,10 +12,10 @@ from rljax.policy.families import config_to_hf, read_config
 from rljax.policy.hf import hf_tensors, load_params
 from rljax.policy.published import hf_checksums
 from rljax.policy.score import make_scorer
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.types import RolloutConfig
+from rljax.weights.publish_config import PublishConfig
 
 
 @dataclasses.dataclass(frozen=True)

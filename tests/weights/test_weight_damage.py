@@ -82,7 +82,7 @@ def test_a_delta_against_another_base_is_refused(training, mirror):
     training.pull(mirror)
     lie = msgspec.structs.replace(mirror.version, name=first.name, tag=first.tag, tensors=first.tensors)
     write_version(mirror.root, lie)
-    training.files.keep_only(training.versions[0])
+    training.files.drop_old()
     bits_of(training.tensors["embed"]).reshape(-1)[::3] ^= 1
     training.step()
     done = training.pull(mirror, training.versions[-1])
@@ -106,7 +106,7 @@ def test_a_damaged_file_is_not_taken(training, mirror, what):
     said = "has not the checksum that its version says" if what == "a bit" else "cannot be read"
     with pytest.raises((DamagedError, SourceError), match=said):
         training.pull(mirror)
-    training.files.keep_only(version)
+    training.files.drop_old()
 
 
 def test_a_tensor_that_is_not_what_the_trainer_says_is_named(tmp_path, mirror):

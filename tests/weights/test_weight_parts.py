@@ -23,6 +23,7 @@ from rljax.weights.access import KEY_FILE, find_key_file, own_address
 from rljax.weights.format import FileRecord
 from rljax.weights.mirror import DamagedError, Mirror
 from rljax.weights.outlets import make_part_writer
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import SourceError, open_source
 from rljax.weights.store import open_weight_directory
@@ -57,9 +58,9 @@ class InTurn:
 
 def own_parts(store, parent, index, *, host="127.0.0.1", port=0, coordinator=HERE):
     """The parts of one process of several, each of which yields what it is given."""
-    key_file = find_key_file(None)
-    options = {"host": host, "port": port, "api_key_file": key_file, "index": index, "coordinator": coordinator}
-    return make_part_writer(lambda own: own, store, parent, **options)
+    publish = PublishConfig(store=store, host=host, port=port)
+    options = {"api_key_file": find_key_file(None), "index": index, "coordinator": coordinator}
+    return make_part_writer(lambda own: own, publish, parent, **options)
 
 
 class Pod:
@@ -67,7 +68,8 @@ class Pod:
 
     def __init__(self, root, count, store="http", anchor_every=4):
         self.parts = [own_parts(store, root / f"process_{index}", index) for index in range(count)]
-        files = open_weight_directory(store, root / "process_0", anchor_every=anchor_every, writer=InTurn(self.parts))
+        publish = PublishConfig(store=store, anchor_every=anchor_every)
+        files = open_weight_directory(publish, root / "process_0", writer=InTurn(self.parts))
         self.training = Training(root, files=files)
 
     def close(self):
@@ -109,7 +111,7 @@ def test_each_process_serves_what_it_wrote(pods, mirror, tmp_path, count):
         for index, own in enumerate(sorted(tmp_path.glob("process_*"))):
             kept = {path.name for path in own.glob(f"rljax-weights-*/{version.path.name}/*.safetensors")}
             assert kept == {name for name in files if name.startswith(f"{index}-")}
-        pod.training.files.keep_only(version)
+        pod.training.files.drop_old()
         names = {path.name for path in pod.training.files.root.glob("v*")}
         for own in tmp_path.glob("process_*"):
             assert {path.name for path in own.glob("rljax-weights-*/v*")} == names
@@ -271,7 +273,7 @@ def test_each_process_uploads_and_process_0_comes_last(pods, mirror, tmp_path):
         version = pod.training.step()
         pod.training.pull(mirror)
         assert_holds(mirror, pod.training)
-        pod.training.files.keep_only(version)
+        pod.training.files.drop_old()
     folder = tmp_path / "store" / pod.training.files.root.name / version.path.name
     assert {path.name for path in folder.iterdir()} == {"version.json", *described(version)["files"]}
     assert described(version)["format"] == 1

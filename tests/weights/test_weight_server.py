@@ -14,6 +14,7 @@ from rljax.weights.access import KEY_FILE
 from rljax.weights.format import PROTOCOL, FileRecord
 from rljax.weights.mirror import Mirror, WorkerWeights
 from rljax.weights.outlets import HttpOutlet
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import HttpSource, SourceError, open_source
 from rljax.weights.store import open_weight_directory
@@ -94,7 +95,7 @@ def test_an_address_that_others_reach_needs_a_key(tmp_path):
     with pytest.raises(RuntimeError, match=r"is not loopback: others reach it, so RLJAX_API_KEY_FILE must name"):
         HttpOutlet(tmp_path / "root", host="10.0.0.7", port=0, api_key_file=None)
     with pytest.raises(RuntimeError, match="host must be a loopback or private address"):
-        open_weight_directory("http", tmp_path / "weights", host="0.0.0.0")
+        open_weight_directory(PublishConfig(store="http", host="0.0.0.0"), tmp_path / "weights")
     assert list((tmp_path / "weights").iterdir()) == []
 
 
@@ -141,7 +142,7 @@ def test_a_run_publishes_over_http(tmp_path, key_file, monkeypatch):
     monkeypatch.setenv(KEY_FILE, str(key_file))
     mirror = Mirror(tmp_path / "mirror")
     tensors = {"w": np.random.default_rng(0).normal(size=(300, 200)).astype(np.float32)}
-    files = open_weight_directory("http", tmp_path, api_key_file=key_file)
+    files = open_weight_directory(PublishConfig(store="http"), tmp_path, api_key_file=key_file)
     with contextlib.closing(files):
         path, text = files.probe()
         assert open_source(files.source).read(path.name).decode() == text
@@ -151,14 +152,14 @@ def test_a_run_publishes_over_http(tmp_path, key_file, monkeypatch):
             version = files.write(tensors.items(), number, {"w": array_checksum(tensors["w"])})
             done = pull(open_source(files.source), version.path.name, mirror)
             assert (done.dense, done.deltas, done.bytes) == (number == 0, int(number > 0), version.num_bytes)
-            files.keep_only(version)
+            files.drop_old()
     assert not files.root.exists()
     with pytest.raises(httpx.ConnectError):
         httpx.get(files.source)
 
 
 def test_a_shown_trainer_leaves_no_connection_in_the_worker(tmp_path):
-    files = open_weight_directory("http", tmp_path)
+    files = open_weight_directory(PublishConfig(store="http"), tmp_path)
     with contextlib.closing(files):
         path, text = files.probe()
         before, weights = len(os.listdir("/proc/self/fd")), WorkerWeights()

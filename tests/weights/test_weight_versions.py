@@ -81,7 +81,7 @@ def test_versions_before_the_newest_anchor_are_removed(training, mirror):
         names = {path.name.split("-")[-1].split(".")[0] for path in version.path.glob("*.safetensors")}
         kinds.append(sorted(names))
         training.pull(mirror)
-        training.files.keep_only(version)
+        training.files.drop_old()
     assert kinds == [["dense"], *[["delta"]] * 3, ["delta", "dense"], *[["delta"]] * 3, ["delta", "dense"], ["delta"]]
     assert [path.name for path in sorted(training.files.root.glob("v*"))] == ["v00000008-9", "v00000009-10"]
 
@@ -108,10 +108,10 @@ def test_who_is_behind_gets_the_chain_or_an_anchor(training, mirror, seen, last,
 
 def test_who_missed_more_than_is_kept_gets_the_anchor(training, mirror):
     for number in range(6):
-        version = training.step(0.01)
+        training.step(0.01)
         if number == 1:
             training.pull(mirror)
-    training.files.keep_only(version)
+    training.files.drop_old()
     done = training.pull(mirror)
     assert (done.dense, done.deltas) == (True, 1)
     assert_holds(mirror, training)
@@ -236,7 +236,7 @@ def test_an_object_store_loses_the_versions_with_the_run(tmp_path, mirror):
             assert (done.dense, done.deltas) == (number == 0, int(number > 0))
             assert_holds(mirror, training)
             version.path.mkdir()
-            training.files.keep_only(version)
+            training.files.drop_old()
         (run,) = Path(tmp_path / "bucket").iterdir()
         assert sorted(path.name for path in run.iterdir()) == ["probe.txt", "v00000002-3", "v00000003-4"]
     assert list(Path(tmp_path / "bucket").iterdir()) == []

@@ -68,7 +68,8 @@ def test_an_anchor_and_its_deltas_arrive_bit_for_bit(training, tmp_path):
 @pytest.mark.parametrize(("steps", "deltas"), [(3, 2), (4, 0), (6, 2)])
 def test_a_late_joiner_gets_the_anchor_and_the_deltas_since(training, tmp_path, steps, deltas):
     for _ in range(steps):
-        training.files.keep_only(training.step())
+        training.step()
+        training.files.drop_old()
     status, done = pulled(training, tmp_path / "mirror")
     assert status == 0, done
     assert (done["dense"], done["deltas"], done["repaired"]) == (True, deltas, "")

@@ -11,6 +11,7 @@ from small_disk import small_disk
 
 from rljax.weights.format import PROTOCOL, read_version, write_version
 from rljax.weights.mirror import MIRROR_DIR, Pulls, WorkerWeights
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import WeightDirectory, open_weight_directory
 from rljax.weights.sums import array_checksum
 
@@ -78,7 +79,7 @@ def test_a_mirror_without_room_is_refused_before_a_pull(tmp_path, monkeypatch):
     disk = tmp_path / "disk"
     disk.mkdir()
     monkeypatch.setenv(MIRROR_DIR, str(disk))
-    with contextlib.closing(open_weight_directory("http", tmp_path)) as files, small_disk(disk, 4):
+    with contextlib.closing(open_weight_directory(PublishConfig(store="http"), tmp_path)) as files, small_disk(disk, 4):
         shown = *(str(each) for each in files.probe()), PROTOCOL, files.source
         weights = WorkerWeights()
         weights.show(*shown, version_bytes=2**20)
@@ -90,7 +91,7 @@ def test_a_mirror_without_room_is_refused_before_a_pull(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
 def test_a_trainer_of_another_protocol_is_refused(tmp_path, protocol):
-    with contextlib.closing(open_weight_directory("shared", tmp_path)) as files:
+    with contextlib.closing(open_weight_directory(PublishConfig(), tmp_path)) as files:
         path, text = files.probe()
         with pytest.raises(
             ValueError, match=f"^rljax protocol: the trainer speaks {protocol}, this server {PROTOCOL};"
@@ -102,7 +103,7 @@ def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
     """Each tensor is whole and under its own name, in the order of the trainer; another tag or directory is refused."""
     tensors = {"b": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float32)}
     sums = {name: array_checksum(array) for name, array in tensors.items()}
-    with contextlib.closing(open_weight_directory("shared", tmp_path)) as files:
+    with contextlib.closing(open_weight_directory(PublishConfig(), tmp_path)) as files:
         path, text = files.probe()
         weights = WorkerWeights()
         weights.show(str(path), text, PROTOCOL)

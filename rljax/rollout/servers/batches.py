@@ -27,8 +27,6 @@ _Reply = tuple[int, bytes]
 
 
 class _Batch:
-    """The requests that share a connection."""
-
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
         self.bodies: list[dict[str, Any]] = []
@@ -141,7 +139,6 @@ def _give(answer: asyncio.Future[_Reply], reply: _Reply) -> None:
 
 
 async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
-    """Yields the lines of a reply without their ends."""
     parts: list[bytes] = []
     async for chunk in reply.aiter_bytes():
         *lines, rest = chunk.split(b"\n")

@@ -382,7 +382,6 @@ class ServerClient:
         return False
 
     async def _back_off(self, attempt: int) -> None:
-        """Waits before retry number ``attempt``, which is at least 1."""
         longest = min(self.limits.max_backoff_s, self.limits.backoff_s * 2.0 ** (attempt - 1))
         await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # so that retries do not come in step
 

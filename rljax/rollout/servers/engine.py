@@ -25,7 +25,6 @@ import numpy as np
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError
 from rljax.policy.config import route_dtype
 from rljax.rollout.engine import RolloutEngine, Samples, Stopping
-from rljax.rollout.publish_config import PublishConfig
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.handshake import Expectation, check_logprobs
@@ -36,7 +35,8 @@ from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum
-from rljax.weights.store import WeightDirectory, WeightVersion, open_weight_directory
+from rljax.weights.publish_config import PublishConfig
+from rljax.weights.store import WeightVersion, open_weight_directory
 from rljax.weights.writer import Part, Writer
 
 log = logging.getLogger(__name__)
@@ -118,7 +118,8 @@ class ServedEngine(Admission, RolloutEngine):
         self._client, self._metrics = self.fleet.client, self.fleet.metrics
         with contextlib.ExitStack() as opened:
             opened.callback(self.fleet.close)
-            self.files = self._open_weight_directory()
+            key_file, writer = find_key_file(config.api_key_file), functions.writer
+            self.files = open_weight_directory(self._publish, config.transfer_dir, api_key_file=key_file, writer=writer)
             opened.callback(self.files.close)
             # Until all servers of ``urls`` have shaken hands, or the first one that discovery lists.
             while not self._infos or (self.fleet.discovery is None and self._client.down()):
@@ -127,18 +128,6 @@ class ServedEngine(Admission, RolloutEngine):
         info, mixture = shortest(self._infos.values()), "num_experts" in hf_config
         self.verifier = Verifier(
             config.verify, functions.score, info, dtype=config.dtype, mixture=mixture, prompts=probe_prompts
-        )
-
-    def _open_weight_directory(self) -> WeightDirectory:
-        """Opens the directory for weights. Some stores serve it at the host and the port of the publish settings."""
-        return open_weight_directory(
-            self._publish.store,
-            self._config.transfer_dir,
-            anchor_every=self._publish.anchor_every,
-            host=self._publish.host,
-            port=self._publish.port,
-            api_key_file=find_key_file(self._config.api_key_file),
-            writer=self._functions.writer,
         )
 
     def prepare(self, params: Any, policy_version: int) -> None:
@@ -182,7 +171,7 @@ class ServedEngine(Admission, RolloutEngine):
         self._renew_all(answering)
         self._verified = True
         ended = time.monotonic()
-        self.files.keep_only(self.version)
+        self.files.drop_old()
         for name in ("publish/seconds", "publish/stall_s"):
             self._metrics.add(name, ended - paused)
         self._metrics.add("time/publish_s", ended - began)
@@ -232,7 +221,6 @@ class ServedEngine(Admission, RolloutEngine):
         self._current = self._prepared = None
 
     def _responses(self, source: RequestSource, metrics: dict[str, float]) -> Iterator[Response]:
-        """Yields the responses as they complete, and fills ``metrics``."""
         began = time.monotonic()
         metrics["rollout/responses_without_version"] = 0.0
         asleep = [url for url in self._client.opened() if url in self._asleep]

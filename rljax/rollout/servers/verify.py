@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import VerificationError
-from rljax.rollout.publish_config import VerifyConfig
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import SamplingParams
+from rljax.rollout.verify_config import VerifyConfig
 
 Score = Callable[[Any, Sequence[np.ndarray]], Sequence[np.ndarray]]
 """A function of the policy's pytree and token sequences that returns the log-probability of each token."""
@@ -232,7 +232,6 @@ class Verifier:
         )
 
     def _said_limit(self) -> str:
-        """Returns the words that name the limit of the means, and the keys that set it."""
         config = self._config
         name = f"{self._dtype} with {self._info.form}" if self._is_rounded else self._dtype
         low, high = ("rounded_floor", "rounded_ceiling") if self._is_rounded else (f"floors.{name}", f"ceilings.{name}")

@@ -380,7 +380,6 @@ def _arrays(scores: _Flat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _by_position(counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> tuple[Mapping[int, float], ...]:
-    """Returns the log-probabilities by token id for each position."""
     ends = np.cumsum(counts).tolist()
     entries = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
     return tuple(dict(entries[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True))

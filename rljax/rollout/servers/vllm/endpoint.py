@@ -165,7 +165,6 @@ def _as_flat(scores: Any) -> dict[str, bytes] | None:
 
 
 def _as_file(array: np.ndarray | None) -> bytes | None:
-    """Returns the bytes of a .npy file with ``array``, or None."""
     if array is None:
         return None
     file = io.BytesIO()

@@ -132,7 +132,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self._digest = digest
 
     def _reload(self, directory: Path, files: list[str]) -> None:
-        """Loads every tensor, one layer after the other."""
         initialize_layerwise_reload(self.model)
         self._loading = LoadedWeights(self.model, self.model_config.dtype)
         try:
@@ -280,7 +279,6 @@ class LoadedWeights(PatchedWeights):
         return record_and_process
 
     def _record(self, layer: torch.nn.Module) -> None:
-        """Computes the checksums of a layer's parameters."""
         began = time.monotonic()
         self._unpacked.pop(layer, None)
         self.tensors.update(checksums(self._model.of_layer(layer), self._dtype))

@@ -1,0 +1,44 @@
+"""The settings of publishing weights to servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rljax.errors import check_at_least, check_positive
+
+
+@dataclass(frozen=True)
+class PublishConfig:
+    """The settings of the way in which new weights come to servers."""
+
+    store: str = "shared"
+    """The place that servers get weights from. shared: servers read each version in ``rollout.transfer_dir``, which
+    they and the trainer see. Otherwise each server's machine pulls what changed into its own memory: from that
+    directory (directory), from the trainer's machines (http), or from the object store at this URL (s3://..., gs://...)."""
+    straggler_s: float = 30.0
+    """The time that a publish waits for the other servers once the first one is ready (seconds). It waits longer if
+    the first one itself took longer. A server that is not ready by then is left out until it is."""
+    anchor_every: int = 16
+    """The number of versions from one that is written whole to the next one. Of the versions between them only the
+    changes are written."""
+    in_place: bool = False
+    """Whether vLLM servers write only the changed elements into their weights, instead of loading all of them. A worker
+    whose layers repack or round their weights, as on a CPU, still loads all of them. It has not run on a GPU yet."""
+    host: str = "127.0.0.1"
+    """The address of process 0's machine that ``store: http`` binds to: a loopback address, or a private one with
+    ``rollout.api_key_file``. Each other process serves its part of the weights at the address from which its machine
+    reaches process 0."""
+    port: int = 0
+    """The port of ``store: http`` on process 0; 0 takes a free one. Process i has ``port`` + i."""
+
+    def __post_init__(self) -> None:
+        if self.store not in ("shared", "directory", "http") and "://" not in self.store:
+            raise ValueError(f"store must be shared, directory, http or a URL, got {self.store!r}")
+        if self.store.startswith(("http://", "https://")):
+            raise ValueError(f"store must be http, with host and port, for weights that are served, got {self.store!r}")
+        if self.in_place and self.store == "shared":
+            raise ValueError("in_place is for weights that servers pull: store must be directory, http or a URL")
+        check_at_least(self, 1, "anchor_every")
+        check_positive(self, "straggler_s")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be in 0..65535, got {self.port}")
