@@ -42,30 +42,20 @@ from rljax.rollout.decoding import Queue, Sampled, Slots
 from rljax.rollout.engine import RolloutEngine, Samples, as_turns
 from rljax.rollout.injected import CACHES, quantize, restore
 from rljax.rollout.likeliest import Selection, selection_of
-from rljax.rollout.prefill import prefill_logprobs
 from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import Response, SamplingParams, Tops, VersionSpan
 from rljax.sharding import replicated
 
 
 class _Rows(NamedTuple):
-    """The prompts of one request as arrays, and the sizes that the request decodes with.
+    """The prompts of one request as arrays, and the sizes that the request decodes with."""
 
-    Attributes:
-      prompts: The prompts padded on the left, int32 [p, s].
-      lengths: The number of tokens of each prompt, int32 [p].
-      room: The number of prompts that the arrays of samples have room for. It is p or more.
-      places: The number of tokens that the cache holds of each row.
-      limits: The most tokens of each response, int32 [room], or None if all have the limit of the request.
-      at_once: The most prompts that are computed at once, or None for as many as are decoded at once.
-    """
-
-    prompts: np.ndarray
-    lengths: np.ndarray
-    room: int
-    places: int
-    limits: np.ndarray | None = None
-    at_once: int | None = None
+    prompts: np.ndarray  # the prompts padded on the left, int32 [p, s]
+    lengths: np.ndarray  # the number of tokens of each prompt, int32 [p]
+    room: int  # the number of prompts that the arrays of samples have room for, p or more
+    places: int  # the number of tokens that the cache holds of each row
+    limits: np.ndarray | None = None  # the most tokens of each response, int32 [room]; None: the limit of the request
+    at_once: int | None = None  # the most prompts that are computed at once; None: as many as are decoded at once
 
 
 class EngineFunctions(NamedTuple):
@@ -78,7 +68,7 @@ class EngineFunctions(NamedTuple):
       empty: The function ``decoding.empty`` without its configuration and dtypes.
       admit: The function ``decoding.admit`` without its configuration.
       decode: The function ``decoding.decode`` without its configuration and ``lm_head_dtype``.
-      prefill: The function ``prefill_logprobs`` without its configuration and dtypes.
+      prefill: The function ``decoding.prefill_logprobs`` without its configuration and dtypes.
     """
 
     cast: Any
@@ -132,7 +122,7 @@ def make_functions(
     def prefill(params: Params, *args: Any) -> jax.Array:
         dtypes: Any = {"cache_dtype": cache_dtype or dtype, "lm_head_dtype": lm_head_dtype}
         with jax.default_matmul_precision(matmul_precision(dtype)):
-            return prefill_logprobs(params, config, *args, **dtypes)
+            return decoding.prefill_logprobs(params, config, *args, **dtypes)
 
     sizes = ("prompts", "width", "n", "limit", "places", "slots", "with_routes", "reported")
     whole = replicated(mesh)
@@ -226,11 +216,7 @@ class JaxEngine(RolloutEngine):
         """
         limit, places = sampling.max_response_tokens, self._max_tokens or self._width + sampling.max_response_tokens
         for request in requests:
-            if len(request.tokens) + request.max_tokens > places:
-                said = (
-                    f"turn {request.turn} of trajectory {request.key} would have {len(request.tokens)} tokens before it"
-                )
-                raise ValueError(f"{said} and up to {request.max_tokens} of its own; the engine has room for {places}")
+            request.check_room(places, "the engine has room for")
         prompts = [request.tokens for request in requests]
         padded, lengths = self._padded(prompts, padded_width(max(map(len, prompts)), self._width, places))
         limits = np.zeros(padded_rows(len(prompts)), np.int32)
@@ -327,10 +313,7 @@ class JaxEngine(RolloutEngine):
         *,
         with_routes: bool = False,
     ) -> Sampled:
-        """Samples ``n`` responses to each prompt of ``rows``, and returns the arrays on the host.
-
-        The arrays have room for ``rows.room`` prompts. The responses to the prompts that exist come first.
-        """
+        """Returns arrays on the host with room for ``rows.room`` prompts. Responses to the existing ones come first."""
         selection = selection_of(sampling)
         limit, greedy = sampling.max_response_tokens, sampling.temperature == 0.0
         # -1 is the id of no token, so without stop tokens a response runs to the limit.

@@ -54,7 +54,8 @@ class RolloutEngine(Protocol):
 
         Each response has the number of its trajectory as ``prompt_index``, and the number of its turn less one as
         ``sample_index``. Requests may be put at any time while the responses are iterated, also from other threads. By
-        default all open trajectories go on together, in rounds of ``answer_round``.
+        default all open trajectories go on together, in rounds of ``answer_round``. Each round waits for a request of
+        each of them, and has a seed of its own. The metrics are the sums over the rounds.
 
         Args:
           queue: The requests.
@@ -65,7 +66,19 @@ class RolloutEngine(Protocol):
         Raises:
           Exception: An error that ``generate`` may raise, or the error that was given to ``queue.fail``.
         """
-        return answer_in_rounds(self, queue, sampling, seed)
+        metrics: dict[str, float] = {}
+
+        def responses() -> Iterator[Response]:
+            number = 0
+            while requests := queue.take_round():
+                own_seed = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+                samples = self.answer_round(requests, sampling, seed=own_seed)
+                yield from samples
+                for name, value in samples.metrics.items():
+                    metrics[name] = metrics.get(name, 0.0) + value
+                number += 1
+
+        return Samples(responses(), metrics)
 
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples one turn for each of ``requests``, at least one. The settings and errors are those of ``answer``.
@@ -96,31 +109,6 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Releases the engine's resources. It may be called twice."""
-
-
-def answer_in_rounds(engine: RolloutEngine, queue: TurnQueue, sampling: SamplingParams, seed: int) -> Samples:
-    """Answers the requests of ``queue`` in rounds, for ``RolloutEngine.answer``.
-
-    A round waits for a request of each open trajectory. Each round has a seed of its own. The metrics are the sums over
-    the rounds.
-    """
-    metrics: dict[str, float] = {}
-
-    def responses() -> Iterator[Response]:
-        number = 0
-        while requests := queue.take_round():
-            samples = engine.answer_round(requests, sampling, seed=round_seed(seed, number))
-            yield from samples
-            for name, value in samples.metrics.items():
-                metrics[name] = metrics.get(name, 0.0) + value
-            number += 1
-
-    return Samples(responses(), metrics)
-
-
-def round_seed(seed: int, number: int) -> int:
-    """Returns the 32-bit seed of round ``number``, from 0. The seeds of different rounds are independent."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def as_turns(samples: Samples, requests: Sequence[TurnRequest]) -> Samples:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,24 +40,6 @@ class Executable(Protocol):
         Place i holds the distribution of the token after it. ``tokens`` are int32 [b, t]. ``lengths``, int32 [b], is
         the number of tokens of each row; the places after them are padding.
         """
-
-
-class _Row(NamedTuple):
-    """A response to sample.
-
-    Attributes:
-      place: The number of the executable's row.
-      prompt_index: The position of the prompt, as in ``Response``.
-      sample_index: The position among the responses to the prompt.
-      tokens: The tokens of the prompt, int32 [s].
-      limit: The most tokens of the response.
-    """
-
-    place: int
-    prompt_index: int
-    sample_index: int
-    tokens: np.ndarray
-    limit: int
 
 
 def token_key(seed: Array, prompt_index: Array, sample_index: Array, position: Array) -> Array:
@@ -149,33 +130,27 @@ class ExactEngine(RolloutEngine):
                     f"a prompt has {len(prompt)} tokens, expected 1 to {room}: rows of {self._executable.row_tokens} "
                     f"tokens less max_response_tokens = {limit}"
                 )
-        wanted = [(i, j) for i in range(len(prompts)) for j in range(n)]
-        rows = [_Row(at % size, i, j, prompts[i], limit) for at, (i, j) in enumerate(wanted)]
-        return self._sample([rows[first : first + size] for first in range(0, len(rows), size)], sampling, seed)
+        wanted = [TurnRequest(i, j + 1, prompt, limit) for i, prompt in enumerate(prompts) for j in range(n)]
+        batches = [dict(enumerate(wanted[first : first + size])) for first in range(0, len(wanted), size)]
+        return self._sample(batches, sampling, seed)
 
     def answer_round(self, requests: Sequence[TurnRequest], sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples each turn of trajectory i in row i % b, where the whole trajectory will also be trained.
 
         Raises ValueError if a request's tokens and the longest turn do not fit into a row.
         """
-        batches: list[list[_Row]] = []
-        of_place = Counter[int]()
-        for key, turn, tokens, max_tokens in requests:
-            if len(tokens) + max_tokens > self._executable.row_tokens:
-                said = f"turn {turn} of trajectory {key} would have {len(tokens)} tokens before it"
-                room = f"rows have {self._executable.row_tokens}"
-                raise ValueError(f"{said} and up to {max_tokens} of its own; {room}")
-            place = key % self._executable.rows
-            number = of_place[place]
-            of_place[place] += 1
-            if number == len(batches):
-                batches.append([])
-            limit = min(max_tokens, sampling.max_response_tokens)
-            batches[number].append(_Row(place, key, turn - 1, tokens, limit))
+        batches: list[dict[int, TurnRequest]] = []
+        for request in requests:
+            request.check_room(self._executable.row_tokens, "rows have")
+            place = request.key % self._executable.rows
+            batch = next((each for each in batches if place not in each), None)
+            if batch is None:
+                batches.append(batch := {})
+            batch[place] = request._replace(max_tokens=min(request.max_tokens, sampling.max_response_tokens))
         return self._sample(batches, sampling, seed)
 
-    def _sample(self, batches: Sequence[Sequence[_Row]], sampling: SamplingParams, seed: int) -> Samples:
-        """Samples the batches one after the other, as their responses are iterated."""
+    def _sample(self, batches: Sequence[Mapping[int, TurnRequest]], sampling: SamplingParams, seed: int) -> Samples:
+        """Samples the batches one after the other, as their responses are iterated. A key is the executable's row."""
         if self._params is None:
             raise RuntimeError("no policy was published to the exact engine yet")
         metrics = {"rollout/executable_runs": 0.0, "time/generate_s": 0.0}
@@ -183,7 +158,12 @@ class ExactEngine(RolloutEngine):
         return Samples(itertools.chain.from_iterable(each), metrics)
 
     def _responses(
-        self, params: Params, batch: Sequence[_Row], sampling: SamplingParams, seed: int, metrics: dict[str, float]
+        self,
+        params: Params,
+        batch: Mapping[int, TurnRequest],
+        sampling: SamplingParams,
+        seed: int,
+        metrics: dict[str, float],
     ) -> Iterator[Response]:
         """Yields the responses of one batch. It runs the executable once for each token of the longest of them."""
         executable, greedy, selection = self._executable, sampling.temperature == 0.0, selection_of(sampling)
@@ -194,12 +174,12 @@ class ExactEngine(RolloutEngine):
         size = (*tokens.shape, selection.reported)
         top_ids, top_logprobs = np.full(size, -1, np.int32), np.full(size, -np.inf, np.float32)
         lengths, ends, prompt_index, sample_index = (np.zeros(executable.rows, np.int32) for _ in range(4))
-        for row in batch:
-            tokens[row.place, : len(row.tokens)] = row.tokens
-            lengths[row.place], ends[row.place] = len(row.tokens), len(row.tokens) + row.limit
-            prompt_index[row.place], sample_index[row.place] = row.prompt_index, row.sample_index
+        for place, (key, turn, prompt, limit) in batch.items():
+            tokens[place, : len(prompt)] = prompt
+            lengths[place], ends[place] = len(prompt), len(prompt) + limit
+            prompt_index[place], sample_index[place] = key, turn - 1
         starts, stopped = lengths.copy(), np.zeros(executable.rows, np.bool_)
-        for position in range(max(row.limit for row in batch)):
+        for position in range(max(request.max_tokens for request in batch.values())):
             log_softmax = executable.log_softmax(params, tokens, lengths, temperature)
             metrics["rollout/executable_runs"] += 1
             with jax.set_mesh(executable.mesh):
@@ -225,12 +205,12 @@ class ExactEngine(RolloutEngine):
             if (stopped | (lengths == ends)).all():
                 break
         metrics["time/generate_s"] += time.perf_counter() - start
-        for place, i, j, *_ in batch:
+        for place, (key, turn, *_) in batch.items():
             own = slice(starts[place], lengths[place])
             versions = (VersionSpan(self._version, 0, int(lengths[place] - starts[place])),)
             of_row = tokens[place, own], logprobs[place, own], not stopped[place], versions
             tops = Tops(top_ids[place, own].copy(), top_logprobs[place, own].copy()) if selection.reported else None
-            yield Response(i, j, *of_row, tops=tops)
+            yield Response(key, turn - 1, *of_row, tops=tops)
 
     def close(self) -> None:
         """Drops the parameters."""

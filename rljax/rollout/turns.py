@@ -7,7 +7,6 @@ The other side is ``RolloutEngine.answer``. It takes the requests and samples on
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -32,6 +31,12 @@ class TurnRequest(NamedTuple):
     turn: int
     tokens: np.ndarray
     max_tokens: int
+
+    def check_room(self, room: int, owner: str) -> None:
+        """Raises ValueError if the turn may need more than ``room`` tokens in all. ``owner`` says whose room it is."""
+        if len(self.tokens) + self.max_tokens > room:
+            before = f"turn {self.turn} of trajectory {self.key} would have {len(self.tokens)} tokens before it"
+            raise ValueError(f"{before} and up to {self.max_tokens} of its own; {owner} {room}")
 
 
 class TurnQueue:
@@ -70,10 +75,7 @@ class TurnQueue:
         """
         key, turn = request.key, request.turn
         with self._changed:
-            if key not in self._turns:
-                raise ValueError(
-                    f"no trajectory has the number {key}; the queue was made for {len(self._turns)} of them"
-                )
+            self._check_known(key)
             if key not in self._open:
                 raise ValueError(f"trajectory {key} asks for turn {turn}, but it has ended; put requests before end")
             if key in self._waiting:
@@ -98,10 +100,7 @@ class TurnQueue:
         ``key``.
         """
         with self._changed:
-            if key not in self._turns:
-                raise ValueError(
-                    f"no trajectory has the number {key}; the queue was made for {len(self._turns)} of them"
-                )
+            self._check_known(key)
             self._open.discard(key)
             self._waiting.pop(key, None)
             self._changed.notify_all()
@@ -124,27 +123,25 @@ class TurnQueue:
         """
         self._wake = wake
 
-    def take(self, timeout_s: float) -> list[TurnRequest]:
-        """Returns the requests that wait now, in order of key; waits up to ``timeout_s`` seconds for the first one.
+    def take(self) -> list[TurnRequest]:
+        """Returns the requests that wait now, in order of key.
 
-        The list is empty if no request came in time, or all trajectories have ended. Raises StoppedWaitingError if the
-        run gives the responses up, and the error that was given to ``fail``.
+        Raises StoppedWaitingError if the run gives the responses up, and the error that was given to ``fail``.
         """
-        end = time.monotonic() + timeout_s
-        return self._take(lambda: bool(self._waiting) or not self._open or time.monotonic() >= end, end)
+        return self._take(lambda: True)
 
     def take_round(self) -> list[TurnRequest]:
         """Waits until each open trajectory has a waiting request, and returns all of them in order of key.
 
         The list is empty once all trajectories have ended. The errors are those of :meth:`take`.
         """
-        return self._take(lambda: len(self._waiting) == len(self._open), None)
+        return self._take(lambda: len(self._waiting) == len(self._open))
 
-    def _take(self, is_ready: Callable[[], bool], end: float | None) -> list[TurnRequest]:
-        """Waits until ``is_ready()`` and returns the waiting requests.
+    def _check_known(self, key: int) -> None:
+        if key not in self._turns:
+            raise ValueError(f"no trajectory has the number {key}; the queue was made for {len(self._turns)} of them")
 
-        ``end`` is the time at which ``is_ready`` may change by itself (``time.monotonic``), or None.
-        """
+    def _take(self, is_ready: Callable[[], bool]) -> list[TurnRequest]:
         with self._changed:
             while True:
                 if self._stop is not None:
@@ -153,8 +150,7 @@ class TurnQueue:
                     raise self._error
                 if is_ready():
                     break
-                left = _LOOK_S if end is None else min(_LOOK_S, end - time.monotonic())
-                self._changed.wait(max(left, 0.0))
+                self._changed.wait(_LOOK_S)
             taken = [self._waiting[key] for key in sorted(self._waiting)]
             self._waiting.clear()
         return taken

@@ -29,13 +29,13 @@ def later(act, *arguments, seconds=0.1):
 
 def test_a_take_has_what_waits_in_order_of_key():
     queue = TurnQueue([7, 3, 5])
-    assert queue.take(0.0) == []
+    assert queue.take() == []
     queue.put(ask(7, 1))
     queue.put(ask(3, 1))
-    assert places(queue.take(0.0)) == [(3, 1), (7, 1)]
-    assert queue.take(0.0) == []
-    later(queue.put, ask(5, 1))
-    assert places(queue.take(30.0)) == [(5, 1)]
+    assert places(queue.take()) == [(3, 1), (7, 1)]
+    assert queue.take() == []
+    queue.put(ask(5, 1))
+    assert places(queue.take()) == [(5, 1)]
 
 
 def test_a_round_waits_for_each_open_trajectory():
@@ -55,7 +55,7 @@ def test_a_round_waits_for_each_open_trajectory():
     later(queue.end, 0)
     assert queue.take_round() == []
     assert queue.is_over
-    assert queue.take(30.0) == []
+    assert queue.take() == []
 
 
 def test_an_end_drops_what_waits_and_may_come_twice():
@@ -86,11 +86,11 @@ def test_a_request_out_of_order_is_refused(request_, said):
     queue = TurnQueue(4)
     queue.put(ask(2, 3))
     queue.end(1)
-    queue.take(0.0)
+    queue.take()
     queue.put(ask(0, 1))
     with pytest.raises(ValueError, match=said):
         queue.put(request_)
-    assert places(queue.take(0.0)) == [(0, 1)]
+    assert places(queue.take()) == [(0, 1)]
 
 
 def test_an_end_of_no_trajectory_is_refused():
@@ -105,7 +105,7 @@ def test_a_failure_reaches_each_later_take():
     with pytest.raises(OSError, match="the environments are gone"):
         queue.take_round()
     with pytest.raises(OSError, match="the environments are gone"):
-        queue.take(0.0)
+        queue.take()
 
 
 def test_a_wait_ends_when_the_run_gives_up():

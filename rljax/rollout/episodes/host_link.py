@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from multiprocessing.reduction import ForkingPickler
@@ -100,7 +99,6 @@ class HostLink:
     def _receive_all(self) -> bool:
         """Handles messages until the process has ended or is stuck. Returns whether it is stuck."""
         watch = StuckWatch(self._board, self._limits.busy_s, _LOOK_S)
-        next_look = 0.0
         connection = self._process.connection
         while True:
             try:
@@ -109,10 +107,8 @@ class HostLink:
                 return False
             if message is not None:
                 self._on_message(*message)
-            if time.monotonic() >= next_look:
-                next_look = time.monotonic() + _LOOK_S
-                if watch.look():
-                    return True
+            if watch.look():
+                return True
 
     def _send_all(self, outbox: queue.SimpleQueue[Any]) -> None:
         connection = self._process.connection

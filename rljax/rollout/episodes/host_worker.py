@@ -57,18 +57,12 @@ def host_environments(connection: Connection, path: str, descriptor: int, limits
 
 @dataclass
 class _Call:
-    """A call of an environment under way.
-
-    Attributes:
-      method: The name of the method.
-      task: The task that runs it; None until it is made.
-      used_s: The time that the call has taken, in seconds; None until its code has begun to run.
-      tools: The numbers of the tool calls that it waits for. Each value says whether a process runs the tool already.
-    """
+    """A call of an environment under way."""
 
     method: str
     task: asyncio.Task[None] | None = None
-    used_s: float | None = None
+    used_s: float | None = None  # the time that the call has taken (seconds); None until its code has begun to run
+    # The numbers of the tool calls that it waits for. Each value says whether a process runs the tool already.
     tools: dict[int, bool] = field(default_factory=dict)
 
     @property
@@ -78,8 +72,6 @@ class _Call:
 
 
 class _Host:
-    """The environments of this process and their calls."""
-
     def __init__(self, connection: Connection, make: type[Environment], board: ProgressBoard, limits: EpisodeConfig):
         self._connection, self._make, self._board, self._limits = connection, make, board, limits
         self._environments: dict[int, Environment] = {}
@@ -146,7 +138,6 @@ class _Host:
             _trajectory.reset(token)
 
     def _stop(self, number: int) -> None:
-        """Cancels the call of a trajectory that is under way, if there is one."""
         call = self._calls.pop(number, None)
         if call is not None and call.task is not None:
             call.task.cancel()

@@ -35,27 +35,16 @@ _CLOSED = "the environments are closed"
 
 @dataclass
 class _Trajectory:
-    """A trajectory that has an environment.
+    """A trajectory that has an environment."""
 
-    Attributes:
-      key: The name of the trajectory that the caller chose.
-      number: The number of the trajectory in messages.
-      host: The index of its host process.
-      method: The method that is being called; "" if none is.
-      future: The future of that call.
-      packed: The message of ``reset``, until its outcome is known.
-      resent: Whether the message of ``reset`` was sent a second time, because the first process ended too early.
-      lost: The outcome of every later call, if the trajectory has failed.
-    """
-
-    key: Hashable
-    number: int
-    host: int
-    method: str = ""
-    future: Future[Outcome] | None = None
-    packed: bytes | None = None
-    resent: bool = False
-    lost: Outcome | None = None
+    key: Hashable  # the name of the trajectory that the caller chose
+    number: int  # the number of the trajectory in messages
+    host: int  # the index of its host process
+    method: str = ""  # the method that is being called; "" if none is
+    future: Future[Outcome] | None = None  # the future of that call
+    packed: bytes | None = None  # the message of ``reset``, until its outcome is known
+    resent: bool = False  # whether that message was sent a second time, because the first process ended too early
+    lost: Outcome | None = None  # the outcome of every later call, if the trajectory has failed
 
 
 class EnvironmentHosts:
@@ -228,7 +217,6 @@ class EnvironmentHosts:
             log.warning("environment %s, trajectory %s: %s", self._path, trajectory.key, outcome.message)
 
     def _take(self, host: int, kind: str, number: int, *rest: Any) -> None:
-        """Handles a message of a host process."""
         if kind == "outcome":
             self._settle(number, rest[0])
         elif kind == "tool":
@@ -239,7 +227,6 @@ class EnvironmentHosts:
             future.cancel()
 
     def _settle(self, number: int, outcome: Outcome) -> None:
-        """Sets the result of the future that waits for this outcome."""
         with self._lock:
             trajectory = self._by_number.get(number)
             if trajectory is None or trajectory.future is None:
@@ -298,7 +285,6 @@ class EnvironmentHosts:
             _resolve(future, outcome)
 
     def _lost(self, trajectory: _Trajectory, death: Death, culprit: _Trajectory | None) -> Outcome:
-        """Returns the outcome of a trajectory whose process has ended."""
         if trajectory is not culprit:
             how = "was stuck" if death.stuck else f"died ({death.reason})"
             whose = f" in code of trajectory {culprit.key!r}" if culprit is not None else ""
@@ -321,6 +307,5 @@ class EnvironmentHosts:
 
 
 def _resolve(future: Future[Outcome], outcome: Outcome) -> None:
-    """Sets the result of a future, unless it was cancelled."""
     with contextlib.suppress(InvalidStateError):
         future.set_result(outcome)

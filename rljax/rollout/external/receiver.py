@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from rljax.distributed.files import replacing
-from rljax.errors import parse_json
+from rljax.errors import naming, parse_json
 from rljax.rollout.external.address import parse_address
 from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import COLUMNS, Row, RowLimits, read_trajectories
@@ -151,11 +151,7 @@ class Receiver:
             return PlainTextResponse(f"{error}\n", error.status, headers=headers)
 
     def _accept(self, body: bytes, kind: str, key: str | None) -> dict[str, int]:
-        """Checks the rows of a request and keeps them. Returns the answer.
-
-        ``key`` is the request's idempotency key: rows that were kept under it before are not added again. Raises
-        RefusedError if the rows cannot be used or kept, or too many groups wait.
-        """
+        """Checks the rows of a request, keeps them unless ``key`` was there before, and returns the answer."""
         digest = "" if key is None else hashlib.sha256(key.encode()).hexdigest()[:32]
         try:
             rows = _rows(body, kind)
@@ -242,10 +238,8 @@ def _rows(body: bytes, kind: str) -> Sequence[tuple[int, Row]]:
 
 
 def _parse(text: bytes, place: str) -> Any:
-    try:
+    with naming(place):
         return parse_json(text)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
 
 
 def _write_durably(path: Path, content: bytes) -> None:

@@ -129,17 +129,9 @@ def _read_trajectory(group: str, rows: Sequence[tuple[int, Row]], where: str, li
 def _read_row(
     row: Row, place: str, limits: RowLimits, turns_before: int, *, is_first: bool
 ) -> tuple[np.ndarray, Response]:
-    """Returns the prompt and the response of one row.
+    """Returns the prompt and the response of one row, whose turns come after the turn ``turns_before``.
 
-    Raises ValueError if the row cannot be used.
-
-    Args:
-      row: The columns.
-      place: The name of the row, which begins each message.
-      limits: The limits of the run.
-      turns_before: The number of the last turn in the rows before. If the row has a mask alone, its turns get the
-        numbers after it.
-      is_first: Whether it is the first row of its trajectory, whose prompt and response have limits of their own.
+    The prompt and the response of the first row have limits of their own.
     """
     prompt = _integers(row["prompt_ids"], f"{place}: prompt_ids", below=limits.vocab_size)
     tokens = _integers(row["token_ids"], f"{place}: token_ids", below=limits.vocab_size)
@@ -185,10 +177,7 @@ def _reward(value: Any, what: str) -> float:
 
 
 def _vector(values: Any, what: str, count: int | None = None) -> np.ndarray:
-    """Returns a list as a vector of any dtype. Raises ValueError if it is none, or its length is not ``count``.
-
-    ``what`` names the list in the message. None for ``count`` allows any length.
-    """
+    """Returns a list as a vector of any dtype. Raises ValueError if it is none, or its length is not ``count``."""
     if not isinstance(values, list | tuple | np.ndarray):
         raise ValueError(f"{what} must be a list, got {values!r:.60}")
     if count is not None and len(values) != count:
@@ -220,10 +209,7 @@ def _first_other(values: Any, kind: type) -> str:
 
 
 def _turns(row: Row, place: str, count: int, before: int) -> np.ndarray:
-    """Returns the turn of each token, int32 [t], 0 where the policy did not sample it.
-
-    ``count`` is the number of tokens, and ``before`` the number of the last turn in the rows before.
-    """
+    """Returns the turn of each token, int32 [t], 0 where the policy did not sample it. All are after ``before``."""
     turns = None if row.get("turns") is None else _integers(row["turns"], f"{place}: turns", count=count)
     mask = None
     if row.get("mask") is not None:
@@ -291,10 +277,7 @@ def _versions(value: Any, what: str, sampled: np.ndarray) -> tuple[VersionSpan, 
 def _tops(
     row: Row, place: str, tokens: np.ndarray, logprobs: np.ndarray, sampled: np.ndarray, limits: RowLimits
 ) -> Tops:
-    """Returns the likeliest tokens of each position, likeliest first, and none where the policy did not sample.
-
-    Raises ValueError if the columns lack them, or they do not fit the sampled tokens.
-    """
+    """Returns the likeliest tokens of each position, likeliest first, and none where the policy did not sample."""
     lists = {}
     for name in ("top_ids", "top_logprobs"):
         if not isinstance(row.get(name), list | tuple):

@@ -99,7 +99,7 @@ class QueuedTurns:
 
         Raises ValueError if a turn is too long for the servers, and the errors of ``TurnQueue.take``.
         """
-        for key, turn, tokens, max_tokens in self._queue.take(0.0):
+        for key, turn, tokens, max_tokens in self._queue.take():
             info, name = self._info(), f"turn {turn} of trajectory {key}"
             limit = min(max_tokens, self._sampling.max_response_tokens)
             check_prompts([tokens], limit, info, self._sampling.stop_token_ids, name=f"the prompt of {name}")

@@ -86,8 +86,6 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
 
 
 class _Tools:
-    """The tools of one trajectory, and the counts of their calls."""
-
     def __init__(self, timeout_s: float, counts: dict[str, int]) -> None:
         self.schemas: list[Any] = []
         self.places: dict[str, tuple[str, str]] = {}

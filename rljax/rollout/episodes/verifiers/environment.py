@@ -121,13 +121,11 @@ async def play(environment: Any, index: int, context: Any, begin: Callable[[Any]
         raise UnfitError(f"{len(traces)} agents of one episode are trained ({names}); a run trains one")
     trace = traces[0] if traces else None
     failure, error = failure_of(episode, trace)
-    if failure is not None or trace is None:
-        return broken(failure or "environment", error, traces)
-    return {**broken("", "", traces), "failure": None, "reward": trace.reward}
+    return ended(failure, error, traces, None if failure is not None else trace.reward)
 
 
-def broken(failure: str, error: str, traces: list[Any]) -> dict[str, Any]:
-    """Returns the end of a trajectory that has no reward, in the form of ``play``.
+def ended(failure: str | None, error: str, traces: list[Any], reward: float | None = None) -> dict[str, Any]:
+    """Returns the end of a trajectory, in the form of ``play``.
 
     The rows and the counts are those of the last of ``traces``.
     """
@@ -135,7 +133,7 @@ def broken(failure: str, error: str, traces: list[Any]) -> dict[str, Any]:
     return {
         "failure": failure,
         "error": error,
-        "reward": None,
+        "reward": reward,
         "rows": [[branch.token_ids, branch.sampled_mask] for branch in branches],
         "tools": traces[-1].info.get(TOOLS, {}) if traces else {},
     }

@@ -116,7 +116,6 @@ class VerifiersHost:
             self._process.close()
 
     def _read(self, process: _Process, running: set[int], queue: TurnQueue) -> None:
-        """Handles the messages of the process until all trajectories have ended."""
         heard = time.monotonic()
         try:
             while running:
@@ -136,7 +135,10 @@ class VerifiersHost:
                     queue.put(TurnRequest(key, turn, tokens, message["max_tokens"]))
                 elif "episode" in message:
                     key = message["episode"]
-                    self.ended[key] = _ended(message)
+                    rows = message["rows"]
+                    branches = [Branch(np.asarray(ids, np.int32), np.asarray(own, bool)) for ids, own in rows]
+                    told = {name: message[name] for name in ("failure", "error", "reward", "is_full", "tools")}
+                    self.ended[key] = Ended(branches=branches, **told)
                     running.discard(key)
                     queue.end(key)
         except (OSError, EOFError) as error:
@@ -147,18 +149,6 @@ class VerifiersHost:
                 queue.end(key)
         except BaseException as error:
             queue.fail(error)
-
-
-def _ended(message: Mapping[str, Any]) -> Ended:
-    branches = [Branch(np.asarray(ids, np.int32), np.asarray(sampled, bool)) for ids, sampled in message["rows"]]
-    return Ended(
-        message["failure"],
-        message["error"],
-        message.get("reward"),
-        branches,
-        message["is_full"],
-        message.get("tools", {}),
-    )
 
 
 def read_tasks(settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
@@ -172,8 +162,6 @@ def read_tasks(settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
 
 
 class _Process:
-    """One process with its pipe."""
-
     def __init__(self, settings: Mapping[str, Any], is_told: str = "ready") -> None:
         """Starts the process and waits for the message with the key ``is_told``.
 

@@ -133,7 +133,6 @@ class Program:
             self._asked.pop(number, None)
 
     async def _play(self, asking: Asking, index: int, context: Any) -> None:
-        """Runs one trajectory, and reports its end to the trainer."""
         from rljax.rollout.episodes.verifiers import environment
 
         traces: list[Any] = []
@@ -151,9 +150,9 @@ class Program:
             if not asking.is_late:
                 raise
             limit = self._settings["call_timeout_s"]
-            told = environment.broken("timeout", f"the environment took more than {limit:g} s", traces)
+            told = environment.ended("timeout", f"the environment took more than {limit:g} s", traces)
         except Exception as error:  # an environment may raise anything
-            told = environment.broken("environment", f"{type(error).__name__}: {error}", traces)
+            told = environment.ended("environment", f"{type(error).__name__}: {error}", traces)
         finally:
             del self._running[asking]
             for trace in traces:

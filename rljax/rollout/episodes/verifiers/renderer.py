@@ -114,11 +114,7 @@ class AppendingRenderer:
         return self._tokenizer.render_chat(messages, **self._config.arguments, **known)
 
     def _reply(self, new_messages: Sequence[Message], tools: Sequence[Any] | None, *, ended: bool) -> str:
-        """Returns the text between the end of an answer and the beginning of the next one.
-
-        ``ended``: Whether the policy sampled the answer's end token, so that the text must not repeat it. Raises
-        ValueError if the template refuses the messages.
-        """
+        """Returns the text between the end of an answer, which the policy may have ``ended``, and the next answer."""
         texts = [{**message, "content": content_text(message)} for message in new_messages]
         if not self._has_template:
             return "".join(message["content"] for message in texts)
