@@ -41,7 +41,7 @@ class ToyTask:
 TOYS: Mapping[str, ToyTask] = {
     "toy": ToyTask(toy.addition_problems, "addition", toy.MAX_RESPONSE_TOKENS),
     "toy_swaps": ToyTask(toy_swaps.swap_problems, "swaps", toy_swaps.MAX_RESPONSE_TOKENS),
-    "calculator": ToyTask(toy_calculator.calculator_problems, "addition", toy_calculator.MAX_RESPONSE_TOKENS),
+    "calculator": ToyTask(toy.addition_problems, "addition", toy_calculator.MAX_RESPONSE_TOKENS),
 }
 FILE_REWARD = "math"
 VERIFIERS = "verifiers"  # the task whose problems come from the environment of the rollouts

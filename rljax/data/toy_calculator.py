@@ -19,20 +19,16 @@ from rljax.data.toy import (
     EOS,
     PROMPT_TOKENS,
     ToyBaseConfig,
-    addition_problems,
     build_tokenizer,
     direct_answer,
     sample_batch,
 )
 
-__all__ = ["ALPHABET", "MAX_RESPONSE_TOKENS", "PROMPT_TOKENS", "add", "build_tokenizer", "calculator_problems"]
+__all__ = ["ALPHABET", "MAX_RESPONSE_TOKENS", "PROMPT_TOKENS", "add", "build_tokenizer"]
 
 _CALL_TOKENS = 2 * DIGITS + 4  # '>', two numbers with '+' and '=', EOS
 _RESULT_TOKENS = DIGITS + 2  # a sum and a comma
 MAX_RESPONSE_TOKENS = 2 * (_CALL_TOKENS + _RESULT_TOKENS) + DIGITS + 2  # two calls and an answer
-
-calculator_problems = addition_problems
-"""A function ``calculator_problems(split, size, seed)`` that returns the problems of the addition task."""
 
 
 def add(*numbers: int) -> str:

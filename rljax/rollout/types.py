@@ -73,8 +73,6 @@ class ClientLimits:
 SERVED = ("vllm", "sglang")
 """The names of the engines that are servers over HTTP."""
 
-RouterReplay = Literal["none", "r2", "r3"]
-
 InFlight = Literal["wait", "keep", "abort"]
 
 
@@ -141,7 +139,7 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a response, in training and evaluation, besides those of the model's files. A base model with
     a chat template needs the template's end token here."""
-    router_replay: RouterReplay = "none"
+    router_replay: Literal["none", "r2", "r3"] = "none"
     """The experts of a mixture that the trainer's forward uses. none: the choice of its own router. r3: the experts
     that each token went to in the engine, with gates of the trainer's router; a vLLM server is started with
     --enable-return-routed-experts. r2: in all updates of a batch, the choice of the forward before the first one."""

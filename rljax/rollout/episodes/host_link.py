@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any
 
 from rljax.rewards.processes import WorkerProcess
 from rljax.rollout.episodes.config import EpisodeConfig
@@ -20,20 +20,6 @@ _LOOK_S = 0.1
 _JOIN_S = 1.0
 
 
-class Death(NamedTuple):
-    """The end of a host process.
-
-    Attributes:
-      reason: The words that say how the process ended.
-      stuck: Whether the trainer ended it because some code ran too long without awaiting.
-      running: The number of the trajectory whose code ran at the end; 0 if none did, or it is not known.
-    """
-
-    reason: str
-    stuck: bool
-    running: int
-
-
 class HostLink:
     """A host process that is replaced when it dies or is stuck."""
 
@@ -42,7 +28,7 @@ class HostLink:
         path: str,
         limits: EpisodeConfig,
         on_message: Callable[..., None],
-        on_death: Callable[[Death], None],
+        on_death: Callable[[str, bool, int], None],
         on_broken: Callable[[str], None],
     ):
         """Starts the process and the thread that receives.
@@ -51,7 +37,9 @@ class HostLink:
           path: The name of the environment's class.
           limits: The limits of the process.
           on_message: A function that is called with the parts of each message of the process, on the receiving thread.
-          on_death: A function that is called when the process has ended. Later messages go to the next process.
+          on_death: A function that is called when the process has ended. Later messages go to the next process. Its
+            arguments are the exit status in words, whether the process was ended because some code ran too long without
+            awaiting, and the number of the trajectory whose code ran at the end (0: none, or not known).
           on_broken: A function that is called with the reason if no process can be started.
         """
         self._board = ProgressBoard()
@@ -90,7 +78,7 @@ class HostLink:
                 outbox.put(None)
                 sender.join(_JOIN_S)
                 running = self._board.read().running
-                self._on_death(Death(self._process.replace(), stuck, running))
+                self._on_death(self._process.replace(), stuck, running)
         except CancelledError:
             return
         except Exception as error:  # nobody else sees it, and a waiting caller must not wait for ever

@@ -16,7 +16,7 @@ from typing import Any
 from rljax.rewards.resolve import describe
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import find_environment
-from rljax.rollout.episodes.host_link import Death, HostLink, pack
+from rljax.rollout.episodes.host_link import HostLink, pack
 from rljax.rollout.episodes.outcomes import Outcome
 from rljax.rollout.episodes.tool_pool import ToolPool
 from rljax.rollout.episodes.tools import Arguments, ToolResult
@@ -259,7 +259,7 @@ class EnvironmentHosts:
         calls[request] = future
         future.add_done_callback(finish)
 
-    def _bury(self, host: int, death: Death) -> None:
+    def _bury(self, host: int, reason: str, stuck: bool, running: int) -> None:
         """Fails the trajectories of a process that has ended.
 
         A trajectory whose ``reset`` was not at fault gets another try: the message is sent to the next process.
@@ -268,13 +268,13 @@ class EnvironmentHosts:
         with self._lock:
             calls, self._tool_calls[host] = self._tool_calls[host], {}
             mine = [one for one in self._by_number.values() if one.host == host and one.lost is None]
-            culprit = next((one for one in mine if one.number == death.running), None)
+            culprit = next((one for one in mine if one.number == running), None)
             for trajectory in mine:
                 if trajectory.packed is not None and trajectory is not culprit and (culprit or not trajectory.resent):
                     trajectory.resent = True
                     self._hosts[host].send(trajectory.packed)
                     continue
-                outcome = self._lost(trajectory, death, culprit)
+                outcome = self._lost(trajectory, reason, stuck, culprit)
                 self._fail(trajectory, outcome)
                 if trajectory.future is not None:
                     told.append((trajectory.future, outcome))
@@ -284,17 +284,17 @@ class EnvironmentHosts:
         for future, outcome in told:
             _resolve(future, outcome)
 
-    def _lost(self, trajectory: _Trajectory, death: Death, culprit: _Trajectory | None) -> Outcome:
+    def _lost(self, trajectory: _Trajectory, reason: str, stuck: bool, culprit: _Trajectory | None) -> Outcome:
         if trajectory is not culprit:
-            how = "was stuck" if death.stuck else f"died ({death.reason})"
+            how = "was stuck" if stuck else f"died ({reason})"
             whose = f" in code of trajectory {culprit.key!r}" if culprit is not None else ""
             return Outcome(None, "died", f"the process of the environment {how}{whose}")
-        if death.stuck:
-            reason = (
+        if stuck:
+            said = (
                 f"{trajectory.method} ran for more than {self._busy_s:g} s without awaiting, so its process was ended"
             )
-            return Outcome(None, "timeout", reason)
-        return Outcome(None, "died", f"the process died in {trajectory.method} ({death.reason})")
+            return Outcome(None, "timeout", said)
+        return Outcome(None, "died", f"the process died in {trajectory.method} ({reason})")
 
     def _give_up(self, host: int, reason: str) -> None:
         """Makes every call from now on raise RuntimeError, because no process can be started."""

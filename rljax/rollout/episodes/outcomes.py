@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rljax.rollout.episodes.environment import Reply
 
@@ -33,16 +33,12 @@ class Outcome:
     cut: bool = False
 
 
-class Clipped(NamedTuple):
-    """A text within a limit, and whether it was cut."""
+def clip(text: str, limit: int) -> tuple[str, bool]:
+    """Returns a text of at most ``limit`` characters, and whether it was cut.
 
-    text: str
-    cut: bool
-
-
-def clip(text: str, limit: int) -> Clipped:
-    """Cuts a text at ``limit`` characters. Lone surrogates, which UTF-8 cannot encode, become question marks."""
-    return Clipped(text[:limit].encode("utf-8", "replace").decode(), len(text) > limit)
+    Lone surrogates, which UTF-8 cannot encode, become question marks.
+    """
+    return (text[:limit].encode("utf-8", "replace").decode(), len(text) > limit)
 
 
 def check_outcome(method: str, value: Any, limit: int) -> Outcome:

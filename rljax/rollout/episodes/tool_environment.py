@@ -11,8 +11,6 @@ from rljax.rollout.episodes.environment import Content, Reply
 from rljax.rollout.episodes.tool_calls import ToolCall, parse_tool_calls
 from rljax.rollout.episodes.tools import ToolResult, call_tool, refuse_call
 
-MAX_CALLS = 16
-
 
 class ToolEnvironment:
     """An environment whose policy calls tools until it answers without a call; subclasses name the tools.
@@ -31,7 +29,7 @@ class ToolEnvironment:
     tools: ClassVar[Mapping[str, str]] = {}
     tag: ClassVar[str] = "tool_call"
     scored_by: ClassVar[str] = "math"
-    max_calls: ClassVar[int] = MAX_CALLS
+    max_calls: ClassVar[int] = 16
 
     async def reset(self, problem: Mapping[str, Any]) -> Content:
         """Keeps the problem, and returns None, which stands for the problem's own prompt."""

@@ -119,7 +119,7 @@ async def play(environment: Any, index: int, context: Any, begin: Callable[[Any]
     if len(traces) > 1:
         names = ", ".join(trace.agent.name for trace in traces)
         raise UnfitError(f"{len(traces)} agents of one episode are trained ({names}); a run trains one")
-    trace = traces[0] if traces else None
+    trace: Any = traces[0] if traces else None
     failure, error = failure_of(episode, trace)
     return ended(failure, error, traces, None if failure is not None else trace.reward)
 
