@@ -2,6 +2,7 @@
 
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow.parquet
@@ -10,14 +11,33 @@ from scipy import stats
 from study_pages import PAGES, fate, sign_p, table
 
 ROOT = Path(__file__).parents[2]
-SEEDS = range(9, 18)
 PLANNED = ["constant", "untriggered", "fixed", "tenth", "linear"]
 
 
+class Recounted(NamedTuple):
+    """A study with the six arms: its page and section, its rows in benchmarks/, its seeds, and the steps of a run."""
+
+    page: str
+    section: str
+    rows: str
+    seeds: range
+    steps: int
+
+
+STUDIES = [
+    Recounted("study_collapse", "What was found", "study_collapse", range(9, 18), 300),
+]
+
+
+@pytest.fixture(scope="module", params=STUDIES, ids=lambda study: study.rows)
+def study(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def columns():
+def columns(study):
     """The reward, the rate, the surge, the period and the mismatch of each step, an array for each arm and seed."""
-    rows = pyarrow.parquet.read_table(ROOT / "benchmarks/study_collapse.parquet").to_pydict()
+    rows = pyarrow.parquet.read_table(ROOT / f"benchmarks/{study.rows}.parquet").to_pydict()
     keys = ("reward/mean", "schedule/learning_rate", "schedule/surge_step", "schedule/decay_period")
     keys += ("mismatch/log_ppl_abs_diff",)
     found = {}
@@ -27,9 +47,9 @@ def columns():
 
 
 @pytest.fixture(scope="module")
-def areas(columns):
+def areas(study, columns):
     """The mean reward after the constant run's surge, by arm and seed; without a surge, of all steps."""
-    surges = {seed: int(np.nan_to_num(np.nanmax(columns["constant", seed][:, 2], initial=0))) for seed in SEEDS}
+    surges = {seed: int(np.nan_to_num(np.nanmax(columns["constant", seed][:, 2], initial=0))) for seed in study.seeds}
     return {(arm, seed): float(lines[surges[seed] :, 0].mean()) for (arm, seed), lines in columns.items()}
 
 
@@ -39,53 +59,57 @@ def fall_step(rewards):
     return int(np.flatnonzero(means >= np.maximum.accumulate(means) / 2)[-1]) + 2
 
 
-def test_all_runs_are_there(columns):
-    assert set(columns) == {(arm, seed) for arm in ["triggered", *PLANNED] for seed in SEEDS}
-    assert {len(lines) for lines in columns.values()} == {300}
+def test_all_runs_are_there(study, columns):
+    assert set(columns) == {(arm, seed) for arm in ["triggered", *PLANNED] for seed in study.seeds}
+    assert {len(lines) for lines in columns.values()} == {study.steps}
 
 
-def test_each_line_of_the_arms(columns, areas):
-    rows = table("study_collapse", "arm | seeds | area")
+def test_each_line_of_the_arms(study, columns, areas):
+    rows = table(study.page, "arm | seeds | area", study.section)
     assert [row[0] for row in rows] == ["constant", "triggered", "untriggered", "fixed", "tenth", "linear"]
     for arm, seeds, area, peak, final, collapsed, interval, falls, surges in rows:
-        runs = [columns[arm, seed] for seed in SEEDS]
+        runs = [columns[arm, seed] for seed in study.seeds]
         fates = [fate(lines[:, 0]) for lines in runs]
         steps = [fall_step(lines[:, 0]) if fell else None for lines, (_, _, fell) in zip(runs, fates, strict=True)]
         called = [lines[-1, 2] for lines in runs]
         gone = sum(fell and top >= 0.3 for top, _, fell in fates)
-        share = stats.binomtest(gone, 9).proportion_ci(0.95, "exact")
-        assert int(seeds) == 9
-        assert area == f"{np.mean([areas[arm, seed] for seed in SEEDS]):.2f}", arm
+        share = stats.binomtest(gone, len(study.seeds)).proportion_ci(0.95, "exact")
+        assert int(seeds) == len(study.seeds)
+        assert area == f"{np.mean([areas[arm, seed] for seed in study.seeds]):.2f}", arm
         assert [peak, final] == [f"{np.mean([one[place] for one in fates]):.2f}" for place in (0, 1)], arm
         assert [collapsed, interval] == [str(gone), f"{share.low:.2f} to {share.high:.2f}"], arm
         assert falls == " ".join(str(step or "-") for step in steps), arm
         assert surges == " ".join("-" if np.isnan(step) else str(int(step)) for step in called), arm
 
 
-def test_the_planned_comparisons(columns, areas):
-    rows = table("study_collapse", "compared | seeds")
+def test_the_planned_comparisons(study, columns, areas):
+    rows, count = table(study.page, "compared | seeds", study.section), len(study.seeds)
     assert [row[0] for row in rows] == [f"triggered - {arm}" for arm in PLANNED]
     for cells, other in zip(rows, PLANNED, strict=True):
-        differences = np.array([areas["triggered", seed] - areas[other, seed] for seed in SEEDS])
-        subsets = [differences[list(some)].mean() for size in range(1, 10) for some in combinations(range(9), size)]
-        low, high = sorted(subsets)[1], sorted(subsets)[-2]  # 1% of 512 parts is 5, of which 2 lie at each end
+        differences = np.array([areas["triggered", seed] - areas[other, seed] for seed in study.seeds])
+        sizes = range(1, count + 1)
+        means = sorted(differences[list(some)].mean() for size in sizes for some in combinations(range(count), size))
+        outside = 2**count // 200  # 1% of 512 parts is 5, of which 2 lie at each end; of 16 parts none does
+        interval = f"{means[outside - 1]:+.2f} to {means[-outside]:+.2f}" if outside else "-"
         p = float(sign_p(differences))
         signs = [int(sum(differences > 0)), int(sum(differences == 0)), int(sum(differences < 0))]
-        fates = [[fate(columns[arm, seed][:, 0]) for seed in SEEDS] for arm in ("triggered", other)]
+        fates = [[fate(columns[arm, seed][:, 0]) for seed in study.seeds] for arm in ("triggered", other)]
         gone = [sum(fell and peak >= 0.3 for peak, _, fell in of_arm) for of_arm in fates]
-        fisher = stats.fisher_exact([[gone[0], 9 - gone[0]], [gone[1], 9 - gone[1]]]).pvalue
-        assert cells[1:4] == ["9", f"{differences.mean():+.2f}", f"{low:+.2f} to {high:+.2f}"], other
+        fisher = stats.fisher_exact([[gone[0], count - gone[0]], [gone[1], count - gone[1]]]).pvalue
+        assert cells[1:4] == [str(count), f"{differences.mean():+.2f}", interval], other
         assert cells[4] == "{} / {} / {}".format(*signs), other
         assert cells[5:] == [f"{p:.2g}", f"{min(1, 5 * p):.2g}", "{}, {}".format(*gone), f"{fisher:.2g}"], other
 
 
-def test_the_mismatch_of_the_last_ten_steps(columns):
+def test_the_mismatch_of_the_last_ten_steps(study, columns):
+    if study.page != "study_collapse":
+        pytest.skip("the page gives no such numbers")
     last = {run: lines[-10:, 4].mean() for run, lines in columns.items()}
-    called = [seed for seed in SEEDS if not np.isnan(columns["constant", seed][-1, 2])]
+    called = [seed for seed in study.seeds if not np.isnan(columns["constant", seed][-1, 2])]
     assert sum(last["triggered", seed] < last["constant", seed] for seed in called) == len(called) == 8
     ranges = [
         f"{min(values):.2g} to {max(values):.2g}"
-        for arm, seeds in (("constant", called), ("triggered", called), ("tenth", SEEDS))
+        for arm, seeds in (("constant", called), ("triggered", called), ("tenth", study.seeds))
         for values in [[last[arm, seed] for seed in seeds]]
     ]
     assert ranges == ["0.035 to 0.06", "0.0031 to 0.025", "0.0056 to 0.02"]
@@ -93,14 +117,14 @@ def test_the_mismatch_of_the_last_ten_steps(columns):
         assert all(text in PAGES[page] for text in ("0.035 to 0.060", "0.0031 to 0.025"))
 
 
-def test_the_arms_part_where_the_design_says(columns):
+def test_the_arms_part_where_the_design_says(study, columns):
     """A seed's runs are one run until their rates differ; a drawn period is the next seed's surge times 1.8."""
-    for seed in SEEDS:
+    for seed in study.seeds:
         constant = columns["constant", seed]
         for arm in ("triggered", "untriggered", "fixed"):
             same = int(np.argmax(np.append(columns[arm, seed][:, 1] != constant[:, 1], True)))
             np.testing.assert_array_equal(columns[arm, seed][:same, 0], constant[:same, 0])
-        following = [*range(seed + 1, SEEDS.stop), *range(SEEDS.start, seed)]
+        following = [*range(seed + 1, study.seeds.stop), *range(study.seeds.start, seed)]
         surges = [columns["constant", other][-1, 2] for other in following]
         drawn = next(surge for surge in surges if not np.isnan(surge))
         assert columns["untriggered", seed][-1, 3] == round(1.8 * drawn), seed

@@ -8,9 +8,10 @@ import numpy as np
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "docs").glob("study*.md")}
 
 
-def table(page, head):
-    """The cells of the first table of a page whose head begins so, a list for each line."""
+def table(page, head, section=""):
+    """The cells of the first table whose head begins so, a list for each line: of a page, or behind a heading of it."""
     lines = iter(PAGES[page].splitlines())
+    next(line for line in lines if line.strip("# ") == section or not section)
     next(line for line in lines if line.startswith(f"| {head} |"))
     next(lines)
     rows = []
