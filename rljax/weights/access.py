@@ -107,6 +107,20 @@ def read_api_key(path: Path) -> str:
     return key
 
 
+def serving_key(host: str, path: str | os.PathLike[str] | None, remedy: str) -> Path | None:
+    """Returns the key file of a server that binds to ``host``, as :func:`find_key_file`.
+
+    Raises ValueError if a server may not bind to ``host``, if the key cannot be used, or if other machines reach
+    ``host`` and there is no key. ``remedy`` ends the message about the last.
+    """
+    address, key_file = private_address(host), find_key_file(path)
+    if key_file is not None:
+        read_api_key(key_file)
+    elif not address.is_loopback:
+        raise ValueError(f"host {host} is not loopback: others reach it, so {remedy}")
+    return key_file
+
+
 class RequireKey:
     """ASGI middleware that answers 401 to each request without the key, except to ``/health``.
 

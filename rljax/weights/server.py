@@ -24,8 +24,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, private_address
+from rljax.errors import caller_errors, run_cli
+from rljax.weights.access import KEY_FILE, RequireKey, serving_key
 
 _NAME = re.compile(r"(v\d+-\d+/)?[\w-]+\.(json|safetensors|txt)")
 
@@ -53,8 +53,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--port", type=int, default=0, help="the port to bind to; 0: a free one")
     wanted = parser.parse_args(argv)
     with caller_errors():
-        if not private_address(wanted.host).is_loopback and find_key_file(None) is None:
-            raise ConfigError(f"{wanted.host} is not loopback: others reach it, so {KEY_FILE} must name a key file")
+        serving_key(wanted.host, None, f"{KEY_FILE} must name a key file")
         app = _make_app(wanted.directory)
         family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
         listening = socket.create_server((wanted.host, wanted.port), family=family, backlog=128)

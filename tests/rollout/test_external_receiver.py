@@ -162,7 +162,7 @@ def test_a_key_is_asked_for_where_there_is_one(tmp_path, monkeypatch):
     key = tmp_path / "key"
     key.write_text("k" * 32)
     key.chmod(0o600)
-    with pytest.raises(ValueError, match="which is not loopback, so rollout"):
+    with pytest.raises(ValueError, match=r"rollout.trajectories: host .* is not loopback: others reach it, so rollout"):
         Served(tmp_path / "spool", "http://10.0.0.7:0")
     with Served(tmp_path / "spool", api_key_file=str(key)) as served:
         assert served.post(make_row("a", 1)).status_code == 401

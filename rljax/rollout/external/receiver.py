@@ -32,7 +32,7 @@ from rljax.errors import naming, parse_json
 from rljax.rollout.external.address import parse_address
 from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import COLUMNS, Row, RowLimits, read_trajectories
-from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, private_address, read_api_key
+from rljax.weights.access import KEY_FILE, RequireKey, serving_key
 
 MOST_BYTES = 64 * 2**20  # the largest request (bytes)
 _BODY_S = 60.0  # the longest time that a request may take to arrive (seconds)
@@ -82,12 +82,9 @@ class Receiver:
           ValueError: The address or the key cannot be used, or other machines could reach the address without a key.
         """
         self._host, self._port = parse_address(url)
-        self._key_file = find_key_file(api_key_file)
-        if self._key_file is not None:
-            read_api_key(self._key_file)
-        elif not private_address(self._host).is_loopback:
-            wanted = f"rollout.api_key_file or {KEY_FILE} must name a key file"
-            raise ValueError(f"rollout.trajectories: others reach {self._host}, which is not loopback, so {wanted}")
+        remedy = f"rollout.api_key_file or {KEY_FILE} must name a key file"
+        with naming("rollout.trajectories"):
+            self._key_file = serving_key(self._host, api_key_file, remedy)
         self.url = url
         self._spool, self._queue, self._limits = spool, queue, limits
         self._max_groups, self._facts = max_groups, facts

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from rljax.errors import ServerFailedError, check_choices
-from rljax.weights.access import KEY_FILE, find_key_file, private_address, read_api_key
+from rljax.weights.access import KEY_FILE, serving_key
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +89,8 @@ class ServerConfig(ABC):
         check_choices(self)
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be in 0..65535, got {self.port}")
-        object.__setattr__(self, "api_key_file", find_key_file(self.api_key_file))
-        address = private_address(self.host)
-        if self.api_key_file is not None:
-            read_api_key(self.api_key_file)
-        elif not address.is_loopback:
-            raise ValueError(f"host {self.host} is not loopback: others reach it, so it needs an api_key_file")
+        key_file = serving_key(self.host, self.api_key_file, "it needs an api_key_file")
+        object.__setattr__(self, "api_key_file", key_file)
         for argument in self.extra_args:
             name = argument.partition("=")[0].replace("_", "-")
             if name in _REFUSED:
