@@ -276,16 +276,7 @@ def main(argv: Sequence[str]) -> int:
         dump = sequences(options)
         write_dump(options.out / "tokens.parquet", dump)
         if options.layers:
-            return run_layers(
-                dump,
-                options.scorer,
-                options.model,
-                options.out,
-                sequence=options.sequence,
-                longest=options.layer_tokens,
-                json=options.json,
-                picture=options.picture,
-            )
+            return run_layers(dump, options)
         check_logprobs(dump, set(dump.logprobs).intersection(options.columns or dump.logprobs))
     given = sorted(dump.logprobs) if options.columns is None else options.columns
     roles = named_roles(options, {*dump.logprobs, *columns.values()})

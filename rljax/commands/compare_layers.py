@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +15,9 @@ from rljax.compare.scorers import check_vocabulary
 from rljax.errors import ConfigError
 from rljax.policy.config import SIZES, PolicyConfig
 from rljax.record.token_dumps import TokenDump
+
+if TYPE_CHECKING:
+    from rljax.commands.compare import Arguments
 
 
 def choose_sequence(dump: TokenDump, name: str | None, longest: int) -> np.ndarray:
@@ -33,36 +35,16 @@ def choose_sequence(dump: TokenDump, name: str | None, longest: int) -> np.ndarr
     return tokens
 
 
-def run_layers(
-    dump: TokenDump,
-    scorers: Sequence[str],
-    model: str | None,
-    out: Path,
-    *,
-    sequence: str | None,
-    longest: int,
-    json: Path | None,
-    picture: Path | None,
-) -> int:
-    """Compares the first scorer with each other one, writes the reports, and returns the exit status.
-
-    Args:
-      dump: The dump with the sequence to compute.
-      scorers: The specs, at least two. The first one is the reference.
-      model: The model directory of specs that name none.
-      out: The directory for layers.md, layers.json and layers.png.
-      sequence: The name of the sequence. None means the longest one.
-      longest: The largest number of tokens of the sequence that are computed.
-      json: The file for the JSON document, instead of layers.json in ``out``; or None.
-      picture: The file for the picture, instead of layers.png in ``out``; or None.
-    """
+def run_layers(dump: TokenDump, options: Arguments) -> int:
+    """Compares the first scorer with each other one, writes the reports, and returns the exit status."""
+    scorers, model, out = options.scorer, options.model, options.out
     if len(scorers) < 2:
         raise ConfigError(f"--layers compares the first --scorer with each other one, got {len(scorers)}")
-    if longest < 2:
-        raise ConfigError(f"--layer-tokens must be at least 2, got {longest}")
+    if options.layer_tokens < 2:
+        raise ConfigError(f"--layer-tokens must be at least 2, got {options.layer_tokens}")
     for spec in scorers:
         check_traced(spec)
-    tokens = choose_sequence(dump, sequence, longest)
+    tokens = choose_sequence(dump, options.sequence, options.layer_tokens)
     judged: list[Judged] = []
     with open_tracer(scorers[0], model) as reference:
         check_vocabulary(dump, reference.config.vocab_size)
@@ -72,8 +54,8 @@ def run_layers(
                 comparison = compare_layers(reference, tested, tokens)
             judged.append((comparison, judge_layers(comparison)))
     (out / "layers.md").write_text(layers_markdown(judged), encoding="utf-8")
-    (json or out / "layers.json").write_text(layers_json(judged), encoding="utf-8")
-    plot_layers(judged, picture or out / "layers.png")
+    (options.json or out / "layers.json").write_text(layers_json(judged), encoding="utf-8")
+    plot_layers(judged, options.picture or out / "layers.png")
     print(layers_text(judged))
     print(f"written to {out}: layers.md, layers.json, layers.png")
     return 0 if all(verdict.passed for _, verdict in judged) else 1

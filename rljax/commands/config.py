@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import rljax
+from rljax.commands.plain_options import field_texts
 from rljax.errors import ConfigError
 from rljax.policy.hub import packaged
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, dotted, resolve, shown, suggest
-from rljax.run.options import field_texts
 
 PROG = "rljax config"
 SHOW = "--show"
@@ -83,9 +83,9 @@ def section_lines(key: str) -> list[str]:
     """Returns a line for each key of a section, with the first sentence of the key's documentation."""
     kind, name = section_of(key)
     section = get_type_hints(kind)[name]
-    texts, lines = _texts(), []
+    texts, lines = field_texts(section), []
     for field in dataclasses.fields(section):
-        first = texts.get((section, field.name), "").partition(". ")[0].rstrip(".")
+        first = texts.get(field.name, "").partition(". ")[0].rstrip(".")
         lines.append(textwrap.shorten(f"{key}.{field.name}: {first}", WIDTH, placeholder=" ..."))
     return lines
 
@@ -99,7 +99,7 @@ def explanation(key: str, default: Any, value: Any, source: str) -> list[str]:
     declared = inspect.get_annotations(kind)[name]
     rows = [("type", declared.__name__ if isinstance(declared, type) else str(declared)), ("default", shown(default))]
     rows += [("value", f"{shown(value)} ({source})"), *(("refused", text) for text in refusals(key))]
-    lines = textwrap.wrap(_texts().get((kind, name), ""), WIDTH - 2)
+    lines = textwrap.wrap(field_texts(kind).get(name, ""), WIDTH - 2)
     for head, text in rows:
         lines += textwrap.wrap(f"{head:<9}{text}", WIDTH - 2, subsequent_indent=" " * 9)
     return [key, *(f"  {line}" for line in lines)]
@@ -118,12 +118,6 @@ def refusals(key: str) -> list[str]:
         if key in source:
             found += [text for text in _errors_of(source) if re.search(rf"(?<![\w.]){re.escape(key)}\b", text)]
     return list(dict.fromkeys(found))
-
-
-@functools.cache
-def _texts() -> dict[tuple[Any, str], str]:
-    """Returns the documentation of each setting, by (dataclass that holds it, field's name)."""
-    return field_texts(Config, Config())
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -235,7 +235,10 @@ class Checkpointer:
             except DamagedCheckpointError as error:
                 damaged[step] = error
                 if jax.process_count() > 1 and step != self.all_steps()[0]:
-                    self._start_again_without(step, error)
+                    # Other processes may not find the damage, so all start again.
+                    self._set_aside(step, error)
+                    advice = "it is moved away, and the same command goes on from the one before"
+                    raise StartAgainError(f"{error}; {advice}") from error
                 continue
             for other, why in damaged.items():
                 self._set_aside(other, why)
@@ -311,11 +314,6 @@ class Checkpointer:
         with contextlib.suppress(FileNotFoundError):  # another process of the run moved it
             (self._directory / str(step)).rename(target)
         self._manager.reload()
-
-    def _start_again_without(self, step: int, error: DamagedCheckpointError) -> NoReturn:
-        """Moves the damaged newest checkpoint aside; other processes may not find the damage, so all start again."""
-        self._set_aside(step, error)
-        raise StartAgainError(f"{error}; it is moved away, and the same command goes on from the one before") from error
 
     def _clear_incomplete(self) -> None:
         if jax.process_index() == 0:

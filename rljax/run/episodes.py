@@ -201,12 +201,13 @@ class _Batch:
     def _on_reset(self, episode: _Episode, prompt: Content) -> None:
         """Asks for the first turn, after the prompt of the environment or else of the problem."""
         if prompt is not None:
+            tokenizer, arguments = self._all.tokenizer, self._all.template_arguments
             try:
-                text = prompt if isinstance(prompt, str) else self._all.tokenizer.render_chat(prompt, **self._arguments)
+                text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt, **arguments)
             except ValueError as error:
                 self._fail(episode, _REFUSED, str(error))
                 return
-            tokens = self._all.tokenizer.encode(text)
+            tokens = tokenizer.encode(text)
             longest = self._all.max_prompt_tokens
             if not 1 <= len(tokens) <= longest:
                 got = f"the environment gave a prompt of {len(tokens)} tokens"
@@ -241,11 +242,7 @@ class _Batch:
             return content or ""
         tokenizer = self._all.tokenizer
         ended = int(last.token_ids[-1]) == tokenizer.template_stop
-        return tokenizer.render_reply(content, ended=ended, **self._arguments)
-
-    @property
-    def _arguments(self) -> dict[str, Any]:
-        return self._all.template_arguments
+        return tokenizer.render_reply(content, ended=ended, **self._all.template_arguments)
 
     def _put(self, episode: _Episode) -> None:
         """Asks the engine for the next turn."""

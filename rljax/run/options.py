@@ -64,15 +64,6 @@ def print_help(root: type, default: Any, prog: str, description: str, shown: Col
     tyro.cli(root, args=["--help"], default=default, config=_CONF, registry=registry, **texts)
 
 
-def field_texts(root: type, default: Any) -> dict[tuple[Any, str], str]:
-    """Returns the documentation of each field below ``root``, by (dataclass that holds it, field's name)."""
-    texts: dict[tuple[Any, str], str] = {}
-    registry = ConstructorRegistry()
-    _add_section_rule(registry, make=dict, texts=texts)
-    tyro.cli(root, args=[], default=default, registry=registry)
-    return texts
-
-
 def _fields_shown(root: type, shown: Collection[str]) -> dict[Any, set[str]]:
     """Returns the names of the fields to print, by the dataclass that holds them."""
     hints = get_type_hints(root)
@@ -106,7 +97,6 @@ def _add_section_rule(
     *,
     shown: dict[Any, set[str]] | None = None,
     make: Callable[..., Any] | None = None,
-    texts: dict[tuple[Any, str], str] | None = None,
 ) -> None:
     """Adds the rule of dataclasses: tyro's own rule with changes.
 
@@ -116,7 +106,6 @@ def _add_section_rule(
       registry: The registry that gets the rule.
       shown: The names of the fields to keep, by dataclass; None: all.
       make: The function that is called in place of the dataclass; None: the dataclass.
-      texts: A dictionary that receives the help of each field, by (dataclass, field's name).
     """
 
     def section(info: Any) -> Any:
@@ -128,8 +117,6 @@ def _add_section_rule(
             if shown is None or one.name in shown.get(kind, ()):
                 text = (one.helptext() if callable(one.helptext) else one.helptext) or ""
                 fields.append(dataclasses.replace(one, helptext=" ".join(text.split())))
-                if texts is not None:
-                    texts[kind, one.name] = " ".join(text.split())
         return dataclasses.replace(own, fields=tuple(fields), instantiate=make or own.instantiate)
 
     registry.struct_rule(_over_own(section))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches
 from rljax.run.rate import RateController, load_fork, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
-from rljax.run.sampling import Rollouts, Source, rollout_row, step_seed, training_sequences
+from rljax.run.sampling import Source, rollout_row, step_seed, training_sequences
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 from rljax.trainer.measure import without_empty_buckets
@@ -157,7 +156,7 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
     row |= progress.observe(row, has_loss=has_loss, reference_steps=config.diagnosis.reference_steps)
     row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
 
-    with completing(row, timers, rollouts):
+    try:
         # 7
         params = parts.weights(newest.state.params)
         with parts.batches.paused(params, version + 1, timers, drains=parts.evaluation.is_due(step)):
@@ -167,6 +166,9 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
 
             # 8
             row |= parts.evaluation.after(step, timers)
+    finally:
+        row |= timers.row | {"time/step_s": timers.seconds()}
+        row["perf/response_tokens_per_s"] = rollouts.num_tokens / row["time/rollout_s"]
 
 
 def update_options(config: Config, step: int, learning_rate: float) -> UpdateOptions:
@@ -184,16 +186,6 @@ def update_options(config: Config, step: int, learning_rate: float) -> UpdateOpt
 def is_due(every: int, step: int) -> bool:
     """Returns whether something that happens every so many steps (0: never) happens at ``step``."""
     return every > 0 and step % every == 0
-
-
-@contextlib.contextmanager
-def completing(row: Row, timers: Timers, rollouts: Rollouts) -> Iterator[None]:
-    """Adds the times of the step to ``row`` at the end of the block, even if the block fails."""
-    try:
-        yield
-    finally:
-        row |= timers.row | {"time/step_s": timers.seconds()}
-        row["perf/response_tokens_per_s"] = rollouts.num_tokens / row["time/rollout_s"]
 
 
 @dataclass
