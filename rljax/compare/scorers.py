@@ -111,9 +111,13 @@ def score_column(
             raise ValueError(f"a server's log-probabilities of given tokens are at temperature 1, got {temperature:g}")
         served = kind.removesuffix("-decode")
         with open_server(argument, served) as server:
-            scores = _served_decode if kind == _DECODE else _served_prefill
-            vectors = list(counted(scores(server, dump, batch_size), progress))
-            return vectors, server_source(server.info, "decode" if kind == _DECODE else "", 1.0, served)
+            if kind == _DECODE:
+                prompts, responses = _split(dump)
+                decoded = server.decode(prompts, responses, at_once=batch_size)
+                scored: Iterable[np.ndarray] = after_prompts(prompts, counted(decoded, progress))
+            else:
+                scored = counted(server.score(dump.token_ids, at_once=batch_size), progress)
+            return list(scored), server_source(server.info, "decode" if kind == _DECODE else "", 1.0, served)
     dtype, directory = split_model(spec, model)
     jax_scores: Callable[..., Vectors] = functools.partial(_jax_scores, cause=cause)
     score = {"jax": jax_scores, "jax-decode": _decode_scores, "jax-prefill": _prefill_scores, "hf": _hf_scores}[kind]
@@ -286,18 +290,6 @@ def _split_cache(dtype: str) -> tuple[str, str]:
     """Splits a spec's DTYPE/CACHE: ``float32/fp8_e5m2`` becomes ``("float32", "fp8_e5m2")``; no cache is auto."""
     dtype, _, cache = dtype.partition("/")
     return dtype, cache or "auto"
-
-
-def _served_prefill(server: ServedModel, dump: TokenDump, batch_size: int) -> Vectors:
-    return server.score(dump.token_ids, at_once=batch_size)
-
-
-def _served_decode(server: ServedModel, dump: TokenDump, batch_size: int) -> Vectors:
-    """Has a server decode every token from the first response token on."""
-    prompts, responses = _split(dump)
-    decoded = server.decode(prompts, responses, at_once=batch_size)
-    for prompt, logprobs in zip(prompts, decoded, strict=True):
-        yield from after_prompts([prompt], [logprobs])
 
 
 def _split(dump: TokenDump) -> tuple[list[np.ndarray], list[np.ndarray]]:

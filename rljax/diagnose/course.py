@@ -122,6 +122,7 @@ def read_course(log: Log) -> Course:
     }
     finite = effects[np.isfinite(effects)]
     names = [name for name in log.signals if log.has(name)]
+    buckets = {group: _bucket_means(labels) for group, labels in log.buckets.items()}
     return Course(
         steps=len(log.steps),
         starts_at=int(log.steps[0]),
@@ -139,8 +140,8 @@ def read_course(log: Log) -> Course:
         decline=None if decline is None else int(log.steps[decline]),
         onsets=onsets,
         correlations=_correlations(log, gap),
-        effects={group: _bucket_effects(labels) for group, labels in log.buckets.items()},
-        gaps={group: _bucket_gaps(labels) for group, labels in log.buckets.items()},
+        effects={group: {label: effect(k3, gap) for label, k3, gap in means} for group, means in buckets.items()},
+        gaps={group: {label: gap for label, _, gap in means} for group, means in buckets.items()},
         tokens={group: _bucket_counts(labels, "token_count") for group, labels in log.buckets.items()},
         extremes={group: _bucket_counts(labels, "extreme_rate") for group, labels in log.buckets.items()},
     )
@@ -230,14 +231,6 @@ def _correlations(log: Log, gap: np.ndarray) -> dict[str, float]:
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def _bucket_effects(labels: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, float]:
-    return {label: effect(_mean(each, "k3_kl"), _mean(each, "logprob_abs_diff_mean")) for label, each in _full(labels)}
-
-
-def _bucket_gaps(labels: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, float]:
-    return {label: _mean(each, "logprob_abs_diff_mean") for label, each in _full(labels)}
-
-
 def _bucket_counts(labels: Mapping[str, Mapping[str, np.ndarray]], name: str) -> dict[str, float]:
     """Returns a number of tokens by bucket, summed over all steps: ``token_count``, or the share ``name`` of it."""
     return {
@@ -247,16 +240,12 @@ def _bucket_counts(labels: Mapping[str, Mapping[str, np.ndarray]], name: str) ->
     }
 
 
-def _full(labels: Mapping[str, Mapping[str, np.ndarray]]) -> list[tuple[str, Mapping[str, np.ndarray]]]:
-    needed = {"token_count", "k3_kl", "logprob_abs_diff_mean"}
-    return [
-        (label, each)
-        for label, each in labels.items()
-        if needed <= set(each) and np.nansum(each["token_count"]) >= _FEWEST_TOKENS
-    ]
-
-
-def _mean(bucket: Mapping[str, np.ndarray], name: str) -> float:
-    """Returns the mean of a metric over the tokens of a bucket in all steps."""
-    weights = np.nan_to_num(bucket["token_count"])
-    return float((np.nan_to_num(bucket[name]) * weights).sum() / weights.sum())
+def _bucket_means(labels: Mapping[str, Mapping[str, np.ndarray]]) -> list[tuple[str, float, float]]:
+    """Returns each bucket with enough tokens: its label, and its mean k3 and gap over the tokens of all steps."""
+    found = []
+    for label, each in labels.items():
+        weights = np.nan_to_num(each.get("token_count", np.zeros(1)))
+        if {"k3_kl", "logprob_abs_diff_mean"} <= set(each) and weights.sum() >= _FEWEST_TOKENS:
+            k3, gap = ((np.nan_to_num(each[name]) * weights).sum() for name in ("k3_kl", "logprob_abs_diff_mean"))
+            found.append((label, float(k3 / weights.sum()), float(gap / weights.sum())))
+    return found

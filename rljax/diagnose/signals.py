@@ -205,7 +205,12 @@ def read_signals(rows: Rows) -> Log:
     if project == "rljax":
         groups = (*BUCKETED, *PARTS)
         wanted |= {name: name for name in columns if name.startswith(tuple(f"{group}/" for group in groups))}
-    steps, table = _by_step(rows, wanted, _dated(rows, found))
+    dated = next((found[name] for name in ("length", *MISMATCH, "reward", "grad_norm") if name in found), "")
+    by_step = cells_by_step(rows, wanted, choose_step_column(rows, dated))
+    if not by_step:
+        raise ConfigError("the log has no row with a step and a signal of a known name")
+    steps = np.array(sorted(by_step))
+    table = {name: np.array([by_step[at].get(name, math.nan) for at in sorted(by_step)]) for name in wanted}
     buckets: dict[str, dict[str, dict[str, np.ndarray]]] = {}
     for name, values in table.items():
         group, _, rest = name.partition("/")
@@ -228,20 +233,3 @@ def _edge(label: str) -> float:
     """Returns the lower edge of a bucket's label: lt_64, 64_to_256, ge_256, or a number."""
     word = label.removeprefix("ge_").partition("_to_")[0]
     return -math.inf if word.startswith("lt_") else number_of(word)
-
-
-def _dated(rows: Rows, found: Mapping[str, str]) -> str | None:
-    first = next((found[name] for name in ("length", *MISMATCH, "reward", "grad_norm") if name in found), "")
-    return choose_step_column(rows, first)
-
-
-def _by_step(
-    rows: Rows, wanted: Mapping[str, str], step_column: str | None
-) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Returns the steps, int64 [n], and the signals, float64 [n] each."""
-    by_step = cells_by_step(rows, wanted, step_column)
-    steps = sorted(by_step)
-    if not steps:
-        raise ConfigError("the log has no row with a step and a signal of a known name")
-    table = {name: np.array([by_step[at].get(name, math.nan) for at in steps]) for name in wanted}
-    return np.array(steps), table

@@ -131,7 +131,8 @@ class _Reader:
                 line.add(inner)
                 continue
             work = instruction_work(self._module, computation, one, len(self._nodes))
-            cost = times(work, kernel_uses(work, self._segments), self._card, self._nodes)
+            uses = kernel_uses(work, self._segments)
+            cost = times(work, uses, self._card, self._nodes)
             if one.opcode.endswith("-start"):
                 if work.collectives:
                     links_free = max(links_free, line.seconds) + cost.links
@@ -139,7 +140,7 @@ class _Reader:
                     flights[one.name] = _Flight(one, work, cost.links, links_free, *start)
                 continue  # copies that run beside the kernels take no time
             line.work_s += max(cost.products, cost.memory)
-            line.flops += _flops(work, self._segments)
+            line.flops += sum(work.flops.values()) + sum(use.flops or 0 for use in uses)
             line.memory_bytes += work.memory_bytes
             if work.collectives:  # nothing runs beside it
                 end = max(links_free, line.seconds) + cost.links
@@ -169,17 +170,13 @@ class _Reader:
         """Models one execution of a loop, a call or a conditional. An outermost open loop goes to ``open_loops``."""
         if one.opcode != "while":
             return self.run(counted_computation(self._module, one, len(self._nodes)))
-        line = Timeline()
         body = self._module.computations[one.called["body"]]
         trips = trip_count(self._module, computation, one)
         if trips is None and not self._is_inside:
             self._is_inside = True
             self.open_loops.append(self.run(body))
             self._is_inside = False
-            return line
+            return Timeline()
+        line = Timeline()
         line.add(self.run(body), 1 if trips is None else trips)
         return line
-
-
-def _flops(work: Work, segments: Sequence[int]) -> int:
-    return sum(work.flops.values()) + sum(use.flops or 0 for use in kernel_uses(work, segments))

@@ -267,7 +267,7 @@ def _tops_after(prompt: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> tu
     )
 
 
-def after_prompts(prompts: Sequence[np.ndarray], vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
+def after_prompts(prompts: Sequence[np.ndarray], vectors: Iterable[np.ndarray]) -> list[np.ndarray]:
     """Extends vectors [r] of response tokens to whole sequences, float32 [s + r], with NaN at the prompt tokens."""
     unknown = (np.full(len(prompt), np.nan, np.float32) for prompt in prompts)
     return [np.concatenate(pair) for pair in zip(unknown, vectors, strict=True)]
