@@ -122,13 +122,11 @@ def refusals(key: str) -> list[str]:
 
 @functools.cache
 def _errors_of(source: str) -> tuple[str, ...]:
-    """Returns the texts of the errors that a module raises."""
     return tuple(_raised(ast.parse(source)))
 
 
 @functools.cache
 def _package_sources() -> tuple[str, ...]:
-    """Returns the text of every module of the package, in the order of their paths."""
     paths = sorted(Path(str(rljax.__path__[0])).rglob("*.py"))
     return tuple(path.read_text(encoding="utf-8") for path in paths)
 

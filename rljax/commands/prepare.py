@@ -154,17 +154,11 @@ class Arguments:
 
 @dataclass
 class Selection:
-    """The rows that are kept so far, and the numbers that each step kept and dropped.
+    """The rows that are kept so far, and the numbers that each step kept and dropped."""
 
-    Attributes:
-      rows: The rows as they were read.
-      problems: The same rows, checked.
-      steps: The entries of the provenance, one for each filter.
-    """
-
-    rows: list[Row]
-    problems: list[Problem]
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row]  # the rows as they were read
+    problems: list[Problem]  # the same rows, checked
+    steps: list[dict[str, Any]] = field(default_factory=list)  # the entries of the provenance, one for each filter
 
     def keep(self, step: str, kept: Sequence[bool], **facts: Any) -> None:
         """Keeps the rows for which ``kept`` is true, and records the step."""

@@ -72,18 +72,12 @@ class Arguments(SurgeConfig):
 
 @dataclass(frozen=True)
 class Replay:
-    """A log and the outcome of each rule on it.
+    """A log and the outcome of each rule on it."""
 
-    Attributes:
-      path: The path of the log, as it was given.
-      log: The lengths of the log.
-      outcomes: The outcome of each rule. The rule in use comes first.
-      largest: The largest ratio with which the rule in use would have called, and the step of that call; or None.
-    """
-
-    path: Path
-    log: LengthLog
-    outcomes: list[Outcome]
+    path: Path  # the path of the log, as it was given
+    log: LengthLog  # the lengths of the log
+    outcomes: list[Outcome]  # the outcome of each rule; the rule in use comes first
+    # The largest ratio with which the rule in use would have called, and the step of that call.
     largest: tuple[float, int] | None
 
     @property

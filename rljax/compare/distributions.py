@@ -251,7 +251,6 @@ def _open_scorer(
 
 
 def _read_top(tops: Sequence[dict[int, float]], places: np.ndarray) -> TokenLogprobs:
-    """Converts a server's likeliest tokens at these places to arrays."""
     width = max(len(tops[place]) for place in places)
     ids, logprobs = np.full((len(places), width), -1, np.int32), np.full((len(places), width), -np.inf, np.float32)
     for row, place in enumerate(places):

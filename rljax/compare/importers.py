@@ -255,7 +255,6 @@ def _miles_sequence(record: Row, number: int) -> TokenDump:
 
 
 def _prime_rl_sequence(record: Row, _: int) -> TokenDump:
-    """Makes a dump of one line of prime-rl's token export."""
     if record.get("schema_version") != PRIME_RL_SCHEMA:
         raise ValueError(f"schema_version {record.get('schema_version')!r}, expected {PRIME_RL_SCHEMA}")
     run = f"{record['run_id']}/" if record.get("run_id") else ""

@@ -204,7 +204,6 @@ _Rows = list[list[str]]
 
 
 def _unknown_roles(comparison: Comparison) -> list[str]:
-    """Returns one paragraph about the columns that share a role, or an empty list."""
     groups = [[name for name, source in comparison.columns.items() if source.role == role] for role in PLACES]
     unordered = "; ".join(", ".join(group) for group in groups if len(group) > 1)
     paragraph = (

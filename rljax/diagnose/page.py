@@ -14,7 +14,6 @@ from rljax.diagnose.course import GAPS
 from rljax.diagnose.evidence import Facts
 from rljax.diagnose.remedies import REMEDIES
 from rljax.diagnose.signals import Log
-from rljax.diagnose.thresholds import Crossing
 
 WIDTH = 110
 SHOWN = (*GAPS, "reward", "length", "entropy", "grad_norm", "learning_rate", "staleness")
@@ -39,7 +38,11 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
         "verdict": words,
         "findings": [finding._asdict() | {"kind": CAUSES[finding.cause][0]} for finding in findings],
         "measured": _measured(facts, log),
-        "limits": [_limit(one) for one in facts.crossings],
+        "limits": [
+            {**one.threshold._asdict(), "crossed": one.is_crossed, "value": one.value, "steps": one.steps}
+            | {"measured": one.measured, "first": one.first}
+            for one in facts.crossings
+        ],
         "answers": answers(facts, cause, findings),
         "remedies": [remedy._asdict() for remedy in REMEDIES[cause]],
         "next": list(to_measure(facts, cause)),
@@ -75,20 +78,6 @@ def _measured(facts: Facts, log: Log | None) -> dict[str, Any]:
             "compare": {"status": tokens.verdict.status, "cause": tokens.verdict.cause},
         }
     return measured
-
-
-def _limit(one: Crossing) -> dict[str, Any]:
-    return {
-        "signal": one.threshold.signal,
-        "limit": one.threshold.limit,
-        "crossed": one.is_crossed,
-        "value": one.value,
-        "steps": one.steps,
-        "measured": one.measured,
-        "first": one.first,
-        "source": one.threshold.source,
-        "meaning": one.threshold.meaning,
-    }
 
 
 def to_text(found: Mapping[str, Any]) -> str:

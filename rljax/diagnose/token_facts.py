@@ -199,5 +199,4 @@ def _by_bucket(lr: np.ndarray, uncertainty: np.ndarray, values: np.ndarray, edge
 
 
 def _rows(dump: TokenDump, column: str) -> np.ndarray:
-    """Returns a column as rows, float64 [n, longest], with NaN after the end of each sequence."""
     return to_rows(dump.logprobs[column], np.nan).astype(np.float64)

@@ -35,37 +35,22 @@ _OF_AN_UPDATE = ("gradients", " copy", " gathered")
 
 
 class Decoding(NamedTuple):
-    """The batch that the embedded engine decodes at once.
+    """The batch that the embedded engine decodes at once."""
 
-    Attributes:
-      slots: The number of responses that are decoded at once.
-      rows: The number of responses of a step.
-      places: The tokens of the cache for one response.
-      bytes: The bytes of the cache on one device.
-    """
-
-    slots: int
-    rows: int
-    places: int
-    bytes: int
+    slots: int  # the number of responses that are decoded at once
+    rows: int  # the number of responses of a step
+    places: int  # the tokens of the cache for one response
+    bytes: int  # the bytes of the cache on one device
 
 
 class Demand(NamedTuple):
-    """The bytes that a run needs in one place, and the bytes that the place has.
+    """The bytes that a run needs in one place, and the bytes that the place has."""
 
-    Attributes:
-      label: The name of the place in a table.
-      parts: The bytes by purpose.
-      place: A description of the place, to follow the bytes that it has.
-      free: The bytes that the place has for the run, or None if they are not known.
-      remedy: The settings that would help.
-    """
-
-    label: str
-    parts: dict[str, int]
-    place: str
-    free: int | None
-    remedy: str
+    label: str  # the name of the place in a table
+    parts: dict[str, int]  # the bytes by purpose
+    place: str  # a description of the place, to follow the bytes that it has
+    free: int | None  # the bytes that the place has for the run, or None if they are not known
+    remedy: str  # the settings that would help
 
     @property
     def total(self) -> int:
@@ -79,19 +64,12 @@ class Demand(NamedTuple):
 
 
 class Devices(NamedTuple):
-    """The devices of a run.
+    """The devices of a run."""
 
-    Attributes:
-      number: The number of devices.
-      is_here: Whether this machine has the devices.
-      name: The name of a device.
-      memory: The memory of a device in bytes, or None for a CPU, whose memory is the host's.
-    """
-
-    number: int
-    is_here: bool
-    name: str
-    memory: int | None
+    number: int  # the number of devices
+    is_here: bool  # whether this machine has the devices
+    name: str  # the name of a device
+    memory: int | None  # the memory of a device in bytes, or None for a CPU, whose memory is the host's
 
     @property
     def on_host(self) -> int:

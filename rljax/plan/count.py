@@ -124,8 +124,6 @@ def counted_computation(module: Module, instruction: Instruction, devices: int) 
 
 
 class _Counter:
-    """A walk through the computations of a module that adds up their work."""
-
     def __init__(self, module: Module, devices: int):
         self._module, self._devices = module, devices
         self.open_loops: list[Work] = []

@@ -252,19 +252,16 @@ def in_units(count: int) -> str:
 
 
 def _describe(demand: Demand) -> str:
-    """Describes a demand: its sum, its parts, and the free bytes of the place."""
     parts = ", ".join(f"{name} {in_units(size)}" for name, size in demand.parts.items())
     whole = f"{in_units(demand.total)} ({parts})" if len(demand.parts) > 1 else parts
     return whole if demand.free is None else f"{whole}; free: {in_units(demand.free)} {demand.place}"
 
 
 def _describe_lack(demand: Demand) -> str:
-    """Describes a demand that does not fit, and the settings that would help."""
     return f"{demand.label}: {_describe(demand)}; try {demand.remedy}"
 
 
 def _batch(config: Config) -> dict[str, str]:
-    """Describes the samples of a step and how they are packed."""
     prompts, group, count = config.data.batch_size, config.rollout.group_size, config.num_sequences
     of_update, updates = count // config.loss.mini_batches, config.loss.mini_batches * config.loss.epochs
     micro, rows, tokens = batch_shape(config, of_update)
@@ -289,7 +286,6 @@ def _batch(config: Config) -> dict[str, str]:
 
 
 def _model(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, str]:
-    """Describes the policy and the mesh."""
     lora, count = config.lora, sum(leaf.size for leaf in jax.tree.leaves(abstract_params(policy)))
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 or axis in ("fsdp", "tp")}
     shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
@@ -327,7 +323,6 @@ def _sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> dict[str, st
 
 
 def _recipe(config: Config) -> dict[str, str]:
-    """Describes loss, correction, schedule, precision, engine and evaluation."""
     loss, correction, schedule = config.loss, config.correction.resolved(), config.schedule
     rate = f"{schedule.kind} from {config.optimizer.learning_rate:g}"
     if schedule.kind == "length_triggered":

@@ -147,7 +147,6 @@ def _logical_lines(text: str) -> Iterator[str]:
 
 
 def _parse_instruction(line: str) -> Instruction | None:
-    """Reads the instruction of a line; None if the line has none."""
     head = _INSTRUCTION.match(line)
     if head is None:
         return None
@@ -168,7 +167,6 @@ def _parse_instruction(line: str) -> Instruction | None:
 
 
 def _closing(line: str, opened: int) -> int:
-    """Returns the index of the parenthesis that closes the one at ``opened``."""
     depth = 0
     for parenthesis in re.finditer(r"[()]", line[opened:]):
         depth += 1 if parenthesis.group() == "(" else -1

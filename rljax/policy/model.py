@@ -85,8 +85,6 @@ def _block(config: PolicyConfig, rngs: nnx.Rngs) -> nnx.Module:
 
 
 class _Declaration(NamedTuple):
-    """The content of a declaration."""
-
     block: Any  # the graphdef of one block
     abstract: Params
     logical: Params

@@ -286,7 +286,6 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _results(run_dir: Path) -> tuple[Row, dict[str, Path]]:
-    """Returns the summary of a run and its pictures by name, as far as they exist."""
     summary, picture = run_dir / "summary.json", run_dir / "report.png"
     found = parse_json(summary.read_bytes()) if summary.exists() else {}
     return found, {"report": picture} if picture.exists() else {}

@@ -60,23 +60,14 @@ class MissingPackageError(ConfigError):
 
 @dataclass(frozen=True)
 class LengthLog:
-    """The response lengths in a log.
+    """The response lengths in a log."""
 
-    Attributes:
-      column: The length column.
-      truncated_column: The column with the share of truncated responses, or None.
-      step_column: The column that numbers the steps. None means that each row with a length is a step.
-      columns: The names of all columns of the log.
-      lengths: The length of each step 1, 2, ... (tokens); NaN where a step has none.
-      truncated: The share of truncated responses of each step; NaN where a step has none.
-    """
-
-    column: str
-    truncated_column: str | None
-    step_column: str | None
-    columns: list[str]
-    lengths: list[float]
-    truncated: list[float]
+    column: str  # the length column
+    truncated_column: str | None  # the column with the share of truncated responses
+    step_column: str | None  # the column that numbers the steps; None: each row with a length is a step
+    columns: list[str]  # the names of all columns of the log
+    lengths: list[float]  # the length of each step 1, 2, ... (tokens); NaN where a step has none
+    truncated: list[float]  # the share of truncated responses of each step; NaN where a step has none
 
 
 def read_lengths(path: Path, column: str | None = None, truncated_column: str | None = None) -> LengthLog:

@@ -231,8 +231,6 @@ def _span(steps: Sequence[int]) -> str:
 
 
 class _Console:
-    """A progress bar on a terminal, or plain lines elsewhere."""
-
     def __init__(self, total_steps: int, first_step: int) -> None:
         self._total_steps, self._first_step = total_steps, first_step
         self._last_time, self._last_step = time.monotonic(), first_step - 1

@@ -189,7 +189,6 @@ def _validate(checker: pydantic.TypeAdapter[T], value: Any) -> T:
 
 
 def _at(values: dict[str, Any], names: Names) -> Any:
-    """Returns the value to which the names lead."""
     return functools.reduce(dict.__getitem__, names, values)
 
 
@@ -244,7 +243,6 @@ def _over_options(root: type, values: dict[str, Any], words: Sequence[str], prog
 
 
 def _refuse_word(word: str, values: dict[str, Any]) -> NoReturn:
-    """Raises ConfigError for a word that is no option."""
     name = word.removeprefix("--").partition("=")[0]
     path = name.replace("-", "_")
     if not word.startswith("--"):

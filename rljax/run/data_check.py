@@ -34,17 +34,11 @@ _ANY_WAY = ("{}", "\\boxed{{{}}}", "Answer: {}", "<answer>{}</answer>", "#### {}
 
 
 class AnswerCheck(NamedTuple):
-    """The right answers of a data set, scored as responses to their own problems.
+    """The right answers of a data set, scored as responses to their own problems."""
 
-    Attributes:
-      checked: The number of right answers scored.
-      failed: The problems whose right answer gets no reward.
-      reason: The reason why the answers could not be checked; "" if they were, or need not be.
-    """
-
-    checked: int = 0
-    failed: Sequence[Problem] = ()
-    reason: str = ""
+    checked: int = 0  # the number of right answers scored
+    failed: Sequence[Problem] = ()  # the problems whose right answer gets no reward
+    reason: str = ""  # the reason why the answers could not be checked; "" if they were, or need not be
 
 
 def check_answers(

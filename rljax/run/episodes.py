@@ -101,8 +101,6 @@ class Episodes:
 
 @dataclasses.dataclass
 class _Episode:
-    """One trajectory on its way."""
-
     key: int  # its number in the batch
     name: int  # its number for the hosts
     problem: Problem
@@ -175,7 +173,6 @@ class _Batch:
             yield one
 
     def _take_turn(self, episode: _Episode, response: Response) -> None:
-        """Records a turn and hands it to the environment."""
         episode.recorder.add_turn(response)
         episode.last = response
         text = self._all.tokenizer.decode(response.token_ids)

@@ -66,7 +66,6 @@ def _save_newest(parts: RunParts, newest: NewestStep, record: Recorder) -> str:
 
 
 def _last_checkpoint(checkpointer: Checkpointer) -> str:
-    """Returns words that name the newest checkpoint, from which a run can go on."""
     step = checkpointer.latest_step()
     return "there is no checkpoint" if step is None else f"what remains is the checkpoint of step {step}"
 
@@ -135,7 +134,6 @@ def train(
 
 
 def _make_steps(parts: RunParts, newest: NewestStep, record: Recorder, profiler: StepProfiler) -> None:
-    """Makes, records and saves the steps until the run is over."""
     config, progress, skipped, is_save_due = parts.config, newest.progress, parts.skipped, False
     while progress.step < config.run.steps:
         with profiler.step(progress.step + 1):

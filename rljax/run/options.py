@@ -98,14 +98,9 @@ def _add_section_rule(
     shown: dict[Any, set[str]] | None = None,
     make: Callable[..., Any] | None = None,
 ) -> None:
-    """Adds the rule of dataclasses: tyro's own rule with changes.
+    """Adds tyro's own rule of dataclasses, with the help of a field as one paragraph.
 
-    The help of a field is one paragraph, without the line breaks of the source.
-
-    Args:
-      registry: The registry that gets the rule.
-      shown: The names of the fields to keep, by dataclass; None: all.
-      make: The function that is called in place of the dataclass; None: the dataclass.
+    Only the fields in ``shown`` are kept, and ``make`` is called in place of the dataclass; None changes nothing.
     """
 
     def section(info: Any) -> Any:

@@ -199,7 +199,6 @@ class BatchesAhead(Batches):
         return _Job(self._begun, problems, self._stream.state_dict(), self._version)
 
     def _run(self) -> None:
-        """Samples all batches in their order, on the thread."""
         while True:
             with self._changed:
                 while (job := self._next_job()) is None:

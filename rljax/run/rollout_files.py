@@ -115,12 +115,7 @@ def write_tokens(
 
 
 def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, ColumnSource], dict[str, Any]]:
-    """Returns the source of each column of a dump, and the settings for its header under ``sampling``.
-
-    Args:
-      version: The policy version of the trainer before the update.
-      stale: Whether tokens were sampled by an older version, so that the engine's weights have no one name.
-    """
+    """Returns the source of each column of a dump, and the settings for its header under ``sampling``."""
     from rljax.record.token_dumps import ColumnSource
 
     rollout, trainer = config.rollout, f"jax {jax.__version__}"
@@ -132,7 +127,7 @@ def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, Colum
     eight_bits = {name: kind for name, kind in forms.items() if kind not in ("none", "auto")}
     changes += [f"{name} {kind}" for name, kind in eight_bits.items() if name == "weight_quantization"]
     sampler = f"{trainer} decode" if rollout.engine == "jax" else rollout.engine
-    sampled = "" if stale else ", ".join([weights, *changes])
+    sampled = "" if stale else ", ".join([weights, *changes])  # weights of several versions have no one name
     temperature, form, cut = rollout.temperature, rollout.engine_form.label, rollout.is_cut
     cuts = {name: getattr(rollout, name) for name in ("top_k", "top_p", "min_p")} if cut else {}
     columns = {
@@ -157,7 +152,6 @@ def _write_transcript(
     trainer_logprobs: Sequence[np.ndarray],
     tokenizer: Tokenizer,
 ) -> None:
-    """Writes the transcript: one response per line, with reward and log-ratios."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pairs = zip(rollouts.all(), rollouts.rewards.ravel(), strict=True)
     rows = [(row, reward) for response, reward in pairs for row in response.trained_rows]

@@ -205,7 +205,6 @@ class VerifiersEpisodes:
             yield Scored(prompts[i], response, self._text(response), one.reward)
 
     def _text(self, response: Response) -> str:
-        """Returns the text of the sampled tokens of all rows."""
         rows = ((row.token_ids, row.turns) for row in response.rows)
         return "".join(self._tokenizer.decode(ids[turns > 0]) for ids, turns in rows if turns is not None)
 
@@ -234,8 +233,6 @@ class VerifiersEpisodes:
 
 
 class _Outcome(NamedTuple):
-    """The part of a trajectory that is trained on."""
-
     rows: list[Recorder]  # the rows of tokens
     reward: float  # the reward; NaN if the trajectory failed
     is_truncated: bool  # whether a limit ended the trajectory or its last turn

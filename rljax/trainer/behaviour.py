@@ -19,6 +19,7 @@ import numpy as np
 from rljax.mismatch import mismatch_metrics, read_tokens
 from rljax.mismatch.correction import finalize_importance, importance_statistics
 from rljax.policy.model import Params
+from rljax.record.token_arrays import to_rows
 from rljax.sharding import fetch
 from rljax.trainer.packing import PackedBatch, TrainSequence, unpack
 from rljax.trainer.self_check import spread
@@ -96,11 +97,7 @@ class SplitUpdate:
     def _behaviour_logprobs(
         self, sampled: Sequence[TrainSequence], batch: PackedBatch | None = None
     ) -> dict[int, list[np.ndarray]]:
-        """Returns the log-probabilities, float32 [r] for each response, under each older policy that sampled a token.
-
-        The keys are the numbers of versions behind. ``batch`` has the responses packed; without it ``pack_sample``
-        packs them when they are needed.
-        """
+        """Returns the log-probabilities, float32 [r] for each response, by the number of versions behind."""
         behind = {int(d) for s in sampled if s.staleness is not None for d in np.unique(s.staleness)}
         by_versions = {}
         for versions in sorted(behind & set(range(1, len(self._kept)))):
@@ -128,17 +125,11 @@ def split_metrics(
       trainer: The log-probabilities of each response, float32 [r], under the newest policy.
       is_threshold: The threshold C >= 1 of the ratios.
     """
-    shape = len(sampled), max(len(s.response) for s in sampled)
-    rollout, then, now = (np.zeros(shape) for _ in range(3))
-    behind = np.full(shape, -1)
-    for i, s in enumerate(sampled):
-        end = len(s.response)
-        rollout[i, :end], now[i, :end], then[i, :end] = s.rollout_logprobs, trainer[i], trainer[i]
-        behind[i, :end] = 0 if s.staleness is None else s.staleness
-        for versions, logprobs in behaviour.items():
-            older = behind[i, :end] == versions
-            then[i, :end][older] = logprobs[i][older]
-        behind[i, :end][~s.sampled] = -1
+    rollout, now = to_rows([s.rollout_logprobs for s in sampled], 0.0), to_rows(trainer, 0.0)
+    behind = to_rows([np.where(s.sampled, 0 if s.staleness is None else s.staleness, -1) for s in sampled], -1)
+    then = now.copy()
+    for versions, logprobs in behaviour.items():
+        np.copyto(then, to_rows(logprobs, 0.0), where=behind == versions)
     known = np.isin(behind, [0, *behaviour])
     parts = {"mismatch_numerics": (then, rollout, known), "mismatch_drift": (now, then, known)}
     parts |= {f"mismatch_drift/{versions}": (now, then, behind == versions) for versions in behaviour}

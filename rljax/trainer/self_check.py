@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.model import Remat
+from rljax.record.token_arrays import to_rows
 from rljax.sharding import fetch
 from rljax.trainer.forward import TokenValues
 from rljax.trainer.measure import Cause
@@ -130,12 +131,8 @@ def self_metrics(
 
     ``sampled`` tells which of these tokens the policy sampled, bool [r] for each response. Other tokens do not count.
     """
-    shape = len(first), max(map(len, first))
-    ours, others = (np.zeros(shape) for _ in range(2))
-    mask = np.zeros(shape, bool)
-    for i, (one, two, own) in enumerate(zip(first, second, sampled, strict=True)):
-        ours[i, : len(one)], others[i, : len(two)], mask[i, : len(one)] = one, two, own
-    return {name: float(value) for name, value in mismatch_metrics(ours, others, mask).items()}
+    rows = to_rows(first, 0.0), to_rows(second, 0.0), to_rows(sampled, False)
+    return {name: float(value) for name, value in mismatch_metrics(*rows).items()}
 
 
 def other_shape(rows: int, tokens: int, ways: int) -> tuple[int, int]:

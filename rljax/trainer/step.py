@@ -358,7 +358,6 @@ class TrainStep:
         return self._run(self._programs.loss_forward, state, batch, controls)[0]
 
     def _run(self, program: Any, state: TrainState, batch: PackedBatch, controls: Controls) -> Any:
-        """Places the batch and calls a program of gradients."""
         placed = place_batch(batch, self._by_rows, self._everywhere)
         weights = [] if self._merged is None else [self._merged(state.params)]
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):

@@ -58,7 +58,6 @@ def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> Iterator[Tra
 
 
 def _local_tracer(spec: str, model: str | os.PathLike[str] | None) -> Tracer:
-    """Makes a tracer that computes in this process."""
     found = _SPEC.fullmatch(spec)
     assert found is not None
     kind, dtype = found["kind"], found["dtype"]
