@@ -76,19 +76,15 @@ def gradients(attention: PackedAttention) -> Callable[..., tuple[jax.Array, ...]
     return run
 
 
-def dense_attention(q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
-    """Computes packed attention from all scores at once."""
-    return attend(q, k, v, segment_mask(segments))
-
-
 @jax.jit
 def reference(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Array, ...]:
     """Computes the results of ``gradients`` in float32 at the highest precision, with all scores of one kv head."""
     b, t, _, d = q.shape
     wide = (x.astype(jnp.float32).reshape(b, t, k.shape[2], -1, d) for x in (q, k, v, d_out))
     by_head = [jnp.moveaxis(x, 2, 0) for x in wide]
+    run = gradients(lambda q, k, v, segments: attend(q, k, v, segment_mask(segments)))
     with jax.default_matmul_precision("highest"):
-        results = jax.lax.map(lambda arrays: gradients(dense_attention)(*arrays, segments), by_head)
+        results = jax.lax.map(lambda arrays: run(*arrays, segments), by_head)
     return tuple(jnp.moveaxis(x, 0, 2).reshape(b, t, -1, d) for x in results)
 
 

@@ -28,7 +28,6 @@ _QWEN3_SIZES = {
     "32B": (5120, 25600, 64, 64, 8),
     "30B-A3B": (2048, 6144, 48, 32, 4),
 }
-_DISTILLED_SIZES = (1536, 8960, 28, 12, 2)
 _MIXTURE = {"num_experts": 128, "experts_per_token": 8, "expert_size": 768, "normalize_gates": True}
 
 
@@ -60,7 +59,7 @@ KNOWN_SHAPES |= {
 }
 KNOWN_SHAPES["deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"] = PolicyConfig(
     151_936,
-    *_DISTILLED_SIZES,
+    *(1536, 8960, 28, 12, 2),
     head_dim=128,
     family="qwen2",
     max_position_embeddings=131_072,

@@ -216,10 +216,7 @@ class OffloadedUpdate:
     def __init__(self, update: Update) -> None:
         """Wraps an update that works on the devices."""
         self._update = update
-
-    def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
-        """Packs the sequences as the wrapped update does."""
-        return self._update.pack(sequences)
+        self.pack = update.pack
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions

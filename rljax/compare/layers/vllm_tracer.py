@@ -63,7 +63,7 @@ class VllmTracer:
             (directory / PROBE).write_text(request)
             if given:
                 save_file({name: np.ascontiguousarray(value) for name, value in given.items()}, directory / GIVEN)
-            self._ask("rljax_tap", str(directory), request)
+            self._check(self._backend.ask_plugin(self._client, self._url, "rljax_tap", str(directory), request))
             try:
                 self._compute(tokens, request)
             finally:
@@ -89,9 +89,6 @@ class VllmTracer:
         body = {"model": self._model, "token_ids": tokens.tolist(), "sampling_params": sampling}
         extra = {"request_id": request, "cache_salt": request}
         self._client.call(self._url, "POST", GENERATE, timeout_s=_TIMEOUT_S, json=body | extra)
-
-    def _ask(self, method: str, *arguments: str) -> None:
-        self._check(self._backend.ask_plugin(self._client, self._url, method, *arguments))
 
     def _check(self, answers: list[Any]) -> None:
         errors = [answer["error"] for answer in answers if answer["error"]]
