@@ -119,6 +119,8 @@ def score_column(
                 scored = counted(server.score(dump.token_ids, at_once=batch_size), progress)
             return list(scored), server_source(server.info, "decode" if kind == _DECODE else "", 1.0, served)
     dtype, directory = split_model(spec, model)
+    if kind != "hf":  # transformers may read a model that this library cannot
+        check_vocabulary(dump, read_config(directory).vocab_size)
     jax_scores: Callable[..., Vectors] = functools.partial(_jax_scores, cause=cause)
     score = {"jax": jax_scores, "jax-decode": _decode_scores, "jax-prefill": _prefill_scores, "hf": _hf_scores}[kind]
     vectors = list(counted(score(directory, dtype, temperature, dump, batch_size), progress))
@@ -250,7 +252,6 @@ def check_vocabulary(dump: TokenDump, vocab_size: int) -> None:
 
 def _jax_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int, cause: Cause) -> Vectors:
     config = read_config(model)
-    check_vocabulary(dump, config.vocab_size)
     mesh = other_mesh(make_mesh(MeshConfig())) if cause == "mesh" else None
     params = load_params(model, config, None if mesh is None else param_shardings(config, mesh))
     remat: Remat | None = "blocks" if cause == "remat" else None
@@ -262,7 +263,6 @@ def _jax_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, ba
 
 def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
     """Decodes every token from the first response token on; the tokens before it are the prompt."""
-    check_vocabulary(dump, read_config(model).vocab_size)
     prompts, responses = _split(dump)
     engine, longest = _load_engine(model, dtype, prompts), max(1, *map(len, responses))
     for start in range(0, len(prompts), batch_size):
@@ -273,7 +273,6 @@ def _decode_scores(model: Path, dtype: str, temperature: float, dump: TokenDump,
 
 def _prefill_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
     """Computes every sequence at once, in the way in which the embedded engine computes a prompt."""
-    check_vocabulary(dump, read_config(model).vocab_size)
     engine = _load_engine(model, dtype, dump.token_ids)
     for start in range(0, len(dump.token_ids), batch_size):
         for vector in engine.score_prefill(dump.token_ids[start : start + batch_size], temperature=temperature):

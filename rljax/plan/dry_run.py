@@ -133,17 +133,13 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
         )
     batch_shape(config)
     if config.rollout.engine == "exact":  # its executable also scores the responses of evaluations
-        _check_rows(exact_shape(config)[0], config)
-
-
-def _check_rows(rows: int, config: Config) -> None:
-    """Raises ValueError if groups that move to other places of a batch are trained in other rows of a micro-batch."""
-    if config.rollout.refill and config.rollout.group_size % rows:
-        raise ValueError(
-            "rollout.refill with rollout.engine = exact: each response is trained in the row that sampled it, so "
-            f"rollout.group_size = {config.rollout.group_size} must be a multiple of the {rows} rows of a micro-batch; "
-            "set packing.rows_per_micro_batch"
-        )
+        rows, _ = exact_shape(config)
+        if config.rollout.refill and config.rollout.group_size % rows:
+            raise ValueError(
+                "rollout.refill with rollout.engine = exact: each response is trained in the row that sampled it, so "
+                f"rollout.group_size = {config.rollout.group_size} must be a multiple of the {rows} rows of a "
+                "micro-batch; set packing.rows_per_micro_batch"
+            )
 
 
 def _check_routes(config: Config, policy: PolicyConfig) -> None:

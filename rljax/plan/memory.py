@@ -59,7 +59,9 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     places = local_rows * tokens
     block = gradients + block_bytes(part, places, itemsize)
     if not exchanges_heads(policy, mesh):
-        block += gathered_key_bytes(part, places, mesh.shape["context"], itemsize)
+        # Keys and values that the devices of a row gather, two copies, and their float32 gradients.
+        gathered = places * mesh.shape["context"] * 2 * part.num_kv_heads * part.head_dim
+        block += gathered * (2 * itemsize + _FLOAT32)
     if policy.num_experts:
         block += experts_bytes(part, places, mesh.shape["expert"], itemsize)
     head = head_bytes(policy, mesh, places, itemsize)
@@ -170,11 +172,6 @@ def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:
     activations = 4 * inner + 7 * heads + 3 * part.hidden_size
     weight = part.hidden_size * inner
     return places * (itemsize * activations + _FLOAT32 * 3 * heads // 2) + weight * (itemsize + 2 * _FLOAT32)
-
-
-def gathered_key_bytes(part: PolicyConfig, places: int, parts: int, itemsize: int) -> int:
-    """Estimates the bytes of keys and values that ``parts`` devices gather, two copies, and their float32 gradients."""
-    return places * parts * 2 * part.num_kv_heads * part.head_dim * (2 * itemsize + _FLOAT32)
 
 
 def experts_bytes(part: PolicyConfig, places: int, ways: int, itemsize: int) -> int:
