@@ -282,22 +282,26 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def study(seeds: int) -> dict[str, Any]:
-    """Computes medians over the seeds: the mismatch by size, and the numbers by correction and size."""
-    pairs = {size: [make_pair(seed, size) for seed in range(seeds)] for size in SIZES}
+    """Computes medians over the seeds: those of ``study_corrections``, and the numbers by remedy and sampler."""
     wide = {
         name: [judge_remedies(make_pair(seed, size, WIDE_VOCABULARY, factor)) for seed in range(seeds)]
         for name, (size, factor) in SAMPLERS.items()
     }
+    remedies = {
+        name: {sampler: medians([row[name] for row in rows]) for sampler, rows in wide.items()}
+        for name in (*REMEDIES, *MASKS)
+    }
+    return {"seeds": seeds, **study_corrections(seeds), "remedies": remedies}
+
+
+def study_corrections(seeds: int) -> dict[str, Any]:
+    """Computes medians over the seeds: the mismatch by size, and the numbers by correction and size."""
+    pairs = {size: [make_pair(seed, size) for seed in range(seeds)] for size in SIZES}
     judged = {size: [judge_all(pair) for pair in pairs[size]] for size in SIZES}
     return {
-        "seeds": seeds,
         "mismatch": {f"{size:g}": medians([mismatch_of(pair) for pair in pairs[size]]) for size in SIZES},
         "corrections": {
             name: {f"{size:g}": medians([row[name] for row in judged[size]]) for size in SIZES} for name in CORRECTIONS
-        },
-        "remedies": {
-            name: {sampler: medians([row[name] for row in rows]) for sampler, rows in wide.items()}
-            for name in (*REMEDIES, *MASKS)
         },
     }
 

@@ -25,9 +25,13 @@ ROLLOUT = np.full((2, 6), -2.0, np.float32)
 LOGPROBS = (ROLLOUT + np.log(RATIOS)).astype(np.float32)
 
 
+@functools.cache
+def compiled(config):
+    return jax.jit(functools.partial(correct, config, num_sequences=4))
+
+
 def run(config, logprobs=LOGPROBS, rollout=ROLLOUT, mask=MASK, ids=IDS):
-    compiled = jax.jit(functools.partial(correct, config, num_sequences=4))
-    weights, kept, totals = compiled(logprobs, rollout, mask, sequence_ids=ids)
+    weights, kept, totals = compiled(config)(logprobs, rollout, mask, sequence_ids=ids)
     assert weights.dtype == jnp.float32
     assert kept.dtype == jnp.bool_
     return np.asarray(weights), np.asarray(kept), {k: float(v) for k, v in finalize_correction(totals).items()}, totals

@@ -1,5 +1,7 @@
 """Trust regions of single tokens and masks of sequences, by hand and against numpy texts of their sources."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,14 +46,20 @@ def batch(seed, spread=1.2):
     return micro, np.take_along_axis(p, tokens[..., None], -1)[..., 0], np.take_along_axis(p, ids, -1)
 
 
-def weights_of(correction, micro, logprobs, tops, loss=None):
-    """The factor of -A grad log p at each token, and the row."""
-    objective = Objective(loss or LossConfig(kind="policy_gradient"), correction.resolved(), B, T)
+@functools.cache
+def compiled(correction):
+    objective = Objective(LossConfig(kind="policy_gradient"), correction.resolved(), B, T)
 
-    def run(logprobs):
+    def run(logprobs, tops, micro):
         return objective.micro_loss(Scores(logprobs, 0 * logprobs, None, tops), micro, jnp.float32(1.0))
 
-    (_, statistics), found = jax.jit(jax.value_and_grad(run, has_aux=True))(jnp.asarray(logprobs))
+    return objective, jax.jit(jax.value_and_grad(run, has_aux=True))
+
+
+def weights_of(correction, micro, logprobs, tops):
+    """The factor of -A grad log p at each token, and the row."""
+    objective, run = compiled(correction)
+    (_, statistics), found = run(logprobs, tops, micro)
     return np.asarray(found) / -micro.advantages, loss_row(objective, statistics, jnp.float32(1.0))
 
 
@@ -192,7 +200,8 @@ def test_sequence_masks_by_hand():
         found, stats = rejection_mask(lr, zeros, mask, statistic=statistic, threshold=threshold)
         np.testing.assert_array_equal(found[:, 0], kept)
         assert stats["rejected_sequence_fraction"] == pytest.approx(1 - sum(kept) / 4)  # the last has no token
-        on_device, _ = rejection_mask(jnp.asarray(lr), zeros, mask, statistic=statistic, threshold=threshold)
+        run = jax.jit(functools.partial(rejection_mask, statistic=statistic, threshold=threshold))
+        on_device, _ = run(lr, zeros, mask)
         np.testing.assert_array_equal(on_device, found)
     assert CorrectionConfig(preset="max_k3").rejections == (("max_k3", 0.05),)
     assert CorrectionConfig(preset="abs_ratio").rejections == (("abs_ratio", 2.0),)

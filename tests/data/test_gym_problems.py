@@ -17,8 +17,8 @@ from rljax.data.toy import build_tokenizer
 CHECKSUM = """
 import hashlib
 from rljax.data import gym_problems as gym
-gym.EVAL_PROBLEMS = 2
-made = gym.gym_problems(["list_functions", "word_ladder"], "train", seed=3, count=40, options={})
+gym.EVAL_PROBLEMS = 40
+made = gym.gym_problems(["list_functions", "word_ladder"], "eval", seed=3, count=0, options={})
 print(hashlib.sha256(repr([(one["prompt"], one["answer"]) for one in made]).encode()).hexdigest())
 """
 
@@ -186,15 +186,17 @@ def test_the_splits_of_a_mixture_share_no_prompt(library, tmp_path):
 
 @pytest.mark.slow
 def test_neighbouring_seeds_share_few_problems(library, monkeypatch):
-    monkeypatch.setattr(gym_problems, "EVAL_PROBLEMS", 2)
+    """The training problems and those of the evaluation of one seed, and the evaluation of the next."""
+    monkeypatch.setattr(gym_problems, "EVAL_PROBLEMS", 50)
     made = [
         {
             one["prompt"][0]["content"]
-            for one in gym_problems.gym_problems(["dice"], "train", seed=s, count=50, options={})
+            for one in gym_problems.gym_problems(["dice"], split, seed=seed, count=50, options={})
         }
-        for s in (0, 1)
+        for split, seed in (("train", 0), ("eval", 0), ("eval", 1))
     ]
-    assert len(made[0] & made[1]) < 5
+    assert len(made[2]) == 50
+    assert all(len(one & made[2]) < 5 for one in made[:2])
 
 
 @pytest.mark.slow
@@ -209,6 +211,7 @@ def test_a_run_trains_on_a_task_and_evaluates_it(library, tmp_path, monkeypatch)
     monkeypatch.setattr(gym_problems, "EVAL_PROBLEMS", 8)
     words = ("--data.task", "reasoning_gym:lcm", "--data.task-options", "max_value=99", "--data.task-problems", "40")
     more = ("--data.max-prompt-tokens", "80", "--packing.row-tokens", "128", "--eval.every", "1")
+    more += ("--eval.max-response-tokens", "8")
     status, output = complete(tiny(TOY_BASE, tmp_path / "run", 1, *words, *more))
     assert status == 0, output
     table = (tmp_path / "run/data.txt").read_text().splitlines()

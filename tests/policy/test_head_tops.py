@@ -41,6 +41,10 @@ def summed(head, hidden, table, targets, ids):
     return jnp.sum(of_logprobs * scores[0]) + jnp.sum(of_entropy * scores[1]) + jnp.sum(of_tops * tops)
 
 
+def gradients(head):
+    return jax.jit(jax.grad(functools.partial(summed, head), (0, 1)))
+
+
 def plain(hidden, table, targets, ids, temperature=1.0):
     logp = jax.nn.log_softmax(hidden @ table.T / temperature)
     picked = jnp.take_along_axis(logp, targets[:, None], axis=-1)[:, 0]
@@ -52,7 +56,8 @@ def plain(hidden, table, targets, ids, temperature=1.0):
 def test_values_of_four_tokens_by_hand():
     ids = jnp.asarray([[0, 3, -1, 3]])
     for max_chunk in (4, 2, 1):
-        scores = token_logprobs(ONE, FOUR, jnp.asarray([1]), ids, max_chunk=max_chunk, collision=True)
+        head = jax.jit(functools.partial(token_logprobs, max_chunk=max_chunk, collision=True))
+        scores = head(ONE, FOUR, jnp.asarray([1]), ids)
         assert scores.logprobs == pytest.approx(np.log(1 / 4), abs=1e-6)
         assert scores.entropy == pytest.approx(1.75 * np.log(2), abs=1e-6)
         np.testing.assert_allclose(scores.tops[0], [np.log(1 / 2), np.log(1 / 8), -np.inf, np.log(1 / 8)], atol=1e-6)
@@ -62,8 +67,10 @@ def test_values_of_four_tokens_by_hand():
 def test_gradients_of_four_tokens_by_hand():
     """With the state 1, d log p_v / d table is 1[v] - p."""
 
-    def value(table, ids, weights):
-        return jnp.sum(token_logprobs(ONE, table, jnp.asarray([1]), jnp.asarray([ids]), max_chunk=2).tops * weights)
+    @jax.jit
+    @jax.grad
+    def gradient(table, ids, weights):
+        return jnp.sum(token_logprobs(ONE, table, jnp.asarray([1]), ids[None], max_chunk=2).tops * weights)
 
     for ids, weights, of_each in (
         ([0], [[1.0]], [1, 0, 0, 0]),
@@ -71,7 +78,8 @@ def test_gradients_of_four_tokens_by_hand():
         ([2, 2], [[1.0, 2.0]], [0, 0, 3, 0]),  # an id that is there twice gets both
     ):
         expected = np.asarray(of_each) - np.sum(of_each) * PROBABILITIES
-        np.testing.assert_allclose(jax.grad(value)(FOUR, ids, jnp.asarray(weights))[:, 0], expected, atol=1e-6)
+        found = gradient(FOUR, jnp.asarray(ids), jnp.asarray(weights))
+        np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +94,10 @@ def test_values_and_gradients_match_the_plain_form(max_chunk, temperature):
     head = functools.partial(token_logprobs, temperature=temperature, max_chunk=max_chunk, collision=True)
     reference = functools.partial(plain, temperature=temperature)
     with jax.default_matmul_precision("highest"):
-        for found, expected in zip(head(*arrays), reference(*arrays), strict=True):
+        for found, expected in zip(jax.jit(head)(*arrays), jax.jit(reference)(*arrays), strict=True):
             assert found.dtype == jnp.float32
             np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
-        ours, theirs = (jax.grad(functools.partial(summed, way), (0, 1))(*arrays) for way in (head, reference))
+        ours, theirs = (gradients(way)(*arrays) for way in (head, reference))
     for found, expected in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5, rtol=1e-5)
 
@@ -100,11 +108,11 @@ def test_a_sixteen_bit_head_is_near_the_exact_one(dtype, error):
     wide = [x.astype(jnp.float32) for x in arrays[:2]]
     head = functools.partial(token_logprobs, dtype=dtype, max_chunk=12)
     with jax.default_matmul_precision("highest"):
-        expected = plain(*wide, *arrays[2:])
-        exact = jax.grad(functools.partial(summed, plain), (0, 1))(*wide, *arrays[2:])
+        expected = jax.jit(plain)(*wide, *arrays[2:])
+        exact = gradients(plain)(*wide, *arrays[2:])
     # Log-probabilities are not rounded to 16 bits.
-    np.testing.assert_allclose(head(*arrays).tops, expected[2], atol=2e-5, rtol=1e-5)
-    for found, wanted in zip(jax.grad(functools.partial(summed, head), (0, 1))(*arrays), exact, strict=True):
+    np.testing.assert_allclose(jax.jit(head)(*arrays).tops, expected[2], atol=2e-5, rtol=1e-5)
+    for found, wanted in zip(gradients(head)(*arrays), exact, strict=True):
         assert found.dtype == jnp.bfloat16
         apart = jnp.linalg.norm(found.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
         assert 0 < float(apart) < error
@@ -114,13 +122,18 @@ def test_a_missing_id_never_gives_nan():
     hidden, table, targets, ids = example()
     nowhere = jnp.full_like(ids, -1)
     assert np.array_equal(token_logprobs(hidden, table, targets, nowhere).tops, np.full((N, K), -np.inf))
-    for cotangent in (0.0, 1.0, jnp.nan):
+
+    @jax.jit
+    def pulled(cotangent):
         _, pull = jax.vjp(lambda *two: token_logprobs(*two, targets, nowhere, max_chunk=12).tops, hidden, table)
-        assert not any(jnp.any(part) for part in pull(jnp.full((N, K), cotangent)))
+        return pull(jnp.full((N, K), cotangent))
+
+    for cotangent in (0.0, 1.0, jnp.nan):
+        assert not any(jnp.any(part) for part in pulled(cotangent))
     # Probabilities, and the terms p log p, of places without an id are 0 in the loss.
     for value in (jnp.exp, lambda x: jnp.where(x > -jnp.inf, jnp.exp(x) * x, 0.0)):
-        grads = jax.grad(lambda *two: jnp.sum(value(token_logprobs(*two, targets, ids).tops)), (0, 1))(hidden, table)  # noqa: B023
-        assert all(np.isfinite(part).all() for part in grads)
+        grads = jax.jit(jax.grad(lambda *two: jnp.sum(value(token_logprobs(*two, targets, ids).tops)), (0, 1)))  # noqa: B023
+        assert all(np.isfinite(part).all() for part in grads(hidden, table))
 
 
 def test_an_id_past_the_vocabulary_is_none():
@@ -130,7 +143,7 @@ def test_an_id_past_the_vocabulary_is_none():
 def test_collision_has_no_gradient():
     hidden, table, targets, _ = example()
     grads = jax.grad(lambda *two: jnp.sum(token_logprobs(*two, targets, collision=True).collision), (0, 1))
-    assert not any(jnp.any(part) for part in grads(hidden, table))
+    assert not any(jnp.any(part) for part in jax.jit(grads)(hidden, table))
 
 
 def test_collision_survives_logits_far_apart():
@@ -143,10 +156,9 @@ def test_collision_survives_logits_far_apart():
 
 def test_leading_axes_are_kept():
     hidden, table, targets, ids = example()
-    scores = token_logprobs(
-        hidden[:12].reshape(3, 4, D), table, targets[:12].reshape(3, 4), ids[:12].reshape(3, 4, K), collision=True
-    )
-    flat = token_logprobs(hidden[:12], table, targets[:12], ids[:12], collision=True)
+    head = jax.jit(functools.partial(token_logprobs, collision=True))
+    scores = head(hidden[:12].reshape(3, 4, D), table, targets[:12].reshape(3, 4), ids[:12].reshape(3, 4, K))
+    flat = head(hidden[:12], table, targets[:12], ids[:12])
     assert [x.shape for x in scores] == [(3, 4), (3, 4), (3, 4, K), (3, 4)]
     for found, expected in zip(scores, flat, strict=True):
         np.testing.assert_array_equal(found.reshape(expected.shape), expected)

@@ -10,11 +10,14 @@ from rljax.commands import export
 from rljax.evaluate import find_policy
 from rljax.rollout.types import RolloutConfig
 
+# All runs here sample at this heat: a step's program holds the temperature.
+HOT = ("--rollout.temperature", "50")
+
 
 def test_a_run_stops_at_the_tokens_that_it_names(tmp_path):
     """All 16 tokens stop, so each response has one token, in training and in evaluation."""
     every = [str(token) for token in range(16)]
-    words = tiny(TOY_BASE, tmp_path, 1, "--eval.every", "1", "--rollout.stop-token-ids", *every)
+    words = tiny(TOY_BASE, tmp_path, 1, *HOT, "--eval.every", "1", "--rollout.stop-token-ids", *every)
     status, output = complete(words)
     assert status == 0, output
     (row,) = comparable(tmp_path)
@@ -33,15 +36,14 @@ def test_a_run_tells_of_the_templates_stop_token(stops, fraction, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(TOY_BASE, base)
     (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}_{% endfor %}")
-    hot = ("--rollout.temperature", "50", *stops)
-    status, output = complete(tiny(base, tmp_path / "run", 1, *hot))
+    status, output = complete(tiny(base, tmp_path / "run", 1, *HOT, *stops))
     assert status == 0, output
     (row,) = comparable(tmp_path / "run")
     assert (row["response_length/missed_stop_fraction"] > 0.0) is fraction
 
 
 def test_an_export_leaves_the_models_own_stop_tokens(tmp_path):
-    status, output = complete(tiny(TOY_BASE, tmp_path / "run", 1))
+    status, output = complete(tiny(TOY_BASE, tmp_path / "run", 1, *HOT))
     assert status == 0, output
     assert not [key for key in comparable(tmp_path / "run")[0] if "stop" in key]
     assert outcome(export.main, [tmp_path / "run", tmp_path / "out"])[0] == 0

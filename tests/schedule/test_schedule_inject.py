@@ -69,7 +69,7 @@ def leaf_types(tree):
     return [(leaf.dtype, leaf.weak_type) for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.harness)])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_whole_run_is_one_trace_and_one_compilation(wrapper, dtype):
     tx = WRAPPERS[wrapper]()

@@ -1,5 +1,7 @@
 """Random tiny models of transformers, and the logits of a model on either side."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,8 +59,13 @@ def hf_model(shape, family="Qwen3", seed=0, **more):
 def jax_logits(params, config, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     with jax.default_matmul_precision("highest"):
-        hidden, _ = hidden_states(params, config, jnp.asarray(tokens), jnp.ones(tokens.shape, jnp.int32), positions)
-        return np.asarray(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)))
+        return np.asarray(_logits(params, config, tokens, np.ones(tokens.shape, np.int32), positions))
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _logits(params, config, tokens, segments, positions):
+    hidden, _ = hidden_states(params, config, tokens, segments, positions)
+    return jnp.einsum("btd,vd->btv", hidden, lm_head_table(params))
 
 
 def torch_logits(model, tokens):

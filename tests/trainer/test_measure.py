@@ -1,5 +1,7 @@
 """Where a step's mismatch comes from: buckets in the row, the split of a rise, and the noise of the gradient."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,14 +36,20 @@ def batch_of(lengths, gaps, staleness, advantages=None):
     return batch, logprobs.astype(np.float32)
 
 
-def row_of(batch, logprobs, entropy, count):
+@functools.partial(jax.jit, static_argnames=("used", "count"))
+def row_of_arrays(batch, logprobs, entropy, *, used, count):
     total = None
-    for i in range(int(batch.used)):
-        micro = jax.tree.map(lambda array, i=i: jnp.asarray(array[i]), batch._replace(with_loss=None, used=None))
-        scores = Scores(jnp.asarray(logprobs[i]), entropy[i], ForwardStats(jnp.float32(i + 1), None))
+    for i in range(used):
+        micro = jax.tree.map(lambda array, i=i: array[i], batch)
+        scores = Scores(logprobs[i], entropy[i], ForwardStats(jnp.float32(i + 1), None))
         found = measure(scores, micro, count, DIAGNOSIS)
         total = merge(zeros(found) if total is None else total, found)
-    return {k: np.asarray(v) for k, v in finalize_measured(total, DIAGNOSIS).items()}
+    return finalize_measured(total, DIAGNOSIS)
+
+
+def row_of(batch, logprobs, entropy, count):
+    arrays = batch._replace(with_loss=None, used=None)
+    return jax.device_get(row_of_arrays(arrays, logprobs, entropy, used=int(batch.used), count=count))
 
 
 @pytest.mark.slow

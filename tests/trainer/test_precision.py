@@ -169,12 +169,17 @@ def test_a_float32_head_scores_with_the_published_table(dtype):
     assert np.abs(found[0][1]["embed"]).max() > 0
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def stats_of(params, config, token):
+    return packed_logprobs(params, config, token, jnp.ones_like(token), jnp.zeros_like(token)).stats
+
+
 def test_activation_max_covers_the_residual_stream_and_mlps():
     """One block written out for a lone token: attention returns its own value vector."""
     params = init_params(CONFIG, 3)
     params["embed"] = params["embed"] * 40.0
     token = jnp.array([[7]])
-    found = packed_logprobs(params, CONFIG, token, jnp.ones_like(token), jnp.zeros_like(token)).stats.activation_max
+    found = stats_of(params, CONFIG, token).activation_max
     layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
 
     def norm(x, scale):
@@ -195,7 +200,7 @@ def test_activation_max_holds_what_is_inside_the_experts():
     params = init_params(MIXTURE, 3)
     params["layers"]["mlp"]["up"] = params["layers"]["mlp"]["up"] * 300.0
     token = jnp.array([[7]])
-    stats = packed_logprobs(params, MIXTURE, token, jnp.ones_like(token), jnp.zeros_like(token)).stats
+    stats = stats_of(params, MIXTURE, token)
     layer = jax.tree.map(lambda leaf: leaf[0], params["layers"])
 
     def norm(x, scale):

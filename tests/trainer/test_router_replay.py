@@ -192,7 +192,8 @@ def test_the_balance_loss_is_that_of_transformers():
     tokens, segments = jnp.asarray(rng.integers(0, 32, (2, 9))), np.ones((2, 9), np.int32)
     segments[1, 6:] = 0
     positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
-    router = hidden_states(params, CONFIG, tokens, jnp.asarray(segments), positions)[1].router
+    run = jax.jit(lambda: hidden_states(params, CONFIG, tokens, jnp.asarray(segments), positions)[1].router)
+    router = run()
     # The router's logits of each layer, from its own definition: up to a constant they are the log-probabilities.
     logits = [torch.tensor(np.asarray(layer)) for layer in router_logits(params, tokens, segments, positions)]
     expected = moe.load_balancing_loss_func(tuple(logits), 16, 2, torch.tensor(segments))
