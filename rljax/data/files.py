@@ -36,25 +36,17 @@ Problem = dict[str, Any]
 
 @dataclass
 class Tally:
-    """The counts of one data set.
+    """The counts of one data set."""
 
-    Attributes:
-      name: The name of the data set.
-      problems: The problems that are used.
-      rows: The number of rows read.
-      unanswered: The number of rows that are left out because their right answer is empty.
-      too_long: The number of problems that are left out because of their length; None: lengths were not counted.
-      repeats: The number of problems whose prompt another problem has, too. None: a reader counts them in ``problems``.
-      unread: The keys that nothing reads, with the number of their rows.
-    """
-
-    name: str
-    problems: Sequence[Problem] = ()
-    rows: int = 0
-    unanswered: int = 0
+    name: str  # the name of the data set
+    problems: Sequence[Problem] = ()  # the problems that are used
+    rows: int = 0  # the number of rows read
+    unanswered: int = 0  # the number of rows that are left out because their right answer is empty
+    # The number of problems that are left out because of their length; None: lengths were not counted.
     too_long: int | None = None
+    # The number of problems whose prompt another problem has, too. None: a reader counts them in ``problems``.
     repeats: int | None = None
-    unread: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)  # the keys that nothing reads, with the number of their rows
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:

@@ -51,17 +51,11 @@ class NoAnswerError(ValueError):
 
 
 class Keys(NamedTuple):
-    """The keys of a row that are read.
+    """The keys of a row that are read."""
 
-    Attributes:
-      prompt: The key of the prompt; "" if there is none.
-      answer: The key of the right answer; "" if there is none.
-      unread: The keys that nothing reads.
-    """
-
-    prompt: str
-    answer: str
-    unread: tuple[str, ...]
+    prompt: str  # the key of the prompt; "" if there is none
+    answer: str  # the key of the right answer; "" if there is none
+    unread: tuple[str, ...]  # the keys that nothing reads
 
 
 @functools.lru_cache(maxsize=256)

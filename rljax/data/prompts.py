@@ -25,17 +25,12 @@ ChatTemplate = bool | Literal["auto"]
 
 @dataclass(frozen=True)
 class ToyTask:
-    """A task that needs no file.
+    """A task that needs no file."""
 
-    Attributes:
-      problems: A function ``problems(split, seed=...)``; the splits "train" and "eval" share no problem.
-      reward: The name of the reward that scores the responses.
-      max_response_tokens: The longest useful response, in tokens.
-    """
-
+    # A function ``problems(split, seed=...)``; the splits "train" and "eval" share no problem.
     problems: Callable[..., Sequence[Problem]]
-    reward: str
-    max_response_tokens: int
+    reward: str  # the name of the reward that scores the responses
+    max_response_tokens: int  # the longest useful response, in tokens
 
 
 TOYS: Mapping[str, ToyTask] = {

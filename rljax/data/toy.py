@@ -32,29 +32,19 @@ _LOW, _HIGH = 10 ** (DIGITS - 1), 10**DIGITS
 
 @dataclass(frozen=True)
 class ToyBaseConfig:
-    """The settings of the base model's fit.
+    """The settings of the base model's fit."""
 
-    Attributes:
-      scratchpad_rate: The share of scratchpads in the last ``settle_steps``. A smaller share delays the surge in RL.
-      practice_rate: The share of scratchpads before that, high enough to learn them well.
-      wrong_direct_rate: The share of direct answers that are off by a small amount (addition only).
-      wrong_digit_rate: The share of scratchpads with one wrong digit sum, or pair of letters, used consistently.
-      steps: The total number of AdamW steps.
-      settle_steps: The number of last steps with ``scratchpad_rate``.
-      batch_size: The number of sequences per step.
-      learning_rate: The peak learning rate, with warm-up and cosine decay.
-      seed: The seed of the weights and the data.
-    """
-
+    # The share of scratchpads in the last ``settle_steps``. A smaller share delays the surge in RL.
     scratchpad_rate: float = 0.0125
-    practice_rate: float = 0.5
-    wrong_direct_rate: float = 0.85
+    practice_rate: float = 0.5  # the share of scratchpads before that, high enough to learn them well
+    wrong_direct_rate: float = 0.85  # the share of direct answers that are off by a small amount (addition only)
+    # The share of scratchpads with one wrong digit sum, or pair of letters, used consistently.
     wrong_digit_rate: float = 0.1
-    steps: int = 900
-    settle_steps: int = 250
-    batch_size: int = 128
-    learning_rate: float = 2e-3
-    seed: int = 0
+    steps: int = 900  # the total number of AdamW steps
+    settle_steps: int = 250  # the number of last steps with ``scratchpad_rate``
+    batch_size: int = 128  # the number of sequences per step
+    learning_rate: float = 2e-3  # the peak learning rate, with warm-up and cosine decay
+    seed: int = 0  # the seed of the weights and the data
 
 
 def build_tokenizer(alphabet: str = ALPHABET) -> Tokenizer:

@@ -36,17 +36,12 @@ def cache_token_bytes(config: PolicyConfig, mesh: Mesh, dtype: Any) -> float:
 
 
 class Batch(NamedTuple):
-    """The sizes of a continuous batch.
+    """The sizes of a continuous batch."""
 
-    Attributes:
-      slots: The number of responses that are decoded at once.
-      unit: The number of responses to one prompt that start together. It divides the responses to a prompt.
-      group: The number of units that start together once the first batch is full.
-    """
-
-    slots: int
+    slots: int  # the number of responses that are decoded at once
+    # The number of responses to one prompt that start together. It divides the responses to a prompt.
     unit: int
-    group: int
+    group: int  # the number of units that start together once the first batch is full
 
 
 def batch_sizes(rows: int, n: int, budget: int, ways: int) -> Batch:

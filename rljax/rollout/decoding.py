@@ -32,48 +32,31 @@ CACHE_AXES = ("layers", "rows", "tokens", "kv_heads", "head_dim")
 
 
 class Slots(NamedTuple):
-    """The rows that are being decoded.
+    """The rows that are being decoded."""
 
-    Attributes:
-      time: The place of the ring at which the next keys and values are written.
-      row: The number of the response in each slot, from 0. A free slot has the total number of responses here.
-      step: The number of tokens that each slot has sampled.
-      length: The number of tokens of each slot's prompt.
-      hidden: The hidden state of each slot's last token, after the final norm.
-      valid: Whether a place holds a key of the slot's response or of its prompt.
-      cache: The keys and values.
-    """
-
-    time: Int[Array, ""]
+    time: Int[Array, ""]  # the place of the ring at which the next keys and values are written
+    # The number of the response in each slot, from 0. A free slot has the total number of responses here.
     row: Int[Array, " b"]
-    step: Int[Array, " b"]
-    length: Int[Array, " b"]
-    hidden: Float[Array, "b d"]
-    valid: Bool[Array, "b c"]
-    cache: Cache
+    step: Int[Array, " b"]  # the number of tokens that each slot has sampled
+    length: Int[Array, " b"]  # the number of tokens of each slot's prompt
+    hidden: Float[Array, "b d"]  # the hidden state of each slot's last token, after the final norm
+    valid: Bool[Array, "b c"]  # whether a place holds a key of the slot's response or of its prompt
+    cache: Cache  # the keys and values
 
 
 class Sampled(NamedTuple):
-    """The samples so far.
+    """The samples so far."""
 
-    Attributes:
-      tokens: The tokens of each response, 0 after its end.
-      logprobs: The log-probabilities of the tokens, 0 after the end.
-      counts: The number of tokens of each response.
-      stopped: Whether a stop token ended the response.
-      prompt_routes: The experts of each prompt's tokens, padded on the left, or None if they are not kept.
-      routes: The experts of each response's tokens, or None if they are not kept.
-      top_ids: The likeliest tokens at each position, -1 where there are fewer than k, or None where none are reported.
-      top_logprobs: The log-probabilities of the likeliest tokens, -inf where the id is -1, or None.
-    """
-
-    tokens: Int[Array, "n r"]
-    logprobs: Float[Array, "n r"]
-    counts: Int[Array, " n"]
-    stopped: Bool[Array, " n"]
+    tokens: Int[Array, "n r"]  # the tokens of each response, 0 after its end
+    logprobs: Float[Array, "n r"]  # the log-probabilities of the tokens, 0 after the end
+    counts: Int[Array, " n"]  # the number of tokens of each response
+    stopped: Bool[Array, " n"]  # whether a stop token ended the response
+    # The experts of each prompt's tokens, padded on the left, or None if they are not kept.
     prompt_routes: Int[Array, "p s l k"] | None
-    routes: Int[Array, "n r l k"] | None
+    routes: Int[Array, "n r l k"] | None  # the experts of each response's tokens, or None if they are not kept
+    # The likeliest tokens at each position, -1 where there are fewer than k, or None where none are reported.
     top_ids: Int[Array, "n r k"] | None
+    # The log-probabilities of the likeliest tokens, -inf where the id is -1, or None.
     top_logprobs: Float[Array, "n r k"] | None
 
 

@@ -59,25 +59,15 @@ class _Rows(NamedTuple):
 
 
 class EngineFunctions(NamedTuple):
-    """The jitted functions of an engine.
+    """The jitted functions of an engine."""
 
-    Attributes:
-      cast: A function of parameters that returns copies in the rollout dtype.
-      quantize: A function that rounds weights to 8 bits, or None if the engine does not.
-      restore: A function that converts the result of ``quantize`` to weights in the rollout dtype.
-      empty: The function ``decoding.empty`` without its configuration and dtypes.
-      admit: The function ``decoding.admit`` without its configuration.
-      decode: The function ``decoding.decode`` without its configuration and ``lm_head_dtype``.
-      prefill: The function ``decoding.prefill_logprobs`` without its configuration and dtypes.
-    """
-
-    cast: Any
-    quantize: Any
-    restore: Any
-    empty: Any
-    admit: Any
-    decode: Any
-    prefill: Any
+    cast: Any  # a function of parameters that returns copies in the rollout dtype
+    quantize: Any  # a function that rounds weights to 8 bits, or None if the engine does not
+    restore: Any  # a function that converts the result of ``quantize`` to weights in the rollout dtype
+    empty: Any  # the function ``decoding.empty`` without its configuration and dtypes
+    admit: Any  # the function ``decoding.admit`` without its configuration
+    decode: Any  # the function ``decoding.decode`` without its configuration and ``lm_head_dtype``
+    prefill: Any  # the function ``decoding.prefill_logprobs`` without its configuration and dtypes
 
 
 @functools.lru_cache(maxsize=8)

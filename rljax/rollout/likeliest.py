@@ -19,17 +19,13 @@ class Selection(NamedTuple):
     """The tokens that can be sampled and those that are reported.
 
     It is a static argument: other settings need another compilation.
-
-    Attributes:
-      reported: The number of likeliest tokens that are reported at each position.
-      top_k: The most tokens that can be sampled at a position, or 0 where all can.
-      top_p: The least probability of all tokens that can be sampled together, among the tokens that ``top_k`` leaves.
-      min_p: The least probability of a token that can be sampled, as a share of the likeliest token's probability.
     """
 
-    reported: int = 0
-    top_k: int = 0
+    reported: int = 0  # the number of likeliest tokens that are reported at each position
+    top_k: int = 0  # the most tokens that can be sampled at a position, or 0 where all can
+    # The least probability of all tokens that can be sampled together, among the tokens that ``top_k`` leaves.
     top_p: float = 1.0
+    # The least probability of a token that can be sampled, as a share of the likeliest token's probability.
     min_p: float = 0.0
 
 
@@ -88,18 +84,13 @@ def support(logits: Float[Array, "b v"], selection: Selection) -> tuple[Int[Arra
 
 
 class NextTokens(NamedTuple):
-    """The next token of each row, and the likeliest tokens.
+    """The next token of each row, and the likeliest tokens."""
 
-    Attributes:
-      tokens: The token ids.
-      logprobs: The log-probabilities of the tokens in the distribution that is sampled from (nats).
-      top_ids: The ids of the likeliest tokens, -1 where fewer can be sampled; None where none are reported.
-      top_logprobs: The log-probabilities of the likeliest tokens (nats), -inf where the id is -1, or None.
-    """
-
-    tokens: Int[Array, " b"]
-    logprobs: Float[Array, " b"]
+    tokens: Int[Array, " b"]  # the token ids
+    logprobs: Float[Array, " b"]  # the log-probabilities of the tokens in the distribution that is sampled from (nats)
+    # The ids of the likeliest tokens, -1 where fewer can be sampled; None where none are reported.
     top_ids: Int[Array, "b k"] | None = None
+    # The log-probabilities of the likeliest tokens (nats), -inf where the id is -1, or None.
     top_logprobs: Float[Array, "b k"] | None = None
 
 

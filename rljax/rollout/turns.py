@@ -18,19 +18,13 @@ _LOOK_S = 0.25  # The time between two checks whether the run gives the response
 
 
 class TurnRequest(NamedTuple):
-    """The request for one turn of a trajectory.
+    """The request for one turn of a trajectory."""
 
-    Attributes:
-      key: The number of the trajectory.
-      turn: The number of the turn in the trajectory, from 1.
-      tokens: All tokens of the trajectory so far, int32 [s]. The turn continues them.
-      max_tokens: The most tokens of the turn.
-    """
-
-    key: int
-    turn: int
+    key: int  # the number of the trajectory
+    turn: int  # the number of the turn in the trajectory, from 1
+    # All tokens of the trajectory so far, int32 [s]. The turn continues them.
     tokens: np.ndarray
-    max_tokens: int
+    max_tokens: int  # the most tokens of the turn
 
     def check_room(self, room: int, owner: str) -> None:
         """Raises ValueError if the turn may need more than ``room`` tokens in all. ``owner`` says whose room it is."""

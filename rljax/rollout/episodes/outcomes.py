@@ -15,22 +15,17 @@ Failure = Literal["raised", "timeout", "died", "bad_reply"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one call of an environment: a value, or a failure.
+    """The result of one call of an environment: a value, or a failure."""
 
-    Attributes:
-      value: The prompt of ``reset`` (a text, messages or None), the ``Reply`` of ``step``, or the number of
-        ``reward``; None after a failure.
-      failure: The kind of failure. raised: the environment raised. timeout: the call took too long, or blocked its
-        process. died: the process crashed, ran out of memory, or was ended because of another trajectory. bad_reply:
-        the call returned a value of a wrong type or form. None: there is a value.
-      message: One line that says what happened in a failure.
-      cut: Whether the value was longer than the limit and was cut there.
-    """
-
+    # The prompt of ``reset`` (a text, messages or None), the ``Reply`` of ``step``, or the number of ``reward``; None
+    # after a failure.
     value: Any = None
+    # The kind of failure. raised: the environment raised. timeout: the call took too long, or blocked its process.
+    # died: the process crashed, ran out of memory, or was ended because of another trajectory. bad_reply: the call
+    # returned a value of a wrong type or form. None: there is a value.
     failure: Failure | None = None
-    message: str = ""
-    cut: bool = False
+    message: str = ""  # one line that says what happened in a failure
+    cut: bool = False  # whether the value was longer than the limit and was cut there
 
 
 def clip(text: str, limit: int) -> tuple[str, bool]:

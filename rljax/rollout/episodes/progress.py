@@ -12,14 +12,10 @@ _FORM = struct.Struct("<qq")
 
 
 class Progress(NamedTuple):
-    """The state of a host process.
+    """The state of a host process."""
 
-    Attributes:
-      running: The number of the trajectory whose code runs now; 0 if none does.
-      moves: The number of writes so far. It grows as long as the process makes progress.
-    """
-
-    running: int
+    running: int  # the number of the trajectory whose code runs now; 0 if none does
+    # The number of writes so far. It grows as long as the process makes progress.
     moves: int
 
 

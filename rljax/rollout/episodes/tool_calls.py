@@ -14,17 +14,11 @@ _DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strin
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that the policy wrote.
+    """One call that the policy wrote."""
 
-    Attributes:
-      name: The name of the tool; "" if it cannot be read.
-      arguments: The arguments, as a mapping of names or as a list.
-      error: A line that says why the call cannot be read; "" if it can.
-    """
-
-    name: str = ""
-    arguments: Arguments = field(default_factory=dict)
-    error: str = ""
+    name: str = ""  # the name of the tool; "" if it cannot be read
+    arguments: Arguments = field(default_factory=dict)  # the arguments, as a mapping of names or as a list
+    error: str = ""  # a line that says why the call cannot be read; "" if it can
 
 
 def parse_tool_calls(text: str, tag: str = "tool_call") -> list[ToolCall]:

@@ -14,19 +14,12 @@ from rljax.rollout.types import SamplingParams
 
 
 class Ask(NamedTuple):
-    """A request, and facts about it that are not sent.
+    """A request, and facts about it that are not sent."""
 
-    Attributes:
-      place: The ``prompt_index`` and the ``sample_index`` of the response.
-      name: The name of the response in messages.
-      request: The request itself.
-      group: The requests that should go to one server, because it has computed a part of their prompts.
-    """
-
-    place: tuple[int, int]
-    name: str
-    request: Request
-    group: Group
+    place: tuple[int, int]  # the ``prompt_index`` and the ``sample_index`` of the response
+    name: str  # the name of the response in messages
+    request: Request  # the request itself
+    group: Group  # the requests that should go to one server, because it has computed a part of their prompts
 
 
 class RequestSource(Protocol):

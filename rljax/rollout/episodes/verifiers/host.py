@@ -36,23 +36,14 @@ _SAID = 2000  # the number of characters from the end of the process's output th
 
 
 class Ended(NamedTuple):
-    """The end of one trajectory.
+    """The end of one trajectory."""
 
-    Attributes:
-      failure: The kind of failure (timeout, provider, unscored, environment, process), or None.
-      error: The message about the failure.
-      reward: The reward, or None if the trajectory failed.
-      branches: The branches that the library kept.
-      is_full: Whether no token was left for a further turn.
-      tools: The counts of calls of tools, of errors and of timeouts among them.
-    """
-
-    failure: str | None
-    error: str
-    reward: float | None
-    branches: list[Branch]
-    is_full: bool = False
-    tools: Mapping[str, int] = {}
+    failure: str | None  # the kind of failure (timeout, provider, unscored, environment, process), or None
+    error: str  # the message about the failure
+    reward: float | None  # the reward, or None if the trajectory failed
+    branches: list[Branch]  # the branches that the library kept
+    is_full: bool = False  # whether no token was left for a further turn
+    tools: Mapping[str, int] = {}  # the counts of calls of tools, of errors and of timeouts among them
 
 
 class VerifiersHost:

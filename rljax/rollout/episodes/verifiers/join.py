@@ -16,27 +16,17 @@ from rljax.rollout.types import Response
 
 
 class Branch(NamedTuple):
-    """One path from the first message of a trajectory to a last one, as the library kept it.
+    """One path from the first message of a trajectory to a last one, as the library kept it."""
 
-    Attributes:
-      token_ids: The tokens, int32 [t].
-      sampled: Whether each token was sampled, bool [t].
-    """
-
-    token_ids: np.ndarray
-    sampled: np.ndarray
+    token_ids: np.ndarray  # the tokens, int32 [t]
+    sampled: np.ndarray  # whether each token was sampled, bool [t]
 
 
 class Answered(NamedTuple):
-    """A turn that the engine answered.
+    """A turn that the engine answered."""
 
-    Attributes:
-      tokens: The tokens that the turn continued, int32 [s].
-      response: The tokens of the turn.
-    """
-
-    tokens: np.ndarray
-    response: Response
+    tokens: np.ndarray  # the tokens that the turn continued, int32 [s]
+    response: Response  # the tokens of the turn
 
     @property
     def start(self) -> int:

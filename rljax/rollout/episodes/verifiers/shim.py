@@ -27,43 +27,27 @@ _LARGEST = 1 << 30  # The largest body of a request (bytes); aiohttp's own limit
 
 @dataclass(frozen=True)
 class Room:
-    """The limits of the trajectories of a batch.
+    """The limits of the trajectories of a batch."""
 
-    Attributes:
-      prompt_tokens: The longest first prompt (tokens).
-      response_tokens: The most tokens behind the first prompt.
-      turn_tokens: The most tokens of one turn.
-      temperature: The temperature of all samples of the batch.
-    """
-
-    prompt_tokens: int
-    response_tokens: int
-    turn_tokens: int
-    temperature: float
+    prompt_tokens: int  # the longest first prompt (tokens)
+    response_tokens: int  # the most tokens behind the first prompt
+    turn_tokens: int  # the most tokens of one turn
+    temperature: float  # the temperature of all samples of the batch
 
 
 @dataclass(eq=False)
 class Asking:
-    """One trajectory that asks for turns.
+    """One trajectory that asks for turns."""
 
-    Attributes:
-      key: The number of the trajectory.
-      room: The limits.
-      turns: The number of turns asked for so far.
-      first: The number of tokens of the first prompt, or None before it.
-      is_full: Whether a turn was refused because no token was left for it.
-      since: The time at which the environment's work began (``time.monotonic``), or None while the engine samples.
-      is_late: Whether the environment took too long.
-      lock: The lock that a turn holds, so that a trajectory asks for one turn at a time.
-    """
-
-    key: int
-    room: Room
-    turns: int = 0
-    first: int | None = None
-    is_full: bool = False
+    key: int  # the number of the trajectory
+    room: Room  # the limits
+    turns: int = 0  # the number of turns asked for so far
+    first: int | None = None  # the number of tokens of the first prompt, or None before it
+    is_full: bool = False  # whether a turn was refused because no token was left for it
+    # The time at which the environment's work began (``time.monotonic``), or None while the engine samples.
     since: float | None = field(default_factory=time.monotonic)
-    is_late: bool = False
+    is_late: bool = False  # whether the environment took too long
+    # The lock that a turn holds, so that a trajectory asks for one turn at a time.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
