@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,19 +106,13 @@ def _initial_state(params: Params, tx: optax.GradientTransformation, *, dynamic_
     return TrainState(params, tx.init(params), initial_loss_scale(dynamic=dynamic_scale), jnp.int32(0))
 
 
-class _Form(NamedTuple):
-    """The leaves of one kind of state, as ``jax.ShapeDtypeStruct``, and the program that makes such a state."""
+def abstract_state(
+    config: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh, *, dynamic_scale: bool, lora: LoraConfig = OFF
+) -> TrainState:
+    """Returns the shapes, dtypes and shardings of a state, into which a checkpoint is restored.
 
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    tree: jax.tree_util.PyTreeDef
-    make: Callable[[Params], TrainState]
-
-
-@functools.lru_cache(maxsize=8)
-def _form(
-    config: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh, dynamic_scale: bool, lora: LoraConfig
-) -> _Form:
-    """Traces the initial state. Equal arguments share one program within a process."""
+    If ``lora`` has a rank, the state has the adapters. Each leaf is a ``jax.ShapeDtypeStruct``.
+    """
     trained = TrainedParams(config, lora)
     shapes = jax.eval_shape(lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), trained.abstract())
     by_param = trained.shardings(mesh)
@@ -128,24 +121,7 @@ def _form(
         tx, lambda _, sharding: sharding, shapes.opt_state, by_param, transform_non_params=lambda _: everywhere
     )
     shardings = jax.tree.map(lambda _: everywhere, shapes)._replace(params=by_param, opt_state=opt_shardings)
-    abstract = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)
-    make = jax.jit(
-        lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), out_shardings=shardings, donate_argnums=0
-    )
-    leaves, tree = jax.tree.flatten(abstract)
-    return _Form(tuple(leaves), tree, make)
-
-
-def abstract_state(
-    config: PolicyConfig, tx: optax.GradientTransformation, mesh: Mesh, *, dynamic_scale: bool, lora: LoraConfig = OFF
-) -> TrainState:
-    """Returns the shapes, dtypes and shardings of a state, into which a checkpoint is restored.
-
-    If ``lora`` has a rank, the state has the adapters. Each leaf is a ``jax.ShapeDtypeStruct``.
-    """
-    form = _form(config, tx, mesh, dynamic_scale, lora)
-    state: TrainState = jax.tree.unflatten(form.tree, form.leaves)
-    return state
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), shapes, shardings)
 
 
 def create_state(
@@ -162,5 +138,8 @@ def create_state(
     If ``lora`` has a rank, ``params`` are the adapters.
     """
     abstract = abstract_state(config, tx, mesh, dynamic_scale=dynamic_scale, lora=lora)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.params)
-    return _form(config, tx, mesh, dynamic_scale, lora).make(jax.device_put(params, shardings))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    make = jax.jit(
+        lambda p: _initial_state(p, tx, dynamic_scale=dynamic_scale), out_shardings=shardings, donate_argnums=0
+    )
+    return make(jax.device_put(params, shardings.params))
