@@ -5,7 +5,7 @@
 #   bash launch/quickstart.sh -- --run.seed 3 --run.dir runs/seed3
 #   bash launch/quickstart.sh --vllm -- --run.steps 12 --rollout.dtype float32 --precision.compute-dtype float32
 #
-# Three minutes on 2 cores, installation included. Run again, it reuses the environment and goes on with a run that was
+# Four minutes on 2 cores, installation included. Run again, it reuses the environment and goes on with a run that was
 # stopped (give another --run.dir, or remove the old one, to start afresh). With --vllm the rollouts
 # come from a real vLLM server, installed into .venv-vllm, and with --sglang from an SGLang server in .venv-sglang;
 # launch/single_node.sh starts it and ends it with the run.
