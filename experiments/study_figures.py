@@ -26,7 +26,7 @@ from study_outcome import outcome_of
 from study_rows import Runs, read_table
 
 from rljax.errors import ConfigError, caller_errors, run_cli
-from rljax.record.panel_style import COLORS, INK, QUIET, save_figure, style_axis
+from rljax.record.panel_style import COLORS, INK, QUIET, log_axis, save_figure, style_axis
 from rljax.record.rows import Row, trailing_mean
 
 
@@ -52,8 +52,7 @@ def plot_metric(axis: Axes, runs: Runs, arms: Sequence[str], metric: str) -> Non
     last = max((rows[-1]["step"] for (arm, _), rows in runs.items() if arm in arms), default=1)
     style_axis(axis, 1, last)
     axis.set_title(metric, loc="left", fontsize=10, fontweight="bold", color=INK)
-    if metric.startswith("mismatch/") or metric == "optimizer/grad_noise":
-        axis.set_yscale("log")
+    drawn = []
     for color, arm in zip(COLORS, arms, strict=False):
         curves = [_curve(rows, metric) for (name, _), rows in runs.items() if name == arm]
         for curve in curves:
@@ -62,6 +61,9 @@ def plot_metric(axis: Axes, runs: Runs, arms: Sequence[str], metric: str) -> Non
             common = min(map(len, curves))
             median = np.median([curve[:common] for curve in curves], axis=0)
             axis.plot(range(1, common + 1), median, color=color, linewidth=2.2, label=arm)
+            drawn += curves
+    if drawn and (metric.startswith("mismatch/") or metric == "optimizer/grad_noise"):
+        log_axis(axis, np.concatenate(drawn))
 
 
 def plot_finals(axis: Axes, runs: Runs, arms: Sequence[str]) -> None:
@@ -83,7 +85,7 @@ def plot_finals(axis: Axes, runs: Runs, arms: Sequence[str]) -> None:
 def claim_figure(title: str, runs: Runs, arms: Sequence[str], metrics: Sequence[str]) -> Figure:
     """Draws a panel for each metric and a panel of final accuracies, for the arms that have runs.
 
-    A line has at most three panels.
+    A line has at most three panels, and the names of the arms stand below all panels.
     """
     arms = [arm for arm in arms if any(name == arm for name, _ in runs)]
     count = len(metrics) + 1
@@ -95,7 +97,9 @@ def claim_figure(title: str, runs: Runs, arms: Sequence[str], metrics: Sequence[
     for axis, metric in zip(panels, metrics, strict=True):
         plot_metric(axis, runs, arms, metric)
     if panels:
-        panels[0].legend(frameon=False, fontsize=8, labelcolor=INK)
+        lines_and_names = panels[0].get_legend_handles_labels()
+        place = "outside lower center"
+        figure.legend(*lines_and_names, loc=place, ncols=len(arms), frameon=False, fontsize=9, labelcolor=INK)
     plot_finals(finals, runs, arms)
     return figure
 
