@@ -90,7 +90,8 @@ class DataConfig:
     max_prompt_tokens: int = 1024
     """The longest prompt, in tokens."""
     seed: int = 0
-    """The seed of the toy problems, of their order, of reasoning-gym's problems, and of the choice of ``fraction``."""
+    """The seed of the toy problems, of reasoning-gym's problems, and of the choices of ``fraction`` and
+    ``check_answers``. ``run.seed`` shuffles the problems."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "max_prompt_tokens", "task_problems")
