@@ -26,6 +26,8 @@ class Recounted(NamedTuple):
 
 STUDIES = [
     Recounted("study_collapse", "What was found", "study_collapse", range(9, 18), 300),
+    Recounted("study_families", "Sums", "study_family_sums", range(33, 37), 300),
+    Recounted("study_families", "Swaps", "study_family_swaps", range(37, 41), 600),
 ]
 
 
