@@ -103,6 +103,7 @@ LONG = [
 ]
 OPTIONS_OF_A_STEP = [
     ("mesh.keep_gathered", ("--mesh.keep_gathered", "true")),
+    ("precision.reduce_dtype: compute", ("--precision.reduce_dtype", "compute")),
     *((f"precision.remat: {remat}", ("--precision.remat", remat)) for remat in ("offload", "dots", "none")),
 ]
 OTHER_TPUS = [

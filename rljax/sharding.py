@@ -10,8 +10,10 @@ its own (``rljax.policy.context``). Between the matrix products of a block, acti
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -279,6 +281,27 @@ def axis_size(logical: str) -> int:
     """Returns the number of parts of a logical axis on the mesh of the context (``jax.set_mesh``), 1 without a mesh."""
     mesh: Any = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in _automatic(logical, mesh))
+
+
+_NARROW_SUMS: ContextVar[bool] = ContextVar("narrow_sums", default=False)
+
+
+@contextlib.contextmanager
+def narrow_gradient_sums(narrow: bool) -> Iterator[None]:
+    """Chooses how devices add up the gradients of weights, for the products that are traced in this context.
+
+    If ``narrow``, a sum travels in the dtype of the product's operands, otherwise in float32.
+    """
+    token = _NARROW_SUMS.set(narrow)
+    try:
+        yield
+    finally:
+        _NARROW_SUMS.reset(token)
+
+
+def gradient_sum_dtype(operands: Any) -> Any:
+    """Returns the dtype in which devices add up a weight's gradient, whose product has operands of this dtype."""
+    return operands if _NARROW_SUMS.get() else np.dtype(np.float32)
 
 
 def on_each_device(

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rljax.sharding import axis_size, constrain
+from rljax.sharding import axis_size, constrain, gradient_sum_dtype
 
 # The vocabulary of Qwen is 151,936 = 16 x 9,496. A vocabulary of up to this size is one chunk.
 MAX_CHUNK = 9_496
@@ -40,6 +40,7 @@ class _Static(NamedTuple):
     shards: int  # the number of vocabulary shards
     collision: bool  # whether to add up squares
     stored: bool  # the value of ``Kernels.stored_logits``
+    sums_in: Any  # the dtype in which devices add up the gradient of the table
 
 
 class _Sums(NamedTuple):
@@ -83,8 +84,8 @@ def head_operands(hidden: Array, table: Array, dtype: Any) -> tuple[Array, Array
     return upcast(hidden), upcast(table)
 
 
-def _product(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a, b, precision=matmul_precision(b.dtype), preferred_element_type=jnp.float32)
+def _product(spec: str, a: Array, b: Array, dtype: Any = jnp.float32) -> Array:
+    return jnp.einsum(spec, a, b, precision=matmul_precision(b.dtype), preferred_element_type=dtype)
 
 
 def _logits(hidden: Array, table: Array, temperature: float) -> Float[Array, "n c"]:
@@ -149,7 +150,7 @@ def _forward(
     hidden: Array, table: Array, targets: Array, ids: Array | None, static: _Static, keep: bool = False
 ) -> tuple[TokenScores, Array, Array | None]:
     """Computes the scores of the targets, the log-sum-exp, float32 [n], and the logits [chunks, n, c] to ``keep``."""
-    temperature, chunks, shards, collision, stored = static
+    temperature, chunks, shards, collision, stored, _ = static
 
     def body(state: _Sums, chunk: tuple[Array, Array]) -> tuple[_Sums, Array | None]:
         top, total, weighted, picked, tops, squares = state
@@ -227,7 +228,7 @@ def _token_logprobs_bwd(
             d_logits = _add_at(d_logits, _places(ids, index, table.shape[0], shards), d_tops)
         d_logits = (d_logits / temperature).astype(rows.dtype)
         d_hidden += _product("nc,cd->nd", d_logits, rows)
-        d_rows = constrain(_product("nc,nd->cd", d_logits, hidden), "vocab", "embed")
+        d_rows = constrain(_product("nc,nd->cd", d_logits, hidden, static.sums_in), "vocab", "embed")
         return d_hidden, d_rows.astype(rows.dtype)
 
     zeros = jnp.zeros(hidden.shape, jnp.float32)
@@ -280,6 +281,6 @@ def token_logprobs(
         shards = 1
     chunks = vocabulary_chunks(table.shape[0] // shards, max_chunk)
     others = None if ids is None else ids.reshape(-1, ids.shape[-1])
-    static = _Static(float(temperature), chunks, shards, collision, stored)
+    static = _Static(float(temperature), chunks, shards, collision, stored, gradient_sum_dtype(table.dtype))
     scores = _token_logprobs(flat, table, targets.reshape(-1), others, static)
     return jax.tree.map(lambda x: x.reshape(*targets.shape, *x.shape[1:]), scores)

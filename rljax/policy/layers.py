@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.policy.config import PolicyConfig
 from rljax.policy.grouped import IN_BLOCKS, Grouped
 from rljax.policy.taps import tap
-from rljax.sharding import axis_size, constrain
+from rljax.sharding import axis_size, constrain, gradient_sum_dtype
 
 PRODUCT = "product"
 """The name of a product with weights for ``jax.checkpoint``."""
@@ -108,8 +108,11 @@ def _product(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a, b, preferred_element_type=dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linear(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Sequence[Array]) -> tuple[Array, ...]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _linear(
+    specs: Sequence[str], sums_in: Any, x: Array, weights: Sequence[Array], biases: Sequence[Array]
+) -> tuple[Array, ...]:
+    del sums_in  # the dtype in which the backward pass adds up the gradients of weights over devices
     products = [_product(spec, x, weight) for spec, weight in zip(specs, weights, strict=True)]
     if biases:
         wide = (bias.astype(jnp.float32)[:, None] for bias in biases)  # [b, 1, ...]
@@ -124,7 +127,7 @@ def linear(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Seq
     of forward and backward accumulates in float32, and its operands have the dtype of ``x``. The transpose of a plain
     einsum would widen the cotangent, and so the gathered weight, to float32. If the mesh splits heads or the width of
     the MLP (``tp``), a product is a part of a sum over devices. It is first rounded to the dtype of ``x``, in which the
-    sum travels.
+    sum travels. Devices add up the gradients of weights as ``sharding.narrow_gradient_sums`` says.
 
     Args:
       specs: The einsum specifications, such as ``"btd,df->btf"``. Every index of a weight is an index of ``x`` or of
@@ -137,7 +140,8 @@ def linear(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Seq
       The products, in the dtype of ``x``. Their name for ``jax.checkpoint`` is ``PRODUCT``.
     """
     biases = tuple(_of_rows(bias, spec, x.shape[0]) for bias, spec in zip(biases, specs, strict=bool(biases)))
-    return tuple(checkpoint_name(product, PRODUCT) for product in _linear(specs, x, weights, biases))
+    products = _linear(specs, gradient_sum_dtype(x.dtype), x, weights, biases)
+    return tuple(checkpoint_name(product, PRODUCT) for product in products)
 
 
 def _of_rows(bias: Array, spec: str, rows: int) -> Array:
@@ -146,20 +150,24 @@ def _of_rows(bias: Array, spec: str, rows: int) -> Array:
     return jnp.broadcast_to(bias, (rows, *bias.shape)) if shared else bias
 
 
-def _linear_fwd(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Sequence[Array]) -> tuple[Any, Any]:
+def _linear_fwd(
+    specs: Sequence[str], sums_in: Any, x: Array, weights: Sequence[Array], biases: Sequence[Array]
+) -> tuple[Any, Any]:
     # The backward pass needs only the dtype of a bias.
-    return _linear(specs, x, weights, biases), (x, weights, [bias[:0] for bias in biases])
+    return _linear(specs, sums_in, x, weights, biases), (x, weights, [bias[:0] for bias in biases])
 
 
-def _linear_bwd(specs: Sequence[str], saved: Any, cotangents: tuple[Array, ...]) -> tuple[Array, Any, Any]:
+def _linear_bwd(
+    specs: Sequence[str], sums_in: Any, saved: Any, cotangents: tuple[Array, ...]
+) -> tuple[Array, Any, Any]:
     x, weights, biases = saved
     d_x, d_weights = [], []
     for spec, weight, cotangent in zip(specs, weights, cotangents, strict=True):
         inputs, out = spec.split("->")
         of_x, of_weight = inputs.split(",")
         d_x.append(_product(f"{out},{of_weight}->{of_x}", cotangent, weight))
-        # This is a sum over the batch, so across devices it travels in float32.
-        d_weight = jnp.einsum(f"{of_x},{out}->{of_weight}", x, cotangent, preferred_element_type=jnp.float32)
+        # This is a sum over the batch. Across devices it travels in the dtype of this product.
+        d_weight = jnp.einsum(f"{of_x},{out}->{of_weight}", x, cotangent, preferred_element_type=sums_in)
         d_weights.append(d_weight.astype(weight.dtype))
     d_biases = [
         jnp.sum(c, 1, jnp.float32).astype(bias.dtype) for c, bias in zip(cotangents, biases, strict=bool(biases))

@@ -11,7 +11,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.kernels import Kernels
 from rljax.policy.model import Params
 from rljax.policy.score import Scores, packed_logprobs
-from rljax.sharding import constrain
+from rljax.sharding import constrain, narrow_gradient_sums
 from rljax.trainer.micro_batches import batch_axes
 from rljax.trainer.objective import Objective
 from rljax.trainer.packing import PackedBatch
@@ -81,19 +81,20 @@ def make_score(
             tokens, top_ids = (constrain(x, *batch_axes(x)) for x in (tokens, top_ids))
         elif cut or tops:
             raise ValueError("the batch must have the sampler's likeliest tokens (top_ids) to be scored, got none")
-        scores = packed_logprobs(
-            compute,
-            config,
-            *(tokens, micro.segment_ids, micro.positions),
-            temperature=temperature,
-            lm_head_dtype=precision.head_dtype,
-            remat=precision.remat_policy,
-            kernels=kernels,
-            choices=replayed_choices(micro, config),
-            top_ids=top_ids if cut or tops else None,
-            cut=cut,
-            collision=collision,
-        )
+        with narrow_gradient_sums(precision.reduce_dtype == "compute"):
+            scores = packed_logprobs(
+                compute,
+                config,
+                *(tokens, micro.segment_ids, micro.positions),
+                temperature=temperature,
+                lm_head_dtype=precision.head_dtype,
+                remat=precision.remat_policy,
+                kernels=kernels,
+                choices=replayed_choices(micro, config),
+                top_ids=top_ids if cut or tops else None,
+                cut=cut,
+                collision=collision,
+            )
         of_tokens: dict[str, Any] = {
             name: x for name, x in scores._asdict().items() if name != "stats" and x is not None
         }

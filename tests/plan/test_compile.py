@@ -197,6 +197,20 @@ def test_the_plan_is_near_the_compiler(remat, tmp_path):
 
 
 @pytest.mark.compilers
+def test_gradients_that_are_added_up_in_16_bits_send_half(tmp_path):
+    """All weights of three layers, and the head's table, which has 151,936 rows; sums of the norms stay in float32."""
+    sent = {}
+    for dtype in ("float32", "compute"):
+        found = compile_three_layers(tmp_path, "h100:1x2", "--precision.reduce_dtype", dtype)
+        sums = [one for one in found["collectives"] if one["per"] == "micro_batch" and one["kind"] == "reduce-scatter"]
+        sent[dtype] = {one["dtype"]: one["bytes"] for one in sums}
+    of_block = 2560 * 128 * (32 + 8 + 8 + 32) + 3 * 2560 * 9728
+    weights = 3 * of_block + 151_936 * 2560
+    assert sent["float32"] == {"float32": 4 * weights}
+    assert sent["compute"] == {"bfloat16": 2 * weights}
+
+
+@pytest.mark.compilers
 def test_between_products_each_device_holds_half_the_tokens(tmp_path):
     """[tokens, width] of a row is gathered and parted over tp, in 16 bits, and never added up whole."""
     words = ["--mesh.fsdp", "4", "--mesh.tp", "2", "--packing.rows_per_micro_batch", "4"]

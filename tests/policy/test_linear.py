@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rljax.policy.layers import linear
+from rljax.sharding import narrow_gradient_sums
 
 SPECS = ("btd,dhk->bthk", "btd,dgk->btgk")
 B, T, D, H, G, K = 2, 24, 32, 4, 2, 8
@@ -69,3 +70,21 @@ def test_no_product_has_a_float32_operand(dtype):
     for line in products:
         taken = line.rsplit(" : ", 1)[1].split(" -> ")[0]
         assert taken.count(f"x{short}>") == 2, line
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_sums_round_a_weights_gradient_to_its_dtype(dtype):
+    """The gradient of x stays a float32 product; on one device nothing else is rounded than before."""
+    x, weights, cotangents = operands(dtype)
+
+    def pulled_back(x, weights, cotangents):
+        with narrow_gradient_sums(True):
+            return jax.vjp(lambda x, weights: linear(SPECS, x, weights), x, weights)[1](cotangents)
+
+    lowered = jax.jit(pulled_back).lower(x, weights, cotangents)
+    products = [line for line in lowered.as_text().splitlines() if "stablehlo.dot_general" in line]
+    results = [line.rsplit("x", 1)[1].rstrip(">") for line in products]
+    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    assert sorted(results) == sorted([short, short, "f32", "f32"])
+    found = jax.tree.leaves(lowered.compile()(x, weights, cotangents))
+    assert error(found, exact_gradients(dtype)) <= {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]

@@ -1,0 +1,48 @@
+"""The sum over devices of a weight's gradient, in float32 and in the dtype of the products."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.policy.layers import linear
+from rljax.sharding import MeshConfig, make_mesh, named_sharding, narrow_gradient_sums
+
+pytestmark = pytest.mark.mesh
+
+ROWS, TOKENS, WIDTH, INNER = 8, 4, 16, 32
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    """The exact gradient of a weight whose rows of x lie on eight devices, and the two that devices add up."""
+    mesh = make_mesh(MeshConfig(8))
+    rng = np.random.default_rng(0)
+    shapes = (ROWS, TOKENS, WIDTH), (WIDTH, INNER), (ROWS, TOKENS, INNER)
+    axes = ("rows", "tokens", "act_embed"), ("embed", "mlp"), ("rows", "tokens", "act_mlp")
+    values = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    of_axes = [named_sharding(mesh, names, shape) for names, shape in zip(axes, shapes, strict=True)]
+    x, weight, cotangent = map(jax.device_put, values, of_axes)
+
+    def gradient(narrow):
+        def of_weight(x, weight, cotangent):
+            with narrow_gradient_sums(narrow):
+                return jax.vjp(lambda weight: linear(("btd,df->btf",), x, (weight,)), weight)[1]((cotangent,))[0]
+
+        with jax.set_mesh(mesh):
+            return np.asarray(jax.jit(of_weight, out_shardings=of_axes[1])(x, weight, cotangent), np.float64)
+
+    exact = np.einsum("btd,btf->df", *(np.asarray(value, np.float64) for value in (x, cotangent)))
+    return exact, gradient(False), gradient(True)
+
+
+def test_a_sum_in_float32_is_rounded_once(gradients):
+    exact, wide, _ = gradients
+    np.testing.assert_array_equal(wide, np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16), np.float64))
+
+
+def test_a_narrow_sum_rounds_the_part_of_each_device(gradients):
+    """Eight parts and their sum are each off by at most half a unit in the last place of the largest part or sum."""
+    exact, wide, narrow = gradients
+    assert (narrow != wide).any()
+    assert np.abs(narrow - exact).max() <= 9 * 2.0**-9 * np.abs(exact).max()
