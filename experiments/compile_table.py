@@ -114,7 +114,9 @@ OTHER_TPUS = [
 
 
 def replaced(words: tuple[str, ...], option: str, value: str) -> tuple[str, ...]:
-    """Returns words of a command line in which an option has another value."""
+    """Returns words of a command line in which an option has this value."""
+    if option not in words:
+        return (*words, option, value)
     place = words.index(option) + 1
     return (*words[:place], value, *words[place + 1 :])
 

@@ -29,9 +29,9 @@ class PrecisionConfig:
     offload: the same as blocks, with the inputs in the host's memory (GPU and TPU)."""
 
     reduce_dtype: Literal["float32", "compute"] = "float32"
-    """Dtype in which devices add up the gradients of a micro-batch. compute: ``compute_dtype``, which halves the bytes in
-    16 bits. The part of each device is then rounded before the sum. Gradients of experts and of the embedding, and the
-    sum over micro-batches, stay in float32."""
+    """Dtype in which devices add up the gradients of a micro-batch. compute: ``compute_dtype``, which halves the bytes
+    in 16 bits. The part of each device is then rounded before the sum. Gradients of experts and of the embedding, and
+    the sum over micro-batches, stay in float32."""
 
     @property
     def remat_policy(self) -> Remat:
