@@ -161,18 +161,6 @@ def test_calibration_has_a_hard_ceiling(bfloat16):
         engine.close()
 
 
-def test_no_rollout_after_a_failed_verification(float32, calibrated):
-    """The client pauses rollouts: a generate after a failed publish draws nothing, and says so in time."""
-    tensors = float32.model.tensors("float32")
-    stale = []
-    engine = calibrated(float32, tensors=lambda params: tensors(stale[0] if stale else params))
-    stale.append(float32.model.params)
-    with pytest.raises(VerificationError):
-        engine.publish(float32.model.moved(7), 1)
-    with pytest.raises(RuntimeError, match="hold no verified policy"):
-        next(iter(engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(1), seed=0)))
-
-
 def test_nan_weights_do_not_reach_the_server(float32, calibrated):
     """They would stay in its key-value cache, and spoil the sound weights that follow."""
     engine = calibrated(float32)

@@ -616,5 +616,7 @@ def test_weights_without_room_are_refused_before_any_server(fake, tmp_path):
             filler.unlink()
             engine.publish({name: array + 1 for name, array in params.items()}, 2)
             assert sampled() == {2}
+            assert [path.name for path in engine.files.root.glob("v*")] == [engine.version.path.name]
         finally:
             engine.close()
+        assert not engine.files.root.exists()
