@@ -6,13 +6,16 @@ import subprocess
 import sys
 
 import pytest
-from toy_runs import ROOT, TOY_BASE, complete, tiny
+from toy_runs import ROOT, TOY_BASE
 
 from rljax.data import gym_maker, gym_problems
 from rljax.data.gym_problems import own_options, right_answer, task_names
 from rljax.data.prompts import DataConfig, evaluation_datasets, training_problems
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import build_tokenizer
+from rljax.run.build import load_problems, look_at_data
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
 
 CHECKSUM = """
 import hashlib
@@ -207,16 +210,18 @@ def test_a_task_with_too_few_problems_is_refused(library):
 
 
 @pytest.mark.slow
-def test_a_run_trains_on_a_task_and_evaluates_it(library, tmp_path, monkeypatch):
+def test_a_run_reads_a_task_and_its_evaluation(library, monkeypatch):
+    """All that is of the task in a run: its rewards score the right answers, and its evaluation has its name."""
     monkeypatch.setattr(gym_problems, "EVAL_PROBLEMS", 8)
-    words = ("--data.task", "reasoning_gym:lcm", "--data.task-options", "max_value=99", "--data.task-problems", "40")
-    more = ("--data.max-prompt-tokens", "80", "--packing.row-tokens", "128", "--eval.every", "1")
-    more += ("--eval.max-response-tokens", "8")
-    status, output = complete(tiny(TOY_BASE, tmp_path / "run", 1, *words, *more))
-    assert status == 0, output
-    table = (tmp_path / "run/data.txt").read_text().splitlines()
+    words = ["--data.task", "reasoning_gym:lcm", "--data.task-options", "max_value=99", "--data.task-problems", "40"]
+    words += ["--model.path", str(TOY_BASE), "--data.max-prompt-tokens", "80", "--data.batch-size", "2"]
+    config = load_config(Config, words, prog="", description="")
+    assert config.data.task_options == ("max_value=99",)
+    problems = load_problems(config, load_tokenizer(TOY_BASE))
+    table = look_at_data(config, problems).splitlines()
     assert table[1].split()[0] == "reasoning_gym:lcm"
     assert table[1].endswith("0 of 40") or table[1].endswith("0 of 39")
     assert table[2].startswith("eval lcm")
-    assert "eval/lcm/accuracy" in (tmp_path / "run/metrics.jsonl").read_text()
-    assert "task_options:\n  - max_value=99\n" in (tmp_path / "run/config.yaml").read_text()
+    assert table[2].endswith("0 of 8")
+    assert [*problems.evaluation] == ["lcm"]
+    assert len(problems.evaluation["lcm"]) == 8
