@@ -43,6 +43,7 @@ def mesh():
     return make_mesh(MeshConfig(1, 1), jax.devices()[:1])
 
 
+@functools.cache
 def sampled(config, dtype="bfloat16", *, with_routes=True, seed=0):
     """Sequences that the embedded engine sampled, with its log-probabilities and routes."""
     engine = JaxEngine(config, dtype, 8, mesh=mesh(), with_routes=with_routes)
