@@ -5,7 +5,7 @@
 #
 #   bash launch/sglang_server.sh MODEL [--dtype bfloat16|float16|float32] [--head-dtype model|float32] [--port P]
 #                                      [--max-model-len N] [--log FILE] [--url-file FILE] [--follow-parent]
-#                                      [--host ADDRESS] [--api-key-file FILE]
+#                                      [--host ADDRESS] [--api-key-file FILE] [--batch-invariant]
 #                                      [-- further SGLang arguments]
 #
 # The environment comes from RLJAX_SGLANG_VENV, by default .venv-sglang in this checkout (launch/install_sglang.sh).
