@@ -372,8 +372,7 @@ def test_a_kl_penalty_pulls_towards_the_frozen_reference():
         assert np.abs(g - 0.7 * e).max() / np.abs(e).max() < 1e-4
 
 
-def test_normalised_weights_beside_a_penalty_take_a_forward(tmp_path):
-    """That they leave the penalty as it is, shows the step above."""
+def test_a_single_update_normalises_beside_a_penalty(tmp_path):
     save_params(tmp_path, init_params(CONFIG, 1), CONFIG)
     fused = Config(
         model=ModelConfig(path=str(tmp_path)),
@@ -385,10 +384,14 @@ def test_normalised_weights_beside_a_penalty_take_a_forward(tmp_path):
         mesh=MeshConfig(1, 1),
     )
     normalised = dataclasses.replace(fused, correction=CorrectionConfig(level="token", threshold=1.2, normalize=True))
+    rows = []
     for config, kind in ((fused, SingleUpdate), (normalised, MultipleUpdates)):
-        assert isinstance(
-            make_update(config, CONFIG, keep_gradient(), MESH, load_reference(config, CONFIG, MESH)), kind
-        )
+        update = make_update(config, CONFIG, keep_gradient(), MESH, load_reference(config, CONFIG, MESH))
+        assert isinstance(update, kind)
+        rows.append(train(update, fresh_state(), sequences(), 0.1, seed=0, noise=False).row)
+    assert rows[1]["correction/weight_mean"] < 0.97
+    assert rows[0]["policy/reference_kl"] > 0.01
+    assert rows[1]["policy/reference_kl"] == pytest.approx(rows[0]["policy/reference_kl"], rel=1.2e-7)
 
 
 def test_a_sequence_sum_is_divided_by_the_length_limit():
