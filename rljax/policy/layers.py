@@ -127,7 +127,8 @@ def linear(specs: Sequence[str], x: Array, weights: Sequence[Array], biases: Seq
     of forward and backward accumulates in float32, and its operands have the dtype of ``x``. The transpose of a plain
     einsum would widen the cotangent, and so the gathered weight, to float32. If the mesh splits heads or the width of
     the MLP (``tp``), a product is a part of a sum over devices. It is first rounded to the dtype of ``x``, in which the
-    sum travels. Devices add up the gradients of weights as ``sharding.narrow_gradient_sums`` says.
+    sum travels. The gradients of weights are added up over the devices in float32, or in the dtype of ``x``
+    inside of ``narrow_gradient_sums(True)``.
 
     Args:
       specs: The einsum specifications, such as ``"btd,df->btf"``. Every index of a weight is an index of ``x`` or of
