@@ -227,10 +227,12 @@ class _Feed(threading.Thread):
         self._given = tracker.stored_step
         if not self._left:
             tqdm.write(f"tracked by {self._kind}: {tracker.where}", file=sys.stderr)
+        skipped = 0
         while not self._ending.is_set():
-            self._give(tracker, state)
+            skipped += self._give(tracker, state)
             self._ending.wait(READ_EVERY_S)
-        if skipped := self._give(tracker, state):
+        skipped += self._give(tracker, state)
+        if skipped:
             self._tell(f"was too slow, it lacks the last {skipped} rows, those after step {self._given}")
         if self._left:
             return

@@ -126,11 +126,14 @@ def test_one_that_hangs_does_not_hold_up_another(tmp_path):
     assert "summary" in read(tmp_path)[-1]
 
 
-def test_a_slow_tracker_lags_and_later_catches_up(tmp_path, capfd):
+@pytest.mark.parametrize("is_reading", [False, True], ids=["the end comes first", "the end comes while it reads"])
+def test_a_slow_tracker_lags_and_later_catches_up(is_reading, tmp_path, capfd):
     with tracked(tmp_path, "Slow", seconds=2.0) as recorder:
         began = time.monotonic()
         write(recorder, *range(1, 41))
         assert time.monotonic() - began < 1.0  # 40 rows take the tracker four seconds
+        if is_reading:
+            wait_for(lambda: steps_of(tmp_path))
     first = steps_of(tmp_path)
     assert first == list(range(1, len(first) + 1))
     assert 3 <= len(first) < 40
