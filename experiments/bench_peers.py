@@ -5,8 +5,9 @@
 
 Every side trains the same random Qwen3 policy with clipping and AdamW, in a process of its own (``peer_steps.py``,
 ``peer_sides.py``). All have the same first weights, and the norms of the gradients are compared. rljax measures the
-mismatch and the entropy in its step. The sides take turns. A ratio is the median over turns of a side's seconds over
-the seconds of rljax: above 1, rljax is faster.
+mismatch and the entropy in its step, and the measurements of the mismatch are also timed alone. The sides take turns.
+A ratio is the median over turns of a side's seconds over the seconds of rljax: above 1, rljax is faster. From six turns
+on, the file also has the ratio's exact 95% interval.
 
 ``--python SIDE=PATH`` names the interpreter of a package's environment, which also needs the package jaxtyping. A side
 whose package is missing has an error in its row. ``rljax=PATH`` runs rljax on the jax of that environment. The result
@@ -21,6 +22,8 @@ import json
 import math
 import os
 import platform
+import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -34,11 +37,6 @@ from peer_steps import Case
 from tqdm import tqdm
 
 OWN = "rljax"
-PYTHONS = "--python tunix=TUNIX_PYTHON --python maxtext=MAXTEXT_PYTHON --python easydel=EASYDEL_PYTHON"
-COMMAND = (
-    f"python experiments/bench_peers.py {PYTHONS} --python rljax=TUNIX_PYTHON --rounds 5 "
-    "--json benchmarks/peers_step.json"
-)
 LARGE = {"vocab": 151_936, "sequences": 4, "tokens": 128}
 CASES = {
     "width 256, 4 layers, 8 x 256 tokens, float32": Case(),
@@ -93,6 +91,21 @@ class Worker:
         self._process.wait()
 
 
+def median_interval(values: Sequence[float]) -> list[float] | None:
+    """Returns the narrowest exact interval of the median that is between two of the values and holds at 95%.
+
+    The number of values below the median is binomial with probability 1/2, whatever their distribution. Fewer than six
+    values have no such interval.
+    """
+    count = len(values)
+    below = 0.0  # the probability that at most ``outside`` values lie below the median
+    outside = -1
+    while 2 * (below + math.comb(count, outside + 1) / 2**count) <= 0.05:
+        outside += 1
+        below += math.comb(count, outside) / 2**count
+    return None if outside < 0 else [sorted(values)[outside], sorted(values)[count - 1 - outside]]
+
+
 def compare(case: Case, workers: dict[str, Worker], rounds: int, compiled: dict[str, Any]) -> dict[str, Any]:
     """Measures the sides, which take turns. A side that fails has an error instead of times.
 
@@ -110,6 +123,7 @@ def compare(case: Case, workers: dict[str, Worker], rounds: int, compiled: dict[
             "seconds": seconds[name],
             "ratio": statistics.median(ratios),
             "range": [min(ratios), max(ratios)],
+            "interval": median_interval(ratios),
         }
     return {"case": case._asdict(), "sides": sides}
 
@@ -127,7 +141,21 @@ def row(name: str, side: str, facts: dict[str, Any]) -> str:
     return f"| {name} | {side} | {times} | {size} | {took} | {facts['norm']:.4f} |"
 
 
+def mismatch_row(name: str, facts: dict[str, Any]) -> str:
+    """Returns the row of the mismatch alone, whose ratio is its share of the step of rljax."""
+    milliseconds = facts["mismatch_s"] * 1e3
+    share = f"{facts['mismatch_s'] / statistics.median(facts['seconds']):.4f}" if "seconds" in facts else ""
+    return f"| {name} | the mismatch alone | {milliseconds:.2f} | {share} | | | | |"
+
+
+def command_of(arguments: Sequence[str]) -> str:
+    """Returns the command with these arguments, without the paths of interpreters."""
+    named = (re.sub(r"^(tunix|maxtext|easydel|rljax)=.*", r"\1=\1_PYTHON", argument) for argument in arguments)
+    return f"python experiments/bench_peers.py {shlex.join(named)}"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", action="append", default=[], metavar="SIDE=PATH", help="interpreter of a package")
     parser.add_argument("--sides", nargs="+", default=list(peer_steps.SIDES), choices=peer_steps.SIDES, metavar="SIDE")
@@ -158,12 +186,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[name] = one | {"sides": found | one["sides"]}
             for side in names:
                 print(row(name, side, one["sides"][side]), flush=True)
+            if "mismatch_s" in one["sides"][OWN]:
+                print(mismatch_row(name, one["sides"][OWN]), flush=True)
             norms = [facts["norm"] for facts in one["sides"].values() if "error" not in facts]
             if case.dtype == "float32" and not all(math.isclose(norm, norms[0], rel_tol=1e-3) for norm in norms):
                 raise RuntimeError(f"the sides compute different gradients: norms {norms}")
             if options.json:
                 machine = f"{platform.machine()}, {os.cpu_count()} cores"
-                report = {"command": COMMAND, "machine": machine, "cases": results}
+                report = {"command": command_of(arguments), "machine": machine, "cases": results}
                 options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         for worker in workers.values():
             worker.end()

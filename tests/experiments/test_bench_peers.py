@@ -37,3 +37,10 @@ def test_ratios_are_of_the_same_turn():
         bench_peers.row("case", "tunix", sides["tunix"])
         == "| case | tunix | 4000 | 2.00 | 1.00 - 3.00 |  | 7.0 | 1.0000 |"
     )
+
+
+def test_the_interval_of_a_median_is_exact():
+    # Of ten values at most one lies below the median with probability 11/1,024, and at most two with 56/1,024.
+    assert bench_peers.median_interval([5, 1, 9, 3, 7, 2, 8, 4, 6, 10]) == [2, 9]
+    assert bench_peers.median_interval([6, 5, 4, 3, 2, 1]) == [1, 6]  # both ends: 2/64
+    assert bench_peers.median_interval([5, 4, 3, 2, 1]) is None  # both ends would hold at 94% only
