@@ -35,6 +35,7 @@ from rljax.policy.kernels import check_experts
 from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
 from rljax.rollout.build import check_reported, version_bytes
+from rljax.rollout.types import SERVED
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, exact_shape, has_separate_forward, is_offloaded, max_version_lag
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
@@ -344,10 +345,11 @@ def _recipe(config: Config) -> dict[str, str]:
     is_evaluated = wanted.is_wanted and config.data.task != VERIFIERS
     sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if is_evaluated else "never"
     rollout = config.rollout
-    where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(rollout.urls)
+    urls = rollout.urls if rollout.engine in SERVED else ()
+    where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(urls)
     servers = f" at {where} (not asked)" if where else ""
     servers += f", rollouts through {rollout.router}" if rollout.router else ""
-    servers += ", which sleep while the trainer trains" if rollout.colocated else ""
+    servers += ", whose servers sleep while the trainer trains" if rollout.colocated else ""
     head = ", LM head float32" if config.precision.lm_head_dtype == "float32" else ""
     return {
         "loss": f"{config.advantage.estimator}, {loss.kind}, clip {loss.clip_low:g} / {loss.clip_high:g}, "

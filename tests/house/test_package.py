@@ -57,7 +57,7 @@ def test_twine_accepts_both(built):
 def test_both_hold_every_module_and_nothing_of_the_tests(built):
     wheel, sdist = built
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "rljax").rglob("*.py")}
-    configs = {ROOT / "configs/quickstart.yaml", *ROOT.glob("configs/paper/*.yaml"), *ROOT.glob("configs/toy-base/*")}
+    configs = {path for kind in ("*.yaml", "paper/*.yaml", "toy-base/*") for path in ROOT.glob(f"configs/{kind}")}
     view = {f"rljax/view/page.{kind}" for kind in ("html", "css", "js")}
     data = {"rljax/py.typed", "rljax/plan/h100_sxm.txtpb", "rljax/rollout/servers/vllm/metadata/vllm-0+cpu.egg-info"}
     data |= view | {f"rljax/{path.relative_to(ROOT)}" for path in configs}

@@ -127,6 +127,10 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
     assert lines["correction"] == "token level, mask at 2"
     assert lines["schedule"] == "length_decay from 1e-06, x 0.5 every 204 steps, floor 0.1"
     assert lines["engine"] == "vllm at http://nowhere:1 (not asked), bfloat16, temperature 1"
+    embedded = dry_run(changed(config, rollout={"engine": "jax"})).splitlines()  # it asks no server at the URL
+    assert [line.split()[1:] for line in embedded if line.startswith("engine")] == [
+        ["jax,", "bfloat16,", "temperature", "1"]
+    ]
     assert lines["masters"].split()[:2] == ["14.98", "GiB"]
     assert list(tmp_path.iterdir()) == []
 

@@ -41,7 +41,7 @@ plan() {
 bash() {
   local word help
   case "$1" in
-    launch/dapo.sh | launch/paper_*.sbatch) plan "$@" ;;
+    launch/dapo.sh | launch/paper_*.sbatch | launch/single_node.sh) plan "$@" ;;
     -c | launch/install_vllm.sh | launch/tpu.sh | launch/kubernetes/run.sh) command bash "$@" ;;
     launch/check_accelerator.sh | tools/test_images.sh)
       command bash -n "$1"
@@ -55,7 +55,7 @@ sbatch() {
   plan "$@"
 }
 tail() {
-  case "${@: -1}" in runs/paper/qwen3_4b_length_triggered* | slurm-17.log) ;; *) return 1 ;; esac
+  case "${@: -1}" in runs/paper/qwen3_4b_length_triggered* | runs/one_gpu* | slurm-17.log) ;; *) return 1 ;; esac
 }
 """
 FUNCTIONS = {"bash", "sbatch", "tail"}
