@@ -138,9 +138,13 @@ def test_the_wait_for_servers_is_a_number_of_seconds():
     assert said == "single_node: --server-wait: expected seconds, got 'soon'\n"
 
 
-def test_a_slurm_job_writes_what_changed():
-    served = ["--", "--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0"]
-    assert "quickstart.yaml --publish.store directory --rollout" in plan("launch/slurm.sbatch", *served)[-1]
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.harness)])
+def test_a_slurm_job_serves_and_writes_what_changed(engine):
+    served = ["--", "--rollout.engine", engine, "--rollout.urls", "http://127.0.0.1:0"]
+    servers, trainers = plan("launch/slurm.sbatch", *served)[-2:]
+    assert servers.startswith("servers:  srun --nodes=1 --ntasks=8 ")
+    assert f"/launch/slurm_server.sh {engine} " in servers
+    assert "quickstart.yaml --publish.store directory --rollout" in trainers
 
 
 @pytest.mark.parametrize(
