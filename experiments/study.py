@@ -108,8 +108,8 @@ class Study:
         ]
 
 
-def read_study(path: Path) -> Study:
-    """Reads the file of a study. Raises ConfigError if it is not a study."""
+def read_study(path: Path, readers: Sequence[Path] = ()) -> Study:
+    """Reads the file of a study, which the files ``readers`` are like. Raises ConfigError if it is not a study."""
     with caller_errors():
         text = path.read_text(encoding="utf-8")
     try:
@@ -119,9 +119,10 @@ def read_study(path: Path) -> Study:
     keys = {field.name for field in dataclasses.fields(Study)}
     if isinstance(document, dict) and "like" in document:
         like = path.parent / document.pop("like")
-        if like.resolve() == path.resolve():
-            raise ConfigError(f"{path}: like names this file itself")
-        other = read_study(like)
+        readers = [*readers, path.resolve()]
+        if like.resolve() in readers:
+            raise ConfigError(f"{path}: like leads back to {like.name}")
+        other = read_study(like, readers)
         document = {"config": other.config} | document
         document["settings"] = other.settings | document.get("settings", {})
     if not isinstance(document, dict) or set(document) - keys or not {"config", "arms", "seeds"} <= set(document):

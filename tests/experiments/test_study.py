@@ -72,12 +72,14 @@ def test_a_study_becomes_command_lines(study_file, tmp_path):
         ("config: a\nseeds: [0]", "a study has config, seeds, arms"),
         ("config: a\nseeds: [0]\narms: {x: }\nfigure: {}", "a study has config, seeds, arms"),
         ("config: a\nseeds: [0]\narms: {x: }\nfigures: {f: [y]}", "seeds_of name arms that are not there: y"),
-        ("{like: bad.yaml, seeds: [0], arms: {x: }}", "like names this file itself"),
+        ("{like: bad.yaml, seeds: [0], arms: {x: }}", "bad.yaml: like leads back to bad.yaml"),
+        ("{like: other.yaml, seeds: [0], arms: {x: }}", "other.yaml: like leads back to bad.yaml"),
     ],
 )
 def test_what_is_no_study_is_one_line(text, message, tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text(text)
+    path.with_name("other.yaml").write_text("{like: bad.yaml, seeds: [0], arms: {x: }}")
     with pytest.raises(ConfigError, match=message):
         read_study(path)
 
