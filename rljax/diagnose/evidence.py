@@ -14,8 +14,8 @@ SURE, LIKELY, POSSIBLE = "sure", "likely", "possible"
 CONFIDENCES = (SURE, LIKELY, POSSIBLE)
 
 # The sizes of a mismatch by its likeliest origin: the upper end of each range. These errors of the logits
-# (``course.effect``) were measured: the toy's embedded engine in bfloat16 0.0035, vLLM in bfloat16 0.011, int8 weights
-# 0.02, fp8 weights 0.06, fp8 caches 0.08 and 0.18 (benchmarks/engine_mismatch.json, head_dtype.json).
+# (``course.effect``) were measured: the toy's embedded engine in bfloat16 0.007 to 0.012, vLLM in bfloat16 0.011, int8
+# weights 0.018, fp8 weights 0.046, fp8 caches 0.065 and 0.16 (benchmarks/engine_mismatch.json, head_dtype.json).
 EFFECTS = {"float32": 1e-4, "float16": 1.5e-3, "bfloat16": 0.04, "8 bits": 0.5}
 # Other signals over the policy's entropy (benchmarks/mismatch_growth.json): vLLM in bfloat16 0.011 to 0.029, fp8
 # weights 0.04 to 0.14, with an fp8 cache 0.07 to 0.6.

@@ -27,8 +27,8 @@ _DECAY_STALE = _DECAY._replace(
     "with three seeds"
 )
 _DECAY_EIGHT = _DECAY._replace(
-    source="arXiv 2602.01826, figures 7 and 8; rljax's page study_collapse, cache of 8 bits: 1 of 9 runs that had "
-    "learned collapses with it, 8 of 9 without (corrected p 0.039)"
+    source="arXiv 2602.01826, figures 7 and 8; rljax's page study_collapse, cache of 8 bits: 1 of 9 runs "
+    "collapses with it, 8 of 9 without; mean reward after the surge +0.37 (corrected p 0.039)"
 )
 _TENTH = Remedy(
     "a tenth of the learning rate from the start",

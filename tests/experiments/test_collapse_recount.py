@@ -29,6 +29,7 @@ STUDIES = [
     Recounted("study_families", "Sums", "study_family_sums", range(33, 37), 300),
     Recounted("study_families", "Swaps", "study_family_swaps", range(37, 41), 600),
 ]
+MAIN = pytest.mark.parametrize("study", STUDIES[:1], indirect=True, ids=lambda study: study.rows)
 
 
 @pytest.fixture(scope="module", params=STUDIES, ids=lambda study: study.rows)
@@ -38,10 +39,10 @@ def study(request):
 
 @pytest.fixture(scope="module")
 def columns(study):
-    """The reward, the rate, the surge, the period and the mismatch of each step, an array for each arm and seed."""
+    """Seven metrics of each step in the order of ``keys``, an array for each arm and seed."""
     rows = pyarrow.parquet.read_table(ROOT / f"benchmarks/{study.rows}.parquet").to_pydict()
     keys = ("reward/mean", "schedule/learning_rate", "schedule/surge_step", "schedule/decay_period")
-    keys += ("mismatch/log_ppl_abs_diff",)
+    keys += ("mismatch/log_ppl_abs_diff", "policy/entropy", "mismatch/logprob_abs_diff_mean")
     found = {}
     for place, run in enumerate(zip(rows["arm"], rows["seed"], strict=True)):
         found.setdefault(run, []).append([np.nan if rows[key][place] is None else rows[key][place] for key in keys])
@@ -114,7 +115,7 @@ def test_the_page_gives_the_range_of_each_difference(study, columns, areas):
         assert f"{min(differences):+.2f} to {max(differences):+.2f}" in section, other
 
 
-@pytest.mark.parametrize("study", STUDIES[:1], indirect=True, ids=lambda study: study.rows)
+@MAIN
 def test_the_mismatch_of_the_last_ten_steps(study, columns):
     last = {run: lines[-10:, 4].mean() for run, lines in columns.items()}
     called = [seed for seed in study.seeds if not np.isnan(columns["constant", seed][-1, 2])]
@@ -127,6 +128,96 @@ def test_the_mismatch_of_the_last_ten_steps(study, columns):
     assert ranges == ["0.035 to 0.06", "0.0031 to 0.025", "0.0056 to 0.02"]
     for page in ("study", "study_collapse"):
         assert all(text in PAGES[page] for text in ("0.035 to 0.060", "0.0031 to 0.025"))
+
+
+def accuracy(lines):
+    return np.array([lines[max(0, i - 9) : i + 1, 0].mean() for i in range(len(lines))])
+
+
+@MAIN
+def test_the_mismatch_before_the_first_fall(columns):
+    """Of the steps 61 to 115, and the two columns behind it at the end."""
+    called = [9, 10, 11, 12, 13, 14, 16, 17]
+    mean = {run: lines[60:115, 4:].mean(0) for run, lines in columns.items()}
+    last = {run: lines[-10:, 4:].mean(0) for run, lines in columns.items()}
+    assert min(fall_step(columns["constant", seed][:, 0]) for seed in range(9, 18)) == 116
+    for of, pairs in ((mean, (8, 8)), (last, (8, 5))):
+        lower = [
+            (of["triggered", s][0] < of["constant", s][0], gap["triggered"] < gap["constant"])
+            for s in called
+            for gap in [{arm: of[arm, s][2] / of[arm, s][1] for arm in ("triggered", "constant")}]
+        ]
+        assert tuple(np.sum(lower, axis=0)) == pairs
+    assert sum(mean["tenth", s][0] > mean["constant", s][0] for s in range(9, 18)) == 9
+    texts = [
+        f"{min(of[arm, s][place] for s in seeds):.2g} to {max(of[arm, s][place] for s in seeds):.2g}"
+        for of, arm, place, seeds in (
+            (mean, "triggered", 0, called),
+            (mean, "constant", 0, called),
+            (mean, "tenth", 0, range(9, 18)),
+            (last, "constant", 1, called),
+            (last, "triggered", 1, called),
+        )
+    ]
+    assert texts == ["0.0063 to 0.032", "0.016 to 0.033", "0.031 to 0.05", "0.082 to 0.44", "0.022 to 0.11"]
+    assert all(text in PAGES["study_collapse"] for text in texts)
+    assert all(text in PAGES["study"] for text in texts[:2])
+
+
+@MAIN
+def test_the_decay_begins_before_the_policy_has_learned(columns):
+    called = [9, 10, 11, 12, 13, 14, 16, 17]
+    begins = {s: int(np.argmax(columns["triggered", s][:, 1] < 3.9e-4)) for s in called}
+    before = {s: accuracy(columns["triggered", s])[step - 1] for s, step in begins.items()}
+    share = [value / accuracy(columns["constant", s]).max() for s, value in before.items()]
+    fixed = [accuracy(columns["fixed", s])[73] for s in range(9, 18)]
+    assert (min(begins.values()) + 1, max(begins.values()) + 1) == (25, 50)
+    texts = [f"{min(values):.2f} to {max(values):.2f}" for values in (before.values(), share, fixed)]
+    assert texts == ["0.13 to 0.56", "0.18 to 0.82", "0.37 to 0.72"]
+    assert all(text in PAGES["study_collapse"] for text in texts)
+
+
+@MAIN
+def test_the_secondary_outcomes(columns, areas):
+    """The areas of each base, the final accuracies, and the pairs of which one run collapses."""
+    for cells in table("study_collapse", "compared | base 0"):
+        one, other = cells[0].split(" - ")
+        of_base = [[areas[one, s] - areas[other, s] for s in range(9, 18) if s % 3 == base] for base in range(3)]
+        assert cells[1:] == [f"{np.mean(differences):+.2f}" for differences in of_base], other
+    final = {run: fate(lines[:, 0])[1] for run, lines in columns.items()}
+    found = []
+    for other in ("fixed", "linear"):
+        differences = {s: final["triggered", s] - final[other, s] for s in range(9, 18)}
+        ahead = sum(value < 0 for value in differences.values())
+        rest = np.mean([value for s, value in differences.items() if s != 15])
+        found.append((ahead, f"{float(sign_p(list(differences.values()))):.2g}", f"{rest:.2f}"))
+    assert found == [(8, "0.012", "-0.02"), (7, "0.047", "-0.02")]
+    gone = {run: fell and peak >= 0.3 for run, (peak, _, fell) in ((r, fate(v[:, 0])) for r, v in columns.items())}
+    alone = [(gone["constant", s], gone["triggered", s]) for s in range(9, 18)]
+    assert (alone.count((True, False)), alone.count((False, True))) == (7, 0)
+    assert f"{stats.binomtest(7, 7).pvalue:.2g}" == "0.016"
+    assert sum(final["constant", s] < 0.03 for s in range(9, 18)) == 6
+
+
+@MAIN
+def test_where_the_mismatch_grows_without_a_fall(columns):
+    """From the first step with 0.9 of the peak to the last step of the run."""
+    grew = {}
+    for (arm, seed), lines in columns.items():
+        if arm != "constant" and (arm, seed) != ("triggered", 15):
+            means = accuracy(lines)
+            begin = int(np.argmax(means >= 0.9 * means.max())) + 1
+            grew.setdefault(arm, []).append(lines[-10:, 4].mean() > lines[begin - 10 : begin, 4].mean())
+    counts = {arm: (sum(runs), len(runs)) for arm, runs in grew.items()}
+    assert counts == {"triggered": (2, 8), "untriggered": (3, 9), "fixed": (1, 9), "linear": (1, 9), "tenth": (0, 9)}
+
+
+def test_the_intervals_of_a_share_with_99_percent():
+    lows = [f"{stats.binomtest(8, runs).proportion_ci(0.99, 'exact').low:.2f}" for runs in (8, 9)]
+    assert lows == ["0.52", "0.42"]
+    assert all(f"({low})" in PAGES["study"] for low in lows)
+    share = stats.binomtest(7, 9).proportion_ci(0.95, "exact")
+    assert f"7 of 9 do ({share.low:.2f} to {share.high:.2f})" in PAGES["study"]
 
 
 def test_the_arms_part_where_the_design_says(study, columns):

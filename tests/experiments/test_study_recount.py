@@ -150,6 +150,27 @@ def test_the_verdicts_of_the_search_for_a_subject():
         assert (rows[name][6] == "-") is not fell, name
 
 
+def test_the_later_bases_at_the_rate_of_the_study():
+    columns = pyarrow.parquet.read_table(ROOT / "benchmarks/subject_bases.parquet").to_pydict()
+    series = {}
+    for arm, seed, reward in zip(columns["arm"], columns["seed"], columns["reward/mean"], strict=True):
+        if arm.endswith("_4e-4"):
+            series.setdefault((arm, seed), []).append(reward)
+    peaks = sorted(peak for peak, _, fell in map(fate, series.values()) if fell and peak >= 0.3)
+    assert (len(series), len(peaks), f"{peaks[0]:.3f}") == (12, 9, "0.598")
+    assert peaks[1] > 0.6
+    assert "9 of the 12 runs collapse between steps 137 and 392: eight from a peak above 0.6" in PAGES["study_subject"]
+
+
+def test_the_errors_of_the_logits_in_the_page_of_diagnose():
+    engines = json.loads((ROOT / "benchmarks/engine_mismatch.json").read_text())["engines"]
+    error = {one["engine"]: f"{one['k3_kl'] / one['logprob_abs_diff_mean']:.2g}" for one in engines}
+    named = ["bfloat16", "int8 weights", "fp8 weights", "fp8_e4m3 cache", "fp8_e5m2 cache"]
+    assert [error[name] for name in named] == ["0.012", "0.018", "0.046", "0.065", "0.16"]
+    page = " ".join((ROOT / "docs/diagnose.md").read_text(encoding="utf-8").split())
+    assert "int8 weights 0.018, fp8 weights 0.046, fp8 caches 0.065 (e4m3) and 0.16 (e5m2)" in page
+
+
 def test_the_sum_of_signs_by_hand():
     assert sign_p([0.5, 0.25, 0.25]) == Fraction(2, 8)
     assert sign_p([-0.25, 0.25, 0.5]) == Fraction(6, 8)  # sums of 1, 0.5 (twice), and their opposites reach 0.5
