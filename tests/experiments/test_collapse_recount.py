@@ -15,37 +15,63 @@ PLANNED = ["constant", "untriggered", "fixed", "tenth", "linear"]
 
 
 class Recounted(NamedTuple):
-    """A study with the six arms: its page and section, its rows in benchmarks/, its seeds, and the steps of a run."""
+    """A study: its page and section, its rows in benchmarks/, its seeds, the steps of a run, and what it compares."""
 
     page: str
     section: str
     rows: str
     seeds: range
     steps: int
+    compared: tuple[tuple[str, str], ...] = tuple(("triggered", arm) for arm in PLANNED)
+    arms: tuple[str, ...] = ("constant", "triggered", *PLANNED[1:])
 
 
-STUDIES = [
+REMEDIES = Recounted(
+    *("study_collapse", "Other remedies", "study_remedies", range(18, 22), 300),
+    compared=(
+        ("triggered", "constant"),
+        *((arm, "constant") for arm in ("token_tis", "region", "centering")),
+        ("triggered_centering", "triggered"),
+        ("sixteen_bits", "constant"),
+        ("float16", "sixteen_bits"),
+        ("float32", "float32_e5m2"),
+    ),
+    arms=(
+        *("constant", "triggered", "token_tis", "region", "centering", "triggered_centering"),
+        *("sixteen_bits", "float16", "float32", "float32_e5m2"),
+    ),
+)
+SIX_ARMS = [
     Recounted("study_collapse", "What was found", "study_collapse", range(9, 18), 300),
     Recounted("study_families", "Sums", "study_family_sums", range(33, 37), 300),
     Recounted("study_families", "Swaps", "study_family_swaps", range(37, 41), 600),
 ]
-MAIN = pytest.mark.parametrize("study", STUDIES[:1], indirect=True, ids=lambda study: study.rows)
+EVERY = [*SIX_ARMS, REMEDIES]
 
 
-@pytest.fixture(scope="module", params=STUDIES, ids=lambda study: study.rows)
+def of(*studies):
+    return pytest.mark.parametrize("study", studies, indirect=True, ids=lambda study: study.rows)
+
+
+MAIN = of(SIX_ARMS[0])
+
+
+@pytest.fixture(scope="module", params=EVERY, ids=lambda study: study.rows)
 def study(request):
     return request.param
 
 
 @pytest.fixture(scope="module")
 def columns(study):
-    """Seven metrics of each step in the order of ``keys``, an array for each arm and seed."""
+    """Eight metrics of each step in the order of ``keys``, an array for each arm and seed."""
     rows = pyarrow.parquet.read_table(ROOT / f"benchmarks/{study.rows}.parquet").to_pydict()
     keys = ("reward/mean", "schedule/learning_rate", "schedule/surge_step", "schedule/decay_period")
     keys += ("mismatch/log_ppl_abs_diff", "policy/entropy", "mismatch/logprob_abs_diff_mean")
+    keys += ("mismatch_self/log_ppl_abs_diff",)
     found = {}
     for place, run in enumerate(zip(rows["arm"], rows["seed"], strict=True)):
-        found.setdefault(run, []).append([np.nan if rows[key][place] is None else rows[key][place] for key in keys])
+        values = [rows[key][place] if key in rows else None for key in keys]
+        found.setdefault(run, []).append([np.nan if value is None else value for value in values])
     return {run: np.array(lines) for run, lines in found.items()}
 
 
@@ -63,13 +89,13 @@ def fall_step(rewards):
 
 
 def test_all_runs_are_there(study, columns):
-    assert set(columns) == {(arm, seed) for arm in ["triggered", *PLANNED] for seed in study.seeds}
+    assert set(columns) == {(arm, seed) for arm in study.arms for seed in study.seeds}
     assert {len(lines) for lines in columns.values()} == {study.steps}
 
 
 def test_each_line_of_the_arms(study, columns, areas):
     rows = table(study.page, "arm | seeds | area", study.section)
-    assert [row[0] for row in rows] == ["constant", "triggered", "untriggered", "fixed", "tenth", "linear"]
+    assert tuple(row[0] for row in rows) == study.arms
     for arm, seeds, area, peak, final, collapsed, interval, falls, surges in rows:
         runs = [columns[arm, seed] for seed in study.seeds]
         fates = [fate(lines[:, 0]) for lines in runs]
@@ -87,23 +113,25 @@ def test_each_line_of_the_arms(study, columns, areas):
 
 def test_the_planned_comparisons(study, columns, areas):
     rows, count = table(study.page, "compared | seeds", study.section), len(study.seeds)
-    assert [row[0] for row in rows] == [f"triggered - {arm}" for arm in PLANNED]
-    for cells, other in zip(rows, PLANNED, strict=True):
-        differences = np.array([areas["triggered", seed] - areas[other, seed] for seed in study.seeds])
+    corrected = 9 if study is REMEDIES else 5  # the number of comparisons that were planned
+    assert [row[0] for row in rows] == [f"{one} - {other}" for one, other in study.compared]
+    for cells, (one, other) in zip(rows, study.compared, strict=True):
+        differences = np.array([areas[one, seed] - areas[other, seed] for seed in study.seeds])
         sizes = range(1, count + 1)
         means = sorted(differences[list(some)].mean() for size in sizes for some in combinations(range(count), size))
         outside = 2**count // 200  # 1% of 512 parts is 5, of which 2 lie at each end; of 16 parts none does
         interval = f"{means[outside - 1]:+.2f} to {means[-outside]:+.2f}" if outside else "-"
         p = float(sign_p(differences))
         signs = [int(sum(differences > 0)), int(sum(differences == 0)), int(sum(differences < 0))]
-        fates = [[fate(columns[arm, seed][:, 0]) for seed in study.seeds] for arm in ("triggered", other)]
+        fates = [[fate(columns[arm, seed][:, 0]) for seed in study.seeds] for arm in (one, other)]
         gone = [sum(fell and peak >= 0.3 for peak, _, fell in of_arm) for of_arm in fates]
         fisher = stats.fisher_exact([[gone[0], count - gone[0]], [gone[1], count - gone[1]]]).pvalue
         assert cells[1:4] == [str(count), f"{differences.mean():+.2f}", interval], other
         assert cells[4] == "{} / {} / {}".format(*signs), other
-        assert cells[5:] == [f"{p:.2g}", f"{min(1, 5 * p):.2g}", "{}, {}".format(*gone), f"{fisher:.2g}"], other
+        assert cells[5:] == [f"{p:.2g}", f"{min(1, corrected * p):.2g}", "{}, {}".format(*gone), f"{fisher:.2g}"], other
 
 
+@of(*SIX_ARMS)
 def test_the_page_gives_the_range_of_each_difference(study, columns, areas):
     """A range is over the seeds whose surge was called, and stands in the study's own section."""
     page = PAGES[study.page]
@@ -220,6 +248,7 @@ def test_the_intervals_of_a_share_with_99_percent():
     assert f"7 of 9 do ({share.low:.2f} to {share.high:.2f})" in PAGES["study"]
 
 
+@of(*SIX_ARMS)
 def test_the_arms_part_where_the_design_says(study, columns):
     """A seed's runs are one run until their rates differ; a drawn period is the next seed's surge times 1.8."""
     for seed in study.seeds:
@@ -231,3 +260,12 @@ def test_the_arms_part_where_the_design_says(study, columns):
         surges = [columns["constant", other][-1, 2] for other in following]
         drawn = next(surge for surge in surges if not np.isnan(surge))
         assert columns["untriggered", seed][-1, 3] == round(1.8 * drawn), seed
+
+
+@of(REMEDIES)
+def test_the_mismatch_of_each_remedy(study, columns):
+    """The mean of steps 21 to 100, of each seed."""
+    for arm, *cells in table(study.page, "arm | mismatch", study.section):
+        for key, cell in zip((4, 7), cells, strict=True):
+            means = [np.nanmean(columns[arm, seed][20:100, key]) for seed in study.seeds]
+            assert cell == f"{min(means):.2g} to {max(means):.2g}", arm
