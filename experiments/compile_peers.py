@@ -41,7 +41,7 @@ Report = dict[str, Any]
 class Row(NamedTuple):
     """One compiled step."""
 
-    who: str  # rljax or MaxText
+    who: str  # rljax, "rljax, 16-bit sums" (precision.reduce_dtype: compute), or MaxText
     model: str  # 4B or 8B
     place: str  # the name of the machine in the table
     machine: str
@@ -59,7 +59,8 @@ PLACES = [
     ("v5p-32", "tpu:v5p:2x2x4", 16),
     ("v6e-16", "tpu:v6e:4x4", 16),
 ]
-ROWS = [Row(who, model, *place) for model in ("4B", "8B") for place in PLACES for who in ("rljax", "MaxText")]
+WHO = ("rljax", "rljax, 16-bit sums", "MaxText")
+ROWS = [Row(who, model, *place) for model in ("4B", "8B") for place in PLACES for who in WHO]
 
 
 def count_text(text: str, machine_name: str) -> Report:
@@ -113,6 +114,7 @@ def row_command(row: Row, maxtext: str | None, out: Path) -> list[str]:
     words = ["--dry-run", "--compile", row.machine, "--model.path", f"Qwen/Qwen3-{row.model}"]
     words += ["--mesh.fsdp", str(row.devices), "--packing.rows_per_micro_batch", str(row.devices)]
     words += ["--precision.remat", "blocks", "--mesh.keep_gathered", "false"]
+    words += ["--precision.reduce_dtype", "compute" if row.who == WHO[1] else "float32"]
     return [sys.executable, "-m", "rljax.train", CONFIG, *words, "--json", f"{out}.json", "--hlo", f"{out}.hlo"]
 
 
@@ -188,7 +190,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         for row in ROWS:
             wanted = row.name not in reports if options.only is None else options.only in row.name
-            if wanted and (row.who == "rljax" or options.maxtext):
+            if wanted and (row.who != "MaxText" or options.maxtext):
                 reports[row.name] = compile_row(row, options.maxtext, options.texts or Path(place))
                 options.out.write_text(json.dumps(reports, indent=1) + "\n")
     print("\n".join(table_lines(reports)))

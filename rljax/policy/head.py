@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from rljax.policy.fusion import opaque
 from rljax.sharding import axis_size, constrain, gradient_sum_dtype
 
 # The vocabulary of Qwen is 151,936 = 16 x 9,496. A vocabulary of up to this size is one chunk.
@@ -155,7 +156,7 @@ def _forward(
     def body(state: _Sums, chunk: tuple[Array, Array]) -> tuple[_Sums, Array | None]:
         top, total, weighted, picked, tops, squares = state
         rows, index = _gathered(chunk[0]), chunk[1]
-        logits = _logits(hidden, rows, temperature)
+        (logits,) = opaque(_logits(hidden, rows, temperature))  # the sums below read them
         new_top = jnp.maximum(top, logits.max(axis=-1))
         scale = jnp.exp(top - new_top)
         shifted = logits - new_top[:, None]

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.fusion import opaque
 from rljax.policy.grouped import IN_BLOCKS, Grouped
 from rljax.policy.taps import tap
 from rljax.sharding import axis_size, constrain, gradient_sum_dtype
@@ -113,7 +114,8 @@ def _linear(
     specs: Sequence[str], sums_in: Any, x: Array, weights: Sequence[Array], biases: Sequence[Array]
 ) -> tuple[Array, ...]:
     del sums_in  # the dtype in which the backward pass adds up the gradients of weights over devices
-    products = [_product(spec, x, weight) for spec, weight in zip(specs, weights, strict=True)]
+    operands = opaque(*[x] * len(specs)) if len(specs) > 1 else (x,)  # else XLA may join small products
+    products = [_product(spec, each, weight) for spec, each, weight in zip(specs, operands, weights, strict=True)]
     if biases:
         wide = (bias.astype(jnp.float32)[:, None] for bias in biases)  # [b, 1, ...]
         products = [each.astype(jnp.float32) + bias for each, bias in zip(products, wide, strict=True)]
@@ -272,8 +274,9 @@ class MLP(nnx.Module):
         """Returns the output in the dtype of ``x``, the largest absolute values inside [b, s, f], and no routing."""
         del routing
         gate, up = linear(("btd,df->btf",) * 2, x, (self.gate[...], self.up[...]))
-        gate, up = tap("gate", gate), tap("up", up)
-        product = tap("activation", jax.nn.silu(gate) * constrain(up, "rows", "tokens", "act_mlp"))
+        # The backward pass reads both for their gradients, and for the product if it is computed again.
+        gate, up = opaque(tap("gate", gate), constrain(tap("up", up), "rows", "tokens", "act_mlp"))
+        product = tap("activation", jax.nn.silu(gate) * up)
         return linear(("btf,fd->btd",), product, (self.down[...],))[0], largest(product), None
 
 
