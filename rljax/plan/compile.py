@@ -34,7 +34,8 @@ from rljax.trainer.state import make_optimizer
 
 Report = dict[str, Any]
 # CUB's sort asks a GPU of this process how much memory it needs, so the program uses XLA's own sort.
-_OPTIONS: dict[str, dict[str, str | bool]] = {"cuda": {"xla_gpu_enable_cub_radix_sort": False}}
+COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {"cuda": {"xla_gpu_enable_cub_radix_sort": False}}
+"""The options of XLA for ahead-of-time compilation, by the platform of the machine."""
 PARTS = ("micro_batch", "forward", "step")  # of a step, counted separately; each is a field of ``Program``
 MODEL_NOTE = (
     "a model, not a measurement: max(products, memory) + links at the card's published rates, nothing else overlapped"
@@ -72,7 +73,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     jax.config.update("jax_enable_compilation_cache", False)  # a cached program would take no time
     start = time.perf_counter()
     try:
-        compiled = lowered.compile(compiler_options=_OPTIONS.get(machine.platform))
+        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS.get(machine.platform))
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"--compile {machine.name}: the compiler failed: {error}") from error
     seconds = time.perf_counter() - start
