@@ -34,6 +34,7 @@ from typing import Any
 
 import peer_steps
 from peer_steps import Case
+from scipy import stats
 from tqdm import tqdm
 
 OWN = "rljax"
@@ -92,18 +93,9 @@ class Worker:
 
 
 def median_interval(values: Sequence[float]) -> list[float] | None:
-    """Returns the narrowest exact interval of the median that is between two of the values and holds at 95%.
-
-    The number of values below the median is binomial with probability 1/2, whatever their distribution. Fewer than six
-    values have no such interval.
-    """
-    count = len(values)
-    below = 0.0  # the probability that at most ``outside`` values lie below the median
-    outside = -1
-    while 2 * (below + math.comb(count, outside + 1) / 2**count) <= 0.05:
-        outside += 1
-        below += math.comb(count, outside) / 2**count
-    return None if outside < 0 else [sorted(values)[outside], sorted(values)[count - 1 - outside]]
+    """Returns the exact 95% interval of the median; None for fewer than six values, which have no such interval."""
+    low, high = map(float, stats.quantile_test(values, q=statistics.median(values), p=0.5).confidence_interval(0.95))
+    return None if math.isnan(low) or math.isnan(high) else [low, high]
 
 
 def compare(case: Case, workers: dict[str, Worker], rounds: int, compiled: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ Report = dict[str, Any]
 class Row(NamedTuple):
     """One compiled step."""
 
-    who: str  # rljax, "rljax, 16-bit sums" (precision.reduce_dtype: compute), or MaxText
+    who: str  # one of WHO
     model: str  # 4B or 8B
     place: str  # the name of the machine in the table
     machine: str
@@ -59,7 +59,8 @@ PLACES = [
     ("v5p-32", "tpu:v5p:2x2x4", 16),
     ("v6e-16", "tpu:v6e:4x4", 16),
 ]
-WHO = ("rljax", "rljax, 16-bit sums", "MaxText")
+NARROW = "rljax, 16-bit sums"  # with precision.reduce_dtype: compute
+WHO = ("rljax", NARROW, "MaxText")
 ROWS = [Row(who, model, *place) for model in ("4B", "8B") for place in PLACES for who in WHO]
 
 
@@ -114,7 +115,7 @@ def row_command(row: Row, maxtext: str | None, out: Path) -> list[str]:
     words = ["--dry-run", "--compile", row.machine, "--model.path", f"Qwen/Qwen3-{row.model}"]
     words += ["--mesh.fsdp", str(row.devices), "--packing.rows_per_micro_batch", str(row.devices)]
     words += ["--precision.remat", "blocks", "--mesh.keep_gathered", "false"]
-    words += ["--precision.reduce_dtype", "compute" if row.who == WHO[1] else "float32"]
+    words += ["--precision.reduce_dtype", "compute" if row.who == NARROW else "float32"]
     return [sys.executable, "-m", "rljax.train", CONFIG, *words, "--json", f"{out}.json", "--hlo", f"{out}.hlo"]
 
 

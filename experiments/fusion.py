@@ -19,6 +19,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
 
@@ -27,15 +28,18 @@ from rljax.plan.count import count_program
 from rljax.plan.hlo import parse_module
 from rljax.plan.machines import Machine, parse_machine, topology_devices
 from rljax.policy import head, layers
+from rljax.policy.config import PolicyConfig
 
 TOKENS, WIDTH, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 9216, 2560, 9728, 32, 8, 128, 151_936
 Part = tuple[Callable[..., Any], list[tuple[int, ...]]]
 
 
 def swiglu(x: Any, gate: Any, up: Any, down: Any) -> Any:
-    """Computes a SwiGLU from its weights, as ``layers.MLP`` does."""
-    gated, upped = layers.opaque(*layers.linear(("btd,df->btf",) * 2, x, (gate, up)))
-    return layers.linear(("btf,fd->btd",), jax.nn.silu(gated) * upped, (down,))[0]
+    """Computes the policy's SwiGLU with these weights."""
+    shape = PolicyConfig(VOCAB, WIDTH, INNER, 1, HEADS, KV_HEADS, HEAD_DIM)
+    mlp = nnx.eval_shape(lambda: layers.MLP(shape, nnx.Rngs(0)))
+    mlp.gate, mlp.up, mlp.down = (nnx.Param(weight) for weight in (gate, up, down))
+    return mlp(x, None)[0]
 
 
 def attention_inputs(x: Any, *weights: Any) -> Any:

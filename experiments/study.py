@@ -109,7 +109,10 @@ class Study:
 
 
 def read_study(path: Path, readers: Sequence[Path] = ()) -> Study:
-    """Reads the file of a study, which the files ``readers`` are like. Raises ConfigError if it is not a study."""
+    """Reads the file of a study. Raises ConfigError if it is not a study.
+
+    ``readers`` are the absolute paths of the files whose ``like`` led to this one.
+    """
     with caller_errors():
         text = path.read_text(encoding="utf-8")
     try:

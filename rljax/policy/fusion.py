@@ -7,12 +7,20 @@ from jax import Array
 
 
 def opaque(*arrays: Array) -> tuple[Array, ...]:
-    """Returns the arrays. On an NVIDIA GPU it hides from XLA what computes them, in forward and backward.
+    """Returns the arrays unchanged. On an NVIDIA GPU, XLA does not see through this call what computed them.
 
-    XLA makes one kernel of several operations that read the same arrays, which are then read once. It does not if a
-    matrix product computes these arrays. It does make one product of several small ones that share an operand. The
-    result is wide, and more kernels cut and round it. Both cost memory traffic (docs/compile.md, "Fusion on a GPU").
-    On a TPU XLA rounds inside of a product's kernel, which this would prevent. On other backends it does nothing.
+    There are two uses. The result of a matrix product may have several readers. With this call between them, XLA puts
+    the readers into one kernel, which reads the result once. And several small products may share an operand. XLA joins
+    them into one product with a float32 result, and needs more kernels to cut and round it. It does not join products
+    whose operands come from this call. docs/compile.md counts the memory traffic that both uses save.
+
+    Other backends ignore this call. On a TPU XLA rounds a product inside of its kernel, which a barrier would prevent.
+
+    Args:
+      arrays: The arrays, of any shape and dtype. An array may be given more than once.
+
+    Returns:
+      One array for each argument, with its values. Gradients pass through.
     """
     return jax.lax.platform_dependent(
         *arrays, cuda=lambda *each: jax.lax.optimization_barrier(each), default=lambda *each: each
