@@ -164,6 +164,17 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
+    """Returns the options of XLA for a program that gathers weights on the mesh's devices, or None for its defaults.
+
+    A TPU's compiler by default splits the gather of a weight and the product with it into four steps. Each step reads
+    and writes the sum of the products in float32. The option makes it gather a weight before the product.
+    docs/compile.md counts the memory traffic of both.
+    """
+    is_tpu = mesh.devices.flat[0].platform == "tpu"
+    return {"xla_tpu_enable_windowed_einsum_for_all_gather": False} if is_tpu else None
+
+
 def put(tree: Any, sharding: Any) -> Any:
     """Puts arrays of the host, which are equal on every process, on the devices.
 

@@ -26,16 +26,17 @@ CAPABILITY, CUDNN = "9.0", 91000
 
 
 def max_segments(t: int) -> int:
-    """Returns the largest number of segments for which cuDNN computes a row of ``t`` tokens."""
+    """Returns the largest number of segments for which cuDNN computes a row of ``t`` tokens. Padding is one of them."""
     return max(FEWEST_SEGMENTS, t // TOKENS_PER_SEGMENT)
 
 
 def cudnn_attention(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds) -> Queries:
     """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
 
-    Queries, keys and values are bfloat16 or float16. A device with a row of more than ``max_segments`` segments
-    computes ``block_attention`` instead. XLA's flag ``xla_gpu_deterministic_ops`` decides whether the backward pass
-    sums in the same order each time.
+    Queries, keys and values are bfloat16 or float16. The padding of a row is a segment like any other, because cuDNN
+    leaves tokens outside of all segments unwritten, and to set them to 0 would read every head once more. A device with
+    a row of more than ``max_segments`` segments computes ``block_attention`` instead. XLA's flag
+    ``xla_gpu_deterministic_ops`` decides whether the backward pass sums in the same order each time.
     """
     heads = head_axes(k)
     run = on_each_device(_rows, (heads, heads, heads, ("rows", "tokens")), (heads,), rows=q.shape[0])
@@ -45,60 +46,35 @@ def cudnn_attention(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds) -> Qu
 def _rows(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array]:
     most = max_segments(q.shape[1])
     starts, lengths, count = segment_offsets(segment_ids, most)
-    inside = segment_ids > 0
     out = lax.cond(
         jnp.max(count) <= most,
         lambda q, k, v: _cudnn(q, k, v, starts, lengths),
         jax.checkpoint(lambda q, k, v: block_attention(q, k, v, segment_ids)),
-        *(_zero_gradient_outside(x, inside) for x in (q, k, v)),
+        *(q, k, v),
     )
-    return (_zero_outside(out, inside),)
-
-
-# cuDNN does not write the padding of the output and of the gradients. The two functions below set it to 0, and keep no
-# mask of the heads' shape for the backward pass.
-
-
-@jax.custom_vjp
-def _zero_outside(x: Array, inside: Array) -> Array:
-    return jnp.where(inside[:, :, None, None], x, 0)
-
-
-@jax.custom_vjp
-def _zero_gradient_outside(x: Array, inside: Array) -> Array:
-    del inside
-    return x
-
-
-def _zero_bwd(inside: Array, d_x: Array) -> tuple[Array, None]:
-    return jnp.where(inside[:, :, None, None], d_x, 0), None
-
-
-_zero_outside.defvjp(lambda x, inside: (_zero_outside(x, inside), inside), _zero_bwd)
-_zero_gradient_outside.defvjp(lambda x, inside: (x, inside), _zero_bwd)
+    return (out,)
 
 
 def segment_offsets(
     segment_ids: Int[Array, "b t"], most: int
 ) -> tuple[Int[Array, "b most+1"], Int[Array, "b most"], Int[Array, " b"]]:
-    """Finds the segments of each row.
+    """Finds the segments of each row. Neighbouring tokens of padding are a segment, too.
 
     Returns:
       The first token and the length of the first ``most`` segments of each row, -1 where there is no segment; and the
       number of segments of each row.
     """
-    before = jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
-    inside = segment_ids > 0
-    is_first = inside & (segment_ids != before)
+    before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    is_first = segment_ids != before
     rank = jnp.cumsum(is_first, axis=1) - 1
 
-    def of_row(inside: Array, is_first: Array, rank: Array) -> tuple[Array, Array]:
+    def of_row(is_first: Array, rank: Array) -> tuple[Array, Array]:
         starts = jnp.full(most + 1, -1, jnp.int32)
         starts = starts.at[jnp.where(is_first, rank, most)].set(jnp.arange(len(rank), dtype=jnp.int32))
-        lengths = jnp.zeros(most, jnp.int32).at[rank].add(inside.astype(jnp.int32), mode="drop")
+        lengths = jnp.zeros(most, jnp.int32).at[rank].add(1, mode="drop")
         return starts.at[most].set(-1), jnp.where(lengths > 0, lengths, -1)
 
-    starts, lengths = jax.vmap(of_row)(inside, is_first, rank)
+    starts, lengths = jax.vmap(of_row)(is_first, rank)
     return starts, lengths, rank[:, -1] + 1
 
 

@@ -26,7 +26,7 @@ from rljax.policy.kernels import choose_kernels
 from rljax.policy.lora import OFF, LoraConfig, MergedPolicy, TrainedParams
 from rljax.policy.model import Params, abstract_params, cast_params, gathered_axes, logical_axes, param_shardings
 from rljax.policy.score import Scores
-from rljax.sharding import constrain_tree, named_sharding, replicated
+from rljax.sharding import compiler_options, constrain_tree, named_sharding, replicated
 from rljax.trainer.forward import MicroSums, TokenValues, make_score, micro_gradients, values_of
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
 from rljax.trainer.micro_batches import (
@@ -259,18 +259,19 @@ def make_programs(functions: StepFunctions, batch_shape: tuple[int, int, int]) -
         jax.tree.map(lambda leaf, where: leaf.update(dtype=functions.dtype, sharding=where), *trees) for trees in merged
     ]
     by_state = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    step = jax.jit(
+    program = functools.partial(jax.jit, compiler_options=compiler_options(mesh))
+    step = program(
         functions.train_step,
         in_shardings=(by_state, None, everywhere, *[None for _ in weights]),
         out_shardings=(by_state, everywhere, by_rows),
         donate_argnums=(0,),
     )
-    again = jax.jit(
+    again = program(
         functions.loss_forward,
         in_shardings=(by_state, None, everywhere, *[None for _ in weights]),
         out_shardings=(by_rows, everywhere),
     )
-    alone = jax.jit(
+    alone = program(
         functions.forward,
         static_argnames=("num_sequences", "diagnosis", "with_routes", "with_collision", "for_dumps"),
         out_shardings=(everywhere, by_rows),

@@ -211,6 +211,17 @@ def test_gradients_that_are_added_up_in_16_bits_send_half(tmp_path):
 
 
 @pytest.mark.compilers
+def test_a_tpu_gathers_weights_before_their_products(tmp_path):
+    """Every weight of a forward travels once, in 16 bits, and no piece of one is passed on between products."""
+    found = compile_three_layers(tmp_path, "tpu:v5p:2x2x4", "--mesh.fsdp", "16", "--packing.rows_per_micro_batch", "16")
+    of_forward = [one for one in found["collectives"] if one["per"] == "forward"]
+    assert "collective-permute" not in {one["kind"] for one in of_forward}
+    of_block = 2560 * 128 * (32 + 8 + 8 + 32) + 3 * 2560 * 9728
+    gathered = sum(one["bytes"] for one in of_forward if (one["kind"], one["dtype"]) == ("all-gather", "bfloat16"))
+    assert gathered == 2 * (3 * of_block + 151_936 * 2560)
+
+
+@pytest.mark.compilers
 def test_between_products_each_device_holds_half_the_tokens(tmp_path):
     """[tokens, width] of a row is gathered and parted over tp, in 16 bits, and never added up whole."""
     words = ["--mesh.fsdp", "4", "--mesh.tp", "2", "--packing.rows_per_micro_batch", "4"]

@@ -12,23 +12,23 @@ from rljax.policy.kernels import compiled_for_hopper
 def test_offsets_and_lengths_of_two_rows():
     segments = np.array([[1, 1, 1, 2, 5, 5, 0, 0], [3, 3, 3, 3, 3, 3, 3, 3]], np.int32)
     starts, lengths, count = segment_offsets(segments, 4)
-    np.testing.assert_array_equal(starts, [[0, 3, 4, -1, -1], [0, -1, -1, -1, -1]])
-    np.testing.assert_array_equal(lengths, [[3, 1, 2, -1], [8, -1, -1, -1]])
-    np.testing.assert_array_equal(count, [3, 1])
+    np.testing.assert_array_equal(starts, [[0, 3, 4, 6, -1], [0, -1, -1, -1, -1]])
+    np.testing.assert_array_equal(lengths, [[3, 1, 2, 2], [8, -1, -1, -1]])
+    np.testing.assert_array_equal(count, [4, 1])
 
 
 def test_more_segments_than_there_is_room_for_are_counted():
     starts, lengths, count = segment_offsets(row(8, [1, 2, 3])[None], 2)
     np.testing.assert_array_equal(starts, [[0, 1, -1]])
     np.testing.assert_array_equal(lengths, [[1, 2]])
-    assert count == 3
+    assert count == 4
 
 
-def test_a_row_of_padding_has_no_segment():
+def test_a_row_of_padding_is_one_segment():
     starts, lengths, count = segment_offsets(np.zeros((1, 4), np.int32), 2)
-    assert (starts == -1).all()
-    assert (lengths == -1).all()
-    assert count == 0
+    np.testing.assert_array_equal(starts, [[0, -1, -1]])
+    np.testing.assert_array_equal(lengths, [[4, -1]])
+    assert count == 1
 
 
 def test_the_program_holds_cudnn_and_one_way_out_of_it():
