@@ -5,7 +5,8 @@
 It runs in an environment with MaxText and the compilers of ``launch/install_compilers.sh``. MODEL
 is MaxText's name, such as qwen3-4b, and MACHINE is one of ``--compile``. The steps are those of MaxText's own
 ``train_compile``, on the devices that rljax compiles for. Each device has one row of 9,216 tokens. The words KEY=VALUE
-go to MaxText. ``OUT.hlo`` receives the program, and ``OUT.memory.json`` the bytes of a device and the seconds.
+go to MaxText, and those that begin with ``xla_`` to the compiler. ``OUT.hlo`` receives the program, and
+``OUT.memory.json`` the bytes of a device and the seconds.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def compile_maxtext(model_name: str, machine_name: str, words: list[str]) -> tup
         **{"dataset_type": "synthetic", "per_device_batch_size": 1, "max_target_length": ROW_TOKENS},
     }
     base = str(Path(maxtext.__file__).parent / "configs/base.yml")
-    config = pyconfig.initialize(["", base, *(f"{key}={value}" for key, value in settings.items()), *words])
+    of_maxtext = [word for word in words if not word.startswith("xla_")]
+    config = pyconfig.initialize(["", base, *(f"{key}={value}" for key, value in settings.items()), *of_maxtext])
     grid = maxtext_utils.create_device_mesh(config, devices)
     mesh = Mesh(grid, config.mesh_axes, axis_types=(AxisType.Auto,) * len(config.mesh_axes))
     arguments, named, state, _, model = train_compile.get_shaped_inputs(mesh, config)
@@ -66,6 +68,7 @@ def compile_maxtext(model_name: str, machine_name: str, words: list[str]) -> tup
         lowered = jitted.lower(*arguments, **named)
     # CUB's sort asks a GPU of this process how much memory it needs.
     options: dict[str, str | bool] = {"xla_gpu_enable_cub_radix_sort": False} if machine.platform == "cuda" else {}
+    options |= {word.partition("=")[0]: word.partition("=")[2] for word in words if word.startswith("xla_")}
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - start

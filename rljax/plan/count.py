@@ -201,7 +201,8 @@ class _Counter:
     def _memory_bytes(self, computation: Computation, one: Instruction) -> int:
         """Counts the bytes that a kernel reads and writes: each operand once, or only the slice that it takes."""
         if fused := self._fused(one):
-            return _read(fused) + _written(fused)
+            read = sum(_read(self._module, fused, name) for name in fused.parameters)
+            return read + _written(self._module, fused)
         operands = [_main_memory(arrays) for arrays in computation.operand_arrays(one)]
         kind = one.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
@@ -235,41 +236,41 @@ def _main_memory(arrays: tuple[Array, ...]) -> int:
     return sum(array.bytes for array in arrays if array.memory_space == 0)
 
 
-def _read(fused: Computation) -> int:
-    """Counts the bytes that a fusion reads from its parameters. If it uses only slices of one, only these count."""
-    users: dict[str, list[Instruction]] = {name: [] for name in fused.instructions}
-    for one in fused.instructions.values():
-        for operand in one.operands:
-            users[operand].append(one)
-
-    def read(name: str) -> int:
-        whole = _main_memory(fused.instructions[name].arrays)
-        total = 0
-        for user in users[name]:
-            first = user.operands[0] == name
-            if first and user.opcode == "dynamic-update-slice":
-                continue  # written in place
-            if first and user.opcode in _SLICES:
-                total += _main_memory(user.arrays)
-            elif user.opcode in ("bitcast", "reshape") and not user.is_root:
-                total += read(user.name)
-            else:
-                return whole
-        return min(total, whole)
-
-    return sum(read(name) for name, one in fused.instructions.items() if one.opcode == "parameter")
+def _read(module: Module, fused: Computation, name: str) -> int:
+    """Counts the bytes that a fusion reads of one of its values. If it uses only slices of it, only these count."""
+    whole = _main_memory(fused.instructions[name].arrays)
+    total = 0
+    for user in fused.users[name]:
+        first = user.operands[0] == name
+        if first and user.opcode == "dynamic-update-slice":
+            continue  # written in place
+        if first and user.opcode in _SLICES:
+            total += _main_memory(user.arrays)
+        elif user.opcode in ("bitcast", "reshape") and not user.is_root:
+            total += _read(module, fused, user.name)
+        elif user.opcode == "fusion":  # on a TPU, a fusion may hold others
+            inner = module.computations[user.called["calls"]]
+            parameters = zip(user.operands, inner.parameters, strict=True)
+            total += sum(_read(module, inner, parameter) for operand, parameter in parameters if operand == name)
+        else:
+            return whole
+    return min(total, whole)
 
 
-def _written(fused: Computation) -> int:
+def _written(module: Module, fused: Computation) -> int:
     """Counts the bytes that a fusion writes. If it updates an array in place, only the update counts."""
-
-    def written(name: str) -> int:
-        source = fused.source(name, _VIEWS)
-        updated = source.opcode == "dynamic-update-slice"
-        return _main_memory(fused.instructions[source.operands[1] if updated else name].arrays)
-
     root = fused.root
-    return sum(map(written, root.operands)) if root.opcode == "tuple" else written(root.name)
+    results = root.operands if root.opcode == "tuple" else (root.name,)
+    return sum(_main_memory((_update(module, fused, name) or fused.instructions[name]).arrays) for name in results)
+
+
+def _update(module: Module, fused: Computation, name: str) -> Instruction | None:
+    """Returns the update of a result that a fusion, or one inside it, writes into an array in place; else None."""
+    source = fused.source(name, _VIEWS)
+    if source.opcode == "fusion":
+        inner = module.computations[source.called["calls"]]
+        return _update(module, inner, inner.root.name)
+    return fused.instructions[source.operands[1]] if source.opcode == "dynamic-update-slice" else None
 
 
 def _is_gemm(one: Instruction) -> bool:

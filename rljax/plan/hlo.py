@@ -89,6 +89,21 @@ class Computation:
         """The instruction that is the result."""
         return next(one for one in self.instructions.values() if one.is_root)
 
+    @functools.cached_property
+    def parameters(self) -> list[str]:
+        """The names of the parameters, in the order of their numbers."""
+        found = [one for one in self.instructions.values() if one.opcode == "parameter"]
+        return [one.name for one in sorted(found, key=lambda one: int(one.literal))]
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that take the value of each instruction, by its name."""
+        users: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for one in self.instructions.values():
+            for operand in dict.fromkeys(one.operands):
+                users[operand].append(one)
+        return users
+
     def operand_arrays(self, instruction: Instruction) -> list[tuple[Array, ...]]:
         """Returns the arrays of each operand."""
         return [self.instructions[name].arrays for name in instruction.operands]

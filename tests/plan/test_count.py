@@ -75,6 +75,49 @@ def test_of_two_branches_the_attention_kernel_counts():
     assert step.memory_bytes == 4 * 1 * 8 * 2 * 4 * 2
 
 
+NESTED = """\
+%take (t0: s32[], t1: bf16[36,8,4]) -> bf16[8,4] {
+  %t1 = bf16[36,8,4]{2,1,0} parameter(1)
+  %t0 = s32[] parameter(0)
+  %layer = bf16[1,8,4]{2,1,0} dynamic-slice(%t1, %t0, %t0, %t0), dynamic_slice_sizes={1,8,4}
+  ROOT %weight = bf16[8,4]{1,0} bitcast(%layer)
+}
+
+%keep (k0: f32[36,16,4], k1: f32[1,16,4], k2: s32[]) -> f32[36,16,4] {
+  %k0 = f32[36,16,4]{2,1,0} parameter(0)
+  %k1 = f32[1,16,4]{2,1,0} parameter(1)
+  %k2 = s32[] parameter(2)
+  ROOT %kept = f32[36,16,4]{2,1,0} dynamic-update-slice(%k0, %k1, %k2, %k2, %k2)
+}
+
+%layers (x: bf16[16,8], weights: bf16[36,8,4], sums: f32[36,16,4], i: s32[]) -> f32[36,16,4] {
+  %x = bf16[16,8]{1,0} parameter(0)
+  %weights = bf16[36,8,4]{2,1,0} parameter(1)
+  %sums = f32[36,16,4]{2,1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %one = bf16[8,4]{1,0} fusion(%i, %weights), kind=kLoop, calls=%take
+  %product = f32[16,4]{1,0} convolution(%x, %one), dim_labels=bf_io->bf
+  %wide = f32[1,16,4]{2,1,0} bitcast(%product)
+  ROOT %into = f32[36,16,4]{2,1,0} fusion(%sums, %wide, %i), kind=kLoop, calls=%keep
+}
+
+ENTRY %main (x: bf16[16,8], weights: bf16[36,8,4], sums: f32[36,16,4], i: s32[]) -> f32[36,16,4] {
+  %x.1 = bf16[16,8]{1,0} parameter(0)
+  %weights.1 = bf16[36,8,4]{2,1,0} parameter(1)
+  %sums.1 = f32[36,16,4]{2,1,0} parameter(2)
+  %i.1 = s32[] parameter(3)
+  ROOT %y = f32[36,16,4]{2,1,0} fusion(%x.1, %weights.1, %sums.1, %i.1), kind=kOutput, calls=%layers
+}
+"""
+
+
+def test_of_a_stack_a_fusion_inside_a_fusion_takes_one_layer():
+    """The input, one layer of the weights, the index, and one layer of the sums, which is written in place."""
+    step = count_program(parse_module(NESTED), 1).step
+    assert step.memory_bytes == 16 * 8 * 2 + 8 * 4 * 2 + 4 + 16 * 4 * 4
+    assert by_dtype(step.flops) == {"bfloat16": 2 * 16 * 8 * 4}
+
+
 def compiled(f, *shapes):
     return jax.jit(f).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
 
