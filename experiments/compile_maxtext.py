@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from rljax.plan.compile import memory_by_kind
+from rljax.plan.compile import COMPILER_OPTIONS, memory_by_kind
 from rljax.plan.machines import parse_machine, topology_devices
 
 ROW_TOKENS = 9216
@@ -66,9 +66,8 @@ def compile_maxtext(model_name: str, machine_name: str, words: list[str]) -> tup
     with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
         jitted = jax.jit(step, in_shardings=ins, out_shardings=outs, static_argnums=static, donate_argnums=donated)
         lowered = jitted.lower(*arguments, **named)
-    # CUB's sort asks a GPU of this process how much memory it needs.
-    options: dict[str, str | bool] = {"xla_gpu_enable_cub_radix_sort": False} if machine.platform == "cuda" else {}
-    options |= {word.partition("=")[0]: word.partition("=")[2] for word in words if word.startswith("xla_")}
+    options = COMPILER_OPTIONS.get(machine.platform, {})
+    options = options | {word.partition("=")[0]: word.partition("=")[2] for word in words if word.startswith("xla_")}
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - start

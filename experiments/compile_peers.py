@@ -52,6 +52,11 @@ class Row(NamedTuple):
         """The row's key in the file."""
         return f"{self.model}, {self.place}, {self.who}"
 
+    @property
+    def is_maxtext(self) -> bool:
+        """Whether MaxText's step is compiled, and not that of rljax."""
+        return self.who in (MAXTEXT, GATHERS_FIRST)
+
 
 PLACES = [
     ("8 H100", "h100:1x8", 8),
@@ -116,7 +121,7 @@ def count_text(text: str, machine_name: str) -> Report:
 
 def row_command(row: Row, maxtext: str | None, out: Path) -> list[str]:
     """Returns the command that writes OUT.hlo, and OUT.json or OUT.memory.json."""
-    if row.who in (MAXTEXT, GATHERS_FIRST):
+    if row.is_maxtext:
         attention = ("attention=cudnn_flash_jax", "hardware=gpu") if "h100" in row.machine else ("attention=flash",)
         program = "experiments/compile_maxtext.py"
         options = ["xla_tpu_enable_windowed_einsum_for_all_gather=false"] if row.who == GATHERS_FIRST else []
@@ -138,7 +143,7 @@ def compile_row(row: Row, maxtext: str | None, texts: Path) -> Report:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             return {**shown, "failed": done.stderr.strip().splitlines()[-1][:300]}
-    if row.who in (MAXTEXT, GATHERS_FIRST):
+    if row.is_maxtext:
         memory = json.loads(Path(f"{out}.memory.json").read_text())
         needed = needed_bytes(parse_machine(row.machine), memory)
         seconds = memory["compile_s"]
@@ -200,7 +205,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         for row in ROWS:
             wanted = row.name not in reports if options.only is None else options.only in row.name
-            if wanted and (row.who not in (MAXTEXT, GATHERS_FIRST) or options.maxtext):
+            if wanted and (options.maxtext or not row.is_maxtext):
                 reports[row.name] = compile_row(row, options.maxtext, options.texts or Path(place))
                 options.out.write_text(json.dumps(reports, indent=1) + "\n")
     print("\n".join(table_lines(reports)))
