@@ -11,6 +11,7 @@ from scipy import stats
 from study_pages import PAGES, fate, sign_p, table
 
 ROOT = Path(__file__).parents[2]
+MISMATCH = "mismatch/log_ppl_abs_diff"
 PLANNED = ["constant", "untriggered", "fixed", "tenth", "linear"]
 
 
@@ -68,7 +69,7 @@ def columns(study):
     """Eight metrics of each step in the order of ``keys``, an array for each arm and seed."""
     rows = pyarrow.parquet.read_table(ROOT / f"benchmarks/{study.rows}.parquet").to_pydict()
     keys = ("reward/mean", "schedule/learning_rate", "schedule/surge_step", "schedule/decay_period")
-    keys += ("mismatch/log_ppl_abs_diff", "policy/entropy", "mismatch/logprob_abs_diff_mean")
+    keys += (MISMATCH, "policy/entropy", "mismatch/logprob_abs_diff_mean")
     keys += ("mismatch_self/log_ppl_abs_diff",)
     found = {}
     for place, run in enumerate(zip(rows["arm"], rows["seed"], strict=True)):
@@ -273,3 +274,30 @@ def test_the_mismatch_of_each_remedy(study, columns):
         for key, cell in zip((4, 7), cells, strict=True):
             means = [np.nanmean(columns[arm, seed][20:100, key]) for seed in study.seeds]
             assert cell == f"{min(means):.2g} to {max(means):.2g}", arm
+
+
+def test_the_table_of_rates_and_caches():
+    """Peak, final accuracy and fall of 18 runs, and the mismatch up to where 0.9 of the peak is reached."""
+    rows = pyarrow.parquet.read_table(ROOT / "benchmarks/study_rates.parquet").to_pydict()
+    runs = {}
+    for arm, seed, *values in zip(*(rows[key] for key in ("arm", "seed", "reward/mean", MISMATCH)), strict=True):
+        runs.setdefault((arm, seed), []).append(values)
+    names = [
+        (rate, cache, f"{name}_{arm}")
+        for rate, name in (("2e-4", "half"), ("4e-4", "rate"), ("8e-4", "double"))
+        for cache, arm in (("16 bits", "16_bits"), ("fp8_e4m3", "e4m3"), ("fp8_e5m2", "e5m2"))
+    ]
+    assert set(runs) == {(arm, seed) for *_, arm in names for seed in (25, 26)}
+    expected = []
+    for rate, cache, arm in names:
+        cells = []
+        for seed in (25, 26):
+            lines = np.array(runs[arm, seed])
+            assert len(lines) == 300
+            means = accuracy(lines)
+            begin = int(np.argmax(means >= 0.9 * means.max())) + 1
+            peak, final, fell = fate(lines[:, 0])
+            mismatch = lines[max(0, begin - 10) : begin, 1].mean()
+            cells.append([f"{mismatch:.2g}", f"{peak:.2f}", f"{final:.2f}", str(fall_step(lines)) if fell else "-"])
+        expected.append([rate, cache, *(" ".join(pair) for pair in zip(*cells, strict=True))])
+    assert table("study_collapse", "rate | cache") == expected
