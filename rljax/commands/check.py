@@ -54,7 +54,8 @@ Found = dict[str, Any]
 Parts = dict[str, Callable[[], Found]]
 TINY = PolicyConfig(512, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, tie_word_embeddings=True)
 DEVICE = "device"
-_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION"
+_OLD_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses to have both
 _TRACE = 4000  # characters of a failed part's traceback, or of a lost process's last words
 # The processes of parts by the first word of their names, and the longest time of each (seconds).
 _GROUPS = dict.fromkeys(("driver", "packages", "compiler", "shm"), "machine") | {"leak": "attention"}
@@ -230,7 +231,8 @@ def run_apart(parts: Parts, limit_s: float) -> Iterator[tuple[str, Found]]:
 
     If the process dies or takes longer than ``limit_s`` seconds, each part without findings gets the end of its output.
     """
-    os.environ.setdefault(_MEMORY_SHARE, "0.92")
+    if _OLD_MEMORY_SHARE not in os.environ:
+        os.environ.setdefault(_MEMORY_SHARE, "0.92")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     context = multiprocessing.get_context("spawn")
     results, sender = context.Pipe(duplex=False)

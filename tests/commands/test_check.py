@@ -26,6 +26,8 @@ from rljax.sharding import make_mesh
 
 pytestmark = pytest.mark.slow
 
+NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU's memory
+
 POLICY = PolicyConfig(
     vocab_size=10,
     hidden_size=8,
@@ -200,6 +202,29 @@ def test_a_process_over_the_time_leaves_none_for_the_others(tmp_path):
     assert parts["device"]["error"].startswith("not done within 0 s")
     assert parts["head float16"]["skipped"] == "no time is left of --limit-s 0.1"
     assert "0 ok, 1 failed, 2 skipped" in out
+
+
+def shares_of_the_memory():
+    return {name: os.environ.get(name) for name in (NEW, OLD)}
+
+
+@pytest.mark.parametrize(
+    ("given", "shares"),
+    [
+        ({}, {NEW: "0.92", OLD: None}),
+        ({NEW: "0.5"}, {NEW: "0.5", OLD: None}),
+        ({OLD: "0.5"}, {NEW: None, OLD: "0.5"}),
+    ],
+)
+def test_a_process_has_one_share_of_the_memory(monkeypatch, given, shares):
+    """JAX refuses a process that has both variables."""
+    for name in (NEW, OLD):
+        monkeypatch.setenv(name, "")  # restores both at the end
+        monkeypatch.delenv(name)
+    for name, share in given.items():
+        monkeypatch.setenv(name, share)
+    ((_, found),) = check.run_apart({"shares": shares_of_the_memory}, 60.0)
+    assert {name: found[name] for name in (NEW, OLD)} == shares
 
 
 @pytest.mark.slow
