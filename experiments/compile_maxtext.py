@@ -14,12 +14,14 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from rljax.plan.compile import COMPILER_OPTIONS, memory_by_kind
-from rljax.plan.machines import parse_machine, topology_devices
+from rljax.plan.machines import Machine, parse_machine, topology_devices
 
 ROW_TOKENS = 9216
 # MaxText takes the number of devices from its own name of the machine.
@@ -32,10 +34,18 @@ TOPOLOGIES = {
 }
 
 
-def compile_maxtext(model_name: str, machine_name: str, words: list[str]) -> tuple[str, dict[str, float]]:
-    """Returns the text of MaxText's compiled step, and the bytes on a device by kind with the compiler's seconds."""
-    machine = parse_machine(machine_name)
-    devices = topology_devices(machine)  # first, so that JAX runs on the CPU
+def write_compiled(lowered: jax.stages.Lowered, machine: Machine, out: Path, options: Mapping[str, Any] = {}) -> None:
+    """Compiles a step. Writes its text, and the bytes on a device by kind with the compiler's seconds."""
+    start = time.perf_counter()
+    compiled = lowered.compile(compiler_options={**COMPILER_OPTIONS.get(machine.platform, {}), **options})
+    memory = {"compile_s": round(time.perf_counter() - start, 1), **memory_by_kind(compiled.memory_analysis())}
+    Path(f"{out}.hlo").write_text(compiled.as_text() or "")
+    Path(f"{out}.memory.json").write_text(json.dumps(memory))
+
+
+def lower_maxtext(model_name: str, machine_name: str, words: list[str]) -> jax.stages.Lowered:
+    """Returns MaxText's step with the settings KEY=VALUE, lowered for the machine."""
+    devices = topology_devices(parse_machine(machine_name))  # first, so that JAX runs on the CPU
 
     import maxtext
     from flax.core.spmd import logical_axis_rules
@@ -52,8 +62,7 @@ def compile_maxtext(model_name: str, machine_name: str, words: list[str]) -> tup
         **{"dataset_type": "synthetic", "per_device_batch_size": 1, "max_target_length": ROW_TOKENS},
     }
     base = str(Path(maxtext.__file__).parent / "configs/base.yml")
-    of_maxtext = [word for word in words if not word.startswith("xla_")]
-    config = pyconfig.initialize(["", base, *(f"{key}={value}" for key, value in settings.items()), *of_maxtext])
+    config = pyconfig.initialize(["", base, *(f"{key}={value}" for key, value in settings.items()), *words])
     grid = maxtext_utils.create_device_mesh(config, devices)
     mesh = Mesh(grid, config.mesh_axes, axis_types=(AxisType.Auto,) * len(config.mesh_axes))
     arguments, named, state, _, model = train_compile.get_shaped_inputs(mesh, config)
@@ -65,20 +74,14 @@ def compile_maxtext(model_name: str, machine_name: str, words: list[str]) -> tup
     )
     with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
         jitted = jax.jit(step, in_shardings=ins, out_shardings=outs, static_argnums=static, donate_argnums=donated)
-        lowered = jitted.lower(*arguments, **named)
-    options = COMPILER_OPTIONS.get(machine.platform, {})
-    options = options | {word.partition("=")[0]: word.partition("=")[2] for word in words if word.startswith("xla_")}
-    start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=options)
-    seconds = time.perf_counter() - start
-    return compiled.as_text() or "", {"compile_s": round(seconds, 1), **memory_by_kind(compiled.memory_analysis())}
+        return jitted.lower(*arguments, **named)
 
 
 def main() -> int:
     model, machine, out, *words = sys.argv[1:]
-    text, memory = compile_maxtext(model, machine, words)
-    Path(f"{out}.hlo").write_text(text)
-    Path(f"{out}.memory.json").write_text(json.dumps(memory))
+    options = dict(word.split("=", 1) for word in words if word.startswith("xla_"))
+    lowered = lower_maxtext(model, machine, [word for word in words if not word.startswith("xla_")])
+    write_compiled(lowered, parse_machine(machine), Path(out), options)
     return 0
 
 

@@ -1,11 +1,13 @@
-"""Compares rljax's training step with MaxText's on paper: both compiled for the same cards, counted by one program.
+"""Compares rljax's training step with MaxText's and tunix's on paper: compiled for the same cards, counted alike.
 
-    .venv-compile/bin/python experiments/compile_peers.py table benchmarks/compile_peers.json --maxtext MAXTEXT_PYTHON
+    .venv-compile/bin/python experiments/compile_peers.py table benchmarks/compile_peers.json \\
+        --maxtext MAXTEXT_PYTHON --tunix TUNIX_PYTHON
     .venv-compile/bin/python experiments/compile_peers.py count PROGRAM.hlo h100:1x8
 
 ``table`` compiles the rows that the file does not have, or with ``--only TEXT`` those with TEXT in their names, and
-prints the table of docs/compile.md. MaxText's rows need ``--maxtext``, the Python of an environment in which
-experiments/compile_maxtext.py runs. A row takes 3 to 20 minutes. ``count`` prints what a program's text takes.
+prints the tables of docs/compile.md. MaxText's rows need ``--maxtext``, the Python of an environment in which
+experiments/compile_maxtext.py runs. tunix's rows need ``--tunix``, that of experiments/compile_tunix.py. A row takes 2
+to 20 minutes. ``count`` prints what a program's text takes.
 
 Each device has one row of 9,216 tokens. A number is that of one update with one micro-batch, on one device.
 """
@@ -19,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,9 +56,9 @@ class Row(NamedTuple):
         return f"{self.model}, {self.place}, {self.who}"
 
     @property
-    def is_maxtext(self) -> bool:
-        """Whether MaxText's step is compiled, and not that of rljax."""
-        return self.who in (MAXTEXT, GATHERS_FIRST)
+    def package(self) -> str:
+        """The package whose step is compiled: rljax, maxtext or tunix."""
+        return self.who.split(",")[0].lower()
 
 
 PLACES = [
@@ -67,7 +70,8 @@ PLACES = [
 NARROW = "rljax, 16-bit sums"  # with precision.reduce_dtype: compute
 MAXTEXT = "MaxText"
 GATHERS_FIRST = "MaxText, gathers first"  # with the option that rljax gives the compiler of TPUs
-WHO = ("rljax", NARROW, MAXTEXT, GATHERS_FIRST)
+TUNIX = "tunix"
+WHO = ("rljax", NARROW, MAXTEXT, GATHERS_FIRST, TUNIX)
 ROWS = [
     Row(who, model, *place)
     for model in ("4B", "8B")
@@ -80,7 +84,7 @@ ROWS = [
 def count_text(text: str, machine_name: str) -> Report:
     """Counts one update with one micro-batch from a compiled program's text.
 
-    rljax's micro-batch is the body of an open loop, and MaxText's whole step has none.
+    rljax's micro-batch is the body of an open loop. The steps of the others have none.
     """
     machine, module = parse_machine(machine_name), parse_module(text)
     found = re.search(r"num_partitions=(\d+)", text)
@@ -119,31 +123,33 @@ def count_text(text: str, machine_name: str) -> Report:
     }
 
 
-def row_command(row: Row, maxtext: str | None, out: Path) -> list[str]:
+def row_command(row: Row, pythons: dict[str, str], out: Path) -> list[str]:
     """Returns the command that writes OUT.hlo, and OUT.json or OUT.memory.json."""
-    if row.is_maxtext:
+    if row.package == "tunix":
+        return [pythons["tunix"], "experiments/compile_tunix.py", row.model.lower(), row.machine, str(out)]
+    if row.package == "maxtext":
         attention = ("attention=cudnn_flash_jax", "hardware=gpu") if "h100" in row.machine else ("attention=flash",)
         program = "experiments/compile_maxtext.py"
         options = ["xla_tpu_enable_windowed_einsum_for_all_gather=false"] if row.who == GATHERS_FIRST else []
-        return [maxtext or "", program, f"qwen3-{row.model.lower()}", row.machine, str(out), *attention, *options]
+        return [pythons["maxtext"], program, f"qwen3-{row.model.lower()}", row.machine, str(out), *attention, *options]
     words = ["--dry-run", "--compile", row.machine, "--model.path", f"Qwen/Qwen3-{row.model}"]
     words += ["--mesh.fsdp", str(row.devices), "--packing.rows_per_micro_batch", str(row.devices)]
     words += ["--precision.remat", "blocks", "--mesh.keep_gathered", "false"]
     words += ["--precision.reduce_dtype", "compute" if row.who == NARROW else "float32"]
-    return [sys.executable, "-m", "rljax.train", CONFIG, *words, "--json", f"{out}.json", "--hlo", f"{out}.hlo"]
+    return [pythons["rljax"], "-m", "rljax.train", CONFIG, *words, "--json", f"{out}.json", "--hlo", f"{out}.hlo"]
 
 
-def compile_row(row: Row, maxtext: str | None, texts: Path) -> Report:
+def compile_row(row: Row, pythons: dict[str, str], texts: Path) -> Report:
     """Compiles a row unless its program lies in ``texts``, and counts it; or returns the reason of the failure."""
     out = texts / row.name.replace(", ", "_").replace(" ", "_")
-    command = row_command(row, maxtext, out)
+    command = row_command(row, pythons, out)
     shown = {"command": " ".join(["python", *command[1:]]).replace(f"{texts}/", "")}
     if not Path(f"{out}.hlo").exists():
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             return {**shown, "failed": done.stderr.strip().splitlines()[-1][:300]}
-    if row.is_maxtext:
+    if row.package != "rljax":
         memory = json.loads(Path(f"{out}.memory.json").read_text())
         needed = needed_bytes(parse_machine(row.machine), memory)
         seconds = memory["compile_s"]
@@ -186,6 +192,34 @@ def table_lines(reports: dict[str, Report]) -> list[str]:
     return lines
 
 
+QUANTITIES: dict[str, Callable[[Report], float]] = {
+    "memory": lambda one: one["needed_bytes"],
+    "operations, without kernels": lambda one: sum(one["flops"].values()),
+    "bytes over links": lambda one: sum(one["link_bytes"].values()),
+    "memory traffic": lambda one: one["memory_bytes"],
+    "modelled time in turn": lambda one: one["modelled"]["total"],
+    "modelled time, overlapped": lambda one: one["overlapped_s"],
+}
+PAIRS = (("rljax", MAXTEXT), (NARROW, MAXTEXT), (NARROW, GATHERS_FIRST), ("rljax", TUNIX))
+
+
+def share_lines(reports: dict[str, Report], one: str, other: str) -> list[str]:
+    """Formats the shares by which ``one`` takes more or less than ``other``, of the larger number, in Markdown."""
+    both = [
+        (f"{row.model}, {row.place}", reports[row.name], reports[row._replace(who=other).name])
+        for row in ROWS
+        if row.who == one and all("flops" in reports.get(row._replace(who=who).name, {}) for who in (one, other))
+    ]
+
+    def share(of: Callable[[Report], float], left: Report, right: Report) -> str:
+        less, more = sorted((of(left), of(right)))
+        return f"{100 * (1 - less / more):.2g}% {'less' if of(left) == less else 'more'}"
+
+    lines = [cells(f"{one} beside {other}", *(name for name, *_ in both)), "|---" * (len(both) + 1) + "|"]
+    lines += [cells(name, *(share(of, left, right) for _, left, right in both)) for name, of in QUANTITIES.items()]
+    return lines
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -194,21 +228,25 @@ def main() -> int:
     count.add_argument("machine", help="machine that it was compiled for, such as h100:1x8")
     table = commands.add_parser("table", help="compile what is missing and print the table")
     table.add_argument("out", type=Path, help="JSON file for the rows")
-    table.add_argument("--maxtext", default=None, help="Python of an environment with MaxText")
+    for package in ("maxtext", "tunix"):
+        table.add_argument(f"--{package}", default=None, help=f"Python of an environment with {package}")
     table.add_argument("--texts", type=Path, default=None, help="folder that keeps the compiled programs")
     table.add_argument("--only", default=None, help="text in the names of the rows to compile again")
     options = parser.parse_args()
     if options.command == "count":
         print(json.dumps(count_text(options.program.read_text(), options.machine), indent=1))
         return 0
+    pythons = {"rljax": sys.executable, "maxtext": options.maxtext, "tunix": options.tunix}
     reports = json.loads(options.out.read_text()) if options.out.exists() else {}
     with tempfile.TemporaryDirectory() as place:
         for row in ROWS:
             wanted = row.name not in reports if options.only is None else options.only in row.name
-            if wanted and (options.maxtext or not row.is_maxtext):
-                reports[row.name] = compile_row(row, options.maxtext, options.texts or Path(place))
+            if wanted and pythons[row.package]:
+                reports[row.name] = compile_row(row, pythons, options.texts or Path(place))
                 options.out.write_text(json.dumps(reports, indent=1) + "\n")
     print("\n".join(table_lines(reports)))
+    for pair in PAIRS:
+        print("", *share_lines(reports, *pair), sep="\n")
     return 0
 
 
