@@ -49,7 +49,13 @@ SIX_ARMS = [
     Recounted("study_families", "Sums", "study_family_sums", range(33, 37), 300),
     Recounted("study_families", "Swaps", "study_family_swaps", range(37, 41), 600),
 ]
-EVERY = [*SIX_ARMS, REMEDIES]
+LATE = Recounted(
+    *("study_late", "What was found", "study_late", range(9, 18), 300),
+    planned=2,
+    compared=(("decay", "constant"), ("sixteen_bits", "constant")),
+    arms=("constant", "decay", "sixteen_bits"),
+)
+EVERY = [*SIX_ARMS, REMEDIES, LATE]
 
 
 def of(*studies):
@@ -126,7 +132,8 @@ def test_the_planned_comparisons(study, columns, areas):
         differences = np.array([areas[one, seed] - areas[other, seed] for seed in study.seeds])
         sizes = range(1, count + 1)
         means = sorted(differences[list(some)].mean() for size in sizes for some in combinations(range(count), size))
-        outside = 2**count // 200  # 1% of 512 parts is 5, of which 2 lie at each end; of 16 parts none does
+        # All intervals together have 95%. Of 512 parts 2 lie outside at each end of one of five, and of 16 parts none.
+        outside = 5 * 2**count // (200 * study.planned)
         interval = f"{means[outside - 1]:+.2f} to {means[-outside]:+.2f}" if outside else "-"
         p = float(sign_p(differences))
         signs = [int(sum(differences > 0)), int(sum(differences == 0)), int(sum(differences < 0))]
@@ -265,6 +272,47 @@ def test_the_arms_part_where_the_design_says(study, columns):
         surges = [columns["constant", other][-1, 2] for other in following]
         drawn = next(surge for surge in surges if not np.isnan(surge))
         assert columns["untriggered", seed][-1, 3] == round(1.8 * drawn), seed
+
+
+@of(LATE)
+def test_a_remedy_that_begins_at_step_100(study, columns):
+    """The runs are one run up to there, and the numbers in the sentences of the page are theirs."""
+    for seed in study.seeds:
+        for arm in ("decay", "sixteen_bits"):
+            np.testing.assert_array_equal(columns[arm, seed][:100, 0], columns["constant", seed][:100, 0])
+            assert columns[arm, seed][100, 1] == np.float32({"decay": 2e-4, "sixteen_bits": 4e-4}[arm])
+
+    def spread(values, digits=".2g"):
+        return " to ".join(format(value, digits) for value in (min(values), max(values)))
+
+    runs = {arm: [columns[arm, seed] for seed in study.seeds] for arm in study.arms}
+    later = {arm: [lines[100:, 4].mean() for lines in runs[arm]] for arm in study.arms}
+    last = {arm: spread([lines[-10:, 4].mean() for lines in runs[arm]]) for arm in study.arms}
+    falls = {arm: [fate(lines[:, 0])[2] for lines in runs[arm]] for arm in study.arms}
+    finals = [fate(lines[:, 0])[1] for lines in runs["sixteen_bits"]]
+    peaks = [fate(lines[:, 0])[0] for lines in runs["sixteen_bits"]]
+    ratios = [one / other for one, other in zip(later["constant"], later["sixteen_bits"], strict=True)]
+    begin, ahead = [accuracy(lines)[99] for lines in runs["decay"]], [lines[100:, 0].mean() for lines in runs["decay"]]
+    others = [lines[100:, 0].mean() for lines in runs["sixteen_bits"]]
+    assert [seed for seed, fell in zip(study.seeds, falls["sixteen_bits"], strict=True) if fell] == [9, 11, 15]
+    kept = [fell and not smaller for fell, smaller in zip(falls["constant"], falls["sixteen_bits"], strict=True)]
+    assert sum(kept) == 5
+    assert sum(one > other for one, other in zip(ahead, others, strict=True)) == 9
+    collapsed = [value for value, fell in zip(later["sixteen_bits"], falls["sixteen_bits"], strict=True) if fell]
+    texts = [
+        spread(begin, ".2f"),
+        spread([fate(lines[:, 0])[0] for lines in runs["decay"]], ".2f"),
+        spread([fate(lines[:, 0])[1] for lines in runs["decay"]], ".2f"),
+        spread(collapsed),
+        spread([final for final in finals if final > 0.1], ".2f"),
+        *last.values(),
+        f"{spread(ratios, '.0f')} times",
+    ]
+    page = " ".join(PAGES["study_late"].split())
+    assert [text for text in texts if text not in page] == []
+    lost = [peak for peak, fell in zip(peaks, falls["sixteen_bits"], strict=True) if fell]
+    for text in (spread(ratios, ".0f"), spread(collapsed), spread(lost, ".2f")):
+        assert text in PAGES["study"]
 
 
 @of(REMEDIES)
