@@ -98,6 +98,7 @@ def count_text(text: str, machine_name: str) -> Report:
         line.add(getattr(overlap, part))
     kernels = kernel_uses(work, [ROW_TOKENS])
     modelled = times(work, kernels, machine.card, nodes)
+    overlapped_s = max(line.seconds, modelled.memory)  # copies beside the kernels take bandwidth, too
     return {
         "open_loops": program.open_loops,
         "flops": by_dtype(work.flops),
@@ -112,9 +113,9 @@ def count_text(text: str, machine_name: str) -> Report:
             if one.bytes >= 2**20
         },
         "modelled": modelled.rounded(),
-        "overlapped_s": round(line.seconds, 6),
+        "overlapped_s": round(overlapped_s, 6),
         "exposed_s": round(line.exposed_s, 6),
-        "exposed_share": round(line.exposed_share, 4),
+        "exposed_share": round(line.exposed_s / overlapped_s, 4),
         "exchanges": [
             {key: round(value, 7) if isinstance(value, float) else value for key, value in vars(one).items()}
             for one in sorted(line.exchanges, key=lambda one: -one.count * one.exposed_s)

@@ -298,7 +298,14 @@ def test_a_remedy_that_begins_at_step_100(study, columns):
     kept = [fell and not smaller for fell, smaller in zip(falls["constant"], falls["sixteen_bits"], strict=True)]
     assert sum(kept) == 5
     assert sum(one > other for one, other in zip(ahead, others, strict=True)) == 9
-    collapsed = [value for value, fell in zip(later["sixteen_bits"], falls["sixteen_bits"], strict=True) if fell]
+    collapsed = [lines[100 : fall_step(lines) - 1, 4].mean() for lines in runs["sixteen_bits"] if fate(lines[:, 0])[2]]
+    gains = np.array(
+        [big[100:, 0] - less[100:, 0] for big, less in zip(runs["sixteen_bits"], runs["constant"], strict=True)]
+    )
+    assert f"{gains[:, 0].mean():.2f}" == "0.05"
+    assert (sum(gains.mean(1) > 0.05), f"{float(sign_p(gains.mean(1) - 0.05)):.2g}") == (8, "0.0078")
+    lowest = accuracy(columns["decay", 15])[100:]
+    assert (f"{lowest.min():.2f}", int(lowest.argmin()) + 101) == ("0.39", 163)
     texts = [
         spread(begin, ".2f"),
         spread([fate(lines[:, 0])[0] for lines in runs["decay"]], ".2f"),
