@@ -71,13 +71,14 @@ NARROW = "rljax, 16-bit sums"  # with precision.reduce_dtype: compute
 MAXTEXT = "MaxText"
 GATHERS_FIRST = "MaxText, gathers first"  # with the option that rljax gives the compiler of TPUs
 TUNIX = "tunix"
-WHO = ("rljax", NARROW, MAXTEXT, GATHERS_FIRST, TUNIX)
+TUNIX_FIRST = "tunix, gathers first"
+WHO = ("rljax", NARROW, MAXTEXT, GATHERS_FIRST, TUNIX, TUNIX_FIRST)
 ROWS = [
     Row(who, model, *place)
     for model in ("4B", "8B")
     for place in PLACES
     for who in WHO
-    if who != GATHERS_FIRST or place[1].startswith("tpu")
+    if who not in (GATHERS_FIRST, TUNIX_FIRST) or place[1].startswith("tpu")
 ]
 
 
@@ -126,12 +127,13 @@ def count_text(text: str, machine_name: str) -> Report:
 
 def row_command(row: Row, pythons: dict[str, str], out: Path) -> list[str]:
     """Returns the command that writes OUT.hlo, and OUT.json or OUT.memory.json."""
+    first = row.who in (GATHERS_FIRST, TUNIX_FIRST)
+    options = ["xla_tpu_enable_windowed_einsum_for_all_gather=false"] if first else []
     if row.package == "tunix":
-        return [pythons["tunix"], "experiments/compile_tunix.py", row.model.lower(), row.machine, str(out)]
+        return [pythons["tunix"], "experiments/compile_tunix.py", row.model.lower(), row.machine, str(out), *options]
     if row.package == "maxtext":
         attention = ("attention=cudnn_flash_jax", "hardware=gpu") if "h100" in row.machine else ("attention=flash",)
         program = "experiments/compile_maxtext.py"
-        options = ["xla_tpu_enable_windowed_einsum_for_all_gather=false"] if row.who == GATHERS_FIRST else []
         return [pythons["maxtext"], program, f"qwen3-{row.model.lower()}", row.machine, str(out), *attention, *options]
     words = ["--dry-run", "--compile", row.machine, "--model.path", f"Qwen/Qwen3-{row.model}"]
     words += ["--mesh.fsdp", str(row.devices), "--packing.rows_per_micro_batch", str(row.devices)]
@@ -201,7 +203,7 @@ QUANTITIES: dict[str, Callable[[Report], float]] = {
     "modelled time in turn": lambda one: one["modelled"]["total"],
     "modelled time, overlapped": lambda one: one["overlapped_s"],
 }
-PAIRS = (("rljax", MAXTEXT), (NARROW, MAXTEXT), (NARROW, GATHERS_FIRST), ("rljax", TUNIX))
+PAIRS = (("rljax", MAXTEXT), (NARROW, MAXTEXT), (NARROW, GATHERS_FIRST), ("rljax", TUNIX), (NARROW, TUNIX_FIRST))
 
 
 def share_lines(reports: dict[str, Report], one: str, other: str) -> list[str]:

@@ -1,11 +1,12 @@
 """Compiles tunix's training step for a machine that is not here, and writes the compiled program.
 
-    PYTHONPATH=. TUNIX_PYTHON experiments/compile_tunix.py MODEL MACHINE OUT
+    PYTHONPATH=. TUNIX_PYTHON experiments/compile_tunix.py MODEL MACHINE OUT [xla_KEY=VALUE ...]
 
 It runs in an environment with tunix and the compilers of ``launch/install_compilers.sh``. MODEL is 4b or 8b, and
 MACHINE is one of ``--compile``. The step is that of tunix's ``Trainer`` with the loss of its GRPO learner, on the
-devices that rljax compiles for. Each device has one row of 9,216 tokens, whose prompt has 1,024. ``OUT.hlo``
-receives the program, and ``OUT.memory.json`` the bytes of a device and the seconds.
+devices that rljax compiles for. Each device has one row of 9,216 tokens, whose prompt has 1,024. The words
+xla_KEY=VALUE go to the compiler. ``OUT.hlo`` receives the program, and ``OUT.memory.json`` the bytes of a device and
+the seconds.
 """
 
 from __future__ import annotations
@@ -103,8 +104,9 @@ def lower_tunix(model_name: str, machine_name: str) -> jax.stages.Lowered:
 
 
 def main() -> int:
-    model, machine, out = sys.argv[1:]
-    write_compiled(lower_tunix(model, machine), parse_machine(machine), Path(out))
+    model, machine, out, *words = sys.argv[1:]
+    options = dict(word.split("=", 1) for word in words)
+    write_compiled(lower_tunix(model, machine), parse_machine(machine), Path(out), options)
     return 0
 
 
