@@ -3,7 +3,8 @@
 The instructions of a compiled program stand in the order in which they start. An exchange with a start and an end of
 its own runs beside the kernels between them. The links carry one exchange at a time. So an exchange takes the wait for
 an earlier one and its own time over the links. It is exposed for the part of this time that exceeds the modelled time
-of the kernels between start and end.
+of the kernels between start and end. Copies that run beside kernels delay nothing. But a part never takes less time
+than all of its memory traffic.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Timeline:
     """The modelled seconds of a part of the program on one device."""
 
     work_s: float = 0.0  # the kernels, each at the rate of its products or of its memory traffic
+    traffic_s: float = 0.0  # the memory traffic of kernels and copies
     link_s: float = 0.0  # all exchanges, one after another
     exposed_s: float = 0.0  # the part of ``link_s`` for which the device waits
     flops: int = 0  # the operations of all kernels
@@ -46,9 +48,14 @@ class Timeline:
     exchanges: list[Exchange] = field(default_factory=list)
 
     @property
-    def seconds(self) -> float:
-        """The time of the part: kernels, and the exchanges that nothing hides."""
+    def elapsed_s(self) -> float:
+        """The time of the kernels and of the exchanges that nothing hides."""
         return self.work_s + self.exposed_s
+
+    @property
+    def seconds(self) -> float:
+        """The time of the part: the elapsed time, or that of the memory traffic if it is longer."""
+        return max(self.elapsed_s, self.traffic_s)
 
     @property
     def exposed_share(self) -> float:
@@ -57,7 +64,7 @@ class Timeline:
 
     def add(self, other: Timeline, count: int = 1) -> None:
         """Adds ``count`` executions of another part."""
-        for name in ("work_s", "link_s", "exposed_s", "flops", "memory_bytes"):
+        for name in ("work_s", "traffic_s", "link_s", "exposed_s", "flops", "memory_bytes"):
             setattr(self, name, getattr(self, name) + count * getattr(other, name))
         self.exchanges += [dataclasses.replace(one, count=one.count * count) for one in other.exchanges]
 
@@ -133,23 +140,24 @@ class _Reader:
             work = instruction_work(self._module, computation, one, len(self._nodes))
             uses = kernel_uses(work, self._segments)
             cost = times(work, uses, self._card, self._nodes)
+            line.traffic_s += cost.memory
             if one.opcode.endswith("-start"):
                 if work.collectives:
-                    links_free = max(links_free, line.seconds) + cost.links
+                    links_free = max(links_free, line.elapsed_s) + cost.links
                     start = line.work_s, line.flops, line.memory_bytes
                     flights[one.name] = _Flight(one, work, cost.links, links_free, *start)
-                continue  # copies that run beside the kernels take no time
+                continue
             line.work_s += max(cost.products, cost.memory)
             line.flops += sum(work.flops.values()) + sum(use.flops or 0 for use in uses)
             line.memory_bytes += work.memory_bytes
             if work.collectives:  # nothing runs beside it
-                end = max(links_free, line.seconds) + cost.links
+                end = max(links_free, line.elapsed_s) + cost.links
                 links_free = end
                 self._land(line, _Flight(one, work, cost.links, end, line.work_s, line.flops, line.memory_bytes))
         return line
 
     def _land(self, line: Timeline, flight: _Flight) -> None:
-        exposed = max(0.0, flight.end_s - line.seconds)
+        exposed = max(0.0, flight.end_s - line.elapsed_s)
         line.exchanges.append(
             Exchange(
                 name=flight.instruction.name,

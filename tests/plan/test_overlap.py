@@ -21,6 +21,7 @@ PIECES = {
     "copy": "f32[2500000]{0} copy(%v)",
     "scatter": "((bf16[400,1000]{1,0}), bf16[100,1000]{1,0}) async-start(%g), calls=%scattered",
     "update": "((bf16[400,1000]{1,0}), bf16[100,1000]{1,0}) async-update(%b)",
+    "move": "(f32[2500000]{0}, f32[2500000]{0}, u32[]) copy-start(%v)",
     "sum": "bf16[100,1000]{1,0} all-reduce(%w), replica_groups={{0,1,2,3}}, to_apply=%add",
 }
 PARAMETERS = """\
@@ -66,6 +67,16 @@ def test_enough_work_hides_a_gather():
     step = step_of("a=gather", "p=product", "c=copy", "q=product", "d=copy", "a-done")
     assert step.exposed_s == 0
     assert step.seconds == pytest.approx(8 * MS)
+
+
+def test_copies_beside_a_product_take_the_memory():
+    """Three copies move 2e7 bytes each, 6 ms, and the product 6e6, 0.6 ms. A gather of 6 ms waits for none of them."""
+    step = step_of("a=gather", "m=move", "n=move", "p=product", "o=move", "a-done")
+    gathered = 800_000 + 200_000
+    assert step.traffic_s == pytest.approx(6.6 * MS + gathered / 1e10)
+    assert (step.work_s, step.exposed_s) == (pytest.approx(2 * MS), pytest.approx(4 * MS))
+    assert step.seconds == step.traffic_s
+    assert step.exposed_share == pytest.approx(4 * MS / step.traffic_s)
 
 
 def test_exchanges_wait_for_each_other():
