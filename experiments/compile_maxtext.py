@@ -4,26 +4,19 @@
 
 It runs in an environment with MaxText and the compilers of ``launch/install_compilers.sh``. MODEL
 is MaxText's name, such as qwen3-4b, and MACHINE is one of ``--compile``. The steps are those of MaxText's own
-``train_compile``, on the devices that rljax compiles for. Each device has one row of 9,216 tokens. The words KEY=VALUE
-go to MaxText, and those that begin with ``xla_`` to the compiler. ``OUT.hlo`` receives the program, and
-``OUT.memory.json`` the bytes of a device and the seconds.
+``train_compile``, on the devices that rljax compiles for. ``peer_program.py`` says what the other words are.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
+from peer_program import ROW_TOKENS, compile_peer
 
-from rljax.plan.compile import COMPILER_OPTIONS, memory_by_kind
-from rljax.plan.machines import Machine, parse_machine, topology_devices
+from rljax.plan.machines import Machine, topology_devices
 
-ROW_TOKENS = 9216
 # MaxText takes the number of devices from its own name of the machine.
 TOPOLOGIES = {
     "h100:1x8": ("a3", 1),
@@ -34,18 +27,9 @@ TOPOLOGIES = {
 }
 
 
-def write_compiled(lowered: jax.stages.Lowered, machine: Machine, out: Path, options: Mapping[str, Any] = {}) -> None:
-    """Compiles a step. Writes its text, and the bytes on a device by kind with the compiler's seconds."""
-    start = time.perf_counter()
-    compiled = lowered.compile(compiler_options={**COMPILER_OPTIONS.get(machine.platform, {}), **options})
-    memory = {"compile_s": round(time.perf_counter() - start, 1), **memory_by_kind(compiled.memory_analysis())}
-    Path(f"{out}.hlo").write_text(compiled.as_text() or "")
-    Path(f"{out}.memory.json").write_text(json.dumps(memory))
-
-
-def lower_maxtext(model_name: str, machine_name: str, words: list[str]) -> jax.stages.Lowered:
+def lower_maxtext(model_name: str, machine: Machine, words: list[str]) -> jax.stages.Lowered:
     """Returns MaxText's step with the settings KEY=VALUE, lowered for the machine."""
-    devices = topology_devices(parse_machine(machine_name))  # first, so that JAX runs on the CPU
+    devices = topology_devices(machine)  # first, so that JAX runs on the CPU
 
     import maxtext
     from flax.core.spmd import logical_axis_rules
@@ -55,7 +39,7 @@ def lower_maxtext(model_name: str, machine_name: str, words: list[str]) -> jax.s
     from maxtext.utils import maxtext_utils, sharding
 
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")  # as train_compile has it
-    topology, slices = TOPOLOGIES[machine_name]
+    topology, slices = TOPOLOGIES[machine.name]
     settings = {
         **{"model_name": model_name, "compile_topology": topology, "compile_topology_num_slices": slices},
         **{"run_name": "compile", "base_output_directory": "/tmp", "enable_checkpointing": "false"},
@@ -77,13 +61,5 @@ def lower_maxtext(model_name: str, machine_name: str, words: list[str]) -> jax.s
         return jitted.lower(*arguments, **named)
 
 
-def main() -> int:
-    model, machine, out, *words = sys.argv[1:]
-    options = dict(word.split("=", 1) for word in words if word.startswith("xla_"))
-    lowered = lower_maxtext(model, machine, [word for word in words if not word.startswith("xla_")])
-    write_compiled(lowered, parse_machine(machine), Path(out), options)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compile_peer(lower_maxtext))

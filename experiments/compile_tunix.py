@@ -4,24 +4,22 @@
 
 It runs in an environment with tunix and the compilers of ``launch/install_compilers.sh``. MODEL is 4b or 8b, and
 MACHINE is one of ``--compile``. The step is that of tunix's ``Trainer`` with the loss of its GRPO learner, on the
-devices that rljax compiles for. Each device has one row of 9,216 tokens, whose prompt has 1,024. The words
-xla_KEY=VALUE go to the compiler. ``OUT.hlo`` receives the program, and ``OUT.memory.json`` the bytes of a device and
-the seconds.
+devices that rljax compiles for. The prompt of each row has 1,024 tokens. tunix takes no other words, and
+``peer_program.py`` says what becomes of the rest.
 """
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from compile_maxtext import ROW_TOKENS, write_compiled
+from peer_program import ROW_TOKENS, compile_peer
 
-from rljax.plan.machines import parse_machine, topology_devices
+from rljax.plan.machines import Machine, topology_devices
 
 PROMPT_TOKENS = 1024
 
@@ -34,9 +32,10 @@ def constrained(x: Any, axes: tuple[str | None, ...]) -> Any:
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)))
 
 
-def lower_tunix(model_name: str, machine_name: str) -> jax.stages.Lowered:
-    """Returns tunix's step, lowered for the machine."""
-    machine = parse_machine(machine_name)
+def lower_tunix(model_name: str, machine: Machine, words: list[str]) -> jax.stages.Lowered:
+    """Returns tunix's step, lowered for the machine. Raises ValueError if there are words for tunix."""
+    if words:
+        raise ValueError(f"tunix takes no settings, got {' '.join(words)}")
     devices = topology_devices(machine)  # first, so that JAX runs on the CPU
 
     from flax import nnx
@@ -103,12 +102,5 @@ def lower_tunix(model_name: str, machine_name: str) -> jax.stages.Lowered:
         return jax.jit(step, donate_argnums=0).lower(state, example)
 
 
-def main() -> int:
-    model, machine, out, *words = sys.argv[1:]
-    options = dict(word.split("=", 1) for word in words)
-    write_compiled(lower_tunix(model, machine), parse_machine(machine), Path(out), options)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compile_peer(lower_tunix))
