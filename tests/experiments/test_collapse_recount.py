@@ -1,6 +1,6 @@
 """Counts the tables of the study of a late collapse again from the rows, by other means than the program."""
 
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ from scipy import stats
 from study_pages import PAGES, fate, sign_p, table
 
 ROOT = Path(__file__).parents[2]
-MISMATCH = "mismatch/log_ppl_abs_diff"
 PLANNED = ["constant", "untriggered", "fixed", "tenth", "linear"]
 
 
@@ -55,6 +54,11 @@ LATE = Recounted(
     compared=(("decay", "constant"), ("sixteen_bits", "constant")),
     arms=("constant", "decay", "sixteen_bits"),
 )
+CACHES = {"16 bits": "16_bits", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+RATES = Recounted(
+    *("study_collapse", "Rate and mismatch", "study_rates", range(25, 27), 300),
+    arms=tuple(f"{rate}_{cache}" for rate, cache in product(("half", "rate", "double"), CACHES.values())),
+)
 EVERY = [*SIX_ARMS, REMEDIES, LATE]
 
 
@@ -75,7 +79,7 @@ def columns(study):
     """Eight metrics of each step in the order of ``keys``, an array for each arm and seed."""
     rows = pyarrow.parquet.read_table(ROOT / f"benchmarks/{study.rows}.parquet").to_pydict()
     keys = ("reward/mean", "schedule/learning_rate", "schedule/surge_step", "schedule/decay_period")
-    keys += (MISMATCH, "policy/entropy", "mismatch/logprob_abs_diff_mean")
+    keys += ("mismatch/log_ppl_abs_diff", "policy/entropy", "mismatch/logprob_abs_diff_mean")
     keys += ("mismatch_self/log_ppl_abs_diff",)
     found = {}
     for place, run in enumerate(zip(rows["arm"], rows["seed"], strict=True)):
@@ -274,52 +278,50 @@ def test_the_arms_part_where_the_design_says(study, columns):
         assert columns["untriggered", seed][-1, 3] == round(1.8 * drawn), seed
 
 
+def spread(values, digits=".2g"):
+    return " to ".join(format(value, digits) for value in (min(values), max(values)))
+
+
 @of(LATE)
-def test_a_remedy_that_begins_at_step_100(study, columns):
-    """The runs are one run up to there, and the numbers in the sentences of the page are theirs."""
+def test_late_remedies_begin_at_step_100(study, columns):
     for seed in study.seeds:
-        for arm in ("decay", "sixteen_bits"):
+        for arm, rate in (("decay", 2e-4), ("sixteen_bits", 4e-4)):
             np.testing.assert_array_equal(columns[arm, seed][:100, 0], columns["constant", seed][:100, 0])
-            assert columns[arm, seed][100, 1] == np.float32({"decay": 2e-4, "sixteen_bits": 4e-4}[arm])
+            assert columns[arm, seed][100, 1] == np.float32(rate)
 
-    def spread(values, digits=".2g"):
-        return " to ".join(format(value, digits) for value in (min(values), max(values)))
 
+@of(LATE)
+def test_what_late_remedies_do(study, columns):
+    """The numbers in the sentences of the page, of the steps after 100 where it says nothing else."""
     runs = {arm: [columns[arm, seed] for seed in study.seeds] for arm in study.arms}
-    later = {arm: [lines[100:, 4].mean() for lines in runs[arm]] for arm in study.arms}
-    last = {arm: spread([lines[-10:, 4].mean() for lines in runs[arm]]) for arm in study.arms}
-    falls = {arm: [fate(lines[:, 0])[2] for lines in runs[arm]] for arm in study.arms}
-    finals = [fate(lines[:, 0])[1] for lines in runs["sixteen_bits"]]
-    peaks = [fate(lines[:, 0])[0] for lines in runs["sixteen_bits"]]
-    ratios = [one / other for one, other in zip(later["constant"], later["sixteen_bits"], strict=True)]
-    begin, ahead = [accuracy(lines)[99] for lines in runs["decay"]], [lines[100:, 0].mean() for lines in runs["decay"]]
-    others = [lines[100:, 0].mean() for lines in runs["sixteen_bits"]]
+    fates = {arm: [fate(lines[:, 0]) for lines in runs[arm]] for arm in study.arms}
+    falls = {arm: [fell for _, _, fell in fates[arm]] for arm in study.arms}
+    pairs = list(zip(falls["constant"], falls["sixteen_bits"], strict=True))
+    assert [pairs.count(pair) for pair in ((True, False), (False, True))] == [5, 0]
+    gone = [lines for lines, fell in zip(runs["sixteen_bits"], falls["sixteen_bits"], strict=True) if fell]
     assert [seed for seed, fell in zip(study.seeds, falls["sixteen_bits"], strict=True) if fell] == [9, 11, 15]
-    kept = [fell and not smaller for fell, smaller in zip(falls["constant"], falls["sixteen_bits"], strict=True)]
-    assert sum(kept) == 5
-    assert sum(one > other for one, other in zip(ahead, others, strict=True)) == 9
-    collapsed = [lines[100 : fall_step(lines) - 1, 4].mean() for lines in runs["sixteen_bits"] if fate(lines[:, 0])[2]]
-    gains = np.array(
-        [big[100:, 0] - less[100:, 0] for big, less in zip(runs["sixteen_bits"], runs["constant"], strict=True)]
-    )
+    reward = {arm: np.array([lines[100:, 0] for lines in runs[arm]]) for arm in study.arms}
+    assert (reward["decay"].mean(1) > reward["sixteen_bits"].mean(1)).sum() == 9
+    gains = reward["sixteen_bits"] - reward["constant"]
     assert f"{gains[:, 0].mean():.2f}" == "0.05"
     assert (sum(gains.mean(1) > 0.05), f"{float(sign_p(gains.mean(1) - 0.05)):.2g}") == (8, "0.0078")
     lowest = accuracy(columns["decay", 15])[100:]
     assert (f"{lowest.min():.2f}", int(lowest.argmin()) + 101) == ("0.39", 163)
+    means = {arm: np.array([lines[100:, 4].mean() for lines in runs[arm]]) for arm in study.arms}
+    ratios = spread(means["constant"] / means["sixteen_bits"], ".0f")
+    collapsed = spread([lines[100 : fall_step(lines) - 1, 4].mean() for lines in gone])
     texts = [
-        spread(begin, ".2f"),
-        spread([fate(lines[:, 0])[0] for lines in runs["decay"]], ".2f"),
-        spread([fate(lines[:, 0])[1] for lines in runs["decay"]], ".2f"),
-        spread(collapsed),
-        spread([final for final in finals if final > 0.1], ".2f"),
-        *last.values(),
-        f"{spread(ratios, '.0f')} times",
+        spread([accuracy(lines)[99] for lines in runs["decay"]], ".2f"),
+        spread([peak for peak, _, _ in fates["decay"]], ".2f"),
+        spread([final for _, final, _ in fates["decay"]], ".2f"),
+        spread([final for _, final, fell in fates["sixteen_bits"] if not fell], ".2f"),
+        *(spread([lines[-10:, 4].mean() for lines in runs[arm]]) for arm in study.arms),
+        *(collapsed, f"{ratios} times"),
     ]
     page = " ".join(PAGES["study_late"].split())
     assert [text for text in texts if text not in page] == []
-    lost = [peak for peak, fell in zip(peaks, falls["sixteen_bits"], strict=True) if fell]
-    for text in (spread(ratios, ".0f"), spread(collapsed), spread(lost, ".2f")):
-        assert text in PAGES["study"]
+    lost = spread([peak for peak, _, fell in fates["sixteen_bits"] if fell], ".2f")
+    assert [text for text in (ratios, collapsed, lost) if text not in PAGES["study"]] == []
 
 
 @of(REMEDIES)
@@ -331,28 +333,19 @@ def test_the_mismatch_of_each_remedy(study, columns):
             assert cell == f"{min(means):.2g} to {max(means):.2g}", arm
 
 
-def test_the_table_of_rates_and_caches():
+@of(RATES)
+def test_the_table_of_rates_and_caches(study, columns):
     """Peak, final accuracy and fall of 18 runs, and the mismatch up to where 0.9 of the peak is reached."""
-    rows = pyarrow.parquet.read_table(ROOT / "benchmarks/study_rates.parquet").to_pydict()
-    runs = {}
-    for arm, seed, *values in zip(*(rows[key] for key in ("arm", "seed", "reward/mean", MISMATCH)), strict=True):
-        runs.setdefault((arm, seed), []).append(values)
-    names = [
-        (rate, cache, f"{name}_{arm}")
-        for rate, name in (("2e-4", "half"), ("4e-4", "rate"), ("8e-4", "double"))
-        for cache, arm in (("16 bits", "16_bits"), ("fp8_e4m3", "e4m3"), ("fp8_e5m2", "e5m2"))
-    ]
-    assert set(runs) == {(arm, seed) for *_, arm in names for seed in (25, 26)}
+    assert {len(lines) for lines in columns.values()} == {study.steps}
+    assert set(columns) == {(arm, seed) for arm in study.arms for seed in study.seeds}
     expected = []
-    for rate, cache, arm in names:
+    for (rate, cache), arm in zip(product(("2e-4", "4e-4", "8e-4"), CACHES), study.arms, strict=True):
         cells = []
-        for seed in (25, 26):
-            lines = np.array(runs[arm, seed])
-            assert len(lines) == 300
+        for lines in (columns[arm, seed] for seed in study.seeds):
             means = accuracy(lines)
             begin = int(np.argmax(means >= 0.9 * means.max())) + 1
             peak, final, fell = fate(lines[:, 0])
-            mismatch = lines[max(0, begin - 10) : begin, 1].mean()
+            mismatch = lines[max(0, begin - 10) : begin, 4].mean()
             cells.append([f"{mismatch:.2g}", f"{peak:.2f}", f"{final:.2f}", str(fall_step(lines)) if fell else "-"])
         expected.append([rate, cache, *(" ".join(pair) for pair in zip(*cells, strict=True))])
-    assert table("study_collapse", "rate | cache") == expected
+    assert table(study.page, "rate | cache") == expected
