@@ -77,7 +77,7 @@ def vllm_reply(route: str, rows: list[list[tuple[int, float]]], k: int) -> bytes
 
 def own_reply(rows: list[list[tuple[int, float]]], k: int) -> bytes:
     """Returns a reply of rljax's endpoint in vLLM, which lists the sampled token before the ``k`` likeliest."""
-    shown = [[row[0], *row[:k]] for row in rows]
+    shown = [[row[0], *sorted(row, key=lambda pair: -pair[1])[:k]] for row in rows]
 
     def encoded(values: list[float], dtype: str) -> str:
         return base64.b64encode(np.asarray(values, dtype).tobytes()).decode()

@@ -36,23 +36,32 @@ def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[floa
       k: The number of tokens to keep.
     """
     numbers = _as_integers(counts, np.int64)
-    shape = len(numbers), max(int(numbers.max(initial=0)), k)
-    is_reported = np.arange(shape[1]) < numbers[:, None]
-    tokens, scores = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
-    tokens[is_reported] = _as_integers(ids, np.int32)
-    scores[is_reported] = as_floats(logprobs)
-    is_twice = (tokens[:, 1:] == tokens[:, :1]).any(axis=1)
-    scores[is_twice, 0] = -np.inf
-    scores[scores <= _NEVER] = -np.inf
-    if shape[1] == k + 1:  # the usual form of a reply: the sampled token, and then the likeliest in order
-        rows = np.flatnonzero(~is_twice | (scores[:, 2:] > scores[:, 1:-1]).any(axis=1))
-        of_rows = _first_of(tokens[rows], scores[rows], k)
-        tokens, scores = tokens[:, 1:].copy(), scores[:, 1:].copy()
-        tokens[rows], scores[rows] = of_rows
+    width = max(int(numbers.max(initial=0)), k)
+    tokens, scores = _as_integers(ids, np.int32), as_floats(logprobs)
+    if (numbers == width).all():
+        tokens, scores = tokens.reshape(-1, width), scores.reshape(-1, width)
     else:
-        tokens, scores = _first_of(tokens, scores, k)
-    tokens[np.isneginf(scores)] = -1
-    return Tops(tokens, scores)
+        is_reported = np.arange(width) < numbers[:, None]
+        tokens, scores = (_spread(values, is_reported, gap) for values, gap in ((tokens, -1), (scores, -np.inf)))
+    is_twice = (tokens[:, 1:] == tokens[:, :1]).any(axis=1)
+    kept, kept_scores = tokens[:, -k:].copy(), scores[:, -k:].copy()
+    rows = np.arange(len(tokens))  # those whose last k entries are not the likeliest in order
+    if width == k + 1:  # the usual form of a reply: the sampled token, and then the likeliest in order
+        is_likely = ~is_twice & (scores[:, 0] >= scores[:, -1])
+        rows = np.flatnonzero(is_likely | (scores[:, 2:] > scores[:, 1:-1]).any(axis=1))
+    of_rows = scores[rows]
+    of_rows[is_twice[rows], 0] = -np.inf
+    kept[rows], kept_scores[rows] = _first_of(tokens[rows], of_rows, k)
+    is_none = kept_scores <= _NEVER
+    kept[is_none], kept_scores[is_none] = -1, -np.inf
+    return Tops(kept, kept_scores)
+
+
+def _spread(values: np.ndarray, is_reported: np.ndarray, gap: float) -> np.ndarray:
+    """Returns the values at the true places of ``is_reported``, in order, and ``gap`` at all others."""
+    spread = np.full(is_reported.shape, gap, values.dtype)
+    spread[is_reported] = values
+    return spread
 
 
 def _first_of(tokens: np.ndarray, scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
