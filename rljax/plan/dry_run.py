@@ -205,7 +205,7 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
         reference = merged if config.lora.adapter else {}
     if config.loss.kl != "none":
         trees["reference policy"] = reference
-    if config.rollout.engine == "jax":
+    if config.rollout.engine in ("jax", "exact"):  # the exact one has an embedded one that guesses
         trees[ENGINE] = weights(logical_axes(policy), config.rollout.dtype)
     if versions := max_version_lag(config) if config.diagnosis.behaviour_responses else 0:
         copy = state.params if config.lora.rank else weights(logical_axes(policy))

@@ -192,23 +192,25 @@ def make_engine(
         head_dtype = config.dtype if lm_head_dtype == "compute" else lm_head_dtype
         options = {"max_tokens": max_tokens, "head_dtype": head_dtype, "stop": stop, "probe_prompts": probe_prompts}
         return _connected(config, policy, functions, publish, **options)
-    if config.engine == "jax":
-        engine: RolloutEngine = JaxEngine(
-            policy,
-            config.dtype,
-            max_prompt_tokens,
-            mesh=mesh,
-            lm_head_dtype=jnp.float32 if lm_head_dtype == "float32" else None,
-            weight_quantization=config.weight_quantization,
-            decode_tokens=config.decode_tokens,
-            step_prompts=step_prompts,
-            max_tokens=max_tokens,
-            kv_cache_dtype=config.kv_cache_dtype,
-            with_routes=config.router_replay == "r3",
-        )
-    else:
+    is_exact = config.engine == "exact"
+    embedded = JaxEngine(
+        policy,
+        config.dtype,
+        max_prompt_tokens,
+        mesh=mesh,
+        # The head of the exact engine's executable rounds no logits, whatever its dtype, and guesses should not either.
+        lm_head_dtype=jnp.float32 if is_exact or lm_head_dtype == "float32" else None,
+        weight_quantization=config.weight_quantization,
+        decode_tokens=config.decode_tokens,
+        step_prompts=step_prompts,
+        max_tokens=max_tokens,
+        kv_cache_dtype=config.kv_cache_dtype,
+        with_routes=config.router_replay == "r3",
+    )
+    engine: RolloutEngine = embedded
+    if is_exact:
         assert make_executable is not None
-        engine = ExactEngine(make_executable(), inject=config.inject)
+        engine = ExactEngine(make_executable(), inject=config.inject, drafts=embedded)
     return InjectedEngine(engine, config.inject, policy, mesh) if config.inject.changes_weights else engine
 
 

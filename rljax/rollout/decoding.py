@@ -24,7 +24,7 @@ from rljax.policy.config import PolicyConfig, route_dtype
 from rljax.policy.model import ForwardStats, Params, embed_tokens, run_blocks
 from rljax.rollout.decode_sizes import Batch
 from rljax.rollout.injected import to_cache
-from rljax.rollout.likeliest import ALL, NextTokens, Selection, next_tokens
+from rljax.rollout.likeliest import ALL, NextTokens, Selection, next_tokens, token_key
 from rljax.sharding import constrain
 
 Cache = tuple[Array, ...]  # the keys and the values, each [layers, b, s, kv heads, head_dim]
@@ -205,10 +205,9 @@ def prefill_logprobs(
     last row has no meaning. The head computes one row at a time, as a step of ``decode`` does.
     """
     hidden, _, _ = prefill(params, config, tokens, lengths, cache_dtype)
-    keys = jax.random.split(jax.random.key(0), len(tokens))  # nothing is drawn
 
     def column(given: tuple[Array, Array]) -> Array:
-        return next_tokens(params, given[0], keys, temperature, False, given[1], lm_head_dtype).logprobs
+        return next_tokens(params, given[0], None, temperature, False, given[1], lm_head_dtype).logprobs
 
     return jax.lax.map(column, (jnp.moveaxis(hidden, 1, 0), jnp.roll(tokens, -1, axis=1).T))
 
@@ -280,6 +279,7 @@ def decode(
     stops: Int[Array, " k"],
     temperature: Float[Array, ""],
     seed: Int[Array, ""],
+    numbers: Int[Array, "n m"] | None,
     forced: Int[Array, "n r"] | None,
     limits: Int[Array, " n"] | None,
     enough: Int[Array, ""],
@@ -298,7 +298,8 @@ def decode(
       stops: The tokens that end a response.
       temperature: The sampling temperature.
       seed: The seed of the sampling.
-      forced: The tokens that are taken instead of sampled ones, by response and position, or None.
+      numbers: The numbers that give each response its random keys (``token_key``), or None if every token is forced.
+      forced: The token that is taken, by response and position, -1 where one is sampled, or None if all are sampled.
       limits: The most tokens of each response, or None where each may fill its row of ``sampled``.
       enough: The number of free slots at which the loop ends.
       greedy: Whether the likeliest token is taken.
@@ -310,13 +311,11 @@ def decode(
     """
     total, places = len(sampled.tokens), jnp.arange(slots.valid.shape[1])
 
-    def key(row: Array, step: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), step)
-
     def body(state: tuple[Slots, Sampled]) -> tuple[Slots, Sampled]:
         slots, sampled = state
-        given = None if forced is None else forced[jnp.minimum(slots.row, total - 1), slots.step]
-        keys = jax.vmap(key)(slots.row, slots.step)
+        known = jnp.minimum(slots.row, total - 1)  # a free slot has no response
+        given = None if forced is None else forced[known, slots.step]
+        keys = None if numbers is None else jax.vmap(token_key, (None, 0, 0))(seed, numbers[known], slots.step)
         new = next_tokens(params, slots.hidden, keys, temperature, greedy, given, lm_head_dtype, selection)
         return _appended(params, config, slots, sampled, new, stops, limits, places)
 

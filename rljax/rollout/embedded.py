@@ -14,6 +14,7 @@ them back to the rollout dtype.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -204,6 +205,42 @@ class JaxEngine(RolloutEngine):
 
         The width of the prompts and the number of rows are padded to a few sizes, so that few programs are compiled.
         """
+        prompts, rows = [request.tokens for request in requests], self._turn_rows(requests, sampling)
+        return as_turns(self._sample(prompts, rows, 1, sampling, seed), requests)
+
+    def draft(
+        self,
+        requests: Sequence[TurnRequest],
+        begun: Sequence[np.ndarray],
+        numbers: np.ndarray,
+        sampling: SamplingParams,
+        *,
+        seed: int,
+    ) -> list[np.ndarray]:
+        """Samples the rest of turns of which the first tokens are known.
+
+        Args:
+          requests: The tokens before each turn, and the most tokens of it.
+          begun: The first tokens of each turn, int32 [t].
+          numbers: The numbers that give each turn its random keys (``token_key``), int32 [n, m].
+          sampling: The settings of the sampling.
+          seed: The seed of the sampling.
+
+        Returns:
+          The tokens of each turn after the known ones, int32 [t].
+        """
+        rows = self._turn_rows(requests, sampling)
+        forced = np.full((rows.room, sampling.max_response_tokens), -1, np.int32)
+        for row, known in zip(forced, begun, strict=False):
+            row[: len(known)] = known
+        named = np.zeros((rows.room, numbers.shape[1]), np.int32)
+        named[: len(numbers)] = numbers
+        sampled = self._run(rows, 1, dataclasses.replace(sampling, reported=0), seed, forced, numbers=named)
+        ends = zip(begun, sampled.counts, sampled.tokens, strict=False)
+        return [tokens[len(known) : count] for known, count, tokens in ends]
+
+    def _turn_rows(self, requests: Sequence[TurnRequest], sampling: SamplingParams) -> _Rows:
+        """Returns the rows of one response to each of ``requests``, padded to a few sizes."""
         limit, places = sampling.max_response_tokens, self._max_tokens or self._width + sampling.max_response_tokens
         for request in requests:
             request.check_room(places, "the engine has room for")
@@ -212,15 +249,15 @@ class JaxEngine(RolloutEngine):
         limits = np.zeros(padded_rows(len(prompts)), np.int32)
         limits[: len(prompts)] = [min(request.max_tokens, limit) for request in requests]
         at_once = prefill_rows(self._config, padded.shape[1], row_ways(self._mesh))
-        rows = _Rows(padded, lengths, len(limits), places, limits, at_once)
-        return as_turns(self._sample(prompts, rows, 1, sampling, seed), requests)
+        return _Rows(padded, lengths, len(limits), places, limits, at_once)
 
     def _sample(
         self, prompts: Sequence[np.ndarray], rows: _Rows, n: int, sampling: SamplingParams, seed: int
     ) -> Samples:
         """Samples ``n`` responses to each of ``prompts``. ``rows`` has the same prompts as padded arrays."""
         start = time.perf_counter()
-        sampled = self._run(rows, n, sampling, seed, with_routes=self._with_routes)
+        numbers = np.arange(rows.room * n, dtype=np.int32)[:, None]
+        sampled = self._run(rows, n, sampling, seed, numbers=numbers, with_routes=self._with_routes)
         metrics = {"time/generate_s": time.perf_counter() - start}
         responses = []
         for row, length in enumerate(sampled.counts[: len(prompts) * n].tolist()):
@@ -266,7 +303,7 @@ class JaxEngine(RolloutEngine):
         for row, response in zip(forced, responses, strict=True):
             row[: len(response)] = response
         sampling = SamplingParams(limit, temperature)
-        logprobs = self._run(self._laid_out(prompts, sampling), 1, sampling, 0, forced).logprobs
+        logprobs = self._run(self._laid_out(prompts, sampling), 1, sampling, 0, forced, numbers=None).logprobs
         return [row[: len(response)] for row, response in zip(logprobs[: len(responses)], responses, strict=True)]
 
     def score_prefill(self, sequences: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
@@ -301,14 +338,19 @@ class JaxEngine(RolloutEngine):
         seed: int,
         forced: np.ndarray | None = None,
         *,
+        numbers: np.ndarray | None,
         with_routes: bool = False,
     ) -> Sampled:
-        """Returns arrays on the host with room for ``rows.room`` prompts. Responses to the existing ones come first."""
+        """Returns arrays on the host with room for ``rows.room`` prompts. Responses to the existing ones come first.
+
+        ``forced`` and ``numbers`` are those of ``decoding.decode``.
+        """
         selection = selection_of(sampling)
         limit, greedy = sampling.max_response_tokens, sampling.temperature == 0.0
         # -1 is the id of no token, so without stop tokens a response runs to the limit.
         stops = np.asarray(sampling.stop_token_ids or (-1,), np.int32)
-        given = stops, np.float32(1.0 if greedy else sampling.temperature), np.uint32(seed), forced, rows.limits
+        temperature = np.float32(1.0 if greedy else sampling.temperature)
+        given = stops, temperature, np.uint32(seed), numbers, forced, rows.limits
         with jax.set_mesh(self._mesh):
             batch = self._batch(rows.room * n, n, rows.places)
             sizes = {"prompts": rows.room, "width": rows.prompts.shape[1], "n": n, "limit": limit}

@@ -1,9 +1,13 @@
 """The engine with exactly zero mismatch: it samples from the log-softmax rows of the trainer's own executable.
 
-For each token of a response it runs the whole forward and backward on the rows so far. It samples from each row's
-distribution at the row's last place. The token's entry in that distribution is kept as its log-probability, so nothing
-is scored again. Sequence i of a request is in row i % b, where it will also be trained. A cut distribution (``top_k``)
-is made from the same numbers, by the trainer's own operations.
+It runs the whole forward and backward on the rows so far, and samples a token from the distribution after each row's
+last place. The token's entry in that distribution is kept as its log-probability, so nothing is scored again. Sequence
+i of a request is in row i % b, where it will also be trained. A cut distribution (``top_k``) is made from the same
+numbers, by the trainer's own operations.
+
+A second engine may guess the tokens that follow. It samples with the same random keys, so it mostly finds the same
+tokens. One run of the executable then samples all tokens up to the first wrong guess, and corrects that one. Guesses
+change no token and no log-probability. They only make the runs fewer.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +24,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.model import Params
+from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.engine import RolloutEngine, Samples
-from rljax.rollout.likeliest import ALL, NextTokens, Selection, sample_support, selection_of
+from rljax.rollout.likeliest import ALL, NextTokens, Selection, sample_support, selection_of, token_key
 from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import InjectConfig, Response, SamplingParams, Tops, VersionSpan
 from rljax.sharding import replicated
@@ -42,19 +47,10 @@ class Executable(Protocol):
         """
 
 
-def token_key(seed: Array, prompt_index: Array, sample_index: Array, position: Array) -> Array:
-    """Returns the random key of one token. It depends on these four numbers alone."""
-    key = jax.random.key(seed)
-    for number in (prompt_index, sample_index, position):
-        key = jax.random.fold_in(key, number)
-    return key
-
-
 def sample_tokens(
     log_softmax: Float[Array, "b v"],
     seed: Int[Array, ""],
-    prompt_index: Int[Array, " b"],
-    sample_index: Int[Array, " b"],
+    numbers: Int[Array, "b 2"],
     position: Int[Array, " b"],
     temperature: Float[Array, ""],
     *,
@@ -67,8 +63,8 @@ def sample_tokens(
     Args:
       log_softmax: The distribution after the last token of each response, at ``temperature``.
       seed: The seed of the request.
-      prompt_index: The position of each response's prompt in the request.
-      sample_index: The position of each response among the responses to its prompt.
+      numbers: The position of each response's prompt in the request, and that of the response among those to its
+        prompt.
       position: The position of the new token in each response, from 0.
       temperature: The sampling temperature.
       greedy: Whether the likeliest token is taken.
@@ -76,7 +72,7 @@ def sample_tokens(
       inject: The noise that is first put on the logits. It is divided by the temperature as the logits are. None: no
         noise.
     """
-    keys = jax.vmap(token_key, (None, 0, 0, 0))(seed, prompt_index, sample_index, position)
+    keys = jax.vmap(token_key, (None, 0, 0))(seed, numbers, position)
     if inject is not None and inject.logit_noise:
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, np.uint32(inject.seed))
         normal = jax.vmap(lambda key: jax.random.normal(key, log_softmax.shape[1:]))(own)
@@ -91,23 +87,80 @@ def sample_tokens(
     return NextTokens(tokens.astype(jnp.int32), logprobs, top_ids.astype(jnp.int32), top_logprobs)
 
 
+class _Rows(NamedTuple):
+    """The rows of the executable while one batch is sampled."""
+
+    tokens: np.ndarray  # the token ids, int32 [b, t], 0 after the last token
+    logprobs: np.ndarray  # the log-probabilities of the sampled tokens, float32 [b, t]
+    top_ids: np.ndarray  # the likeliest tokens at each position, int32 [b, t, k]
+    top_logprobs: np.ndarray  # their log-probabilities, float32 [b, t, k]
+    numbers: np.ndarray  # the numbers that name each response (``token_key``), int32 [b, 2]
+    starts: np.ndarray  # the number of tokens before each response, int32 [b]
+    lengths: np.ndarray  # the number of tokens of each row so far, int32 [b]
+    ends: np.ndarray  # the most tokens of each row, int32 [b]
+    stopped: np.ndarray  # whether a stop token ended each response, bool [b]
+
+    @property
+    def is_open(self) -> np.ndarray:
+        """Whether each response goes on, bool [b]."""
+        return ~self.stopped & (self.lengths < self.ends)
+
+    def append(self, sampled: NextTokens, guesses: np.ndarray, stops: Sequence[int]) -> None:
+        """Adds what was sampled up to the first wrong guess, its correction included, or up to a stop token.
+
+        Args:
+          sampled: The tokens after the last one of each row, [r, b] and [r, b, k].
+          guesses: The guesses for these tokens, int32 [b, r], -1 where there is none.
+          stops: The tokens that end a response.
+        """
+        new = np.asarray(sampled.tokens).T
+        is_right, is_stop = np.cumprod(new == guesses, axis=1), np.isin(new, stops)
+        ahead = np.pad(is_right[:, :-1], ((0, 0), (1, 0)), constant_values=1) > 0
+        ahead &= np.cumsum(is_stop, axis=1) - is_stop == 0
+        ahead &= (np.arange(new.shape[1]) < (self.ends - self.lengths)[:, None]) & self.is_open[:, None]
+        rows, places = ahead.nonzero()
+        at = rows, self.lengths[rows] + places
+        self.tokens[at], self.logprobs[at] = new[rows, places], sampled.logprobs[places, rows]
+        if sampled.top_ids is not None and sampled.top_logprobs is not None:
+            self.top_ids[at], self.top_logprobs[at] = sampled.top_ids[places, rows], sampled.top_logprobs[places, rows]
+        self.lengths[:] += ahead.sum(axis=1)
+        self.stopped[:] |= (ahead & is_stop).any(axis=1)
+
+
 class ExactEngine(RolloutEngine):
     """RolloutEngine over the trainer's executable. The same seed, weights and prompts give the same bits."""
 
-    def __init__(self, executable: Executable, *, inject: InjectConfig | None = None):
+    def __init__(self, executable: Executable, *, inject: InjectConfig | None = None, drafts: JaxEngine | None = None):
         """Prepares the sampling; ``publish`` must be called before ``generate``.
 
         Args:
           executable: The trainer's executable.
           inject: The noise that is put on the logits, or None.
+          drafts: The engine that guesses tokens, or None. It gets the same weights, and is closed with this engine.
         """
-        self._executable = executable
+        self._executable, self._drafts = executable, drafts
 
-        def sample(log_softmax: Array, last: Array, *rest: Array, greedy: bool, selection: Selection) -> NextTokens:
-            rows = jnp.take_along_axis(log_softmax, last[:, None, None], axis=1)[:, 0]
-            return sample_tokens(rows, *rest, greedy=greedy, selection=selection, inject=inject)
+        def sample(
+            log_softmax: Array,
+            last: Array,
+            seed: Array,
+            numbers: Array,
+            position: Array,
+            temperature: Array,
+            *,
+            count: int,
+            greedy: bool,
+            selection: Selection,
+        ) -> NextTokens:
+            def after(ahead: Array) -> NextTokens:
+                at = jnp.minimum(last + ahead, log_softmax.shape[1] - 1)[:, None, None]
+                rows = jnp.take_along_axis(log_softmax, at, axis=1)[:, 0]
+                given = rows, seed, numbers, position + ahead, temperature
+                return sample_tokens(*given, greedy=greedy, selection=selection, inject=inject)
 
-        static = ("greedy", "selection")
+            return jax.lax.map(after, jnp.arange(count))
+
+        static = ("count", "greedy", "selection")
         self._sample_tokens = jax.jit(sample, static_argnames=static, out_shardings=replicated(executable.mesh))
         self._params: Params | None = None
         self._version = 0
@@ -115,7 +168,7 @@ class ExactEngine(RolloutEngine):
     def publish(self, params: Params, policy_version: int) -> dict[str, float]:
         """Keeps the masters themselves, not a copy. A training step takes their buffers over, so publish after each."""
         self._params, self._version = params, policy_version
-        return {}
+        return {} if self._drafts is None else self._drafts.publish(params, policy_version)
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
         """Samples as many responses at a time as the executable has rows.
@@ -165,53 +218,71 @@ class ExactEngine(RolloutEngine):
         seed: int,
         metrics: dict[str, float],
     ) -> Iterator[Response]:
-        """Yields the responses of one batch. It runs the executable once for each token of the longest of them."""
-        executable, greedy, selection = self._executable, sampling.temperature == 0.0, selection_of(sampling)
-        temperature = 1.0 if greedy else sampling.temperature
-        start = time.perf_counter()
-        tokens = np.zeros((executable.rows, executable.row_tokens), np.int32)
-        logprobs = np.zeros(tokens.shape, np.float32)
-        size = (*tokens.shape, selection.reported)
-        top_ids, top_logprobs = np.full(size, -1, np.int32), np.full(size, -np.inf, np.float32)
-        lengths, ends, prompt_index, sample_index = (np.zeros(executable.rows, np.int32) for _ in range(4))
-        for place, (key, turn, prompt, limit) in batch.items():
-            tokens[place, : len(prompt)] = prompt
-            lengths[place], ends[place] = len(prompt), len(prompt) + limit
-            prompt_index[place], sample_index[place] = key, turn - 1
-        starts, stopped = lengths.copy(), np.zeros(executable.rows, np.bool_)
-        for position in range(max(request.max_tokens for request in batch.values())):
+        """Yields the responses of one batch. Each run of the executable samples at least one token of each response."""
+        executable, greedy, stops = self._executable, sampling.temperature == 0.0, sampling.stop_token_ids
+        temperature, selection = 1.0 if greedy else sampling.temperature, selection_of(sampling)
+        count = 1 if self._drafts is None else sampling.max_response_tokens
+        start, rows = time.perf_counter(), self._laid_out(batch, selection.reported)
+        while rows.is_open.any():
+            guesses = self._guesses(batch, rows, count, sampling, seed)
+            lengths = rows.lengths + (guesses >= 0).sum(axis=1, dtype=np.int32)
+            tokens = rows.tokens.copy()
+            guessed, ahead = (guesses >= 0).nonzero()
+            tokens[guessed, rows.lengths[guessed] + ahead] = guesses[guessed, ahead]
             log_softmax = executable.log_softmax(params, tokens, lengths, temperature)
             metrics["rollout/executable_runs"] += 1
             with jax.set_mesh(executable.mesh):
                 sampled = self._sample_tokens(
                     log_softmax,
-                    np.maximum(lengths - 1, 0),
+                    np.maximum(rows.lengths - 1, 0),
                     np.uint32(seed),
-                    prompt_index,
-                    sample_index,
-                    np.full(executable.rows, position, np.int32),
+                    rows.numbers,
+                    rows.lengths - rows.starts,
                     np.float32(temperature),
+                    count=count,
                     greedy=greedy,
                     selection=selection,
                 )
-            new = jax.device_get(sampled)
-            at = (~stopped & (lengths < ends)).nonzero()[0]
-            places = at, lengths[at]
-            tokens[places], logprobs[places] = new.tokens[at], new.logprobs[at]
-            if selection.reported:
-                top_ids[places], top_logprobs[places] = new.top_ids[at], new.top_logprobs[at]
-            lengths[at] += 1
-            stopped[at] = np.isin(new.tokens[at], sampling.stop_token_ids)
-            if (stopped | (lengths == ends)).all():
-                break
+            rows.append(jax.device_get(sampled), guesses, stops)
         metrics["time/generate_s"] += time.perf_counter() - start
         for place, (key, turn, *_) in batch.items():
-            own = slice(starts[place], lengths[place])
-            versions = (VersionSpan(self._version, 0, int(lengths[place] - starts[place])),)
-            of_row = tokens[place, own], logprobs[place, own], not stopped[place], versions
-            tops = Tops(top_ids[place, own].copy(), top_logprobs[place, own].copy()) if selection.reported else None
+            own = slice(rows.starts[place], rows.lengths[place])
+            versions = (VersionSpan(self._version, 0, int(rows.lengths[place] - rows.starts[place])),)
+            of_row = rows.tokens[place, own], rows.logprobs[place, own], not rows.stopped[place], versions
+            tops = None
+            if selection.reported:
+                tops = Tops(rows.top_ids[place, own].copy(), rows.top_logprobs[place, own].copy())
             yield Response(key, turn - 1, *of_row, tops=tops)
 
+    def _laid_out(self, batch: Mapping[int, TurnRequest], reported: int) -> _Rows:
+        """Returns the rows with the tokens before each response. A row without one has no room."""
+        shape = self._executable.rows, self._executable.row_tokens
+        top_ids, top_logprobs = np.full((*shape, reported), -1, np.int32), np.full((*shape, reported), -np.inf, "f4")
+        tokens, numbers = np.zeros(shape, np.int32), np.zeros((shape[0], 2), np.int32)
+        lengths, ends = np.zeros(shape[0], np.int32), np.zeros(shape[0], np.int32)
+        for place, (key, turn, before, limit) in batch.items():
+            tokens[place, : len(before)] = before
+            lengths[place], ends[place], numbers[place] = len(before), len(before) + limit, (key, turn - 1)
+        logprobs, stopped = np.zeros(shape, np.float32), np.zeros(shape[0], np.bool_)
+        return _Rows(tokens, logprobs, top_ids, top_logprobs, numbers, lengths.copy(), lengths, ends, stopped)
+
+    def _guesses(
+        self, batch: Mapping[int, TurnRequest], rows: _Rows, count: int, sampling: SamplingParams, seed: int
+    ) -> np.ndarray:
+        """Returns guesses for the next ``count`` tokens of each row, int32 [b, count], -1 where there is none."""
+        guesses = np.full((len(rows.tokens), count), -1, np.int32)
+        if self._drafts is None:
+            return guesses
+        # A response that has ended takes part, too, with room for no further token: other sizes would be compiled.
+        begun = [rows.tokens[place, rows.starts[place] : rows.lengths[place]] for place in batch]
+        drafted = self._drafts.draft([*batch.values()], begun, rows.numbers[[*batch]], sampling, seed=seed)
+        for place, tokens in zip(batch, drafted, strict=True):
+            if rows.is_open[place]:
+                guesses[place, : len(tokens)] = tokens
+        return guesses
+
     def close(self) -> None:
-        """Drops the parameters."""
+        """Drops the parameters, and closes the engine that guesses."""
         self._params = None
+        if self._drafts is not None:
+            self._drafts.close()

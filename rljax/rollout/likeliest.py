@@ -83,6 +83,20 @@ def support(logits: Float[Array, "b v"], selection: Selection) -> tuple[Int[Arra
     return jnp.where(stays, ids, -1).astype(jnp.int32), jnp.where(stays, values, -jnp.inf)
 
 
+def token_key(seed: Array, numbers: Int[Array, " m"], position: Array) -> Array:
+    """Returns the random key of one token, which depends on these numbers alone.
+
+    Args:
+      seed: The seed of the request.
+      numbers: The numbers that name the response.
+      position: The position of the token in the response, from 0.
+    """
+    key = jax.random.key(seed)
+    for number in (*numbers, position):
+        key = jax.random.fold_in(key, number)
+    return key
+
+
 class NextTokens(NamedTuple):
     """The next token of each row, and the likeliest tokens."""
 
@@ -110,30 +124,35 @@ def sample_support(keys: Array, logits: Float[Array, "b v"], selection: Selectio
     return NextTokens(token, scored.logprobs, ids[:, : selection.reported], tops[:, : selection.reported])
 
 
+def _unless_forced(tokens: Int[Array, " b"], forced: Int[Array, " b"] | None) -> Int[Array, " b"]:
+    return tokens if forced is None else jnp.where(forced < 0, tokens, forced)
+
+
 def next_tokens(
     params: Params,
     hidden: Float[Array, "b d"],
-    keys: Array,
+    keys: Array | None,
     temperature: Array,
     greedy: bool,
     forced: Int[Array, " b"] | None,
     lm_head_dtype: Any,
     selection: Selection = ALL,
 ) -> NextTokens:
-    """Computes logits and samples the next token of each row, or takes the ``forced`` tokens.
+    """Computes logits and samples the next token of each row, or takes a ``forced`` one.
 
     Args:
       params: The weights in the rollout dtype.
       hidden: The hidden states of the last tokens, after the final norm.
-      keys: The random key of each row.
+      keys: The random key of each row, or None if every token is forced.
       temperature: The sampling temperature.
       greedy: Whether the likeliest token is taken. The log-probabilities are then those at temperature 1.
-      forced: The tokens that are taken instead of sampled ones, or None. The distribution must not be cut then.
+      forced: The token that each row takes, -1 where one is sampled, or None if all are sampled.
       lm_head_dtype: The dtype in which the LM head computes, or None for the dtype of ``hidden``.
       selection: The tokens that can be sampled and those that are reported.
 
     Returns:
-      The tokens with their log-probabilities in the distribution that is sampled from.
+      The tokens with their log-probabilities in the distribution that is sampled from. In a cut distribution the
+      log-probability of a forced token has no meaning.
     """
     hidden, table = head_operands(hidden, lm_head_table(params), lm_head_dtype)
     exactness = matmul_precision(table.dtype)
@@ -141,13 +160,18 @@ def next_tokens(
     # This rounds to the head's dtype. XLA may drop a cast there and back (xla_allow_excess_precision).
     kept = jnp.finfo(hidden.dtype)
     logits = jax.lax.reduce_precision(logits, kept.nexp, kept.nmant)
+    logits = logits if greedy else logits / temperature
+    if selection.top_k:
+        assert keys is not None
+        cut = sample_support(keys, logits, selection)
+        return cut._replace(tokens=_unless_forced(cut.tokens, forced))
     if greedy:
-        tokens = jnp.argmax(logits, axis=-1)
+        tokens = _unless_forced(jnp.argmax(logits, axis=-1), forced)
+    elif keys is None:
+        assert forced is not None
+        tokens = forced
     else:
-        logits = logits / temperature
-        if selection.top_k:
-            return sample_support(keys, logits, selection)
-        tokens = jax.vmap(jax.random.categorical)(keys, logits) if forced is None else forced
+        tokens = _unless_forced(jax.vmap(jax.random.categorical)(keys, logits), forced)
     logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
     tops = likeliest(logits, selection.reported) if selection.reported else ()
     return NextTokens(tokens.astype(jnp.int32), logprobs, *tops)

@@ -1,0 +1,115 @@
+"""Guesses of the embedded engine: they go on from given tokens, and change no sample of the exact engine."""
+
+import functools
+
+import numpy as np
+import pytest
+from tiny_step import CONFIG
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.model import init_params
+from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.exact import ExactEngine
+from rljax.rollout.turns import TurnRequest
+from rljax.rollout.types import InjectConfig, SamplingParams
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.exact import ExactPass
+from rljax.trainer.objective import Objective
+from rljax.trainer.precision import PrecisionConfig
+
+pytestmark = pytest.mark.slow
+
+ROWS, ROW_TOKENS, WIDTH, LIMIT, N, STOPS = 4, 20, 6, 12, 3, (0, 1)
+PROMPTS = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
+BATCHES = len(PROMPTS) * N // ROWS
+MESH, PARAMS = MeshConfig(1, 1), init_params(CONFIG, 0)
+
+
+@functools.cache
+def executable(mesh):
+    objective = Objective(LossConfig(), CorrectionConfig(), len(PROMPTS) * N, LIMIT)
+    shape = {"rows": ROWS, "row_tokens": ROW_TOKENS}
+    return ExactPass(CONFIG, make_mesh(mesh), precision=PrecisionConfig("float32"), objective=objective, **shape)
+
+
+def embedded(dtype="float32", mesh=MESH, **options):
+    return JaxEngine(CONFIG, dtype, WIDTH, mesh=make_mesh(mesh), **options)
+
+
+def exact(drafts=None, noise=0.0, mesh=MESH):
+    engine = ExactEngine(executable(mesh), inject=InjectConfig(logit_noise=noise), drafts=drafts)
+    engine.publish(PARAMS, 5)
+    return engine
+
+
+def settings(temperature=0.8, **asked):
+    return SamplingParams(LIMIT, temperature, STOPS, **asked)
+
+
+def sampled(samples):
+    """Returns all that the responses say, and the number of runs of the executable."""
+    said = []
+    for one in samples:
+        tops = None if one.tops is None else [part.tolist() for part in one.tops]
+        numbers = one.token_ids.tolist(), one.logprobs.tolist(), tops
+        said.append((one.prompt_index, one.sample_index, *numbers, one.truncated, one.versions))
+    return said, samples.metrics["rollout/executable_runs"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"temperature": 0.0}, {"reported": 3}, {"top_k": 4, "top_p": 0.9, "reported": 4}],
+    ids=["random", "greedy", "tops", "cut"],
+)
+def test_right_guesses_need_one_run_for_each_batch(asked):
+    plain, runs = sampled(exact().generate(PROMPTS, N, settings(**asked), seed=3))
+    guided, fewer = sampled(exact(embedded()).generate(PROMPTS, N, settings(**asked), seed=3))
+    assert guided == plain
+    assert {truncated for *_, truncated, _ in plain} == {True, False}
+    assert (fewer, runs) == (BATCHES, sum(max(len(one[2]) for one in plain[at : at + ROWS]) for at in (0, 4, 8)))
+
+
+@pytest.mark.mesh
+def test_right_guesses_on_a_mesh():
+    mesh = MeshConfig(4, 2)
+    plain, _ = sampled(exact(mesh=mesh).generate(PROMPTS, N, settings(), seed=3))
+    guided, runs = sampled(exact(embedded(mesh=mesh), mesh=mesh).generate(PROMPTS, N, settings(), seed=3))
+    assert guided == plain
+    assert runs == BATCHES
+
+
+@pytest.mark.parametrize(
+    ("noise", "coarse"),
+    [(0.0, {"weight_quantization": "int8", "kv_cache_dtype": "fp8_e5m2"}), (0.5, {})],
+    ids=["coarse drafts", "noise on the logits"],
+)
+def test_wrong_guesses_are_corrected(noise, coarse):
+    plain, runs = sampled(exact(noise=noise).generate(PROMPTS, N, settings(), seed=3))
+    guided, fewer = sampled(exact(embedded(**coarse), noise).generate(PROMPTS, N, settings(), seed=3))
+    assert guided == plain
+    assert BATCHES < fewer < runs
+
+
+def test_later_turns_are_guessed_with_their_own_room():
+    """Two of the three prompts are longer than those that the embedded engine begins with."""
+    requests = [TurnRequest(key, 2, np.arange(3 + 2 * key, dtype=np.int32) + 2, 2 + key) for key in (5, 1, 2)]
+    plain, runs = sampled(exact().answer_round(requests, settings(), seed=1))
+    guided, fewer = sampled(exact(embedded(max_tokens=ROW_TOKENS)).answer_round(requests, settings(), seed=1))
+    assert guided == plain
+    assert fewer == 2 < runs  # trajectories 5 and 1 share row 1 of the executable, so there are two batches
+
+
+def test_a_draft_goes_on_from_the_given_tokens():
+    engine = embedded("bfloat16")
+    engine.publish(PARAMS, 0)
+    responses = list(engine.generate(PROMPTS, 1, settings(), seed=7))
+    requests = [TurnRequest(i, 1, prompt, LIMIT) for i, prompt in enumerate(PROMPTS)]
+    begun = [one.token_ids[: min(i, one.length - 1)] for i, one in enumerate(responses)]
+    numbers = np.arange(len(PROMPTS), dtype=np.int32)[:, None]
+    rest = engine.draft(requests, begun, numbers, settings(), seed=7)
+    for known, drafted, one in zip(begun, rest, responses, strict=True):
+        np.testing.assert_array_equal(np.concatenate([known, drafted]), one.token_ids)
+    # Another first token is kept, too, and others follow from it.
+    others = engine.draft(requests, [np.asarray([2], np.int32)] * 4, numbers, settings(), seed=7)
+    assert any(a.tolist() != one.token_ids[1:].tolist() for a, one in zip(others, responses, strict=True))
