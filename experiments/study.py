@@ -12,8 +12,9 @@ has all arms of its first seeds.
 ``comparisons`` are pairs of arms for experiments/study_claims.py. ``claims`` are figures for
 experiments/study_figures.py, each a name with ``title``, ``arms`` and ``metrics``.
 
-``forks`` maps an arm to another one that differs from it only in settings of the schedule. With the same seed both are
-one run until their rates differ, so the first starts from the other's last checkpoint before that step (``run.fork``).
+``forks`` maps an arm to another one that differs from it only in settings of the schedule, and not in what calls a
+surge. With the same seed both are one run until their rates differ, so the first starts from the other's last
+checkpoint before that step (``run.fork``).
 ``checkpoint.every`` and ``checkpoint.keep`` decide which checkpoints exist. ``drawn`` maps an arm to another one whose
 runs give it ``schedule.decay_period``. Each seed takes the period of the next seed in the list that called a surge; the
 runs of the other arm must be complete.
@@ -214,15 +215,16 @@ def run_arms(
     cores = sorted(os.sched_getaffinity(0))
     free = [cores[i::jobs] or cores for i in range(jobs)]
 
-    def run_one(arm: str, seed: int, share: list[int]) -> str | None:
-        run_dir = out / f"{arm}-{seed}"
-        run_dir.mkdir(parents=True, exist_ok=True)
+    def command(arm: str, seed: int, run_dir: Path) -> list[str]:
         words, fork = run_command(study, arm, seed, run_dir, periods.get((arm, seed))), recorded_fork(run_dir)
         source = out / f"{study.forks.get(arm)}-{seed}"
         if fork is None and is_complete(source):
             fork = str(fork_checkpoint(source, words[3:]) or "")
+        return [*words, *(["--run.fork", fork] if fork else [])]
+
+    def run_one(words: list[str], run_dir: Path, share: list[int]) -> str | None:
         with (run_dir / "log.txt").open("ab") as log:
-            process = subprocess.Popen([*words, *(["--run.fork", fork] if fork else [])], stdout=log, stderr=log)
+            process = subprocess.Popen(words, stdout=log, stderr=log)
             os.sched_setaffinity(process.pid, share)
             status = process.wait()
         return f"{run_dir.name} (exit {status}, see {run_dir / 'log.txt'})" if status else None
@@ -234,8 +236,10 @@ def run_arms(
             ready = [job for job in waiting if (study.forks.get(job[0]), job[1]) not in unfinished]
             for job in ready[: len(free)]:
                 waiting.remove(job)
-                share = free.pop()
-                under_way[pool.submit(run_one, *job, share)] = (*job, share)
+                share, run_dir = free.pop(), out / "{}-{}".format(*job)
+                run_dir.mkdir(parents=True, exist_ok=True)
+                # The configuration is read here, because tyro cannot be used in several threads at once.
+                under_way[pool.submit(run_one, command(*job, run_dir), run_dir, share)] = (*job, share)
             for done in wait(under_way, return_when=FIRST_COMPLETED).done:
                 arm, seed, share = under_way.pop(done)
                 free.append(share)

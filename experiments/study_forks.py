@@ -17,9 +17,14 @@ from rljax.run.directory import saved_steps
 from rljax.run.rate import make_rate_controller, observed_value
 from rljax.schedule import decay_period_from_surge
 
+TRACKER = ("schedule.surge.", "schedule.metric")  # the settings of what calls a surge
+
 
 def check_forks(path: Path, arms: Mapping[str, Mapping[str, Any]], forks: Mapping[str, str]) -> None:
-    """Raises ConfigError if a fork has other settings than those of a schedule, or an arm forks from itself."""
+    """Raises ConfigError if the arms of a fork differ outside of the schedule, or an arm forks from itself.
+
+    What calls a surge must be the same, too, because a fork goes on with the tracker of the other run.
+    """
     for arm, other in forks.items():
         if arm not in arms or other not in arms:
             raise ConfigError(f"{path}: forks: {arm}: {other} must be two arms")
@@ -29,8 +34,8 @@ def check_forks(path: Path, arms: Mapping[str, Mapping[str, Any]], forks: Mappin
         if passed[-1] in forks:
             raise ConfigError(f"{path}: forks: {arm} forks from itself: {' from '.join(passed)}")
         settings, others = arms[arm], arms[other]
-        outside = [key for key in {*settings, *others} if not key.startswith("schedule.")]
-        if differing := [key for key in outside if settings.get(key) != others.get(key)]:
+        shared = [key for key in {*settings, *others} if not key.startswith("schedule.") or key.startswith(TRACKER)]
+        if differing := [key for key in shared if settings.get(key) != others.get(key)]:
             raise ConfigError(f"{path}: forks: {arm} and {other} differ by {', '.join(sorted(differing))}")
 
 
