@@ -71,6 +71,7 @@ def test_what_a_run_was_begun_from(tmp_path):
         ({"decay": "none"}, "decay: none must be two arms"),
         ({"decay": "slow", "slow": "decay"}, "decay forks from itself: decay from slow from decay$"),
         ({"corrected": "constant"}, "corrected and constant differ by correction.preset$"),
+        ({"early": "decay"}, "early and decay differ by schedule.surge.ratio$"),
     ],
 )
 def test_arms_that_may_not_fork(forks, message):
@@ -79,6 +80,7 @@ def test_arms_that_may_not_fork(forks, message):
         "decay": {},
         "slow": {"schedule.multiplier": 3.0},
         "corrected": {**CONSTANT, "correction.preset": "token_tis"},
+        "early": {"schedule.surge.ratio": 2.0},
     }
     with pytest.raises(ConfigError, match=message):
         check_forks(Path("study.yaml"), arms, forks)
