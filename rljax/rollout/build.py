@@ -105,8 +105,6 @@ def check_engine(config: RolloutConfig) -> None:
             raise ValueError(f"rollout.inject works with rollout.engine = exact or jax, not with {config.engine}")
     if config.engine == "exact" and config.router_replay != "none":
         raise ValueError("rollout.router_replay: the exact engine routes as the trainer does; give none")
-    if config.engine == "jax" and inject.logit_noise:
-        raise ValueError("rollout.inject.logit_noise works with rollout.engine = exact only")
 
 
 def _check_trajectories(config: RolloutConfig) -> None:
@@ -206,6 +204,7 @@ def make_engine(
         max_tokens=max_tokens,
         kv_cache_dtype=config.kv_cache_dtype,
         with_routes=config.router_replay == "r3",
+        inject=config.inject if config.inject.logit_noise else None,
     )
     engine: RolloutEngine = embedded
     if is_exact:

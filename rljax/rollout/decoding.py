@@ -25,6 +25,7 @@ from rljax.policy.model import ForwardStats, Params, embed_tokens, run_blocks
 from rljax.rollout.decode_sizes import Batch
 from rljax.rollout.injected import to_cache
 from rljax.rollout.likeliest import ALL, NextTokens, Selection, next_tokens, token_key
+from rljax.rollout.types import InjectConfig
 from rljax.sharding import constrain
 
 Cache = tuple[Array, ...]  # the keys and the values, each [layers, b, s, kv heads, head_dim]
@@ -287,6 +288,7 @@ def decode(
     greedy: bool,
     lm_head_dtype: Any,
     selection: Selection = ALL,
+    inject: InjectConfig | None = None,
 ) -> tuple[Slots, Sampled, Bool[Array, " b"]]:
     """Samples tokens, one for every slot at a time, until ``enough`` slots are free.
 
@@ -305,6 +307,7 @@ def decode(
       greedy: Whether the likeliest token is taken.
       lm_head_dtype: The dtype in which the LM head computes, or None for that of ``params``.
       selection: The tokens that can be sampled and those that are reported.
+      inject: The noise that is put on the logits, or None.
 
     Returns:
       The slots, the samples, and whether each slot is free.
@@ -316,7 +319,7 @@ def decode(
         known = jnp.minimum(slots.row, total - 1)  # a free slot has no response
         given = None if forced is None else forced[known, slots.step]
         keys = None if numbers is None else jax.vmap(token_key, (None, 0, 0))(seed, numbers[known], slots.step)
-        new = next_tokens(params, slots.hidden, keys, temperature, greedy, given, lm_head_dtype, selection)
+        new = next_tokens(params, slots.hidden, keys, temperature, greedy, given, lm_head_dtype, selection, inject)
         return _appended(params, config, slots, sampled, new, stops, limits, places)
 
     slots, sampled = jax.lax.while_loop(lambda state: jnp.sum(state[0].row == total) < enough, body, (slots, sampled))

@@ -44,7 +44,7 @@ from rljax.rollout.engine import RolloutEngine, Samples, as_turns
 from rljax.rollout.injected import CACHES, quantize, restore
 from rljax.rollout.likeliest import Selection, selection_of
 from rljax.rollout.turns import TurnRequest
-from rljax.rollout.types import Response, SamplingParams, Tops, VersionSpan
+from rljax.rollout.types import InjectConfig, Response, SamplingParams, Tops, VersionSpan
 from rljax.sharding import replicated
 
 
@@ -79,6 +79,7 @@ def make_functions(
     lm_head_dtype: Any,
     weight_quantization: Literal["none", "int8", "fp8"],
     cache_dtype: Any,
+    inject: InjectConfig | None,
 ) -> EngineFunctions:
     """Returns the functions of an engine. The cache has ``cache_dtype``, or the rollout ``dtype`` if that is None.
 
@@ -106,7 +107,7 @@ def make_functions(
             return decoding.admit(params, config, *args)
 
     def decode(params: Params, *args: Any, greedy: bool, selection: Selection) -> tuple[Slots, Sampled, jax.Array]:
-        chosen: Any = {"greedy": greedy, "lm_head_dtype": lm_head_dtype, "selection": selection}
+        chosen: Any = {"greedy": greedy, "lm_head_dtype": lm_head_dtype, "selection": selection, "inject": inject}
         with jax.default_matmul_precision(matmul_precision(dtype)):
             return decoding.decode(params, config, *args, **chosen)
 
@@ -147,6 +148,7 @@ class JaxEngine(RolloutEngine):
         decode_tokens: int = 0,
         step_prompts: int = 0,
         max_tokens: int = 0,
+        inject: InjectConfig | None = None,
     ):
         """Builds the engine; ``publish`` must be called before ``generate``.
 
@@ -165,14 +167,14 @@ class JaxEngine(RolloutEngine):
             0: no request is padded.
           max_tokens: The most tokens of a trajectory of several turns, its prompt included. 0: ``max_prompt_tokens``
             plus the longest response of the request.
+          inject: The noise that is put on the logits, or None.
         """
         self._config, self._cache_dtype = config, CACHES.get(kv_cache_dtype) or jnp.dtype(dtype)
         self._decode_tokens, self._step_prompts = decode_tokens, step_prompts
         self._with_routes = with_routes
         self._mesh, self._width, self._max_tokens = mesh, max_prompt_tokens, max_tokens
-        self._functions = make_functions(
-            config, jnp.dtype(dtype), mesh, lm_head_dtype, weight_quantization, CACHES.get(kv_cache_dtype)
-        )
+        rounding = lm_head_dtype, weight_quantization, CACHES.get(kv_cache_dtype)
+        self._functions = make_functions(config, jnp.dtype(dtype), mesh, *rounding, inject)
         self._params: Params | None = None
         self._version = 0
 

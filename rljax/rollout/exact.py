@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from rljax.policy.model import Params
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.engine import RolloutEngine, Samples
-from rljax.rollout.likeliest import ALL, NextTokens, Selection, sample_support, selection_of, token_key
+from rljax.rollout.likeliest import ALL, NextTokens, Selection, sample_support, selection_of, token_key, with_noise
 from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import InjectConfig, Response, SamplingParams, Tops, VersionSpan
 from rljax.sharding import replicated
@@ -69,14 +69,11 @@ def sample_tokens(
       temperature: The sampling temperature.
       greedy: Whether the likeliest token is taken.
       selection: The tokens that can be sampled and those that are reported.
-      inject: The noise that is first put on the logits. It is divided by the temperature as the logits are. None: no
-        noise.
+      inject: The noise that is first put on the logits (``with_noise``), or None.
     """
     keys = jax.vmap(token_key, (None, 0, 0))(seed, numbers, position)
     if inject is not None and inject.logit_noise:
-        own = jax.vmap(jax.random.fold_in, (0, None))(keys, np.uint32(inject.seed))
-        normal = jax.vmap(lambda key: jax.random.normal(key, log_softmax.shape[1:]))(own)
-        log_softmax = jax.nn.log_softmax(log_softmax + inject.logit_noise / temperature * normal)
+        log_softmax = jax.nn.log_softmax(with_noise(log_softmax, keys, temperature, inject))
     if selection.top_k:
         return sample_support(keys, log_softmax, selection)
     tokens = jnp.argmax(log_softmax, axis=-1) if greedy else jax.vmap(jax.random.categorical)(keys, log_softmax)
@@ -136,7 +133,8 @@ class ExactEngine(RolloutEngine):
         Args:
           executable: The trainer's executable.
           inject: The noise that is put on the logits, or None.
-          drafts: The engine that guesses tokens, or None. It gets the same weights, and is closed with this engine.
+          drafts: The engine that guesses tokens, or None. It should have the same noise. It gets the same weights, and
+            is closed with this engine.
         """
         self._executable, self._drafts = executable, drafts
 

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.model import Params, lm_head_table
 from rljax.policy.score import over_support
-from rljax.rollout.types import SamplingParams
+from rljax.rollout.types import InjectConfig, SamplingParams
 
 
 class Selection(NamedTuple):
@@ -97,6 +98,20 @@ def token_key(seed: Array, numbers: Int[Array, " m"], position: Array) -> Array:
     return key
 
 
+def with_noise(
+    logits: Float[Array, "b v"], keys: Array, temperature: Array, inject: InjectConfig | None
+) -> Float[Array, "b v"]:
+    """Adds Gaussian noise of ``inject.logit_noise``, divided by the temperature, to logits that were divided by it.
+
+    Each row has noise of its own, from its random key and ``inject.seed``. Without noise the logits stay as they are.
+    """
+    if inject is None or not inject.logit_noise:
+        return logits
+    own = jax.vmap(jax.random.fold_in, (0, None))(keys, np.uint32(inject.seed))
+    normal = jax.vmap(lambda key: jax.random.normal(key, logits.shape[1:]))(own)
+    return logits + inject.logit_noise / temperature * normal
+
+
 class NextTokens(NamedTuple):
     """The next token of each row, and the likeliest tokens."""
 
@@ -137,6 +152,7 @@ def next_tokens(
     forced: Int[Array, " b"] | None,
     lm_head_dtype: Any,
     selection: Selection = ALL,
+    inject: InjectConfig | None = None,
 ) -> NextTokens:
     """Computes logits and samples the next token of each row, or takes a ``forced`` one.
 
@@ -149,6 +165,7 @@ def next_tokens(
       forced: The token that each row takes, -1 where one is sampled, or None if all are sampled.
       lm_head_dtype: The dtype in which the LM head computes, or None for the dtype of ``hidden``.
       selection: The tokens that can be sampled and those that are reported.
+      inject: The noise that is put on the logits of sampled tokens, or None.
 
     Returns:
       The tokens with their log-probabilities in the distribution that is sampled from. In a cut distribution the
@@ -161,6 +178,8 @@ def next_tokens(
     kept = jnp.finfo(hidden.dtype)
     logits = jax.lax.reduce_precision(logits, kept.nexp, kept.nmant)
     logits = logits if greedy else logits / temperature
+    if keys is not None:
+        logits = with_noise(logits, keys, temperature, inject)
     if selection.top_k:
         assert keys is not None
         cut = sample_support(keys, logits, selection)

@@ -25,7 +25,7 @@ class InjectConfig:
     dtype: Literal["same", "bfloat16", "float16"] = "same"
     """The dtype that the weights are rounded to. same: the weights stay as published."""
     logit_noise: float = 0.0
-    """The standard deviation of the Gaussian noise on each logit before sampling. Only for the exact engine."""
+    """The standard deviation of the Gaussian noise on each logit before sampling."""
     staleness: int = 0
     """The number of policy versions by which the sampling weights are older than the published ones."""
     seed: int = 0

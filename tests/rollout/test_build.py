@@ -35,7 +35,6 @@ def make(config, **options):
         ("vllm", (), {}, "rollout.engine = vllm needs at least one URL in rollout.urls"),
         ("vllm", ("http://127.0.0.1:1",), {"staleness": 1}, "rollout.inject works with rollout.engine = exact or jax"),
         ("vllm", ("http://127.0.0.1:1",), {"logit_noise": 0.1}, "rollout.inject works with rollout.engine = exact or"),
-        ("jax", (), {"logit_noise": 0.1}, "rollout.inject.logit_noise works with rollout.engine = exact only"),
     ],
 )
 def test_settings_that_an_engine_cannot_work_with_are_refused(engine, urls, inject, said):

@@ -79,10 +79,18 @@ def test_right_guesses_on_a_mesh():
     assert runs == BATCHES
 
 
+def test_guesses_with_the_noise_of_the_engine_are_right():
+    plain, _ = sampled(exact(noise=0.5).generate(PROMPTS, N, settings(), seed=3))
+    drafts = embedded(inject=InjectConfig(logit_noise=0.5))
+    guided, runs = sampled(exact(drafts, 0.5).generate(PROMPTS, N, settings(), seed=3))
+    assert guided == plain
+    assert runs == BATCHES
+
+
 @pytest.mark.parametrize(
     ("noise", "coarse"),
     [(0.0, {"weight_quantization": "int8", "kv_cache_dtype": "fp8_e5m2"}), (0.5, {})],
-    ids=["coarse drafts", "noise on the logits"],
+    ids=["coarse drafts", "noise that is not guessed"],
 )
 def test_wrong_guesses_are_corrected(noise, coarse):
     plain, runs = sampled(exact(noise=noise).generate(PROMPTS, N, settings(), seed=3))

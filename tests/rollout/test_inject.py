@@ -78,6 +78,15 @@ def test_logit_noise_is_a_dial_from_exactly_zero(exact, params):
     assert 0.6 * 0.3 < large["logprob_abs_diff_mean"] < 1.0 * 0.3
 
 
+def test_the_embedded_engine_records_the_noisy_distribution(params):
+    engine = JaxEngine(CONFIG, "float32", 6, mesh=MESH, inject=InjectConfig(logit_noise=0.3))
+    engine.publish(params, 0)
+    responses = sample(engine)
+    plain = engine.score([PROMPTS[one.prompt_index] for one in responses], [one.token_ids for one in responses])
+    recorded = np.concatenate([one.logprobs for one in responses])
+    assert 0.6 * 0.3 < np.abs(recorded - np.concatenate(plain)).mean() < 1.0 * 0.3
+
+
 def test_coarser_weights_mismatch_more(exact, params):
     found = [{"dtype": "float16"}, {"dtype": "bfloat16"}, {"quantize": "int8"}, {"quantize": "fp8"}]
     means = [mismatch(exact, params, **inject)["logprob_abs_diff_mean"] for inject in found]
