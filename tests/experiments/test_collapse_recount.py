@@ -1,71 +1,28 @@
 """Counts the tables of the study of a late collapse again from the rows, by other means than the program."""
 
-from itertools import combinations, product
-from pathlib import Path
-from typing import NamedTuple
+from itertools import combinations
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 from scipy import stats
 from study_pages import PAGES, fate, sign_p, table
-
-ROOT = Path(__file__).parents[2]
-PLANNED = ["constant", "untriggered", "fixed", "tenth", "linear"]
-
-
-class Recounted(NamedTuple):
-    """A study: its page and section, its rows in benchmarks/, its seeds, the steps of a run, and what it compares."""
-
-    page: str
-    section: str
-    rows: str
-    seeds: range
-    steps: int
-    planned: int = 5  # the number of comparisons, of which the page may lack some
-    compared: tuple[tuple[str, str], ...] = tuple(("triggered", arm) for arm in PLANNED)
-    arms: tuple[str, ...] = ("constant", "triggered", *PLANNED[1:])
-
-
-REMEDIES = Recounted(
-    *("study_collapse", "Other remedies", "study_remedies", range(18, 22), 300),
-    planned=9,
-    compared=(
-        ("triggered", "constant"),
-        *((arm, "constant") for arm in ("token_tis", "region", "centering")),
-        ("triggered_centering", "triggered"),
-        ("sixteen_bits", "constant"),
-        ("float16", "sixteen_bits"),
-        ("float32", "float32_e5m2"),
-    ),
-    arms=(
-        *("constant", "triggered", "token_tis", "region", "centering", "triggered_centering"),
-        *("sixteen_bits", "float16", "float32", "float32_e5m2"),
-    ),
+from study_recount import (
+    DETECTOR,
+    LATE,
+    PLANNED,
+    RATES,
+    REMEDIES,
+    SERVERS,
+    SIX_ARMS,
+    accuracy,
+    areas_of,
+    columns_of,
+    fall_step,
+    of,
+    spread,
 )
-SIX_ARMS = [
-    Recounted("study_collapse", "What was found", "study_collapse", range(9, 18), 300),
-    Recounted("study_families", "Sums", "study_family_sums", range(33, 37), 300),
-    Recounted("study_families", "Swaps", "study_family_swaps", range(37, 41), 600),
-]
-LATE = Recounted(
-    *("study_late", "What was found", "study_late", range(9, 18), 300),
-    planned=2,
-    compared=(("decay", "constant"), ("sixteen_bits", "constant")),
-    arms=("constant", "decay", "sixteen_bits"),
-)
-CACHES = {"16 bits": "16_bits", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
-RATES = Recounted(
-    *("study_collapse", "Rate and mismatch", "study_rates", range(25, 27), 300),
-    arms=tuple(f"{rate}_{cache}" for rate, cache in product(("half", "rate", "double"), CACHES.values())),
-)
+
 EVERY = [*SIX_ARMS, REMEDIES, LATE]
-
-
-def of(*studies):
-    return pytest.mark.parametrize("study", studies, indirect=True, ids=lambda study: study.rows)
-
-
 MAIN = of(SIX_ARMS[0])
 
 
@@ -76,53 +33,33 @@ def study(request):
 
 @pytest.fixture(scope="module")
 def columns(study):
-    """Eight metrics of each step in the order of ``keys``, an array for each arm and seed."""
-    rows = pyarrow.parquet.read_table(ROOT / f"benchmarks/{study.rows}.parquet").to_pydict()
-    keys = ("reward/mean", "schedule/learning_rate", "schedule/surge_step", "schedule/decay_period")
-    keys += ("mismatch/log_ppl_abs_diff", "policy/entropy", "mismatch/logprob_abs_diff_mean")
-    keys += ("mismatch_self/log_ppl_abs_diff",)
-    found = {}
-    for place, run in enumerate(zip(rows["arm"], rows["seed"], strict=True)):
-        values = [rows[key][place] if key in rows else None for key in keys]
-        found.setdefault(run, []).append([np.nan if value is None else value for value in values])
-    return {run: np.array(lines) for run, lines in found.items()}
+    return columns_of(study)
 
 
 @pytest.fixture(scope="module")
-def areas(study, columns):
-    """The mean reward after the constant run's surge, by arm and seed; without a surge, of all steps."""
-    surges = {seed: int(np.nan_to_num(np.nanmax(columns["constant", seed][:, 2], initial=0))) for seed in study.seeds}
-    return {(arm, seed): float(lines[surges[seed] :, 0].mean()) for (arm, seed), lines in columns.items()}
+def areas(study):
+    return areas_of(study)
 
 
-def accuracy(lines):
-    """The mean reward of the last ten steps, at each step."""
-    return np.array([lines[max(0, i - 9) : i + 1, 0].mean() for i in range(len(lines))])
-
-
-def fall_step(lines):
-    """The step after the last one at which the accuracy is at least half of the peak before it."""
-    means = accuracy(lines)
-    return int(np.flatnonzero(means >= np.maximum.accumulate(means) / 2)[-1]) + 2
-
-
+@of(*EVERY, DETECTOR, RATES, SERVERS)
 def test_all_runs_are_there(study, columns):
-    assert set(columns) == {(arm, seed) for arm in study.arms for seed in study.seeds}
+    assert set(columns) == study.runs()
     assert {len(lines) for lines in columns.values()} == {study.steps}
 
 
+@of(*EVERY, DETECTOR)
 def test_each_line_of_the_arms(study, columns, areas):
     rows = table(study.page, "arm | seeds | area", study.section)
     assert tuple(row[0] for row in rows) == study.arms
     for arm, seeds, area, peak, final, collapsed, interval, falls, surges in rows:
-        runs = [columns[arm, seed] for seed in study.seeds]
+        runs = [columns[arm, seed] for seed in study.seeds_of(arm)]
         fates = [fate(lines[:, 0]) for lines in runs]
         steps = [fall_step(lines) if fell else None for lines, (_, _, fell) in zip(runs, fates, strict=True)]
         called = [lines[-1, 2] for lines in runs]
         gone = sum(fell and top >= 0.3 for top, _, fell in fates)
-        share = stats.binomtest(gone, len(study.seeds)).proportion_ci(0.95, "exact")
-        assert int(seeds) == len(study.seeds)
-        assert area == f"{np.mean([areas[arm, seed] for seed in study.seeds]):.2f}", arm
+        share = stats.binomtest(gone, len(runs)).proportion_ci(0.95, "exact")
+        assert int(seeds) == len(runs)
+        assert area == f"{np.mean([areas[arm, seed] for seed in study.seeds_of(arm)]):.2f}", arm
         assert [peak, final] == [f"{np.mean([one[place] for one in fates]):.2f}" for place in (0, 1)], arm
         assert [collapsed, interval] == [str(gone), f"{share.low:.2f} to {share.high:.2f}"], arm
         assert falls == " ".join(str(step or "-") for step in steps), arm
@@ -130,10 +67,12 @@ def test_each_line_of_the_arms(study, columns, areas):
 
 
 def test_the_planned_comparisons(study, columns, areas):
-    rows, count = table(study.page, "compared | seeds", study.section), len(study.seeds)
+    rows = table(study.page, "compared | seeds", study.section)
     assert [row[0] for row in rows] == [f"{one} - {other}" for one, other in study.compared]
     for cells, (one, other) in zip(rows, study.compared, strict=True):
-        differences = np.array([areas[one, seed] - areas[other, seed] for seed in study.seeds])
+        seeds = study.seeds_of(one)
+        count = len(seeds)
+        differences = np.array([areas[one, seed] - areas[other, seed] for seed in seeds])
         sizes = range(1, count + 1)
         means = sorted(differences[list(some)].mean() for size in sizes for some in combinations(range(count), size))
         # All intervals together have 95%. Of 512 parts 2 lie outside at each end of one of five, and of 16 parts none.
@@ -141,7 +80,7 @@ def test_the_planned_comparisons(study, columns, areas):
         interval = f"{means[outside - 1]:+.2f} to {means[-outside]:+.2f}" if outside else "-"
         p = float(sign_p(differences))
         signs = [int(sum(differences > 0)), int(sum(differences == 0)), int(sum(differences < 0))]
-        fates = [[fate(columns[arm, seed][:, 0]) for seed in study.seeds] for arm in (one, other)]
+        fates = [[fate(columns[arm, seed][:, 0]) for seed in seeds] for arm in (one, other)]
         gone = [sum(fell and peak >= 0.3 for peak, _, fell in of_arm) for of_arm in fates]
         fisher = stats.fisher_exact([[gone[0], count - gone[0]], [gone[1], count - gone[1]]]).pvalue
         assert cells[1:4] == [str(count), f"{differences.mean():+.2f}", interval], other
@@ -185,17 +124,17 @@ def test_the_mismatch_before_the_first_fall(columns):
     mean = {run: lines[60:115, 4:].mean(0) for run, lines in columns.items()}
     last = {run: lines[-10:, 4:].mean(0) for run, lines in columns.items()}
     assert min(fall_step(columns["constant", seed]) for seed in range(9, 18)) == 116
-    for of, pairs in ((mean, (8, 8)), (last, (8, 5))):
+    for taken, pairs in ((mean, (8, 8)), (last, (8, 5))):
         lower = [
-            (of["triggered", s][0] < of["constant", s][0], gap["triggered"] < gap["constant"])
+            (taken["triggered", s][0] < taken["constant", s][0], gap["triggered"] < gap["constant"])
             for s in called
-            for gap in [{arm: of[arm, s][2] / of[arm, s][1] for arm in ("triggered", "constant")}]
+            for gap in [{arm: taken[arm, s][2] / taken[arm, s][1] for arm in ("triggered", "constant")}]
         ]
         assert tuple(np.sum(lower, axis=0)) == pairs
     assert sum(mean["tenth", s][0] > mean["constant", s][0] for s in range(9, 18)) == 9
     texts = [
-        f"{min(of[arm, s][place] for s in seeds):.2g} to {max(of[arm, s][place] for s in seeds):.2g}"
-        for of, arm, place, seeds in (
+        f"{min(taken[arm, s][place] for s in seeds):.2g} to {max(taken[arm, s][place] for s in seeds):.2g}"
+        for taken, arm, place, seeds in (
             (mean, "triggered", 0, called),
             (mean, "constant", 0, called),
             (mean, "tenth", 0, range(9, 18)),
@@ -278,10 +217,6 @@ def test_the_arms_part_where_the_design_says(study, columns):
         assert columns["untriggered", seed][-1, 3] == round(1.8 * drawn), seed
 
 
-def spread(values, digits=".2g"):
-    return " to ".join(format(value, digits) for value in (min(values), max(values)))
-
-
 @of(LATE)
 def test_late_remedies_begin_at_step_100(study, columns):
     for seed in study.seeds:
@@ -329,23 +264,5 @@ def test_the_mismatch_of_each_remedy(study, columns):
     """The mean of steps 21 to 100, of each seed."""
     for arm, *cells in table(study.page, "arm | mismatch", study.section):
         for key, cell in zip((4, 7), cells, strict=True):
-            means = [np.nanmean(columns[arm, seed][20:100, key]) for seed in study.seeds]
+            means = [np.nanmean(columns[arm, seed][20:100, key]) for seed in study.seeds_of(arm)]
             assert cell == f"{min(means):.2g} to {max(means):.2g}", arm
-
-
-@of(RATES)
-def test_the_table_of_rates_and_caches(study, columns):
-    """Peak, final accuracy and fall of 18 runs, and the mismatch up to where 0.9 of the peak is reached."""
-    assert {len(lines) for lines in columns.values()} == {study.steps}
-    assert set(columns) == {(arm, seed) for arm in study.arms for seed in study.seeds}
-    expected = []
-    for (rate, cache), arm in zip(product(("2e-4", "4e-4", "8e-4"), CACHES), study.arms, strict=True):
-        cells = []
-        for lines in (columns[arm, seed] for seed in study.seeds):
-            means = accuracy(lines)
-            begin = int(np.argmax(means >= 0.9 * means.max())) + 1
-            peak, final, fell = fate(lines[:, 0])
-            mismatch = lines[max(0, begin - 10) : begin, 4].mean()
-            cells.append([f"{mismatch:.2g}", f"{peak:.2f}", f"{final:.2f}", str(fall_step(lines)) if fell else "-"])
-        expected.append([rate, cache, *(" ".join(pair) for pair in zip(*cells, strict=True))])
-    assert table(study.page, "rate | cache") == expected

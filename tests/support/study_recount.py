@@ -1,0 +1,120 @@
+"""The studies whose pages are counted again from the rows, by other means than the programs of experiments/."""
+
+import functools
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLANNED = ["constant", "untriggered", "fixed", "tenth", "linear"]
+
+
+class Recounted(NamedTuple):
+    """A study: its page and section, its rows in benchmarks/, its seeds, the steps of a run, and what it compares."""
+
+    page: str
+    section: str
+    rows: str
+    seeds: range
+    steps: int
+    planned: int = 5  # the number of comparisons, of which the page may lack some
+    compared: tuple[tuple[str, str], ...] = tuple(("triggered", arm) for arm in PLANNED)
+    arms: tuple[str, ...] = ("constant", "triggered", *PLANNED[1:])
+    alone: tuple[tuple[str, int], ...] = ()  # the arms that have one seed alone, and that seed
+
+    def seeds_of(self, arm):
+        only = dict(self.alone)
+        return [only[arm]] if arm in only else [*self.seeds]
+
+    def runs(self):
+        return {(arm, seed) for arm in self.arms for seed in self.seeds_of(arm)}
+
+
+REMEDIES = Recounted(
+    *("study_collapse", "Other remedies", "study_remedies", range(18, 22), 300),
+    planned=9,
+    compared=(
+        ("triggered", "constant"),
+        *((arm, "constant") for arm in ("token_tis", "region", "centering")),
+        ("triggered_centering", "triggered"),
+        ("sixteen_bits", "constant"),
+        ("float16", "sixteen_bits"),
+        ("float32", "float32_e5m2"),
+        ("exact", "exact_noise"),
+    ),
+    arms=(
+        *("constant", "triggered", "token_tis", "region", "centering", "triggered_centering"),
+        *("sixteen_bits", "float16", "float32", "float32_e5m2", "exact", "exact_noise"),
+    ),
+    alone=(("exact", 18), ("exact_noise", 18)),
+)
+SIX_ARMS = [
+    Recounted("study_collapse", "What was found", "study_collapse", range(9, 18), 300),
+    Recounted("study_families", "Sums", "study_family_sums", range(33, 37), 300),
+    Recounted("study_families", "Swaps", "study_family_swaps", range(37, 41), 600),
+]
+LATE = Recounted(
+    *("study_late", "What was found", "study_late", range(9, 18), 300),
+    planned=2,
+    compared=(("decay", "constant"), ("sixteen_bits", "constant")),
+    arms=("constant", "decay", "sixteen_bits"),
+)
+CACHES = {"16 bits": "16_bits", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
+RATES = Recounted(
+    *("study_collapse", "Rate and mismatch", "study_rates", range(25, 27), 300),
+    arms=tuple(f"{rate}_{cache}" for rate, cache in product(("half", "rate", "double"), CACHES.values())),
+)
+SERVERS = Recounted(
+    *("study_collapse", "A real server", "study_caches", range(27, 30), 300),
+    arms=("e5m2", "e4m3", "sixteen_bits"),
+    alone=(("e4m3", 28), ("sixteen_bits", 28)),
+)
+RATIOS, MULTIPLIERS = ("2", "2.5", "3.5"), ("1.1", "1.8", "2.5")
+DETECTOR = Recounted(
+    *("study_collapse", "Detector and multiplier", "study_detector", range(22, 25), 300),
+    arms=("constant", *(f"ratio_{ratio}_times_{times}" for ratio, times in product(RATIOS, MULTIPLIERS))),
+)
+
+
+def of(*studies):
+    return pytest.mark.parametrize("study", studies, indirect=True, ids=lambda study: study.rows)
+
+
+@functools.cache
+def columns_of(study):
+    """Eight metrics of each step in the order of ``keys``, an array for each arm and seed."""
+    rows = pyarrow.parquet.read_table(ROOT / f"benchmarks/{study.rows}.parquet").to_pydict()
+    keys = ("reward/mean", "schedule/learning_rate", "schedule/surge_step", "schedule/decay_period")
+    keys += ("mismatch/log_ppl_abs_diff", "policy/entropy", "mismatch/logprob_abs_diff_mean")
+    keys += ("mismatch_self/log_ppl_abs_diff",)
+    found = {}
+    for place, run in enumerate(zip(rows["arm"], rows["seed"], strict=True)):
+        values = [rows[key][place] if key in rows else None for key in keys]
+        found.setdefault(run, []).append([np.nan if value is None else value for value in values])
+    return {run: np.array(lines) for run, lines in found.items()}
+
+
+def areas_of(study):
+    """The mean reward after the constant run's surge, by arm and seed; without a surge, of all steps."""
+    columns = columns_of(study)
+    surges = {seed: int(np.nan_to_num(np.nanmax(columns["constant", seed][:, 2], initial=0))) for seed in study.seeds}
+    return {(arm, seed): float(lines[surges[seed] :, 0].mean()) for (arm, seed), lines in columns.items()}
+
+
+def accuracy(lines):
+    """The mean reward of the last ten steps, at each step."""
+    return np.array([lines[max(0, i - 9) : i + 1, 0].mean() for i in range(len(lines))])
+
+
+def fall_step(lines):
+    """The step after the last one at which the accuracy is at least half of the peak before it."""
+    means = accuracy(lines)
+    return int(np.flatnonzero(means >= np.maximum.accumulate(means) / 2)[-1]) + 2
+
+
+def spread(values, digits=".2g"):
+    return " to ".join(format(value, digits) for value in (min(values), max(values)))
