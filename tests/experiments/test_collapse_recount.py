@@ -260,6 +260,23 @@ def test_what_late_remedies_do(study, columns):
 
 
 @of(REMEDIES)
+def test_the_trainer_against_itself_before_the_fall(study, columns):
+    """The factors from the ten steps up to the plateau to those up to the fall, of the mismatch and of ``self``."""
+    factors = []
+    for lines in (columns["constant", seed] for seed in study.seeds):
+        means = accuracy(lines)
+        begin, end = int(np.argmax(means >= 0.9 * means.max())) + 1, fall_step(lines)
+        factors.append(
+            [np.nanmean(lines[end - 10 : end, key]) / np.nanmean(lines[begin - 10 : begin, key]) for key in (4, 7)]
+        )
+    mismatch, itself = zip(*factors, strict=True)
+    first, second, third, fourth = (f"{factor:.2g}" for factor in itself)
+    page = " ".join(PAGES[study.page].split())
+    assert f"changes {first}, {second}, {third} and {fourth} times" in page
+    assert f"grows {spread(mismatch)} times" in page
+
+
+@of(REMEDIES)
 def test_the_mismatch_of_each_remedy(study, columns):
     """The mean of steps 21 to 100, of each seed."""
     for arm, *cells in table(study.page, "arm | mismatch", study.section):
