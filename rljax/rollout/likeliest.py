@@ -185,12 +185,13 @@ def next_tokens(
         cut = sample_support(keys, logits, selection)
         return cut._replace(tokens=_unless_forced(cut.tokens, forced))
     if greedy:
-        tokens = _unless_forced(jnp.argmax(logits, axis=-1), forced)
+        drawn = jnp.argmax(logits, axis=-1)
     elif keys is None:
         assert forced is not None
-        tokens = forced
+        drawn = forced
     else:
-        tokens = _unless_forced(jax.vmap(jax.random.categorical)(keys, logits), forced)
+        drawn = jax.vmap(jax.random.categorical)(keys, logits)
+    tokens = _unless_forced(drawn, forced)
     logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
     tops = likeliest(logits, selection.reported) if selection.reported else ()
     return NextTokens(tokens.astype(jnp.int32), logprobs, *tops)

@@ -55,7 +55,7 @@ def test_the_mismatch_is_exactly_zero_at_every_step(dtype, toy_base, tmp_path):
         assert row["precision/loss_scale"] == (2.0**15 if dtype == "float16" else 1.0)
         assert row["precision/overflows"] == 0
         # Two lots of eight sequences. Without guesses each takes as many runs as its longest has tokens.
-        assert 2 <= row["rollout/executable_runs"] <= row["response_length/max"]
+        assert 2 <= row["rollout/executable_runs"] <= 6 < row["response_length/max"]
     # The policy moved in between: else nothing was shown.
     assert rows[-1]["optimizer/skipped_updates"] <= 1
     assert all(row["optimizer/grad_norm"] > 0 for row in rows if row["reward/groups_with_signal"])
