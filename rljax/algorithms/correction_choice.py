@@ -194,11 +194,6 @@ class CorrectionConfig:
         config = self.resolved()
         return config.score_centering or config.region_over == "tops"
 
-    @property
-    def needs_collision(self) -> bool:
-        """Whether the loss needs the sum of squared probabilities at each token. No correction needs it."""
-        return False
-
 
 def correct(
     config: CorrectionConfig,
@@ -216,8 +211,7 @@ def correct(
       logprobs: The trainer's log-probabilities before the first update on the batch (nats).
       rollout_logprobs: The log-probabilities of the rollout engine (nats).
       mask: The tokens in the loss.
-      sequence_ids: The index of each token's sequence in the batch. Each sequence lies whole in one row.
-      num_sequences: The number of sequences in the batch (static).
+      sequence_ids, num_sequences: The sequences of packed rows, as in ``mismatch.tokens.read_sequences``.
 
     Returns:
       The weights, the mask and the statistics. The weights are float32 and not normalised (``gradient_divisor`` does

@@ -54,7 +54,6 @@ class FullScores(NamedTuple):
     entropy: Float[Array, "b t"]  # the entropy of each token's distribution (nats); 0 at position 0 and on padding
     stats: ForwardStats
     tops: Float[Array, "b t k"] | None = None  # the log-probabilities of the sampler's likeliest tokens (nats)
-    collision: Float[Array, "b t"] | None = None  # the sum of squared probabilities, without gradient
 
 
 class ExactOutput(NamedTuple):
@@ -75,12 +74,11 @@ def full_scores(
     *,
     cut: bool = False,
     tops: bool = False,
-    collision: bool = False,
 ) -> FullScores:
     """Scores a micro-batch [b, t], which has one sequence in a row, at a positive float32 temperature.
 
     The whole log-softmax is computed before any token is picked from it. It covers the whole vocabulary even with
-    ``cut``. ``forward.make_score`` describes the last three arguments.
+    ``cut``. ``forward.make_score`` describes the last two arguments.
     """
     rows = (micro.tokens, micro.segment_ids, micro.positions)
     hidden, stats = hidden_states(compute, config, *rows, remat=precision.remat_policy, kernels=kernels)
@@ -93,15 +91,13 @@ def full_scores(
     picked = jnp.take_along_axis(log_softmax[:, :-1], micro.tokens[:, 1:, None], axis=-1)[..., 0]
     known = jax.lax.stop_gradient(log_softmax[:, :-1])
     scored = TokenScores(picked, -jnp.sum(jnp.exp(known) * known, axis=-1))
-    if collision:
-        scored = scored._replace(collision=jnp.sum(jnp.exp(2.0 * known), axis=-1))
     if cut or tops:
         ids = micro.top_ids[:, 1:]
         of_ids = jnp.take_along_axis(log_softmax[:, :-1], jnp.maximum(ids, 0), axis=-1)
         scored = scored._replace(tops=jnp.where(ids >= 0, of_ids, -jnp.inf))
-        scored = over_support(picked, of_ids, ids, collision=collision) if cut else scored
+        scored = over_support(picked, of_ids, ids) if cut else scored
     scored = align(scored, micro.positions, micro.segment_ids)
-    return FullScores(jax.lax.stop_gradient(log_softmax), *scored[:2], stats, *scored[2:])
+    return FullScores(jax.lax.stop_gradient(log_softmax), *scored[:2], stats, scored.tops)
 
 
 class ExactPass:
@@ -122,17 +118,16 @@ class ExactPass:
     ):
         """Prepares the executable, which is compiled at the first call. Another shape is an error, not a compilation.
 
+        ``TrainStep`` describes ``options`` and ``cut``.
+
         Args:
           rows: The number b of rows of a micro-batch, and of sequences that are sampled at the same time.
           row_tokens: The number t of tokens of a row: the longest prompt with its response.
-          options: The choice of kernels, which ``choose_kernels`` refuses if the devices lack one.
           reported: The number of the sampler's likeliest tokens that every micro-batch has at each position.
-          cut: Whether the rollouts are sampled from a cut distribution, over ``PackedBatch.top_ids``.
         """
         dtype = jnp.dtype(precision.compute_dtype)
         kernels = choose_kernels(options, config, precision.compute_dtype, mesh)
-        correction = objective.correction
-        asked = {"cut": cut, "tops": correction.needs_tops, "collision": correction.needs_collision}
+        asked = {"cut": cut, "tops": objective.correction.needs_tops}
 
         def run(params: Params, micro: PackedBatch, scale: Array, provisional: Array, temperature: Array) -> Any:
             def score(compute: Params, micro: PackedBatch) -> FullScores:
@@ -141,7 +136,7 @@ class ExactPass:
             with jax.default_matmul_precision(matmul_precision(dtype)):
                 output: Any = micro_gradients(cast_params(params, dtype), micro, objective, score, scale, provisional)
                 grads, loss, scores = output
-                return ExactOutput(grads, loss, scores._replace(tops=None, collision=None))
+                return ExactOutput(grads, loss, scores._replace(tops=None))
 
         self.rows, self.row_tokens, self.objective, self.mesh = rows, row_tokens, objective, mesh
         nothing = fill([], {}, (1, rows, row_tokens))
@@ -195,11 +190,8 @@ class ExactPass:
     ) -> Float[Array, "b t v"]:
         """Returns the log-softmax after each place, which the engine samples from. The rows carry no loss.
 
-        Args:
-          params: The float32 masters.
-          tokens: The token ids, int32 [b, t]. Each row begins at the left.
-          lengths: The number of tokens of each row, int32 [b]; 0 for an unused row.
-          temperature: The temperature of the distribution, positive.
+        ``params`` are the float32 masters. Each row of ``tokens``, int32 [b, t], begins at the left. ``lengths``, int32
+        [b], are 0 for unused rows. The temperature is positive.
         """
         index = np.arange(self.row_tokens, dtype=np.int32)[None]
         known = index < lengths[:, None]
@@ -246,11 +238,10 @@ class ExactUpdate:
     ):
         """Prepares the executables around the pass that the engine samples with.
 
+        ``TrainStep`` describes the arguments that are not below.
+
         Args:
-          tx: The optimizer of ``make_optimizer``.
-          temperature: The temperature of the rollouts.
           reference: The masters of the frozen policy of a KL penalty, on the devices. The same pass scores them.
-          lora: The choice of adapters. If there are any, the state has the adapters.
           merged: A function that returns the weights that the adapters make, in float32; None without adapters.
           for_dumps: Whether the entropies of the tokens are kept for token dumps.
         """

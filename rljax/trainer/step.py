@@ -136,15 +136,13 @@ class StepFunctions:
     ) -> tuple[Totals, TokenValues]:
         """Adds up the gradients and statistics of the micro-batches of one replica; returns them and the token values.
 
-        Args:
-          counts: The number of micro-batches with loss, and the number of micro-batches with sequences.
-          compute: The weights in the compute dtype.
-          needed: The residuals that the gradients of adapters need.
-          noise: Whether the noise of the gradients is measured.
-          of_loss: The factor of the loss, its provisional denominator, and the mean weight.
+        ``counts`` are the numbers of micro-batches with loss and with sequences. ``compute`` has the weights in the
+        compute dtype, and ``needed`` the residuals that the gradients of adapters need. ``noise``: Whether the noise of
+        the gradients is measured. ``of_loss`` is the factor of the loss, its provisional denominator, and the mean
+        weight.
         """
-        trained, objective, correction = self.trained, self.objective, self.objective.correction
-        score = self.score(tops=correction.needs_tops, collision=correction.needs_collision)
+        trained, objective = self.trained, self.objective
+        score = self.score(tops=objective.correction.needs_tops)
 
         def score_part(part: Params, micro: PackedBatch) -> Scores:
             return score(trained.with_targets(compute, part), micro)
@@ -338,10 +336,9 @@ class TrainStep:
     ) -> tuple[TrainState, dict[str, jax.Array], TokenValues]:
         """Trains on one batch of the shape ``batch_shape``. The state is donated.
 
-        Args:
-          apply_update: Whether to apply the update. If not, parameters and moments stay as they are, without weight
-            decay. The same happens if gradients are not finite or every token was rejected. Each case is counted.
-          measure_noise: Whether to measure ``optimizer/grad_noise``, which is NaN otherwise.
+        Without ``apply_update`` parameters and moments stay as they are, without weight decay. The same happens if
+        gradients are not finite or every token was rejected. Each case is counted. ``measure_noise``: Whether to
+        measure ``optimizer/grad_noise``, which is NaN otherwise.
 
         Returns:
           The new state, the metrics of the row on the device (scalars, and the histogram), and the values of the
@@ -391,9 +388,7 @@ class TrainStep:
         """Measures the mismatch of a batch under the parameters of a whole policy, without a gradient.
 
         The batch may have another number of micro-batches than the steps. Each flag adds values to ``TokenValues``.
-
-        Returns:
-          The metrics of the row, and the values of the tokens.
+        Returns the metrics of the row, and the values of the tokens.
         """
         placed = place_batch(batch, self._by_rows, self._everywhere)
         with jax.set_mesh(self._mesh), jax.transfer_guard("disallow"):
