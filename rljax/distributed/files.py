@@ -39,6 +39,19 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def write_durably(path: Path, content: bytes) -> None:
+    """Writes a file, which appears whole by a rename, and returns once it is on the disk. Raises OSError."""
+    with replacing(path) as partial, partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 def memory_directory() -> Path:
     """Returns /dev/shm, a directory in this machine's memory, or the temporary directory if it cannot be written."""
     shm = Path("/dev/shm")

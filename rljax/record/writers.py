@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from rljax.distributed.files import replacing
+from rljax.distributed.files import write_durably
 from rljax.errors import writing
 from rljax.mismatch.histogram import bin_edges
 from rljax.record.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
@@ -214,12 +214,8 @@ def _keep_steps_before(path: Path, first_step: int) -> None:
     got, expected = [step for step, _ in kept], list(range(1, first_step))
     if got != expected:
         raise RuntimeError(f"{path}: expected {_span(expected)} before step {first_step}, got {_span(got)}")
-    if not path.exists():
-        return
-    with replacing(path) as partial, partial.open("wb") as file:
-        file.writelines(line + b"\n" for _, line in kept)
-        file.flush()
-        os.fsync(file.fileno())
+    if path.exists():
+        write_durably(path, b"".join(line + b"\n" for _, line in kept))
 
 
 def _span(steps: Sequence[int]) -> str:

@@ -81,6 +81,18 @@ def _route_to(host: str) -> tuple[str, str]:
         raise ValueError(f"this machine knows no way to {host}: {error}") from error
 
 
+def http_url(host: str, port: int) -> str:
+    """Returns the URL of an IP address or name and a port. IPv6 addresses get brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """Returns a socket that listens at an IP address, and its URL. Port 0 means a free one. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family, backlog=128)
+    return listening, http_url(*listening.getsockname()[:2])
+
+
 def find_key_file(path: str | os.PathLike[str] | None) -> Path | None:
     """Returns ``path``, or else the file that ``$RLJAX_API_KEY_FILE`` names. None means that no key is used."""
     named = path or os.environ.get(KEY_FILE)

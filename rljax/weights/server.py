@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
 import sys
 import threading
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from rljax.errors import caller_errors, run_cli
-from rljax.weights.access import KEY_FILE, RequireKey, serving_key
+from rljax.weights.access import KEY_FILE, RequireKey, listen, serving_key
 
 _NAME = re.compile(r"(v\d+-\d+/)?[\w-]+\.(json|safetensors|txt)")
 
@@ -55,11 +54,9 @@ def main(argv: Sequence[str]) -> int:
     with caller_errors():
         serving_key(wanted.host, None, f"{KEY_FILE} must name a key file")
         app = _make_app(wanted.directory)
-        family = socket.AF_INET6 if ":" in wanted.host else socket.AF_INET
-        listening = socket.create_server((wanted.host, wanted.port), family=family, backlog=128)
+        listening, url = listen(wanted.host, wanted.port)
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
-    host, port = listening.getsockname()[:2]
-    print(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", flush=True)
+    print(url, flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=60)
     uvicorn.Server(config).run(sockets=[listening])
     return 0

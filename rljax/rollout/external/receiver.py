@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import os
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -27,12 +25,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from rljax.distributed.files import replacing
+from rljax.distributed.files import write_durably
 from rljax.errors import naming, parse_json
 from rljax.rollout.external.address import parse_address
 from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import COLUMNS, Row, RowLimits, read_trajectories
-from rljax.weights.access import KEY_FILE, RequireKey, serving_key
+from rljax.weights.access import KEY_FILE, RequireKey, listen, serving_key
 
 MOST_BYTES = 64 * 2**20  # the largest request (bytes)
 _BODY_S = 60.0  # the longest time that a request may take to arrive (seconds)
@@ -71,8 +69,6 @@ class Receiver:
         Args:
           url: The address to bind to, http://HOST:PORT. Port 0 means a free one.
           spool: The directory of the files.
-          queue: The queue that gets the trajectories.
-          limits: The limits of each row.
           max_groups: The most groups that may wait. A request that would exceed it is answered with 429.
           facts: The numbers of the run that ``GET /policy`` tells besides the version.
           api_key_file: The file with the key that requests must carry. None: the file that ``$RLJAX_API_KEY_FILE``
@@ -102,10 +98,7 @@ class Receiver:
             self._last = max(self._last, int(number) if number.isdecimal() else 0)
             if digest:
                 self._keys[digest] = path.name
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        self._socket = socket.create_server((self._host, self._port), family=family, backlog=128)
-        host, port = self._socket.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._socket, self.url = listen(self._host, self._port)
         config = uvicorn.Config(self._application(), log_level="warning", access_log=False, timeout_graceful_shutdown=2)
         self._server = uvicorn.Server(config)
         run = functools.partial(self._server.run, sockets=[self._socket])
@@ -166,7 +159,7 @@ class Receiver:
         def write() -> str:
             self._last = max(time.time_ns(), self._last + 1)
             name = f"{self._last:020d}-{digest}.jsonl" if digest else f"{self._last:020d}.jsonl"
-            _write_durably(self._spool / name, b"\n".join([*lines, b""]))
+            write_durably(self._spool / name, b"\n".join([*lines, b""]))
             if digest:
                 self._keys[digest] = name
             return name
@@ -237,16 +230,3 @@ def _rows(body: bytes, kind: str) -> Sequence[tuple[int, Row]]:
 def _parse(text: bytes, place: str) -> Any:
     with naming(place):
         return parse_json(text)
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    """Writes a file under a temporary name, renames it, and returns once it is on the disk."""
-    with replacing(path) as partial, partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

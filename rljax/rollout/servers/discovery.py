@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rljax.weights.access import http_url
+
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
@@ -18,10 +20,9 @@ LOOK_EVERY_S = 1.0
 def make_lookup(where: str) -> Callable[[], tuple[str, ...]]:
     """Returns a function that lists the URLs of the servers at each call. It may raise OSError or ValueError.
 
-    Args:
-      where: The place of the list. A file has one URL in each line, and may have comments after a #. A directory has
-        files ``*.url`` with one URL each, as ``rljax serve --url-file`` writes them. ``dns://HOST:PORT`` stands for a
-        server at each address of HOST, such as a headless Service of Kubernetes.
+    A file has one URL in each line, and may have comments after a #. A directory has files ``*.url`` with one URL each,
+    as ``rljax serve --url-file`` writes them. ``dns://HOST:PORT`` stands for a server at each address of HOST, such as
+    a headless Service of Kubernetes.
 
     Raises:
       ValueError: ``where`` is empty, or a URL of another form.
@@ -94,4 +95,4 @@ def _read_urls(path: Path) -> tuple[str, ...]:
 def _resolve(host: str, port: int) -> tuple[str, ...]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     addresses = sorted({str(address[0]) for *_, address in found})
-    return tuple(f"http://[{each}]:{port}" if ":" in each else f"http://{each}:{port}" for each in addresses)
+    return tuple(http_url(each, port) for each in addresses)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from rljax.errors import ServerFailedError, check_choices
-from rljax.weights.access import KEY_FILE, serving_key
+from rljax.weights.access import KEY_FILE, http_url, serving_key
 
 log = logging.getLogger(__name__)
 
@@ -165,8 +165,7 @@ class ServerProcess:
             )
         self.config = config
         self.port = config.port or free_port(config.host)
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        self.url = f"http://{host}:{self.port}"
+        self.url = http_url(config.host, self.port)
         self.log_path = config.log_path or Path(tempfile.mkdtemp(prefix=f"rljax-{config.kind.lower()}-"), "server.log")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as sink:
