@@ -84,16 +84,8 @@ def update_surge_state(
 ) -> SurgeState:
     """Observes one batch, as a pure function of arrays for use under jit, scan and vmap.
 
-    It decides exactly as ``SurgeTracker.update`` does.
-
-    Args:
-      config: The rules, fixed at trace time.
-      state: The state before this batch.
-      length: The mean response length of the batch, shape (), cast to float32.
-      truncated_fraction: The share of responses that reached the length limit, shape (), cast to float32; or None.
-
-    Returns:
-      The state after this batch. On the step of the call ``surge_step == step``.
+    It decides exactly as ``SurgeTracker.update`` does. Both numbers have shape () and are cast to float32. ``config``
+    is fixed at trace time. On the step of the call ``surge_step == step`` in the result.
 
     Raises:
       ValueError: An argument is not a scalar.
@@ -168,14 +160,9 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
         )
 
     def update(self, state: LengthTriggeredState, **extra_args: Any) -> LengthTriggeredState:
-        """Observes one batch.
+        """Observes one batch, and returns the state after it.
 
-        Args:
-          state: The state before this batch.
-          **extra_args: The scalars ``response_length`` (required) and ``truncated_fraction`` (optional).
-
-        Returns:
-          The state after this batch.
+        The scalars are ``response_length`` and optionally ``truncated_fraction``.
 
         Raises:
           ValueError: ``response_length`` is missing.

@@ -127,11 +127,8 @@ def set_learning_rate(opt_state: Any, value: Any) -> Any:
 def get_learning_rate(opt_state: Any) -> jax.Array:
     """Reads the injected rate: the rate of the last update, or the initial rate before the first. It may be scheduled.
 
-    Args:
-      opt_state: An optimizer state, however nested.
-
-    Returns:
-      The rate, float32, shape (). Tracers cannot be compared: if there are several, the first is returned.
+    The optimizer state may be nested in any way. The rate is float32, shape (). Tracers cannot be compared: if there
+    are several, the first is returned.
 
     Raises:
       ValueError: No rate is injected, or several rates differ.

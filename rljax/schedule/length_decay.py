@@ -45,9 +45,7 @@ def decay_period_from_surge(surge_step: int, multiplier: float = 1.8) -> int:
 class LengthTriggeredLR:
     """A controller on the host: it takes the mean response length of a batch and returns the rate of that very update.
 
-    Attributes:
-      tracker: The ``SurgeTracker`` that watches the lengths.
-      decay_period: The period in steps, or None before the surge was called.
+    ``decay_period`` is the period in steps, or None before the ``tracker`` called the surge.
     """
 
     def __init__(
@@ -138,6 +136,27 @@ class LengthTriggeredLR:
     def _period_of_call(self) -> int | None:
         surge_step = self.tracker.surge_step
         return None if surge_step is None else decay_period_from_surge(surge_step, self._multiplier)
+
+
+class OfController:
+    """A scheduler or a callback of another library, with the state of the controller inside it."""
+
+    _controller: LengthTriggeredLR
+
+    @property
+    def tracker(self) -> SurgeTracker:
+        """The tracker that watches the lengths."""
+        return self._controller.tracker
+
+    @property
+    def surge_step(self) -> int | None:
+        """The 1-based rollout batch at which the surge was called, or None."""
+        return self._controller.surge_step
+
+    @property
+    def decay_period(self) -> int | None:
+        """The period in rollout batches, or None before the surge was called."""
+        return self._controller.decay_period
 
 
 def scaled_multiplier(multiplier: float) -> int:

@@ -57,7 +57,6 @@ class Outcome:
     """The result of a replay under one rule.
 
     Attributes:
-      rule: The rule.
       surge_step: The 1-based step of the call, or None.
       crossing_step: The first step of the crossing that led to the call, or None.
       decay_period: The period that follows from the call (steps), or None.
@@ -116,15 +115,10 @@ class FirstLengthsTracker(SurgeTracker):
 
 
 def neighbours_of(config: SurgeConfig, more: Mapping[str, Sequence[float]] | None = None) -> list[Rule]:
-    """Returns the rule in use and its neighbours.
+    """Returns the rule in use, the shipped rule, the study's rule, three times the first lengths, and neighbours.
 
-    Args:
-      config: The rule in use.
-      more: Further values of fields of the rule, by name. Each value makes a rule that differs only in this field.
-
-    Returns:
-      The rule in use, the shipped rule, the study's rule and three times the first lengths. Then follow the rule in use
-      with other ratios, with other warm-ups, with truncated batches, and with the further values.
+    Neighbours are the rule in use with other ratios, with other warm-ups, with truncated batches, and with each of the
+    further values of its fields in ``more``.
     """
     rules = [Rule(IN_USE, config), Rule("shipped", SurgeConfig()), Rule("study", STUDY), Rule("three times", None)]
     changed: dict[str, tuple[float, ...]] = {"ratio": (2.0, 2.5, 3.0), "warmup": (10, 40), "max_truncated": (1.0,)}
@@ -143,14 +137,8 @@ def neighbours_of(config: SurgeConfig, more: Mapping[str, Sequence[float]] | Non
 def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float], law: RateLaw) -> Outcome:
     """Gives the steps of a log to a controller with the tracker of a rule, one after the other.
 
-    Args:
-      rule: The rule.
-      lengths: The mean response length of each step from 1 on (tokens); NaN where it is not known.
-      truncated: The truncated fraction of each step; NaN where it is not known.
-      law: The rates.
-
-    Returns:
-      The outcome. It is empty if the rule has an error.
+    ``lengths`` (tokens) and ``truncated`` have the mean response length and the truncated fraction of each step from 1
+    on, NaN where it is not known. If the rule has an error, the outcome is empty.
 
     Raises:
       ValueError: The law is out of range, or the two sequences differ in length.

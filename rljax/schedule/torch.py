@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from torch.optim.lr_scheduler import LRScheduler
 
-from rljax.schedule.length_decay import LengthTriggeredLR
+from rljax.schedule.length_decay import LengthTriggeredLR, OfController
 from rljax.schedule.surge import SurgeTracker
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ __all__ = ["LengthTriggeredCallback", "LengthTriggeredScheduler", "mean_over_ran
 _STATE_KEYS = ("base_lrs", "controller", "last_epoch", "last_lr", "step_count")
 
 
-class LengthTriggeredScheduler(LRScheduler):
+class LengthTriggeredScheduler(OfController, LRScheduler):
     """A torch scheduler whose rates follow the mean response length of each batch.
 
     Call ``observe`` once a rollout batch, before ``optimizer.step()``: it writes the rates of this very update. Call
@@ -40,14 +40,9 @@ class LengthTriggeredScheduler(LRScheduler):
         decay_factor: float = 0.5,
         floor_ratio: float = 0.1,
     ) -> None:
-        """Checks the arguments and starts before the first update.
+        """Starts before the first update. Each parameter group of the optimizer decays from its own initial rate.
 
-        Args:
-          optimizer: The optimizer. Each parameter group decays from its own initial rate.
-          tracker: The tracker that calls the surge. None: ``SurgeTracker()``.
-          multiplier: The ratio of decay period to surge step, at least 1.
-          decay_factor: The factor of each decay, in (0, 1).
-          floor_ratio: The lowest rate as a fraction of the initial one, in [0, 1].
+        ``LengthTriggeredLR`` describes the other arguments.
 
         Raises:
           ValueError: An argument is out of range.
@@ -58,30 +53,11 @@ class LengthTriggeredScheduler(LRScheduler):
         )
         super().__init__(optimizer)
 
-    @property
-    def tracker(self) -> SurgeTracker:
-        """The tracker that watches the lengths."""
-        return self._controller.tracker
-
-    @property
-    def surge_step(self) -> int | None:
-        """The 1-based step at which the surge was called, or None."""
-        return self._controller.surge_step
-
-    @property
-    def decay_period(self) -> int | None:
-        """The period in rollout batches, or None before the surge was called."""
-        return self._controller.decay_period
-
     def observe(self, length: Any, truncated_fraction: Any = None) -> list[float]:
         """Observes one rollout batch and writes the rates of the update that follows.
 
-        Args:
-          length: The mean response length of the batch over all ranks (tokens), a scalar.
-          truncated_fraction: The share of responses that reached the length limit, in [0, 1]. None: unknown.
-
-        Returns:
-          The rate of each parameter group. During the warm-up of a ``SequentialLR`` they are not written.
+        The arguments are those of ``LengthTriggeredLR.step``, over all ranks. Returns the rate of each parameter group.
+        During the warm-up of a ``SequentialLR`` they are not written.
         """
         self._controller.step(length, truncated_fraction)
         rates = self.get_lr()

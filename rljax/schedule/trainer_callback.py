@@ -4,12 +4,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rljax.schedule.length_decay import LengthTriggeredLR
+from rljax.schedule.length_decay import LengthTriggeredLR, OfController
 from rljax.schedule.surge import SurgeTracker
 from rljax.schedule.torch import write_rate
 
 
-class LengthTriggeredCallback(TrainerCallback):
+class LengthTriggeredCallback(OfController, TrainerCallback):
     """A callback that reads the response length from the trainer's log and sets the rate of the next update.
 
     The log of update t comes after update t, so the surge acts from the next update on. If the first decay comes after
@@ -34,13 +34,9 @@ class LengthTriggeredCallback(TrainerCallback):
         truncated_key: str = "completions/clipped_ratio",
         updates_per_batch: int | None = None,
     ) -> None:
-        """Checks the arguments.
+        """Checks the arguments. The first four are those of ``LengthTriggeredLR``.
 
         Args:
-          tracker: The tracker that calls the surge. None: ``SurgeTracker()``.
-          multiplier: The ratio of decay period to surge step, at least 1.
-          decay_factor: The factor of each decay, in (0, 1).
-          floor_ratio: The lowest rate as a fraction of the initial one, in [0, 1].
           length_key: The key of the mean response length in the log. A log without it is not a step.
           truncated_key: The key of the share of truncated responses in the log. It may be absent.
           updates_per_batch: The number of updates on one rollout batch, which share a rate. None: computed from
@@ -58,21 +54,6 @@ class LengthTriggeredCallback(TrainerCallback):
         self._updates_per_batch = updates_per_batch
         self._start = self._controller.state_dict()
         self._first_update = 0  # the first update on the last observed batch
-
-    @property
-    def tracker(self) -> SurgeTracker:
-        """The tracker that watches the lengths."""
-        return self._controller.tracker
-
-    @property
-    def surge_step(self) -> int | None:
-        """The 1-based rollout batch at which the surge was called, or None."""
-        return self._controller.surge_step
-
-    @property
-    def decay_period(self) -> int | None:
-        """The period in rollout batches, or None before the surge was called."""
-        return self._controller.decay_period
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts anew, or reads the lengths of a resumed run from its log."""
