@@ -100,14 +100,10 @@ def num_parts(sizes: Mapping[str, int], logical: str) -> int:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh of ``MESH_AXES`` with GSPMD (Auto) axes over the first devices.
+    """Returns a mesh of ``MESH_AXES`` with GSPMD (Auto) axes over the first ``devices`` (None: all devices).
 
     On a TPU, neighbours on ``tp``, then on ``context``, ``expert`` and ``fsdp``, are neighbours on the links between
     chips. On other platforms they are devices of one process.
-
-    Args:
-      config: The sizes of the axes.
-      devices: The devices to choose from. None: all devices.
 
     Raises:
       ValueError: The mesh needs more devices than there are, or so few that some process has no part of it.
@@ -179,13 +175,7 @@ def put(tree: Any, sharding: Any) -> Any:
     """Puts arrays of the host, which are equal on every process, on the devices.
 
     Each process copies only the parts of its own devices. ``jax.device_put`` would compare the arrays across processes.
-
-    Args:
-      tree: The arrays.
-      sharding: The sharding of all arrays, or a tree of shardings with the structure of ``tree``.
-
-    Returns:
-      The tree of global jax arrays.
+    ``sharding`` is the sharding of all arrays, or a tree of shardings with the structure of ``tree``.
     """
 
     def place(value: Any, where: NamedSharding) -> jax.Array:
@@ -324,14 +314,10 @@ def on_each_device(
 ) -> Callable[..., Any]:
     """Maps ``f`` over the devices of the context's mesh: each computes it on its own part (``jax.shard_map``).
 
-    Inside ``f`` each device takes its own branch of a ``lax.cond``. Without a mesh, or where all its axes are manual
-    already, ``f`` itself is returned.
-
-    Args:
-      f: A function from arrays to a tuple of arrays.
-      in_axes: The logical axes of each argument. A mesh axis must divide the dimension that it splits.
-      out_axes: The logical axes of each result.
-      rows: The size of the logical axis "rows". It is not split where its mesh axes do not divide it.
+    ``f`` takes arrays and returns a tuple of arrays. Inside it each device takes its own branch of a ``lax.cond``.
+    Without a mesh, or where all its axes are manual already, ``f`` itself is returned. The axes are the logical axes of
+    each argument and result. A mesh axis must divide the dimension that it splits. But "rows", of the size ``rows``, is
+    not split where its mesh axes do not divide it.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Auto not in mesh.axis_types:

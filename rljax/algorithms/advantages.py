@@ -144,9 +144,6 @@ def optimal_token_advantages(
       logprobs: The trainer's log-probability of each sampled token before the update (nats).
       collisions: The sum of the squared probabilities of all tokens at each place.
       ratios: The importance weight of each token. Energies are multiplied by its square. None: 1.
-
-    Returns:
-      The advantages of the tokens of each response, float32.
     """
     lengths = np.array([len(each) for each in logprobs])
     energy = np.zeros((len(lengths), lengths.max(initial=0)))

@@ -36,8 +36,7 @@ def aggregation_weights(
         in the mask do not count.
       mask: The tokens in the loss.
       constant: The divisor of "sequence_sum" (tokens), at least 1.
-      sequence_ids: The index of each token's sequence in the batch. Each sequence lies whole in one row.
-      num_sequences: The number of sequences in the batch (static).
+      sequence_ids, num_sequences: The sequences of packed rows, as in ``mismatch.tokens.read_sequences``.
 
     Returns:
       The weights [b, t] and the denominator [], both float32.

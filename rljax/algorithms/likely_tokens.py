@@ -57,12 +57,8 @@ def read_likely_tokens(
 ) -> LikelyTokens:
     """Returns the ``LikelyTokens`` of a micro-batch. Only entries that are finite on both sides count as listed.
 
-    Args:
-      trainer, rollout: The log-probabilities of the listed tokens (nats).
-      ids: The listed tokens; -1 where there are fewer.
-      tokens: The sampled tokens.
-      mask: The tokens in the loss. Elsewhere nothing is listed.
-      has_tail: Whether the sampler could sample other tokens than the listed ones.
+    The log-probabilities are in nats, and ids are -1 where fewer tokens are listed. ``mask`` marks the tokens in the
+    loss. Elsewhere nothing is listed. ``has_tail``: Whether other tokens could be sampled than the listed ones.
     """
     present = (ids >= 0) & mask[..., None]
     listed = present & is_finite(jnp, jax.lax.stop_gradient(trainer)) & is_finite(jnp, rollout)
@@ -76,14 +72,8 @@ def region_weights(
 ) -> tuple[Float[Array, "b t"], Any, dict[str, Any]]:
     """Computes the factor by which the trust region multiplies each token's loss, without gradient.
 
-    Args:
-      config: A correction with a trust region.
-      sides: The sampled tokens.
-      likely: The likeliest tokens, which a region over them needs; None if there are none.
-
-    Returns:
-      The factors, 0 where a token is not valid; the distances [b, t] if the region is over the likeliest tokens, else
-      None; and the sums that ``token_row`` reads.
+    A region over the likeliest tokens needs ``likely``. Returns the factors, 0 where a token is not valid; the
+    distances [b, t] of such a region, else None; and the sums that ``token_row`` reads.
     """
     region: Any = config.trust_region
     over_tops = None
@@ -113,16 +103,8 @@ def centering_losses(
     """Computes the losses of score centering (arXiv 2609.20807), one for each token.
 
     The gradient of a loss is the advantage times the expected score under the sampler. The losses are differentiable
-    in ``likely.trainer`` only, and 0 where a token is not valid.
-
-    Args:
-      config: A correction with score centering.
-      sides: The sampled tokens.
-      likely: The likeliest tokens.
-      distance: The distances of ``region_weights``, or None.
-
-    Returns:
-      The losses, and the sums that ``token_row`` reads.
+    in ``likely.trainer`` only, and 0 where a token is not valid. ``distance`` has the distances of ``region_weights``,
+    or is None. Returns the losses, and the sums that ``token_row`` reads.
     """
     region, weighting = config.trust_region, config.weighting
     advantages = sides.advantages[..., None]

@@ -118,8 +118,7 @@ def policy_loss(
         does not use them.
       advantages: The advantage of each token.
       mask: The tokens in the loss. "gspo" averages over the same tokens.
-      sequence_ids: The index of each token's sequence in the batch. Each sequence lies whole in one row.
-      num_sequences: The number of sequences in the batch (static).
+      sequence_ids, num_sequences: The sequences of packed rows, as in ``mismatch.tokens.read_sequences``.
       staleness: The number of policy versions between the sampling of each token and this step, for the bounds of
         stale tokens. None: no token is stale.
 
@@ -169,8 +168,7 @@ def cispo(
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
     """Computes CISPO (MiniMax-M1, arXiv 2506.13585, equations 4-5): -clip(ratio) A log pi, no gradient by the ratio.
 
-    Returns:
-      The loss of each token; and 1.0 where the ratio was clipped, without gradient.
+    Returns the loss of each token; and 1.0 where the ratio was clipped, without gradient.
     """
     ratio = jax.lax.stop_gradient(ratio)
     weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
@@ -189,11 +187,8 @@ def kl_penalty(
     exponent is at most 20. As a loss, only k2 has the gradient of the KL in expectation. The expected gradient of k1 is
     0, and that of k3 belongs to KL(reference || policy).
 
-    Args:
-      kind: The estimator.
-      logprobs: The log-probabilities of the policy (nats), differentiable.
-      reference_logprobs: The log-probabilities of the frozen reference (nats).
-      mask: The tokens that count. Elsewhere the result is 0, even if the arrays hold NaN. None: all tokens.
+    The log-probabilities are in nats, and differentiable for the policy. Outside of ``mask`` (None: nowhere) the result
+    is 0, even if the arrays hold NaN.
     """
     check_choice("kind", kind, Estimate)
     if mask is not None:

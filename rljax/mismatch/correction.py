@@ -90,19 +90,14 @@ def rejection_mask(
     """Removes the sequences whose mismatch is too large from the response mask.
 
     So the caller's denominator shrinks. Tokens that are not finite on at least one side do not enter the statistic. A
-    sequence without other tokens is rejected.
+    sequence without other tokens is rejected. The arrays are those of ``importance_weights``.
 
     Args:
-      trainer_logprobs: The trainer's log-probability of each token, [b, t] float, nats.
-      rollout_logprobs: The inference engine's log-probability of each token, [b, t] float, nats.
-      response_mask: The response mask, [b, t] bool, int or float.
       statistic: The test of a sequence. "k3" keeps it if the mean over tokens of exp(lr) - lr - 1 is at most
         ``threshold``. "max_k3" keeps it if no token has exp(lr) - lr - 1 above ``threshold``. "abs_ratio" keeps it if
         the mean over tokens of exp(abs(lr)) is at most ``threshold``. "geometric" keeps it if lo <= exp(mean lr) <= hi.
         "veto" keeps it if no token's ratio is below ``threshold``.
       threshold: A number above 0; or (lo, hi) with 0 <= lo <= hi for "geometric", bounds included.
-      sequence_ids: The index of each token's sequence, [b, t] int, or None if each row is one sequence.
-      num_sequences: The number of sequences, a static int. It is required exactly with ``sequence_ids``.
 
     Returns:
       The mask, [b, t] in the dtype of ``response_mask``, and the scalars ``rejected_sequence_fraction``,
@@ -132,14 +127,10 @@ def correct_tokens(
 ) -> tuple[Any, Any, Statistics]:
     """Computes weights and rejections of a batch or micro-batch, without gradient.
 
-    Args:
-      tokens: The batch, from ``read_tokens``.
-      weighting: The level, mode and threshold of ``importance_weights``. None: every token of the mask weighs 1.
-      rejections: The statistic and threshold of each ``rejection_mask``. A sequence must pass all of them.
-
-    Returns:
-      The weights, [b, t] float, not normalised; the mask without the rejected sequences, [b, t] bool; and the
-      statistics, whose weights include the rejected sequences.
+    ``weighting`` is the level, mode and threshold of ``importance_weights``; without it every token of the mask weighs
+    1. ``rejections`` has the statistic and threshold of each ``rejection_mask``. A sequence must pass all of them.
+    Returns the weights, [b, t] float, not normalised; the mask without the rejected sequences, [b, t] bool; and the
+    statistics, whose weights include the rejected sequences.
     """
     xp, valid = tokens.xp, tokens.valid
     if weighting is None:

@@ -80,9 +80,6 @@ def tops_distance(xp: ModuleType, kind: RegionKind, trainer: Any, rollout: Any, 
       trainer, rollout: The log-probabilities of the listed tokens, [..., k] float.
       present: Whether each entry of the list is a token, [..., k] bool.
       has_tail: Whether there are tokens besides the listed ones.
-
-    Returns:
-      The distance, [...] float.
     """
     trainer, rollout = xp.where(present, trainer, 0), xp.where(present, rollout, 0)
     p, q = (xp.where(present, xp.exp(side), 0) for side in (trainer, rollout))

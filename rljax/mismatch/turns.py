@@ -30,12 +30,10 @@ def turns_of_mask(mask: np.ndarray) -> np.ndarray:
 def after_environment(turns: np.ndarray) -> np.ndarray:
     """Counts the tokens from the environment's last token to each sampled token, int64 [t].
 
-    The first token after the environment's tokens has 1. The environment's own tokens have 0, and so have sampled
-    tokens without an environment's token before them. The tokens before the first sampled one are the prompt. If the
-    first sampled token belongs to a later turn than 1, the prompt ends with the environment's tokens.
-
-    Args:
-      turns: The turns of the tokens of a sequence, with its prompt or without, int [t].
+    ``turns`` are those of a sequence, with its prompt or without, int [t]. The first token after the environment's
+    tokens has 1. The environment's own tokens have 0, and so have sampled tokens without an environment's token before
+    them. The tokens before the first sampled one are the prompt. If the first sampled token belongs to a later turn
+    than 1, the prompt ends with the environment's tokens.
     """
     place, sampled = np.arange(len(turns)), turns > 0
     if not sampled.any():
@@ -55,15 +53,10 @@ def mismatch_by_turn(
 ) -> dict[str, float]:
     """Computes the mismatch of sampled tokens by turn and by distance from the environment's last token.
 
-    Args:
-      trainer: The trainer's log-probabilities of each sequence's tokens, float [t] each. They need no prompt.
-      rollout: The engine's log-probabilities of the same tokens.
-      turns: The turns of the same tokens, int [t] each.
-      chunk: The approximate number of tokens that are measured together.
-
-    Returns:
-      The metrics ``turn_<bucket>/<name>`` and ``after_<bucket>/<name>``, with the names of ``finalize_buckets``.
-      Buckets without a token are absent.
+    The lists have an array [t] for each sequence: the log-probabilities of its tokens under both engines, float, and
+    their turns, int. ``trainer`` needs no prompt. About ``chunk`` tokens are measured together. The metrics are
+    ``turn_<bucket>/<name>`` and ``after_<bucket>/<name>``, with the names of ``finalize_buckets``. Buckets without a
+    token are absent.
     """
     totals: tuple[Statistics, ...] = ()
     for chosen in _chunks(turns, chunk):

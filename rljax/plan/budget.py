@@ -129,12 +129,8 @@ def device_demands(
 ) -> list[Demand]:
     """Returns the demands of one device in an update, and while the embedded engine samples; [] for a CPU.
 
-    Args:
-      config: The configuration of the run.
-      devices: The devices.
-      training: The bytes on one device in an update.
-      resident: The bytes on one device between updates.
-      decoding: The batch of the embedded engine, or None.
+    ``training`` and ``resident`` are the bytes on one device in an update and between updates. ``decoding`` is the
+    batch of the embedded engine, or None.
     """
     if devices.memory is None:
         return []
@@ -172,13 +168,8 @@ def host_demand(
 ) -> Demand:
     """Returns the demand of one host on its memory.
 
-    Args:
-      config: The configuration of the run.
-      policy: The shape of the policy.
-      sizes: The arrays of ``dry_run.state_bytes``.
-      devices: The devices.
-      training: The bytes on one device in an update.
-      decoding: The batch of the embedded engine, or None.
+    ``sizes`` are the arrays of ``dry_run.state_bytes``. ``training`` is the number of bytes on one device in an update.
+    ``decoding`` is the batch of the embedded engine, or None.
     """
     resident, state = resident_bytes(sizes), saved_bytes(sizes)[1] * devices.on_host
     served = config.rollout.engine in SERVED

@@ -48,9 +48,7 @@ _SMALL = 2**30  # bytes of float32 weights below which a start does not look for
 def dry_run(config: Config, card: Card | None = None) -> str:
     """Describes each part of a run in one line, from shapes. The last lines say what does not fit.
 
-    Args:
-      config: The configuration of the run.
-      card: The card of each device of a machine that is not present, or None for this machine's devices.
+    ``card`` is the card of each device of a machine that is not present, or None for this machine's devices.
 
     Raises:
       ValueError: Settings do not fit one another or the model, or the model's shape is unknown.

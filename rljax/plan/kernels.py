@@ -59,12 +59,9 @@ class AttentionFlops(NamedTuple):
 
 
 def attention_flops(lengths: Sequence[int], *, num_heads: int, head_dim: int) -> AttentionFlops:
-    """Counts the operations that causal attention inside segments needs in one layer.
+    """Counts the operations that causal attention inside segments of ``lengths`` (tokens) needs in one layer.
 
-    Args:
-      lengths: The length of each segment, in tokens.
-      num_heads: The number of query heads; key-value heads do not matter.
-      head_dim: The width of a head.
+    ``num_heads`` is the number of query heads; key-value heads do not matter.
     """
     product = 2 * causal_pairs(lengths) * num_heads * head_dim
     return AttentionFlops(2 * product, 5 * product)

@@ -81,11 +81,8 @@ class Overlap:
 def read_overlap(module: Module, card: Card, nodes: Sequence[int], segments: Sequence[int]) -> Overlap:
     """Models a compiled step's time with its exchanges behind the work that is scheduled beside them.
 
-    Args:
-      module: The compiled program.
-      card: The card of every device.
-      nodes: The node of each partition.
-      segments: The lengths of the segments in every row, in tokens, for the work of attention kernels.
+    Every device is a ``card``. ``nodes`` has the node of each partition. ``segments`` has the lengths of the segments
+    in every row, in tokens, for the work of attention kernels.
 
     Raises:
       ValueError: The program has a form that the counter does not know.

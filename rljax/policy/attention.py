@@ -91,12 +91,7 @@ def attention_of_parts(
 
     The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. Where
     ``heads_of_device`` is None, ``block_attention`` over gathered keys takes the place of the kernel. It also takes the
-    place of ``packed_attention`` if devices would compute heads of zeros.
-
-    Args:
-      kernel: The attention of whole rows.
-      parts: The number of devices that share a row.
-      segment_ids: The segment ids of the whole rows.
+    place of ``packed_attention`` if devices would compute heads of zeros. ``segment_ids`` are those of the whole rows.
     """
     num_heads, kv_heads = device_heads(q.shape[2], k.shape[2], axis_size("act_heads"))
     of_one = heads_of_device(parts, num_heads, kv_heads)
@@ -118,11 +113,9 @@ def splash_attention(
     """Computes ``PackedAttention`` on a TPU by splash attention, the Pallas kernel of JAX, with segment ids.
 
     The kernel skips the blocks above the diagonal. Pairs of blocks that share no segment are removed from its table at
-    run time. The kernel takes no scale, so queries are scaled first and rounded to their dtype.
-
-    Args:
-      block: The block size in tokens, a multiple of 128. None: 512, or less for a shorter row.
-      interpret: Whether to run the operations of the kernel one by one, slowly, on any backend.
+    run time. The kernel takes no scale, so queries are scaled first and rounded to their dtype. Blocks have ``block``
+    tokens, a multiple of 128. None: 512, or less for a shorter row. With ``interpret`` the operations of the kernel run
+    one by one, slowly, on any backend.
     """
     t = q.shape[1]
     block = block or min(_SPLASH_BLOCK, -(-t // _LANES) * _LANES)
@@ -182,12 +175,8 @@ def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: 
 def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int, parts: int = 1) -> PackedAttention:
     """Chooses the implementation that ``policy.attention`` means.
 
-    Args:
-      name: The value of ``policy.attention``.
-      device: Any device of the mesh. It may exist only for compilation ahead of time.
-      dtype: The dtype of queries, keys and values.
-      head_dim: The width of a head.
-      parts: The number of devices that share a row.
+    ``device`` is any device of the mesh, which may exist only for compilation ahead of time. ``dtype`` is the dtype of
+    queries, keys and values. ``parts`` is the number of devices that share a row.
 
     Raises:
       ValueError: The kernel does not support the device or the heads. The message begins with the key.

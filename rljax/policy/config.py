@@ -105,12 +105,10 @@ def toy_config(vocab_size: int = 16) -> PolicyConfig:
 
 
 def choose_kernel(key: str, name: str, refusals: Mapping[str, str | None]) -> str:
-    """Returns the kernel that a configuration means. "auto" means the first one that is not refused, or else "xla".
+    """Returns the kernel that ``name`` means for the configuration key ``key``.
 
-    Args:
-      key: The configuration key, for the message.
-      name: The value of the key.
-      refusals: The reason why a kernel cannot be used, or None, by its name. Kernels without an entry always fit.
+    "auto" means the first one that is not refused, or else "xla". ``refusals`` has the reason why a kernel cannot be
+    used, or None, by its name. Kernels without an entry always fit.
 
     Raises:
       ValueError: The kernel ``name`` is refused.

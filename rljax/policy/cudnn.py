@@ -60,9 +60,8 @@ def segment_offsets(
 ) -> tuple[Int[Array, "b most+1"], Int[Array, "b most"], Int[Array, " b"]]:
     """Finds the segments of each row. Neighbouring tokens of padding are a segment, too.
 
-    Returns:
-      The first token and the length of the first ``most`` segments of each row, -1 where there is no segment; and the
-      number of segments of each row.
+    Returns the first token and the length of the first ``most`` segments of each row, -1 where there is no segment; and
+    the number of segments of each row.
     """
     before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     is_first = segment_ids != before

@@ -54,8 +54,8 @@ class Experts(nnx.Module):
     def __call__(self, x: Float[Array, "b t d"], routing: Routing) -> tuple[Array, Array, RoutingRecord]:
         """Sends each token to its experts and adds up their outputs.
 
-        Returns:
-          The output in the dtype of ``x``, the largest absolute values inside the experts [b, 1, f], and the routing.
+        Returns the output in the dtype of ``x``, the largest absolute values inside the experts [b, 1, f], and the
+        routing.
         """
         probabilities = jax.nn.softmax(router_logits(x, self.router[...]), axis=-1)
         gates, own = jax.lax.top_k(probabilities, self.k)
@@ -182,13 +182,8 @@ def experts(
 ) -> tuple[Float[Array, "b t d"], Float[Array, "b f"]]:
     """Sums, over the choices of each token, the gate times down(silu(gate(x)) * up(x)) of the chosen expert.
 
-    Args:
-      gates: The weight of each choice, float32.
-      weights: The matrices gate, up and down of all experts, in the dtype of ``x``.
-
-    Returns:
-      The sums, in the dtype of ``x``; and absolute values inside the experts. Of these values only the maximum over all
-      rows is exact.
+    The gates are float32. ``weights`` are the matrices gate, up and down of all experts, in the dtype of ``x``. The
+    sums have this dtype, too. Of the absolute values inside the experts only the maximum over all rows is exact.
     """
     out, inside = _experts(grouped, x, choices, gates, weights)
     return out, jax.lax.stop_gradient(inside)

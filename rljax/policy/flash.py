@@ -64,11 +64,8 @@ def block_size(t: int) -> int:
 def block_pairs(n: int, parts: int = 1) -> Int[np.ndarray, "parts pairs 3"]:
     """Returns each device's pairs of a query block and a key block of a row of ``n`` blocks, on or below the diagonal.
 
-    Each pair is (the place of the query block on the device, the query block, the key block).
-
-    Args:
-      n: The number of blocks of the row. With several parts it is a multiple of 2 * ``parts``.
-      parts: The number of devices that share the row.
+    Each pair is (the place of the query block on the device, the query block, the key block). With several parts, which
+    share the row, ``n`` is a multiple of 2 * ``parts``.
     """
     if parts == 1:
         queries, keys = np.tril_indices(n)

@@ -15,12 +15,7 @@ def opaque(*arrays: Array) -> tuple[Array, ...]:
     whose operands come from this call. docs/compile.md counts the memory traffic that both uses save.
 
     Other backends ignore this call. On a TPU XLA rounds a product inside of its kernel, which a barrier would prevent.
-
-    Args:
-      arrays: The arrays, of any shape and dtype. An array may be given more than once.
-
-    Returns:
-      One array for each argument, with its values. Gradients pass through.
+    Gradients pass through. The arrays have any shape and dtype, and one may be given more than once.
     """
     return jax.lax.platform_dependent(
         *arrays, cuda=lambda *each: jax.lax.optimization_barrier(each), default=lambda *each: each

@@ -157,10 +157,8 @@ def load_params(
 ) -> Params:
     """Reads a safetensors directory (one file, or several with an index), by default into float32 masters.
 
-    Args:
-      directory: The HF directory. Its tensors may be F16, BF16, F32 or F64.
-      shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
-      dtype: The dtype of the result.
+    The tensors may be F16, BF16, F32 or F64. ``shardings`` has a NamedSharding at each leaf. Without it everything is
+    on the default device.
 
     Raises:
       ValueError: A tensor is missing, or has another shape or dtype, or the head of a tied policy is another table.
@@ -198,11 +196,8 @@ def read_leaves(
 ) -> Params:
     """Reads the pytree of ``leaves`` (``leaves_of``) in ``dtype`` from opened tensors, by name (``open_tensors``).
 
-    Args:
-      sources: The opened tensors.
-      shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
-      directory: The directory of the files, for error messages.
-      shapes_from: The origin of the expected shapes, for error messages.
+    ``shardings`` is as in ``load_params``. Messages name the ``directory`` of the files, and ``shapes_from`` as the
+    origin of the expected shapes.
 
     Raises:
       ValueError: A tensor is missing, or has another shape or dtype. The message names it. Nothing is placed then.
@@ -286,12 +281,11 @@ def save_params(
 ) -> None:
     """Writes an HF directory: config.json, and safetensors in one file or, above ``max_shard_bytes``, in several.
 
+    The directory is created if it is missing, and its weight files are replaced. ``dtype`` is the dtype in the files.
+
     Args:
-      directory: The directory. It is created if it is missing, and its weight files are replaced.
-      dtype: The dtype of the tensors in the files.
       side_files_from: A directory whose tokenizer and generation files are copied. None: no files are copied.
       stop_token_ids: The tokens that end a response, for generation_config.json. Empty: the copied file stays as it is.
-      max_shard_bytes: The size of the largest weight file.
     """
     out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)

@@ -88,10 +88,8 @@ def packaged(name: str) -> Path | None:
 def model_directory(name: str, files: Sequence[str] = _FILES) -> str:
     """Returns the local directory of a model: ``name`` itself, one of the package, or one fetched from the hub.
 
-    Args:
-      name: A directory, the name of a model that the package carries, or OWNER/NAME of a model on the hub. A model on
-        the hub is downloaded unless it was downloaded before.
-      files: The patterns of the files to download.
+    ``name`` is a directory, the name of a model that the package carries, or OWNER/NAME of a model on the hub. Of the
+    latter, the files that match ``files`` are downloaded unless they were downloaded before.
 
     Raises:
       ValueError: The hub has no such model, or it cannot be reached and the model was not downloaded before.

@@ -279,11 +279,9 @@ class MergedPolicy:
     ):
         """Builds the executable, which is compiled at the first call.
 
-        Args:
-          lora: The scale and targets of the adapters.
-          base: The frozen policy in ``dtype``, on the mesh. It must be in the host's memory if adapters may be there.
-          dtype: The dtype to which the weights are rounded.
-          as_float32: Whether to return the rounded weights in float32, for an executable that takes masters.
+        ``base`` is the frozen policy in ``dtype``, on the mesh. It must be in the host's memory if adapters may be
+        there. The weights are rounded to ``dtype``. With ``as_float32`` they are returned in float32, for an executable
+        that takes masters.
         """
         self.base, self._mesh, self._as_float32 = base, mesh, as_float32
         self._targets = targets_of(base, config, lora)

@@ -270,7 +270,6 @@ def hidden_states(
       segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
       positions: The position 0, 1, 2, ... of each token inside its segment.
       remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
-      kernels: The implementations of attention and experts, from ``choose_kernels``.
       choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free
         everywhere.
 

@@ -79,12 +79,9 @@ def save_adapters(
 def load_adapters(
     directory: str | Path, config: PolicyConfig, lora: LoraConfig, shardings: Params | None = None
 ) -> Params:
-    """Reads float32 adapters from a directory in PEFT's layout.
+    """Reads float32 adapters, with the rank, alpha and targets of ``lora``, from a directory in PEFT's layout.
 
-    Args:
-      directory: The directory with both files. Its tensors may be F16, BF16, F32 or F64.
-      lora: The rank, alpha and targets that the adapters must have.
-      shardings: The pytree with a NamedSharding at each leaf. None: everything is on the default device.
+    The tensors may be F16, BF16, F32 or F64. ``shardings`` is as in ``hf.load_params``.
 
     Raises:
       ValueError: A file is missing or cannot be used, or the adapters have another kind, rank, alpha or other targets.

@@ -38,13 +38,9 @@ def over_support(
 ) -> TokenScores:
     """Normalises the scores of tokens over the support of a cut distribution, which are the tokens in ``ids``.
 
-    A position without any id has log-probability, entropy and collision 0.
-
-    Args:
-      logprobs: The log-probability of the sampled token under the whole distribution (nats).
-      tops: The log-probability of each of ``ids`` under the whole distribution (nats).
-      ids: The ids of all tokens that could be sampled; negative where there are fewer than k.
-      collision: Whether to compute the sum of the squared probabilities, without gradient.
+    A position without any id has log-probability, entropy and collision 0. The log-probabilities (nats) of the sampled
+    token and of each of ``ids`` belong to the whole distribution. An id is negative where there are fewer than k.
+    ``collision``: Whether to compute the sum of the squared probabilities, without gradient.
     """
     is_in = ids >= 0
     # Infinite numbers would make the gradient of the sum NaN.
@@ -97,15 +93,13 @@ def packed_logprobs(
 ) -> Scores:
     """Computes the log-probability of each token given the tokens before it in its segment, and the entropy there.
 
-    ``hidden_states`` describes the arguments that are not below.
+    ``hidden_states`` and ``head.token_logprobs`` describe the arguments that are not below.
 
     Args:
-      temperature: The temperature of the scored distribution, positive.
       lm_head_dtype: The dtype of the operands of the LM head's products. None: the dtypes of hidden states and table.
       top_ids: The ids of k more tokens to score at each position; -1 where there are fewer. None: no others.
       cut: Whether the scored distributions are cut to ``top_ids`` and normalised over them. A token without any of them
         has log-probability and entropy 0.
-      collision: Whether to compute the sum of squared probabilities of each distribution.
 
     Returns:
       The scores. ``logprobs[b, t]`` belongs to ``tokens[b, t]``, and ``tops[b, t]`` to ``top_ids[b, t]``.

@@ -20,17 +20,11 @@ def subtract_baselines(
     group_size: int,
     correction: CorrectionConfig,
 ) -> list[TrainSequence]:
-    """Gives each token the advantage of ``optimal_token_advantages``.
+    """Gives each token the advantage of ``optimal_token_advantages``. Sequences without loss are unchanged.
 
-    Args:
-      sequences: The sequences of a batch, group by group, with ``old_logprobs``. The ``advantage`` of each is its
-        return.
-      collisions: The sum of the squared probabilities at each token of each response, float [r].
-      group_size: The number of responses to a prompt.
-      correction: The correction whose importance weights also weigh the energies of the baseline.
-
-    Returns:
-      The sequences, with float32 arrays [r] as advantages. Sequences without loss are unchanged.
+    The sequences of a batch come group by group, ``group_size`` responses to a prompt, with ``old_logprobs``. The
+    ``advantage`` of each is its return. ``collisions`` has the sum of the squared probabilities at each token of each
+    response, float [r]. The importance weights of ``correction`` also weigh the energies of the baseline.
     """
     ratios: list[np.ndarray] | None = None
     if correction.weighting is not None:

@@ -116,14 +116,9 @@ def split_metrics(
     """Computes the metrics ``mismatch_numerics/``, ``mismatch_drift/``, ``is_numerics/`` and ``is_drift/``.
 
     The metrics are over the tokens that a policy of ``behaviour`` or the newest policy sampled. Tokens of the newest
-    policy have no drift.
-
-    Args:
-      sampled: The responses.
-      behaviour: The log-probabilities of each response, float32 [r], under each older policy. A key is the number of
-        versions behind.
-      trainer: The log-probabilities of each response, float32 [r], under the newest policy.
-      is_threshold: The threshold C >= 1 of the ratios.
+    policy have no drift. The log-probabilities of each response, float32 [r], are in ``trainer`` under the newest
+    policy. In ``behaviour`` they are under each older policy, by the number of versions behind. The ratios are
+    truncated at ``is_threshold``, which is at least 1.
     """
     rollout, now = to_rows([s.rollout_logprobs for s in sampled], 0.0), to_rows(trainer, 0.0)
     behind = to_rows([np.where(s.sampled, 0 if s.staleness is None else s.staleness, -1) for s in sampled], -1)

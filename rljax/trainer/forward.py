@@ -33,15 +33,10 @@ def micro_gradients(
 ) -> tuple[Params, Statistics, Scores]:
     """Computes the forward and backward of one micro-batch [b, t].
 
-    Args:
-      compute: The parameters in the compute dtype, with respect to which the gradient is taken.
-      score: A function of parameters and a micro-batch that returns ``Scores``.
-      scale: The factor of the loss.
-      provisional: The provisional denominator of the loss.
-      mean_weight: The mean weight, from ``Objective.mean_weight``.
-
-    Returns:
-      The gradients in the compute dtype, the statistics of the loss, and the scores.
+    ``compute`` has the parameters in the compute dtype, with respect to which the gradient is taken. ``score`` is a
+    function of such parameters and a micro-batch. ``Objective.micro_loss`` describes the last two arguments, and
+    ``scale`` is the factor of its loss. Returns the gradients in the compute dtype, the statistics of the loss, and the
+    scores.
     """
 
     def loss_fn(compute: Params) -> tuple[jax.Array, tuple[Statistics, Scores]]:
@@ -68,10 +63,8 @@ def make_score(
 ) -> Any:
     """Returns a function ``score(compute, micro) -> Scores``. Each device gets the scores of all tokens.
 
-    Args:
-      cut: Whether the sampled distributions are cut to ``PackedBatch.top_ids``. Scores are then normalised over these.
-      tops: Whether the scores have the log-probabilities of ``PackedBatch.top_ids``.
-      collision: Whether the scores have the sums of squared probabilities.
+    If the sampled distributions are ``cut`` to ``PackedBatch.top_ids``, scores are normalised over these. ``tops`` adds
+    the log-probabilities of ``top_ids`` to the scores, and ``collision`` the sums of squared probabilities.
     """
 
     def score(compute: Params, micro: PackedBatch) -> Scores:

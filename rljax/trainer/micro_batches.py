@@ -82,9 +82,7 @@ def abstract_batch(
 ) -> PackedBatch:
     """Returns a ``jax.ShapeDtypeStruct`` with a sharding for each array of a batch of the ``shape`` (m, b, t).
 
-    Args:
-      optional: The names of the optional log-probabilities that the batch has.
-      reported: The number k of likeliest tokens of each position; 0 if the batch has none.
+    The batch has the ``optional`` log-probabilities, and ``reported`` likeliest tokens at each position.
     """
     empty = fill([], {}, (0, 0, 0))._replace(**dict.fromkeys(optional, np.zeros(0, np.float32)))
     if reported:
@@ -192,13 +190,9 @@ def on_each_replica(
     GSPMD alone would send the sum of gradients over rows between the nodes in every micro-batch. Here the mesh axis
     ``replica`` is manual, and GSPMD partitions the work inside a copy.
 
-    Args:
-      work: A function that returns totals, and token values [m, b, t, ...] of its rows.
-      add_up: A function that adds up the totals of all copies, by ``sum_over_replicas`` and ``merge_over_replicas``.
-      *shared: The arrays that every copy gets whole.
-
-    Returns:
-      The totals of all copies, and the token values of all rows.
+    ``work`` returns totals, and token values [m, b, t, ...] of its rows. ``add_up`` adds up the totals of all copies,
+    by ``sum_over_replicas`` and ``merge_over_replicas``. Every copy gets the arrays ``shared`` whole. Returns the
+    totals of all copies, and the token values of all rows.
     """
     if _replicas() == 1:
         return work(batch, *shared)

@@ -68,14 +68,10 @@ class Objective:
         - ``loss_tokens``: the number of tokens in the loss after rejection;
         - ``denominator``: the micro-batch's part of the denominator.
 
-        Args:
-          scores: The ``Scores`` of the micro-batch under the parameters that are trained, or an object with the same
-            ``logprobs`` and, where the correction needs them, ``tops``.
-          micro: The micro-batch.
-          provisional: The value of the method ``provisional``.
-          mean_weight: The value of the method ``mean_weight``.
-          balance: The ``router.balance_loss`` of the micro-batch. Its weight is the micro-batch's share of the
-            denominator.
+        ``scores`` are the ``Scores`` of the micro-batch under the trained parameters, or an object with the same
+        ``logprobs`` and, where the correction needs them, ``tops``. ``provisional`` and ``mean_weight`` are the values
+        of these methods. ``balance`` is the ``router.balance_loss`` of the micro-batch, which weighs by the
+        micro-batch's share of the denominator.
         """
         logprobs = scores.logprobs
         where: dict[str, Any] = {"sequence_ids": micro.sequence_ids, "num_sequences": self.num_sequences}

@@ -143,10 +143,8 @@ def pack(
 ) -> PackedBatch:
     """Packs sequences into a batch of shape [micro_batches, rows_per_micro_batch, row_tokens].
 
-    The likeliest tokens of the sequences are left out if ``with_tops`` is False.
-
     ``rows.lay_out_rows`` chooses the place of each sequence. The result depends only on the sequences, not on the order
-    in which responses arrived.
+    in which responses arrived. ``with_tops`` is as in ``fill``.
 
     Raises:
       ValueError: The sequences do not fit, or only some of them have one of the optional arrays.
@@ -165,12 +163,10 @@ def fill(
     *,
     with_tops: bool = True,
 ) -> PackedBatch:
-    """Fills a batch with sequences at chosen places. In the result ``with_loss`` is equal to ``used``.
+    """Fills a batch of ``shape`` (m, b, t) with sequences at chosen places.
 
-    Args:
-      rows: The indices of the sequences in each row, one after another, by (micro-batch, row). They must fit.
-      shape: The shape (m, b, t) of the batch.
-      with_tops: Whether the batch has the likeliest tokens of the sequences.
+    ``rows`` has the indices of the sequences in each row, one after another, by (micro-batch, row). They must fit.
+    ``with_tops``: Whether the batch has their likeliest tokens. In the result ``with_loss`` is equal to ``used``.
 
     Raises:
       ValueError: Only some of the sequences have one of the optional arrays.

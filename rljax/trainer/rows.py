@@ -35,11 +35,8 @@ def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[i
     are dealt in turn to the micro-batches of one kind, longest sequences first. So these micro-batches are alike, and
     the spread of their gradients is noise. There are at least two micro-batches with loss if two rows have loss.
 
-    Args:
-      lengths: The length of each sequence, prompt and response, in tokens.
-      in_loss: Whether each sequence carries loss.
-      shape: The number of micro-batches, of rows in each, and of tokens in a row. First fit needs at most
-        ``packing.max_micro_batches`` micro-batches, in any order.
+    ``lengths`` are those of prompt and response (tokens). ``shape`` is the number of micro-batches, of rows in each,
+    and of tokens in a row. First fit needs at most ``packing.max_micro_batches`` micro-batches, in any order.
 
     Raises:
       ValueError: A sequence is longer than a row, or the sequences need more rows than there are.
@@ -92,11 +89,7 @@ def _least_cost(lengths: Sequence[int], in_loss: Sequence[bool], micro_batch_tok
 def first_fit(lengths: Sequence[int], order: Sequence[int], row_tokens: int) -> list[list[int]]:
     """Places each item in the first row of ``row_tokens`` that has room, in ``order``. Longest first makes few rows.
 
-    Returns:
-      The indices of the items of each row.
-
-    Raises:
-      ValueError: An item is longer than a row.
+    Returns the indices of the items of each row. Raises ValueError if an item is longer than a row.
     """
     rows: list[list[int]] = []
     room = np.zeros(len(lengths), np.int64)
@@ -119,9 +112,7 @@ def fill_one_by_one(lengths: Sequence[int], order: Sequence[int], row_tokens: in
     The sums that later items can reach are the bits of an integer (subset sum by dynamic programming). Items are tried
     in order until a sum leaves less than 1/64 of the row free. At most 64 lengths are tried for a row, in even steps.
     First fit leaves larger gaps if sequences take half a row or more. Source: minimum bin slack, Gupta and Ho 1999.
-
-    Returns:
-      The indices of the items of each row.
+    Returns the indices of the items of each row.
     """
     runs = [list(run) for _, run in itertools.groupby(order, lengths.__getitem__)]  # neighbours of one length
     of_runs, left = np.asarray([lengths[run[0]] for run in runs], np.int64), np.asarray([*map(len, runs)], np.int64)
@@ -141,8 +132,7 @@ def fill_one_by_one(lengths: Sequence[int], order: Sequence[int], row_tokens: in
 def _fill_room(lengths: np.ndarray, counts: np.ndarray, room: int, enough: int) -> list[tuple[int, int]]:
     """Chooses items that fill ``room`` best, or to at least ``enough``, from runs of items of one length.
 
-    Returns:
-      The (run, place in it) of each item, the last ones first.
+    Returns the (run, place in it) of each item, the last ones first.
     """
     # Copies of a length that do not fit together add no sum, so that they are not tried.
     most = np.where(lengths <= room, np.minimum(counts, room // np.maximum(lengths, 1)), 0)

@@ -65,12 +65,8 @@ class SelfCheckedUpdate:
 def at_other_shape(forward: Forward, pack_other: Pack, *, sample: int) -> Check:
     """Returns the check of responses that are spread over the batch, in micro-batches of another shape.
 
-    The forward has no gradient, so nothing is recomputed in it.
-
-    Args:
-      forward: A function that scores a batch under the parameters of a state.
-      pack_other: A function that packs ``sample`` responses into micro-batches of another shape.
-      sample: The largest number of responses that are scored.
+    The forward has no gradient, so nothing is recomputed in it. It scores at most ``sample`` responses, which
+    ``pack_other`` packs into these micro-batches.
     """
 
     def check(
@@ -89,11 +85,9 @@ def in_other_program(
 ) -> Check:
     """Returns the check of the first micro-batches of the update, as they are, in another program.
 
-    Args:
-      score: A function that scores a batch under a state.
-      sample: The number of responses to score. Micro-batches are scored until they hold so many.
-      stand_ins: The names of optional log-probabilities that the program reads. The rollout engine's replace those that
-        the batch lacks, because they change only the gradient.
+    ``score`` scores a batch under a state. Micro-batches are scored until they hold ``sample`` responses. ``stand_ins``
+    are optional log-probabilities that the program reads. The rollout engine's replace those that the batch lacks,
+    because they change only the gradient.
     """
 
     def check(

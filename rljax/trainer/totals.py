@@ -130,10 +130,8 @@ def gradient_noise(square_norms: jax.Array, square_of_sum: jax.Array, count: jax
     is an unbiased estimate of E norm(G - E G)^2, the trace of the covariance of G. Source: arXiv 1812.06162, appendix
     A.1, which uses two batch sizes instead.
 
-    Args:
-      square_norms: The sum of norm(g_k)^2 over k, a float32 scalar.
-      square_of_sum: The squared norm of G, a float32 scalar.
-      count: The number K of micro-batches, an int32 scalar. The variance is NaN below 2.
+    ``square_norms`` is the sum of norm(g_k)^2, and ``square_of_sum`` the squared norm of G, float32 scalars. ``count``
+    is K, an int32 scalar. The variance is NaN below 2.
     """
     k = count.astype(jnp.float32)
     variance = k / jnp.maximum(k - 1, 1) * jnp.maximum(square_norms - square_of_sum / jnp.maximum(k, 1), 0.0)

@@ -30,11 +30,9 @@ class TurnsUpdate:
 
 
 def turn_metrics(sequences: Sequence[TrainSequence], trainer: Sequence[np.ndarray]) -> dict[str, float]:
-    """Computes the metrics ``turns/<name>``.
+    """Computes the metrics ``turns/<name>``. Further rows of a trajectory follow its first one.
 
-    Args:
-      sequences: The rows of all trajectories of a step, each followed by the further rows of its trajectory.
-      trainer: The trainer's log-probabilities of each sequence's response tokens, float32 [r] each.
+    ``trainer`` has the trainer's log-probabilities of each sequence's response tokens, float32 [r] each.
     """
     turns = [np.ones(len(s.response), np.int32) if s.turns is None else s.turns for s in sequences]
     first = np.flatnonzero(np.diff(trajectories(sequences), prepend=-1))

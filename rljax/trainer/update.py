@@ -150,10 +150,8 @@ class MultipleUpdates:
         """Stores the parts.
 
         Args:
-          step: The compiled step, of batches that ``pack_mini`` makes.
-          forward: The forward without a gradient, of batches that ``pack`` makes.
-          pack: A function that packs all sequences of a step.
-          pack_mini: A function that packs the sequences of a mini-batch.
+          step: The compiled step, of batches that ``pack_mini`` makes from the sequences of a mini-batch.
+          forward: The forward without a gradient, of batches that ``pack`` makes from all sequences of a step.
           mini_batches: The number of updates in each epoch.
           epochs: The number of passes over the sequences.
           group_size: The number of responses to a prompt.
