@@ -55,8 +55,6 @@ class Liveness:
 
         Args:
           store: The client of ``jax.distributed``, or None for a single process.
-          index: The number of this process, from 0.
-          count: The number of processes.
           heartbeat_s: The longest time from the last sign of life of a process to the end of the others (seconds).
           stuck_s: The longest time that a process may stay in one place (seconds); 0 means no limit.
         """

@@ -43,10 +43,7 @@ _CALL = re.compile(r"(\w+|[\])}\"'])\s*\(")
 def strict_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> float:
     """Returns 1.0 if the answer in a response is right and complete, else 0.0; see this module.
 
-    Args:
-      problem: A problem of ``rljax.data.gym_problems``.
-      response: The decoded text, without special tokens.
-      truncated: Whether the length limit cut the response off; then it has no answer.
+    The response is decoded text without special tokens. A truncated one has no answer.
 
     Raises:
       ValueError: The problem does not belong to a reasoning-gym task.

@@ -45,12 +45,10 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def math_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> float:
-    """Returns the reward of one response, 1.0 or 0.0.
+    """Returns 1.0 if the final answer of a response is right, else 0.0.
 
-    Args:
-      problem: The problem with the right ``"answer"``, as LaTeX or plain text.
-      response: The decoded text, without special tokens.
-      truncated: Whether the length limit cut the response off; then it has no final answer.
+    The right ``"answer"`` of the problem is LaTeX or plain text. The response is decoded text without special tokens. A
+    truncated one has no final answer.
 
     Raises:
       ValueError: The problem has no right answer.

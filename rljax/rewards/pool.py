@@ -62,9 +62,8 @@ class RewardPool:
     def submit(self, problem: Mapping[str, Any], response: str, truncated: bool) -> Future[float]:
         """Starts to score one response.
 
-        Returns:
-          A future of the reward. ``result()`` is a finite float, 0.0 if the response could not be scored. It raises
-          RuntimeError only if no worker can be started, and CancelledError after ``close``.
+        The result of the future is a finite float, 0.0 if the response could not be scored. It raises RuntimeError only
+        if no worker can be started, and CancelledError after ``close``.
 
         Raises:
           RuntimeError: The pool is closed.

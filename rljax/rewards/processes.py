@@ -38,10 +38,8 @@ class NotSentError(Exception):
 class WorkerProcess:
     """A process that answers requests and is replaced when it dies or is too slow.
 
-    One thread asks; any thread may stop it.
-
-    Attributes:
-      connection: The parent's end of the pipe to the process. It changes when the process is replaced.
+    One thread asks; any thread may stop it. ``connection`` is the parent's end of the pipe to the process. It changes
+    when the process is replaced.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class WorkerProcess:
           title: The words for such a process in messages, such as "reward worker".
           program: The function ``module:name(connection, *settings)`` that it runs. It sends None once it is ready, or
             a text that says why it cannot start.
-          settings: The further arguments of the function.
           memory_gib: The memory limit of the process, in GiB.
           files: The file descriptors that the process inherits.
         """

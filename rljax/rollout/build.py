@@ -162,9 +162,9 @@ def make_engine(
 ) -> RolloutEngine:
     """Makes the engine that ``config.engine`` names. Its method ``publish`` takes the parameters.
 
+    :class:`ServedEngine` and :class:`JaxEngine` describe the arguments that are not below.
+
     Args:
-      config: The settings of the rollouts.
-      policy: The shape of the policy.
       mesh: The trainer's mesh.
       max_prompt_tokens: The longest prompt (tokens).
       max_tokens: The longest prompt plus the longest response of any request (tokens).
@@ -172,11 +172,6 @@ def make_engine(
         embedded engine uses the rollout dtype. The exact engine ignores it, because its executable has its own setting.
       make_executable: A function that makes the trainer's executable. The exact engine alone needs it.
       functions: The functions of the policy for HTTP servers. None: those that ``policy_functions`` returns.
-      publish: The way in which weights come to HTTP servers (see :class:`ServedEngine`).
-      stop: The object that tells an engine of HTTP servers when to give up a wait (see :class:`ServedEngine`).
-      probe_prompts: The prompts from which probes for HTTP servers are made (see :class:`ServedEngine`).
-      step_prompts: The number of prompts of a step. The embedded engine pads requests for fewer prompts, so that they
-        share compilations (see :class:`JaxEngine`). 0: no padding.
 
     Raises:
       ConfigError: No server answers in time, or there is no room for weights.
@@ -243,11 +238,7 @@ def load_jax_engine(
 ) -> JaxEngine:
     """Makes the embedded engine on the first device, and publishes a model to it as version 0.
 
-    Args:
-      model: The directory of the model, with ``config.json`` and safetensors.
-      dtype: The rollout dtype.
-      max_prompt_tokens: The longest prompt (tokens).
-      kv_cache_dtype: The dtype of the cached keys and values, as ``RolloutConfig.kv_cache_dtype``.
+    ``model`` is a directory with ``config.json`` and safetensors. ``JaxEngine`` describes the other arguments.
     """
     policy, mesh = read_config(model), make_mesh(MeshConfig(), jax.devices()[:1])
     engine = JaxEngine(policy, dtype, max_prompt_tokens, mesh=mesh, kv_cache_dtype=kv_cache_dtype)
@@ -264,13 +255,9 @@ def _backend(kind: str, publish: PublishConfig | None = None, *, sleeps: bool = 
 def connect(
     urls: Sequence[str], limits: ClientLimits | None = None, *, kind: str = "vllm", api_key_file: str | None = None
 ) -> ServedModel:
-    """Connects to servers that sample from the model that they were started with.
+    """Connects to servers, vllm or sglang, that sample from the model that they were started with.
 
-    Args:
-      urls: The base URLs of the servers.
-      limits: The limits of the HTTP client. None: the defaults of ``ClientLimits``.
-      kind: The kind of the servers, vllm or sglang.
-      api_key_file: The file with the servers' key, as ``RolloutConfig.api_key_file``.
+    :class:`ServedModel` describes the other arguments.
 
     Raises:
       ServerError: A server does not answer.

@@ -47,12 +47,8 @@ class Batch(NamedTuple):
 def batch_sizes(rows: int, n: int, budget: int, ways: int) -> Batch:
     """Returns the sizes of the batch that decodes ``rows`` responses, ``n`` to a prompt.
 
-    Args:
-      rows: The number of all responses.
-      n: The number of responses to each prompt.
-      budget: The number of responses whose cache fits into memory. A batch with fewer slots than ``rows`` has a
-        multiple of ``ways``, which may be more than a very small budget.
-      ways: The number of parts into which the mesh splits rows.
+    The cache of ``budget`` responses fits into memory. A batch with fewer slots than ``rows`` has a multiple of
+    ``ways``, which may be more than a very small budget. The mesh splits rows into ``ways`` parts.
     """
     if rows <= budget:
         return Batch(rows, n, rows // n)
@@ -75,10 +71,8 @@ def padded_count(count: int, step_prompts: int) -> int:
 def cache_room(free: int | None, devices: int) -> float:
     """Returns the memory of one device that the cache may take (bytes).
 
-    Args:
-      free: The free memory of the device (bytes). None: the device does not report it, as a CPU does not. Then its
-        equal share of the host's memory is taken.
-      devices: The number of devices that share the host's memory.
+    If the device does not report its ``free`` memory (bytes), as a CPU does not, its equal share of the host's memory
+    is taken. ``devices`` share the host's memory.
     """
     if free is not None:
         return _DEVICE_SHARE * free
@@ -108,10 +102,8 @@ def padded_rows(count: int) -> int:
 def padded_width(longest: int, first: int, places: int) -> int:
     """Returns the width that prompts of later turns are padded to (tokens).
 
-    Args:
-      longest: The longest of the prompts (tokens).
-      first: The smallest width. It is doubled until ``longest`` fits.
-      places: The number of tokens that the cache holds of a row. The width is smaller, so that a response has room.
+    It is ``first``, doubled until the ``longest`` prompt fits. It is smaller than ``places``, the number of tokens that
+    the cache holds of a row, so that a response has room.
     """
     while first < longest:
         first *= 2

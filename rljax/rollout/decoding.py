@@ -62,12 +62,9 @@ class Sampled(NamedTuple):
 
 
 class Queue:
-    """The responses that no slot has taken yet, in their order.
+    """The responses that no slot has taken yet, in their order. ``left`` is the number of units that wait.
 
     They start in units: responses to one prompt that start together (``Batch.unit``).
-
-    Attributes:
-      left: The number of units that wait.
     """
 
     def __init__(self, prompts: np.ndarray, lengths: np.ndarray, n: int, batch: Batch, most: int | None = None):
@@ -141,15 +138,11 @@ def empty(
     """Returns free slots and no samples.
 
     Args:
-      config: The shape of the policy.
-      dtype: The dtype of the hidden states.
-      cache_dtype: The dtype of the cached keys and values.
-      prompts: The number of prompts.
+      dtype, cache_dtype: The dtype of the hidden states, and of the cached keys and values.
       width: The length that prompts are padded to.
       n: The number of responses to each prompt.
       limit: The longest response.
       places: The size of the ring, which is more than ``width`` and holds the longest prompt with its response.
-      slots: The number of slots.
       with_routes: Whether the experts of the tokens are kept.
       reported: The number of likeliest tokens that are kept at each position.
     """
@@ -226,20 +219,16 @@ def admit(
 ) -> tuple[Slots, Sampled]:
     """Computes the keys and values of prompts, and puts each prompt into the slots of its responses.
 
+    The slots and samples are donated. A prompt that only fills the group up has the number of slots in ``into`` and the
+    number of prompts in ``numbers``, so that nothing is written.
+
     Args:
       params: The weights in the rollout dtype.
-      config: The shape of the policy.
-      slots: The slots, which are donated.
-      sampled: The samples, which are donated.
       prompts: The token ids, padded on the left.
       lengths: The number of tokens of each prompt.
       rows: The numbers of the responses to each prompt that start now.
-      into: The slot of each of these responses. A prompt that only fills the group up has the number of slots here,
-        which is no slot's number, so that nothing is written.
-      numbers: The number of each prompt. A prompt that only fills the group up has the number of prompts here.
-
-    Returns:
-      The slots and the samples.
+      into: The slot of each of these responses.
+      numbers: The number of each prompt.
     """
     group, width = prompts.shape
     places = slots.valid.shape[1]
@@ -290,20 +279,14 @@ def decode(
     selection: Selection = ALL,
     inject: InjectConfig | None = None,
 ) -> tuple[Slots, Sampled, Bool[Array, " b"]]:
-    """Samples tokens, one for every slot at a time, until ``enough`` slots are free.
+    """Samples tokens, one for every slot at a time, until ``enough`` slots are free. Slots and samples are donated.
 
     Args:
       params: The weights in the rollout dtype.
-      config: The shape of the policy.
-      slots: The slots, which are donated.
-      sampled: The samples, which are donated.
       stops: The tokens that end a response.
-      temperature: The sampling temperature.
-      seed: The seed of the sampling.
       numbers: The numbers that give each response its random keys (``token_key``), or None if every token is forced.
       forced: The token that is taken, by response and position, -1 where one is sampled, or None if all are sampled.
       limits: The most tokens of each response, or None where each may fill its row of ``sampled``.
-      enough: The number of free slots at which the loop ends.
       greedy: Whether the likeliest token is taken.
       lm_head_dtype: The dtype in which the LM head computes, or None for that of ``params``.
       selection: The tokens that can be sampled and those that are reported.

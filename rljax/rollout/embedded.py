@@ -152,22 +152,18 @@ class JaxEngine(RolloutEngine):
     ):
         """Builds the engine; ``publish`` must be called before ``generate``.
 
+        ``RolloutConfig`` describes ``weight_quantization``, ``kv_cache_dtype``, ``decode_tokens`` and ``inject``.
+
         Args:
-          config: The shape of the policy.
           dtype: The rollout dtype. The engine computes in it, and weights and cache have it unless they have 8 bits.
           max_prompt_tokens: The length that prompts are padded to, so that the number of compilations stays small.
           mesh: The trainer's mesh. Weights stay sharded as they are there.
           lm_head_dtype: The dtype of the LM head and of its logits, or None for ``dtype``.
-          weight_quantization: The rounding of the matrices, as ``RolloutConfig.weight_quantization``.
-          kv_cache_dtype: The dtype of the cache, as ``RolloutConfig.kv_cache_dtype``.
           with_routes: Whether responses report the experts of their tokens. The policy must be a mixture of experts.
-          decode_tokens: The most tokens that the cache holds, as ``RolloutConfig.decode_tokens``. 0: as many as fit
-            into the free memory.
           step_prompts: The number of prompts of a step. Requests for fewer are padded, so that they share compilations.
             0: no request is padded.
           max_tokens: The most tokens of a trajectory of several turns, its prompt included. 0: ``max_prompt_tokens``
             plus the longest response of the request.
-          inject: The noise that is put on the logits, or None.
         """
         self._config, self._cache_dtype = config, CACHES.get(kv_cache_dtype) or jnp.dtype(dtype)
         self._decode_tokens, self._step_prompts = decode_tokens, step_prompts
@@ -219,17 +215,12 @@ class JaxEngine(RolloutEngine):
         *,
         seed: int,
     ) -> list[np.ndarray]:
-        """Samples the rest of turns of which the first tokens are known.
+        """Samples the rest of turns of which the first tokens are known. Returns the tokens after these, int32 [t].
 
         Args:
           requests: The tokens before each turn, and the most tokens of it.
           begun: The first tokens of each turn, int32 [t].
           numbers: The numbers that give each turn its random keys (``token_key``), int32 [n, m].
-          sampling: The settings of the sampling.
-          seed: The seed of the sampling.
-
-        Returns:
-          The tokens of each turn after the known ones, int32 [t].
         """
         rows = self._turn_rows(requests, sampling)
         forced = np.full((rows.room, sampling.max_response_tokens), -1, np.int32)
@@ -311,16 +302,9 @@ class JaxEngine(RolloutEngine):
     def score_prefill(self, sequences: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:
         """Computes log-probabilities of given sequences in one pass, as the engine computes prompts.
 
-        Args:
-          sequences: The token ids of each sequence, int32 [t], 1 to ``max_prompt_tokens`` of them.
-          temperature: The temperature of the distribution, which is positive.
-
-        Returns:
-          The log-probabilities of all tokens but the first of each sequence (nats), float32 [t - 1].
-
-        Raises:
-          ValueError: A sequence has no token, or more than ``max_prompt_tokens``.
-          RuntimeError: No policy was published yet.
+        The sequences are token ids, int32 [t], 1 to ``max_prompt_tokens`` of them, and the temperature is positive.
+        Returns the log-probabilities of all tokens but the first of each sequence (nats), float32 [t - 1]. Raises like
+        ``score``.
         """
         padded, lengths = self._padded(sequences, self._width)
         with jax.set_mesh(self._mesh):

@@ -57,14 +57,9 @@ class RolloutEngine(Protocol):
         default all open trajectories go on together, in rounds of ``answer_round``. Each round waits for a request of
         each of them, and has a seed of its own. The metrics are the sums over the rounds.
 
-        Args:
-          queue: The requests.
-          sampling: The settings of each turn, with the most tokens of a turn as ``max_response_tokens``.
-          seed: The seed, which fixes the samples as far as the engine can. With rounds that needs environments which
-            always answer the same turn in the same way.
-
-        Raises:
-          Exception: An error that ``generate`` may raise, or the error that was given to ``queue.fail``.
+        ``sampling`` has the most tokens of a turn as ``max_response_tokens``. The seed fixes the samples as far as the
+        engine can. With rounds that needs environments which always answer the same turn in the same way. An error is
+        one that ``generate`` may raise, or the one that was given to ``queue.fail``.
         """
         metrics: dict[str, float] = {}
 

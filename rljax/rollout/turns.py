@@ -41,11 +41,9 @@ class TurnQueue:
     """
 
     def __init__(self, keys: int | Iterable[int], stop: Stopping | None = None) -> None:
-        """Opens all trajectories.
+        """Opens all trajectories, whose numbers are ``keys``. An integer means that many, numbered from 0.
 
-        Args:
-          keys: The numbers of the trajectories. An integer means that many trajectories, numbered from 0.
-          stop: The object that says whether waits are given up. None: they never are.
+        ``stop`` says whether waits are given up. None: they never are.
         """
         self._turns = dict.fromkeys(range(keys) if isinstance(keys, int) else keys, 0)
         self._open, self._stop = set(self._turns), stop

@@ -242,7 +242,7 @@ def make_part_writer(
     index: int,
     coordinator: str,
 ) -> PartWriter:
-    """Makes the writer of one of several processes.
+    """Makes the writer of one of several processes, the one with number ``index``.
 
     Args:
       parts: A function from the published tensors to the parts that this process holds.
@@ -251,7 +251,6 @@ def make_part_writer(
       parent: The directory in which a process other than 0 makes a directory for its files, unless the store is
         "directory". None means this machine's memory.
       api_key_file: The file of the key that every HTTP request must bring, or None.
-      index: The number of this process.
       coordinator: The HOST:PORT at which this process reaches process 0.
 
     Raises:

@@ -48,14 +48,11 @@ class WeightDirectory(OwnedDirectory):
         make_outlet: Callable[[Path], Outlet] = Outlet,
         writer: Writer | None = None,
     ) -> None:
-        """Makes the directory, and the outlet of its versions.
+        """Makes the directory in ``parent``, or in this machine's memory, and the outlet of its versions.
 
-        Args:
-          parent: The directory in which this one is made, or None for this machine's memory.
-          anchor_every: The number of versions from one dense version to the next, if the writer writes deltas.
-          make_outlet: A function from the new directory to its outlet.
-          writer: The writer that gets the tensors of :meth:`write`. None means a writer of whole tensors of this
-            process alone.
+        If the writer writes deltas, there is a dense version each ``anchor_every`` versions. ``make_outlet`` is a
+        function from the new directory to its outlet. ``writer`` gets the tensors of :meth:`write`. None means a writer
+        of whole tensors of this process alone.
 
         Raises:
           RuntimeError: The directory cannot be written, or its outlet cannot be opened.
@@ -93,11 +90,8 @@ class WeightDirectory(OwnedDirectory):
     def write(self, tensors: Any, policy_version: int, sums: Mapping[str, Checksum]) -> WeightVersion:
         """Writes one version and offers it to the servers.
 
-        Args:
-          tensors: The tensors in the form that the writer takes. The default writer takes pairs (Hugging Face name,
-            array).
-          policy_version: The number of the policy version, for the tag.
-          sums: The checksum of each tensor by Hugging Face name.
+        The tensors have the form that the writer takes. The default writer takes pairs (Hugging Face name, array).
+        ``sums`` has the checksum of each tensor by Hugging Face name.
 
         Raises:
           ValueError: There are no tensors, they have several dtypes, or their names are not the names in ``sums``.
@@ -186,11 +180,8 @@ def open_weight_directory(
 ) -> WeightDirectory:
     """Makes the directory of a run's versions, and opens the place where servers read them.
 
-    Args:
-      publish: The kind of place, and its settings. With the store "shared" all versions are dense.
-      parent: The directory in which the run's directory is made, or None for this machine's memory.
-      api_key_file: The file of the key that every HTTP request must bring, or None.
-      writer: The writer of this process's tensors, or None for the default; not for "shared".
+    With the store "shared" all versions are dense, and ``writer`` is None. ``WeightDirectory`` and ``make_part_writer``
+    describe the arguments.
 
     Raises:
       RuntimeError: The directory cannot be written, the HTTP server does not start, or the store cannot be opened.

@@ -36,24 +36,16 @@ class Environment(Protocol):
     """
 
     async def reset(self, problem: Mapping[str, Any]) -> Content:
-        """Begins the trajectory of a problem.
+        """Begins the trajectory of a problem, which is a row of the data set.
 
-        Args:
-          problem: A row of the data set.
-
-        Returns:
-          The prompt, as a text or as chat messages; None means the problem's own ``"prompt"``.
+        Returns the prompt, as a text or as chat messages; None means the problem's own ``"prompt"``.
         """
 
     async def step(self, response: str, truncated: bool) -> Reply:
-        """Answers one turn of the policy.
+        """Answers one turn of the policy. The reply may end the trajectory.
 
-        Args:
-          response: The decoded text of the turn, without special tokens.
-          truncated: Whether a limit of tokens cut the turn off.
-
-        Returns:
-          The reply, which may end the trajectory.
+        ``response`` is the decoded text of the turn, without special tokens. ``truncated``: Whether a limit of tokens
+        cut it off.
         """
 
     async def reward(self) -> float:

@@ -31,11 +31,9 @@ class HostLink:
         on_death: Callable[[str, bool, int], None],
         on_broken: Callable[[str], None],
     ):
-        """Starts the process and the thread that receives.
+        """Starts the process and the thread that receives. ``path`` is the name of the environment's class.
 
         Args:
-          path: The name of the environment's class.
-          limits: The limits of the process.
           on_message: A function that is called with the parts of each message of the process, on the receiving thread.
           on_death: A function that is called when the process has ended. Later messages go to the next process. Its
             arguments are the exit status in words, whether the process was ended because some code ran too long without

@@ -67,12 +67,10 @@ class EnvironmentHosts:
     ):
         """Checks the environment and starts the processes without waiting for them.
 
-        Args:
-          path: The name of the environment's class, ``package.module:Class``.
-          limits: The number and the limits of the processes. The time that a call waits for a free process of a tool
-            does not count.
-          tool_workers: The number of processes that run tools. None means one less than the number of CPU cores, at
-            most 8. They are started with the first call of a tool.
+        ``path`` names the environment's class, ``package.module:Class``. ``limits`` has the number and the limits of
+        the processes. The time that a call waits for a free process of a tool does not count. ``tool_workers``
+        processes run tools, from the first call of a tool on. None means one less than the number of CPU cores, at most
+        8.
 
         Raises:
           ValueError: The environment cannot be found or lacks a method.
@@ -97,10 +95,9 @@ class EnvironmentHosts:
     def reset(self, key: Hashable, problem: Mapping[str, Any]) -> Future[Outcome]:
         """Makes an environment for the trajectory ``key`` and resets it. A trajectory of the same key is ended first.
 
-        Returns:
-          A future of an ``Outcome``, whose value is the prompt: a text, messages, or None for the problem's own. The
-          futures of ``step`` and ``reward`` are alike. An outcome may be a failure. ``close`` and ``end`` cancel the
-          future. It raises RuntimeError if no process can be started.
+        The value of the ``Outcome`` is the prompt: a text, messages, or None for the problem's own. The futures of
+        ``step`` and ``reward`` are alike. An outcome may be a failure. ``close`` and ``end`` cancel the future. It
+        raises RuntimeError if no process can be started.
         """
         self.end(key)
         with self._lock:
@@ -111,19 +108,11 @@ class EnvironmentHosts:
         return self._call(trajectory, "reset", dict(problem))
 
     def step(self, key: Hashable, response: str, truncated: bool) -> Future[Outcome]:
-        """Gives a turn of the policy to the trajectory's environment.
-
-        Returns:
-          A future of an ``Outcome``, whose value is the ``Reply``.
-        """
+        """Gives a turn of the policy to the trajectory's environment. The value of the ``Outcome`` is the ``Reply``."""
         return self._call(self._known(key), "step", response, truncated)
 
     def reward(self, key: Hashable) -> Future[Outcome]:
-        """Asks for the reward of a trajectory.
-
-        Returns:
-          A future of an ``Outcome``, whose value is a finite float.
-        """
+        """Asks for the reward of a trajectory. The value of the ``Outcome`` is a finite float."""
         return self._call(self._known(key), "reward")
 
     def end(self, key: Hashable) -> None:

@@ -37,12 +37,9 @@ def clip(text: str, limit: int) -> tuple[str, bool]:
 
 
 def check_outcome(method: str, value: Any, limit: int) -> Outcome:
-    """Returns the outcome of a call: ``value`` in plain types, or the failure ``bad_reply``.
+    """Returns the outcome of a call of reset, step or reward: ``value`` in plain types, or the failure ``bad_reply``.
 
-    Args:
-      method: The name of the method: reset, step or reward.
-      value: The object that the method returned.
-      limit: The longest text of a reply, in characters. A longer prompt is a failure, a longer reply is cut.
+    ``limit`` is the longest text in characters. A longer prompt is a failure, a longer reply is cut.
     """
     try:
         if method == "reward":

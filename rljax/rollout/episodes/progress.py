@@ -46,12 +46,10 @@ class StuckWatch:
     """Tells when a host process has been stuck for too long. Pauses of the whole machine do not count."""
 
     def __init__(self, board: ProgressBoard, limit_s: float, look_s: float):
-        """Begins to watch.
+        """Begins to watch a board for ``limit_s`` seconds without progress.
 
-        Args:
-          board: The board of the process.
-          limit_s: The longest time without progress, in seconds.
-          look_s: The usual time between two calls of ``look``, in seconds. A longer time counts as at most twice this.
+        ``look_s`` is the usual time between two calls of ``look`` (seconds). A longer time counts as at most twice
+        this.
         """
         self._board, self._limit_s, self._look_s = board, limit_s, look_s
         self._seen, self._stuck_s, self._last = board.read(), 0.0, time.monotonic()

@@ -12,9 +12,7 @@ from rljax.rollout.types import Response, Tops, VersionSpan
 class Recorder:
     """Collects the tokens of the turns of a trajectory and of the texts between them. No token is encoded again.
 
-    Attributes:
-      prompt: The token ids before the first turn, int32 [s].
-      turn: The number of turns so far.
+    ``prompt`` has the tokens before the first turn, int32 [s], and ``turn`` is the number of turns so far.
     """
 
     def __init__(self, prompt: np.ndarray) -> None:
@@ -56,13 +54,10 @@ class Recorder:
         self._tops.append(tops)
 
     def response(self, prompt_index: int, sample_index: int, *, truncated: bool, own_prompt: bool) -> Response:
-        """Returns the trajectory so far as one row.
+        """Returns the trajectory so far as one row, for sample ``sample_index`` of problem ``prompt_index``.
 
-        Args:
-          prompt_index: The position of the problem in the request.
-          sample_index: The position among the trajectories of that problem.
-          truncated: Whether a limit ended the trajectory.
-          own_prompt: Whether the prompt differs from the problem's, so that the response must carry it.
+        ``truncated``: Whether a limit ended the trajectory. ``own_prompt``: Whether the prompt differs from the
+        problem's, so that the response must carry it.
         """
         return Response(
             prompt_index,
@@ -93,12 +88,8 @@ class Recorder:
 def join_spans(before: Sequence[VersionSpan], spans: Sequence[VersionSpan], start: int) -> list[VersionSpan]:
     """Returns the spans of versions of a row after a turn is added at position ``start``. They have no gaps.
 
-    The environment's tokens before the turn belong to the version of the turn before them.
-
-    Args:
-      before: The spans of the row so far.
-      spans: The spans of the turn, whose positions count from the beginning of the turn.
-      start: The position of the turn's first token in the row.
+    The environment's tokens before the turn belong to the version of the turn before them. The positions in ``spans``
+    count from the beginning of the turn.
     """
     joined = list(before)
     if joined:

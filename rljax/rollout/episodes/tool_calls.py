@@ -22,16 +22,12 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str, tag: str = "tool_call") -> list[ToolCall]:
-    """Returns the calls in a text, in their order. A call that cannot be read has an ``error``.
+    """Returns the calls in the text of a turn, in their order. A call that cannot be read has an ``error``.
 
     A call is ``<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>``. The arguments may be called
     ``parameters``, may be a string that holds JSON, and may be left out. Several calls may stand in a JSON list, or
     each in its own tags. The last closing tag may be missing, because an engine may stop at it. Text up to the last
-    ``</think>`` is ignored.
-
-    Args:
-      text: The text of one turn.
-      tag: The word in the tags. "" means that the whole text is the JSON, without tags.
+    ``</think>`` is ignored. If the word ``tag`` is "", the whole text is the JSON, without tags.
     """
     text = text.rpartition("</think>")[2]
     if not tag:

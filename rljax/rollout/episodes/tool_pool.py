@@ -41,17 +41,11 @@ class ToolPool:
     def submit(
         self, path: str, arguments: Arguments, counted: bool = True, began: Callable[[], None] | None = None
     ) -> Future[ToolResult]:
-        """Starts to call the function ``path``.
+        """Starts to call the function ``path`` with named or listed arguments.
 
-        Args:
-          path: The name of the function, ``package.module:function``.
-          arguments: The arguments, as a mapping of names or as a list.
-          counted: Whether the call counts in the metrics.
-          began: A function that is called on another thread, once a free process has imported the function of the call.
-
-        Returns:
-          A future of the result, also of one that describes a failure. The future itself raises RuntimeError only if no
-          process can be started, and CancelledError after ``close``.
+        ``counted`` is as in ``call_tool``. ``began`` is called on another thread, once a free process has imported the
+        function. The result is a future, also of a failure. The future itself raises RuntimeError only if no process
+        can be started, and CancelledError after ``close``.
 
         Raises:
           RuntimeError: The pool is closed.

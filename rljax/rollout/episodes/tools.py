@@ -26,10 +26,9 @@ _CHARS = 16384
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of one call of a tool.
+    """The result of one call of a tool as text, or a text ``error: ...`` that says what went wrong.
 
     Attributes:
-      text: The result as text, or a text ``error: ...`` that says what went wrong.
       failure: The kind of failure. error: the tool raised, or could not be imported. timeout: it took too long. died:
         its process crashed or ran out of memory. None: it did not fail.
       cut: Whether the result was longer than the limit and was cut there.
@@ -50,15 +49,11 @@ async def call_tool(path: str, arguments: Arguments, *, counted: bool = True) ->
 
     In a run the function is called in a process of its own. The time that the call waits for a free process does not
     count as time of the environment. Outside a run, as in a test of an environment, it is called in this process,
-    without limits of time and memory.
+    without limits of time and memory. A tool that fails gives a result with a ``failure``, and no error is raised.
 
     Args:
-      path: The name of the function.
       arguments: The arguments, as a mapping of names or as a list. They must be values that can be pickled.
       counted: Whether the call counts in the metrics ``turns/tool_*``.
-
-    Returns:
-      The result. A tool that fails gives a result with a ``failure``, and no error is raised.
     """
     if _runner is not None:
         return await _runner(path, arguments, counted)
@@ -73,11 +68,9 @@ def refuse_call(reason: str) -> ToolResult:
 
 
 def run_calls_by(runner: Runner, count_refused: Callable[[], None]) -> None:
-    """Sets the function that runs the tools of this process, and the function that counts refused calls.
+    """Sets the async function of path, arguments and ``counted`` that runs the tools of this process.
 
-    Args:
-      runner: An async function of path, arguments and ``counted`` that returns the result of a call.
-      count_refused: A function that ``refuse_call`` calls once for each refused call.
+    ``refuse_call`` calls ``count_refused`` once for each refused call.
     """
     global _runner, _count_refused
     _runner, _count_refused = runner, count_refused

@@ -26,13 +26,9 @@ class TrajectoryQueue:
     """
 
     def __init__(self, files: TrajectoryFiles, *, group_size: int, max_staleness: int) -> None:
-        """Starts without a trajectory.
+        """Starts without a trajectory. ``files`` hold the trajectories, ``group_size`` of which make a group.
 
-        Args:
-          files: The files that hold the trajectories.
-          group_size: The number of trajectories of a group.
-          max_staleness: The most versions by which a token's policy may be older than the trainer's. A group with an
-            older token is dropped.
+        A group with a token that is more than ``max_staleness`` versions older than the trainer is dropped.
         """
         self._files, self._groups, self._max_staleness = files, WaitingGroups(group_size), max_staleness
         self._changed = threading.Condition()
@@ -91,10 +87,8 @@ class TrajectoryQueue:
     ) -> bool:
         """Adds trajectories if ``is_wanted`` allows it. Returns whether they were added.
 
-        Args:
-          is_wanted: A function of the number of groups that wait now, and the number with ``trajectories``.
-          trajectories: The trajectories.
-          write: A function that writes them to a file and returns its name. It is called before they are added.
+        ``is_wanted`` is a function of the number of groups that wait now, and the number with ``trajectories``.
+        ``write`` writes these to a file and returns its name. It is called before they are added.
         """
         with self._changed:
             if not is_wanted(self._groups.count_with(), self._groups.count_with(trajectories)):

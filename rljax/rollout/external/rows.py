@@ -60,14 +60,9 @@ class Trajectory(NamedTuple):
 
 
 def read_trajectories(numbered: Iterable[tuple[int, Row]], where: str, limits: RowLimits) -> list[Trajectory]:
-    """Reads the trajectories of a file or of a request.
+    """Reads the trajectories of a file or of a request, whose name ``where`` begins each message.
 
     Consecutive rows with the same ``group`` and ``trajectory`` are the rows of one trajectory.
-
-    Args:
-      numbered: The rows with their numbers.
-      where: The name of the file or the request, which begins each message.
-      limits: The limits of the run.
 
     Raises:
       ValueError: A row cannot be used. The message is one line that names the row.

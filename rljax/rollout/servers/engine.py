@@ -89,7 +89,6 @@ class ServedEngine(Admission, RolloutEngine):
         Args:
           config: The servers, the dtype of weights and servers, and the engine's settings.
           backend: The kind of the servers.
-          functions: The functions of the policy.
           hf_config: The policy's ``config.json`` as a mapping.
           max_tokens: The longest prompt plus response of any request (tokens).
           publish: The way in which weights come to the servers; None for ``PublishConfig()``.

@@ -16,11 +16,9 @@ class ModelTensors:
     """
 
     def __init__(self, model: Any, fused: Mapping[str, Sequence[str]]) -> None:
-        """Reads the names of the layers.
+        """Reads the names of the layers of a torch model.
 
-        Args:
-          model: The torch model.
-          fused: The Hugging Face names of the layers in each fused layer, by the name of the fused layer.
+        ``fused`` has the Hugging Face names of the layers in each fused layer, by the name of the fused layer.
         """
         self._names = {layer: name for name, layer in model.named_modules()}
         self._fused = fused

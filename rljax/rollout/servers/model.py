@@ -34,14 +34,9 @@ class ServedModel(Admission, RolloutEngine):
         limits: ClientLimits | None = None,
         api_key_file: str | None = None,
     ) -> None:
-        """Asks each server for its description.
+        """Asks each server for its description, and waits at most ``wait_s`` seconds while no server answers.
 
-        Args:
-          urls: The base URLs of the servers.
-          backend: The kind of the servers.
-          wait_s: The longest wait while no server answers (seconds).
-          limits: The limits of the HTTP client. None: the defaults.
-          api_key_file: The file with the servers' key, as ``RolloutConfig.api_key_file``.
+        ``urls`` are the base URLs. ``api_key_file`` has the servers' key, as ``RolloutConfig.api_key_file``.
 
         Raises:
           ServerError: A server does not answer.
@@ -86,12 +81,8 @@ class ServedModel(Admission, RolloutEngine):
     def score(self, sequences: Sequence[np.ndarray], *, at_once: int) -> Iterator[np.ndarray]:
         """Yields the log-probabilities of given tokens at temperature 1, which one server scores as a prompt.
 
-        Args:
-          sequences: The token ids of each sequence, int32 [t].
-          at_once: The number of sequences that are sent at a time.
-
-        Yields:
-          The log-probabilities of a sequence (nats), float32 [t], with NaN at position 0.
+        The token ids are int32 [t] for each sequence, and ``at_once`` sequences are sent at a time. The
+        log-probabilities (nats) are float32 [t], with NaN at position 0.
 
         Raises:
           ServerError: The server does not answer, or its answer lacks these log-probabilities. It is not waited for.
@@ -107,13 +98,8 @@ class ServedModel(Admission, RolloutEngine):
     ) -> Iterator[np.ndarray]:
         """Yields the log-probabilities of given responses at temperature 1, which one server decodes token by token.
 
-        Args:
-          prompts: The token ids of each prompt, int32 [s].
-          responses: The token ids of the response to each prompt, int32 [t].
-          at_once: The number of responses that are decoded at a time.
-
-        Yields:
-          The log-probabilities of a response (nats), float32 [t].
+        The token ids are int32 [s] for each prompt and int32 [t] for the response to it. ``at_once`` responses are
+        decoded at a time. The log-probabilities (nats) are float32 [t].
 
         Raises:
           ServerError: The server does not answer, or decodes other tokens.

@@ -72,12 +72,9 @@ class QueuedTurns:
     ) -> None:
         """Takes nothing from ``queue`` yet.
 
-        Args:
-          queue: The queue of the turns.
-          sampling: The settings of each turn, with the most tokens of a turn as ``max_response_tokens``.
-          seed: The seed from which each turn gets its own, or None to leave it to the servers.
-          info: A function that returns the description of the server which takes the shortest sequences now.
-          routes: The (layers, k, experts) of the routes that servers must report, as :class:`Request` has them.
+        ``sampling`` has the most tokens of a turn as ``max_response_tokens``. Each turn gets its own seed from
+        ``seed``. If that is None, it is left to the servers. ``info`` returns the description of the server which takes
+        the shortest sequences now. ``routes`` are those that servers must report, as :class:`Request` has them.
         """
         self._queue, self._sampling, self._seed, self._info, self._routes = queue, sampling, seed, info, routes
         self._groups: defaultdict[int, Group] = defaultdict(Group)

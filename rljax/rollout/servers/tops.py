@@ -27,13 +27,9 @@ def as_floats(values: Iterable[float]) -> np.ndarray:
 def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[float], k: int) -> Tops:
     """Returns the ``k`` likeliest of the tokens that a server reports at each position. No Python runs for each token.
 
-    Of tokens with equal log-probabilities the one that is reported first is taken.
-
-    Args:
-      counts: The number of reported tokens at each position.
-      ids: The token ids, position by position. The first one of a position, the sampled token, may be there twice.
-      logprobs: The log-probability of each of ``ids`` (nats).
-      k: The number of tokens to keep.
+    ``counts`` has the number of reported tokens at each position. The other two have their ids and log-probabilities
+    (nats), position by position. The first one of a position, the sampled token, may be there twice. Of tokens with
+    equal log-probabilities the one that is reported first is taken.
     """
     numbers = _as_integers(counts, np.int64)
     width = max(int(numbers.max(initial=0)), k)
@@ -86,14 +82,8 @@ def without_ties(logprobs: np.ndarray, tops: Tops) -> tuple[np.ndarray, Tops]:
     """Normalises log-probabilities over the reported tokens at positions where a server has kept ties.
 
     vLLM's build for a CPU keeps every token that ties with the last one of ``top_k``. So it could sample more tokens
-    than it reports. A position is changed only if its missing probability is that of a few such ties.
-
-    Args:
-      logprobs: The log-probabilities of the sampled tokens, float32 [t].
-      tops: The reported tokens.
-
-    Returns:
-      The log-probabilities of the sampled tokens, and the reported tokens with theirs.
+    than it reports. A position is changed only if its missing probability is that of a few such ties. Takes and returns
+    the log-probabilities of the sampled tokens, float32 [t], and the reported tokens with theirs.
     """
     mass = _masses(tops)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -115,13 +105,8 @@ def check_tops(
 ) -> None:
     """Raises ReplyError if the likeliest tokens do not fit the distribution that ``tokens`` were sampled from.
 
-    Args:
-      url: The name of the server in messages.
-      tops: The likeliest tokens that the server reported.
-      tokens: The sampled tokens, int32 [t], at least one.
-      logprobs: The log-probability of each sampled token (nats), float32 [t].
-      sampling: The settings of the request.
-      vocab_size: The size of the vocabulary: every token id is smaller. None: it is not known.
+    There is at least one sampled token. Messages name the server ``url``. Every token id is below ``vocab_size``, or
+    that is None: it is not known.
     """
     shape = len(tokens), sampling.reported
     if tops is None or tops.ids.shape != shape or tops.logprobs.shape != shape:

@@ -126,15 +126,11 @@ class Verifier:
         mixture: bool = False,
         prompts: Sequence[np.ndarray] = (),
     ) -> None:
-        """Makes the probe prompts.
+        """Makes the probe prompts for the vocabulary, cache blocks and form of the server ``info``.
 
-        Args:
-          config: The settings of the verification.
-          score: A function that computes the trainer's log-probabilities in the rollout dtype at temperature 1.
-          info: The description of a server, whose vocabulary, cache blocks and form the probes are made for.
-          dtype: The rollout dtype, which chooses the bands.
-          mixture: Whether the policy is a mixture of experts, whose bands are wider.
-          prompts: The prompts of the run from which the probes are made, int32 [s] each. Empty: random tokens.
+        ``score`` computes the trainer's log-probabilities in the rollout dtype at temperature 1. ``dtype`` is the
+        rollout dtype, which chooses the bands. They are wider for a ``mixture`` of experts. The probes are made from
+        ``prompts`` of the run, int32 [s] each, or without any from random tokens.
         """
         assert info.vocab_size is not None
         assert info.block_size is not None

@@ -167,12 +167,8 @@ def check_completion(
 ) -> None:
     """Raises ReplyError if a completion cannot be the answer to ``request``, so that no step trains on it.
 
-    Args:
-      url: The name of the server in messages.
-      completion: The completion.
-      request: The request.
-      vocab_size: The size of the vocabulary: every token id is smaller. None: it is not known.
-      may_be_part: Whether the server may have given the response up after any number of tokens.
+    ``url`` and ``vocab_size`` are as in ``check_tops``. ``may_be_part``: Whether the server may have given the response
+    up after any number of tokens.
     """
     tokens, finish = completion.token_ids, completion.finish_reason
     longest = request.sampling.max_response_tokens

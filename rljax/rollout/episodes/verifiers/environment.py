@@ -98,13 +98,9 @@ def task_of(environment: Any, index: int) -> Any:
 
 
 async def play(environment: Any, index: int, context: Any, begin: Callable[[Any], None]) -> dict[str, Any]:
-    """Runs one trajectory on a task, and returns its end.
+    """Runs one trajectory on the task ``index`` of the taskset, and returns its end.
 
-    Args:
-      environment: The environment.
-      index: The position of the task in the taskset.
-      context: The context of ``model_context``.
-      begin: A function that is called with each trace before the trace asks for a turn.
+    The context is the one of ``model_context``. ``begin`` is called with each trace before the trace asks for a turn.
 
     Returns:
       A dictionary with ``failure`` (None, or one of timeout, provider, unscored, environment), ``error`` (the message

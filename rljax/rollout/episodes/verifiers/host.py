@@ -53,12 +53,9 @@ class VerifiersHost:
     """
 
     def __init__(self, settings: Mapping[str, Any], silence_s: float) -> None:
-        """Starts the process, and waits until it has loaded the environment.
+        """Starts the process with ``settings`` as the first message, and waits until it has loaded the environment.
 
-        Args:
-          settings: The first message to the process.
-          silence_s: The longest time between two messages while trajectories run (seconds). After it the process is
-            ended.
+        After ``silence_s`` seconds between two messages while trajectories run, the process is ended.
 
         Raises:
           ValueError: The environment cannot be loaded.
@@ -73,10 +70,8 @@ class VerifiersHost:
     def begin(self, tasks: Mapping[int, int], room: Mapping[str, Any], queue: TurnQueue) -> None:
         """Starts the trajectories of a batch. A thread puts their turns into ``queue``, and ends each of them there.
 
-        Args:
-          tasks: The position in the taskset of each trajectory's task, by the number of the trajectory.
-          room: The limits, with the names of the fields of ``shim.Room``.
-          queue: The queue of requests for an engine.
+        ``tasks`` has the position in the taskset of each trajectory's task, by the number of the trajectory. ``room``
+        has the limits, with the names of the fields of ``shim.Room``.
         """
         self._asked, self.ended = {}, {}
         self.answered = {key: [] for key in tasks}

@@ -54,15 +54,12 @@ class UnmatchedBranchError(Exception):
 
 
 def rows_of(answered: Sequence[Answered], branches: Sequence[Branch]) -> list[Recorder]:
-    """Returns a row for each branch with a turn of its own, in order.
+    """Returns a row for each branch that the library kept and that has a turn of its own, in order.
 
     A turn that several branches share belongs to the first of them, where it is trained. In the other branches it is
-    part of the prompt. An answer that the library did not keep is in no row, such as the first answer to a turn that
-    was asked for twice. The numbers of the turns count over all rows.
-
-    Args:
-      answered: The turns that the engine answered, in order.
-      branches: The branches that the library kept.
+    part of the prompt. ``answered`` are the turns that the engine answered, in order. An answer that the library did
+    not keep is in no row, such as the first answer to a turn that was asked for twice. The numbers of the turns count
+    over all rows.
 
     Raises:
       UnmatchedBranchError: A branch has a sampled token that is in no answer.

@@ -60,9 +60,8 @@ class Shim:
     def __init__(self, ask: Ask) -> None:
         """Prepares the server.
 
-        Args:
-          ask: An async function of a trajectory, the tokens so far and the most tokens of the turn. It returns the
-            engine's answer.
+        ``ask`` is an async function of a trajectory, the tokens so far and the most tokens of the turn. It returns the
+        engine's answer.
         """
         self.sessions: dict[str, Asking] = {}
         self._ask = ask

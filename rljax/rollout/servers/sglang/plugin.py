@@ -153,11 +153,8 @@ def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def check_tensors(directory: Path, files: Sequence[str], own: Mapping[str, torch.Tensor], workers: int) -> None:
     """Raises ValueError unless a version has exactly the model's tensors, in their shapes.
 
-    Args:
-      directory: The directory of the version.
-      files: The names of its safetensors files.
-      own: The tensors of this worker, or its parts of them, by name.
-      workers: The number of workers that share the model. If there are several, a part may be smaller than its tensor.
+    ``files`` are the names of its safetensors files in ``directory``. ``own`` are the tensors of this worker, or its
+    parts of them, by name. With several ``workers`` of one model a part may be smaller than its tensor.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:

@@ -137,9 +137,8 @@ class VllmBackend(Backend):
     def __init__(self, *, in_place: bool = False, sleeps: bool = False) -> None:
         """Sets how the workers treat weights.
 
-        Args:
-          in_place: Whether the workers write only the changed elements, as ``PublishConfig.in_place``.
-          sleeps: Whether servers sleep, and so lose their weights between publishes.
+        ``in_place``: Whether they write only the changed elements, as ``PublishConfig.in_place``. ``sleeps``: Whether
+        servers sleep, and so lose their weights between publishes.
         """
         self.keeps_deltas, self._keeps_equal = in_place, not (in_place or sleeps)
 

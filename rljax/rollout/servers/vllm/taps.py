@@ -44,14 +44,10 @@ class Taps(Hooks):
     """The hooks of one recording. Values have the shape [tokens of this request, features of this worker]."""
 
     def __init__(self, runner: Any, directory: Path, request: str, rank: int, workers: int) -> None:
-        """Installs the hooks.
+        """Installs the hooks in the model runner of worker ``rank`` of ``workers`` that share the model.
 
-        Args:
-          runner: The model runner of the worker.
-          directory: The directory of the recording, which holds ``PROBE`` and perhaps ``GIVEN``.
-          request: A part of the id of the request that is recorded.
-          rank: The place of the worker among the workers that share the model, from 0.
-          workers: The number of workers that share the model.
+        ``directory`` holds the recording, with ``PROBE`` and perhaps ``GIVEN``. ``request`` is a part of the id of the
+        request that is recorded.
         """
         super().__init__()
         self._runner, self._request, self._rank, self._workers = runner, request, rank, workers
