@@ -27,17 +27,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_words(kind: type[T], words: Sequence[str], *, paths: str, prog: str, description: str) -> tuple[list[Path], T]:
-    """Reads paths and options. ``--help`` prints the options and leaves with status 0.
+    """Reads the paths (at least one) and the options of a command line.
 
-    Args:
-      kind: A dataclass whose fields are the options, with defaults, documented by the strings below them.
-      words: The words of the command line.
-      paths: The name of the paths in the help.
-      prog: The name of the program.
-      description: The first part of the help.
-
-    Returns:
-      The paths, at least one, and the options.
+    ``kind`` is a dataclass whose fields are the options, with defaults, documented by the strings below them.
+    ``--help`` prints the options below ``description`` and leaves with status 0. It calls the paths ``paths``.
 
     Raises:
       ConfigError: A word is no option, has the wrong type, or is refused by the dataclass.

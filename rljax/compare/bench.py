@@ -116,16 +116,9 @@ def measure_form(
 ) -> tuple[dict[str, Any], TokenDump]:
     """Measures one row of a bench. Returns its numbers, and the dump with the form's new columns.
 
-    The dump gets the form's log-probabilities. With the floor "shape" it also gets the log-probabilities at the other
-    batch size.
-
-    Args:
-      form: The form to measure.
-      dump: The sampled tokens. It has the column ``reference`` unless that is the form's own.
-      reference: The name of the column that the gap is measured against.
-      score: A function that scores the dump in batches of the size that it gets.
-      batch_size: The size of the batches. The floor "shape" uses half of it, or 2 if it is 1.
-      floors: The noise floors to measure, of ``FLOORS``.
+    The dump gets the form's log-probabilities. With the floor "shape" (of ``FLOORS``) it also gets those at the other
+    batch size: half of ``batch_size``, or 2 if that is 1. The gap is measured against the column ``reference``, which
+    the dump has unless it is the form's own. ``score`` scores the dump in batches of the size that it gets.
 
     Raises:
       ValueError: The engine has another dtype than the form or other weights than the reference, or no token has a

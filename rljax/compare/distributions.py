@@ -88,8 +88,8 @@ def compare_distributions(
 
     Args:
       specs: The specs of the scorers, in the forms of ``score_column``.
-      model: The Hugging Face directory for specs that name none.
       dump: The sequences; their columns are not read.
+      model: The Hugging Face directory for specs that name none.
       temperature: The temperature of the distributions; it must be 1 with a server.
       top_k: The number of likeliest tokens that a server returns, at most its --max-logprobs (20 by default). A smaller
         vocabulary of another scorer's model limits it.

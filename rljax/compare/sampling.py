@@ -61,7 +61,6 @@ def sample_responses(
       dump: The dump with the prompts, which end before the first response token. Its columns are not copied.
       model: The Hugging Face directory of the model. A server needs only its end-of-sequence tokens and vocabulary.
       spec: The sampler: ``jax-decode:DTYPE`` (the embedded engine), ``vllm-decode:URL`` or ``sglang-decode:URL``.
-      config: The settings of the sampling; None means the defaults.
       progress: A function that gets the number of newly sampled responses.
       full_length: Whether no end-of-sequence token ends a response, so that each has ``max_response_tokens`` tokens.
 

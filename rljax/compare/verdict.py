@@ -67,15 +67,11 @@ def judge(
     cut: str = "",
     same_weights: bool = False,
 ) -> Verdict:
-    """Judges a pair of columns. The cause is inferred from numbers, and the reason says how certain it is.
+    """Judges a pair of columns [b, t]. The cause is inferred from numbers, and the reason says how certain it is.
 
-    Args:
-      trainer, rollout: The log-probabilities of the first and of the second column, float [b, t] (nats), NaN if
-        unknown.
-      mask: The marks of response tokens, bool [b, t].
-      trainer_source, rollout_source: The sources of the two columns.
-      cut: The settings that excluded tokens, such as "top_p = 0.95", if one column is the sampler's; otherwise empty.
-      same_weights: Whether different hashes belong to the same weights in two forms, so that hashes are ignored.
+    The log-probabilities (nats) are NaN where they are unknown. ``mask`` marks the response tokens. ``cut`` has the
+    settings that excluded tokens, such as "top_p = 0.95", if one column is the sampler's; otherwise it is empty. With
+    ``same_weights`` different hashes belong to the same weights in two forms, so hashes are ignored.
     """
     x, y = np.asarray(trainer, np.float64), np.asarray(rollout, np.float64)
     mask = np.asarray(mask, bool)

@@ -80,10 +80,8 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
 def parse_row(row: Mapping[str, Any], where: str, form: FormName | None = None) -> Problem:
     """Reads the problem of a row: ``prompt`` (text or messages), ``answer`` (text), ``data_source``, ``extra_info``.
 
-    Args:
-      row: The row, from ``read_rows``.
-      where: The file and row number, for the error message.
-      form: The name of its form, a key of ``FORMS``; None: its keys tell the form.
+    ``where``, the file and row number, begins each message. ``form`` is a key of ``FORMS``; None: the row's keys tell
+    it.
 
     Raises:
       NoAnswerError: The right answer is empty.
@@ -120,11 +118,8 @@ def answered_rows(
 ) -> Iterator[tuple[Row, Problem]]:
     """Yields each row of a file and its problem; rows whose right answer is empty are only counted.
 
-    Args:
-      path: The file.
-      tally: The counts, to which the rows of this file are added.
-      form: The name of the form; None: the keys of a row tell it.
-      rows: The rows with their numbers; None: they are read from the file.
+    The counts of the file are added to ``tally``. ``form`` is as in ``parse_row``. ``rows`` are the numbered rows of
+    the file, if they were read already.
 
     Raises:
       ValueError: The file cannot be read, a row is not a problem, or no row has a right answer.
@@ -165,7 +160,7 @@ def write_rows(
       like: The file that the rows came from. The columns of a Parquet file with ``prompt`` keep their types. Other rows
         become ``data_source``, ``prompt`` and ``reward_model.ground_truth``.
       provenance: The JSON values for the metadata.
-      form: The name of the form by which the rows were read; None: their keys told it.
+      form: The form by which the rows were read, as in ``parse_row``.
     """
     path, rows = Path(path), list(rows)
     schema = None

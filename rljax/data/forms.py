@@ -60,11 +60,7 @@ class Keys(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def find_keys(keys: tuple[str, ...], form: FormName | None = None) -> Keys:
-    """Finds the keys that hold prompt and answer.
-
-    Args:
-      keys: All keys of a row.
-      form: The name of the form; None: the keys themselves tell it.
+    """Finds the keys of a row that hold prompt and answer. ``form`` None: the keys themselves tell the form.
 
     Raises:
       ValueError: The keys do not fit the form, or do not tell it.
@@ -82,16 +78,11 @@ def find_keys(keys: tuple[str, ...], form: FormName | None = None) -> Keys:
 
 
 def take(row: Mapping[str, Any], form: FormName | None, where: str) -> tuple[Any, Any]:
-    """Returns (prompt, right answer) of a row as they are written there.
-
-    Args:
-      row: The row.
-      form: The name of its form; None: its keys tell the form.
-      where: The file and row number, for the error message.
+    """Returns (prompt, right answer) of a row as they are written there. ``form`` None: the row's keys tell its form.
 
     Raises:
       NoAnswerError: The right answer is empty.
-      ValueError: The row has no prompt or no key for the answer, or its keys do not fit.
+      ValueError: The row has no prompt or no key for the answer, or its keys do not fit. ``where`` begins the message.
     """
     with naming(where):
         keys = find_keys(tuple(row), form)

@@ -22,13 +22,9 @@ _OWN = frozenset({"seed", "size"})  # the settings of the library that other key
 
 
 def make(name: str, options: dict[str, Any], seed: int, size: int) -> list[dict[str, Any]]:
-    """Makes the entries of a task: ``question``, ``answer`` (None: the library gives none) and ``metadata``.
+    """Makes ``size`` entries of a task: ``question``, ``answer`` (None: the library gives none) and ``metadata``.
 
-    Args:
-      name: The name of the task in the library.
-      options: The task's own settings.
-      seed: The seed of the library.
-      size: The number of entries.
+    ``name`` is the task's name in the library, and ``options`` are its own settings.
 
     Raises:
       ValueError: The library is missing, there is no such task or setting, or the task refuses its settings.

@@ -42,13 +42,10 @@ def task_names(task: str) -> tuple[str, ...]:
 
 
 def own_options(name: str, task: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of one task of the library.
+    """Returns the settings of the task ``name`` of the library.
 
-    Args:
-      name: The name of the task.
-      task: The tasks that the settings are for, as in ``DataConfig.task``. Any other task has the library's settings.
-      options: The values of the settings. A key ``NAME.SETTING`` is for the task NAME. A key without a point is for
-        each task.
+    ``options`` are for the tasks of ``task``, as in ``DataConfig.task``. Any other task has the library's settings. A
+    key ``NAME.SETTING`` is for the task NAME. A key without a point is for each task.
     """
     found = {key: value for key, value in options.items() if "." not in key and name in task_names(task)}
     prefix = f"{name}."
@@ -58,17 +55,12 @@ def own_options(name: str, task: str, options: Mapping[str, Any]) -> dict[str, A
 def gym_problems(
     names: Sequence[str], split: str, *, seed: int, count: int, options: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns the problems of a split, whose prompts are chats of one message.
+    """Returns the problems of a split, "train" or "eval", whose prompts are chats of one message.
 
     The splits share no prompt: training problems whose question the evaluation split has are left out. Problems whose
-    right answer is an empty text are left out, too.
-
-    Args:
-      names: The names of the library's tasks. Each task gives the same number of problems, up to one.
-      split: The split, "train" or "eval". The latter has ``EVAL_PROBLEMS`` problems, without repeats.
-      seed: The seed. The library gets another one for each split.
-      count: The number of training problems to make.
-      options: The settings of each task by its name.
+    right answer is an empty text are left out, too. Each of the tasks ``names`` gives the same number of problems, up
+    to one. The split "eval" has ``EVAL_PROBLEMS`` problems, without repeats; ``count`` is for training problems alone.
+    ``options`` has the settings of each task by its name. The library gets another seed for each split.
 
     Raises:
       ValueError: The library refuses a name or a setting, or no problem is left. The message is one line.

@@ -168,10 +168,8 @@ def training_problems(
 ) -> Sequence[Problem]:
     """Returns the training problems; each ``prompt`` is the text to tokenise.
 
-    Args:
-      config: The configuration of the data.
-      tokenizer: The tokenizer whose chat template is applied; the toy tasks need none.
-      tally: The counts, to which the rows of the file are added. None: a row without a right answer is an error.
+    The chat template is the one of ``tokenizer``, which the toy tasks do not need. The rows of the file are counted in
+    ``tally``. Without it a row without a right answer is an error.
 
     Raises:
       ValueError: The file cannot be read, or a row is not a problem; the message names the row.
@@ -193,11 +191,8 @@ def evaluation_datasets(
 ) -> dict[str, Sequence[Problem]]:
     """Returns the datasets to evaluate on, by their names in the metrics.
 
-    Args:
-      names: The datasets: each is a file, ``NAME=FILE``, or a task for its eval split. Without names, a task is
-        evaluated on its own eval split.
-      config: The configuration of the data, with task, seed and chat template.
-      tokenizer: The tokenizer whose chat template is applied; the toy tasks need none.
+    Each of ``names`` is a file, ``NAME=FILE``, or a task for its eval split. Without names, a task is evaluated on its
+    own eval split. The chat template is the one of ``tokenizer``, which the toy tasks do not need.
 
     Raises:
       ValueError: A file cannot be read, or two datasets have the same name.
@@ -255,11 +250,8 @@ def render_prompt(
 ) -> str:
     """Returns the text of a prompt to tokenise, rendered as ``DataConfig.chat_template`` describes.
 
-    Args:
-      prompt: A text, or the messages of a chat.
-      tokenizer: The tokenizer whose chat template is applied; None: no template is applied.
-      chat_template: The value of ``DataConfig.chat_template``.
-      arguments: Further arguments of the template, from ``template_arguments``.
+    Without a tokenizer no template is applied. ``arguments`` are further arguments of the template, from
+    ``template_arguments``.
 
     Raises:
       ValueError: ``chat_template`` is True, or there are arguments, but no template is applied.
@@ -326,16 +318,7 @@ class PromptStream:
     """An endless, shuffled stream of problems, reshuffled each epoch; the same seed gives the same stream."""
 
     def __init__(self, problems: Sequence[Problem], batch_size: int, seed: int):
-        """Starts at the first problem.
-
-        Args:
-          problems: The problems to shuffle and repeat.
-          batch_size: The number of problems in a batch.
-          seed: The seed of the order.
-
-        Raises:
-          ValueError: There are fewer problems than a batch takes.
-        """
+        """Starts at the first problem. Raises ValueError if there are fewer problems than a batch takes."""
         if len(problems) < batch_size:
             raise ValueError(f"a batch takes {batch_size} problems, but there are only {len(problems)}")
         self._problems, self._seed, self._batch_size = problems, seed, batch_size

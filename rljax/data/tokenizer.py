@@ -44,13 +44,10 @@ class Tokenizer:
         chat_template: str | None = None,
         other_templates: Sequence[str] = (),
     ) -> None:
-        """Prepares the tokenizer.
+        """Prepares the tokenizer of the ``tokenizers`` library, which is changed.
 
-        Args:
-          tokenizer: The tokenizer of the ``tokenizers`` library, which is changed.
-          named: The special tokens by the names in chat templates (``eos_token``, ``pad_token``, ...).
-          chat_template: The chat template, a jinja2 text.
-          other_templates: The names of further chat templates. No template is the default then.
+        ``named`` are the special tokens by the names in chat templates (``eos_token``, ``pad_token``, ...). The chat
+        template is a jinja2 text. If there are ``other_templates``, no template is the default.
         """
         if "eos_token" not in named:
             raise ValueError("the tokenizer names no eos_token")
@@ -109,9 +106,7 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> str:
         """Renders a chat with the tokenizer's template, up to the beginning of the model's answer.
 
-        Args:
-          messages: The messages of the chat.
-          **arguments: Further arguments of the template, such as ``enable_thinking``.
+        ``arguments`` go to the template, such as ``enable_thinking``.
 
         Raises:
           ValueError: The template refuses the messages, or does not name an argument.
@@ -121,12 +116,9 @@ class Tokenizer:
     def render_reply(self, messages: Sequence[Mapping[str, str]], *, ended: bool, **arguments: Any) -> str:
         """Renders the text of the template from the end of an answer to the beginning of the model's next answer.
 
-        The text does not depend on the chat before, so it is taken from a short chat that ends with these messages.
-
-        Args:
-          messages: The messages after the answer, for example of the roles tool and user.
-          ended: Whether the answer's tokens hold the token ``template_stop`` already. Its text is then left out.
-          **arguments: Further arguments of the template, such as ``enable_thinking``.
+        The text does not depend on the chat before, so it is taken from a short chat that ends with ``messages``, for
+        example of the roles tool and user. ``ended`` says whether the answer's tokens hold the token ``template_stop``
+        already. Its text is then left out. ``arguments`` go to the template, such as ``enable_thinking``.
 
         Raises:
           ValueError: The template refuses the messages or leaves one out, does not name an argument, or ends an answer

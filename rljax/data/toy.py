@@ -60,14 +60,9 @@ class ToyProblems(Sequence[dict[str, str]]):
     """A fixed list of numbered problems of a toy task; the splits of one seed share no problem."""
 
     def __init__(self, make: Callable[[int], dict[str, str]], count: int, split: str, size: int | None, seed: int):
-        """Chooses the list.
+        """Chooses ``size`` problems of a split, "train" or "eval"; None means the whole split.
 
-        Args:
-          make: A function that returns the problem of a number.
-          count: The number of problems of the task; they are 0 .. count - 1.
-          split: The split, "train" or "eval"; the latter has ``EVAL_PROBLEMS`` problems.
-          size: The number of problems; None means the whole split.
-          seed: The seed of the choice.
+        ``make`` returns the problem of a number in 0 .. ``count`` - 1. The split "eval" has ``EVAL_PROBLEMS`` problems.
 
         Raises:
           ValueError: The split is unknown, or has fewer problems.
@@ -102,10 +97,7 @@ def _addition_problem(number: int) -> dict[str, str]:
 def addition_reward(problem: dict[str, str], response: str, truncated: bool) -> float:
     """Returns 1.0 if the number after the last comma, or the whole response without a comma, is right, else 0.0.
 
-    Args:
-      problem: The problem with the right ``"answer"``.
-      response: The decoded text, without special tokens.
-      truncated: Whether the length limit cut the response off; then it has no final answer.
+    The response is decoded text without special tokens. A truncated one has no final answer.
     """
     return final_part_reward(problem, response, truncated, ",")
 
@@ -152,14 +144,12 @@ def sample_batch(
     *,
     settled: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Samples a batch of demonstrations with one token for each character.
+    """Samples a batch of b demonstrations with one token for each character.
 
     Args:
       demonstrate: A function that writes one demonstration with a given share of scratchpads.
       alphabet: The characters of the vocabulary.
       width: The length t of a padded sequence, in tokens.
-      rng: The random generator of the samples.
-      config: The settings, with the shares and the batch size b.
       settled: Whether the share of scratchpads is ``scratchpad_rate`` instead of ``practice_rate``.
 
     Returns:

@@ -43,10 +43,7 @@ def _swap_problem(number: int) -> dict[str, str]:
 def swaps_reward(problem: dict[str, str], response: str, truncated: bool) -> float:
     """Returns 1.0 if the order after the last colon, or the whole response without a colon, is right, else 0.0.
 
-    Args:
-      problem: The problem with the right ``"answer"``.
-      response: The decoded text, without special tokens.
-      truncated: Whether the length limit cut the response off; then it has no final answer.
+    The response is decoded text without special tokens. A truncated one has no final answer.
     """
     return final_part_reward(problem, response, truncated, ":")
 

@@ -97,9 +97,7 @@ class Crossing:
 def cross(signals: Mapping[str, np.ndarray], steps: np.ndarray) -> list[Crossing]:
     """Applies every threshold whose signal is there.
 
-    Args:
-      signals: The signals, float64 [n] each, NaN where there is no number.
-      steps: The steps, int64 [n].
+    The signals are float64 [n] each, NaN where there is no number, and the steps int64 [n].
     """
     found = []
     for threshold in THRESHOLDS:

@@ -278,11 +278,9 @@ def plot_report(
     smooth: float = SMOOTH,
     labels: Sequence[str] | None = None,
 ) -> Path:
-    """Plots ``metrics.jsonl`` of each run directory into one PNG and returns its path.
+    """Plots ``metrics.jsonl`` of each run directory (at least one) into the PNG ``out`` and returns its path.
 
     Args:
-      run_dirs: The run directories, at least one.
-      out: The file to write; its directory is made.
       smooth: The decay per step of the smoothed curves, in [0, 1). A smoothed curve is an exponential mean over the
         steps before and after, so it does not lag. It is about as wide as a running mean with this decay. 0 plots the
         raw curves only. The response length is never smoothed: the surge is called on the raw values.

@@ -223,12 +223,11 @@ def dump_of_responses(
     sampled: Sequence[np.ndarray] | None = None,
     other_tops: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]] | None = None,
 ) -> TokenDump:
-    """Makes a dump of sampled responses, one row each; the log-probabilities of prompt tokens are unknown.
+    """Makes a dump of n sampled responses, one row each; the log-probabilities of prompt tokens are unknown.
 
     Args:
-      sequence_ids: The names of the n sequences.
-      prompts: The token ids of the prompts, n int32 vectors [s].
-      responses: The token ids of the responses, n int32 vectors [r].
+      sequence_ids: The names of the sequences.
+      prompts, responses: The token ids, n int32 vectors [s] and n int32 vectors [r].
       logprobs: The log-probabilities of the response tokens by column, n float32 vectors [r] each (nats).
       sources: The source of each column.
       sampling: The settings of the sampling, as in ``TokenDump``.

@@ -124,11 +124,8 @@ class Trackers:
     ) -> None:
         """Opens the trackers on threads of their own, which then read the rows of ``run_dir``.
 
-        Args:
-          run_dir: The run directory.
-          config: The resolved configuration, nested as in config.yaml.
-          settings: The values of the configuration by dotted key.
-          left_s: A function that returns the seconds until the process has to end.
+        ``config`` is the resolved configuration, nested as in config.yaml, and ``settings`` has its values by dotted
+        key. ``left_s`` returns the seconds until the process has to end.
         """
         self._left_s = left_s
         name = self._config.run_name or run_dir.resolve().name

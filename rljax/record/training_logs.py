@@ -71,15 +71,9 @@ class LengthLog:
 
 
 def read_lengths(path: Path, column: str | None = None, truncated_column: str | None = None) -> LengthLog:
-    """Reads the response lengths of a log.
+    """Reads the response lengths of a log, a file or a directory that contains it, with the names of their columns.
 
-    Args:
-      path: The log file, or the directory that contains it.
-      column: The name of the length column, or None for a column of a known name.
-      truncated_column: The name of the column with the share of truncated responses, or None for a known one.
-
-    Returns:
-      The lengths, and the names of their columns.
+    The columns are those of the length and of the share of truncated responses. None means a column of a known name.
 
     Raises:
       ConfigError: The log cannot be read, or it has no length.
@@ -94,19 +88,14 @@ def read_lengths(path: Path, column: str | None = None, truncated_column: str | 
 
 
 def read_log(path: Path, choose: Callable[[list[str]], Columns]) -> tuple[Rows, list[Columns]]:
-    """Reads a log: a file, or the log in a directory.
+    """Reads a log: a file, or the log in a directory. Returns the rows, and the chosen columns of each folder.
 
     In a directory, the first kind of log that has the wanted columns is read: metrics.jsonl, TensorBoard, metrics.jsonl
     in a folder, trainer_state.json, other text files. Several folders are one log if each starts after the first step
     of the folder before it.
 
-    Args:
-      path: The file or the directory.
-      choose: A function from the columns of a log to the wanted ones. The first of them decides which column numbers
-        the steps. It raises ConfigError if a log lacks a wanted column.
-
-    Returns:
-      The rows, and the chosen columns of each folder.
+    ``choose`` is a function from the columns of a log to the wanted ones. The first of them decides which column
+    numbers the steps. It raises ConfigError if a log lacks a wanted column.
 
     Raises:
       ConfigError: There is no such log, or the logs of several runs.
@@ -340,13 +329,9 @@ def choose_step_column(rows: Rows, column: str) -> str | None:
 def cells_by_step(rows: Rows, columns: Mapping[str, str], step_column: str | None) -> dict[int, dict[str, float]]:
     """Returns the numbers of some columns by step and name, NaN for a cell without a number.
 
-    A later row of the same step overrides the values for which it has a number. Rows with none of the columns are
-    left out.
-
-    Args:
-      rows: The rows of the log.
-      columns: The columns to read, by the names that the result has for them.
-      step_column: The column that numbers the steps. None means that each row with one of the columns is a step.
+    ``columns`` are the columns to read, by the names that the result has for them. ``step_column`` numbers the steps.
+    Without it each row with one of the columns is a step. A later row of the same step overrides the values for which
+    it has a number. Rows with none of the columns are left out.
     """
     by_step: dict[int, dict[str, float]] = {}
     for row in rows:

@@ -90,7 +90,6 @@ class Checkpointer:
         """Opens the directory, makes it if it is missing, and deletes incomplete checkpoints in it.
 
         Args:
-          directory: The directory of the checkpoints.
           keep: The number of newest checkpoints that are kept.
           read_only: Whether nothing changes. Then ``save`` must not be called.
           free_memory: A function that returns the free bytes of this machine's memory, or None if they are not known.
@@ -180,15 +179,9 @@ class Checkpointer:
         """Reads a checkpoint onto the shardings of ``abstract_state``, and compares every checksum.
 
         A checkpoint of an older rljax has no checksums; a line on stderr then says that it was not checked.
-
-        Args:
-          step: The step of the checkpoint.
-          abstract_state: The form of the state: a ``jax.ShapeDtypeStruct`` with a sharding at each leaf.
-          load_host: A function that is called with the host state before the arrays are read. Its LookupError,
-            TypeError, AttributeError or ArithmeticError means that this is not the host state of a run.
-
-        Returns:
-          The device state and the host state.
+        ``abstract_state`` has a ``jax.ShapeDtypeStruct`` with a sharding at each leaf. ``load_host`` is called with the
+        host state before the arrays are read. Its LookupError, TypeError, AttributeError or ArithmeticError means that
+        this is not the host state of a run. Returns the device state and the host state.
 
         Raises:
           DamagedCheckpointError: The checkpoint does not read back as it was saved; the message says what differs.

@@ -52,8 +52,6 @@ def load_config(
     ``--help`` prints the options, with the file's values as defaults, and leaves with status 0.
 
     Args:
-      root: The dataclass of the configuration.
-      argv: The words of the command line.
       prog: The words by which the program is called, for ``--help``.
       description: The text of ``--help`` above the options.
       example: A configuration to suggest when none is given; None: the file is optional.

@@ -50,18 +50,10 @@ def check_answers(
     workers: int | None,
     timeout_s: float,
 ) -> list[AnswerCheck]:
-    """Scores right answers as responses, in worker processes unless the reward is one of the toy tasks.
+    """Scores ``count`` right answers of each data set as responses; ``seed`` chooses them.
 
-    Args:
-      sets: The problems of each data set.
-      reward: The name of the reward.
-      count: The number of answers to score in each data set. They are chosen with ``seed``.
-      seed: The seed of the choice.
-      workers: The number of worker processes, as in ``DataConfig``. At least one is used.
-      timeout_s: The longest time for one answer (seconds).
-
-    Returns:
-      The check of each data set. After ``LONGEST_S`` seconds no further answer is scored.
+    They are scored in worker processes, at least one, unless the reward is one of the toy tasks. ``timeout_s`` is the
+    longest time for one answer (seconds). After ``LONGEST_S`` seconds no further answer is scored.
 
     Raises:
       ValueError: There is no such reward.
@@ -113,9 +105,7 @@ def _score(pool: RewardPool, problems: Sequence[Problem], way: str, deadline: fl
 def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> str:
     """Returns the counts of data sets as a short table, with three of the right answers that fail.
 
-    Args:
-      tallies: The counts of each data set, and the check of its answers.
-      limit: The longest prompt (tokens); None: lengths were not counted.
+    ``limit`` is the longest prompt (tokens); None: lengths were not counted.
     """
     over = "over length" if limit is None else f"over {limit} tokens"
     lines = [["data", "rows", "no answer", over, "repeated prompts", "answers that fail"]]

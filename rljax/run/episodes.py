@@ -50,16 +50,11 @@ class Episodes:
         template_arguments: Mapping[str, Any] | None = None,
         stop: StopRequest | None = None,
     ) -> None:
-        """Samples nothing yet.
+        """Samples nothing yet. ``close`` closes the ``hosts``.
 
-        Args:
-          engine: The engine that samples the turns.
-          tokenizer: The tokenizer, with the chat template that renders messages of environments.
-          hosts: The processes in which the environments run. ``close`` closes them.
-          config: The limits of a trajectory.
-          max_prompt_tokens: The longest prompt. A trajectory whose environment gives a longer one has failed.
-          template_arguments: Further arguments of the chat template.
-          stop: The object that says whether sampling is given up; None: it never is.
+        The tokenizer's chat template renders messages of environments, with ``template_arguments``. A trajectory whose
+        environment gives a longer prompt than ``max_prompt_tokens`` has failed. ``stop`` says whether sampling is given
+        up; None: it never is.
         """
         self.engine, self.tokenizer, self.hosts, self.config = engine, tokenizer, hosts, config
         self.max_prompt_tokens, self.template_arguments = max_prompt_tokens, dict(template_arguments or {})

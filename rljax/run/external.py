@@ -109,7 +109,6 @@ class ExternalBatches(Batches):
 
         Args:
           stream: The problems. Only their number matters.
-          queue: The queue that the trajectories are taken from.
           stop: The request to stop, which ends a wait.
           run_dir: The run directory, for ``policy.json``.
           source: The value of ``rollout.trajectories``.

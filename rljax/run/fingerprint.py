@@ -22,10 +22,8 @@ def array_checksums(tree: Any) -> dict[str, str]:
 
     The 64 bits are two sums over all elements, each mixed with its position; one changed element always changes them.
     Arrays are summed on their devices, one after the other in the order of the tree. So no two devices wait for each
-    other in different sums. An array in the host's memory is first copied to the devices.
-
-    Returns:
-      The dtype, shape and checksum of each array by tree path, such as ``float32[2, 3] 0123456789abcdef``.
+    other in different sums. An array in the host's memory is first copied to the devices. The result has the dtype,
+    shape and checksum of each array by tree path, such as ``float32[2, 3] 0123456789abcdef``.
     """
     sums = [fetch(_sums(on_devices(leaf))) for leaf in jax.tree.leaves(tree)]
     forms = array_forms(tree).items()

@@ -105,9 +105,7 @@ class Guard:
 class SkippedUpdates:
     """The count of updates in a row that were skipped because their gradients were not finite.
 
-    Attributes:
-      in_a_row: The number of these updates since the last step with an update.
-      since_step: The step of the first of them.
+    ``in_a_row`` counts those since the last step with an update. ``since_step`` is the step of the first of them.
     """
 
     def __init__(self, max_in_a_row: int, updates_per_step: int):

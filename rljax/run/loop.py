@@ -92,15 +92,9 @@ def train(
     error or interrupt is raised again after the newest finished step is recorded and saved. A line on stderr says so.
     An OwnedError is raised at once.
 
-    Args:
-      parts: The parts of the run.
-      state: The device state at ``progress``, which is donated.
-      progress: The counters at which the run starts. They are advanced in place.
-      record: The recorder of the rows.
-      last_row: The row of step ``progress.step``, for a schedule that watches a metric of the step before.
-
-    Returns:
-      The device state after the last finished step, whose files are complete.
+    The state at ``progress`` is donated, and ``progress`` is advanced in place. ``last_row`` is the row of step
+    ``progress.step``, for a schedule that watches a metric of the step before. Returns the device state after the last
+    finished step, whose files are complete.
     """
     config, checkpointer = parts.config, parts.checkpointer
     newest = NewestStep(state, progress, parts.state_dict(progress), last_row or {})

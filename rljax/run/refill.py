@@ -89,9 +89,7 @@ def split(rollouts: Rollouts, kept: np.ndarray, dropped: np.ndarray) -> Rollouts
 def sum_rows(rows: Sequence[Row], counts: Sequence[int]) -> Row:
     """Returns the row of all rounds: counts and seconds are added up, and fractions are averaged over the groups.
 
-    Args:
-      rows: The row of each round.
-      counts: The number of groups of each round.
+    ``counts`` has the number of groups of each round.
     """
     summed: Row = {}
     for key in dict.fromkeys(key for row in rows for key in row):

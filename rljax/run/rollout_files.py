@@ -34,15 +34,8 @@ def write_rollouts(
 ) -> None:
     """Writes a token dump and a transcript, at the steps of ``rollout.dump_every`` and ``rollout.transcript_every``.
 
-    Args:
-      config: The configuration of the run.
-      step: The step of the rollouts.
-      policy_version: The trainer's policy version before the update of this step.
-      rollouts: The responses of the step, with their rewards.
-      sequences: The rows of these responses, prompt by prompt.
-      trainer: A function that fetches the trainer's numbers of the tokens from the devices. It is called only if a file
-        is written.
-      tokenizer: The tokenizer, which writes the texts of the transcript.
+    ``write_tokens`` describes the other arguments. ``trainer`` is here a function that fetches the numbers from the
+    devices. It is called only if a file is written. The tokenizer writes the texts of the transcript.
     """
     wanted = config.rollout
     is_dump, is_transcript = (every > 0 and step % every == 0 for every in (wanted.dump_every, wanted.transcript_every))
@@ -72,14 +65,8 @@ def write_tokens(
     has the entropy of the trainer's distribution (nats) if ``trainer`` has it. The likeliest tokens are in the dump if
     the sequences have them; the trainer's are the sampler's tokens, sorted by the trainer's log-probabilities. If the
     sampling is cut, both columns are normalised over the tokens of the cut. Tokens that an environment wrote have no
-    log-probability, and their ``turn`` is 0.
-
-    Args:
-      config: The configuration of the run.
-      step: The step of the rollouts.
-      policy_version: The trainer's policy version before the update of this step.
-      sequences: The rows of the responses.
-      trainer: The trainer's numbers of their tokens, before the update.
+    log-probability, and their ``turn`` is 0. ``policy_version`` and ``trainer`` are those before the update of this
+    step.
     """
     from rljax.record.token_dumps import dump_of_responses, write_dump  # pyarrow, for few runs
 

@@ -142,9 +142,8 @@ def starting_state(
 ) -> tuple[TrainState, dict[str, Any]]:
     """Reads the newest whole checkpoint, or else the model; every process calls it.
 
-    Returns:
-      The device state at which the run starts, and the JSON part of its checkpoint, {} without a checkpoint. The
-      function ``load_host`` is called with that part before the arrays are read.
+    Returns the device state at which the run starts, and the JSON part of its checkpoint, {} without a checkpoint.
+    ``load_host`` is called with that part before the arrays are read.
 
     Raises:
       ConfigError: The model or the checkpoint cannot be used.

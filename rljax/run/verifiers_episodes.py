@@ -74,9 +74,7 @@ def described(name: str) -> dict[str, Any]:
 def program_settings(config: Config, stops: Sequence[int] = ()) -> dict[str, Any]:
     """Returns the first message to the process of verifiers: the settings of the environment and its renderer.
 
-    Args:
-      config: The configuration of the run, with the local directory of the model.
-      stops: The token ids that end a turn.
+    The configuration has the local directory of the model. ``stops`` are the token ids that end a turn.
 
     Raises:
       ValueError: The file of the environment cannot be read.
@@ -127,15 +125,10 @@ class VerifiersEpisodes:
         max_prompt_tokens: int,
         stop: StopRequest | None = None,
     ) -> None:
-        """Starts the process of verifiers.
+        """Starts the process of verifiers with the message of ``program_settings``.
 
-        Args:
-          engine: The engine that samples the turns.
-          tokenizer: The tokenizer of the problems' prompts.
-          settings: The message of ``program_settings``.
-          config: The limits of a trajectory.
-          max_prompt_tokens: The longest first prompt.
-          stop: The object that says whether sampling is given up; None: it never is.
+        ``max_prompt_tokens`` is the longest first prompt. ``stop`` says whether sampling is given up; None: it never
+        is.
 
         Raises:
           ValueError: The environment cannot be loaded.

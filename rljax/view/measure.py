@@ -95,16 +95,11 @@ def measure(
 ) -> Measured:
     """Measures every sequence of a dump.
 
-    Args:
-      dump: The dump.
-      columns: The columns in the trainer's and in the rollout engine's place, from ``choose_columns``.
-      correction: The correction of the run that wrote the dump. None: the weights are unknown.
-      progress: A function that is called with the number of newly measured sequences.
-
-    Returns:
-      The numbers. The contribution of a sequence is its share of the sum of k3 = exp(lr) - 1 - lr over all tokens,
-      where lr is the log-ratio (Schulman, "Approximating KL Divergence", 2020). If there is only one column, it is the
-      share of the sum of abs(log p).
+    ``columns`` are those in the trainer's and in the rollout engine's place, from ``choose_columns``. ``correction`` is
+    the correction of the run that wrote the dump. Without it the weights are unknown. ``progress`` is called with the
+    number of newly measured sequences. The contribution of a sequence is its share of the sum of k3 = exp(lr) - 1 - lr
+    over all tokens, where lr is the log-ratio (Schulman, "Approximating KL Divergence", 2020). If there is only one
+    column, it is the share of the sum of abs(log p).
 
     Raises:
       ValueError: The dump has no sequence.

@@ -39,15 +39,10 @@ class Page:
     _ids: list[np.ndarray] = field(default_factory=list)  # the token ids whose texts the page needs
 
     def add(self, name: str, dump: TokenDump, measured: Measured, *, tokens: int, alternatives: int) -> None:
-        """Adds a dump.
+        """Adds a dump, which the page calls ``name``, and the result of ``measure``.
 
-        Args:
-          name: The name of the dump on the page.
-          dump: The dump.
-          measured: The result of ``measure``.
-          tokens: The most tokens that are shown one by one. They are those of the sequences that contribute most. The
-            first of these sequences is always shown.
-          alternatives: The number of likeliest tokens that are shown at each token.
+        At most ``tokens`` tokens are shown one by one. They are those of the sequences that contribute most. The first
+        of these sequences is always shown. Each token has ``alternatives`` likeliest tokens.
         """
         lengths = np.asarray([len(dump.token_ids[row]) for row in measured.order])
         shown = max(int((np.cumsum(lengths) <= tokens).sum()), min(len(lengths), 1))

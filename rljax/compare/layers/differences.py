@@ -84,13 +84,10 @@ class LayerComparison:
 
 
 def compare_layers(reference: Tracer, tested: Tracer, tokens: np.ndarray, effects: int = EFFECTS) -> LayerComparison:
-    """Compares two scorers of one policy at each operation.
+    """Compares two scorers of one policy at each operation, on one sequence, int32 [t] with at least 2 tokens.
 
-    Args:
-      reference: The scorer whose values are fed to the other one.
-      tested: The scorer whose operations are judged.
-      tokens: The token ids of one sequence, int32 [t], at least 2.
-      effects: The number of operations whose effect on the reference's log-probabilities is measured.
+    The values of ``reference`` are fed to ``tested``, whose operations are judged. The effect on the reference's
+    log-probabilities is measured for ``effects`` operations.
     """
     inputs, free = reference.run(tokens, {}), tested.run(tokens, {})
     theirs, own, again = reference.run(tokens, inputs), tested.run(tokens, inputs), tested.run(tokens, free)

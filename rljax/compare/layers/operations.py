@@ -83,14 +83,9 @@ class Tracer(Protocol):
     config: PolicyConfig  # the policy
 
     def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> Values:
-        """Computes one sequence.
+        """Computes one sequence, int32 [t]. Returns the value that each operation computes.
 
-        Args:
-          tokens: The token ids of the sequence, int32 [t].
-          given: The values that are passed on in the place of computed ones, by the name of the operation.
-
-        Returns:
-          The value that each operation computes, also of those whose value was replaced afterwards.
+        Operations named in ``given`` pass on these values in the place of the computed ones.
         """
 
 

@@ -19,11 +19,9 @@ class TorchTracer:
     """A transformers model on torch."""
 
     def __init__(self, directory: str | Path, dtype: str, label: str, attention: str | None = None, rows: int = 1):
-        """Loads the model.
+        """Loads the model. The sequence is in each of the ``rows`` of a batch.
 
-        Args:
-          attention: The attention of transformers, such as "eager" or "sdpa". None: its default.
-          rows: The number of rows of the batch; each holds the sequence.
+        ``attention`` is a name of transformers, such as "eager" or "sdpa"; None: its default.
 
         Raises:
           ValueError: torch or transformers is missing, or the directory is no model.

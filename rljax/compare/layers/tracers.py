@@ -39,11 +39,7 @@ def open_tracer(spec: str, model: str | os.PathLike[str] | None) -> Iterator[Tra
     The keys of ``jax:`` are attention (auto, xla, cudnn or splash), head (the dtype of the LM head's products), logits
     (the dtype that logits are rounded to), fsdp, tp, rows and width (the batch, in rows and tokens). The keys of
     ``hf:`` are attention (a name of transformers) and rows. Each row of a batch holds the same sequence. ``vllm:`` is a
-    running server.
-
-    Args:
-      spec: The spec of the scorer.
-      model: The Hugging Face directory, if the spec names none.
+    running server. ``model`` is the Hugging Face directory, if the spec names none.
 
     Raises:
       ValueError: The spec is unknown, or the scorer cannot be made here.
