@@ -36,7 +36,7 @@ def aggregation_weights(
         in the mask do not count.
       mask: The tokens in the loss.
       constant: The divisor of "sequence_sum" (tokens), at least 1.
-      sequence_ids, num_sequences: The sequences of packed rows, as in ``mismatch.tokens.read_sequences``.
+      sequence_ids, num_sequences: The index of each token's sequence, which lies whole in one row, and their number.
 
     Returns:
       The weights [b, t] and the denominator [], both float32.

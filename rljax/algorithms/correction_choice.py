@@ -211,7 +211,7 @@ def correct(
       logprobs: The trainer's log-probabilities before the first update on the batch (nats).
       rollout_logprobs: The log-probabilities of the rollout engine (nats).
       mask: The tokens in the loss.
-      sequence_ids, num_sequences: The sequences of packed rows, as in ``mismatch.tokens.read_sequences``.
+      sequence_ids, num_sequences: The index of each token's sequence, which lies whole in one row, and their number.
 
     Returns:
       The weights, the mask and the statistics. The weights are float32 and not normalised (``gradient_divisor`` does

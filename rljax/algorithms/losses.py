@@ -118,7 +118,7 @@ def policy_loss(
         does not use them.
       advantages: The advantage of each token.
       mask: The tokens in the loss. "gspo" averages over the same tokens.
-      sequence_ids, num_sequences: The sequences of packed rows, as in ``mismatch.tokens.read_sequences``.
+      sequence_ids, num_sequences: The index of each token's sequence, which lies whole in one row, and their number.
       staleness: The number of policy versions between the sampling of each token and this step, for the bounds of
         stale tokens. None: no token is stale.
 

@@ -130,7 +130,6 @@ class Likeliest:
     """
 
     def __init__(self, k: int) -> None:
-        """Stores the number of likeliest tokens."""
         self._k = k
         self._tops: dict[str, dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
         self._entropy: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -206,7 +205,6 @@ def _kl(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _top(known: TokenLogprobs) -> np.ndarray:
-    """Returns the likeliest token at each place, [n]."""
     best = np.argmax(known.logprobs, axis=1)
     return best if known.ids is None else known.ids[np.arange(len(best)), best]
 

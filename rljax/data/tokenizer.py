@@ -116,9 +116,10 @@ class Tokenizer:
     def render_reply(self, messages: Sequence[Mapping[str, str]], *, ended: bool, **arguments: Any) -> str:
         """Renders the text of the template from the end of an answer to the beginning of the model's next answer.
 
-        The text does not depend on the chat before, so it is taken from a short chat that ends with ``messages``, for
-        example of the roles tool and user. ``ended`` says whether the answer's tokens hold the token ``template_stop``
-        already. Its text is then left out. ``arguments`` go to the template, such as ``enable_thinking``.
+        The text does not depend on the chat before, so it is taken from a short chat that ends with ``messages``. These
+        have for example the roles tool and user. ``ended`` says whether the answer's tokens hold the token
+        ``template_stop`` already. Its text is then left out. ``arguments`` go to the template, such as
+        ``enable_thinking``.
 
         Raises:
           ValueError: The template refuses the messages or leaves one out, does not name an argument, or ends an answer

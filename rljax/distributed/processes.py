@@ -305,7 +305,8 @@ def start_processes(
       count: The number of processes; 0 means as the cluster says, and 1 a single process.
       index: The number of this process, from 0; -1 means as the cluster says.
       coordinator: The HOST:PORT of process 0; empty means as the cluster says.
-      heartbeat_s, stuck_s: The limits in seconds of ``liveness``; ``stuck_s`` 0 means no limit.
+      heartbeat_s: The longest time from the last sign of life of a process to the end of the others (seconds).
+      stuck_s: The longest time that a process may stay in one place (seconds); 0 means no limit.
 
     Raises:
       ConfigError: The options do not fit each other, or the environment has several processes that JAX does not find.

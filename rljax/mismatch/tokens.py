@@ -183,8 +183,12 @@ def read_tokens(
 ) -> Tokens:
     """Checks the arrays of a batch and finds its sequences.
 
-    It works under jit, grad (without gradient), vmap and scan, and with rows sharded over Auto mesh axes. The arrays
-    are those of ``mismatch_metrics``, and the last two those of ``read_sequences``.
+    It works under jit, grad (without gradient), vmap and scan, and with rows sharded over Auto mesh axes.
+
+    Args:
+      trainer_logprobs, rollout_logprobs: The log-probability of each token under either engine, [b, t] float, nats.
+      response_mask: The response mask, [b, t] bool, int or float. A token counts where it is not 0. Holes are allowed.
+      sequence_ids, num_sequences: The arguments of ``read_sequences``. None: each row is one sequence.
 
     Raises:
       ValueError: The shapes differ or are not two-dimensional, or the sequences break these rules.

@@ -143,8 +143,8 @@ IMPLEMENTATIONS: dict[str, Grouped] = {
 def choose_experts(name: ExpertsName, device: Any, dtype: Any, widths: tuple[int, int]) -> Grouped:
     """Chooses the implementation that ``policy.experts`` means.
 
-    ``device`` is as in ``choose_attention``. ``dtype`` is the dtype of the rows and matrices, and ``widths`` are the
-    widths d and f on each device.
+    ``device`` is any device of the mesh, which may exist only for compilation ahead of time. ``dtype`` is the dtype of
+    the rows and matrices, and ``widths`` are the widths d and f on each device.
 
     Raises:
       ValueError: The implementation does not support the device or the sizes. The message begins with the key.

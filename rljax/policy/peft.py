@@ -81,7 +81,8 @@ def load_adapters(
 ) -> Params:
     """Reads float32 adapters, with the rank, alpha and targets of ``lora``, from a directory in PEFT's layout.
 
-    The tensors may be F16, BF16, F32 or F64. ``shardings`` is as in ``hf.load_params``.
+    The tensors may be F16, BF16, F32 or F64. ``shardings`` has a NamedSharding at each leaf. Without it everything is
+    on the default device.
 
     Raises:
       ValueError: A file is missing or cannot be used, or the adapters have another kind, rank, alpha or other targets.

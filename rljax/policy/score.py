@@ -93,13 +93,15 @@ def packed_logprobs(
 ) -> Scores:
     """Computes the log-probability of each token given the tokens before it in its segment, and the entropy there.
 
-    ``hidden_states`` and ``head.token_logprobs`` describe the arguments that are not below.
+    ``hidden_states`` describes the arguments that are not below.
 
     Args:
+      temperature: The temperature of the scored distribution, positive.
       lm_head_dtype: The dtype of the operands of the LM head's products. None: the dtypes of hidden states and table.
       top_ids: The ids of k more tokens to score at each position; -1 where there are fewer. None: no others.
       cut: Whether the scored distributions are cut to ``top_ids`` and normalised over them. A token without any of them
         has log-probability and entropy 0.
+      collision: Whether to compute the sum of squared probabilities of each distribution.
 
     Returns:
       The scores. ``logprobs[b, t]`` belongs to ``tokens[b, t]``, and ``tops[b, t]`` to ``top_ids[b, t]``.

@@ -189,7 +189,6 @@ class MlflowTracker:
 
 
 def _parts(values: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    """Yields the values in parts of at most ``size``."""
     return (values[start : start + size] for start in range(0, len(values), size))
 
 

@@ -162,8 +162,6 @@ def make_engine(
 ) -> RolloutEngine:
     """Makes the engine that ``config.engine`` names. Its method ``publish`` takes the parameters.
 
-    :class:`ServedEngine` and :class:`JaxEngine` describe the arguments that are not below.
-
     Args:
       mesh: The trainer's mesh.
       max_prompt_tokens: The longest prompt (tokens).
@@ -172,6 +170,10 @@ def make_engine(
         embedded engine uses the rollout dtype. The exact engine ignores it, because its executable has its own setting.
       make_executable: A function that makes the trainer's executable. The exact engine alone needs it.
       functions: The functions of the policy for HTTP servers. None: those that ``policy_functions`` returns.
+      publish: The way in which weights come to HTTP servers.
+      stop: The object that tells an engine of HTTP servers when to give up a wait.
+      probe_prompts: The prompts from which probes for HTTP servers are made.
+      step_prompts: The number of prompts of a step, to which the embedded engine pads smaller requests; 0: no padding.
 
     Raises:
       ConfigError: No server answers in time, or there is no room for weights.
@@ -238,7 +240,8 @@ def load_jax_engine(
 ) -> JaxEngine:
     """Makes the embedded engine on the first device, and publishes a model to it as version 0.
 
-    ``model`` is a directory with ``config.json`` and safetensors. ``JaxEngine`` describes the other arguments.
+    ``model`` is a directory with ``config.json`` and safetensors. The engine computes in ``dtype``, for prompts of at
+    most ``max_prompt_tokens``. Its cache has ``kv_cache_dtype``, a value of ``RolloutConfig.kv_cache_dtype``.
     """
     policy, mesh = read_config(model), make_mesh(MeshConfig(), jax.devices()[:1])
     engine = JaxEngine(policy, dtype, max_prompt_tokens, mesh=mesh, kv_cache_dtype=kv_cache_dtype)
@@ -257,7 +260,7 @@ def connect(
 ) -> ServedModel:
     """Connects to servers, vllm or sglang, that sample from the model that they were started with.
 
-    :class:`ServedModel` describes the other arguments.
+    ``urls`` are their base URLs, and ``api_key_file`` is the file with their key. ``limits`` None: the defaults.
 
     Raises:
       ServerError: A server does not answer.

@@ -219,8 +219,8 @@ def admit(
 ) -> tuple[Slots, Sampled]:
     """Computes the keys and values of prompts, and puts each prompt into the slots of its responses.
 
-    The slots and samples are donated. A prompt that only fills the group up has the number of slots in ``into`` and the
-    number of prompts in ``numbers``, so that nothing is written.
+    The slots and samples are donated. Nothing is written for a prompt that only fills the group up. It has the number
+    of slots in ``into`` and the number of prompts in ``numbers``.
 
     Args:
       params: The weights in the rollout dtype.

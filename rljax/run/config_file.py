@@ -227,7 +227,6 @@ def _names(location: Sequence[str | int], values: Any) -> Names:
 
 
 def _over_options(root: type, values: dict[str, Any], words: Sequence[str], prog: str) -> tuple[dict[str, Any], Places]:
-    """Returns the values with the options' values in their place, and the places of the options."""
     if not words:
         return values, {}
     from rljax.run.options import read_options  # tyro takes a tenth of a second

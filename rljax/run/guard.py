@@ -66,7 +66,6 @@ class Guard:
     """The rules of a run, and the number of rows in a row for which each has been true."""
 
     def __init__(self, config: GuardConfig):
-        """Starts with every rule false."""
         self._rules = [(parse_rule(text), False) for text in config.warn]
         self._rules += [(parse_rule(text), True) for text in config.stop]
         self._streaks: dict[str, int] = {}

@@ -89,7 +89,6 @@ class FirstLengthsTracker(SurgeTracker):
     """
 
     def __init__(self) -> None:
-        """Starts before the first batch."""
         super().__init__()
         self._first: list[float] = []
 
@@ -117,8 +116,8 @@ class FirstLengthsTracker(SurgeTracker):
 def neighbours_of(config: SurgeConfig, more: Mapping[str, Sequence[float]] | None = None) -> list[Rule]:
     """Returns the rule in use, the shipped rule, the study's rule, three times the first lengths, and neighbours.
 
-    Neighbours are the rule in use with other ratios, with other warm-ups, with truncated batches, and with each of the
-    further values of its fields in ``more``.
+    Neighbours are the rule in use with other ratios, with other warm-ups and with truncated batches. ``more`` has
+    further values of its fields. Each makes a neighbour, too.
     """
     rules = [Rule(IN_USE, config), Rule("shipped", SurgeConfig()), Rule("study", STUDY), Rule("three times", None)]
     changed: dict[str, tuple[float, ...]] = {"ratio": (2.0, 2.5, 3.0), "warmup": (10, 40), "max_truncated": (1.0,)}

@@ -40,9 +40,14 @@ class LengthTriggeredScheduler(OfController, LRScheduler):
         decay_factor: float = 0.5,
         floor_ratio: float = 0.1,
     ) -> None:
-        """Starts before the first update. Each parameter group of the optimizer decays from its own initial rate.
+        """Checks the arguments and starts before the first update.
 
-        ``LengthTriggeredLR`` describes the other arguments.
+        Args:
+          optimizer: The optimizer. Each parameter group decays from its own initial rate.
+          tracker: The tracker that calls the surge. None: ``SurgeTracker()``.
+          multiplier: The ratio of decay period to surge step, at least 1.
+          decay_factor: The factor of each decay, in (0, 1).
+          floor_ratio: The lowest rate as a fraction of the initial one, in [0, 1].
 
         Raises:
           ValueError: An argument is out of range.
@@ -56,8 +61,12 @@ class LengthTriggeredScheduler(OfController, LRScheduler):
     def observe(self, length: Any, truncated_fraction: Any = None) -> list[float]:
         """Observes one rollout batch and writes the rates of the update that follows.
 
-        The arguments are those of ``LengthTriggeredLR.step``, over all ranks. Returns the rate of each parameter group.
-        During the warm-up of a ``SequentialLR`` they are not written.
+        Args:
+          length: The mean response length of the batch over all ranks (tokens), a scalar.
+          truncated_fraction: The share of responses that reached the length limit, in [0, 1]. None: unknown.
+
+        Returns:
+          The rate of each parameter group. During the warm-up of a ``SequentialLR`` they are not written.
         """
         self._controller.step(length, truncated_fraction)
         rates = self.get_lr()

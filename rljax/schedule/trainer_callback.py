@@ -34,9 +34,13 @@ class LengthTriggeredCallback(OfController, TrainerCallback):
         truncated_key: str = "completions/clipped_ratio",
         updates_per_batch: int | None = None,
     ) -> None:
-        """Checks the arguments. The first four are those of ``LengthTriggeredLR``.
+        """Checks the arguments.
 
         Args:
+          tracker: The tracker that calls the surge. None: ``SurgeTracker()``.
+          multiplier: The ratio of decay period to surge step, at least 1.
+          decay_factor: The factor of each decay, in (0, 1).
+          floor_ratio: The lowest rate as a fraction of the initial one, in [0, 1].
           length_key: The key of the mean response length in the log. A log without it is not a step.
           truncated_key: The key of the share of truncated responses in the log. It may be absent.
           updates_per_batch: The number of updates on one rollout batch, which share a rate. None: computed from

@@ -118,12 +118,12 @@ class ExactPass:
     ):
         """Prepares the executable, which is compiled at the first call. Another shape is an error, not a compilation.
 
-        ``TrainStep`` describes ``options`` and ``cut``.
-
         Args:
           rows: The number b of rows of a micro-batch, and of sequences that are sampled at the same time.
           row_tokens: The number t of tokens of a row: the longest prompt with its response.
+          options: The choice of kernels, which ``choose_kernels`` refuses if the devices lack one.
           reported: The number of the sampler's likeliest tokens that every micro-batch has at each position.
+          cut: Whether the rollouts are sampled from a cut distribution, over ``PackedBatch.top_ids``.
         """
         dtype = jnp.dtype(precision.compute_dtype)
         kernels = choose_kernels(options, config, precision.compute_dtype, mesh)
@@ -238,10 +238,10 @@ class ExactUpdate:
     ):
         """Prepares the executables around the pass that the engine samples with.
 
-        ``TrainStep`` describes the arguments that are not below.
-
         Args:
+          temperature: The temperature of the rollouts.
           reference: The masters of the frozen policy of a KL penalty, on the devices. The same pass scores them.
+          lora: The choice of adapters. If there are any, the state has the adapters.
           merged: A function that returns the weights that the adapters make, in float32; None without adapters.
           for_dumps: Whether the entropies of the tokens are kept for token dumps.
         """

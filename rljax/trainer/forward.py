@@ -34,9 +34,9 @@ def micro_gradients(
     """Computes the forward and backward of one micro-batch [b, t].
 
     ``compute`` has the parameters in the compute dtype, with respect to which the gradient is taken. ``score`` is a
-    function of such parameters and a micro-batch. ``Objective.micro_loss`` describes the last two arguments, and
-    ``scale`` is the factor of its loss. Returns the gradients in the compute dtype, the statistics of the loss, and the
-    scores.
+    function of such parameters and a micro-batch. ``scale`` is the factor of the loss, ``provisional`` its provisional
+    denominator, and ``mean_weight`` the value of ``Objective.mean_weight``. Returns the gradients in the compute dtype,
+    the statistics of the loss, and the scores.
     """
 
     def loss_fn(compute: Params) -> tuple[jax.Array, tuple[Statistics, Scores]]:

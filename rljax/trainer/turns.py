@@ -16,7 +16,6 @@ class TurnsUpdate:
     """An ``Update`` that also measures ``turns/<name>``, on the host, from the numbers of the update itself."""
 
     def __init__(self, update: Update):
-        """Wraps the update that trains."""
         self._update = update
         self.pack = update.pack
 

@@ -212,7 +212,6 @@ class OffloadedUpdate:
     """
 
     def __init__(self, update: Update) -> None:
-        """Wraps an update that works on the devices."""
         self._update = update
         self.pack = update.pack
 

@@ -180,8 +180,9 @@ def open_weight_directory(
 ) -> WeightDirectory:
     """Makes the directory of a run's versions, and opens the place where servers read them.
 
-    With the store "shared" all versions are dense, and ``writer`` is None. ``WeightDirectory`` and ``make_part_writer``
-    describe the arguments.
+    The directory is made in ``parent``, or in this machine's memory. With the store "shared" all versions are dense,
+    and ``writer`` must be None, which means the default writer. ``api_key_file`` has the key that every HTTP request
+    must bring.
 
     Raises:
       RuntimeError: The directory cannot be written, the HTTP server does not start, or the store cannot be opened.

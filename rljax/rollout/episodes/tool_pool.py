@@ -43,9 +43,9 @@ class ToolPool:
     ) -> Future[ToolResult]:
         """Starts to call the function ``path`` with named or listed arguments.
 
-        ``counted`` is as in ``call_tool``. ``began`` is called on another thread, once a free process has imported the
-        function. The result is a future, also of a failure. The future itself raises RuntimeError only if no process
-        can be started, and CancelledError after ``close``.
+        ``counted``: Whether the call counts in the metrics. ``began`` is called on another thread, once a free process
+        has imported the function. The result is a future, also of a failure. The future itself raises RuntimeError only
+        if no process can be started, and CancelledError after ``close``.
 
         Raises:
           RuntimeError: The pool is closed.

@@ -30,7 +30,6 @@ class WaitingGroups:
     """
 
     def __init__(self, group_size: int) -> None:
-        """Starts without a trajectory."""
         self._group_size = group_size
         self._open: dict[str, list[Item]] = {}
         self._complete: list[list[Item]] = []

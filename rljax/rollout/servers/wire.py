@@ -167,8 +167,8 @@ def check_completion(
 ) -> None:
     """Raises ReplyError if a completion cannot be the answer to ``request``, so that no step trains on it.
 
-    ``url`` and ``vocab_size`` are as in ``check_tops``. ``may_be_part``: Whether the server may have given the response
-    up after any number of tokens.
+    Messages name the server ``url``. Every token id is below ``vocab_size``, or that is None: it is not known.
+    ``may_be_part``: Whether the server may have given the response up after any number of tokens.
     """
     tokens, finish = completion.token_ids, completion.finish_reason
     longest = request.sampling.max_response_tokens

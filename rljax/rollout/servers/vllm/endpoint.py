@@ -64,7 +64,6 @@ class Rollouts:
     """The endpoint, an ASGI application. Responses are given up where the client deletes them or goes away."""
 
     def __init__(self) -> None:
-        """Samples nothing yet."""
         self._tasks: dict[str, list[_Sampling]] = {}  # the task of each response, by the name of its batch
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:

@@ -20,7 +20,6 @@ class ForcedSampler(Hooks):
     """The hooks on the sampler of one worker."""
 
     def __init__(self, runner: Any) -> None:
-        """Installs the hooks on ``runner.sampler``."""
         super().__init__()
         self._runner = runner
         self.deadlines: dict[str, float] = {}  # the time at which each client counts as gone (``time.monotonic``)

@@ -15,7 +15,6 @@ class Hooks:
     """Hooks on modules. The first error inside one of them removes them all, and the forward goes on without them."""
 
     def __init__(self) -> None:
-        """Makes no hook yet."""
         self.error = ""  # the error that ended the hooks, or ""
         self._handles: list[Any] = []
 
