@@ -26,7 +26,7 @@ class CorrectionConfig:
 
     preset: Preset = "none"
     """A named combination of the other fields. With a preset, the other fields must keep their defaults. Only part and
-    score_centering may stand beside it."""
+    score_centering may be set with it."""
     level: Literal["none", "token", "sequence", "geometric"] = "none"
     """The importance ratio that weights the loss of a token. token: its own ratio. sequence: the product over its
     sequence. geometric: the n-th root of that product, for n tokens. none: no weights."""
@@ -74,8 +74,8 @@ class CorrectionConfig:
     likeliest tokens, the sampled token, and all others together. tops needs ``rollout.top_logprobs`` or
     ``rollout.top_k``."""
     score_centering: bool = False
-    """Subtract the expected score under the sampler from the gradient of each token (arXiv 2609.20807). It may stand
-    beside a preset. It needs ``rollout.top_logprobs`` or ``rollout.top_k``."""
+    """Subtract the expected score under the sampler from the gradient of each token (arXiv 2609.20807). It may be
+    set with a preset. It needs ``rollout.top_logprobs`` or ``rollout.top_k``."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -123,7 +123,7 @@ class CorrectionConfig:
             )
 
     def _check_centering(self) -> None:
-        """Raises ValueError if score centering stands beside a correction whose expectation is not known."""
+        """Raises ValueError if score centering is combined with a correction whose expectation is not known."""
         config = self.resolved()
         if not config.score_centering:
             return
@@ -136,7 +136,7 @@ class CorrectionConfig:
             fields = (field.name for field in dataclasses.fields(config))
             names = ", ".join(name for name in fields if name.startswith(("reject_", "veto")) and getattr(config, name))
             raise ValueError(
-                f"score_centering cannot stand beside a rejection of sequences, got {names}: "
+                f"score_centering cannot be combined with a rejection of sequences, got {names}: "
                 "the expectation over the kept sequences is not known"
             )
         if config.part != "whole":

@@ -200,7 +200,7 @@ def find_source(source: str) -> Path:
     except ConfigError:
         raise
     except Exception as error:  # the client raises errors of many types
-        raise ConfigError(f"{source} is no file here and cannot be had from the Hugging Face hub: {error}") from error
+        raise ConfigError(f"{source} is not a local file and the Hugging Face hub does not give it: {error}") from error
 
 
 def read_distinct(path: Path, form: FormName | None, tally: Tally) -> Selection:
@@ -332,7 +332,7 @@ def drop_unfit(selection: Selection, scores: Scores, low: float, high: float, sa
 
 
 def hold_out(selection: Selection, count: int, seed: int) -> list[Row]:
-    """Removes ``count`` random rows from the selection and returns them."""
+    """Removes ``count`` random rows from the selection and returns them. Raises ConfigError if no other row is left."""
     if count >= len(selection.rows):
         raise ConfigError(f"--hold-out {count} leaves nothing of {len(selection.rows)} problems to train on")
     chosen = set(np.random.default_rng(seed).permutation(len(selection.rows))[:count].tolist())

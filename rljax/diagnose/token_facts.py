@@ -66,7 +66,7 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
     """
     names = dump.first_runs
     if len(names) < 2:
-        raise ValueError(f"a diagnosis needs two columns of log-probabilities, got {names}: score one with compare")
+        raise ValueError(f"a diagnosis needs two columns of log-probabilities, got {names}: add one with rljax compare")
     roles = {dump.role(name): name for name in reversed(names)}
     trainer = roles.get("trainer") or next(name for name in names if name != roles.get("rollout"))
     rollout = roles.get("rollout") or next(name for name in names if name != trainer)

@@ -75,7 +75,7 @@ class Processes:
         return not self._failed
 
     def at(self, place: str) -> None:
-        """Notes that this process is now at ``place``, a phase of a step."""
+        """Records that this process is now at ``place``, a phase of a step."""
         self._liveness.at(place)
 
     def signal(self) -> int | None:
@@ -86,14 +86,14 @@ class Processes:
     def together(self, request: Request) -> Iterator[None]:
         """Announces work to the other processes; process 0 does its side in the block.
 
-        An error in the block leaves the processes at different places, so they can do nothing together any more. Every
+        After an error in the block the processes are at different points of the program and cannot work together. Every
         later call raises StartAgainError.
         """
         if self.count == 1:
             yield
             return
         if self._failed:
-            raise StartAgainError(f"the processes are at different places because {self._failed} failed")
+            raise StartAgainError(f"the processes are at different points of the program because {self._failed} failed")
         self._announce(request)
         try:
             with self.following():
@@ -319,7 +319,7 @@ def start_processes(
     if alone and not any(is_set):
         return Processes(**limits)
     if any(is_set) and not all(is_set):
-        raise ConfigError("run.processes (above 1), run.process_id and run.coordinator are given together, or none")
+        raise ConfigError("run.processes (above 1), run.process_id and run.coordinator must be given together, or none")
     if all(is_set) and index >= count:
         raise ConfigError(f"run.process_id = {index} must be below run.processes = {count}")
     if all(is_set) and not coordinator.rpartition(":")[2].isdecimal():

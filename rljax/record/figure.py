@@ -122,7 +122,7 @@ def plot_length(axis: Axes, runs: Sequence[Run], _: float) -> None:
 
 def plot_accuracy(axis: Axes, runs: Sequence[Run], _: float) -> None:
     """Draws the accuracy on each evaluation dataset, not smoothed."""
-    head(axis, "Evaluation accuracy", "share right")
+    head(axis, "Evaluation accuracy", "accuracy")
     keys = sorted({key for run in runs for row in run.rows for key in row if is_accuracy(key)})
     for index, key in enumerate(keys):
         marker = _MARKERS[index % len(_MARKERS)]
@@ -135,7 +135,7 @@ def plot_accuracy(axis: Axes, runs: Sequence[Run], _: float) -> None:
         return
     axis.set_ylim(bottom=0)
     if len(keys) == 1:
-        axis.set_ylabel(f"share right, {keys[0].split('/')[1]}")
+        axis.set_ylabel(f"accuracy, {keys[0].split('/')[1]}")
     else:
         axis.legend(frameon=False, fontsize=8.5, labelcolor=QUIET, loc="best")
 
@@ -278,7 +278,7 @@ def plot_report(
     smooth: float = SMOOTH,
     labels: Sequence[str] | None = None,
 ) -> Path:
-    """Plots ``metrics.jsonl`` of each run directory (at least one) into the PNG ``out`` and returns its path.
+    """Plots ``metrics.jsonl`` of each run directory (at least one) into ``out``, SVG or PNG, and returns its path.
 
     Args:
       smooth: The decay per step of the smoothed curves, in [0, 1). A smoothed curve is an exponential mean over the

@@ -169,7 +169,7 @@ class ExactEngine(RolloutEngine):
         return {} if self._drafts is None else self._drafts.publish(params, policy_version)
 
     def generate(self, prompts: Sequence[np.ndarray], n: int, sampling: SamplingParams, *, seed: int) -> Samples:
-        """Samples as many responses at a time as the executable has rows.
+        """Samples ``n`` responses to each prompt, as many at a time as the executable has rows.
 
         Raises ValueError if a prompt and the longest response do not fit into a row.
         """
@@ -179,7 +179,7 @@ class ExactEngine(RolloutEngine):
             if not 1 <= len(prompt) <= room:
                 raise ValueError(
                     f"a prompt has {len(prompt)} tokens, expected 1 to {room}: rows of {self._executable.row_tokens} "
-                    f"tokens less max_response_tokens = {limit}"
+                    f"tokens minus max_response_tokens = {limit}"
                 )
         wanted = [TurnRequest(i, j + 1, prompt, limit) for i, prompt in enumerate(prompts) for j in range(n)]
         batches = [dict(enumerate(wanted[first : first + size])) for first in range(0, len(wanted), size)]

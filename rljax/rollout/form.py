@@ -1,4 +1,4 @@
-"""The form in which servers hold weights and keys and values, where they round them on purpose."""
+"""The number formats in which servers hold weights, keys and values. They may round to 8 bits on purpose."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerForm:
-    """The form in which servers hold weights and cache. They round them on purpose if it is not the default.
+    """The number formats in which servers hold weights and key-value cache. By default nothing is rounded.
 
-    A server of another form is refused. The weights are published in ``rollout.dtype``, and their bits are verified
+    A server with other formats is refused. The weights are published in ``rollout.dtype``, and their bits are verified
     before the server rounds them.
     """
 
@@ -23,7 +23,7 @@ class ServerForm:
     def __post_init__(self) -> None:
         for name in ("weights", "kv_cache"):
             if not re.fullmatch(r"[\w.-]+", getattr(self, name)):
-                raise ValueError(f"{name} must be a server's name of a form, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be a name such as fp8_e4m3, got {getattr(self, name)!r}")
 
     @property
     def is_rounded(self) -> bool:
@@ -35,7 +35,7 @@ class ServerForm:
 
     @property
     def label(self) -> str:
-        """The name of the form in a comparison, such as "fp8_e5m2 cache"; empty where nothing is rounded."""
+        """The name of the form in a comparison, such as "fp8_e5m2 cache"; empty if nothing is rounded."""
         plain = ServerForm()
         parts = [f"{self.weights} weights"] if self.weights != plain.weights else []
         parts += [f"{self.kv_cache} cache"] if self.kv_cache != plain.kv_cache else []

@@ -136,7 +136,7 @@ class Checkpointer:
         self._clear_incomplete()  # the threads of a failed save may write after its error
         place = self._directory / str(step)
         if place.is_symlink() or place.is_file():
-            self._set_aside(step, self._damaged(step, "it is no folder"))
+            self._set_aside(step, self._damaged(step, "it is not a folder"))
         copied = _on_cpu_bytes(state)
         goes_on = copied < ROOM * (self._free_memory() or math.inf)
         frozen = jax.tree.map(jnp.copy, state) if copied and goes_on else state
@@ -170,7 +170,7 @@ class Checkpointer:
         return True
 
     def restore_host(self, step: int) -> dict[str, Any]:
-        """Reads the host state alone. Raises DamagedCheckpointError if it does not read back as it was saved."""
+        """Reads only the host state. Raises DamagedCheckpointError if it does not read back as it was saved."""
         return self._read_host(step)[0]
 
     def restore(
@@ -286,7 +286,7 @@ class Checkpointer:
         """Reads and checks the host state; returns it and the checksums of the arrays, {} if there are none."""
         host = self._read(step, "host", self._ocp.args.JsonRestore())
         if not isinstance(host, dict):
-            raise self._damaged(step, "its host state is no object")
+            raise self._damaged(step, "its host state is not a JSON object")
         if host.get("step", step) != step:  # a folder with the name of another step would block later saves
             raise self._damaged(step, f"it is that of step {host['step']!r:.60}")
         if SELF not in host and ARRAYS not in host:

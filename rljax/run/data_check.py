@@ -87,7 +87,7 @@ def _check(
     failed = [problem for problem, value in zip(chosen, rewards, strict=False) if value <= 0.0]
     if len(failed) == len(rewards) and reward not in SHIPPED:
         errors = f"; it failed {raised} times" if raised else ""
-        return AnswerCheck(reason=f"{reward} gives no right answer alone a reward{errors}")
+        return AnswerCheck(reason=f"{reward} rewards no right answer in any tried form{errors}")
     return AnswerCheck(len(rewards), failed)
 
 

@@ -129,17 +129,17 @@ def saved_steps(run_dir: Path) -> list[int]:
 
 
 def _fork_point(fork: str) -> tuple[Path, int]:
-    """Returns the run directory and the step that ``run.fork`` names. Raises ConfigError if it is no checkpoint."""
+    """Returns the run directory and the step that ``run.fork`` names. Raises ConfigError if it is not a checkpoint."""
     path = Path(fork)
     run_dir = path.parents[1] if path.parent.name == "checkpoints" else path
     steps = saved_steps(run_dir)
     if run_dir == path or not path.name.isdecimal() or int(path.name) not in steps:
-        raise ConfigError(f"run.fork: {fork} is no checkpoint, RUN/checkpoints/STEP; {run_dir} has {steps or 'none'}")
+        raise ConfigError(f"run.fork: {fork} is not a checkpoint RUN/checkpoints/STEP; {run_dir} has {steps or 'none'}")
     return run_dir, int(path.name)
 
 
 def _copy_run(source: Path, run_dir: Path, step: int | None) -> None:
-    """Copies the rows of another run, and its checkpoint of ``step`` (None: all); an interrupted copy is no run."""
+    """Copies the rows of another run, and its checkpoint of ``step`` (None: all); an interrupted copy is not a run."""
     run_dir.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
     inside = "" if step is None else str(step)

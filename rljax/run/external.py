@@ -1,8 +1,8 @@
 """Batches of trajectories that another program made (``rollout.trajectories``).
 
-They come from a directory of files, or over HTTP into one (``trajectories/`` of the run directory). A checkpoint says
-which rows were used, so that a resumed run loses none and uses none twice. ``policy.json`` of the run directory tells
-the newest policy version to the other program.
+They come from a directory of files. Trajectories that arrive over HTTP are first written to such a directory,
+``trajectories/`` in the run directory. A checkpoint says which rows were used, so that a resumed run loses none and
+uses none twice. ``policy.json`` of the run directory tells the newest policy version to the other program.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def make_external_batches(
     if is_received:
         directory.mkdir(parents=True, exist_ok=True)
     elif not directory.is_dir():
-        raise ValueError(f"rollout.trajectories: {source} is no directory; make it before the run starts")
+        raise ValueError(f"rollout.trajectories: {source} is not a directory; make it before the run starts")
     files = TrajectoryFiles(directory, limits)
     queue = TrajectoryQueue(files, group_size=rollout.group_size, max_staleness=rollout.max_staleness)
     receiver = None

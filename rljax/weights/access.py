@@ -37,7 +37,7 @@ def private_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     address = getattr(address, "ipv4_mapped", None) or address
     private = address.is_private and not (address.is_unspecified or address.is_reserved)
     if not (address.is_loopback or private):
-        raise ValueError(f"host must be a loopback or private address, got {host}: weights are not for everybody")
+        raise ValueError(f"host must be a loopback or private address, got {host}: weights must not be public")
     return address
 
 
@@ -57,14 +57,14 @@ def own_address(host: str, leader: str) -> str:
         return host
     if is_loopback:
         raise ValueError(
-            f"publish.host = {host} is reached on the machine of process 0 alone, and this process runs on another "
+            f"publish.host = {host} is reached only on the machine of process 0, and this process runs on another "
             f"({own}): give a private address of process 0's machine, with a key"
         )
     try:
         private_address(own)
     except ValueError:
         raise ValueError(
-            f"{own}, from which this machine reaches {host}, is no private address: give this process a "
+            f"{own}, from which this machine reaches {host}, is not a private address: give this process a "
             "publish.host of its own on its command line"
         ) from None
     return own
@@ -78,7 +78,7 @@ def _route_to(host: str) -> tuple[str, str]:
             probe.connect(place)
             return str(probe.getsockname()[0]), str(place[0])
     except OSError as error:
-        raise ValueError(f"this machine knows no way to {host}: {error}") from error
+        raise ValueError(f"this machine has no route to {host}: {error}") from error
 
 
 def http_url(host: str, port: int) -> str:

@@ -134,7 +134,7 @@ class Version(msgspec.Struct, frozen=True):
     dtype: str  # the dtype of all tensors
     tensors: dict[str, TensorRecord]  # every tensor, by Hugging Face name
     files: dict[str, FileRecord]  # every file of the version, by its name
-    dense: tuple[Piece, ...] = ()  # the pieces of the whole tensors; empty in a version that is a delta alone
+    dense: tuple[Piece, ...] = ()  # the pieces of the whole tensors; empty in a version that is only a delta
     delta: tuple[Piece, ...] = ()  # the pieces of the delta; empty in a version without one
     base: Base | None = None  # the version that the delta is against
     format: int = FORMAT
@@ -245,7 +245,7 @@ def mapped(path: Path, *, writable: bool = False) -> dict[str, np.ndarray]:
     with open(path, "r+b" if writable else "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
-            raise ValueError(f"{path} is no safetensors file")
+            raise ValueError(f"{path} is not a safetensors file")
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=access), np.uint8)
     try:

@@ -116,7 +116,7 @@ def _chain(source: Source, version: Version, held: Version | None) -> tuple[list
                 return from_dense, True
             raise
         if before.digest != base.digest:
-            raise DamagedError(f"{oldest.name} is against a {before.name} with other checksums than that has")
+            raise DamagedError(f"{oldest.name} is a delta to {before.name} with other checksums")
         chain.append(before)
 
 
@@ -151,7 +151,7 @@ def _fetched(source: Source, version: Version, dense: bool, root: Path, done: Pu
         with ThreadPoolExecutor(THREADS) as pool:
             for file, xxh3 in zip(paths, pool.map(xxh3_of, paths.values()), strict=True):
                 if xxh3 != version.files[file].xxh3:
-                    raise DamagedError(f"{version.name}/{file} has not the checksum that its version says")
+                    raise DamagedError(f"{version.name}/{file} does not have the recorded checksum")
         done.check_s += time.monotonic() - fetched
         yield paths
     finally:
@@ -194,7 +194,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("source", help="directory, http:// URL, or URL of an object store")
     parser.add_argument("version", help="name of the version's directory there")
     parser.add_argument("mirror", type=Path, help="directory of this machine; made if it does not exist")
-    parser.add_argument("--keep-delta", action="store_true", help="keep a single delta for servers that load it alone")
+    keep_help = "keep a single delta for servers that load only the delta"
+    parser.add_argument("--keep-delta", action="store_true", help=keep_help)
     wanted = parser.parse_args(argv)
     try:
         with contextlib.closing(open_source(wanted.source)) as source:

@@ -47,9 +47,10 @@ def _make_app(root: Path) -> Starlette:
 def main(argv: Sequence[str]) -> int:
     """Runs the program."""
     parser = argparse.ArgumentParser(prog="python -m rljax.weights.server", description=__doc__)
-    parser.add_argument("directory", type=Path, help="the run's directory of weights")
-    parser.add_argument("--host", default="127.0.0.1", help="a loopback address, or with a key a private one")
-    parser.add_argument("--port", type=int, default=0, help="the port to bind to; 0: a free one")
+    parser.add_argument("directory", type=Path, help="the directory with the run's weight files")
+    host_help = "the address to bind to: a loopback address, or a private address if there is a key"
+    parser.add_argument("--host", default="127.0.0.1", help=host_help)
+    parser.add_argument("--port", type=int, default=0, help="the port to bind to; 0 takes a free port")
     wanted = parser.parse_args(argv)
     with caller_errors():
         serving_key(wanted.host, None, f"{KEY_FILE} must name a key file")

@@ -82,7 +82,7 @@ class DirectorySource(Source):
         """Returns the path of the file itself. Raises SourceError if it cannot be read, or has another size."""
         with _source_errors(self._root / name):
             if (self._root / name).stat().st_size != record.bytes:
-                raise OSError(f"it has not {record.bytes} bytes")
+                raise OSError(f"it does not have {record.bytes} bytes")
         return self._root / name
 
 
@@ -203,7 +203,7 @@ class HttpSource(Source):
             except self._gone as error:
                 if time.monotonic() - moved > self._patience_s:
                     reason = str(error) or type(error).__name__
-                    raise SourceError(f"{url} gave nothing for {self._patience_s:g} s: {reason}") from error
+                    raise SourceError(f"{url} sent no byte for {self._patience_s:g} s: {reason}") from error
             time.sleep(pause)
             pause = min(5.0, 2 * pause)
 

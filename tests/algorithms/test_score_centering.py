@@ -227,7 +227,7 @@ def test_micro_batches_change_nothing(name):
     [
         ({"level": "sequence"}, "score_centering needs level token or none, got sequence"),
         ({"preset": "geometric_band"}, "score_centering needs level token or none, got geometric"),
-        ({"preset": "vexact"}, "score_centering cannot stand beside a rejection of sequences, got reject_k3"),
+        ({"preset": "vexact"}, "score_centering cannot be combined with a rejection of sequences, got reject_k3"),
         ({"veto": 0.1, "reject_max_k3": 1.0}, "got veto, reject_max_k3"),
         ({"level": "token", "part": "drift"}, "score_centering needs part whole, got drift"),
     ],

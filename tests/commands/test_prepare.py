@@ -183,8 +183,8 @@ def test_an_interrupted_scoring_goes_on_with_what_is_missing(scoring, tmp_path, 
         ),
         (["{plain}", "out.parquet", "--check-answers", "-1"], "and --check-answers must not be negative"),
         (["{plain}", "out.parquet", "--engine", "vllm"], "--urls are needed with --engine vllm"),
-        (["owner/name", "out.parquet"], "owner/name is no file here and cannot be had from the Hugging Face hub: "),
-        (["owner/name:x.parquet", "out.parquet"], "cannot be had from the Hugging Face hub: "),
+        (["owner/name", "out.parquet"], "owner/name is not a local file and the Hugging Face hub does not give it: "),
+        (["owner/name:x.parquet", "out.parquet"], "the Hugging Face hub does not give it: "),
     ],
 )
 def test_a_mistake_is_one_line(words, message, tmp_path, model, monkeypatch, capsys):

@@ -72,8 +72,8 @@ def test_who_stops_early_takes_the_rest_all_the_same():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"count": 2}, "are given together, or none"),
-        ({"index": 0}, "are given together, or none"),
+        ({"count": 2}, "must be given together, or none"),
+        ({"index": 0}, "must be given together, or none"),
         ({"count": 2, "index": 2, "coordinator": "host:1"}, "run.process_id = 2 must be below run.processes = 2"),
         ({"count": 2, "index": 0, "coordinator": "host"}, "run.coordinator must be HOST:PORT of process 0, got 'host'"),
     ],

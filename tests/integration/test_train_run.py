@@ -195,8 +195,8 @@ def test_a_fork_may_not_be_of_other_data_or_of_no_checkpoint(uninterrupted, toy_
     for fork, options, message in (
         ("checkpoints/8", ("--data.seed", "5"), "other settings: data.seed (0 there, 5 now)"),
         ("checkpoints/8", ("--schedule.metric", "policy/entropy"), "other settings: schedule.metric"),
-        ("checkpoints/7", (), "is no checkpoint, RUN/checkpoints/STEP;"),
-        ("", (), "is no checkpoint, RUN/checkpoints/STEP;"),
+        ("checkpoints/7", (), "is not a checkpoint RUN/checkpoints/STEP;"),
+        ("", (), "is not a checkpoint RUN/checkpoints/STEP;"),
         ("checkpoints/8", ("--run.resume", "elsewhere"), "fork and resume name two runs to begin from"),
     ):
         words = small(toy_base, tmp_path / "new", "--run.fork", str(uninterrupted / fork), *options)

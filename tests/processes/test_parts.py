@@ -108,7 +108,7 @@ def test_a_damaged_file_is_refused_until_an_anchor_comes(tmp_path, mirror):
         content = bytearray(path.read_bytes())
         content[len(content) * 7 // 8] ^= 1
         path.write_bytes(content)
-        with pytest.raises(DamagedError, match=r"/1-delta\.safetensors has not the checksum that its version says"):
+        with pytest.raises(DamagedError, match=r"/1-delta\.safetensors does not have the recorded checksum"):
             take(told, mirror)
         run.publish()
         told = run.publish()

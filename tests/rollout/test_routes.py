@@ -54,7 +54,7 @@ def test_routes_that_nobody_asked_for_are_left_alone():
         (encoded(ROUTES[:, :, :1]), r"gave routes uint8 \(6, 3, 1\)"),
         (encoded(ROUTES.astype(np.float32)), "gave routes float32"),
         (encoded(ROUTES.astype(np.int8)), "gave routes int8"),
-        (encoded(np.where(ROUTES[2, 1, 0] == ROUTES, 8, ROUTES).astype(np.uint16)), "gave an expert 8, of 8"),
+        (encoded(np.where(ROUTES[2, 1, 0] == ROUTES, 8, ROUTES).astype(np.uint16)), "gave the expert number 8"),
         ("%%%", "answered with no completion"),
         (encoded(ROUTES)[:-40], "answered with no completion"),
         (base64.b64encode(pickle.dumps(ROUTES)).decode(), "answered with no completion"),

@@ -548,7 +548,7 @@ def test_servers_without_what_is_needed(fake):
         make(fake.url)
     fake.refuse = {}
     fake.routes = {"/weight_info"}
-    with pytest.raises(HandshakeError, match="not there: /inference/v1/generate, /v1/completions"):
+    with pytest.raises(HandshakeError, match="has none of the routes /inference/v1/generate, /v1/completions"):
         make(fake.url)
 
 

@@ -58,8 +58,8 @@ def test_a_reward_of_ones_own_may_want_another_form(own):
 @pytest.mark.parametrize(
     ("reward", "reason"),
     [
-        ("needs_tests", "needs_tests gives no right answer alone a reward; it failed 10 times"),
-        ("sleeps", "sleeps gives no right answer alone a reward; it failed 10 times"),
+        ("needs_tests", "needs_tests rewards no right answer in any tried form; it failed 10 times"),
+        ("sleeps", "sleeps rewards no right answer in any tried form; it failed 10 times"),
     ],
 )
 def test_a_reward_that_cannot_be_asked_is_said(own, reward, reason):
@@ -144,4 +144,4 @@ def test_a_run_of_ones_own_reward_is_never_refused(own, tmp_path):
     words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:needs_tests", "--data.reward-workers", "1")
     status, output = complete(words)
     assert status == 0, output
-    assert "x.jsonl: the right answers could not be checked: rewards_of_mine:needs_tests gives no" in output
+    assert "x.jsonl: the right answers could not be checked: rewards_of_mine:needs_tests rewards no" in output

@@ -199,7 +199,7 @@ def test_another_source_begins_anew(place, tmp_path):
 
 
 def test_a_place_that_is_no_directory_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is no directory; make it before"):
+    with pytest.raises(ValueError, match="is not a directory; make it before"):
         make_batches(make_config(tmp_path / "none"))
 
 

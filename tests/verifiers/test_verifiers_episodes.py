@@ -194,7 +194,7 @@ def test_two_agents_are_refused(tmp_path, toy_engine):
 
 def test_remote_agents_are_refused(tmp_path, toy_engine):
     settings = {"taskset": {"id": "turns_env"}, "agent": {"runtime": {"type": "prime"}}}
-    with pytest.raises(ValueError, match=r"agent\.runtime must be one of this machine, got prime"):
+    with pytest.raises(ValueError, match=r"agent\.runtime must run on this machine, got prime"):
         run(tmp_path, toy_engine, settings)
 
 

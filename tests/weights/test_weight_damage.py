@@ -103,7 +103,7 @@ def test_a_damaged_file_is_not_taken(training, mirror, what):
         delta.write_bytes(delta.read_bytes()[:-1])
     else:
         delta.unlink()
-    said = "has not the checksum that its version says" if what == "a bit" else "cannot be read"
+    said = "does not have the recorded checksum" if what == "a bit" else "cannot be read"
     with pytest.raises((DamagedError, SourceError), match=said):
         training.pull(mirror)
     training.files.drop_old()

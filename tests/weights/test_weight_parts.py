@@ -194,7 +194,9 @@ def test_a_file_damaged_at_one_place_is_refused(pods, mirror):
     content = bytearray(path.read_bytes())
     content[len(content) * 7 // 8] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DamagedError, match=rf"{version.path.name}/1-delta\.safetensors has not the checksum"):
+    with pytest.raises(
+        DamagedError, match=rf"{version.path.name}/1-delta\.safetensors does not have the recorded checksum"
+    ):
         pod.training.pull(mirror)
     pod.training.step()
     pod.training.step()
@@ -324,7 +326,7 @@ def test_a_process_beside_process_0_has_its_address():
 
 def test_a_process_elsewhere_has_the_address_of_its_interface():
     assert own_address("10.255.255.254", "10.255.255.254") == interface()
-    with pytest.raises(ValueError, match=r"publish\.host = 127\.0\.0\.1 is reached on the machine of process 0 alone"):
+    with pytest.raises(ValueError, match=r"publish\.host = 127\.0\.0\.1 is reached only on the machine of process 0"):
         own_address("127.0.0.1", "10.255.255.254")
 
 
@@ -332,7 +334,7 @@ def test_an_address_that_cannot_be_had_is_told_in_one_line(tmp_path):
     interface()
     for host, coordinator, message in (
         ("10.1.2.3", "127.0.0.1:1", "so RLJAX_API_KEY_FILE must name a key file"),
-        ("127.0.0.1", "no-such-machine.invalid:1", "this machine knows no way to no-such-machine.invalid"),
+        ("127.0.0.1", "no-such-machine.invalid:1", "this machine has no route to no-such-machine.invalid"),
         ("8.8.8.8", "127.0.0.1:1", "host must be a loopback or private address, got 8.8.8.8"),
         ("127.0.0.1", "127.0.0.1:1", r"publish.port \+ 3 must be in 0..65535, got 65538"),
     ):

@@ -133,7 +133,7 @@ def test_a_server_that_stays_away_is_given_up_with_its_name(served):
     gone = served()
     gone.close()
     began = time.monotonic()
-    with pytest.raises(SourceError, match=rf"{gone.source}/probe.txt gave nothing for 1 s: "):
+    with pytest.raises(SourceError, match=rf"{gone.source}/probe.txt sent no byte for 1 s: "):
         open_source(gone.source, 1.0).read("probe.txt")
     assert time.monotonic() - began < 30
 

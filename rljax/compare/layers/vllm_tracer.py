@@ -75,7 +75,7 @@ class VllmTracer:
         short = [name for name, value in values.items() if len(value) != len(tokens) - (name == "logits")]
         if short or "logits" not in values:
             raise ValueError(
-                f"{self._url} recorded another number of tokens than {len(tokens)}: {short or 'no logits'}"
+                f"the values that {self._url} recorded do not fit {len(tokens)} tokens: {short or 'no logits'}"
             )
         return values
 

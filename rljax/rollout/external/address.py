@@ -21,7 +21,7 @@ def parse_address(url: str) -> tuple[str, int]:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ValueError(f"rollout.trajectories: {url!r} is no address: {error}") from error
+        raise ValueError(f"rollout.trajectories: {url!r} is not an address: {error}") from error
     if parts.scheme != "http" or not host or port is None or parts.path.strip("/") or parts.query or parts.username:
         raise ValueError(
             f"rollout.trajectories must be a directory or http://HOST:PORT (PORT 0: a free one), got {url}"

@@ -59,7 +59,7 @@ class Backend(Wire):
     def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
         """Returns a completion, and whether its log-probabilities belong to other tokens than its own.
 
-        It may raise ValueError, ArithmeticError or RecursionError if the reply is no completion.
+        It may raise ValueError, ArithmeticError or RecursionError if the reply is not a completion.
         """
 
     @abstractmethod
@@ -115,7 +115,7 @@ class Backend(Wire):
         raise RuntimeError(f"{url}: rollout.colocated works with vLLM servers")
 
     def wake(self, client: ServerClient, url: str) -> None:
-        """Makes a sleeping server take its memory again, without weights. Raises RuntimeError if it cannot."""
+        """Makes a sleeping server allocate its memory again, but load no weights. Raises RuntimeError if it cannot."""
         raise RuntimeError(f"{url}: rollout.colocated works with vLLM servers")
 
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:

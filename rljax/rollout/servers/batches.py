@@ -123,7 +123,7 @@ class Batches:
                         number, status, said = line.split(b" ", 2)
                         _give(batch.answers[int(number)], (int(status), said))
                     except (ValueError, IndexError) as error:
-                        raise ReplyError(f"{url} answered no line of a reply: {line[:200]!r}") from error
+                        raise ReplyError(f"{url} sent an invalid line in a reply: {line[:200]!r}") from error
             raise httpx.RemoteProtocolError("the reply ended before all responses")
         except Exception as error:
             for answer in batch.answers:

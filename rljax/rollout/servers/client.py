@@ -398,11 +398,11 @@ async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
         late = f" within {timeout_s:g} s" if isinstance(error, TimeoutError) else ""
         raise ServerGoneError(f"no answer from {address}{late}: {said}") from error
     except httpx.RequestError as error:  # a body that cannot be decoded
-        raise ReplyError(f"{address} answered what is no HTTP reply: {error}") from error
+        raise ReplyError(f"{address} sent no valid HTTP reply: {error}") from error
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError unless ``url`` is the address of a server, without a password, which a log would show."""
+    """Raises ValueError unless ``url`` is an http or https URL without user and password. Logs show the URL."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

@@ -74,11 +74,11 @@ def find_route(client: ServerClient, url: str, wire: Wire) -> None:
             client.call(url, "GET", route)
             return
         except ServerRefusedError as error:
-            if error.status == HTTPStatus.METHOD_NOT_ALLOWED:  # it is there, and takes POST alone
+            if error.status == HTTPStatus.METHOD_NOT_ALLOWED:  # it is there, and takes only POST
                 return
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
-    raise HandshakeError(f"{url}: not there: {', '.join(wire.routes)}")
+    raise HandshakeError(f"{url} has none of the routes {', '.join(wire.routes)}")
 
 
 def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo:

@@ -49,7 +49,7 @@ class Group:
 
 
 class ServerPool:
-    """The servers by URL, and the choice among those that are open. A router knows the open servers alone."""
+    """The servers of a client by URL. It chooses an open server for each request, and tells a router which are open."""
 
     def __init__(self, wire: Wire, max_outstanding: int, exchange: Exchange, router: str | None) -> None:
         """Makes an empty pool. ``exchange`` sends requests to the router at the URL ``router``, if there is one."""
@@ -75,7 +75,7 @@ class ServerPool:
         try:
             return self._servers[url]
         except KeyError:
-            raise ServerGoneError(f"{url} is no server of this run any more") from None
+            raise ServerGoneError(f"{url} has left the servers of this run") from None
 
     def has(self, server: Server) -> bool:
         """Returns whether this very object is still in the pool."""
@@ -86,7 +86,7 @@ class ServerPool:
         return [server for server in self._servers.values() if server.state == state]
 
     def take(self, urls: Iterable[str]) -> None:
-        """Makes ``urls`` the pool. Servers that are in it already keep their state, and new ones are down.
+        """Replaces the pool by the servers at ``urls``. A server of the old pool keeps its state; a new one is down.
 
         The soft limit of file descriptors of this process is raised. If the hard limit does not allow
         ``max_outstanding`` requests to each server, fewer are sent at a time.
@@ -108,7 +108,7 @@ class ServerPool:
         self._most = most
 
     async def replace(self, urls: Sequence[str]) -> None:
-        """Makes ``urls`` the pool as :meth:`take` does, while requests wait for servers."""
+        """Replaces the pool as :meth:`take` does, while requests may be waiting for servers."""
         async with self._changed:
             self.take(urls)
             self._changed.notify_all()
@@ -187,7 +187,7 @@ def json_object(reply: Any) -> dict[str, Any]:
     try:
         value = reply.json()
     except (ValueError, RecursionError) as error:
-        raise ReplyError(f"{reply.url} answered no JSON: {reply.text[:200]!r}") from error
+        raise ReplyError(f"{reply.url} sent no valid JSON: {reply.text[:200]!r}") from error
     return value if isinstance(value, dict) else {"value": value}
 
 

@@ -24,8 +24,8 @@ class Request:
 
     prompt: np.ndarray  # the token ids, int32 [s]
     sampling: SamplingParams
-    seed: int | None = None  # the seed of this response alone; None leaves the choice to the server
-    # The number of likeliest tokens whose log-probabilities are reported at each position of the prompt, beside the
+    seed: int | None = None  # the seed of this one response; None leaves the choice to the server
+    # The number of likeliest tokens whose log-probabilities are reported at each position of the prompt, besides the
     # prompt's own token. They are those at temperature 1. None: nothing is reported of the prompt.
     prompt_logprobs: int | None = None
     routes: tuple[int, int, int] | None = None  # the (layers, k, experts) of a mixture whose routes are reported
@@ -80,8 +80,8 @@ class Wire(Protocol):
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
         """Reads the bytes of a reply of ``route`` to ``request``.
 
-        It runs on the event loop, or on a thread beside it, once for each response. So no Python may run for each token
-        of the response. It raises ReplyError if the reply is no completion. The message begins with ``route``.
+        It runs on the event loop or on another thread, once for each response. So no Python may run for each token
+        of the response. It raises ReplyError if the reply is not a completion. The message begins with ``route``.
         """
 
 
@@ -213,7 +213,7 @@ def _check_routes(url: str, completion: Completion, request: Request, wanted: tu
     if routes.shape != shape or routes.dtype.kind != "u":
         raise ReplyError(f"{url} gave routes {routes.dtype} {routes.shape}, expected unsigned integers {shape}")
     if routes.max(initial=0) >= experts:
-        raise ReplyError(f"{url} gave an expert {routes.max()}, of {experts}")
+        raise ReplyError(f"{url} gave the expert number {routes.max()}, expected at most {experts - 1}")
 
 
 def response_seed(seed: int, prompt: int, sample: int) -> int:
@@ -223,7 +223,7 @@ def response_seed(seed: int, prompt: int, sample: int) -> int:
 
 
 def shortest(infos: Iterable[ServerInfo]) -> ServerInfo:
-    """Returns the description of the server that takes the shortest sequences."""
+    """Returns the description of the server with the smallest ``max_model_len``. None counts as no limit."""
     return min(infos, key=lambda info: info.max_model_len or math.inf)
 
 

@@ -46,7 +46,7 @@ def load(settings: Mapping[str, Any]) -> Any:
         changed = {key: value for key, value in settings["agent"].items() if getattr(role, key) is None}
         if not runtime_is_local(role.runtime):
             if "runtime" in asked:
-                raise ValueError(f"{name}.runtime must be one of this machine, got {role.runtime.type}")
+                raise ValueError(f"{name}.runtime must run on this machine, got {role.runtime.type}")
             changed["runtime"] = SubprocessConfig()
         if role.client is not None:
             raise ValueError(f"{name}.client must not be set: the run's own policy answers")

@@ -108,7 +108,7 @@ class VerifiersHost:
                 message = process.receive(_POLL_S)
                 if message is None:
                     if time.monotonic() - heard > self._silence_s:
-                        raise ConnectionError(f"it gave no sign of life for {self._silence_s:g} s")
+                        raise ConnectionError(f"it sent no message for {self._silence_s:g} s")
                     continue
                 heard = time.monotonic()
                 if "unfit" in message:

@@ -106,7 +106,7 @@ class AppendingRenderer:
     def text(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> str:
         """Returns the text of a chat up to the beginning of the next answer.
 
-        Raises ValueError if the template refuses the messages, or a message has parts that are no text.
+        Raises ValueError if the template refuses the messages, or a message has parts that are not text.
         """
         if not self._has_template:
             return "".join(content_text(message) for message in messages)
@@ -129,12 +129,12 @@ def load(directory: str) -> Tokenizer:
 
 
 def content_text(message: Message) -> str:
-    """Returns the text of a message. Raises ValueError if it has parts that are no text."""
+    """Returns the text of a message. Raises ValueError if it has parts that are not text."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
     if any(part.get("type") != "text" for part in content):
-        raise ValueError("a message has parts that are no text, such as an image")
+        raise ValueError("a message has parts that are not text, such as an image")
     return "".join(part["text"] for part in content)
 
 

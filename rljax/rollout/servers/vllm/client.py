@@ -181,7 +181,7 @@ class VllmBackend(Backend):
         read = _DECODERS[route, k > 0].decode(reply)
         (choice,) = read.choices
         if choice.index != 0:
-            raise ValueError(f"the choice of another place, {choice.index}")
+            raise ValueError(f"its choice has index {choice.index}, expected 0")
         are_others, logprobs, tops = (_read_content if route == GENERATE else _read_named)(choice, k)
         completion = Completion(
             token_ids=np.array(choice.token_ids, np.int32),

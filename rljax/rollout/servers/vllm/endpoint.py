@@ -80,7 +80,7 @@ class Rollouts:
         try:
             asked = _DECODER.decode(await request.body())
         except msgspec.MsgspecError as error:
-            raise ValueError(f"the body is no list of requests for rollouts: {error}") from error
+            raise ValueError(f"the body is not a list of requests for rollouts: {error}") from error
         lines: asyncio.Queue[bytes | None] = asyncio.Queue()
         engine = scope["app"].state.engine_client
         tasks = [_start(number, _sample(engine, each), lines) for number, each in enumerate(asked)]
