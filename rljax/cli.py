@@ -1,6 +1,6 @@
 """The command ``rljax``. Its first word names a program, which is run with the remaining words.
 
-This module needs nothing beside the standard library, and a program is imported only when it is called. So the
+This module needs only the standard library, and a program is imported only when it is called. So the
 command starts at once, and ``rljax serve`` works in a server's environment, where there is no JAX.
 """
 

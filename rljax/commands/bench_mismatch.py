@@ -275,7 +275,10 @@ class Bench:
             yield process.url
 
     def measure(self, form: Form, address: str, bar: Any) -> dict[str, Any]:
-        """Measures one form, writes its columns, and returns its row."""
+        """Scores the tokens with one form of an engine, writes the log-probabilities, and returns the row of the table.
+
+        ``address``: The URL of the engine's server, or "" without one. ``bar``: The progress bar.
+        """
         dump, reference = self.dumps[form.length], self.options.reference_of(form.dtype)
         size = self.options.batch_size
         if reference not in (form.column, *dump.logprobs):

@@ -95,7 +95,7 @@ def peak_bytes() -> int | None:
 
 
 def plan(config: Config, policy: PolicyConfig, mesh: Mesh) -> int:
-    """Returns the bytes on a device that the dry run plans for the step alone."""
+    """Returns the bytes on a device that the dry run plans for the step without the rest of the run."""
     whole = sum(part for _, part in planned_bytes(config, policy, mesh).values())
     return whole - beside_bytes(config, policy, mesh)
 

@@ -59,7 +59,7 @@ class Arguments:
     tokens: tyro.conf.Positional[Path | None] = None
     """The file of sequences. It may have columns of log-probabilities."""
     toy_prompts: int | None = None
-    """Instead of TOKENS, take the prompts of this many toy problems, for --sample."""
+    """The number of toy problems whose prompts replace TOKENS, for --sample."""
     toy: bool = False
     """Compare on the toy base of the package. It samples responses to 64 toy problems in bfloat16, and the trainer's
     forward scores them in bfloat16 and in float32."""
@@ -89,23 +89,24 @@ class Arguments:
     """With --distributions, the number of likeliest tokens that a server is asked for."""
     same_weights: tyro.conf.FlagCreatePairsOff[bool] = False
     """The model directories hold one model's weights in different forms, as after a conversion. Their hashes may
-    differ, and the numbers alone judge."""
+    differ, and only the numbers judge."""
     temperature: float = 1.0
     """The temperature of sampling and of scoring."""
     batch_size: int = 8
     """The number of sequences that are scored at the same time."""
     second_run: bool = True
-    """Measure noise floors: score a second time, at another batch size, and as ``floors`` says."""
+    """Measure noise floors: score the tokens again in the ways that ``floors`` names."""
     floors: tuple[Cause, ...] = ("shape",)
-    """The noise floors of a scorer jax: (see diagnosis.self_causes). shape: the second run. mesh: on all devices, with
-    split weights; nothing on one device. remat: by a program with a backward, which takes the memory of gradients."""
+    """The further runs that measure noise floors. shape: a run at another batch size. Two are for jax: scorers only.
+    mesh: a run on several devices, with split weights. remat: a program with a backward pass, which needs the memory of
+    gradients."""
     layers: tyro.conf.FlagCreatePairsOff[bool] = False
     """Name the layer and the operation at which the first scorer and each other one part, on one sequence of TOKENS.
     The scorers are jax:DTYPE and hf:DTYPE, with options as in jax:bfloat16,tp=2, and vllm:URL."""
     sequence: str | None = None
     """With --layers, the name of the sequence. None: the longest one."""
     layer_tokens: int = 128
-    """With --layers, the number of tokens of the sequence that are computed, at most."""
+    """With --layers, the largest number of tokens of the sequence that are computed."""
     json: Path | None = None
     """The file of the JSON report. None: report.json in OUT, with --layers layers.json."""
     picture: Path | None = None
@@ -133,9 +134,9 @@ Job = tuple[str, str, int, Cause]  # column, spec, batch size, program
 
 
 def jobs(dump: TokenDump, columns: dict[str, str], options: Arguments) -> list[Job]:
-    """Returns the columns to compute. Each scorer runs once, and once more at another batch size for its noise floor.
+    """Returns the columns to compute: one for each scorer, and one for each noise floor of ``--floors``.
 
-    The engine that sampled the responses has its first column already, so only its second run is added.
+    The engine that sampled the responses has its first column already, so only its noise floor is added.
     """
     sampler = options.sample if options.sample in dump.logprobs else None
     size = options.batch_size

@@ -47,7 +47,7 @@ class Arguments:
     source: tyro.conf.Positional[Path]
     """The run directory, the log or the token dump."""
     tokens: Path | None = None
-    """A token dump beside the log."""
+    """A token dump of the same run, which adds to the log."""
     trainer: str | None = None
     """The column of the dump that a trainer computed."""
     rollout: Annotated[str | None, tyro.conf.arg(aliases=("--engine",))] = None

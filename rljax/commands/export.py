@@ -5,7 +5,7 @@
 
 The directory holds config.json, safetensors in the wanted dtype, and the tokenizer of the model from which the run
 started. transformers and vLLM load it. With ``rollout.stop_token_ids``, generation_config.json names those tokens, too.
-A run with ``lora`` gives the merged weights. With ``--adapter`` the directory holds the adapters alone, in the layout
+A run with ``lora`` gives the merged weights. With ``--adapter`` the directory holds only the adapters, in the layout
 of PEFT.
 """
 
@@ -41,7 +41,7 @@ class Arguments:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of the weights in the file."""
     adapter: bool = False
-    """Write the adapters alone, in float32."""
+    """Write only the adapters, in float32."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -33,7 +33,7 @@ def read_words(kind: type[T], words: Sequence[str], *, paths: str, prog: str, de
     ``--help`` prints the options below ``description`` and leaves with status 0. It calls the paths ``paths``.
 
     Raises:
-      ConfigError: A word is no option, has the wrong type, or is refused by the dataclass.
+      ConfigError: A word is not an option, has the wrong type, or is refused by the dataclass.
     """
     parser = _Parser(
         prog=prog,

@@ -234,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
                 style.save_figure(plot_figure(given.figure, read_runs(given.runs, labels), given.smooth), out)
             else:
                 plot_report(given.runs, out, smooth=given.smooth, labels=labels)
-    except RuntimeError as error:  # a damaged record means that the argument is no run
+    except RuntimeError as error:  # a damaged record means that the argument is not a run
         raise ConfigError(error) from error
     print(out)
     return 0

@@ -62,11 +62,11 @@ class Arguments(SurgeConfig):
     """The lowest rate divided by the initial one."""
 
     def rule(self) -> SurgeConfig:
-        """Returns the rule in use."""
+        """Returns the rule for a surge that the options give."""
         return SurgeConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(SurgeConfig)})
 
     def law(self) -> RateLaw:
-        """Returns the law by which the rate follows a call."""
+        """Returns the options that fix the learning rate after a surge is called."""
         return RateLaw(self.learning_rate, self.multiplier, self.decay_factor, self.floor_ratio)
 
 

@@ -125,7 +125,7 @@ def read_tokenizer(name: str | None, config: Config | None, facts: list[str]) ->
 
 def run_facts(run: Path) -> tuple[list[str], str]:
     """Returns sentences about a run, and its curves as SVG, which is empty if the run has no rows."""
-    from rljax.record.figure import SMOOTH, plot_grid, read_runs, with_turns  # matplotlib, for runs alone
+    from rljax.record.figure import SMOOTH, plot_grid, read_runs, with_turns  # matplotlib, only for runs
     from rljax.record.panel_style import svg_text
 
     if not (run / "metrics.jsonl").is_file() or not (run / "metrics.jsonl").stat().st_size:

@@ -106,7 +106,7 @@ def _read_generic(place: Path, lines: list[_Line]) -> TokenDump:
 
     A sequence is ``{"sequence_id": ..., "token_ids": [...], "response_mask": [...], "logprobs": {column: [...]}}``. It
     may have ``prompt_ids`` and ``response_ids`` instead of ``token_ids`` and ``response_mask``; then its columns may
-    cover the response alone. ``values`` may have further numbers of the tokens by name, in the form of ``logprobs``.
+    cover only the response. ``values`` may have further numbers of the tokens by name, in the form of ``logprobs``.
     ``sequence_id`` defaults to the sequence's number, from 0. null is an unknown number. The header is
     ``{"rljax_tokens": 1, "columns": {column: {engine, dtype, weights_hash, temperature, role}}, "sampling": {...}}``;
     all its parts but the first are optional.
@@ -139,7 +139,7 @@ def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
 
 
 def _jsonl_sequence(record: Row, number: int) -> TokenDump:
-    """Makes a dump of one line of generic JSONL; columns that cover the response alone are padded in front."""
+    """Makes a dump of one line of generic JSONL; columns that cover only the response are padded in front."""
     if _HEADER in record:
         raise ValueError(f"expected one header of version 1 in the first line, got {record[_HEADER]!r}")
     if {"token_ids", "prompt_ids"}.isdisjoint(record):
@@ -242,7 +242,7 @@ def _read_parquet(place: Path) -> TokenDump:
 
 
 def _miles_sequence(record: Row, number: int) -> TokenDump:
-    """Makes a dump of one sample of Miles; its mask and its log-probabilities cover the response alone."""
+    """Makes a dump of one sample of Miles; its mask and its log-probabilities cover only the response."""
     length = record["response_length"]
     front = len(record["tokens"]) - length
     if not 0 <= front <= len(record["tokens"]):

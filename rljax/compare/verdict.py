@@ -205,7 +205,7 @@ def _scale_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Findi
     """Yields a finding if one column has logarithms to another base, or is the other at a temperature T < 1.
 
     Logarithms to base 2 fit when multiplied by ln 2. A temperature adds a term that depends on the context to
-    log p / T, so no factor alone fits. But the regression of the sharper column on the other has a slope near 1 / T.
+    log p / T, so no single factor fits. But the regression of the sharper column on the other has a slope near 1 / T.
     Between different weights both regressions have slopes below 1.
     """
     for name, values, others in (("first", x, y), ("second", y, x)):

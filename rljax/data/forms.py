@@ -103,7 +103,7 @@ def take(row: Mapping[str, Any], form: FormName | None, where: str) -> tuple[Any
 
 
 def last_box(text: str) -> str | None:
-    r"""Returns the content of the last closed ``\boxed{}`` of a text, or None."""
+    r"""Returns the stripped content of the last ``\boxed{}`` of a text; None if there is none or it is not closed."""
     start = text.rfind("\\boxed{")
     depth = 0
     for match in re.finditer(r"\\.|[{}]", text[start + len("\\boxed") :] if start >= 0 else "", re.DOTALL):

@@ -62,7 +62,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     sys.path[:] = request.pop("path")
     answer = os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a task prints is no part of the answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a task prints does not belong to the answer
     try:
         made: list[dict[str, Any]] | str = make(**request)
     except ValueError as error:

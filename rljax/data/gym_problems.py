@@ -1,4 +1,4 @@
-"""The problems of reasoning-gym's tasks, which are made anew for each run from a seed.
+"""The problems of reasoning-gym's tasks, which each run makes from a seed.
 
 A task is named ``reasoning_gym:NAME``, and a mixture of several ``reasoning_gym:NAME+NAME``. The library makes them in
 a process of its own (``rljax.data.gym_maker``), and the trainer never imports it.

@@ -127,12 +127,12 @@ class DataConfig:
 
     @property
     def reward_name(self) -> str:
-        """``reward``, or the default of the task."""
+        """``reward``, or the default reward of the task."""
         return self.reward or task_reward(self.task)
 
 
 def task_reward(task: str) -> str:
-    """Returns the reward of a task, or of a file."""
+    """Returns the name of the default reward of a task."""
     if gym.task_names(task):
         return gym.REWARD
     return TOYS[task].reward if task in TOYS else FILE_REWARD

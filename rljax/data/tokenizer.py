@@ -74,7 +74,7 @@ class Tokenizer:
         return str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns the text of each token alone; an id without a token gives "".
+        """Returns the text of each token by itself; an id without a token gives "".
 
         Special tokens have their names. Bytes that are not whole characters are written as ``\\xe2``.
         """

@@ -35,7 +35,7 @@ _STEEP = 4.5  # the least rise of the error with uncertainty that rounding does 
 _DEAD = 0.1  # the share of its first value under which entropy, signal or gradient norm is gone
 _NEAR = ("1", "2_to_4")  # the buckets of the smallest distances from an environment's tokens
 _FEWEST_EXTREMES = 20
-_TEMPERATURE_EFFECT = 0.02  # smaller errors are no temperature that anyone would set
+_TEMPERATURE_EFFECT = 0.02  # nobody would set a temperature with a smaller error
 
 
 def judge_cause(facts: Facts) -> tuple[str, list[Finding]]:
@@ -188,7 +188,7 @@ def _weights(facts: Facts) -> Iterator[Finding]:
             "at each, two states of one policy differ where it is undecided (older weights give the same picture)",
         )
     elif facts.origin == BEYOND and not _is_late(course) and not any((*_extreme(facts), *_temperature(facts))):
-        pattern = ", and it has not the pattern of a temperature" if facts.is_split else ""
+        pattern = ", and it does not have the pattern of a temperature" if facts.is_split else ""
         yield Finding(
             "other_weights",
             LIKELY if facts.is_split else POSSIBLE,

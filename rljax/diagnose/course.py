@@ -178,8 +178,9 @@ def _end(values: np.ndarray, width: int) -> float:
 def find_decline(reward: np.ndarray) -> int | None:
     """Returns the index at which a smoothed reward begins to fall for good; None if it does not collapse.
 
-    It collapses if it falls under half of its peak and stays there to the end. Heights are measured from 0, or from the
-    lowest reward if that is negative. A height of at most four times the noise from step to step is no peak.
+    It collapses if the last steps are all below half of the peak: a tenth of the steps from the peak on, at least two.
+    Heights are measured from 0, or from the lowest reward if that is negative. A height of at most four times the noise
+    from step to step is not a peak.
     """
     if np.isfinite(reward).sum() < FEWEST_STEPS:
         return None

@@ -102,7 +102,7 @@ _FRESH = Remedy(
     "0.32 at two and four",
 )
 _DRIFT = Remedy(
-    "importance weights of the drift alone",
+    "importance weights of only the drift",
     "--correction.part drift --correction.preset token_tis",
     "one more forward of the batch for each number of versions in it",
     "rljax's page staleness, rljax's page algorithms; not measured in a study yet",

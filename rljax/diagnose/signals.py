@@ -117,7 +117,7 @@ NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "policy_kl": ("ppo_kl",),
     },
 }
-"""The names of each project's signals beside mismatch and length, the best first."""
+"""The names of each project's signals other than mismatch and length, the best first."""
 
 # Metrics of projects that equal one of our signals, except for the order of their means or a known function.
 _NEAR: Mapping[tuple[str, str], str] = {

@@ -82,7 +82,7 @@ class Liveness:
         self._stopped.set()
 
     def at(self, place: str) -> None:
-        """Notes that this process is now at ``place``, which a message names if it stays there for too long."""
+        """Records that this process is now at ``place``, which a message names if it stays there for too long."""
         self._place, self._moves = place, self._moves + 1
 
     def report_signal(self, number: int) -> None:

@@ -118,10 +118,10 @@ def _buckets(tokens: Tokens, index: Any, num_buckets: int) -> Statistics:
 
 
 def sign_skew(tokens: Tokens, advantages: ArrayLike) -> Statistics:
-    """Computes statistics that show whether the mismatch has the sign of the advantages, [b, t] float, or the opposite.
+    """Computes statistics that show whether log-ratios have the sign of the advantages or the opposite sign.
 
-    k3, chi2 and absolute differences do not show a direction: the same value can push reinforced tokens up or down
-    (arXiv 2605.14220). Tokens with a non-finite advantage are left out.
+    ``advantages`` has the shape [b, t] and a float dtype. Tokens with a non-finite advantage are left out. k3, chi2 and
+    absolute differences show no direction: the same value can push reinforced tokens up or down (arXiv 2605.14220).
     """
     check_shape("advantages", advantages, tokens.valid.shape)
     xp, lr = tokens.xp, tokens.log_ratio

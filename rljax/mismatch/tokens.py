@@ -164,7 +164,7 @@ class Tokens:
 
     @functools.cached_property
     def k3(self) -> Any:
-        """The terms of the k3 estimate of KL(rollout || trainer), [b, t] (nats). All readers share them."""
+        """The terms of the k3 estimate of KL(rollout || trainer), [b, t] (nats). They are computed once."""
         return exp_minus_one_minus_x(self.xp, self.log_ratio)
 
     @property

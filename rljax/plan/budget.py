@@ -24,7 +24,7 @@ from rljax.run.training import batch_shape, is_offloaded
 
 Sizes = dict[str, tuple[int, int]]  # by name: bytes in all, bytes on one device
 
-# The bytes of a trainer's process on the host beside its arrays: Python, JAX and the compiled programs. On a CPU the
+# The bytes of a trainer's process on the host without its arrays: Python, JAX and the compiled programs. On a CPU the
 # allocator also keeps freed memory. Measured numbers belong here, with the run that gave them.
 PROCESS_BYTES = 2 * 2**30
 # The copies of the training state that a checkpoint holds on the host while it is written.
@@ -98,7 +98,7 @@ def resident_bytes(sizes: Sizes) -> int:
 
 
 def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devices, resident: int) -> Decoding:
-    """Returns the batch that the embedded engine would decode beside ``resident`` bytes on each device.
+    """Returns the batch that the embedded engine would decode if ``resident`` bytes of each device are taken.
 
     ``rollout.decode_tokens: 0`` takes a share of the memory that is then free.
     """

@@ -1,7 +1,7 @@
 """Counts the products, memory traffic and collectives of a compiled training step, with the trip counts of its loops.
 
 Two loops over micro-batches have trip counts that are known only when the step runs. One is over micro-batches that
-carry loss; the other is over those that need a forward pass alone. So the work is counted in three parts: one
+carry loss; the other is over those that need only a forward pass. So the work is counted in three parts: one
 micro-batch of each loop, and the rest of the step.
 
 An open loop inside another one counts as run once. Such loops are the rounds of a mixture's experts, where one round is
@@ -79,7 +79,7 @@ class Work:
 
 
 def by_dtype(flops: Counter[tuple[str, str]]) -> dict[str, int]:
-    """Sums floating-point operations by the dtype of the operands alone."""
+    """Sums floating-point operations by the dtype of the operands only."""
     totals: Counter[str] = Counter()
     for (dtype, _), count in flops.items():
         totals[dtype] += count

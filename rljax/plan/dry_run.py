@@ -1,6 +1,6 @@
-"""Describes what a run would need, from shapes alone. It reads the model's config.json and allocates nothing.
+"""Describes what a run would need, from shapes only. It reads the model's config.json and allocates nothing.
 
-``python -m rljax.train CONFIG.yaml --dry-run``. The mesh may be larger than the number of devices present.
+The command is ``rljax train CONFIG.yaml --dry-run``. The mesh may have more devices than this machine.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Reads from a compiled program which exchanges between devices run behind other work, and models the exposed time.
 
 The instructions of a compiled program stand in the order in which they start. An exchange with a start and an end of
-its own runs beside the kernels between them. The links carry one exchange at a time. So an exchange takes the wait for
-an earlier one and its own time over the links. It is exposed for the part of this time that exceeds the modelled time
-of the kernels between start and end. Copies that run beside kernels delay nothing. But a part never takes less time
-than all of its memory traffic.
+its own runs at the same time as the kernels between them. The links carry one exchange at a time. So the time of an
+exchange is the wait for an earlier one and its own time over the links. It is exposed for the part of this time that
+exceeds the modelled time of the kernels between start and end. Copies that run at the same time as kernels delay
+nothing. But a part never takes less time than all of its memory traffic.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Overlap:
 
 
 def read_overlap(module: Module, card: Card, nodes: Sequence[int], segments: Sequence[int]) -> Overlap:
-    """Models a compiled step's time with its exchanges behind the work that is scheduled beside them.
+    """Models a compiled step's time, with its exchanges hidden by the work that is scheduled at the same time.
 
     Every device is a ``card``. ``nodes`` has the node of each partition. ``segments`` has the lengths of the segments
     in every row, in tokens, for the work of attention kernels.
@@ -147,7 +147,7 @@ class _Reader:
             line.work_s += max(cost.products, cost.memory)
             line.flops += sum(work.flops.values()) + sum(use.flops or 0 for use in uses)
             line.memory_bytes += work.memory_bytes
-            if work.collectives:  # nothing runs beside it
+            if work.collectives:  # nothing else runs at the same time
                 end = max(links_free, line.elapsed_s) + cost.links
                 links_free = end
                 self._land(line, _Flight(one, work, cost.links, end, line.work_s, line.flops, line.memory_bytes))

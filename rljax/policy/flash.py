@@ -47,7 +47,7 @@ SegmentIds = Int[Array, "b t"]
 class Blocks(NamedTuple):
     """One row in n blocks of b tokens, on one device.
 
-    The device has the queries of m blocks. Each of the g key-value heads has r query heads.
+    The device has the queries of m blocks. Each of the g key-value heads has r query heads. A head has k features.
     """
 
     q: Float[Array, "m g r*b k"]

@@ -183,7 +183,7 @@ def with_targets(weights: Params, targets: Params) -> Params:
 def merge_adapters(base: Params, adapters: Params, config: PolicyConfig, lora: LoraConfig, dtype: Any) -> Params:
     """Computes the targets' weights W + scale * A B, summed in float32 and rounded to ``dtype``, layer by layer.
 
-    The base W has the targets of the frozen policy (``targets_of``), of any float dtype; the adapters are float32.
+    ``base`` has only the leaves W that ``targets_of`` selects, in any float dtype. The adapters A and B are float32.
     """
     frozen, flat = flatten_dict(base), flatten_dict(adapters)
     merged = {}

@@ -117,7 +117,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def trailing_mean(values: Sequence[float | None], window: int = SMOOTH_STEPS) -> np.ndarray:
-    """Computes trailing means over ``window`` values, float64 [n]; missing and infinite values count as 0."""
+    """Computes trailing means over ``window`` values, float64 [n]; missing and non-finite values count as 0."""
     series = np.asarray([value if value is not None and np.isfinite(value) else 0.0 for value in values], np.float64)
     return np.array([series[max(stop - window, 0) : stop].mean() for stop in range(1, len(series) + 1)])
 

@@ -121,7 +121,7 @@ class TrackioTracker:
         self.stored_step = row["step"]
 
     def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
-        """Writes summary and figures as a further entry at the last step."""
+        """Writes the summary and the figures as an entry at the last step, and ends the run. ``failed`` is not used."""
         shown = {name: self._image(str(path)) for name, path in figures.items()}
         if summary:
             cells = [[name, json.dumps(value)] for name, value in summary.items()]

@@ -1,6 +1,6 @@
-"""Gives the record of a run to experiment trackers: Weights & Biases, trackio, MLflow, or a class of the user.
+"""Sends the record of a run to experiment trackers: Weights & Biases, trackio, MLflow, or a class of the user.
 
-Each tracker has a thread, which reads the rows from ``metrics.jsonl``. So a slow tracker holds nothing up and takes no
+Each tracker has a thread, which reads the rows from ``metrics.jsonl``. So a slow tracker delays nothing and takes no
 memory. If a tracker fails, a line says so, and it gets no more rows. A tracker that hangs is left behind at the end. A
 run that continues goes on in the same run of the tracker, which first gets the rows that it lacks.
 """
@@ -42,7 +42,7 @@ _LONGEST = 300  # the characters of a library's error that a message keeps
 
 @dataclass(frozen=True)
 class RecordConfig:
-    """The experiment trackers that get the record of a run, beside the files of its directory."""
+    """The experiment trackers that get the record of a run, in addition to the files of its directory."""
 
     trackers: tuple[str, ...] = ()
     """Trackers that get the configuration, each row, report.png and the summary: wandb, trackio, mlflow, or
@@ -78,7 +78,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """A run in an experiment tracker, made as ``Class(run: TrackedRun)`` and used by one thread alone.
+    """A run in an experiment tracker, made as ``Class(run: TrackedRun)`` and used by one thread only.
 
     Any method may raise, and then no method is called any more. The class may have two static methods. ``check()`` is
     called before the run starts, and raises ValueError if the tracker cannot be used. ``abandon()`` is called on
@@ -268,7 +268,7 @@ def _find(kind: str) -> MakeTracker:
     """Returns the class of a tracker after its check. Raises ValueError, in one line, if it cannot be used."""
     if kind in SHIPPED:
         found = importlib.util.find_spec(kind)
-        if found is None or found.origin is None:  # a folder of this name, such as wandb's own, is no package
+        if found is None or found.origin is None:  # a folder of this name, such as wandb's own, is not a package
             raise ValueError(f"record.trackers: {kind} is not installed: pip install 'rljax[{kind}]'")
     try:
         tracker = pkgutil.resolve_name(SHIPPED.get(kind, kind))

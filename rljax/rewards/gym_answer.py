@@ -1,6 +1,6 @@
 """Rewards of reasoning-gym's tasks: a strict score, and the library's own.
 
-The strict score is 1.0 if the library's score is exactly 1.0 and the answer says nothing beside it, else 0.0. For some
+The strict score is 1.0 if the library's score is exactly 1.0 and the answer says nothing else, else 0.0. For some
 tasks the library gives 1.0 to more than right answers, and then a rule here is added.
 """
 

@@ -38,8 +38,8 @@ class NotSentError(Exception):
 class WorkerProcess:
     """A process that answers requests and is replaced when it dies or is too slow.
 
-    One thread asks; any thread may stop it. ``connection`` is the parent's end of the pipe to the process. It changes
-    when the process is replaced.
+    Only one thread at a time may call ``ask``; any thread may call ``kill`` and ``stop``. ``connection`` is the
+    parent's end of the pipe to the process. It changes when the process is replaced.
     """
 
     def __init__(

@@ -168,7 +168,7 @@ def make_engine(
       max_tokens: The longest prompt plus the longest response of any request (tokens).
       lm_head_dtype: The dtype of the LM head as in ``PrecisionConfig``. None: servers may use any dtype, and the
         embedded engine uses the rollout dtype. The exact engine ignores it, because its executable has its own setting.
-      make_executable: A function that makes the trainer's executable. The exact engine alone needs it.
+      make_executable: A function that makes the trainer's executable. Only the exact engine needs it.
       functions: The functions of the policy for HTTP servers. None: those that ``policy_functions`` returns.
       publish: The way in which weights come to HTTP servers.
       stop: The object that tells an engine of HTTP servers when to give up a wait.

@@ -102,8 +102,8 @@ def padded_rows(count: int) -> int:
 def padded_width(longest: int, first: int, places: int) -> int:
     """Returns the width that prompts of later turns are padded to (tokens).
 
-    It is ``first``, doubled until the ``longest`` prompt fits. It is smaller than ``places``, the number of tokens that
-    the cache holds of a row, so that a response has room.
+    It is ``first``, doubled until the ``longest`` prompt fits. It is smaller than ``places``, the number of tokens of a
+    row that fit into the cache, to leave room for a response.
     """
     while first < longest:
         first *= 2

@@ -1,7 +1,7 @@
 """Changes of the weights that sample, and an engine that samples with changed weights on purpose.
 
 8-bit weights and key-value caches hold the numbers that quantized inference engines hold. Noise is seeded and
-repeatable. With the exact engine inside, the mismatch of a run is that of the change alone. With another engine the
+repeatable. With the exact engine inside, the change is the only cause of a run's mismatch. With another engine the
 change comes on top of that engine's own mismatch.
 """
 

@@ -85,7 +85,7 @@ def support(logits: Float[Array, "b v"], selection: Selection) -> tuple[Int[Arra
 
 
 def token_key(seed: Array, numbers: Int[Array, " m"], position: Array) -> Array:
-    """Returns the random key of one token, which depends on these numbers alone.
+    """Returns the random key of one token, which depends only on these numbers.
 
     Args:
       seed: The seed of the request.

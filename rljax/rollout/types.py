@@ -149,8 +149,8 @@ class RolloutConfig:
     """The directory for weights. The servers must see it where ``publish.store`` is shared or directory, and all
     trainer processes where it is directory. None: a memory-backed directory on this machine."""
     router: str | None = None
-    """The URL of a vllm-router that spreads rollouts over the servers, by its own policy. It knows the verified servers
-    alone. Weights and checks go to each server directly. None: rollouts go to each server directly, too."""
+    """The URL of a vllm-router that spreads rollouts over the servers, by its own policy. It knows only the verified
+    servers. Weights and checks go to each server directly. None: rollouts go to each server directly, too."""
     colocated: bool = False
     """Whether the vLLM servers are on the trainer's own devices. After sampling they sleep, which frees the memory of
     their weights and caches. Before sampling they wake, load the weights and are verified."""
@@ -169,7 +169,7 @@ class RolloutConfig:
     """Whether the servers must compute each token with bits that do not depend on the batch around it. They are started
     with --batch-invariant (``rljax serve vllm --batch-invariant``), and a server without it is refused."""
     api_key_file: str | None = None
-    """The file with the key that the servers ask for, readable by its owner alone. None: the file that
+    """The file with the key that the servers ask for, readable only by its owner. None: the file that
     ``$RLJAX_API_KEY_FILE`` names, and no key where that is not set."""
     limits: ClientLimits = field(default_factory=ClientLimits)
     """The limits of the client that talks to servers."""
@@ -185,7 +185,7 @@ class RolloutConfig:
     trajectories: str | None = None
     """The place of trajectories that another program makes and the run trains on: a directory of Parquet or JSONL
     files, or the address http://HOST:PORT at which the trainer receives them (PORT 0: a free one). ``engine`` then gets
-    the weights for evaluations alone. None: ``engine`` samples the training data."""
+    the weights only for evaluations. None: ``engine`` samples the training data."""
     dump_every: int = 0
     """The number of steps between token dumps, ``rollouts/step_*.parquet``, for ``rljax compare`` and ``rljax view``.
     0: no dumps."""

@@ -27,7 +27,7 @@ class DtypeBands:
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """The settings of the verification that a server uses the published weights.
+    """The settings of the check that a server computes with the published weights.
 
     The server generates from probe prompts, and the trainer scores the same tokens. The bits of the weights are
     verified at every publish, too, and need no settings.
@@ -58,8 +58,8 @@ class VerifyConfig:
     ``rollout.server_form`` says. They need more prompts, because a few of their tokens are far off."""
     rounded_own_floor: float = 1e-3
     """The lowest band of the distance between two scores that a server which rounds to 8 bits gives to the same tokens
-    (nats). It scores them as it generates them, and again as a prompt, which reads nothing from its prefix cache. The
-    distance is that of the probe which a third of the probes are nearer than."""
+    (nats). It scores them as it generates them, and again as a prompt, which reads nothing from its prefix cache. A
+    third of the probes have a smaller distance than the one that is compared."""
     seed: int = 0
     """The seed of the choice of the probe prompts."""
 

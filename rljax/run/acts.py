@@ -266,7 +266,7 @@ class PublishToServers(Act[FollowerState]):
             return self._functions.score(params, sequences)
 
     def collect(self, tensors: Any, directory: Path) -> PartsSummary:
-        """Copies the parts of the next version to the memory of the process that holds them."""
+        """Copies the parts of the next version in each process to its host's memory. Returns a summary of all."""
         with self.lead("collect"):
             results = self._gather(self._files.collect, tensors)
         return merge_summaries(values_of(results, PartsSummary))
@@ -280,13 +280,13 @@ class PublishToServers(Act[FollowerState]):
         return written
 
     def forget(self, directory: Path) -> None:
-        """Forgets the version in ``directory``, which is not complete, unless the processes are not together."""
+        """Forgets the incomplete version in ``directory``. Does nothing after an act has failed."""
         if self.processes.are_together:
             with self.lead("forget", {"directory": str(directory)}):
                 self._files.forget(directory)
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Removes the files of all other versions, unless the processes are not together."""
+        """Removes the files of all versions except ``names``. Does nothing after an act has failed."""
         if self.processes.are_together:
             with self.lead("keep", {"names": sorted(names)}):
                 self._files.keep_only(names)
@@ -341,7 +341,7 @@ class Save(Act[FollowerState], Checkpointer):
             return super().save_best(step, accuracy, state, host)
 
     def close(self) -> None:
-        """Waits for the files to be complete, unless the processes are not together."""
+        """Waits for the files to be complete. Does nothing after an act has failed."""
         if self.processes.are_together:
             with self.lead("close"):
                 super().close()

@@ -1,7 +1,7 @@
 """Trajectories of several turns: the trainer owns the loop between the policy and its environment.
 
 The loop works on token ids. It keeps the ids that were sampled, and appends the ids of what the environment wrote,
-encoded alone. The past is never rendered or encoded again, so each turn's prompt extends the tokens before it. The
+encoded separately. The past is never rendered or encoded again, so each turn's prompt extends the tokens before it. The
 engine answers one trajectory while the environment of another one works, and no trajectory has a thread of its own.
 """
 

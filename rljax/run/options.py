@@ -22,8 +22,8 @@ _CONF = (tyro.conf.FlagConversionOff,)
 def parse_arguments(root: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
     """Builds a program's dataclass of arguments from the words of its command line.
 
-    ``--help`` prints ``prog``, ``description`` and the options, and leaves with status 0. The positional fields of
-    ``root`` have the type ``tyro.conf.Positional``. Raises ConfigError if a word is no option or has the wrong type.
+    ``--help`` prints ``prog``, ``description`` and the options, and exits with status 0. The positional fields of
+    ``root`` have the type ``tyro.conf.Positional``. Raises ConfigError if a word has the wrong type or fits no option.
     """
     registry = ConstructorRegistry()
     _add_section_rule(registry)
@@ -38,7 +38,7 @@ def read_options(root: type, default: Any, words: Sequence[str], prog: str) -> t
     Names may have ``-`` or ``_`` inside. A bare ``--a.flag`` means true, ``none`` empties an optional value, and of a
     repeated option the last one counts. A word that does not have the type of its option stays text.
 
-    Returns the values of all fields, as nested dictionaries, and the words that are no options. Raises ConfigError if
+    Returns the values of all fields, as nested dictionaries, and the words that are not options. Raises ConfigError if
     an option lacks its value, or has one that is not among its choices.
     """
     registry = ConstructorRegistry()

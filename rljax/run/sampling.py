@@ -66,7 +66,7 @@ class Rollouts:
         return [response for group in self.responses for response in group]
 
     def outcomes(self) -> Outcomes:
-        """Returns the outcomes of the groups that are trained on."""
+        """Returns the rewards, lengths and truncations of the groups that the step trains on, [b, g] each."""
         lengths = np.asarray([[response.length for response in group] for group in self.responses])
         truncated = np.asarray([[response.truncated for response in group] for group in self.responses])
         return Outcomes(self.rewards, lengths, truncated)
@@ -82,7 +82,7 @@ class Rollouts:
 
 
 class Sampled(NamedTuple):
-    """The rollouts of one step, and what sampling them took."""
+    """The rollouts of one step, and the measurements of their sampling."""
 
     rollouts: Rollouts  # the responses, in the order of the problems unless groups were replaced
     row: Row  # the counts, seconds and fractions of the sampling, for the row of the step

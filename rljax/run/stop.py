@@ -20,7 +20,8 @@ class StopRequest:
 
     Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. Code that waits
     for servers, responses, rewards or an upload takes this object, a ``Stopping``. The object also reports the place of
-    the run, such as a phase of a step, so that a run without progress is found (``run.stuck_s``).
+    the run, such as a phase of a step, so that a run without progress is found (``run.stuck_s``). A thread that
+    samples the batches of coming steps *works ahead*.
     """
 
     def __init__(self, grace_s: float = math.inf, processes: Processes = ALONE) -> None:
@@ -65,24 +66,24 @@ class StopRequest:
         return remaining_s(self._step_s, time.monotonic() - self._began, save_s) > self.left_s()
 
     def begin_step(self, last_step_s: float | None, checkpointer: Checkpointer) -> None:
-        """Notes that a step begins. The step before took ``last_step_s`` seconds (None: not known)."""
+        """Records that a step begins. The step before took ``last_step_s`` seconds (None: not known)."""
         self._began, self._step_s, self._checkpointer = time.monotonic(), last_step_s, checkpointer
 
     def at(self, place: str) -> None:
-        """Notes that the run has come to ``place``, a phase of a step."""
+        """Records that the run has come to ``place``, a phase of a step."""
         self._place = place
         self._processes.at(place)
 
     def progress(self) -> None:
-        """Notes progress, such as a response that arrived.
+        """Reports progress, such as a response that arrived, so that the run does not count as stuck.
 
-        Progress of a thread that works ahead counts only while the run waits for work ahead.
+        Progress of a thread that works ahead counts only while the run waits for such a thread.
         """
         if self._waits_for_ahead or threading.get_ident() not in self._ahead:
             self._processes.at(self._place)
 
     def work_ahead(self, step: int) -> None:
-        """Notes that the calling thread now works ahead, for ``step``."""
+        """Records that the calling thread works ahead for ``step`` from now on."""
         self._ahead[threading.get_ident()] = step
 
     @contextlib.contextmanager

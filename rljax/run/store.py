@@ -2,7 +2,7 @@
 
 Under the URL each copy has a folder that is named by its step. It holds the files of the checkpoint, the other files
 that a resume needs, and a manifest with the size and SHA-256 of each file. The manifest is written last and deleted
-first, so a folder without a manifest is no copy.
+first, so a folder without a manifest is not a copy.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def verifiers_problems(config: Config) -> list[Problem]:
 
 
 class VerifiersEpisodes:
-    """A ``Source`` of trajectories with an environment of verifiers."""
+    """A ``Source`` that samples trajectories in an environment of the library ``verifiers``."""
 
     def __init__(
         self,

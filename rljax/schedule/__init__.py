@@ -1,6 +1,6 @@
 """The length-triggered learning rate for any training loop.
 
-The tracker and the controller need numpy alone. The schedules and the functions for optax load jax and optax when they
+The tracker and the controller need only numpy. The schedules and the functions for optax load jax and optax when they
 are first used. ``rljax.schedule.torch`` has the scheduler for torch, and only it needs torch.
 """
 

@@ -1,4 +1,4 @@
-"""Replays the lengths of a finished run under several rules that call a surge. It needs numpy alone.
+"""Replays the lengths of a finished run under several rules that call a surge. It needs only numpy.
 
 Two rules are neighbours when they differ a little. If all neighbours call near the same step, the call is safe. If they
 disagree, a rule can hardly tell this curve from noise or from slow growth.
@@ -35,7 +35,7 @@ class Rule(NamedTuple):
 
 
 class RateLaw(NamedTuple):
-    """The arguments of ``LengthTriggeredLR`` beside its tracker."""
+    """The arguments of ``LengthTriggeredLR`` without its tracker."""
 
     init_value: float = 1e-6
     multiplier: float = 1.8
@@ -98,7 +98,7 @@ class FirstLengthsTracker(SurgeTracker):
         return self.surge_step
 
     def update(self, length: Any, truncated_fraction: Any = None) -> bool:
-        """Observes one batch; returns whether the surge is called. ``truncated_fraction`` is not used."""
+        """Observes one batch; returns whether it calls the surge. ``truncated_fraction`` is not used."""
         self.step += 1
         value = float(length)
         if not (math.isfinite(value) and value > 0):
@@ -114,10 +114,10 @@ class FirstLengthsTracker(SurgeTracker):
 
 
 def neighbours_of(config: SurgeConfig, more: Mapping[str, Sequence[float]] | None = None) -> list[Rule]:
-    """Returns the rule in use, the shipped rule, the study's rule, three times the first lengths, and neighbours.
+    """Returns the rule in use, three fixed rules, and rules that differ from the rule in use in one field.
 
-    Neighbours are the rule in use with other ratios, with other warm-ups and with truncated batches. ``more`` has
-    further values of its fields. Each makes a neighbour, too.
+    The fixed rules are the default rule, ``STUDY`` and ``FirstLengthsTracker``. The others have other values of
+    ``ratio``, ``warmup`` and ``max_truncated``, and the further values of fields in ``more``.
     """
     rules = [Rule(IN_USE, config), Rule("shipped", SurgeConfig()), Rule("study", STUDY), Rule("three times", None)]
     changed: dict[str, tuple[float, ...]] = {"ratio": (2.0, 2.5, 3.0), "warmup": (10, 40), "max_truncated": (1.0,)}

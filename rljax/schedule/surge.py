@@ -52,7 +52,7 @@ class SurgeConfig:
     length then measures the limit. ``capped_ratio`` says when it counts all the same."""
     capped_ratio: float | None = 4.5
     """A batch above ``max_truncated`` counts when its length is at least this many times the baseline. The limit then
-    lies far above the baseline, so the growth is no effect of the limit. Above 1; None: such a batch never counts."""
+    lies far above the baseline, so the limit does not cause the growth. Above 1; None: such a batch never counts."""
     max_wait: int | None = None
     """Step at which the tracker calls although no surge was found. None: it waits forever."""
 

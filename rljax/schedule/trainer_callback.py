@@ -60,7 +60,7 @@ class LengthTriggeredCallback(OfController, TrainerCallback):
         self._first_update = 0  # the first update on the last observed batch
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Starts anew, or reads the lengths of a resumed run from its log."""
+        """Starts with no lengths, or reads the lengths of a resumed run from its log."""
         self._controller.load_state_dict(self._start)
         self._first_update = 0
         for logs in state.log_history:

@@ -157,7 +157,7 @@ class ExactPass:
             out_shardings=ExactOutput(by_param, everywhere, FullScores(*shardings)),
         )
         self._by_rows, self._everywhere, self._one = by_rows, everywhere, put(np.float32(1.0), everywhere)
-        # Shapes alone: JAX refuses arrays of the host if other processes hold a part of the mesh.
+        # Only shapes: JAX refuses arrays of the host if other processes hold a part of the mesh.
         rows_of = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), self._empty)
         self._arguments = (abstract_params(config), rows_of, self._one, self._one, self._one)
 

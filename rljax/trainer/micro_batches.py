@@ -187,7 +187,7 @@ def on_each_replica(
 ) -> tuple[Any, Any]:
     """Calls ``work(batch, *shared)`` in each copy of the weights with its own rows, and adds up the totals at the end.
 
-    GSPMD alone would send the sum of gradients over rows between the nodes in every micro-batch. Here the mesh axis
+    GSPMD by itself would send the sum of gradients over rows between the nodes in every micro-batch. Here the mesh axis
     ``replica`` is manual, and GSPMD partitions the work inside a copy.
 
     ``work`` returns totals, and token values [m, b, t, ...] of its rows. ``add_up`` adds up the totals of all copies,

@@ -46,7 +46,7 @@ class Objective:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether a batch must have ``old_logprobs``, because weights are normalised beside a penalty."""
+        """Whether a batch must have ``old_logprobs``, because weights are normalised and the loss has a penalty."""
         return (self.loss.kl != "none" or self.loss.router_balance > 0) and self.correction.normalize
 
     def micro_loss(

@@ -104,7 +104,7 @@ class PackedBatch(NamedTuple):
     """Micro-batches of packed rows; m micro-batches, b rows, t tokens. A pytree of numpy or jax arrays.
 
     The micro-batches after the first ``used`` are padding and are never computed. The first ``with_loss`` take forward
-    and backward. The others carry no loss and take a forward alone. Absent arrays are None.
+    and backward. The others carry no loss and take only a forward. Absent arrays are None.
     """
 
     tokens: Any  # int32 [m, b, t], the token ids
@@ -118,9 +118,9 @@ class PackedBatch(NamedTuple):
     staleness: Any  # int32 [m, b, t], the number of policy versions between the sampling of the token and this step
     with_loss: Any  # int32 [], the number of leading micro-batches that together hold all tokens with loss
     used: Any  # int32 [], the number of micro-batches that have tokens
-    old_logprobs: Any = None  # float32 [m, b, t], of the trainer before the first update
-    reference_logprobs: Any = None  # float32 [m, b, t], of the reference policy
-    behaviour_logprobs: Any = None  # float32 [m, b, t], of the policy that sampled a stale token; NaN where unknown
+    old_logprobs: Any = None  # float32 [m, b, t], under the trainer's policy before the first update
+    reference_logprobs: Any = None  # float32 [m, b, t], under the reference policy
+    behaviour_logprobs: Any = None  # float32 [m, b, t], under the policy that sampled a stale token; NaN where unknown
     routes: Any = None  # uint8 or uint16 [m, b, t, l * k], 1 + the experts that each token goes to; 0 for any
     top_ids: Any = None  # int32 [m, b, t, k], the sampler's likeliest tokens; -1 where there are fewer
     top_logprobs: Any = None  # float32 [m, b, t, k], the sampler's log-probabilities of them; -inf where the id is -1

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 FORWARD_SHARE = 1 / 3
-"""The cost of a forward alone, as a share of forward and backward: 2 of 6 operations for each parameter."""
+"""The cost of a forward without backward, as a share of forward and backward: 2 of 6 operations for each parameter."""
 _SLACK = 64  # A row is full enough if less than 1/64 of it is free.
 _MOST_LENGTHS = 64  # More lengths hardly fill a row better, and their cost grows with the square of the sequences.
 
@@ -31,7 +31,7 @@ def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[i
     """Lays out sequences so that their micro-batches cost as little as possible.
 
     Sequences without loss fill the space that sequences in the loss leave free. They get micro-batches of their own,
-    which take a forward alone, if that costs less. All sequences in the loss are then in earlier micro-batches. Rows
+    which take only a forward, if that costs less. All sequences in the loss are then in earlier micro-batches. Rows
     are dealt in turn to the micro-batches of one kind, longest sequences first. So these micro-batches are alike, and
     the spread of their gradients is noise. There are at least two micro-batches with loss if two rows have loss.
 

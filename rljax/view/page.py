@@ -41,8 +41,8 @@ class Page:
     def add(self, name: str, dump: TokenDump, measured: Measured, *, tokens: int, alternatives: int) -> None:
         """Adds a dump, which the page calls ``name``, and the result of ``measure``.
 
-        At most ``tokens`` tokens are shown one by one. They are those of the sequences that contribute most. The first
-        of these sequences is always shown. Each token has ``alternatives`` likeliest tokens.
+        At most ``tokens`` tokens are shown one by one. Whole sequences are shown, the largest contribution first. The
+        first sequence is always shown. Each token has ``alternatives`` likeliest tokens.
         """
         lengths = np.asarray([len(dump.token_ids[row]) for row in measured.order])
         shown = max(int((np.cumsum(lengths) <= tokens).sum()), min(len(lengths), 1))

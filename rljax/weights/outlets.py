@@ -211,7 +211,7 @@ class StorePartWriter(PartWriter):
         self._directory, self._url = directory, url
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes the parts, uploads them, and removes them here."""
+        """Writes the parts of this process, uploads the files, and removes the local copies."""
         own = directory if self._directory is None else self._directory.root / directory.name
         own.mkdir(exist_ok=True)
         try:

@@ -52,7 +52,7 @@ class WeightDirectory(OwnedDirectory):
 
         If the writer writes deltas, there is a dense version each ``anchor_every`` versions. ``make_outlet`` is a
         function from the new directory to its outlet. ``writer`` gets the tensors of :meth:`write`. None means a writer
-        of whole tensors of this process alone.
+        of whole tensors of this process only.
 
         Raises:
           RuntimeError: The directory cannot be written, or its outlet cannot be opened.

@@ -30,7 +30,7 @@ class Finding:
 class LayerVerdict:
     """The verdict on a comparison by layers.
 
-    The status is "even" (rounding alone), "fused" (a compiler leaves out some roundings, and all else is rounding) or
+    The status is "even" (only rounding), "fused" (a compiler leaves out some roundings, and all else is rounding) or
     "place" (some operations differ by more than rounding, or give values of another dtype).
     """
 

@@ -45,7 +45,7 @@ class JaxTracer:
         """Loads the weights of a Hugging Face directory.
 
         Raises:
-          ValueError: The directory is no model, or the devices here do not support the form.
+          ValueError: The directory does not hold a model, or the devices here do not support the form.
         """
         self.label, self.dtype, self._form = label, form.dtype, form
         self.config = read_config(directory)

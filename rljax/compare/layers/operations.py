@@ -1,8 +1,8 @@
 """The operations of a decoder, in order and by name, and the values that they give for one sequence.
 
 The name of an operation in a block is ``LAYER/OPERATION``, such as ``17/attention``. An operation takes the values of
-earlier operations, and only those. So whoever passes another scorer's value on in the place of each own value feeds
-every operation that scorer's inputs.
+earlier operations, and only those. If each value of a scorer is replaced by the reference's value, all its operations
+get the reference's inputs.
 """
 
 from __future__ import annotations

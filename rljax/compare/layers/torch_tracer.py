@@ -16,7 +16,7 @@ from rljax.policy.families import read_config
 
 
 class TorchTracer:
-    """A transformers model on torch."""
+    """The tracer of a transformers model on torch."""
 
     def __init__(self, directory: str | Path, dtype: str, label: str, attention: str | None = None, rows: int = 1):
         """Loads the model. The sequence is in each of the ``rows`` of a batch.
@@ -24,7 +24,7 @@ class TorchTracer:
         ``attention`` is a name of transformers, such as "eager" or "sdpa"; None: its default.
 
         Raises:
-          ValueError: torch or transformers is missing, or the directory is no model.
+          ValueError: torch or transformers is missing, or the directory does not hold a model.
         """
         self.label, self.dtype, self._rows = label, dtype, rows
         self.config = read_config(directory)

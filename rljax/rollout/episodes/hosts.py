@@ -196,7 +196,7 @@ class EnvironmentHosts:
         return future
 
     def _fail(self, trajectory: _Trajectory, outcome: Outcome) -> None:
-        """Notes that a trajectory has failed, counts it, and logs the first failure of its kind. The lock is held."""
+        """Records that a trajectory has failed, counts it, and logs the first failure of its kind. The lock is held."""
         if trajectory.lost is not None or outcome.failure is None:
             return
         trajectory.lost = outcome

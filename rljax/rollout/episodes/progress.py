@@ -33,7 +33,7 @@ class ProgressBoard:
         self._moves = 0
 
     def write(self, running: int) -> None:
-        """Notes which trajectory runs from now on; 0 means none."""
+        """Records which trajectory runs from now on; 0 means none."""
         self._moves += 1
         _FORM.pack_into(self._memory, 0, running, self._moves)
 

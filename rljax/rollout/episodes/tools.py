@@ -101,6 +101,7 @@ def run_function(path: str, arguments: Arguments, longest: int) -> ToolResult:
     """Calls the function ``path`` and returns its result as a text of at most ``longest`` characters.
 
     A result that is a text stays as it is. Any other result is written as JSON, or by ``str`` if JSON cannot hold it.
+    An exception of the function becomes a text that begins with "error:".
     """
     try:
         function = _function(path)

@@ -45,13 +45,13 @@ class TrajectoryFiles:
         return read_trajectories(read_rows(path), str(path), self._limits)
 
     def begin(self, name: str, trajectories: Sequence[Trajectory], step: int) -> None:
-        """Notes that all trajectories of a file wait. A file without trajectories is finished at ``step``."""
+        """Records that all trajectories of a file wait. A file without trajectories is finished at ``step``."""
         self._left[name] = {number for trajectory in trajectories for number in trajectory.rows}
         self._used.setdefault(name, set())
         self._finish_if_used(name, step)
 
     def use(self, items: Iterable[Item], step: int) -> None:
-        """Notes that ``step`` has used or dropped the trajectories ``items``."""
+        """Records that ``step`` has used or dropped the trajectories ``items``."""
         for item in items:
             self._left[item.file].difference_update(item.trajectory.rows)
             self._used[item.file].update(item.trajectory.rows)

@@ -47,12 +47,12 @@ class TrajectoryQueue:
                 self._add(name, trajectories)
 
     def expect(self, version: int) -> None:
-        """Notes that policy ``version`` is being published, so that trajectories may name it from now on."""
+        """Records that policy ``version`` is being published, so that trajectories may name it from now on."""
         with self._changed:
             self.highest = None if self.highest is None else max(self.highest, version)
 
     def publish(self, version: int) -> None:
-        """Notes that ``version`` is the trainer's newest policy."""
+        """Records that ``version`` is the trainer's newest policy."""
         with self._changed:
             self.version = version
 

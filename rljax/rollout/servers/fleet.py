@@ -202,8 +202,8 @@ class Fleet:
     def side_by_side(self, act: Callable[[str], None], urls: Sequence[str], patience_s: float = _LONGEST_S) -> None:
         """Calls ``act(url)`` for each URL on threads, and marks down a server that fails or is much slower.
 
-        Once one call has succeeded, the others have as long again, and at least ``patience_s`` seconds. ``act`` raises
-        ServerError if the server fails.
+        After the first success, the other calls may take as long again as that call took, and at least ``patience_s``
+        seconds. ``act`` raises ServerError if the server fails.
         """
         futures = {url: self._threads.submit(act, url) for url in urls}
         wait_for_most(futures.values(), patience_s)
@@ -318,9 +318,9 @@ class Fleet:
 
 
 def wait_for_most(futures: Iterable[Future[Any]], patience_s: float) -> None:
-    """Waits until all futures are done, or one has succeeded and the others had as long again.
+    """Waits until all futures are done, but only for some time after the first success.
 
-    The others have at least ``patience_s`` seconds after the first success.
+    This time is as long as the wait until that success, and at least ``patience_s`` seconds.
     """
     began, pending = time.monotonic(), set(futures)
     succeeded = False

@@ -26,7 +26,7 @@ class ModelTensors:
     def of_model(self, *, once: bool = False) -> Iterator[tuple[str, Any]]:
         """Yields (name, tensor) of all parameters.
 
-        ``once``: Whether a parameter that several layers share comes under its first name alone.
+        ``once``: Whether a parameter that several layers share comes only under its first name.
         """
         seen = set()
         for layer in self._names:

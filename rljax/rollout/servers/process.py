@@ -1,6 +1,6 @@
 """A server as a process group: started, waited for until it is healthy, and ended without leaving anything behind.
 
-It needs the standard library alone, so that it runs under the trainer's interpreter and under a server's. Between the
+It needs only the standard library, so that it runs under the trainer's interpreter and under a server's. Between the
 caller and the server stands a *guard*: a small process that leads the group and holds a pipe from the caller. When the
 pipe closes, by :meth:`ServerProcess.stop` or because the caller died in any way, the guard ends the whole group.
 

@@ -168,7 +168,7 @@ class SglangBackend(Backend):
     def differences(self, described: Mapping[str, Any], expected: Expectation) -> list[str]:
         """Returns the lines of :func:`common_differences`, and those of SGLang's own settings."""
         cache, dtype = described["kv_cache_dtype"], described["dtype"]
-        is_plain = cache in get_args(Dtype)  # whether the cache has a plain dtype, which is no form to name
+        is_plain = cache in get_args(Dtype)  # whether the cache has a plain dtype, which needs no name
         known = dict(described) | ({"kv_cache_dtype": dtype} if is_plain else {})
         lines = common_differences(known, expected, "SGLang's --enable-fp32-lm-head")
         if is_plain and cache != dtype:

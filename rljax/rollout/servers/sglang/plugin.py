@@ -6,8 +6,8 @@ three functions of SGLang:
 - ``ModelRunner.check_weights``, behind ``/weights_checker``: :class:`Worker` answers the actions ``rljax_*``.
 - ``update_weights_from_disk`` of the scheduler. It loads a version only from a directory that a trainer has shown, only
   with all of the model's tensors, and only under its tag. SGLang itself reports success for files that lack a tensor.
-- ``ModelConfig._get_hf_eos_token_id``: The model's end-of-sequence tokens are dropped. They would end responses beside
-  the tokens that a request names.
+- ``ModelConfig._get_hf_eos_token_id``: The model's end-of-sequence tokens are dropped. They would end responses
+  besides the tokens that a request names.
 
 With a key file ``rljax.weights.access`` guards every route. There is no jax in SGLang's environment.
 """

@@ -1,9 +1,9 @@
 """The command line and environment of an SGLang server, and its start from Python (``rljax serve sglang``).
 
-It needs the standard library alone, so that it runs under the trainer's interpreter and under SGLang's.
+It needs only the standard library, so that it runs under the trainer's interpreter and under SGLang's.
 
 ``python -m rljax.rollout.servers.sglang.server``, with SGLang's own arguments, runs SGLang on a CPU. SGLang's kernel
-package has builds for CUDA alone, so a stand-in takes its place. The functions of the stand-in can be imported, and
+package has builds only for CUDA, so a stand-in takes its place. The functions of the stand-in can be imported, and
 fail when they are called. The native torch back ends call none of them. The processes that SGLang spawns run this
 module again, so that each of them has the stand-in.
 """

@@ -28,7 +28,7 @@ class ForcedSampler(Hooks):
         self.after(runner.sampler, self._after)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes the forced token of each row, with its log-probability and rank, before the sampler draws.
+        """Stores the forced token of each row, with its log-probability and rank, before the sampler draws.
 
         A token outside the vocabulary ends the forcing with an error. After the last deadline the hooks are removed.
         """

