@@ -10,8 +10,9 @@ all are decoded together until the last one ends. "Parts": 16 are decoded togeth
 next 16.
 
 The ways of a row take turns. The servers that have no turn are stopped by a signal. A ratio is taken in each turn, and
-the table shows the median with the lowest and the highest. Turns are added to those that the JSON file has. The
-program starts the servers (launch/install_vllm.sh) and prints a Markdown table.
+the table shows the median. From six turns on it comes with its exact interval of 95%, and before with the lowest and
+the highest ratio. Turns are added to those that the JSON file has. The program starts the servers
+(launch/install_vllm.sh) and prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from scipy.stats import binom
 from transformers import Qwen3ForCausalLM
 
 from rljax.policy.config import PolicyConfig
@@ -297,8 +299,14 @@ def has_turns(found: dict[str, Any], rounds: int) -> bool:
 
 
 def as_text(values: Sequence[float]) -> str:
-    """Returns the median with the lowest and the highest value."""
-    return f"{statistics.median(values):.2f} ({min(values):.2f} - {max(values):.2f})"
+    """Returns the median and, in parentheses, its exact interval of 95%, or the extremes of less than six values.
+
+    Each value lies below the true median with a probability of a half, so the number of values below it is binomial. At
+    each end the interval leaves out the largest number of values that still covers 95%.
+    """
+    ordered = sorted(values)
+    left_out = max(0, int(binom.ppf(0.025, len(ordered), 0.5)) - 1)
+    return f"{statistics.median(ordered):.2f} ({ordered[left_out]:.2f} - {ordered[-1 - left_out]:.2f})"
 
 
 def run_policy(
