@@ -35,7 +35,7 @@ from rljax.policy.layers import (
     rotary_tables,
     split_tokens,
 )
-from rljax.policy.taps import Given, Values, given_to_layers, record_layers, recording_layer, tap
+from rljax.policy.taps import Substitutes, Values, record_layers, recording_layer, substitutes_of_layers, tap
 from rljax.sharding import constrain, tree_shardings
 
 Params = dict[str, Any]
@@ -210,7 +210,7 @@ def run_blocks(
     rotary = rotary_tables(positions, config.head_dim, config.rope_theta)
 
     def body(
-        state: tuple[Array, Any], layer: tuple[Any, Array, Any, Given]
+        state: tuple[Array, Any], layer: tuple[Any, Array, Any, Substitutes]
     ) -> tuple[tuple[Array, Any], tuple[BlockStats, Values]]:
         x, carry = checkpoint_name(state[0], _BLOCK_INPUT), state[1]
         block = nnx.merge(graphdef, layer[0])
@@ -223,7 +223,7 @@ def run_blocks(
         body = jax.checkpoint(body, prevent_cse=False, policy=_SAVED[remat])
     x = split_tokens(x)
     choices = None if routing is None else routing.choices
-    layers = (params["layers"], jnp.arange(config.num_layers), choices, given_to_layers())
+    layers = (params["layers"], jnp.arange(config.num_layers), choices, substitutes_of_layers())
     one_by_one = remat == "none" and config.num_layers <= unrolled
     (x, carry), (stats, recorded) = jax.lax.scan(body, (x, carry), layers, unroll=one_by_one)
     record_layers(recorded)

@@ -1,4 +1,4 @@
-"""A recorder of the values inside a policy's forward, which can also put given values in their places.
+"""A recorder of the values inside a policy's forward, which can also put other values in their places.
 
 It acts while a function is traced, and only inside ``recording``. Elsewhere ``tap`` returns its argument, so it does
 not change a program that does not record.
@@ -19,7 +19,7 @@ LAYERS = "layers"
 Values = dict[str, Array]
 
 
-class Given(NamedTuple):
+class Substitutes(NamedTuple):
     """The values to put in the places of computed ones, by name. Flags switch each on or off without a compilation."""
 
     values: Values
@@ -27,20 +27,20 @@ class Given(NamedTuple):
 
 
 class Recorder(NamedTuple):
-    """The values that a forward has recorded so far, and the values to put in place of computed ones."""
+    """The values that a forward has recorded so far, and the substitutes for computed ones."""
 
     recorded: Values
-    given: Given
+    substitutes: Substitutes
 
 
 _active: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recorder", default=None)
-_NOTHING = Given({}, {})
+_NONE = Substitutes({}, {})
 
 
 @contextlib.contextmanager
-def recording(given: Given = _NOTHING) -> Iterator[Values]:
+def recording(substitutes: Substitutes = _NONE) -> Iterator[Values]:
     """Records every ``tap`` inside the context. Yields the dictionary that receives the values by name."""
-    recorder = Recorder({}, given)
+    recorder = Recorder({}, substitutes)
     token = _active.set(recorder)
     try:
         yield recorder.recorded
@@ -49,37 +49,37 @@ def recording(given: Given = _NOTHING) -> Iterator[Values]:
 
 
 def tap(name: str, x: Array) -> Array:
-    """Records ``x``, and returns it or the value that is given in its place, in the shape and dtype of ``x``."""
+    """Records ``x``, and returns it or its substitute, in the shape and dtype of ``x``."""
     recorder = _active.get()
     if recorder is None:
         return x
     recorder.recorded[name] = x
-    if name not in recorder.given.values:
+    if name not in recorder.substitutes.values:
         return x
-    value = recorder.given.values[name].astype(x.dtype).reshape(x.shape)
-    return jnp.where(recorder.given.flags[name], value, x)
+    value = recorder.substitutes.values[name].astype(x.dtype).reshape(x.shape)
+    return jnp.where(recorder.substitutes.flags[name], value, x)
 
 
-def given_to_layers() -> Given:
-    """Returns the values that are given to blocks, without the prefix of their names. It is empty outside a context."""
+def substitutes_of_layers() -> Substitutes:
+    """Returns the substitutes of the blocks' values, without the prefix of their names; none outside of a context."""
     recorder = _active.get()
     if recorder is None:
-        return _NOTHING
+        return _NONE
     prefix = f"{LAYERS}/"
     values, flags = (
         {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
-        for arrays in recorder.given
+        for arrays in recorder.substitutes
     )
-    return Given(values, flags)
+    return Substitutes(values, flags)
 
 
 @contextlib.contextmanager
-def recording_layer(given: Given) -> Iterator[Values]:
+def recording_layer(substitutes: Substitutes) -> Iterator[Values]:
     """Records one block inside the body of the scan. Outside of ``recording`` nothing is recorded."""
     if _active.get() is None:
         yield {}
         return
-    with recording(given) as recorded:
+    with recording(substitutes) as recorded:
         yield recorded
 
 

@@ -18,7 +18,7 @@ from rljax.policy.head import all_logits, matmul_precision
 from rljax.policy.hf import load_params
 from rljax.policy.kernels import choose_kernels
 from rljax.policy.model import cast_params, hidden_states, lm_head_table, param_shardings
-from rljax.policy.taps import Given, recording, tap
+from rljax.policy.taps import Substitutes, recording, tap
 from rljax.sharding import MeshConfig, fetch, make_mesh
 
 _MULTIPLE = 64  # the default width of a row is a multiple of this number of tokens
@@ -74,7 +74,7 @@ class JaxTracer:
             values[operation.name] = np.asarray(value[:count], np.float32).reshape(count, -1)
         return values
 
-    def _traced(self, params: Any, tokens: jax.Array, segments: jax.Array, given: Given) -> dict[str, jax.Array]:
+    def _traced(self, params: Any, tokens: jax.Array, segments: jax.Array, given: Substitutes) -> dict[str, jax.Array]:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         with recording(given) as recorded, jax.default_matmul_precision(matmul_precision(self.dtype)):
             cast = cast_params(params, self.dtype)
@@ -83,9 +83,9 @@ class JaxTracer:
             tap("logits", logits.astype(self._form.logits or logits.dtype))
         return recorded
 
-    def _given(self, row: np.ndarray, segments: np.ndarray, given: Mapping[str, np.ndarray]) -> Given:
+    def _given(self, row: np.ndarray, segments: np.ndarray, given: Mapping[str, np.ndarray]) -> Substitutes:
         """Returns all values with their flags, so that each call runs the same program. Values not given are zeros."""
-        shapes = jax.eval_shape(self._traced, self._params, row, segments, Given({}, {}))
+        shapes = jax.eval_shape(self._traced, self._params, row, segments, Substitutes({}, {}))
         values: dict[str, np.ndarray] = {}
         flags: dict[str, np.ndarray] = {}
         for operation in operations(self.config):
@@ -103,4 +103,4 @@ class JaxTracer:
                 value = given[operation.name]
                 values[name][at][..., : len(value), :] = value
                 flags[name][at] = True
-        return Given(*jax.tree.map(jnp.asarray, (values, flags)))
+        return Substitutes(*jax.tree.map(jnp.asarray, (values, flags)))
