@@ -215,7 +215,7 @@ def share_lines(reports: dict[str, Report], one: str, other: str) -> list[str]:
         less, more = sorted((of(left), of(right)))
         return f"{100 * (1 - less / more):.2g}% {'less' if of(left) == less else 'more'}"
 
-    lines = [cells(f"{one} beside {other}", *(name for name, *_ in both)), "|---" * (len(both) + 1) + "|"]
+    lines = [cells(f"{one} compared with {other}", *(name for name, *_ in both)), "|---" * (len(both) + 1) + "|"]
     lines += [cells(name, *(share(of, left, right) for _, left, right in both)) for name, of in QUANTITIES.items()]
     return lines
 
