@@ -28,7 +28,7 @@ from typing import Any
 
 from rljax.commands.plain_options import read_words
 from rljax.errors import ConfigError, caller_errors, print_end
-from rljax.record.text_tables import text_table
+from rljax.record.text_tables import cell, text_table
 from rljax.record.training_logs import STEP_COLUMNS, LengthLog, read_lengths
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
 from rljax.schedule.neighbours import Outcome, RateLaw, largest_ratio, neighbours_of, replay_rule
@@ -167,11 +167,6 @@ def near_misses(result: Replay) -> list[str]:
     return [*lines, f"neighbour rules that would have called: {', '.join(calls) or 'none'}"]
 
 
-def number(value: float | None, form: str = "") -> str:
-    """Returns a cell: the number, or - for None."""
-    return "-" if value is None else format(value, form)
-
-
 def rules_table(result: Replay) -> list[list[str]]:
     """Returns the table of one log, a row for each rule; * marks the rules that equal the one in use."""
     rows = [["rule", "called", "crossing since", "decay period", "first decay", "last rate", "nearest ratio"]]
@@ -181,8 +176,8 @@ def rules_table(result: Replay) -> list[list[str]]:
             rows.append([f"{mark}{one.rule.name}", *["-"] * 5, one.rule.error])
             continue
         first = one.changes[1][0] if len(one.changes) > 1 else None
-        cells = [number(value) for value in (one.surge_step, one.crossing_step, one.decay_period, first)]
-        nearest = number(one.nearest.ratio if one.nearest else None, ".3g")
+        cells = [cell(value) for value in (one.surge_step, one.crossing_step, one.decay_period, first)]
+        nearest = cell(one.nearest.ratio if one.nearest else None, ".3g")
         rows.append([f"{mark}{one.rule.name}", *cells, f"{one.rates[-1]:.3g}", nearest])
     return rows
 
@@ -193,7 +188,7 @@ def logs_table(results: Sequence[Replay]) -> list[list[str]]:
     rows = [["log", "steps", "called", "decay period", "first decay", "last rate", "nearest ratio", *names]]
     for result in results:
         _, called, _, *cells = rules_table(result)[1]
-        others = [number(outcome.surge_step) for outcome in result.outcomes[1:]]
+        others = [cell(outcome.surge_step) for outcome in result.outcomes[1:]]
         rows.append([str(result.path), str(len(result.log.lengths)), called, *cells, *others])
     return rows
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from rljax.distributed.files import write_whole
 from rljax.errors import parse_json
+from rljax.record.text_tables import cell
 
 Row = dict[str, Any]
 NONFINITE_KEYS = "nonfinite_keys"
@@ -79,11 +80,6 @@ def step_seconds(row: Row) -> float:
     return math.fsum(value for key, value in row.items() if key.startswith("time/") and value is not None)
 
 
-def format_value(form: str, value: Any) -> str:
-    """Formats a value; None becomes ``-``."""
-    return "-" if value is None else form.format(value)
-
-
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """Computes the content of summary.json. Steps are 1-based, lengths are in tokens, and None means unknown.
 
@@ -139,24 +135,24 @@ def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -
 def format_summary(summary: Mapping[str, Any]) -> str:
     """Formats the summary as a table for a terminal."""
 
-    def say(key: str, form: str = "{}") -> str:
-        return format_value(form, summary[key])
+    def say(key: str, form: str = "") -> str:
+        return cell(summary[key], form)
 
     def span(key: str, form: str) -> str:
         return f"{say(f'{key}_first', form)} -> {say(f'{key}_last', form)}"
 
     lines = {
         "steps": say("steps"),
-        "reward": f"{span('reward', '{:.3f}')} (gain {say('reward_gain', '{:+.3f}')})",
-        "response length": f"{span('response_length', '{:.1f}')} tokens",
+        "reward": f"{span('reward', '.3f')} (gain {say('reward_gain', '+.3f')})",
+        "response length": f"{span('response_length', '.1f')} tokens",
         "length tripled": _at_step(summary["length_tripled_step"]),
         "surge called": f"{_at_step(summary['surge_step'])}; decay period {say('decay_period')}",
-        "final learning rate": say("learning_rate_final", "{:.3e}"),
+        "final learning rate": say("learning_rate_final", ".3e"),
     }
     for name, value in summary["evaluations"].items():
         lines[f"accuracy on {name}"] = f"{value['last']:.3f} (best {value['best']:.3f} at step {value['best_step']})"
     lines |= {
-        "mismatch": f"mean {say('mismatch_mean', '{:.2e}')}, max {say('mismatch_max', '{:.2e}')} (log_ppl_abs_diff)",
+        "mismatch": f"mean {say('mismatch_mean', '.2e')}, max {say('mismatch_max', '.2e')} (log_ppl_abs_diff)",
         "skipped updates": say("skipped_updates"),
         "rows with non-finite": say("rows_with_nonfinite"),
         "wall time": _duration(summary["wall_seconds"]),

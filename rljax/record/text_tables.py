@@ -1,6 +1,12 @@
 """Tables for a terminal."""
 
 from collections.abc import Sequence
+from typing import Any
+
+
+def cell(value: Any, form: str = "") -> str:
+    """Returns a value in the form of ``format``, or - for None."""
+    return "-" if value is None else format(value, form)
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:

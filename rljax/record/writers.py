@@ -20,7 +20,8 @@ from tqdm import tqdm
 from rljax.distributed.files import write_durably
 from rljax.errors import writing
 from rljax.mismatch.histogram import bin_edges
-from rljax.record.rows import NONFINITE_KEYS, Row, format_value, is_accuracy, read_lines
+from rljax.record.rows import NONFINITE_KEYS, Row, is_accuracy, read_lines
+from rljax.record.text_tables import cell
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
@@ -29,10 +30,10 @@ PLAIN_EVERY_STEPS = 10
 PLAIN_EVERY_SECONDS = 30.0
 
 _CONSOLE = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("length", "response_length/mean", "{:.1f}"),
-    ("lr", "schedule/learning_rate", "{:.2e}"),
-    ("mismatch", "mismatch/log_ppl_abs_diff", "{:.2e}"),
+    ("reward", "reward/mean", ".3f"),
+    ("length", "response_length/mean", ".1f"),
+    ("lr", "schedule/learning_rate", ".2e"),
+    ("mismatch", "mismatch/log_ppl_abs_diff", ".2e"),
 )
 
 
@@ -236,7 +237,7 @@ class _Console:
         )
 
     def show(self, row: Row, _: Mapping[str, np.ndarray]) -> None:
-        parts = [f"{label} {format_value(form, row.get(key))}" for label, key, form in _CONSOLE]
+        parts = [f"{label} {cell(row.get(key), form)}" for label, key, form in _CONSOLE]
         if self._bar.disable:
             self._print_line(row, parts)
         else:
@@ -251,7 +252,7 @@ class _Console:
             return
         pace = (now - self._last_time) / (step - self._last_step)
         self._last_time, self._last_step = now, step
-        accuracies = [f"{key} {format_value('{:.3f}', row[key])}" for key in evaluations if is_accuracy(key)]
+        accuracies = [f"{key} {cell(row[key], '.3f')}" for key in evaluations if is_accuracy(key)]
         counted = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
         print("  ".join([counted, *parts, *accuracies, f"{pace:.2f} s/step"]), file=sys.stderr, flush=True)
 

@@ -112,15 +112,13 @@ class StepFunctions:
         *,
         for_dumps: bool,
         with_routes: bool = False,
-        with_collision: bool = False,
     ) -> Any:
         """Returns a function of a micro-batch that returns its statistics and token values, without a gradient."""
 
         def each(micro: PackedBatch) -> tuple[dict[str, Statistics], TokenValues]:
             scores = score(compute, micro)
             routes = routes_of(scores.stats.router, self.config) if with_routes else None
-            collision = scores.collision if with_collision else None
-            values = values_of(scores, for_dumps)._replace(routes=routes, collision=collision)
+            values = values_of(scores, for_dumps)._replace(routes=routes, collision=scores.collision)
             return measure(scores, micro, num_sequences, diagnosis), values
 
         return each
@@ -220,10 +218,9 @@ class StepFunctions:
     ) -> tuple[dict[str, jax.Array], TokenValues]:
         """Computes the metrics of the row and the token values of a batch, with forwards only."""
         score = self.score(collision=with_collision)
-        asked = {"for_dumps": for_dumps, "with_routes": with_routes, "with_collision": with_collision}
 
         def work(batch: PackedBatch, compute: Params) -> tuple[dict[str, Statistics], TokenValues]:
-            each = self.alone(compute, score, num_sequences, diagnosis, **asked)
+            each = self.alone(compute, score, num_sequences, diagnosis, for_dumps=for_dumps, with_routes=with_routes)
             return over_micro_batches(batch, each, zeros, merge, (0, batch.used))
 
         with jax.default_matmul_precision(matmul_precision(self.dtype)):
