@@ -84,7 +84,7 @@ _EXACT = Remedy(
     "an engine without mismatch, as a test of the cause",
     "--rollout.engine exact",
     "sampling becomes many times slower: for small batches",
-    "rljax's page exact; VeXact, arXiv 2605.14220",
+    "rljax's page exact; VeXact, arXiv 2605.14220; page study_isolation: 1 of 9 runs collapses without any mismatch",
 )
 _SIXTEEN = Remedy(
     "an engine in 16 bits",

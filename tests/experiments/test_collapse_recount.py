@@ -8,6 +8,7 @@ from scipy import stats
 from study_pages import PAGES, fate, sign_p, table
 from study_recount import (
     DETECTOR,
+    ISOLATION,
     LATE,
     PLANNED,
     RATES,
@@ -22,7 +23,7 @@ from study_recount import (
     spread,
 )
 
-EVERY = [*SIX_ARMS, REMEDIES, LATE]
+EVERY = [*SIX_ARMS, REMEDIES, LATE, ISOLATION]
 MAIN = of(SIX_ARMS[0])
 
 
@@ -283,3 +284,39 @@ def test_the_mismatch_of_each_remedy(study, columns):
         for key, cell in zip((4, 7), cells, strict=True):
             means = [np.nanmean(columns[arm, seed][20:100, key]) for seed in study.seeds_of(arm)]
             assert cell == f"{min(means):.2g} to {max(means):.2g}", arm
+
+
+@of(ISOLATION)
+def test_what_the_noise_alone_does(study, columns, areas):
+    """The sentences: no mismatch at any step of one arm, that of the other, and which runs of a pair end how."""
+    runs = {arm: [columns[arm, seed] for seed in study.seeds] for arm in study.arms}
+    assert not any(lines[:, [4, 6]].any() for lines in runs["constant"])
+    fates = {arm: [fate(lines[:, 0]) for lines in runs[arm]] for arm in study.arms}
+    gone = {arm: [fell and peak >= 0.3 for peak, _, fell in fates[arm]] for arm in study.arms}
+    peak, final, _ = fates["constant"][1]
+    assert (gone["constant"].index(True), f"{peak:.2f}", f"{final:.2f}") == (1, "0.81", "0.00")
+    pairs = list(zip(gone["constant"], gone["noise"], strict=True))
+    assert [pairs.count(pair) for pair in ((False, True), (True, False))] == [4, 1]
+    assert f"{stats.binomtest(4, 5).pvalue:.2g}" == "0.38"
+    lost = np.subtract(*([end for _, end, _ in fates[arm]] for arm in study.arms))
+    assert (sum(lost > 0), f"{lost.mean():.2f}", f"{float(sign_p(lost)):.2g}") == (8, "0.24", "0.11")
+    changed = {True: [], False: []}
+    for lines, falls in zip(runs["noise"], gone["noise"], strict=True):
+        begin = int(np.argmax(accuracy(lines) >= 0.9 * accuracy(lines).max())) + 1
+        end = fall_step(lines) if falls else len(lines)
+        changed[falls].append(lines[end - 10 : end, 4].mean() / lines[begin - 10 : begin, 4].mean())
+    first, second, third, fourth = (f"{factor:.2g}" for factor in changed[True])
+    ranges = {arm: spread([end for _, end, fell in fates[arm] if not fell], ".2f") for arm in study.arms}
+    tops = {arm: spread([peak for peak, *_ in fates[arm]], ".2f") for arm in study.arms}
+    mismatch = spread([lines[20:100, 4].mean() for lines in runs["noise"]])
+    texts = [
+        f"changes {first}, {second}, {third} and {fourth} times",
+        f"changes {spread(changed[False])} times up to the end",
+        spread([areas["constant", seed] - areas["noise", seed] for seed in study.seeds], "+.2f"),
+        f"without noise end at {ranges['constant']}, and those with it at {ranges['noise']}",
+        f"peaks are {tops['constant']} without the noise and {tops['noise']} with it",
+        mismatch,
+    ]
+    page = " ".join(PAGES[study.page].split())
+    assert [text for text in texts if text not in page] == []
+    assert mismatch in PAGES["study"]

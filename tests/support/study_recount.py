@@ -63,6 +63,12 @@ LATE = Recounted(
     compared=(("decay", "constant"), ("sixteen_bits", "constant")),
     arms=("constant", "decay", "sixteen_bits"),
 )
+ISOLATION = Recounted(
+    *("study_isolation", "What was found", "study_isolation", range(41, 50), 300),
+    planned=1,
+    compared=(("constant", "noise"),),
+    arms=("constant", "noise"),
+)
 CACHES = {"16 bits": "16_bits", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 RATES = Recounted(
     *("study_collapse", "Rate and mismatch", "study_rates", range(25, 27), 300),
