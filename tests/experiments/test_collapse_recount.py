@@ -19,6 +19,7 @@ from study_recount import (
     areas_of,
     columns_of,
     fall_step,
+    growth,
     of,
     spread,
 )
@@ -46,6 +47,7 @@ def areas(study):
 def test_all_runs_are_there(study, columns):
     assert set(columns) == study.runs()
     assert {len(lines) for lines in columns.values()} == {study.steps}
+    assert not any(np.isnan(lines[:, [0, 4]]).any() for lines in columns.values())
 
 
 @of(*EVERY, DETECTOR)
@@ -189,9 +191,7 @@ def test_where_the_mismatch_grows_without_a_fall(columns):
     grew = {}
     for (arm, seed), lines in columns.items():
         if arm != "constant" and (arm, seed) != ("triggered", 15):
-            means = accuracy(lines)
-            begin = int(np.argmax(means >= 0.9 * means.max())) + 1
-            grew.setdefault(arm, []).append(lines[-10:, 4].mean() > lines[begin - 10 : begin, 4].mean())
+            grew.setdefault(arm, []).append(growth(lines, len(lines)) > 1)
     counts = {arm: (sum(runs), len(runs)) for arm, runs in grew.items()}
     assert counts == {"triggered": (2, 8), "untriggered": (3, 9), "fixed": (1, 9), "linear": (1, 9), "tenth": (0, 9)}
 
@@ -263,13 +263,8 @@ def test_what_late_remedies_do(study, columns):
 @of(REMEDIES)
 def test_the_trainer_against_itself_before_the_fall(study, columns):
     """The factors from the ten steps up to the plateau to those up to the fall, of the mismatch and of ``self``."""
-    factors = []
-    for lines in (columns["constant", seed] for seed in study.seeds):
-        means = accuracy(lines)
-        begin, end = int(np.argmax(means >= 0.9 * means.max())) + 1, fall_step(lines)
-        factors.append(
-            [np.nanmean(lines[end - 10 : end, key]) / np.nanmean(lines[begin - 10 : begin, key]) for key in (4, 7)]
-        )
+    runs = [columns["constant", seed] for seed in study.seeds]
+    factors = [[growth(lines, fall_step(lines), key) for key in (4, 7)] for lines in runs]
     mismatch, itself = zip(*factors, strict=True)
     first, second, third, fourth = (f"{factor:.2g}" for factor in itself)
     page = " ".join(PAGES[study.page].split())
@@ -302,9 +297,7 @@ def test_what_the_noise_alone_does(study, columns, areas):
     assert (sum(lost > 0), f"{lost.mean():.2f}", f"{float(sign_p(lost)):.2g}") == (8, "0.24", "0.11")
     changed = {True: [], False: []}
     for lines, falls in zip(runs["noise"], gone["noise"], strict=True):
-        begin = int(np.argmax(accuracy(lines) >= 0.9 * accuracy(lines).max())) + 1
-        end = fall_step(lines) if falls else len(lines)
-        changed[falls].append(lines[end - 10 : end, 4].mean() / lines[begin - 10 : begin, 4].mean())
+        changed[falls].append(growth(lines, fall_step(lines) if falls else len(lines)))
     first, second, third, fourth = (f"{factor:.2g}" for factor in changed[True])
     ranges = {arm: spread([end for _, end, fell in fates[arm] if not fell], ".2f") for arm in study.arms}
     tops = {arm: spread([peak for peak, *_ in fates[arm]], ".2f") for arm in study.arms}

@@ -6,7 +6,20 @@ import numpy as np
 import pytest
 from scipy import stats
 from study_pages import PAGES, fate, table
-from study_recount import CACHES, DETECTOR, RATES, SERVERS, accuracy, areas_of, columns_of, fall_step, of, spread
+from study_recount import (
+    CACHES,
+    DETECTOR,
+    RATES,
+    SERVERS,
+    accuracy,
+    areas_of,
+    columns_of,
+    fall_step,
+    growth,
+    of,
+    plateau_step,
+    spread,
+)
 
 
 @pytest.fixture(scope="module", params=[DETECTOR], ids=lambda study: study.rows)
@@ -48,8 +61,7 @@ def test_the_sentences_about_the_detector(study, columns):
 
 def outcome(lines):
     """The mismatch up to where 0.9 of the peak is reached, the peak, the final accuracy, and the fall, as printed."""
-    means = accuracy(lines)
-    begin = int(np.argmax(means >= 0.9 * means.max())) + 1
+    begin = plateau_step(lines)
     peak, final, fell = fate(lines[:, 0])
     mismatch = lines[max(0, begin - 10) : begin, 4].mean()
     return [f"{mismatch:.2g}", f"{peak:.2f}", f"{final:.2f}", str(fall_step(lines)) if fell else "-"]
@@ -78,10 +90,7 @@ def test_the_mismatch_of_a_real_server(study, columns):
     """The sentences: how it grows from the plateau to the fall or the end, and its mean in steps 21 to 100."""
     grew = {}
     for run, lines in columns.items():
-        means = accuracy(lines)
-        begin = int(np.argmax(means >= 0.9 * means.max())) + 1
-        end = fall_step(lines) if fate(lines[:, 0])[2] else len(lines)
-        grew[run] = lines[end - 10 : end, 4].mean() / lines[begin - 10 : begin, 4].mean()
+        grew[run] = growth(lines, fall_step(lines) if fate(lines[:, 0])[2] else len(lines))
     early = [columns["e5m2", seed][20:100, 4].mean() for seed in study.seeds]
     learned = [factor for run, factor in grew.items() if run not in {("e5m2", 27), ("e5m2", 29)}]
     share = stats.binomtest(1, 3).proportion_ci(0.95, "exact")

@@ -103,7 +103,8 @@ def test_the_server_gives_up_what_nobody_waits_for(float32, prompts):
     with opened(float32.url) as client:
         requests = make_requests(prompts[:1], MANY, LONG, 0)
         requests[0] = Request(prompts[0], SamplingParams(2))
-        next(item for item in client.stream(ListedRequests(requests)) if item is not None)
+        (index, _), first = next(item for item in client.stream(ListedRequests(requests)) if item is not None)
+        assert len(first.token_ids) == requests[index].sampling.max_response_tokens  # of whichever batch arrived first
     asyncio.run(until(lambda: running(float32.url) == 0))
     assert 0 < generated(float32.url) - before < 0.8 * MANY * 400
 

@@ -122,5 +122,17 @@ def fall_step(lines):
     return int(np.flatnonzero(means >= np.maximum.accumulate(means) / 2)[-1]) + 2
 
 
+def plateau_step(lines):
+    """The first step with at least 0.9 of the highest accuracy."""
+    means = accuracy(lines)
+    return int(np.argmax(means >= 0.9 * means.max())) + 1
+
+
+def growth(lines, end, key=4):
+    """The mean of ten steps up to ``end`` over that of ten up to the plateau: of the mismatch, or of ``key``."""
+    begin = plateau_step(lines)
+    return np.nanmean(lines[end - 10 : end, key]) / np.nanmean(lines[begin - 10 : begin, key])
+
+
 def spread(values, digits=".2g"):
     return " to ".join(format(value, digits) for value in (min(values), max(values)))
