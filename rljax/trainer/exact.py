@@ -78,7 +78,8 @@ def full_scores(
     """Scores a micro-batch [b, t], which has one sequence in a row, at a positive float32 temperature.
 
     The whole log-softmax is computed before any token is picked from it. It covers the whole vocabulary even with
-    ``cut``. ``forward.make_score`` describes the last two arguments.
+    ``cut``, with which the tokens are scored over ``micro.top_ids`` only. ``tops`` asks for the log-probabilities of
+    those tokens.
     """
     rows = (micro.tokens, micro.segment_ids, micro.positions)
     hidden, stats = hidden_states(compute, config, *rows, remat=precision.remat_policy, kernels=kernels)

@@ -135,9 +135,8 @@ class StepFunctions:
         """Adds up the gradients and statistics of the micro-batches of one replica; returns them and the token values.
 
         ``counts`` are the numbers of micro-batches with loss and with sequences. ``compute`` has the weights in the
-        compute dtype, and ``needed`` the residuals that the gradients of adapters need. ``noise``: Whether the noise of
-        the gradients is measured. ``of_loss`` is the factor of the loss, its provisional denominator, and the mean
-        weight.
+        compute dtype, and ``needed`` the residuals that the gradients of adapters need. With ``noise`` the noise of the
+        gradients is measured. ``of_loss`` is the factor of the loss, its provisional denominator, and the mean weight.
         """
         trained, objective = self.trained, self.objective
         score = self.score(tops=objective.correction.needs_tops)
@@ -334,8 +333,8 @@ class TrainStep:
         """Trains on one batch of the shape ``batch_shape``. The state is donated.
 
         Without ``apply_update`` parameters and moments stay as they are, without weight decay. The same happens if
-        gradients are not finite or every token was rejected. Each case is counted. ``measure_noise``: Whether to
-        measure ``optimizer/grad_noise``, which is NaN otherwise.
+        gradients are not finite or every token was rejected. Each case is counted. Without ``measure_noise``
+        ``optimizer/grad_noise`` is NaN.
 
         Returns:
           The new state, the metrics of the row on the device (scalars, and the histogram), and the values of the
