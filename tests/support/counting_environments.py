@@ -7,7 +7,9 @@ from rljax.rollout.episodes.environment import Reply
 
 
 class Doubling:
-    """Replies to each turn with its length in digits, twice; ends after the problem's number of turns.
+    """An environment whose reply to a turn is the length of the turn, written twice.
+
+    It ends after the problem's number of turns.
 
     The reward is the number of characters that the policy wrote.
     """
@@ -26,7 +28,7 @@ class Doubling:
 
 
 class Failing(Doubling):
-    """Fails on problems whose answer says how, at the second turn, and is otherwise a dialogue of two turns."""
+    """An environment of two turns that fails in the way that the problem's ``kind`` names."""
 
     async def reset(self, problem):
         self.kind, self.seen, self.turns = problem["kind"], [], 2

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def with_supports(batch, vocab_size, k, seed=0):
-    """Returns the batch with up to ``k`` ids at each response token, the token among them."""
+    """Returns the batch with up to ``k`` ids at each response token; one of them is the token."""
     rng = np.random.default_rng(seed)
     ids = np.full((*batch.tokens.shape, k), -1, np.int32)
     logprobs = np.full(ids.shape, -np.inf, np.float32)
@@ -19,6 +19,9 @@ def with_supports(batch, vocab_size, k, seed=0):
 
 
 def cut_log_softmax(logits, ids):
-    """Returns log-softmax rows [..., v] of logits that are very low outside ``ids`` [..., k], where there is any id."""
-    support = (jax.nn.one_hot(ids, logits.shape[-1]) > 0).any(-2)  # nowhere for -1
+    """Returns log-softmax rows [..., v] in which all tokens but ``ids`` [..., k] are very unlikely.
+
+    A row without ids is the usual log-softmax.
+    """
+    support = (jax.nn.one_hot(ids, logits.shape[-1]) > 0).any(-2)  # one_hot is all zeros for -1
     return jax.nn.log_softmax(jnp.where(support | ~support.any(-1, keepdims=True), logits, -1e30))

@@ -1,4 +1,4 @@
-"""A proxy before a server on 127.0.0.1: it cuts each connection after so many bytes, or lets nothing through."""
+"""A proxy before a server on 127.0.0.1; it can cut connections and refuse them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import threading
 
 
 class CuttingProxy:
-    """Listens on a free port from the start.
+    """A proxy that listens on a free port from the start.
 
     Attributes:
-      url: of the proxy.
-      open: whether connections are taken at all.
-      cut_after: bytes of an answer after which its connection is cut; None: never.
-      passed: bytes that went through from the server.
-      cuts: connections that were cut.
+      url: The URL of the proxy.
+      open: Whether the proxy accepts connections.
+      cut_after: The number of bytes of an answer after which its connection is cut; None if it is never cut.
+      passed: The number of bytes that came from the server.
+      cuts: The number of connections that were cut.
     """
 
     def __init__(self, url: str, cut_after: int | None = None) -> None:

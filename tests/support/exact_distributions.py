@@ -11,7 +11,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, lm_head_table
 from rljax.rollout.types import Response
 
-MULTIPLE = 32  # rows are padded to a multiple of so many tokens, so that few lengths are compiled
+MULTIPLE = 32  # rows are padded to a multiple of this number of tokens, so that few lengths are compiled
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -22,7 +22,7 @@ def states(params, config, tokens, segments):
 def distributions(
     params: dict, config: PolicyConfig, prompts: Sequence[np.ndarray], response: Response, temperature: float
 ) -> np.ndarray:
-    """The log-probability of every token at each position of a response, float64 [t, v]."""
+    """Returns the log-probability of every token at each position of a response, float64 [t, v]."""
     prompt = prompts[response.prompt_index]
     ids = np.concatenate([prompt, response.token_ids])
     tokens, segments = np.zeros((2, 1, -(-len(ids) // MULTIPLE) * MULTIPLE), np.int32)

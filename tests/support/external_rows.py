@@ -4,7 +4,7 @@ import json
 
 
 def make_row(group, reward, version=0, tokens=(3, 4, 5), **more):
-    """A row of one turn whose tokens all have log-probability -1."""
+    """Returns a row of one turn whose tokens all have log-probability -1."""
     row = {
         "group": group,
         "prompt_ids": [1, 2],
@@ -18,7 +18,7 @@ def make_row(group, reward, version=0, tokens=(3, 4, 5), **more):
 
 
 def write_file(path, rows):
-    """Writes JSONL as a writer should: under another name, then renamed."""
+    """Writes JSONL as a writer should: first under another name, which it then renames."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
     partial.rename(path)

@@ -1,4 +1,4 @@
-"""A Kubernetes API server that knows a few objects, and lets a token do what its Role's rules allow."""
+"""A Kubernetes API server that knows a few objects and allows what a Role's rules allow."""
 
 import json
 import ssl
@@ -10,13 +10,13 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class FakeApiServer:
-    """Answers ``get`` and ``list`` over HTTPS on 127.0.0.1 and a free port.
+    """A server that answers ``get`` and ``list`` over HTTPS on a free port of 127.0.0.1.
 
     Args:
-      objects: (API group, resource) to the objects of the one namespace there is.
-      allowed: [API group, resource, verb] of all that the token may do.
-      token: what callers must bear.
-      certificate: PEM file with a key and a certificate for 127.0.0.1.
+      objects: The objects of the only namespace, by (API group, resource).
+      allowed: The list of [API group, resource, verb] that the token permits.
+      token: The bearer token that a caller must send.
+      certificate: The PEM file with a key and a certificate for 127.0.0.1.
     """
 
     def __init__(
@@ -36,7 +36,10 @@ class FakeApiServer:
         self._http.server_close()
 
     def answer(self, target: str, authorization: str | None) -> tuple[int, Any]:
-        """(status, body) for a path with its query, such as /apis/batch/v1/namespaces/NAMESPACE/jobs/NAME."""
+        """Returns (status, body) for a path with its query.
+
+        A path is, for example, /apis/batch/v1/namespaces/NAMESPACE/jobs/NAME.
+        """
         scheme, _, token = (authorization or "").partition(" ")
         if (scheme.lower(), token) != ("bearer", self.token):
             return 401, _status("Unauthorized")

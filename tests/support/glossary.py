@@ -7,7 +7,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def glossary() -> dict[str, re.Pattern[str]]:
-    """Key, as it is written, -> what it matches."""
+    """Returns, for each key as the page writes it, the pattern of the metrics that it stands for."""
     keys = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(keys) == len(set(keys))
     return {key: re.compile(re.sub(r"<[a-z]+>", "[^/]+", key)) for key in keys}

@@ -1,4 +1,4 @@
-"""Responses that are sampled while new weights come, and whose log-probabilities their tokens have."""
+"""Responses that are sampled while new weights arrive, and checks of their log-probabilities."""
 
 import threading
 import time
@@ -8,18 +8,19 @@ import numpy as np
 from rljax.rollout.types import SamplingParams
 
 GROUP = 4
-SLOWED_S = 0.1  # seconds more for a token while weights are published
+SLOWED_S = 0.1  # the additional seconds for a token while weights are published
 
 
 def sampled_across_publishes(engine, policies, prompts, tokens, pace):
-    """``GROUP`` responses of each prompt that are under way while all but the first policy are published, in order.
+    """Returns ``GROUP`` responses of each prompt; all policies but the first are published while they are sampled.
 
     Args:
-      engine: samples and publishes.
-      policies: published as version 0, 1, ...
-      prompts: token ids.
-      tokens: of each response; more than are sampled by then.
-      pace: makes each further forward of the server take so many seconds more, so that no machine is done before.
+      engine: The engine that samples and publishes.
+      policies: The policies, which are published in order as versions 0, 1, ...
+      prompts: The token ids of the prompts.
+      tokens: The length of each response, so large that no response is complete before the last publish.
+      pace: A function that makes each later forward of the server this many seconds longer. Then no machine completes
+        the responses too early.
     """
     engine.publish(policies[0], 0)
     responses, failures = [], []
@@ -39,10 +40,10 @@ def sampled_across_publishes(engine, policies, prompts, tokens, pace):
         until = time.monotonic() + 60
         while samples.metrics.get("rollout/requests", 0) < GROUP * len(prompts) and time.monotonic() < until:
             time.sleep(0.05)
-        time.sleep(1.0)  # that the server has begun with them
+        time.sleep(1.0)  # the server begins with the requests
         for version, params in enumerate(policies[1:], 1):
             engine.publish(params, version)
-            time.sleep(0.5)  # that this version samples some, too
+            time.sleep(0.5)  # this version samples some tokens, too
     finally:
         pace(0.0)
     sampling.join(timeout=120)
@@ -52,13 +53,15 @@ def sampled_across_publishes(engine, policies, prompts, tokens, pace):
 
 
 def check_versions(scores, prompts, responses, tolerance):
-    """Each token has the log-probability of the policy that sampled it, all before it computed by that policy.
+    """Checks that each token has the log-probability of the policy that sampled it.
+
+    That policy also computes everything before the token.
 
     Args:
-      scores: of each version, token sequences to the log-probability of each token.
-      prompts: of the responses.
-      responses: of all versions, some of them of several.
-      tolerance: largest difference (nats).
+      scores: One function for each version, from token sequences to the log-probability of each token.
+      prompts: The prompts of the responses.
+      responses: The responses of all versions. Some have tokens of several versions.
+      tolerance: The largest difference (nats).
     """
     sampled = sorted({span.version for response in responses for span in response.versions})
     assert sampled == list(range(len(scores)))
@@ -69,7 +72,10 @@ def check_versions(scores, prompts, responses, tolerance):
 
 
 def gaps_by_version(scores, prompts, responses):
-    """[v, w]: largest |reported - scored| (nats) of the tokens that version v sampled, scored by ``scores[w]``."""
+    """Returns the largest difference between reported and computed log-probabilities (nats), as [v, w].
+
+    Entry [v, w] is over the tokens that version v sampled, and ``scores[w]`` computes them.
+    """
     sequences = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses]
     found = np.zeros((len(scores), len(scores)))
     for w, score in enumerate(scores):

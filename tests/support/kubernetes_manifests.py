@@ -1,4 +1,4 @@
-"""The objects of launch/kubernetes as ``kubectl apply`` would be given them, and the pods that they ask for."""
+"""The objects of launch/kubernetes as ``kubectl apply`` receives them, and the pods that they describe."""
 
 import functools
 import shutil
@@ -16,7 +16,7 @@ Object = dict[str, Any]
 
 
 class Pod(NamedTuple):
-    """A template of pods: where it stands, what makes it, its labels and its specification."""
+    """A pod template: its place, the object that creates it, its labels and its specification."""
 
     where: str
     owner: Object
@@ -29,7 +29,7 @@ class Pod(NamedTuple):
 
 
 def renderer() -> list[str] | None:
-    """The command that renders a kustomization; None where neither program is installed."""
+    """Returns the command that renders a kustomization, or None if neither program is installed."""
     if shutil.which("kubectl"):
         return ["kubectl", "kustomize"]
     return ["kustomize", "build"] if shutil.which("kustomize") else None
@@ -45,7 +45,7 @@ def _text(overlay: Path) -> str:
 
 
 def rendered(overlay: Path) -> list[Object]:
-    """The objects of an overlay; each call gives new ones, which a test may spoil."""
+    """Returns the objects of an overlay. Each call returns new ones, which a test may change."""
     return list(yaml.safe_load_all(_text(overlay)))
 
 
@@ -58,14 +58,14 @@ def name_of(one: Object) -> str:
 
 
 def job_templates(objects: list[Object]) -> Iterator[tuple[Object, Object]]:
-    """(JobSet, one of its ``replicatedJobs``)."""
+    """Yields each JobSet with each of its ``replicatedJobs``."""
     for jobset in of_kind(objects, "JobSet"):
         for replicated in jobset["spec"]["replicatedJobs"]:
             yield jobset, replicated
 
 
 def pods(objects: list[Object]) -> Iterator[Pod]:
-    """The pod templates of Deployments, JobSets and LeaderWorkerSets."""
+    """Yields the pod templates of Deployments, JobSets and LeaderWorkerSets."""
     for one in of_kind(objects, "Deployment"):
         yield _pod(name_of(one), one, one["spec"]["template"])
     for jobset, replicated in job_templates(objects):
@@ -87,6 +87,6 @@ def trainer(objects: list[Object]) -> Pod:
 
 
 def run_config(objects: list[Object]) -> Object:
-    """The run's configuration in its ConfigMap, as it is written: its base is not read."""
+    """Returns the run's configuration in its ConfigMap, as it is written. The base that it names is not read."""
     (found,) = (one for one in of_kind(objects, "ConfigMap") if "config.yaml" in one["data"])
     return yaml.safe_load(found["data"]["config.yaml"])

@@ -1,6 +1,7 @@
-"""Runs the processes of an Indexed Job as its pods would: JAX finds its cluster by asking an API server.
+"""Runs the processes of an Indexed Job as its pods would; JAX finds the cluster by asking an API server.
 
-``in_pods`` is for tests. Run as a program, inside namespaces of its own (network, mounts), this file is the node.
+Tests call ``in_pods``. It starts this file as a program, which plays the node inside its own namespaces (network,
+mounts).
 """
 
 import json
@@ -13,7 +14,8 @@ from typing import Any
 from fake_api_server import FakeApiServer
 
 TOKEN = "the-service-accounts-token"
-# A tmpfs on /var/run, where JAX and the kubernetes package look for the service account; names as the cluster's DNS.
+# The script mounts a tmpfs on /var/run, where JAX and the kubernetes package look for the service account. It also
+# mounts /etc/hosts with the names that the cluster's DNS would know.
 IN_NAMESPACES = """set -e
 ip link set lo up
 mount --bind "$1/hosts" /etc/hosts
@@ -25,19 +27,19 @@ exec "$2" "$3" "$1"
 
 
 def in_pods(work: Path, words: list[str], job: Any, jobset: str, namespace: str, allowed: list[list[str]]) -> Any:
-    """What became of a JobSet's only Job, with the pods that the controllers make of it.
+    """Runs a JobSet's only Job with the pods that the controllers would create, and returns what happened.
 
     Args:
-      work: an empty directory, and that which the processes start in.
-      words: what each process runs with this interpreter.
-      job: specification of the Job.
-      jobset: name of the JobSet; the Job is called JOBSET-trainers-0.
-      namespace: of all objects.
-      allowed: [API group, resource, verb] of all that the pods' service account may do.
+      work: An empty directory, in which the processes start.
+      words: The arguments with which each process starts this interpreter.
+      job: The specification of the Job.
+      jobset: The name of the JobSet. The Job is called JOBSET-trainers-0.
+      namespace: The namespace of all objects.
+      allowed: The list of [API group, resource, verb] that the pods' service account permits.
 
     Returns:
-      ``asked``: [API group, resource, verb] of each request. ``processes``: [exit status, what it printed, its errors]
-      of each process.
+      A dictionary. ``asked`` has [API group, resource, verb] of each request. ``processes`` has [exit status, output,
+      errors] of each process.
     """
     name = f"{jobset}-trainers-0"
     hosts = [f"{name}-{index}" for index in range(job["parallelism"])]
@@ -73,7 +75,7 @@ def in_pods(work: Path, words: list[str], job: Any, jobset: str, namespace: str,
 
 
 def _objects(made: Any) -> dict[tuple[str, str], list[Any]]:
-    """What JobSet's and Kubernetes' controllers make: the Job, its pods, the headless Service."""
+    """Returns what the controllers of JobSet and Kubernetes would create: the Job, its pods, the headless Service."""
     labels = {"jobset.sigs.k8s.io/jobset-name": made["jobset"]}
     job = {"metadata": {"name": made["name"], "namespace": made["namespace"], "labels": labels}, "spec": made["job"]}
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": made["name"], "uid": "1", "controller": True}

@@ -1,4 +1,4 @@
-"""Whether what the objects say of each other, and of the run's configuration, holds."""
+"""Checks that the objects agree with each other and with the run's configuration."""
 
 import re
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from pathlib import PurePosixPath
 from kubernetes_manifests import ROOT, Object, Pod, name_of, of_kind, pods, run_config
 
 RUN_SH = ROOT / "launch/kubernetes/run.sh"
-SERVER_STOP_S = 45  # the longest that rljax.rollout.servers.process takes to end vLLM (seconds)
+SERVER_STOP_S = 45  # the longest time that rljax.rollout.servers.process takes to end vLLM (seconds)
 BY_LEADERWORKERSET = {"LWS_LEADER_ADDRESS", "LWS_GROUP_SIZE", "LWS_WORKER_INDEX"}
 
 
 def reference_problems(objects: list[Object]) -> list[str]:
-    """A line for each reference that leads nowhere, and for each two places that disagree."""
+    """Returns a line for each reference to something that does not exist, and for each disagreement of two places."""
     found = [f"{name_of(one)}: not in the namespace rljax" for one in objects if _namespace(one) != "rljax"]
     for pod in pods(objects):
         found += [
@@ -31,14 +31,14 @@ def _namespace(one: Object) -> str | None:
 
 
 def matches(selector: Object, labels: dict[str, str]) -> bool:
-    """Whether a label selector (``matchLabels`` alone is used here), or a Service's, takes these labels."""
+    """Whether a selector matches these labels: a label selector with ``matchLabels`` alone, or a Service's selector."""
     assert "matchExpressions" not in selector
     wanted = selector.get("matchLabels", selector)
     return bool(wanted) and all(labels.get(key) == value for key, value in wanted.items())
 
 
 def secret_of_run_sh() -> tuple[str, str]:
-    """Name and key of the Secret that launch/kubernetes/run.sh makes."""
+    """Returns the name and the key of the Secret that launch/kubernetes/run.sh creates."""
     text = RUN_SH.read_text(encoding="utf-8")
     (name,), (key,) = set(re.findall(r"\bsecret=(\S+)", text)), set(re.findall(r"--from-file=(\w+)=", text))
     return name, key
@@ -107,7 +107,7 @@ def _ports(pod: Pod) -> Iterator[str]:
 
 
 def allowed(objects: list[Object], account: str) -> set[tuple[str, str, str]]:
-    """(API group, resource, verb) of each thing that the Roles bound to a ServiceAccount allow."""
+    """Returns (API group, resource, verb) of everything that the Roles of a ServiceAccount allow."""
     roles = {one["metadata"]["name"]: one["rules"] for one in of_kind(objects, "Role")}
     bound = [
         one["roleRef"]["name"]
@@ -155,7 +155,7 @@ def _selectors(objects: list[Object]) -> Iterator[str]:
             yield f"{name_of(one)}: has servers that are not ready"
         if one["metadata"]["name"] in {other["metadata"]["name"] for other in of_kind(objects, "LeaderWorkerSet")}:
             yield f"{name_of(one)}: a LeaderWorkerSet makes a Service of this name itself"
-        for port in one["spec"]["ports"]:  # a headless Service turns no port into another
+        for port in one["spec"]["ports"]:  # a headless Service does not translate ports
             if {"name": port["targetPort"], "containerPort": port["port"]} not in ports:
                 yield f"{name_of(one)}: no port {port['targetPort']} of the number {port['port']}"
     for one in of_kind(objects, "NetworkPolicy"):
@@ -166,7 +166,7 @@ def _selectors(objects: list[Object]) -> Iterator[str]:
 
 
 def _jobset(objects: list[Object]) -> Iterator[str]:
-    """What JAX's detection relies on, and that every end of the program meets the rule that is meant for it."""
+    """Yields a line for each thing that would break JAX's detection, and for each exit with the wrong action."""
     for jobset in of_kind(objects, "JobSet"):
         network = jobset["spec"].get("network", {})
         if network.get("subdomain", jobset["metadata"]["name"]) != jobset["metadata"]["name"]:
@@ -196,10 +196,15 @@ def _jobset(objects: list[Object]) -> Iterator[str]:
 
 
 def action_after(jobset: Object, end: int | str) -> str | None:
-    """What JobSet does once a pod ended with an exit status, or with a condition; "done" is status 0.
+    """Returns the action of JobSet after a pod ended, or None if the pod succeeded.
 
-    Kubernetes' Job controller looks at its rules first, and at ``backoffLimit`` when none matches; its message is that
-    of pkg/controller/job/pod_failure_policy.go. JobSet takes its first rule that fits reason and message.
+    Kubernetes' Job controller looks at its own rules first, and uses ``backoffLimit`` if none matches. The text of its
+    message is the one in pkg/controller/job/pod_failure_policy.go. JobSet uses its first rule that matches the reason
+    and the message.
+
+    Args:
+      jobset: The JobSet.
+      end: The exit status of the pod, the name of a condition, or "done" for status 0.
     """
     if end == "done":
         return None
@@ -232,12 +237,12 @@ def is_served(container: Object) -> bool:
 
 
 def _answers(pod: Pod) -> bool:
-    """Whether it is a server that answers requests; a server's further hosts do not."""
+    """Whether a pod is a server that answers requests; the further hosts of a server do not."""
     return any(is_served(container) for container in pod.containers)
 
 
 def server_names(objects: list[Object]) -> set[str]:
-    """Under which the addresses of all servers are found, as ``rollout.discovery`` writes it."""
+    """Returns the names under which the servers are found, in the form of ``rollout.discovery``."""
     ports = {
         port["containerPort"]
         for pod in pods(objects)
@@ -271,7 +276,7 @@ def _servers(objects: list[Object]) -> Iterator[str]:
 
 
 def _directories(objects: list[Object]) -> Iterator[str]:
-    """Everything that outlasts a pod, or that two pods exchange, stands on the volume that all of them have."""
+    """Yields a line for each path that is not on the shared volume although it outlasts a pod or two pods use it."""
     config = run_config(objects)
     (settings,) = (one["data"] for one in of_kind(objects, "ConfigMap") if "MODEL" in one["data"])
     if settings["MODEL"] != config["model"]["path"]:

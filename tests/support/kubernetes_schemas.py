@@ -1,4 +1,4 @@
-"""Whether each object is as its schema says, and the values that Kubernetes' published schemas leave open."""
+"""Checks each object against its schema, and the values that Kubernetes' published schemas do not restrict."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ import jsonschema
 import kubernetes_validate
 from kubernetes_manifests import ROOT, Object, job_templates, name_of, pods
 
-VERSIONS = ("1.31", "1.37")  # the oldest in which podFailurePolicy is stable, and the newest known here
+VERSIONS = ("1.31", "1.37")  # the oldest with a stable podFailurePolicy, and the newest known here
 API_VERSIONS = {
     "ServiceAccount": "v1",
     "ConfigMap": "v1",
@@ -25,7 +25,7 @@ API_VERSIONS = {
 }
 CUSTOM = {"JobSet": "jobset", "LeaderWorkerSet": "leaderworkerset"}
 
-# By the end of a path, list indices left out: the values that the API server takes.
+# The values that the API server accepts, by the end of a path without the indices of lists.
 ENUMS = {
     ("podFailurePolicy", "rules", "action"): {"Ignore", "FailJob", "Count", "FailIndex"},
     ("onExitCodes", "operator"): {"In", "NotIn"},
@@ -66,7 +66,7 @@ NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
 def schema_problems(objects: list[Object]) -> list[str]:
-    """A line for each thing that the API server would refuse."""
+    """Returns a line for each thing that the API server would refuse."""
     found = []
     for one in objects:
         where = name_of(one)
@@ -96,7 +96,10 @@ def _published(where: str, one: Object) -> list[str]:
 
 @functools.cache
 def _refusal(text: str, version: str) -> str | None:
-    """What ``kubernetes-validate --strict`` says of a JSON object; None: nothing. Half a second for a Deployment."""
+    """Returns the error of ``kubernetes-validate --strict`` for a JSON object, or None.
+
+    A Deployment takes half a second.
+    """
     try:
         kubernetes_validate.validate(json.loads(text), version, strict=True)
     except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
@@ -132,7 +135,7 @@ def _open_values(one: Object) -> Iterator[str]:
 
 
 def _pod_failure_policy(job: Object) -> Iterator[str]:
-    """What the API server says of ``podFailurePolicy`` beyond its schema."""
+    """Yields the errors in ``podFailurePolicy`` that the API server finds beyond its schema."""
     pod = job["template"]["spec"]
     rules = job.get("podFailurePolicy", {}).get("rules", [])
     if rules and pod.get("restartPolicy") != "Never":

@@ -13,7 +13,7 @@ STEPS = 48
 ABOVE, BELOW = (float(np.nextafter(np.float32(300), np.float32(x))) for x in (np.inf, 0))
 BAD = [math.nan, math.inf, -math.inf, 0.0, -0.0, -100.0, 1e-45, 1e-39, 3.5e38]
 EXTREME = [1.17549435e-38, 3.6e-38, 1.2e38, 3.4e38]
-# Ties: 300 is exactly three times 100.
+# These lists have ties: 300 is exactly three times 100.
 LOW = [100.0, 100.0, 100.0, 99.0, 110.0, 1.0 / 3.0]
 HIGH = [300.0, 300.0, BELOW, ABOVE, 1e4, 1.0]
 ODD = BAD + EXTREME
@@ -31,10 +31,10 @@ CONFIGS = [
 
 
 def stream_of(seed):
-    """Lengths [STEPS] and truncated fractions [STEPS]: mostly low, then anything."""
+    """Returns lengths [STEPS] and truncated fractions [STEPS]; the first are mostly low, the later ones arbitrary."""
     rng = np.random.default_rng(seed)
     quiet = rng.integers(4, 21)
-    with np.errstate(invalid="ignore"):  # of NaN
+    with np.errstate(invalid="ignore"):  # NaN would warn
         bits = rng.integers(0, 2**32, STEPS, np.uint32).view(np.float32).astype(float)  # any float32
     columns = [rng.choice(values, STEPS) for values in (LOW, LOW, LOW, ODD, HIGH, HIGH)]
     columns = np.stack([*columns, bits, rng.uniform(1, 1e4, STEPS)])
@@ -44,13 +44,16 @@ def stream_of(seed):
 
 
 def streams():
-    """A seed names a stream: drawing its numbers one by one would take longer than trying them."""
+    """Returns a strategy that draws a seed for each stream.
+
+    To draw the numbers of a stream one by one would take longer than to test them.
+    """
     return st.integers(0, 2**32 - 1).map(stream_of)
 
 
 @functools.cache
 def compiled(schedule_arguments):
-    """A jitted function from lengths and fractions to the rates, periods and surge steps of the optax form."""
+    """Returns a jitted function from (lengths, fractions) to rates, periods and surge steps of the optax form."""
     init_value, config, *rest = schedule_arguments
     names = ("multiplier", "decay_factor", "floor_ratio")
     schedule = length_triggered_schedule(init_value, config=config, **dict(zip(names, rest, strict=True)))

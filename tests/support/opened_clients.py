@@ -1,4 +1,4 @@
-"""Clients of one vLLM server, real or not, that ask a given endpoint for rollouts."""
+"""Clients of one vLLM server (real or a stand-in) that ask a given endpoint for rollouts."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ from rljax.rollout.servers.vllm.server import ROLLOUTS
 
 @contextlib.contextmanager
 def opened(url, limits=None, route=ROLLOUTS):
-    """Opens the server at ``url`` to rollouts over ``route``, without a handshake."""
+    """Opens the server at ``url`` for rollouts over ``route``, without a handshake."""
     client = ServerClient([url], VllmBackend(), limits)
     try:
         client.open(url, None)

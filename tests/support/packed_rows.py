@@ -1,4 +1,4 @@
-"""Packed rows of random heads, and their attention with gradients in float64, worked out in numpy."""
+"""Packed rows of random heads, and a reference in numpy (float64) for their attention and its gradients."""
 
 import functools
 
@@ -9,14 +9,14 @@ from jax.extend.core import jaxprs_in_params
 
 
 def row(t, lengths):
-    """Segment ids [t] of sequences of these lengths from the left; the rest is padding."""
+    """Returns segment ids [t] of sequences of these lengths from the left; the rest is padding."""
     ids = np.zeros(t, np.int32)
     ids[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     return ids
 
 
 def heads(segments, dtype="float32", num_heads=4, kv_heads=2, head_dim=8, seed=0):
-    """(q, k, v, cotangent of the output), normal; the cotangent is 0 on padding, as a loss gives it."""
+    """Returns normal (q, k, v, cotangent of the output); the cotangent is 0 on padding, as it is in a loss."""
     rng = np.random.default_rng(seed)
     b, t = segments.shape
     arrays = [rng.normal(size=(b, t, n, head_dim)) for n in (num_heads, kv_heads, kv_heads, num_heads)]
@@ -26,7 +26,7 @@ def heads(segments, dtype="float32", num_heads=4, kv_heads=2, head_dim=8, seed=0
 
 @functools.cache
 def compiled(attention):
-    """``gradients`` of an implementation: arrays of the same shapes share a program."""
+    """Returns the jitted function behind ``gradients``; arrays of the same shapes share a program."""
 
     @jax.jit
     def run(q, k, v, d_out, segments):
@@ -37,12 +37,12 @@ def compiled(attention):
 
 
 def gradients(attention, arrays, segments):
-    """(output, dq, dk, dv) of an implementation, compiled; the output of padding set to 0."""
+    """Returns (output, dq, dk, dv) of an implementation, compiled; the output is set to 0 on padding."""
     return [np.asarray(x) for x in compiled(attention)(*arrays, segments)]
 
 
 def reference(q, k, v, d_out, segments):
-    """(output, dq, dk, dv) in float64."""
+    """Returns (output, dq, dk, dv), computed in float64."""
     q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
     ways, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     keys, values = (np.repeat(x, ways, axis=2) for x in (k, v))
@@ -59,7 +59,7 @@ def reference(q, k, v, d_out, segments):
 
 
 def equations(jaxpr):
-    """Every equation of a jaxpr, those of the jaxprs inside it included."""
+    """Yields every equation of a jaxpr and of the jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):

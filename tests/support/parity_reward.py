@@ -1,6 +1,6 @@
-"""A reward that short responses earn, too: 1 where the number of letters is odd.
+"""A reward that short responses can earn, too: it is 1 if the number of letters is odd.
 
-Where the file named by RLJAX_TEST_REWARDS exists, each reward adds a letter to it and takes a fifth of a second.
+If the file named by RLJAX_TEST_REWARDS exists, each reward appends a character to it and takes a fifth of a second.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Copies of installed packages with a patch of ``examples/patches`` in them, and programs that run on such a copy."""
+"""Copies of installed packages with a patch of ``examples/patches``, and programs that run on such a copy."""
 
 import importlib.util
 import json
@@ -20,12 +20,12 @@ def patched_copy(package, directory):
     (source,) = importlib.util.find_spec(package).submodule_search_locations
     shutil.copytree(source, directory / package, ignore=shutil.ignore_patterns("__pycache__"))
     patch = ROOT / "examples" / "patches" / f"{package}.patch"
-    subprocess.run(["git", "init", "-q"], cwd=directory, check=True)  # so that git knows no repository above it
+    subprocess.run(["git", "init", "-q"], cwd=directory, check=True)  # so that git sees no repository above it
     subprocess.run(["git", "apply", "--verbose", str(patch)], cwd=directory, check=True)
 
 
 def program_output(name, directory, settings, **variables):
-    """Runs a program of tests/peers with the packages of ``directory`` first, and returns the JSON of its last line."""
+    """Runs a program of tests/peers with the packages of ``directory`` first; returns the JSON of its last line."""
     programs = ROOT / "tests" / "peers"
     paths = os.pathsep.join(map(str, (directory, ROOT, programs)))
     done = subprocess.run(
@@ -41,15 +41,17 @@ def program_output(name, directory, settings, **variables):
 
 
 def check_rates_of_updates(program, directory, short, place, scheduler, **variables):
-    """Checks that a patched trainer updates by the law: two mini-batches, two epochs, and one rate for each batch.
+    """Checks that a patched trainer updates by the law, with two mini-batches and two epochs a batch.
 
-    A new worker goes on from the trainer's checkpoint between the surge and the first decay.
+    All updates of a batch have one rate. A new worker resumes from the trainer's checkpoint between the surge and the
+    first decay.
+
 
     Args:
       program: The name of a program of tests/peers, which trains the toy base.
       directory: The directory of the patched copy.
       short: The mean length of the first four batches. The other 22 are four times as long.
-      place: The trainer's option that holds those of the optimizer.
+      place: The trainer's option under which the options of the optimizer stand.
       scheduler: The names of the two options for the kind of the scheduler and for its arguments.
       **variables: The environment variables of the program.
     """

@@ -16,7 +16,7 @@ OURS = {name: names[0] for name, names in NAMES["rljax"].items()}
 
 
 def renamed(rows, project):
-    """The rows of rljax with the metrics that a project has, under its names.
+    """Returns the rows of rljax with the metrics that a project has, under its names.
 
     ``token_mult_prob_error`` is 1 + the mean of abs(log-ratio), to first order.
     """

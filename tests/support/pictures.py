@@ -1,4 +1,4 @@
-"""What a PNG shows, as far as a test can tell."""
+"""Measures what a PNG shows, as far as a test can tell."""
 
 from pathlib import Path
 
@@ -7,6 +7,9 @@ import numpy as np
 
 
 def coloured_share(path: Path) -> float:
-    """Share of a picture's pixels that have a colour: curves do; axes, their words and empty panels are grey."""
+    """Returns the share of a picture's pixels that have a colour.
+
+    Curves have a colour; axes, their words and empty panels are grey.
+    """
     pixels = plt.imread(path)[..., :3]
     return float(np.mean(pixels.max(-1) - pixels.min(-1) > 0.2))

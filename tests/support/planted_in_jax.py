@@ -1,4 +1,4 @@
-"""Faults planted into the forward of this library: by its weights, its configuration, its options, or its values."""
+"""Faults planted into this library's forward: into its weights, configuration, options or values."""
 
 import json
 
@@ -13,7 +13,7 @@ IN_WEIGHTS = ("projection", "one element", "swapped", "stale")
 
 
 def faulty(fault, shape, directory, dtype):
-    """A tracer with a fault of ``planted_layers``; ``directory`` is for the faulty model."""
+    """Returns a tracer with a fault of ``planted_layers``; the faulty model is saved in ``directory``."""
     model = hf_model(shape)
     if fault in IN_WEIGHTS:
         FAULTS[fault][0](model)
@@ -21,7 +21,7 @@ def faulty(fault, shape, directory, dtype):
     if fault in ("rope base", "eps"):
         _change_config(directory / "config.json", fault)
     other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
-    # A head in bfloat16 rounds the operands of its products; one in float32 does not round its logits.
+    # A head in bfloat16 rounds the operands of its products; a head in float32 does not round its logits.
     head = {"head": other, "logits": "" if dtype == "bfloat16" else dtype} if fault == "head" else {"logits": dtype}
     tracer = JaxTracer(directory, JaxForm(dtype, **head), f"jax with another {fault}")
     changes = {"no norms": without_norms, "cache": in_eight_bits}
@@ -38,11 +38,12 @@ def _change_config(path, fault):
 
 
 class Changed:
-    """A tracer some of whose operations compute something else; later operations take what they give.
+    """A tracer in which some operations compute something else; later operations use the changed values.
 
     Args:
-      tracer: the sound one.
-      change: (layer, inputs by name, run) -> the values of the changed operations; ``run(given)`` computes soundly.
+      tracer: The sound tracer.
+      change: A function of (layer, inputs by name, run) that returns the values of the changed operations. Its argument
+      ``run(given)`` computes without the fault.
     """
 
     def __init__(self, tracer, change):

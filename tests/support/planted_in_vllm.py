@@ -1,10 +1,10 @@
-"""Faults to plant into the modules of a vLLM worker, and to take out again."""
+"""Faults that can be planted into the modules of a vLLM worker and taken out again."""
 
 import torch
 
 
 def _replace(module, forward, undo):
-    """Puts ``forward(original, *arguments)`` in the place of a module's forward."""
+    """Replaces a module's forward by ``forward(original, *arguments)``."""
     original = module.forward
     module.forward = lambda *args, **kwargs: forward(original, *args, **kwargs)
     undo.append(lambda: vars(module).pop("forward"))
@@ -77,7 +77,7 @@ def _cache(model, undo):
 
 
 def _head(model, undo):
-    table = model.model.embed_tokens.weight  # of a tied head
+    table = model.model.embed_tokens.weight  # the head is tied to it
     other = torch.float32 if table.dtype == torch.bfloat16 else torch.bfloat16
 
     def forward(original, head, hidden, *more):
@@ -111,12 +111,12 @@ FAULTS = {
 
 
 def plant(model, fault):
-    """Plants a fault into the model; returns the functions that take it out."""
+    """Plants a fault into the model, and returns the functions that take it out."""
     undo = []
     FAULTS[fault](model, undo)
     return undo
 
 
 def count_hooks(model):
-    """Counts the forward hooks of all modules."""
+    """Returns the number of forward hooks of all modules."""
     return sum(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in model.modules())

@@ -1,4 +1,4 @@
-"""Faults to plant into a transformers model, each with the operation at which a comparison must find it."""
+"""Faults that can be planted into a transformers model, each with the operation that a comparison must name."""
 
 import importlib
 from collections.abc import Callable
@@ -95,4 +95,4 @@ FAULTS: dict[str, tuple[Callable, str]] = {
     "head": (_head, "logits"),
     "sum": (_sum, "every layer, output projection"),
 }
-"""The functions that plant a fault, with the place that a finding must name."""
+"""The functions that plant a fault, each with the place that a finding must name."""

@@ -1,4 +1,4 @@
-"""Trackers to name in ``record.trackers``: one that keeps what it gets in a file, and some that misbehave."""
+"""Trackers for ``record.trackers``: one keeps what it receives in a file, and some fail or hang."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ import time
 
 
 class Kept:
-    """Appends each call to a file in its directory that has the name of the class."""
+    """A tracker that appends each call to a file in its directory; the file is named after the class."""
 
     def __init__(self, run):
         self.path = run.directory / f"{type(self).__name__}.jsonl"
@@ -68,7 +68,7 @@ class HangsAtFinish(Kept):
 
 
 class Slow(Kept):
-    """Takes a tenth of a second for a row."""
+    """A tracker that takes a tenth of a second for each row."""
 
     def log(self, row):
         time.sleep(0.1)
@@ -82,6 +82,6 @@ class Refuses(Kept):
 
 
 def read(run_dir, kind="*"):
-    """The calls that the trackers of a class, or of all, have written down."""
+    """Returns the calls that the trackers of one class, or of all classes, wrote down."""
     lines = [line for path in run_dir.glob(f"trackers/{kind}.jsonl") for line in path.read_text().splitlines()]
     return [json.loads(line) for line in lines]

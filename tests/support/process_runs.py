@@ -1,4 +1,7 @@
-"""Runs of several real processes on one machine, four simulated devices in all, that are ended by their ids."""
+"""Runs of several real processes on one machine, with four simulated devices in total.
+
+The processes are ended by their ids.
+"""
 
 import os
 import signal
@@ -11,18 +14,24 @@ from toy_runs import ROOT, TIMEOUT, comparable, environment
 
 DEVICES = 4
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
-# Rows for four devices, and a reward that gives every step a gradient.
+# Rows for four devices, and a reward with which every step has a gradient.
 TINY = ("--packing.rows-per-micro-batch", "4", "--data.batch-size", "4", "--data.reward", "parity_reward:reward")
 
 
 class Run:
-    """``python -m rljax.train`` as ``count`` processes; a context manager that leaves none of them."""
+    """A run of ``python -m rljax.train`` in ``count`` processes; a context manager that ends them all."""
 
     def __init__(self, words, count, output, heartbeat_s=10, inside=(), own=lambda index: (), **settings):
-        """What process i prints goes to ``output``.i, a path.
+        """Starts the processes.
 
-        ``inside``: words before each command; ``own``: those of process i after it; ``path``: more of PYTHONPATH; other
-        settings: environment variables.
+        Args:
+          words: The words of the command.
+          count: The number of processes.
+          output: A path; the output of process i goes to ``output``.i.
+          heartbeat_s: The setting ``run.heartbeat_s``.
+          inside: The words before each command.
+          own: A function that returns the additional words of process i.
+          **settings: The environment variables, and ``path``, which is added to PYTHONPATH.
         """
         self.count, self.output = count, output
         share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // count}"
@@ -61,13 +70,13 @@ class Run:
             process.wait()
 
     def wait(self, timeout=TIMEOUT, but=()):
-        """Exit statuses of the processes ``but`` for some, within ``timeout`` seconds."""
+        """Returns the exit statuses of all processes except ``but``, within ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         wanted = [process for index, process in enumerate(self.processes) if index not in but]
         return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in wanted]
 
     def wait_for_rows(self, run_dir, count):
-        """Returns when so many steps are recorded."""
+        """Returns when the run has recorded ``count`` steps."""
         deadline, path = time.monotonic() + TIMEOUT, run_dir / "metrics.jsonl"
         while not path.exists() or len(path.read_text().splitlines()) < count:
             ended = [process.poll() for process in self.processes]
@@ -80,7 +89,7 @@ class Run:
         self.processes[index].send_signal(number)
 
     def printed(self):
-        """What each process printed."""
+        """Returns the output of each process."""
         outputs = []
         for index in range(self.count):
             with open(f"{self.output}.{index}", errors="replace") as file:
@@ -89,20 +98,20 @@ class Run:
 
 
 def complete_together(words, count, output, **settings):
-    """Trains to the end; the test fails unless every process ends with status 0."""
+    """Trains to the end; the test fails unless every process exits with status 0."""
     with Run(words, count, output, **settings) as run:
         statuses = run.wait()
         assert statuses == [0] * count, run.printed()
 
 
-# In float32 the mismatch is rounding, so that what divides one part of it by another says nothing.
+# In float32 the mismatch is rounding error, so a ratio of two of its parts says nothing.
 OF_ROUNDING = ("mismatch_sign/", "mismatch/slope_per_1k", "mismatch/sum_")
 
 
 def largest_differences(rows, others):
-    """Metric -> largest difference between two lists of rows of float32 runs; {} when they are equal.
+    """Returns the largest difference of each metric between the rows of two float32 runs; {} if they are equal.
 
-    Relative, but for the mismatch, also by turn, where it is absolute.
+    The difference is absolute for the mismatch, also by turn, and relative for all other metrics.
     """
     assert len(rows) == len(others)
     found = {}
@@ -119,7 +128,9 @@ SITE = "import sys\nif 'rljax.train' in sys.orig_argv:\n    import replayed_vllm
 
 
 def assert_two_processes_do_as_one(words_of, directory):
-    """Trains on one process and on two: equal counts of what was sampled, and all else within rounding.
+    """Trains on one process and on two, and checks that both runs agree.
+
+    The counts of what was sampled are equal, and everything else agrees up to rounding.
 
     Args:
       words_of: A function of a run directory that returns the words of the run, in float32.
@@ -136,6 +147,9 @@ def assert_two_processes_do_as_one(words_of, directory):
 
 
 def without_publish(run_dir):
-    """The server's probes are sampled anew in each run, and what is not sampled is not counted."""
+    """Returns the rows without the metrics of publishes and without the counts of requests.
+
+    The server's probes are sampled anew in each run.
+    """
     anew = ("publish/", "rollout/re")  # requests, retries, responses_without_version
     return [{key: value for key, value in row.items() if not key.startswith(anew)} for row in comparable(run_dir)]

@@ -1,4 +1,4 @@
-"""Programs of a few lines of bash that stand for others on a test's PATH."""
+"""Programs of a few lines of bash that take the place of others on a test's PATH."""
 
 from pathlib import Path
 

@@ -1,10 +1,10 @@
-"""Processes of one run that do nothing but publish, each with a directory of its own; process 0 does as it is told.
+"""Processes of one run that only publish, each with its own directory; process 0 follows its standard input.
 
     python publishing_processes.py INDEX COUNT COORDINATOR STORE HOST DIRECTORY HEARTBEAT_S
 
-Each line on the standard input of process 0 is the share of the parameters to change before the next version. It
-answers with DIRECTORY/answers/NUMBER.json: where the version is, or why there is none. Beside what is published the
-whole tensors are gathered and written to DIRECTORY/truth/NUMBER.npz, as bits.
+Each line on the standard input of process 0 is the share of the parameters to change before the next version. Process 0
+answers with DIRECTORY/answers/NUMBER.json, which says where the version is or why there is none. It also gathers the
+whole tensors and writes their bits to DIRECTORY/truth/NUMBER.npz.
 """
 
 import json
@@ -36,7 +36,10 @@ MODEL = Path(__file__).parents[2] / "configs/toy-base"
 
 @jax.jit
 def moved(params, key, share):
-    """``params`` of which about ``share`` have moved by at least a bit of bfloat16; the same on any mesh."""
+    """Returns ``params`` with a share of about ``share`` moved by at least a bit of bfloat16.
+
+    The result is the same on any mesh.
+    """
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
     chosen = [jax.random.uniform(key, leaf.shape) < share for key, leaf in zip(keys, leaves, strict=True)]
@@ -69,7 +72,7 @@ class Move(Act):
 
 
 def main(index, count, coordinator, store, host, directory, heartbeat_s):
-    """One process."""
+    """Runs one process."""
     root = Path(directory)
     publish = PublishConfig(store=store, host=host, anchor_every=3)
     rollout = RolloutConfig(transfer_dir=str(root / f"process_{index}"))

@@ -1,11 +1,14 @@
-"""Counts the calls of Python and C functions, which grow with the work that Python itself does, on any machine."""
+"""Counts the calls of Python and C functions.
+
+The count grows with the work that Python itself does, and is the same on any machine.
+"""
 
 import sys
 from collections import Counter
 
 
 def count_calls(work):
-    """Returns the numbers of calls and returns while ``work()`` runs, by the event's name of ``sys.setprofile``."""
+    """Returns the number of each event of ``sys.setprofile`` (calls and returns) while ``work()`` runs."""
     counted = Counter()
     sys.setprofile(lambda frame, event, argument: counted.update([event]))
     try:

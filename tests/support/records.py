@@ -11,7 +11,7 @@ BUCKETS = {"lt_64": (64, 1e-4), "64_to_256": (192, 2e-4), "ge_256": (100, 8e-4)}
 
 
 def record_row(step, factor=1.0, *, surge=None, period=None):
-    """A row whose mismatch is ``factor`` times 1e-3, with an evaluation on every second step."""
+    """Returns a row whose mismatch is ``factor`` times 1e-3; every second step has an evaluation."""
     row = {
         "step": step,
         "reward/mean": 0.01 * step,
@@ -30,7 +30,10 @@ def record_row(step, factor=1.0, *, surge=None, period=None):
 
 
 def study_run(last, grad_norm=lambda step: 1.0, steps=100, surge=20):
-    """Rows of a run whose reward is 0.75 up to step 80, then ``last``; the surge is called at step ``surge``."""
+    """Returns the rows of a run whose reward is 0.75 up to step 80 and ``last`` after it.
+
+    The surge is called at step ``surge``.
+    """
     return [
         {
             "step": step,
@@ -50,14 +53,14 @@ def study_run(last, grad_norm=lambda step: 1.0, steps=100, surge=20):
 
 
 def write_record(directory: Path, rows) -> Path:
-    """A run directory that holds these rows."""
+    """Writes these rows into a new run directory, and returns it."""
     directory.mkdir(parents=True)
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return directory
 
 
 def small_dump() -> TokenDump:
-    """Responses of 1 and 2 tokens whose log-ratios are -0.25, and 0.5 - 1.0; the third token has no number."""
+    """Returns a dump with responses of 1 and 2 tokens whose log-ratios are -0.25, and 0.5 and -1.0."""
     rollout = [[None, -1.0], [None, -1.0, -1.0, None]]
     trainer = [[None, -1.25], [None, -0.5, -2.0, -1.0]]
     source = ColumnSource("jax", "float32", "", 1.0)

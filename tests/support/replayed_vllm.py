@@ -1,7 +1,8 @@
-"""Keeps what a real vLLM server answered in one run, and gives it to another, whose publishes stay real.
+"""Records what a real vLLM server answered in one run, and replays it in another run, which publishes for real.
 
-Of two runs the weights may differ in a last bit, which changes what a server samples. A process that imports this at
-its start (``sitecustomize``) writes its responses to ``RLJAX_RECORD``, or takes them from ``RLJAX_REPLAY``, a folder.
+The weights of two runs may differ in a last bit, and this changes what a server samples. A process imports this module
+at its start (``sitecustomize``). It then writes its responses to the folder ``RLJAX_RECORD``, or takes them from the
+folder ``RLJAX_REPLAY``.
 """
 
 import os
@@ -25,7 +26,7 @@ def install():
     def replay(self, prompts, n, sampling, *, seed):
         asked, responses, metrics = pickle.loads((Path(replayed) / f"{next(calls)}.pickle").read_bytes())
         assert [list(prompt) for prompt in asked] == [list(prompt) for prompt in prompts]
-        if self._config.colocated:  # the server samples all the same, and sleeps then
+        if self._config.colocated:  # the server samples nevertheless, and sleeps afterwards
             metrics = (samples := plain(self, prompts, n, sampling, seed=seed)).metrics
             list(samples.responses)
         return Samples(iter(responses), metrics)

@@ -1,4 +1,4 @@
-"""vllm-router in an environment of its own, which tools/test_router.sh makes and names in RLJAX_ROUTER."""
+"""A vllm-router in its own environment, which tools/test_router.sh makes and names in RLJAX_ROUTER."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from ports import free_port
 
 @contextlib.contextmanager
 def started_router(port: int = 0) -> Iterator[str]:
-    """URL of a router without servers, ended by its id."""
+    """Starts a router without servers, yields its URL, and ends it by its id."""
     port = port or free_port()
     words = ["--port", str(port), "--prometheus-port", str(free_port()), "--policy", "round_robin"]
     words += ["--worker-startup-timeout-secs", "5", "--disable-retries"]

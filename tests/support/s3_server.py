@@ -1,4 +1,4 @@
-"""A local S3 server (moto's) as a process of its own, on a free port of 127.0.0.1."""
+"""A local S3 server (moto's) in its own process, on a free port of 127.0.0.1."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ START_S = 60
 
 
 class S3Server:
-    """With one empty bucket. ``stop`` ends it, and may be called twice."""
+    """A server with one empty bucket. ``stop`` ends it, and may be called twice."""
 
     def __init__(self):
         port = free_port()
@@ -35,7 +35,7 @@ class S3Server:
 
     @property
     def settings(self):
-        """Environment variables with which botocore asks this server."""
+        """The environment variables with which botocore asks this server."""
         keys = {"AWS_ACCESS_KEY_ID": "tests", "AWS_SECRET_ACCESS_KEY": "tests", "AWS_DEFAULT_REGION": "us-east-1"}
         return keys | {"AWS_ENDPOINT_URL": self.url}
 
@@ -47,7 +47,7 @@ class S3Server:
 
 @pytest.fixture
 def s3(monkeypatch):
-    """A server that runs, which the environment names."""
+    """Yields a running server; the environment variables name it."""
     server = S3Server()
     for name, value in server.settings.items():
         monkeypatch.setenv(name, value)

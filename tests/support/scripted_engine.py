@@ -1,4 +1,4 @@
-"""A rollout engine that says what it is told to: whole loops in moments, every number of a row known beforehand."""
+"""A rollout engine whose responses follow a script: whole loops take moments, and every number of a row is known."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,13 +11,14 @@ from rljax.rollout.types import Response, SamplingParams, VersionSpan
 
 
 class ScriptedEngine:
-    """Answers each prompt from a script, and keeps what was published and asked.
+    """An engine that answers each prompt from a script, and keeps what was published and asked.
 
     Args:
-      tokenizer: of the prompts and of the script's texts.
-      script: (prompt, sample index, seed) -> the response's text, its end-of-sequence token included.
-      gone_at_version: publishing this version, and sampling from then on, finds no server while the run is to stop.
-      gone_after: as many calls of ``generate`` are answered before the servers are gone.
+      tokenizer: The tokenizer of the prompts and of the script's texts.
+      script: A function of (prompt, sample index, seed) that returns the response's text with its end-of-sequence
+        token.
+      gone_at_version: The version at whose publish the servers are gone. The engine then says that the run is to stop.
+      gone_after: The number of calls of ``generate`` that are answered before the servers are gone.
     """
 
     def __init__(

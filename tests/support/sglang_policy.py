@@ -1,4 +1,4 @@
-"""A policy that SGLang servers hold, and the engine that publishes it to them."""
+"""A policy and the engine that publishes it to SGLang servers."""
 
 import dataclasses
 import functools
@@ -20,7 +20,13 @@ from rljax.weights.publish_config import PublishConfig
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """``dtype``: of the servers."""
+    """A policy of the tests.
+
+    Attributes:
+      config: The configuration of the policy.
+      params: The parameters of the policy.
+      dtype: The dtype in which the servers compute.
+    """
 
     config: PolicyConfig
     params: dict
@@ -46,7 +52,7 @@ class Policy:
         max_tokens=128,
         **config,
     ) -> ServedEngine:
-        """``config`` are fields of RolloutConfig."""
+        """Returns an engine that publishes to these servers. ``config`` has fields of RolloutConfig."""
         settings = {"engine": "sglang", "urls": urls, "dtype": self.dtype, "server_wait_s": 240.0} | config
         checksums = functools.partial(hf_checksums, config=self.config, dtype=jnp.dtype(self.dtype))
         return ServedEngine(
@@ -59,7 +65,7 @@ class Policy:
         )
 
     def moved(self, seed: int) -> dict:
-        """The parameters after a big step."""
+        """Returns the parameters after a big random step."""
         leaves, tree = jax.tree.flatten(self.params)
         keys = jax.random.split(jax.random.key(seed), len(leaves))
         moved = [x + 0.3 * x.std() * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]

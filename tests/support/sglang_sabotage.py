@@ -1,8 +1,9 @@
-"""A plugin of the test servers: ways to break an update that must not pass unnoticed.
+"""A plugin of the test servers: it breaks updates of the weights in ways that a check must notice.
 
-The file that ``$RLJAX_TEST_FAULT`` names holds the fault of the next updates, a tensor, and the only worker that has
-the fault, if not all have it: ``skip`` leaves the tensor out, ``flip`` changes one bit of it, ``unflushed`` keeps the
-prefix cache; ``slow`` makes each forward take so many seconds more; ``off``.
+The file that ``$RLJAX_TEST_FAULT`` names holds the fault of the next updates and the name of a tensor. A third word is
+the only worker that has the fault. The faults are: ``skip`` leaves the tensor out, ``flip`` changes one bit of it, and
+``unflushed`` keeps the prefix cache. ``slow`` and a number make each forward take so many seconds longer. ``off`` is no
+fault.
 """
 
 import os
@@ -44,7 +45,7 @@ def flush(original, manager, request, success, message):
 
 
 def forward(original, *args, **kwargs):
-    words = fault()  # none while it is being written
+    words = fault()  # the file is empty while it is written
     if len(words) == 2 and words[0] == "slow":
         time.sleep(float(words[1]))
     return original(*args, **kwargs)

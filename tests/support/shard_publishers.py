@@ -1,4 +1,4 @@
-"""Real processes that publish the shards that they hold, and checks of a mirror of them."""
+"""Real processes that publish the shards that they hold, and checks of a mirror of the shards."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ ANSWER_S = 240
 
 
 class Publishers:
-    """``count`` processes of ``publishing_processes``; a context manager that leaves none of them."""
+    """A group of ``count`` processes of ``publishing_processes``; a context manager that ends them all."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class Publishers:
         return {index: (self.root / f"said.{index}").read_text() for index in range(self.count)}
 
     def ask(self, share):
-        """Has the next version published."""
+        """Tells process 0 to publish the next version."""
         leader = self.processes[0]
         leader.stdin.write(f"{share}\n")
         leader.stdin.flush()
 
     def answer(self):
-        """What process 0 tells of it."""
+        """Returns the answer of process 0 to the oldest request without one."""
         path, deadline = self.root / f"answers/{self.answered}.json", time.monotonic() + ANSWER_S
         while not path.exists():
             assert self.processes[0].poll() is None, self.said()
@@ -90,17 +90,17 @@ class Publishers:
         return told
 
     def end(self):
-        """Ends the run; the exit statuses."""
+        """Ends the run and returns the exit statuses."""
         self.processes[0].stdin.close()
         return [process.wait(120) for process in self.processes]
 
     def own(self, index):
-        """The directory of a process, made by it."""
+        """Returns the directory that a process created."""
         (found,) = (self.root / f"process_{index}").glob("rljax-weights-*")
         return found
 
     def server_of(self, index):
-        """Process id of the server of a process's weights."""
+        """Returns the id of the process that serves a process's weights."""
         wanted = f"rljax.weights.server\0{self.own(index)}\0"
         found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in _read(path)]
         (pid,) = found
@@ -121,7 +121,7 @@ def take(told, mirror):
 
 
 def assert_holds(mirror, truth):
-    """Bit for bit what was gathered from the devices of all processes."""
+    """Checks that a mirror equals, bit for bit, what was gathered from the devices of all processes."""
     found = {}
     for file in json.loads((mirror.root / "version.json").read_text())["files"]:
         found |= load_file(mirror.root / file)

@@ -15,7 +15,7 @@ CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initiali
 ROW, ROWS, COUNT, LONGEST = 64, 8, 48, 30
 
 
-# Normalised weights beside a KL penalty: sums over all rows before, within and after the micro-batches.
+# Normalised weights beside a KL penalty need sums over all rows before, within and after the micro-batches.
 LOSS = LossConfig(kl="k3", kl_coefficient=0.1)
 CORRECTION = CorrectionConfig(level="token", threshold=1.2, normalize=True)
 
@@ -51,5 +51,5 @@ def batch(seed=0):
 
 @functools.cache
 def gradient_keeper():
-    """An optimizer whose state is the gradient itself."""
+    """Returns an optimizer whose state is the gradient itself."""
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)

@@ -1,4 +1,7 @@
-"""The reward of ``parity_reward``, after a wait of ``TEST_REWARD_S`` seconds: steps last long enough to be ended."""
+"""The reward of ``parity_reward``, after a wait of ``TEST_REWARD_S`` seconds.
+
+The wait makes steps so long that a test can end them.
+"""
 
 import os
 import time

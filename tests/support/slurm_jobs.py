@@ -1,4 +1,4 @@
-"""A real Slurm on this machine (tools/start_slurm.sh), and jobs of launch/slurm.sbatch on it."""
+"""A real Slurm on this machine (tools/start_slurm.sh), and jobs of launch/slurm.sbatch that run on it."""
 
 import os
 import re
@@ -15,10 +15,10 @@ _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED
 
 
 class Cluster:
-    """Three nodes of two simulated devices. A context manager that leaves no process of it."""
+    """A cluster with three nodes of two simulated devices; a context manager that ends all of its processes."""
 
     def __init__(self, directory):
-        """``directory``: for configuration, logs and sockets; not there yet."""
+        """Keeps the directory for configuration, logs and sockets, which must not exist yet."""
         self.directory = directory
         os.environ["SLURM_CONF"] = str(directory / "slurm.conf")
 
@@ -34,12 +34,12 @@ class Cluster:
         """Submits launch/slurm.sbatch on two nodes.
 
         Args:
-          log: file for what the job prints.
-          config: path of the configuration.
-          options: of launch/slurm.sbatch.
-          sbatch: options of sbatch.
-          words: options of rljax.train.
-          settings: environment variables of the job.
+          log: The file for the output of the job.
+          config: The path of the configuration.
+          options: The options of launch/slurm.sbatch.
+          sbatch: The options of sbatch.
+          words: The options of rljax.train.
+          settings: The environment variables of the job.
         """
         flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES_A_NODE}"
         env = environment(
@@ -54,21 +54,21 @@ class Cluster:
 
 
 def slurm(*words):
-    """What a command of Slurm prints."""
+    """Runs a command of Slurm and returns its output."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 class Job:
-    """A job, and what it printed."""
+    """A job and its output."""
 
     def __init__(self, number, log):
-        """``log`` is a path."""
+        """Keeps the job's number and the path of its output."""
         self.number, self._log = number, log
 
     def printed(self):
-        """Everything that the job printed so far, of each of its starts."""
+        """Returns the output of all starts of the job so far."""
         return self._log.read_text(errors="replace") if self._log.exists() else "nothing"
 
     def _of(self, key):
@@ -76,17 +76,17 @@ class Job:
 
     @property
     def state(self):
-        """As Slurm names it."""
+        """The job's state, by Slurm's name."""
         return self._of("JobState")
 
     @property
     def restarts(self):
-        """How often it was queued again."""
+        """The number of times that Slurm queued the job again."""
         return int(self._of("Restarts"))
 
     @property
     def status(self):
-        """Exit status of the batch script (of its last start)."""
+        """The exit status of the batch script at its last start."""
         return int(self._of("ExitCode").partition(":")[0])
 
     def wait_until(self, done, timeout=300):
@@ -98,17 +98,17 @@ class Job:
             time.sleep(0.2)
 
     def wait(self, timeout=300):
-        """Returns the job's last state."""
+        """Waits for the end of the job and returns its last state."""
         self.wait_until(lambda: self.state in _ENDED, timeout)
         return self.state
 
     def wait_for_rows(self, run_dir, count, timeout=300):
-        """Returns when so many steps are recorded."""
+        """Returns when the run has recorded ``count`` steps."""
         path = run_dir / "metrics.jsonl"
         self.wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= count, timeout)
 
     def processes(self, program):
-        """SLURM_PROCID -> id of each process of this job whose command line holds ``program``, and no shell."""
+        """Returns the process id by SLURM_PROCID for each Python process of this job that runs ``program``."""
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -122,12 +122,12 @@ class Job:
         return found
 
     def kill(self, process):
-        """Ends one of the trainers as the kernel does where memory is short."""
+        """Ends one of the trainers with SIGKILL, as the kernel does when memory is short."""
         os.kill(self.processes("rljax.train")[process], signal.SIGKILL)
 
 
 def of_jobs():
-    """Ids of all processes that run in a step or script of a job."""
+    """Returns the ids of all processes that run in a job's step or script."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:

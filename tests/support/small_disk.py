@@ -1,4 +1,4 @@
-"""A file system that is soon full."""
+"""A small file system that is soon full."""
 
 import contextlib
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(directory, size_mb):
-    """Puts one of so many MB at ``directory``; the test is skipped without the right to."""
+    """Mounts a file system of ``size_mb`` MB at ``directory``; without the right to mount, the test is skipped."""
     words = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "none", directory]
     if subprocess.run(words, capture_output=True).returncode:
         pytest.skip("a small file system needs the right to mount one")
@@ -19,7 +19,7 @@ def small_disk(directory, size_mb):
 
 
 def fill(directory):
-    """Writes into one file until nothing more fits, and returns it."""
+    """Fills one file until nothing more fits, and returns its path."""
     path = directory / "fill"
     with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
         while file.write(bytes(4096)):

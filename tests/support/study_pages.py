@@ -9,7 +9,10 @@ PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (Path(__file__)
 
 
 def table(page, head, section=""):
-    """The cells of the first table whose head begins so, a list for each line: of a page, or behind a heading of it."""
+    """Returns the cells of the first table of a page whose head begins with ``head``, as a list for each line.
+
+    With ``section``, the search begins at this heading.
+    """
     lines = iter(PAGES[page].splitlines())
     next(line for line in lines if line.strip("# ") == section or not section)
     next(line for line in lines if line.startswith(f"| {head} |"))
@@ -21,7 +24,10 @@ def table(page, head, section=""):
 
 
 def fate(series):
-    """The peak, the final accuracy, and whether the run fell, from sums over ten steps."""
+    """Returns the peak, the final accuracy and whether the run fell.
+
+    They are computed from sums over ten steps.
+    """
     sums = np.concatenate([[0.0], np.cumsum(series)])
     means = [(sums[i] - sums[max(0, i - 10)]) / min(i, 10) for i in range(1, len(sums))]
     # A run fell if it is under half of its peak at the end. It has no higher peak after the fall.
@@ -29,7 +35,10 @@ def fate(series):
 
 
 def sign_p(differences):
-    """The exact p value from the distribution of all sums, which grows pair by pair, in whole numbers."""
+    """Returns the exact p value from the distribution of all sums.
+
+    The distribution grows pair by pair, in whole numbers.
+    """
     whole = [round(difference * 2**40) for difference in differences]
     ways = {0: 1}
     for value in whole:

@@ -1,4 +1,4 @@
-"""The studies whose pages are counted again from the rows, by other means than the programs of experiments/."""
+"""The studies whose pages are counted again from the rows, without the programs of experiments/."""
 
 import functools
 from itertools import product
@@ -14,17 +14,17 @@ PLANNED = ["constant", "untriggered", "fixed", "tenth", "linear"]
 
 
 class Recounted(NamedTuple):
-    """A study: its page and section, its rows in benchmarks/, its seeds, the steps of a run, and what it compares."""
+    """A study: its page, section, rows in benchmarks/, seeds, the number of steps of a run, and its comparisons."""
 
     page: str
     section: str
     rows: str
     seeds: range
     steps: int
-    planned: int = 5  # the number of comparisons, of which the page may lack some
+    planned: int = 5  # the number of planned comparisons; the page may lack some
     compared: tuple[tuple[str, str], ...] = tuple(("triggered", arm) for arm in PLANNED)
     arms: tuple[str, ...] = ("constant", "triggered", *PLANNED[1:])
-    alone: tuple[tuple[str, int], ...] = ()  # the arms that have one seed alone, and that seed
+    alone: tuple[tuple[str, int], ...] = ()  # the arms that have only one seed, and this seed
 
     def seeds_of(self, arm):
         only = dict(self.alone)
@@ -92,7 +92,7 @@ def of(*studies):
 
 @functools.cache
 def columns_of(study):
-    """Eight metrics of each step in the order of ``keys``, an array for each arm and seed."""
+    """Returns eight metrics of each step in the order of ``keys``, as one array for each arm and seed."""
     rows = pyarrow.parquet.read_table(ROOT / f"benchmarks/{study.rows}.parquet").to_pydict()
     keys = ("reward/mean", "schedule/learning_rate", "schedule/surge_step", "schedule/decay_period")
     keys += ("mismatch/log_ppl_abs_diff", "policy/entropy", "mismatch/logprob_abs_diff_mean")
@@ -105,31 +105,37 @@ def columns_of(study):
 
 
 def areas_of(study):
-    """The mean reward after the constant run's surge, by arm and seed; without a surge, of all steps."""
+    """Returns the mean reward after the surge of the constant run, by arm and seed.
+
+    Without a surge, the mean is over all steps.
+    """
     columns = columns_of(study)
     surges = {seed: int(np.nan_to_num(np.nanmax(columns["constant", seed][:, 2], initial=0))) for seed in study.seeds}
     return {(arm, seed): float(lines[surges[seed] :, 0].mean()) for (arm, seed), lines in columns.items()}
 
 
 def accuracy(lines):
-    """The mean reward of the last ten steps, at each step."""
+    """Returns, for each step, the mean reward of the ten steps up to it."""
     return np.array([lines[max(0, i - 9) : i + 1, 0].mean() for i in range(len(lines))])
 
 
 def fall_step(lines):
-    """The step after the last one at which the accuracy is at least half of the peak before it."""
+    """Returns the step after the last one at which the accuracy is at least half of the peak before it."""
     means = accuracy(lines)
     return int(np.flatnonzero(means >= np.maximum.accumulate(means) / 2)[-1]) + 2
 
 
 def plateau_step(lines):
-    """The first step with at least 0.9 of the highest accuracy."""
+    """Returns the first step whose accuracy is at least 0.9 of the highest accuracy."""
     means = accuracy(lines)
     return int(np.argmax(means >= 0.9 * means.max())) + 1
 
 
 def growth(lines, end, key=4):
-    """The mean of ten steps up to ``end`` over that of ten up to the plateau: of the mismatch, or of ``key``."""
+    """Returns the mean of ten steps up to ``end`` over the mean of the ten steps before the plateau.
+
+    The metric is the mismatch, or the column ``key``.
+    """
     begin = plateau_step(lines)
     return np.nanmean(lines[end - 10 : end, key]) / np.nanmean(lines[begin - 10 : begin, key])
 

@@ -10,5 +10,5 @@ RATES = np.float32([max(1e-6 * 0.5 ** (step // 47), 1e-7) for step in range(1, 1
 
 
 def early_controller(init_value):
-    """A ``LengthTriggeredLR`` whose tracker can call a surge after 10 steps."""
+    """Returns a ``LengthTriggeredLR`` whose tracker can call a surge after 10 steps."""
     return LengthTriggeredLR(init_value, tracker=SurgeTracker(SurgeConfig(window=40, warmup=10)))

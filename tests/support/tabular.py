@@ -1,8 +1,9 @@
-"""Tabular autoregressive policies small enough to sum over all responses: probabilities, scores, exact gradients.
+"""Tabular autoregressive policies so small that tests can sum over all responses.
 
-A policy of vocabulary v and length T is a list of T logit tables; table t is [v**t, v], a row for each prefix of t
-tokens, prefixes numbered as base-v integers. Parameters enter the logits through features: table t of features is
-[v**t, v, p], d logit / d parameter.
+The module has their probabilities, scores and exact gradients. A policy of vocabulary v and length T is a list of T
+tables of logits. Table t is [v**t, v], with a row for each prefix of t tokens. Prefixes are numbered as base-v
+integers. Parameters enter the logits through features. Table t of the features is [v**t, v, p], the derivative of each
+logit by each parameter.
 """
 
 import itertools
@@ -11,7 +12,10 @@ import numpy as np
 
 
 def every_response(vocabulary, length, end=None):
-    """(tokens, mask), both [n, length]; a response ends after its first ``end`` token, and is padded with it."""
+    """Returns (tokens, mask), both [n, length], of all responses.
+
+    A response ends after its first ``end`` token, and is padded with this token.
+    """
     tokens = np.array(list(itertools.product(range(vocabulary), repeat=length)))
     if end is None:
         return tokens, np.ones(tokens.shape, bool)
@@ -29,7 +33,7 @@ def shifted(tables, other, scale=1.0):
 
 
 def free_features(vocabulary, length):
-    """Each logit a parameter of its own: (v + ... + v**length) of them, in the order of the tables."""
+    """Returns features with which each logit is its own parameter: (v + ... + v**length) parameters in table order."""
     sizes = [vocabulary ** (t + 1) for t in range(length)]
     blocks = np.split(np.eye(sum(sizes)), np.cumsum(sizes)[:-1])
     return [block.reshape(vocabulary**t, vocabulary, -1) for t, block in enumerate(blocks)]
@@ -40,7 +44,7 @@ def log_softmax(logits):
 
 
 def prefixes(tokens, vocabulary):
-    """[n, length] number of the prefix before each token."""
+    """Returns the number of the prefix before each token, [n, length]."""
     number = np.zeros(tokens.shape, int)
     for t in range(1, tokens.shape[1]):
         number[:, t] = number[:, t - 1] * vocabulary + tokens[:, t - 1]
@@ -48,13 +52,16 @@ def prefixes(tokens, vocabulary):
 
 
 def token_logprobs(tables, tokens):
-    """[n, length], nats."""
+    """Returns the log-probability of each token (nats), [n, length]."""
     where = prefixes(tokens, tables[0].shape[1])
     return np.stack([log_softmax(table)[where[:, t], tokens[:, t]] for t, table in enumerate(tables)], axis=1)
 
 
 def token_scores(tables, features, tokens):
-    """[n, length, p], d log pi(token) / d parameters: the feature of the token less its mean under the policy."""
+    """Returns d log pi(token) / d parameters, [n, length, p].
+
+    It is the feature of the token minus the mean feature under the policy.
+    """
     where = prefixes(tokens, tables[0].shape[1])
     out = []
     for t, (table, feature) in enumerate(zip(tables, features, strict=True)):
@@ -64,12 +71,15 @@ def token_scores(tables, features, tokens):
 
 
 def probabilities(logprobs, mask):
-    """[n], of whole responses."""
+    """Returns the probabilities of whole responses, [n]."""
     return np.exp(np.sum(np.where(mask, logprobs, 0), axis=1))
 
 
 def gradient_of(function, tables):
-    """Gradient of a real function of the logits by complex steps, in the order of the tables; exact to rounding."""
+    """Returns the gradient of a real function of the logits, in table order.
+
+    It is computed by complex steps, and is exact to rounding.
+    """
     step, found = 1e-30, []
     for t, table in enumerate(tables):
         for at in np.ndindex(table.shape):

@@ -1,4 +1,4 @@
-"""A tiny policy, its batch and the gradient of its loss, written out."""
+"""A tiny policy, its batch, and the gradient of its loss, computed directly."""
 
 import functools
 
@@ -44,7 +44,7 @@ def keep_gradient():
 
 
 def in_own_rows(batch_sequences):
-    """The tokens, segment ids and positions [n, LONGEST] of sequences, each alone in a row."""
+    """Returns the tokens, segment ids and positions [n, LONGEST] of sequences, each in its own row."""
     shape = (len(batch_sequences), LONGEST)
     tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     for i, s in enumerate(batch_sequences):
@@ -55,15 +55,16 @@ def in_own_rows(batch_sequences):
 
 @jax.jit
 def log_distributions(params, tokens, segments, positions, temperature=1.0):
-    """The log-probabilities [n, LONGEST, v] of every token after each place."""
+    """Returns the log-probabilities [n, LONGEST, v] of every token after each position."""
     hidden, _ = hidden_states(params, CONFIG, tokens, segments, positions)
     return jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)) / temperature)
 
 
 def expected_gradient(batch_sequences, params=None):
-    """Equation 3 written out: -sum_i sum_t A_i grad log pi(token) / tokens in the loss, each sequence in its own row.
+    """Returns equation 3, computed directly, with each sequence in its own row.
 
-    An advantage may be an array with one number for each token of the response.
+    It is -sum_i sum_t A_i grad log pi(token) / (the number of tokens in the loss). An advantage may be an array with
+    one number for each token of the response.
     """
     in_loss = [s for s in batch_sequences if s.in_loss]
     total, rows = sum(len(s.response) for s in in_loss), in_own_rows(in_loss)

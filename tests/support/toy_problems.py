@@ -1,4 +1,7 @@
-"""The toy's problems for runs in one process: counted and fingerprinted once, which takes as long as a tiny run."""
+"""The toy's problems for runs in one process.
+
+They are counted and fingerprinted once, because this takes as long as a tiny run.
+"""
 
 import copy
 import dataclasses
@@ -9,7 +12,10 @@ from rljax.run.config import Config, RunConfig
 
 
 def load_once(config, tokenizer):
-    """As ``load_problems``, with a stream of their own that stands at its first batch; a file is read each time."""
+    """Returns what ``load_problems`` returns; the stream is a new copy at its first batch.
+
+    A file is read each time.
+    """
     if config.data.path:
         return load_problems(config, tokenizer)
     loaded = _loaded(config.data, config.eval, config.run.seed, tokenizer)

@@ -1,4 +1,4 @@
-"""How the tests run ``python -m rljax.train`` on the toy task: in this process, or as one where it is to be killed."""
+"""Helpers that run ``python -m rljax.train`` on the toy task, in this process or in its own."""
 
 import _thread
 import contextlib
@@ -24,17 +24,23 @@ TIMEOUT = 600
 
 
 def environment(**settings):
-    """For a child process: this checkout's modules; the settings of tests/conftest.py are inherited."""
+    """Returns the environment of a child process, which imports the modules of this checkout.
+
+    The process inherits the settings of tests/conftest.py.
+    """
     return os.environ | {"PYTHONPATH": str(ROOT)} | settings
 
 
 def command(base, run_dir, *options):
-    """What stands after ``python -m rljax.train``."""
+    """Returns the arguments of ``python -m rljax.train``."""
     return [str(ROOT / "configs/quickstart.yaml"), "--model.path", str(base), "--run.dir", str(run_dir), *options]
 
 
 def tiny(base, run_dir, steps, *options):
-    """As ``command``, for a run whose steps take a few hundredths of a second; a save every two steps."""
+    """Returns the arguments of a run whose steps take a few hundredths of a second.
+
+    It saves a checkpoint every two steps.
+    """
     size = ("--data.batch-size", "2", "--rollout.group-size", "4", "--rollout.max-response-tokens", "12")
     rows = ("--packing.row-tokens", "64", "--packing.rows-per-micro-batch", "2", "--diagnosis.grad-noise-every", "0")
     when = ("--run.steps", str(steps), "--eval.every", "0", "--checkpoint.every", "2")
@@ -42,7 +48,7 @@ def tiny(base, run_dir, steps, *options):
 
 
 def start(words, **settings):
-    """The run as a process of its own, with environment variables ``settings``."""
+    """Starts the run in its own process with the environment variables ``settings``."""
     return subprocess.Popen(
         [sys.executable, "-m", "rljax.train", *words],
         env=environment(**settings),
@@ -54,7 +60,7 @@ def start(words, **settings):
 
 
 def outcome(main, words):
-    """A program's ``main``, run in this process. Returns (exit status, standard output, standard error)."""
+    """Runs a program's ``main`` in this process; returns (exit status, standard output, standard error)."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = run_cli(main, [str(word) for word in words])
@@ -62,9 +68,9 @@ def outcome(main, words):
 
 
 def complete(words, *, figure=False):
-    """Trains to the end in this process. Returns (exit status, what it printed, standard error first).
+    """Trains to the end in this process; returns (exit status, standard error followed by standard output).
 
-    ``report.png`` is plotted with ``figure`` alone: it takes longer than the steps of a tiny run.
+    ``report.png`` is drawn only with ``figure``, because it takes longer than the steps of a tiny run.
     """
     plotted = contextlib.nullcontext() if figure else mock.patch("rljax.record.figure.plot_report")
     with plotted:
@@ -73,7 +79,10 @@ def complete(words, *, figure=False):
 
 
 def _complete_until(is_over, words, *, every_s, again_s):
-    """As ``complete``, with the signal SIGTERM once ``is_over()``, asked every ``every_s``, and again so much later."""
+    """Runs the command like ``complete``, and sends SIGTERM once ``is_over()`` holds.
+
+    It asks every ``every_s`` seconds, and sends the signal again after ``again_s`` seconds.
+    """
     ended = threading.Event()
 
     def watch():
@@ -97,12 +106,15 @@ def _has_rows(run_dir, count):
 
 
 def complete_signalled(words, run_dir, count):
-    """As ``complete``, with the signal SIGTERM as soon as the run has written ``count`` rows."""
+    """Runs the command like ``complete``, and sends SIGTERM as soon as the run has written ``count`` rows."""
     return _complete_until(lambda: _has_rows(run_dir, count), words, every_s=0.01, again_s=TIMEOUT)
 
 
 def complete_beside(server, words):
-    """As ``complete``, with rollouts from ``server``, whose death asks the run to stop and fails the test."""
+    """Runs the command like ``complete``, with rollouts from ``server``.
+
+    If the server dies, the run receives SIGTERM and the test fails.
+    """
     status, output = _complete_until(lambda: not server.alive(), words, every_s=1.0, again_s=1.0)
     if not server.alive():
         pytest.fail(f"the vLLM server ended; the end of {server.log_path}:\n{server.log_tail()}\n{output}")
@@ -121,6 +133,6 @@ def wait_for_rows(process, run_dir, count):
 
 
 def comparable(run_dir):
-    """The rows without what depends on the clock."""
+    """Returns the rows without the metrics that depend on the clock."""
     rows = read_rows(run_dir / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]

@@ -1,4 +1,4 @@
-"""Random tiny models of transformers, and the logits of a model on either side."""
+"""Random tiny models of transformers, and the logits of a model in transformers and in JAX."""
 
 import functools
 
@@ -73,7 +73,7 @@ def torch_logits(model, tokens):
         return model(torch.tensor(tokens)).logits.float().numpy()
 
 
-# experts, of them a token's, their width, whether the gates are normalised
+# The number of experts, the experts of a token, their width, and whether the gates are normalised.
 MIXTURES = [(8, 2, 32, True), (4, 1, 24, False), (16, 8, 8, True), (5, 3, 40, False), (3, 3, 16, True)]
 
 

@@ -11,9 +11,9 @@ END = "\nsys.stdout.flush()\nimport os\nos._exit(0)\n"
 
 
 def outputs_of_two_ranks(program, *words, timeout):
-    """Runs a program's text twice, with the words RANK PORT and ``words``; returns the JSON of each one's last line.
+    """Runs the program's text in two processes; returns the JSON of the last line of each.
 
-    The program imports ``sys``.
+    The arguments are RANK PORT and ``words``. The program must import ``sys``.
     """
     port = str(free_port())
     ranks = [

@@ -1,4 +1,7 @@
-"""Types the bash blocks of a walk-through page into one shell, up to where a GPU, a cluster or the hub is needed."""
+"""Types the bash blocks of a walk-through page into one shell.
+
+Stand-ins take the place of commands that need a GPU, a cluster or the hub.
+"""
 
 import os
 import re
@@ -12,7 +15,7 @@ from programs import program
 
 ROOT = Path(__file__).parents[2]
 
-# Each command of a page needs a rule: it runs as it stands, or a stand-in takes its place and writes down its words.
+# Each command of a page needs a rule: it runs unchanged, or a stand-in takes its place and records its arguments.
 AS_IT_STANDS = {"cd", "cp", "sed", "df", "export", "python3", "gcc"}
 STAND_INS = {
     "git": 'if [ "$1" = clone ]; then cp -r "$CHECKOUT" "$3"; else exec "$REAL_GIT" "$@"; fi',
@@ -28,7 +31,7 @@ STAND_INS = {
     "hf": '[ "$1" = download ]',
     "rljax": 'case "$*" in *--dry-run*) exec "$PYTHON" -m rljax.cli "$@" ;; esac',
 }
-# A dry run of the same words is made once. A script without one is known by its help, which must have each option.
+# A dry run with the same arguments is made once. A script without a dry run must have each option in its text.
 SESSION = """
 set -euo pipefail
 plan() {
@@ -62,12 +65,12 @@ FUNCTIONS = {"bash", "sbatch", "tail"}
 
 
 def blocks(text, language):
-    """The contents of the fenced blocks of one language."""
+    """Returns the contents of the fenced blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def first_words(script):
-    """The names of the commands of a script, without the functions that it defines itself."""
+    """Returns the names of the commands of a script, without the functions that the script defines."""
     script = re.sub(r"<<(\w+)\n.*?^\1$", "", script.replace("\\\n", " "), flags=re.DOTALL | re.MULTILINE)
     lexer = shlex.shlex(script.replace("\n", " ;\n"), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
@@ -85,12 +88,12 @@ def first_words(script):
 
 
 def uncovered(script):
-    """The commands of a script that have no rule."""
+    """Returns the commands of a script that have no rule."""
     return {Path(word).name for word in first_words(script)} - AS_IT_STANDS - set(STAND_INS) - FUNCTIONS
 
 
 def make_checkout(place):
-    """A checkout whose environments are installed, as far as the launch scripts look at them."""
+    """Creates a checkout whose environments look installed to the launch scripts."""
     for name in ("launch", "tools"):
         shutil.copytree(ROOT / name, place / name)
     for name in ("configs", "rljax", "pyproject.toml", ".git"):
@@ -102,7 +105,7 @@ def make_checkout(place):
     pyproject = (ROOT / "pyproject.toml").read_bytes()
     done = subprocess.run(["cksum"], input=pyproject, capture_output=True, check=True, timeout=30)
     (trainer / f".rljax-gpu-{done.stdout.split()[0].decode()}").touch()
-    # Its interpreter answers no -m, so pip installs nothing, and it finds Python.h on every machine.
+    # This interpreter accepts no -m, so pip installs nothing. It finds Python.h on every machine.
     program(place / "include/Python.h", "")
     header = f'case "$*" in *get_path*) echo {place}/include; exit ;; esac'
     program(place / ".venv-vllm/bin/python", f'{header}\n[ "$1" = -m ] || exec {sys.executable} "$@"')
@@ -110,7 +113,7 @@ def make_checkout(place):
 
 
 def type_page(text, place):
-    """Types all blocks of a page one after the other; returns (status, what was printed, the stand-ins' words)."""
+    """Types all blocks of a page in order; returns (status, output, the arguments of the stand-ins)."""
     make_checkout(place / "checkout")
     record = place / "record"
     for name in (record, Path(f"{record}.planned"), Path(f"{record}.manifests")):

@@ -1,4 +1,4 @@
-"""Reads the data of a page that ``rljax view`` made."""
+"""Reads the data of a page that ``rljax view`` wrote."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 
 
 def page_data(path: Path):
-    """The JSON object in a page."""
+    """Returns the JSON object in a page."""
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
     return json.loads(text)
 
 
 def numbers(array):
-    """The numbers of a packed array."""
+    """Returns the numbers of a packed array."""
     return np.frombuffer(gzip.decompress(base64.b64decode(array["bytes"])), "<" + array["dtype"]).tolist()

@@ -1,4 +1,4 @@
-"""Checks of a real vLLM server's weights, and one small step of them."""
+"""Checks of a real vLLM server's weights, and one small training step."""
 
 import contextlib
 
@@ -13,7 +13,7 @@ OUT_OF_BAND = "does not sample from them"
 
 
 def rpc(served, method: str, *arguments: object) -> list:
-    """What each worker answers."""
+    """Calls a method in each worker, and returns their answers."""
     client = ServerClient([served.url], VllmBackend())
     try:
         return client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})[
@@ -25,7 +25,7 @@ def rpc(served, method: str, *arguments: object) -> list:
 
 @contextlib.contextmanager
 def cache_kept(engine):
-    """In the block no publish of ``engine`` resets the prefix cache of its servers."""
+    """Prevents that publishes of ``engine`` reset the prefix cache of its servers, inside the block."""
     sound = engine.fleet.client.call
 
     def without_reset(url, method, path, *, params=None, **kwargs):
@@ -43,13 +43,13 @@ def cache_kept(engine):
 
 
 def check_use(engine, url: str, params):
-    """The second half of the verification alone."""
+    """Runs only the second half of the verification, and returns its judgement."""
     client = engine.fleet.client
     return engine.verifier.judge(client, url, engine.verifier.sample(client, url), params)
 
 
 def adamw_step(params, seed: int):
-    """One step of the paper's optimizer at its rate, 1e-6, in float32."""
+    """Returns the parameters after one step of the paper's optimizer at its rate, 1e-6, in float32."""
     optimizer = optax.adamw(1e-6)
     keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params)))
     leaves, tree = jax.tree.flatten(params)

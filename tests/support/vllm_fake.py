@@ -1,7 +1,7 @@
-"""A stand-in for a vLLM server: the endpoints the client uses, a log-probability of -1 for every token it samples.
+"""A stand-in for a vLLM server, with the endpoints that the client uses.
 
-The token at place t of a prompt has -t / 8. Top log-probabilities are processed ones unless ``raw``. Responses of more
-than one token have those of ``tops`` where that is set.
+Every sampled token has log-probability -1. The token at position t of a prompt has -t / 8. The top log-probabilities
+are processed ones unless ``raw`` is set. Responses of more than one token have the ones of ``tops`` if it is set.
 """
 
 import base64
@@ -37,26 +37,26 @@ SHAPE = {
 
 
 class FakeVllm:
-    """Knobs are attributes; ``seen`` counts requests by path."""
+    """A stand-in server whose settings are attributes; ``seen`` counts the requests by path."""
 
     def __init__(self, port: int = 0) -> None:
         self.version = "default"
         self.weights_path = None
         self.logprob = -1.0
         self.delay_s = 0.0
-        self.token_s = 0.0  # that each token takes
-        self.after_load_s = 0.0  # that requests which come after an update take longer
-        self.pauses: list[str] = []  # the mode of each
-        self.asked: list[tuple[list[int], int, int | None]] = []  # prompt, limit and seed of each sample
+        self.token_s = 0.0  # the time that each token takes
+        self.after_load_s = 0.0  # the additional time of requests after an update
+        self.pauses: list[str] = []  # the mode of each pause
+        self.asked: list[tuple[list[int], int, int | None]] = []  # the prompt, limit and seed of each sample
         self.sampling: list[dict] = []  # the settings of each sample
-        self.tops = None  # token: its place's (token, log-probability) pairs as vLLM lists them, the sampled one first
+        self.tops = None  # maps a token to the (token, log-probability) pairs of its position, the sampled one first
         self.max_logprobs = 20
-        self.described: dict = {}  # further entries of the plugin's description
-        self.forcing = {"way": "extra_args", "reason": ""}  # its answer to a client whose tokens it shall decode
-        self.forced: list[str] = []  # these clients
-        self.obeys = True  # whether it decodes their tokens
+        self.described: dict = {}  # additional entries of the plugin's description
+        self.forcing = {"way": "extra_args", "reason": ""}  # its answer to a client that gives the tokens to decode
+        self.forced: list[str] = []  # the clients that give the tokens
+        self.obeys = True  # whether it decodes the given tokens
         self.names_versions = True
-        self.fail_next: list[int] = []  # statuses of the next samples
+        self.fail_next: list[int] = []  # the statuses of the next samples
         self.routes = {ROLLOUTS, "/inference/v1/generate", "/v1/completions", "/weight_info"}
         self.dtype, self.protocol = "float32", PROTOCOL
         self.model, self.root = "policy", "nowhere"
@@ -64,13 +64,13 @@ class FakeVllm:
         self.refuses_paused = False  # whether it answers 503 while it is paused, as vLLM 0.33 does
         self.finish = "length"
         self.unhealthy = False
-        self.key = ""  # asked for on every route but /health
-        self.refuse: dict[str, int] = {}  # status by path
-        self.not_loaded: set[str] = set()  # tensors that its next updates leave out
+        self.key = ""  # every route except /health needs this key
+        self.refuse: dict[str, int] = {}  # the status by path
+        self.not_loaded: set[str] = set()  # the tensors that its next updates leave out
         self.seen: Counter[str] = Counter()
         self.events: list[str] = []
         self.running, self.most_running = 0, 0
-        self.loads_nothing = False  # whether it says that the last version equals the one before
+        self.loads_nothing = False  # whether it says that the last version equals the previous one
         self._lock = threading.Condition()
         self._holds, self._given_up = False, 0
         self._httpd = _Server(("127.0.0.1", port), _handler(self))
@@ -159,7 +159,7 @@ class FakeVllm:
         return {"tag": self.version, "tensors": tensors, "seconds": 0.25, "equal": self.loads_nothing}
 
     def _lines(self, asked: list[dict]) -> Iterator[bytes]:
-        """Yields the lines of rljax's endpoint. Each has what /inference/v1/generate answers to its request."""
+        """Yields the lines of rljax's endpoint; each has the answer of /inference/v1/generate to its request."""
         with ThreadPoolExecutor(len(asked)) as threads:
             bodies = [{"model": self.model, **each} for each in asked]
             sampled = [threads.submit(self.answer, "POST", "/inference/v1/generate", body) for body in bodies]
@@ -215,7 +215,7 @@ class FakeVllm:
             tops = [dict(self.tops(token)[: count + (path == "/v1/completions")]) for token in tokens]
         scored = None
         if "prompt_logprobs" in sampling:
-            if sampling["prompt_logprobs"] > 64:  # the real one's engine ends
+            if sampling["prompt_logprobs"] > 64:  # the engine of the real server ends
                 return 500, {"error": {"message": "selected index k out of range"}}
             likely = {str((60 + i) % 64): {"logprob": -4.0 - i} for i in range(sampling["prompt_logprobs"])}
             scored = [None] + [{**likely, str(token): {"logprob": -t / 8}} for t, token in enumerate(prompt) if t]
@@ -250,7 +250,7 @@ class FakeVllm:
 
 
 def rollout_reply(reply: dict) -> dict:
-    """The reply of rljax's endpoint that says what ``reply`` of /inference/v1/generate says."""
+    """Returns the reply of rljax's endpoint that corresponds to ``reply`` of /inference/v1/generate."""
     (choice,) = reply["choices"]
     content = choice["logprobs"]["content"]
     rows = [[(each["token_id"], each["logprob"])] for each in content]
@@ -269,7 +269,7 @@ def rollout_reply(reply: dict) -> dict:
 
 
 def flat_scores(rows: list[list[tuple[int, float]]]) -> dict[str, str]:
-    """The (token, log-probability) pairs of each position as rljax's endpoint sends them."""
+    """Returns the (token, log-probability) pairs of each position in the format of rljax's endpoint."""
     return {
         "counts": as_base64([len(row) for row in rows], "<i4"),
         "token_ids": as_base64([token for row in rows for token, _ in row], "<i4"),
@@ -278,7 +278,7 @@ def flat_scores(rows: list[list[tuple[int, float]]]) -> dict[str, str]:
 
 
 def as_base64(values: list, dtype: str) -> str:
-    """An array as JSON has it."""
+    """Returns an array in the form that it has in JSON."""
     return base64.b64encode(np.asarray(values, dtype).tobytes()).decode()
 
 
@@ -309,7 +309,7 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
             self.send_header("Connection", "close")
             self.end_headers()
             self.close_connection = True
-            with contextlib.suppress(OSError):  # of a client that has gone away
+            with contextlib.suppress(OSError):  # the client has gone away
                 for part in parts:
                     self.wfile.write(part)
 

@@ -1,4 +1,4 @@
-"""The processes of a real vLLM server: found by their group or port, or started by launch/vllm_server.sh."""
+"""The processes of a real vLLM server, found by their group or port, or started by launch/vllm_server.sh."""
 
 import os
 import signal
@@ -11,23 +11,29 @@ from pathlib import Path
 
 from toy_runs import ROOT
 
-# Starts its words as a process, and lives until it is killed or the tests end.
+# This program starts its words as a process. It lives until it is killed or the tests end.
 CALLER = "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL); sys.stdin.read()"
-# For a vLLM server on a CPU: threads that are bound to cores wait for the tests beside them, and spin meanwhile. Bound,
-# two workers would want a NUMA node each.
+# Settings of a vLLM server on a CPU. Threads bound to cores would wait for the tests beside them, and spin meanwhile.
+# Two workers with bound threads would each need a NUMA node.
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def kill_worker(group: int) -> int:
-    """Ends the worker of the server in process group ``group`` as AMX without permission does. Returns its id."""
+    """Ends the worker of the server in process group ``group`` with SIGILL, and returns its id.
+
+    AMX without permission ends a worker with this signal.
+    """
     (worker,) = (pid for pid, line in members(group).items() if line.startswith("VLLM::Worker"))
     os.kill(worker, signal.SIGILL)
     return worker
 
 
 def members(group: int) -> dict[int, str]:
-    """Id and command line of each process of a group: vLLM overwrites what its workers show as environment."""
+    """Returns the id and the command line of each process of a group.
+
+    The environment does not identify them, because vLLM overwrites the one that its workers show.
+    """
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -39,7 +45,7 @@ def members(group: int) -> dict[int, str]:
 
 
 def serving(port: str) -> list[int]:
-    """Ids of the processes that serve on ``port`` and of their children."""
+    """Returns the ids of the processes that serve on ``port`` and of their descendants."""
     found, parents = set(), {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -55,12 +61,12 @@ def serving(port: str) -> list[int]:
 
 
 class LaunchedServer:
-    """``launch/vllm_server.sh --follow-parent``, started by a process whose death is to end all that it started.
+    """A server from ``launch/vllm_server.sh --follow-parent``; when its caller dies, everything must end.
 
     Attributes:
-      url: as the script gave it.
-      log_path: of the server's output.
-      processes: ids of those that serve, as they were when it became healthy.
+      url: The URL that the script wrote.
+      log_path: The path of the server's output.
+      processes: The ids of the serving processes when the server became healthy.
     """
 
     def __init__(self, interpreter: str, directory: Path, model: Path, *options: str, timeout_s: float = 480):
@@ -93,20 +99,20 @@ class LaunchedServer:
             return bool(self.running())
 
     def running(self) -> list[int]:
-        """Those of ``processes`` that are there."""
+        """Returns the ids in ``processes`` that still exist."""
         return [pid for pid in self.processes if Path(f"/proc/{pid}").exists()]
 
     def log_tail(self, lines: int = 40) -> str:
-        """The last lines of the server's output."""
+        """Returns the last lines of the server's output."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def kill_caller(self) -> None:
-        """The caller dies without a word to what it started."""
+        """Kills the caller, which cannot tell the processes that it started."""
         self._caller.kill()
         self._caller.wait()
 
     def wait_gone(self, timeout_s: float = 40) -> list[int]:
-        """The processes that are still there after so many seconds."""
+        """Waits until the processes are gone; returns those that still exist after ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         while self.running() and time.monotonic() < deadline:
             time.sleep(0.25)

@@ -1,4 +1,4 @@
-"""Loaded into the test servers' workers: ways to break them that must not pass unnoticed."""
+"""An extension of the test servers' workers: it breaks them in ways that a check must notice."""
 
 import json
 import os
@@ -15,9 +15,9 @@ _REPAIR = vllm_plugin.repair_tied_head
 _REPACK = vllm_plugin.repack_experts
 _PATCHES = vllm_plugin.KeptDelta.patches
 
-SpinCondition.__init__.__defaults__ = (0.05,)  # seconds, of 1: a worker that waits leaves its core to other tests
+SpinCondition.__init__.__defaults__ = (0.05,)  # seconds instead of 1: a waiting worker leaves its core to other tests
 
-if os.environ.get("SABOTAGE_UNPACKED"):  # linear layers multiply with their weights as they lie, as on a GPU
+if os.environ.get("SABOTAGE_UNPACKED"):  # linear layers use their weights unpacked, as on a GPU
     vllm_layers.check_cpu_sgl_kernel = lambda *sizes: False
     vllm_layers.ops._supports_onednn = False
 
@@ -27,7 +27,7 @@ class Sabotage(vllm_plugin.WorkerExtension):
         vllm_plugin.repair_tied_head = _REPAIR if state == "off" else (lambda model: None)
 
     def sabotage_layers(self, fault: str) -> dict[str, int]:
-        """Plants a fault of ``planted_in_vllm``, or takes all out again ("off"). Returns the number of hooks."""
+        """Plants a fault of ``planted_in_vllm``, or takes all faults out ("off"); returns the number of hooks."""
         model = self.model_runner.model
         with torch.no_grad():
             for undo in getattr(self, "planted", []):
@@ -39,9 +39,9 @@ class Sabotage(vllm_plugin.WorkerExtension):
         vllm_plugin.repack_experts = _REPACK if state == "off" else (lambda layer, kernel: None)
 
     def head_is_stale(self) -> dict[str, bool]:
-        """Whether the tied head computes with other weights than the embedding's: some processors want a packed copy.
+        """Whether the tied head computes with other weights than the embedding's.
 
-        Others multiply with the table as it lies, and so have nothing that could be forgotten.
+        Some processors need a packed copy of the table, which can become stale. Others multiply with the table itself.
         """
         model = self.weight_transfer_engine.model
         head, table = model.lm_head, model.model.embed_tokens.weight
@@ -51,10 +51,12 @@ class Sabotage(vllm_plugin.WorkerExtension):
         return {"stale": bool((got - expected).norm() > 0.1 * expected.norm())}
 
     def sabotage_load(self, how: str, of: str) -> None:
-        """From now on the model loads other tensors than it is given.
+        """Makes the model load other tensors than it is given, from now on.
 
-        ``skip``: all but the one named ``of``, or none at all; ``previous``: those of the version before (the one that
-        is loaded while this is "off"); ``through``: those that come out of the dtype ``of``.
+        Args:
+          how: The change. ``skip`` leaves out the tensor ``of``, or all tensors. ``previous`` loads the tensors of the
+            version that was loaded while this was "off". ``through`` converts each tensor to the dtype ``of`` and back.
+          of: The name of a tensor, "all", or the name of a dtype.
         """
         model = self.weight_transfer_engine.model
         load = type(model).load_weights.__get__(model)
@@ -75,12 +77,12 @@ class Sabotage(vllm_plugin.WorkerExtension):
         model.load_weights = load_others
 
     def sabotage_load_of(self, rank: str, how: str, of: str) -> None:
-        """``sabotage_load`` in the worker of this rank alone."""
+        """Calls ``sabotage_load`` in the worker of this rank only."""
         if self.rank == int(rank):
             self.sabotage_load(how, of)
 
     def sabotage_patches(self, how: str, of: str) -> None:
-        """What is written in place: ``skip``: not the tensor ``of``; ``raise``: an error when its turn comes."""
+        """Breaks the update in place: ``skip`` leaves out the tensor ``of``, ``raise`` fails at this tensor."""
 
         def patches(delta):
             for tensor, *changes in _PATCHES(delta):
@@ -92,11 +94,11 @@ class Sabotage(vllm_plugin.WorkerExtension):
         vllm_plugin.KeptDelta.patches = patches
 
     def sabotage_scale(self, of: str) -> None:
-        """A parameter becomes twice what it is, behind the plugin's back."""
+        """Doubles a parameter without the plugin's knowledge."""
         self.weight_transfer_engine.model.get_parameter(of).data.mul_(2)
 
     def sabotage_finish(self, state: str) -> None:
-        """The next update ends in an error."""
+        """Makes the next update end in an error."""
         engine = self.weight_transfer_engine
         finish = engine.finish_weight_update
 
@@ -107,7 +109,7 @@ class Sabotage(vllm_plugin.WorkerExtension):
         engine.finish_weight_update = fail
 
     def sabotage_pace(self, seconds: str) -> None:
-        """From now on each forward takes so many seconds more: responses stay under way."""
+        """Makes each forward take so many seconds longer from now on, so that responses stay under way."""
         model = self.weight_transfer_engine.model
         vars(model).pop("forward", None)
         forward, pause = model.forward, float(seconds)
@@ -120,7 +122,7 @@ class Sabotage(vllm_plugin.WorkerExtension):
             model.forward = paced
 
     def sabotage_restore(self, state: str) -> None:
-        """After each update the model gets back the parameters that it has now, as from a copy kept over a sleep."""
+        """Makes each later update end with the parameters that the model has now, like a copy kept over a sleep."""
         engine, model = self.weight_transfer_engine, self.weight_transfer_engine.model
         vars(engine).pop("finish_weight_update", None)
         if state == "off":
@@ -141,7 +143,7 @@ class Sabotage(vllm_plugin.WorkerExtension):
         sampler.topk_topp_sampler.__init__(mode)
 
     def sabotage_head_dtype(self, dtype: str) -> None:
-        """What ``--hf-overrides`` sets before the start: the description, and the dtype that the head computes in."""
+        """Sets what ``--hf-overrides`` sets before the start: the description, and the dtype of the head."""
         config = self.vllm_config.model_config
         config.hf_config.head_dtype = dtype
         self.model_runner.model.logits_processor.head_dtype = config.head_dtype

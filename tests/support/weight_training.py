@@ -1,4 +1,4 @@
-"""Tensors of which each step changes a share, their versions, and what a machine's mirror holds of them."""
+"""Tensors of which each step changes a share, their versions, and the content of a machine's mirror."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ SHAPES = {"embed": (64, 48), "norm": (48,), "experts": (4, 6, 8), "head": (64, 4
 
 
 class Training:
-    """Tensors of which each step changes a share, and their versions."""
+    """A set of tensors of which each step changes a share, with its versions."""
 
     def __init__(self, root, dtype=ml_dtypes.bfloat16, files=None, **options):
         self.rng = np.random.default_rng(0)
@@ -26,7 +26,7 @@ class Training:
         self.files, self.number, self.versions = files or WeightDirectory(root, **options), 0, []
 
     def step(self, share=0.05):
-        """Changes a share of the elements and writes the version."""
+        """Changes a share of the elements and writes a version."""
         for array in self.tensors.values():
             bits = bits_of(array).reshape(-1)
             chosen = self.rng.random(bits.size) < share
@@ -47,7 +47,10 @@ class Training:
 
 
 def shards(tensors, count):
-    """What each of ``count`` processes holds: rows of most, columns of the embedding; the first one the norm."""
+    """Returns the parts that each of ``count`` processes holds.
+
+    A process holds rows of most tensors and columns of the embedding; the first process holds the norm.
+    """
     held = [[] for _ in range(count)]
     for name, array in tensors.items():
         whole = Region.whole(array.shape)
@@ -68,7 +71,7 @@ def shards(tensors, count):
 
 
 def held(mirror):
-    """What a server would load: its version's tag, and the tensors of its files."""
+    """Returns what a server would load: the tag of the version, and the tensors of its files."""
     version = json.loads((mirror.root / "version.json").read_text())
     tensors = {}
     for file in version["files"]:
@@ -88,7 +91,10 @@ def assert_holds(mirror, training, version=None):
 
 
 def change_after_writing(monkeypatch, change):
-    """Has each version's files changed once it is written: ``change(name, array)`` is what is stored, None nothing."""
+    """Changes the files of each version after it is written.
+
+    A file then stores ``change(name, array)``, or nothing for None.
+    """
     sound = WeightDirectory.write
 
     def write(self, *arguments):
