@@ -1,25 +1,28 @@
-"""Kills a small training run at random moments, resumes it, and compares its rows with those of a run left alone.
+"""Kills a small training run at random moments, resumes it, and compares its rows with those of an undisturbed run.
 
     python tests/harness/kill_run.py --kills 50 --seeds 0 1 2 3 --json benchmarks/kill_run.json
     python tests/harness/kill_run.py --engine vllm --kills 4 --seeds 0
     python tests/harness/kill_run.py --max-staleness 2 --kills 30
 
-Each kill is a SIGKILL aimed at one phase, in turn: the start, the rollout, the step, the publish, the row of the log,
-the checkpoint, the evaluation. It comes a random time after the phase began, and counts for the phase in which it
-struck. The phases are told by the run's own process, which marks them in memory that it shares with this one. Runs are
-of configs/toy-base. With the embedded engine their rows must be equal bit for bit but for time/* and perf/*, none lost
-or doubled, and so must the tokens of their dumps. With --engine vllm they sample in float32 from one server that this
-program starts and leaves alone. A second run is left alone then: a number may differ from the first one's by 10 times
-the most that it differs by between the two at any step, and a dump must have the first one's tokens unless the two
-differ there themselves. Not compared are publish/seconds and publish/stall_s, which are clocks, and
-publish/verify_abs_diff_mean, whose probes are sampled with seeds that begin anew in each process. Exit status 1 when
-anything else differs.
+Each kill is a SIGKILL that aims at one phase, in turn: start, rollout, step, publish, row of the log, checkpoint,
+evaluation. It comes a random time after the phase began, and counts for the phase in which it struck. The run's own
+process marks its phases in memory that it shares with this process.
 
-With --max-staleness batches are sampled ahead, and which version samples one depends on when the run was killed. The
-accounts are compared then, from the rows and from a dump of every step: each step has one row and one dump, which holds
-the prompts that it has in the run left alone, each as often; no token is more than so many versions old, by the row's
-oldest version; and of every token whose version is known the numerics of float32 are below 1e-4 nats, so that it was
-counted for the version that sampled it.
+All runs are of configs/toy-base. With the embedded engine, no row may be lost or doubled. The rows must be equal bit
+for bit except time/* and perf/*, and so must the tokens of the dumps.
+
+With --engine vllm the runs sample in float32 from one server, which this program starts and does not kill. Two runs are
+then undisturbed. A number may differ from the first one's by 10 times the largest difference between the two at any
+step. A dump must have the first one's tokens unless the two differ there. publish/seconds and publish/stall_s are
+clocks and are not compared. publish/verify_abs_diff_mean is not compared either, because the seeds of its probes begin
+anew in each process. The exit status is 1 if anything else differs.
+
+With --max-staleness batches are sampled ahead, and the version that samples a batch depends on the kills. The program
+then checks the rows and a dump of every step:
+
+- Each step has one row and one dump, with the prompts that the undisturbed run has, each equally often.
+- No token is older than this number of versions, by the row's oldest version.
+- The numerics of float32 are below 1e-4 nats for each token of known version, so the token has the right version.
 """
 
 from __future__ import annotations
@@ -54,11 +57,11 @@ from rljax.rollout.types import InFlight
 
 ROOT = Path(__file__).parents[2]
 PHASES = ("start", "rollout", "step", "publish", "log", "checkpoint", "evaluation")
-OTHER = len(PHASES)  # between two phases
-LONGEST_S = 300.0  # no phase of so small a run takes longer
-PASSED_BY = 2  # at most so many times does a phase go by before the kill
-REPEATS_WITHIN = 10.0  # times what two runs left alone differ by
-NUMERICS = 1e-4  # nats between two engines in float32 with the same weights
+OTHER = len(PHASES)  # the phase between two phases
+LONGEST_S = 300.0  # the limit for a phase, in seconds
+PASSED_BY = 2  # the kill lets a phase pass at most this many times
+REPEATS_WITHIN = 10.0  # times the difference of two undisturbed runs
+NUMERICS = 1e-4  # the limit (nats) for two engines in float32 with the same weights
 NOT_COMPARED = ("time/", "perf/", "publish/seconds", "publish/stall_s", "publish/verify_abs_diff_mean")
 
 SETTINGS = (
@@ -70,30 +73,31 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """How often, and on which runs."""
+    """The arguments of the command."""
 
     engine: Literal["jax", "vllm"] = "jax"
-    """jax: the embedded engine. vllm: a server that this program starts."""
+    """The engine: jax is the embedded engine, vllm is a server that this program starts."""
     kills: int = 50
-    """Kills in all."""
+    """The number of kills in total."""
     seeds: tuple[int, ...] = (0, 1, 2, 3)
-    """Seeds of the runs and of the moments; each seed is one run left alone (two with a server) and as many killed
-    ones as it takes."""
+    """The seeds of the runs and of the moments. Each seed has an undisturbed run (two with a server).
+    """
     steps: int = 20
-    """Steps of a run."""
+    """The number of steps of a run."""
     max_staleness: int = 0
-    """Above 0 batches are sampled ahead (``rollout.max_staleness``), and accounts are compared, not rows."""
+    """The setting ``rollout.max_staleness``. Above 0, batches are sampled ahead and rows may differ.
+    """
     update: InFlight = "wait"
-    """``rollout.update``, for ``--max-staleness`` with a server."""
+    """The setting ``rollout.update``, for ``--max-staleness`` with a server."""
     directory: Path | None = None
-    """Keeps the runs there. None: in a temporary directory."""
+    """The directory that keeps the runs. Without it, the runs are in a temporary directory."""
     json: Path | None = None
-    """File for the result."""
+    """The file for the result."""
 
 
 @dataclass
 class Killed:
-    """What was done to a run directory, and what became of it."""
+    """The kills of a run directory by phase, and the differences that were found afterwards."""
 
     run_dir: Path
     phases: Counter[str] = field(default_factory=Counter)
@@ -102,7 +106,10 @@ class Killed:
 
 @dataclass
 class Seed:
-    """The runs of one seed. ``again``, a second run left alone, is there where runs repeat within limits only."""
+    """The runs of one seed.
+
+    ``again`` is a second undisturbed run; it exists only if runs repeat within limits instead of exactly.
+    """
 
     whole: Path
     again: Path | None
@@ -110,13 +117,13 @@ class Seed:
 
 
 def words(run_dir: Path, seed: int, steps: int) -> list[str]:
-    """The command line of a run."""
+    """Returns the command line of a run."""
     base = [str(ROOT / "configs/quickstart.yaml"), "--model.path", str(ROOT / "configs/toy-base")]
     return [*base, "--run.dir", str(run_dir), "--run.seed", str(seed), "--run.steps", str(steps), *SETTINGS]
 
 
 def ahead_words(arguments: Arguments) -> tuple[str, ...]:
-    """The words of runs that sample ahead; every response's numerics are measured, and every step is dumped."""
+    """Returns the options of runs that sample ahead; they measure numerics of all responses and dump every step."""
     if not arguments.max_staleness:
         return ()
     ahead = ("--rollout.max-staleness", str(arguments.max_staleness), "--rollout.update", arguments.update)
@@ -125,13 +132,16 @@ def ahead_words(arguments: Arguments) -> tuple[str, ...]:
 
 
 def served_by(*found_by: str) -> tuple[str, ...]:
-    """The words that let a run sample from servers of :func:`server_config`, which ``found_by`` names."""
+    """Returns the options of a run that samples from servers of :func:`server_config`, which ``found_by`` names."""
     dtypes = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
     return "--rollout.engine", "vllm", *found_by, *dtypes
 
 
 def server_config(log_path: Path, port: int = 0) -> ServerConfig:
-    """Of a vLLM server for runs of configs/toy-base. Float32, so that rounding hardly ever decides a token."""
+    """Returns the configuration of a vLLM server for runs of configs/toy-base.
+
+    It computes in float32, so that rounding hardly ever decides a token.
+    """
     model = str(ROOT / "configs/toy-base")
     return ServerConfig(
         model, str(vllm_python()), "float32", port=port, max_model_len=512, max_num_seqs=64, log_path=log_path
@@ -140,7 +150,7 @@ def server_config(log_path: Path, port: int = 0) -> ServerConfig:
 
 @contextlib.contextmanager
 def engine_words(engine: str, directory: Path) -> Iterator[tuple[str, ...]]:
-    """The words that choose the engine; in the block its server runs, where it has one."""
+    """Yields the options that choose the engine; inside the block its server runs, if it has one."""
     if engine == "jax":
         yield ()
         return
@@ -149,7 +159,7 @@ def engine_words(engine: str, directory: Path) -> Iterator[tuple[str, ...]]:
 
 
 def child(arguments: list[str], log: Path, phase: Any, prepare: Callable[[], None] | None) -> None:
-    """Trains; marks the phase under way in ``phase``. Runs in a process of its own."""
+    """Trains in its own process, and marks the current phase in ``phase``."""
     with log.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -162,7 +172,7 @@ def child(arguments: list[str], log: Path, phase: Any, prepare: Callable[[], Non
 
 
 def mark_phases(phase: Any) -> None:
-    """Wraps what a step is made of, so that ``phase`` holds the place in ``PHASES`` of what is under way."""
+    """Wraps the parts of a step so that ``phase`` always holds the index in ``PHASES`` of the current part."""
     from rljax.record.writers import Recorder
     from rljax.run.checkpoint import Checkpointer
     from rljax.run.timers import Timers
@@ -192,10 +202,10 @@ def mark_phases(phase: Any) -> None:
 
 
 class Runs:
-    """Starts runs from one server process that has imported everything, so that a start takes a second."""
+    """A starter of runs, from one server process that has imported everything; a start then takes a second."""
 
     def __init__(self, more: Sequence[str] = ()) -> None:
-        """``more`` are words that every run's command line ends with."""
+        """Prepares the server process. ``more`` has the last words of every run's command line."""
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -208,7 +218,7 @@ class Runs:
     def start(
         self, run_dir: Path, seed: int, steps: int, prepare: Callable[[], None] | None = None
     ) -> Iterator[tuple[Any, Any]]:
-        """The process of a run in ``run_dir``, and its phase; it is killed at the end of the block.
+        """Yields the process of a run in ``run_dir`` and its phase; the process is killed at the end of the block.
 
         The process calls ``prepare`` before it trains.
         """
@@ -224,7 +234,7 @@ class Runs:
             process.join()
 
     def complete(self, run_dir: Path, seed: int, steps: int) -> None:
-        """Trains to the end. Raises RuntimeError when that fails."""
+        """Trains to the end. Raises RuntimeError if that fails."""
         with self.start(run_dir, seed, steps) as (process, _):
             process.join(LONGEST_S)
             if process.exitcode != 0:
@@ -233,10 +243,10 @@ class Runs:
 
 
 def kill_once(process: Any, phase: Any, aim: int, pause_s: float, passes: int, run_dir: Path) -> str | None:
-    """Waits until the phase ``aim`` has begun ``passes`` + 1 times and ``pause_s`` more; kills. Returns what was hit.
+    """Kills the process ``pause_s`` after the phase ``aim`` began for the time ``passes`` + 1; returns the phase hit.
 
-    None when the run ended before that. A save goes on beside the next step: a kill while its files are there counts
-    for the checkpoint.
+    It returns None if the run ended before. A checkpoint is saved beside the next step, so a kill counts for the
+    checkpoint while its files exist.
     """
     deadline, before = time.monotonic() + LONGEST_S, OTHER
     while passes >= 0:
@@ -249,7 +259,7 @@ def kill_once(process: Any, phase: Any, aim: int, pause_s: float, passes: int, r
             raise RuntimeError(f"{run_dir}: no {PHASES[aim]} within {LONGEST_S:g} s")
         time.sleep(0.0005 if aim else 0.0)
     time.sleep(pause_s)
-    # Stopped, so that nothing moves between the look and the kill.
+    # The process is stopped, so that nothing changes between the look and the kill.
     os.kill(process.pid, signal.SIGSTOP)
     hit = phase.value
     is_saving = any(run_dir.glob("checkpoints/*tmp*"))
@@ -261,7 +271,7 @@ def kill_once(process: Any, phase: Any, aim: int, pause_s: float, passes: int, r
 
 
 def durations(rows: Sequence[dict[str, Any]], start_s: float) -> tuple[float, ...]:
-    """What each phase takes (seconds), in the order of ``PHASES``; of log and checkpoint a guess."""
+    """Returns the duration of each phase (seconds), in the order of ``PHASES``; the log and checkpoint are guesses."""
     keys = ("time/rollout_s", "time/train_s", "time/publish_s")
     rollout, step, publish = (statistics.median(row[key] for row in rows) for key in keys)
     evaluation = statistics.median(row["time/eval_s"] for row in rows if "time/eval_s" in row)
@@ -269,9 +279,9 @@ def durations(rows: Sequence[dict[str, Any]], start_s: float) -> tuple[float, ..
 
 
 def differences(killed: Path, whole: Path, again: Path | None = None) -> list[str]:
-    """How the record of a killed run differs from that of one left alone; [] where it does not.
+    """Returns the differences between the records of a killed run and an undisturbed one; [] if there are none.
 
-    Where ``again``, another run left alone, differs from ``whole`` as well, so may ``killed``, as the program says.
+    ``again`` is a second undisturbed run. ``killed`` may differ where ``again`` differs, as the module says.
     """
     rows, expected = (comparable(each) for each in (killed, whole))
     spreads = largest_differences(again, whole) if again else {}
@@ -292,7 +302,7 @@ def differences(killed: Path, whole: Path, again: Path | None = None) -> list[st
 
 
 def broken_accounts(killed: Path, whole: Path, max_staleness: int) -> list[str]:
-    """What is wrong with the accounts of a killed run that sampled ahead, as the program says; [] where they hold."""
+    """Returns the errors in the accounts of a killed run that sampled ahead, as the module says, or []."""
     rows, steps = read_rows(killed / "metrics.jsonl"), [row["step"] for row in read_rows(whole / "metrics.jsonl")]
     found = [] if [row["step"] for row in rows] == steps else [f"{killed}: steps {[row['step'] for row in rows]}"]
     for row in rows:
@@ -311,7 +321,7 @@ def broken_accounts(killed: Path, whole: Path, max_staleness: int) -> list[str]:
 
 
 def prompts(run_dir: Path, dump: str) -> Counter[tuple[int, ...]]:
-    """How often each prompt stands in a dump."""
+    """Counts each prompt in a dump."""
     from rljax.record.token_dumps import read_dump
 
     read = read_dump(run_dir / "rollouts" / dump)
@@ -319,7 +329,7 @@ def prompts(run_dir: Path, dump: str) -> Counter[tuple[int, ...]]:
 
 
 def changed_dumps(run_dir: Path, whole: Path) -> list[str]:
-    """Names of the dumps that both have, but with other tokens."""
+    """Returns the names of the dumps that both runs have with different tokens."""
     from rljax.record.token_dumps import read_dump
 
     found = []
@@ -332,7 +342,7 @@ def changed_dumps(run_dir: Path, whole: Path) -> list[str]:
 
 
 def distances(row: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """|a - b| by key; infinite where they differ and one is missing or no number."""
+    """Returns |a - b| by key; it is infinite if the values differ and one is missing or no number."""
     found = {}
     for key in {**row, **other}:
         a, b = row.get(key), other.get(key)
@@ -342,7 +352,7 @@ def distances(row: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 
 
 def largest_differences(run_dir: Path, whole: Path) -> dict[str, float]:
-    """The largest distance of any step, by key."""
+    """Returns the largest distance at any step, by key."""
     found: dict[str, float] = {}
     for row, other in zip(comparable(run_dir), comparable(whole), strict=False):
         for key, distance in distances(row, other).items():
@@ -351,7 +361,7 @@ def largest_differences(run_dir: Path, whole: Path) -> dict[str, float]:
 
 
 def repeatability(killed: Sequence[Path], whole: Path, again: Path) -> dict[str, Any]:
-    """In how much the two runs left alone differ, and the killed ones from the first of them."""
+    """Returns the difference of the two undisturbed runs, and of the killed runs from the first of them."""
     spreads = largest_differences(again, whole)
     apart = [largest_differences(each, whole) for each in killed]
     varying = {key: spread for key, spread in spreads.items() if 0.0 < spread < math.inf}
@@ -367,13 +377,13 @@ def repeatability(killed: Sequence[Path], whole: Path, again: Path) -> dict[str,
 
 
 def comparable(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows without what depends on the clock, or on the process."""
+    """Returns the rows without the metrics that depend on the clock or on the process."""
     rows = read_rows(run_dir / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in rows]
 
 
 def harass(runs: Runs, arguments: Arguments, directory: Path) -> list[Seed]:
-    """Kills as often as wanted, seed by seed; at the end of each run its rows are compared."""
+    """Kills as often as asked, seed by seed, and compares the rows at the end of each run."""
     results, aims = [], itertools.cycle(range(len(PHASES)))
     shares = [len(range(i, arguments.kills, len(arguments.seeds))) for i in range(len(arguments.seeds))]
     with tqdm(total=arguments.kills, unit="kill", file=sys.stderr) as bar:
@@ -385,7 +395,7 @@ def harass(runs: Runs, arguments: Arguments, directory: Path) -> list[Seed]:
                 runs.complete(run_dir, seed, arguments.steps)
             results.append(Seed(whole, again))
             began = time.monotonic()
-            runs.complete(whole, seed, arguments.steps)  # nothing is left to do: that is a start
+            runs.complete(whole, seed, arguments.steps)  # nothing is left to train: this times a start
             times = durations(read_rows(whole / "metrics.jsonl"), time.monotonic() - began)
             for number in itertools.count():
                 if not share:
@@ -450,7 +460,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def said(repeats: dict[str, Any]) -> str:
-    """A line on :func:`repeatability`."""
+    """Returns a line about the result of :func:`repeatability`."""
     varying, after = repeats["keys_that_vary_between_runs_left_alone"], repeats["keys_that_vary_after_kills"]
     dumps = f"{len(repeats['dumps_that_vary_between_runs_left_alone'])} of {repeats['dumps']} dumps"
     return (

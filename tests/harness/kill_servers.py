@@ -1,21 +1,22 @@
-"""Kills vLLM servers of a small training run at random moments, restarts them, and looks whether a rollout was lost.
+"""Kills vLLM servers of a small training run at random moments, restarts them, and checks that no rollout is lost.
 
     python tests/harness/kill_servers.py --kills 20 --json benchmarks/kill_servers.json
     python tests/harness/kill_servers.py --kills 6 --lists 12 --json benchmarks/kill_listed_servers.json
 
-A run of configs/toy-base trains in float32 on two vLLM servers that this program starts. A server is ended with SIGKILL
-at a random moment of a step, every other time of its rollout, one time in four both of them, and restarted on the same
-port; the next step is trained meanwhile, by the other server or once one is back. Then the run waits for the restarted
-server and brings it back in a step of its own, so that each kill is of one that is in use.
+A run of configs/toy-base trains in float32 on two vLLM servers that this program starts. A server is killed with
+SIGKILL at a random moment of a step. Every other kill is in the rollout, and one in four kills both servers. A killed
+server is restarted on the same port. Meanwhile the run trains the next step, with the other server or as soon as one is
+back. Then it waits for the restarted server and brings it back in an extra step, so that each kill hits a server in
+use.
 
-With ``--lists`` the run finds its servers, of which there are three then, in a file (``rollout.discovery``), which
-lists others of them from a random moment on: servers leave in the midst of their responses, and join. Kills and lists
-take turns at random; what is killed is listed or not.
+With ``--lists`` there are three servers, and the run finds them in a file (``rollout.discovery``). From a random moment
+on, the file lists other servers, so servers leave while they sample, and join. Kills and lists take turns at random. A
+kill may hit a server that is not listed.
 
-At the end the run must be complete and each step's dump must have as many rollouts as any; the engine must have handed
-on each of them exactly once, under the version published last, and with the trainer's log-probabilities. Exit status 1
-when it is otherwise. A server is gone within a quarter of a second of the moment, so the phases that are printed are
-those of the moment; a list is looked at every second, and counts when it was seen twice.
+At the end the run must be complete, and each step's dump must have all rollouts. The engine must have returned each
+rollout exactly once, under the newest version and with the trainer's log-probabilities. Otherwise the exit status is 1.
+The printed phases are those of the random moment, because a server is gone within a quarter of a second after it. The
+run looks at a list every second, and a list counts when the run has seen it twice.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.sampling import step_seed
 
-FIRST_STEPS = 3  # before the first kill; they compile, and say how long a step takes
-LAST_STEPS = 2  # after the last kill
-STEPS_A_KILL = 3  # the one in which it strikes, one with a server less, and one in which it is brought back
-BOTH = 0.25  # how often both servers are killed at once
-LARGEST_GAP = 1e-4  # |engine - trainer| (nats) of two float32 engines with equal weights
+FIRST_STEPS = 3  # the steps before the first kill; they compile, and they show how long a step takes
+LAST_STEPS = 2  # the steps after the last kill
+STEPS_A_KILL = 3  # the step of the kill, a step with one server less, and a step that brings the server back
+BOTH = 0.25  # the share of kills that hit two servers at once
+LARGEST_GAP = 1e-4  # the limit of |engine - trainer| (nats) for two float32 engines with equal weights
 PROMPTS, GROUP = 8, 32
 SETTINGS = (
     *("--data.batch-size", str(PROMPTS), "--rollout.group-size", str(GROUP), "--rollout.max-response-tokens", "36"),
@@ -61,21 +62,21 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """How often."""
+    """The arguments of the command."""
 
     kills: int = 20
-    """Kills in all. Each takes as long as a server takes to start."""
+    """The number of kills in total. Each takes as long as the start of a server."""
     lists: int = 0
-    """Changes of the list of servers in all. 0: the run is told of two servers at its start."""
+    """The number of changes of the list in total. With 0 the run gets two servers at its start."""
     seed: int = 0
-    """Seed of the run and of the moments."""
+    """The seed of the run and of the moments."""
     json: Path | None = None
-    """File for the result."""
+    """The file for the result."""
 
 
 @dataclass
 class Outcome:
-    """What was done to the servers, and how the run ended where it did not end well."""
+    """The kills and lists by phase, and the failure of the run if it failed."""
 
     phases: Counter[str]
     listed: Counter[str]
@@ -84,7 +85,7 @@ class Outcome:
 
 
 class Servers:
-    """Servers, each restarted on its own port, and the file that lists those which the run may use."""
+    """A group of servers, each restarted on its own port, and the file that lists the ones that the run may use."""
 
     def __init__(self, directory: Path, count: int) -> None:
         self._directory, self._started = directory, 0
@@ -102,16 +103,16 @@ class Servers:
 
     @property
     def ports(self) -> list[int]:
-        """Of all."""
+        """The ports of all servers."""
         return list(self._servers)
 
     @property
     def urls(self) -> list[str]:
-        """Of all."""
+        """The URLs of all servers."""
         return [server.url for server in self._servers.values()]
 
     def list(self, ports: Sequence[int]) -> None:
-        """Lists the servers of these ports, and no others."""
+        """Lists the servers of these ports and no others."""
         new = self.list_file.with_suffix(".new")
         new.write_text("".join(f"{self._servers[port].url}\n" for port in ports))
         new.replace(self.list_file)
@@ -124,12 +125,12 @@ class Servers:
             self._servers[port] = self._launch(port)
 
     def wait(self) -> None:
-        """Returns when all are healthy. Raises ServerFailedError when one is not in time."""
+        """Returns when all servers are healthy. Raises ServerFailedError if one is not healthy in time."""
         for server in self._servers.values():
             server.wait_healthy(LONGEST_S)
 
     def stop(self) -> None:
-        """Ends all."""
+        """Ends all servers."""
         for server in self._servers.values():
             server.stop()
 
@@ -139,9 +140,9 @@ class Servers:
 
 
 def pace(gate: Any, handed_on: Path) -> None:
-    """Prepares the process of the run: ``gate``, a semaphore, lets each step begin, and what the engine gives is noted.
+    """Prepares the process of the run: ``gate``, a semaphore, permits each step, and responses are noted.
 
-    A line of ``handed_on`` is the seed of a step, and the place of a response in it.
+    A line of ``handed_on`` has the seed of a step and the place of a response in it.
     """
     from rljax.rollout.servers.engine import ServedEngine
     from rljax.run.timers import Timers
@@ -170,7 +171,7 @@ def pace(gate: Any, handed_on: Path) -> None:
 
 
 def plan(kills: int, lists: int, chance: random.Random) -> list[int]:
-    """How many servers are killed at once, one time after the other, together ``kills``; ``lists`` times 0: listed."""
+    """Returns the number of servers that each blow kills, together ``kills``; 0 stands for one of ``lists`` lists."""
     counts: list[int] = []
     while (left := kills - sum(counts)) > 0:
         counts.append(2 if left > 1 and chance.random() < BOTH else 1)
@@ -180,7 +181,7 @@ def plan(kills: int, lists: int, chance: random.Random) -> list[int]:
 
 
 def wait_for_row(rows: Path, step: int, process: Any) -> bool:
-    """Waits for the row of a step; False when the process ends before. Raises RuntimeError when neither is in time."""
+    """Waits for the row of a step; returns False if the process ends before. Raises RuntimeError after a time limit."""
     deadline = time.monotonic() + 2 * LONGEST_S
     while not rows.exists() or len(read_rows(rows)) < step:
         if process.exitcode is not None:
@@ -192,7 +193,7 @@ def wait_for_row(rows: Path, step: int, process: Any) -> bool:
 
 
 def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance: random.Random) -> Outcome:
-    """Trains in ``directory`` / "run" and kills ``counts`` servers, one time after the other; 0: lists others."""
+    """Trains in ``directory`` / "run", and kills ``counts`` servers in turn; for 0 it lists other servers."""
     run_dir, outcome, by_list = directory / "run", Outcome(Counter(), Counter()), 0 in counts
     rows, log = run_dir / "metrics.jsonl", run_dir.with_suffix(".log")
     with contextlib.ExitStack() as stack:
@@ -233,7 +234,7 @@ def harass(counts: Sequence[int], seed: int, steps: int, directory: Path, chance
 
 
 def problems_of(rows: Sequence[dict[str, Any]], directory: Path, seed: int, steps: int) -> list[str]:
-    """What is wrong with the record of a run of ``steps`` steps; [] where nothing is."""
+    """Returns the errors in the record of a run of ``steps`` steps; [] if there are none."""
     found = []
     if [row["step"] for row in rows] != list(range(1, steps + 1)):
         found.append(f"rows of the steps {[row['step'] for row in rows]}, expected 1 to {steps}")

@@ -1,4 +1,4 @@
-"""Two network namespaces of this machine as two machines, and a shaped link between them; needs root."""
+"""Two network namespaces of this machine that act as two machines, with a shaped link between them; needs root."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Side:
-    """One end: the namespace's name, its device and its address."""
+    """One end of the link: the namespace's name, its device and its address."""
 
     name: str
     device: str
@@ -18,24 +18,24 @@ class Side:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """The words that, put before a command, run it there."""
+        """The words that run a command there, when they stand before it."""
         return "ip", "netns", "exec", self.name
 
     def sent_bytes(self) -> int:
-        """Bytes that left this side."""
+        """Returns the number of bytes that left this side."""
         return int(_run(*self.inside, "cat", f"/sys/class/net/{self.device}/statistics/tx_bytes"))
 
     def set_up(self, up: bool) -> None:
-        """Cuts the link, or mends it."""
+        """Brings this side of the link up, or cuts the link."""
         _run(*self.inside, "ip", "link", "set", self.device, "up" if up else "down")
 
 
 @contextlib.contextmanager
 def linked(first: Side, second: Side, rate: str = "1gbit") -> Iterator[None]:
-    """Within it both namespaces exist, and what each sends is shaped to ``rate`` (as tc takes it).
+    """Makes both namespaces for the block; what each sends is shaped to ``rate`` (in the notation of tc).
 
     Raises:
-      subprocess.CalledProcessError: the namespaces cannot be made here.
+      subprocess.CalledProcessError: If the namespaces cannot be made here.
     """
     sides = (first, second)
     try:

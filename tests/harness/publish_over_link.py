@@ -1,14 +1,16 @@
-"""Publishes 0.6B parameters over a link of 1 Gbit/s, also while the link is cut, and while the trainer is ended.
+"""Publishes 0.6B parameters over a link of 1 Gbit/s, also while the link is cut or the trainer is killed.
 
     python tests/harness/publish_over_link.py --json benchmarks/publish_link.json
 
-Two network namespaces of this machine stand for two machines (this needs root): a trainer that does nothing but publish
-on one side, a real vLLM server on the other. The policy has the shape of Qwen3-0.6B and random weights, 1.2 GB in
-bfloat16. Published in turn: all of it (dense), 1% changed (a delta), all changed (dense again); all changed while the
-link is cut for some seconds; all changed while the trainer is ended with SIGKILL, after which the server must have
-the version before and sample from it; and at last by a trainer that starts again. Each publish is verified as always.
-Beside the load of the first publishes stands vLLM's own reload (``reload_weights``) of the model's files, without
-checksums, from the page cache. Exit status 1 when something is otherwise than this says.
+Two network namespaces of this machine act as two machines (this needs root). On one side is a trainer that only
+publishes, on the other a real vLLM server. The policy has the shape of Qwen3-0.6B and random weights, 1.2 GB in
+bfloat16. The trainer publishes all of it (dense), then 1% changed (a delta), then all changed (dense again). It then
+publishes all changed while the link is cut for some seconds. During the next publish the trainer is killed with
+SIGKILL. The server must then have the version before, and sample from it. At last a new trainer publishes. Each publish
+is verified as always.
+
+Next to the load time of the first publishes is the time of vLLM's own reload (``reload_weights``) of the model's files,
+without checksums and from the page cache. The exit status is 1 if anything differs from this description.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ from rljax.rollout.servers.vllm.server import vllm_python
 HERE = Path(__file__).resolve().parent
 TRAINER, SERVER = Side("rljax-trainer", "rljax-lt", "10.203.1.1"), Side("rljax-server", "rljax-ls", "10.203.1.2")
 PORT = 18732
-GIGABIT = 125e6  # bytes a second
+GIGABIT = 125e6  # bytes in a second
 SHAPES = {
     "0.6B": PolicyConfig(151936, 1024, 3072, 28, 16, 8, 128, rope_theta=1e6, tie_word_embeddings=True),
     "tiny": PolicyConfig(4096, 256, 512, 2, 4, 2, 64, rope_theta=1e6, tie_word_embeddings=True),
 }
-LONGEST_S = 580.0  # that a server, or a publish, may take here
+LONGEST_S = 580.0  # the limit for a start of a server, or for a publish
 ASK = """
 import json, sys, urllib.request
 url, key, body = sys.argv[1:]
@@ -106,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_model(directory: Path, shape: str) -> None:
-    """Writes random weights; in a process of its own, whose memory is free afterwards."""
+    """Writes random weights; it runs in its own process, so that the memory is free afterwards."""
     from rljax.policy.hf import save_params
     from rljax.policy.model import init_params
 
@@ -115,13 +117,13 @@ def make_model(directory: Path, shape: str) -> None:
 
 @dataclass(frozen=True)
 class Server:
-    """The vLLM server beyond the link."""
+    """The vLLM server on the other side of the link."""
 
     url: str
     key: str
 
     def held(self) -> dict[str, Any]:
-        """Which version it has by its own account, and what it generates from a prompt without chance."""
+        """Returns the version that the server reports, and what it generates greedily from a prompt."""
         sampling = {"max_tokens": 8, "temperature": 0.0, "logprobs": 1, "return_tokens_as_token_ids": True}
         body = {"model": "policy", "prompt": list(range(40, 60)), **sampling}
         version = self._ask("/weight_info")["weight_version"]
@@ -129,7 +131,10 @@ class Server:
         return {"weight_version": version, "tokens": choice["logprobs"]["tokens"]}
 
     def reload(self, directory: Path) -> float:
-        """How long vLLM's own reload of a model directory takes (seconds). The next publish replaces the weights."""
+        """Reloads a model directory by vLLM's own means; returns the time (seconds).
+
+        The next publish replaces the weights.
+        """
         began = time.monotonic()
         self._ask("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
         return time.monotonic() - began
@@ -142,7 +147,7 @@ class Server:
 
 @contextlib.contextmanager
 def serve(directory: Path) -> Iterator[Server]:
-    """A bfloat16 server of ``directory``/model. Raises RuntimeError where it does not become healthy."""
+    """Starts a bfloat16 server of ``directory``/model. Raises RuntimeError if it does not become healthy."""
     key, url, printed = directory / "key", directory / "url", directory / "server.out"
     key.write_text(secrets.token_hex(32))
     key.chmod(0o600)
@@ -163,7 +168,7 @@ def serve(directory: Path) -> Iterator[Server]:
 
 
 class Trainer:
-    """``publishing_trainer.py`` on its side of the link, in a group of its own."""
+    """A process of ``publishing_trainer.py`` on its side of the link, in its own process group."""
 
     def __init__(self, directory: Path, name: str) -> None:
         words = [sys.executable, str(HERE / "publishing_trainer.py"), str(directory / "model")]
@@ -187,7 +192,7 @@ class Trainer:
         print(f"{share}", file=self._process.stdin, flush=True)
 
     def done(self) -> dict[str, Any]:
-        """Waits for the publish that has begun; what it cost. Raises RuntimeError where the trainer ended."""
+        """Waits for the publish that has begun, and returns its costs. Raises RuntimeError if the trainer ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -210,16 +215,16 @@ class Trainer:
         }
 
     def publish(self, share: float) -> dict[str, Any]:
-        """:meth:`begin` and :meth:`done`."""
+        """Calls :meth:`begin` and :meth:`done`."""
         self.begin(share)
         return self.done()
 
     def wait_for_bytes(self, count: int) -> None:
-        """Waits until so many bytes have left since the publish began."""
+        """Waits until this number of bytes has left since the publish began."""
         wait_until(lambda: TRAINER.sent_bytes() - self._sent > count)
 
     def end(self) -> None:
-        """Ends it and what it started, with SIGKILL; may be called twice."""
+        """Kills the trainer and its descendants with SIGKILL; may be called twice."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(60)
@@ -236,7 +241,7 @@ class Trainer:
 
 
 def cut_in_mid_pull(trainer: Trainer, seconds: float, model_bytes: int) -> dict[str, Any]:
-    """Publishes all weights changed, and cuts the link when a third of them has crossed it."""
+    """Publishes with all weights changed, and cuts the link when a third of the bytes has crossed it."""
     trainer.begin(1.0)
     trainer.wait_for_bytes(model_bytes // 3)
     TRAINER.set_up(False)
@@ -246,7 +251,7 @@ def cut_in_mid_pull(trainer: Trainer, seconds: float, model_bytes: int) -> dict[
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Raises RuntimeError where it does not come to hold in time."""
+    """Waits until ``holds()`` is true. Raises RuntimeError after a time limit."""
     deadline = time.monotonic() + LONGEST_S
     while not holds():
         if time.monotonic() > deadline:
@@ -255,7 +260,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def judged(publishes: Sequence[dict[str, Any]], cut: dict[str, Any], cut_s: float) -> list[str]:
-    """What is otherwise than it should be."""
+    """Returns a line for each result that is not as it should be."""
     dense = [each for each in publishes if each["kind"].startswith("dense")]
     deltas = [each for each in publishes if each["kind"] == "delta"]
     found = [

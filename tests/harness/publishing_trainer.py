@@ -1,9 +1,10 @@
-"""A trainer that does nothing but publish: a policy of a model directory, of which it changes a share at each step.
+"""A trainer that only publishes: it changes a share of a policy's elements at each step.
 
     python tests/harness/publishing_trainer.py MODEL URL KEY_FILE HOST
 
-Reads the share of the bfloat16 elements to change (0: none), a line each, and publishes; prints for each a line of
-JSON, the metrics of that publish. HOST is the address of this machine at which the weights are served.
+MODEL is the model directory of the policy. Each line of the standard input is the share of the bfloat16 elements to
+change (0 for none). The program then publishes and prints the metrics as a line of JSON. HOST is the address of this
+machine at which the weights are served.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from rljax.rollout.verify_config import VerifyConfig
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.publish_config import PublishConfig
 
-_STEP = 1 + 2**-5  # changes every bfloat16, whose values are 2^-7 to 2^-8 apart
-MAX_TOKENS = 320  # prompt and response; the probes of the verification must fit
+_STEP = 1 + 2**-5  # changes every bfloat16: its neighbours are a factor of 2^-7 to 2^-8 away
+MAX_TOKENS = 320  # prompt and response together; the probes of the verification must fit
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def changed(params: Any, share: float, seed: int) -> Any:
-    """``params`` of which about ``share`` of the elements have moved by a few units in the last place of bfloat16."""
+    """Returns ``params`` with a share of about ``share`` changed by a few units in the last place of bfloat16."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     return jax.tree.unflatten(tree, [_moved(leaf, key, share) for leaf, key in zip(leaves, keys, strict=True)])

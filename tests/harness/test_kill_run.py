@@ -1,4 +1,4 @@
-"""The kill harness: what it does to a run, and that it sees what it is there to see."""
+"""The kill harness kills as it says, and finds the differences that it must find."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from rljax.record.token_dumps import make_dump, write_dump
 
 
 def record(run_dir, *rows, tokens):
-    """A run directory with these rows, from step 1 on, and one dump of one sequence."""
+    """Writes a run directory with these rows, from step 1 on, and one dump of one sequence."""
     run_dir.mkdir()
     lines = [json.dumps({"step": step, **row}) + "\n" for step, row in enumerate(rows, 1)]
     (run_dir / "metrics.jsonl").write_text("".join(lines))
@@ -32,7 +32,7 @@ def test_a_killed_run_may_differ_ten_times_as_much(tmp_path):
         f"{far}: other tokens in step_000003.parquet",
     ]
     assert kill_run.differences(without, whole, again) == [f"{without}: step 2 differs in a"]
-    # step, a, b; a alone varies between the two, by 0.25, and by 2.5 after kills.
+    # The keys are step, a and b. Only a varies between the two runs, by 0.25, and by 2.5 after kills.
     assert kill_run.repeatability([near], whole, again) == {
         "keys": 3,
         "keys_that_vary_between_runs_left_alone": 1,
@@ -52,7 +52,7 @@ def test_tokens_that_do_not_repeat_are_not_compared(tmp_path):
 
 
 def sampled_ahead(run_dir, versions, prompts, **more):
-    """A run directory with a row of each step, whose oldest version is given, and a dump of its prompts."""
+    """Writes a run directory with a row for each step, whose oldest version is given, and a dump of its prompts."""
     run_dir.mkdir()
     rows = [{"step": step, "rollout/policy_version": version, **more} for step, version in enumerate(versions, 1)]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""The server kill harness sees what it is there to see; it runs with real servers by hand (docs/faults.md)."""
+"""The harness that kills servers finds what it must find; it runs with real servers by hand (docs/faults.md)."""
 
 import random
 
@@ -23,7 +23,7 @@ ROWS = [
 
 @pytest.fixture
 def record(tmp_path):
-    """The record of a sound run of two steps."""
+    """Returns the directory of a sound run of two steps."""
     places = [f"{step_seed(SEED, step)} {i} {j}\n" for step in (1, 2) for i in range(PROMPTS) for j in range(GROUP)]
     (tmp_path / "handed_on").write_text("".join(places))
     for step in (1, 2):

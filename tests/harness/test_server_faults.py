@@ -1,4 +1,4 @@
-"""tests/harness/try_server_faults.py against the stand-in: some faults of each kind, with short stalls."""
+"""tests/harness/try_server_faults.py runs against the stand-in, with some faults of each kind and short stalls."""
 
 import json
 
@@ -41,7 +41,7 @@ def test_each_fault_is_survived_or_ends_in_one_line(tmp_path, capsys):
 
 
 def test_a_program_that_finds_a_fault_says_so(tmp_path, capsys, monkeypatch):
-    """A client that hands on replies of any version: the checks of the program itself find it."""
+    """The checks of the program itself must find a client that hands on replies of any version."""
     sound = try_server_faults.is_sound
     monkeypatch.setattr(try_server_faults, "is_sound", lambda response, vocab: sound(response, 5))
     arguments = ["--scripted", "--stall", "3", "--prompts", "1", "--responses", "2", "--fault", "1 MB/s"]

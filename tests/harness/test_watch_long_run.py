@@ -1,4 +1,4 @@
-"""What the watch of a long run reads, and what it makes of it."""
+"""The watch of a long run reads the right numbers, and summarizes them correctly."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ def test_what_a_process_holds(tmp_path):
     before = watch_long_run.reading(os.getpid(), run_dir)
     assert before["metrics_bytes"] == (run_dir / "metrics.jsonl").stat().st_size
     assert before["tensorboard_bytes"] == 7
-    # Pages that are new to the process: malloc may give back ones that are resident already.
+    # These pages are new to the process; malloc may return pages that are resident already.
     block, files = mmap.mmap(-1, 2**26), [open(os.devnull) for _ in range(5)]  # noqa: SIM115
     np.frombuffer(block, np.uint8)[:] = 1
     after = watch_long_run.reading(os.getpid(), run_dir)
@@ -32,6 +32,6 @@ def test_slopes_leave_out_the_first_tenth():
     rows = [record_row(step) | {"time/step_s": 0.01 + 1e-5 * step} for step in range(1, 201)]
     figures = watch_long_run.summarize(readings, rows)
     assert figures["threads"] == {"first": 50, "last": 30, "slope_per_1000_steps": pytest.approx(10.0)}
-    # Rows 11 to 30 and 181 to 200.
+    # Early rows are 11 to 30, late rows are 181 to 200.
     assert figures["step_ms"] == {"early": pytest.approx(10.205), "late": pytest.approx(11.905)}
     assert 0 < figures["row_us"]["late"] < 10 * figures["row_us"]["early"]

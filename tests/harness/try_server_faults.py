@@ -1,14 +1,14 @@
-"""Plants faults between rljax and a rollout server, one kind after the other, and says how a rollout ended.
+"""Plants faults between rljax and a rollout server, one kind after another, and reports how a rollout ends.
 
     python tests/harness/try_server_faults.py --out benchmarks/server_faults.md
     python tests/harness/try_server_faults.py --scripted --stall 3 --out /tmp/faults.md
 
-A proxy stands before a vLLM server that this program starts on MODEL (--url: one that runs; --scripted: the stand-in of
-the tests, for a quick look). Each fault is planted twice: in the first PLANT replies of a rollout, which should survive
-it, and in every reply, which should end in one line unless the fault only costs time. Every response that is handed on
-is checked: each place at most once (exactly once in a rollout that survives), sound log-probabilities, the published
-version. FILE.md gets the table, FILE.json beside it what it was made of. Status 1: a rollout hung, lost or doubled a
-response, or ended otherwise.
+A proxy stands before a vLLM server, which this program starts on MODEL. With --url it uses a running server, and with
+--scripted the stand-in of the tests, for a quick look. Each fault is planted twice. In the first PLANT replies of a
+rollout, the rollout should survive it. In every reply, the rollout should end with one line, unless the fault only
+costs time. The program checks every response: each place occurs at most once (exactly once if the rollout survives),
+the log-probabilities are sound, and the version is the published one. FILE.md gets the table, and FILE.json the numbers
+behind it. The exit status is 1 if a rollout hung, lost or doubled a response, or ended otherwise.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from rljax.weights.sums import array_checksum
 ROOT = Path(__file__).parents[2]
 VERSION = 3
 TOKENS = 12
-DOWN_S = 1.5  # seconds for which the proxy refuses connections
+DOWN_S = 1.5  # the seconds for which the proxy refuses connections
 SCRIPTED_VOCAB = 64
 Choice = dict[str, Any]
 
@@ -61,12 +61,12 @@ def first_version(value: str) -> Callable[[Choice], None]:
 
 
 def replace_token(choice: Choice) -> None:
-    """A token id that no vocabulary holds, in both places that name it."""
+    """Puts a token id that no vocabulary holds in both places that name the token."""
     choice["token_ids"][0] = choice["logprobs"]["content"][0]["token_id"] = 2**30
 
 
 def repeat_token(choice: Choice) -> None:
-    """One token more than was asked for, with all that belongs to it."""
+    """Adds one token more than was asked for, with everything that belongs to it."""
     for part in (choice["token_ids"], choice["logprobs"]["content"]):
         part.append(part[-1])
     choice["weight_versions"][-1]["end"] += 1
@@ -97,13 +97,13 @@ FAULTS = (*CONNECTIONS, *STATUSES, *REPLIES)
 
 
 class Proxy:
-    """Forwards HTTP to one server, on a thread of its own, and plants the armed fault in replies of samples."""
+    """A proxy that forwards HTTP to one server on its own thread, and plants the armed fault in replies to samples."""
 
     def __init__(self, upstream: str, stall_s: float) -> None:
         self._host, self._port = urlparse(upstream).hostname, urlparse(upstream).port
         self._stall_s = stall_s
         self._fault, self._left, self.planted = "", 0, 0
-        self._exchanges: set[asyncio.Task[None] | None] = set()  # the event loop holds its tasks weakly
+        self._exchanges: set[asyncio.Task[None] | None] = set()  # the event loop holds tasks weakly
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._listener = self._run(self._listen(0))
@@ -111,11 +111,11 @@ class Proxy:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def arm(self, fault: str, times: int) -> None:
-        """Plants ``fault`` in the next ``times`` replies of samples."""
+        """Plants ``fault`` in the next ``times`` replies to samples."""
         self._fault, self._left, self.planted = fault, times, 0
 
     def close(self) -> None:
-        """Accepts no further connection."""
+        """Closes the listener, so that no further connection is accepted."""
         self._loop.call_soon_threadsafe(self._listener.close)
 
     def _run(self, work: Any) -> Any:
@@ -171,7 +171,7 @@ class Proxy:
             await writer.drain()
 
     async def _refuse(self) -> None:
-        """Nobody listens for a moment; all at once count as one fault."""
+        """Closes the listener for a moment; simultaneous refusals count as one fault."""
         if self._listener.is_serving():
             self._listener.close()
             await asyncio.sleep(DOWN_S if self._left < 1000 else 60.0)
@@ -188,7 +188,7 @@ class Proxy:
 
 
 async def read_message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """Head, with its empty line, and body of an HTTP message that says its length."""
+    """Returns the head, with its empty line, and the body of an HTTP message that states its length."""
     head = await reader.readuntil(b"\r\n\r\n")
     length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
     return head, await reader.readexactly(int(length[1])) if length else b""
@@ -203,7 +203,10 @@ def message(status: int, content: bytes) -> bytes:
 
 
 def limits_of(stall_s: float) -> ClientLimits:
-    """A response may take half a stall, so that a stalled one is given up and sampled again."""
+    """Returns limits with half a stall as the time of a response.
+
+    A stalled response is then given up and sampled again.
+    """
     return ClientLimits(request_timeout_s=stall_s / 2, max_attempts=4, backoff_s=0.05, max_backoff_s=0.5)
 
 
@@ -212,7 +215,7 @@ MakeEngine = Callable[[str], ServedEngine]
 
 @contextlib.contextmanager
 def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
-    """The tests' stand-in: its URL, what makes an engine with the published policy over a URL, and its vocabulary."""
+    """Yields the stand-in's URL, a function from a URL to an engine that has the policy, and the vocabulary size."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     import vllm_fake
 
@@ -239,7 +242,7 @@ def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
 
 @contextlib.contextmanager
 def real_server(url: str | None, model: Path, dtype: Any, stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
-    """As :func:`scripted_server`, of vLLM: the server at ``url``, or one that is started on ``model`` and ended."""
+    """Yields the same for vLLM: the server at ``url``, or one that is started on ``model`` and ended afterwards."""
     policy = read_config(model)
     params = load_params(model, policy)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
@@ -264,7 +267,7 @@ def config_of(url: str, dtype: Any, stall_s: float) -> RolloutConfig:
 
 
 def rollout(make: MakeEngine, proxy: Proxy, fault: str, times: int, prompts: int, n: int, vocab: int) -> dict[str, Any]:
-    """One rollout of ``prompts * n`` responses with the fault planted ``times`` times."""
+    """Runs a rollout of ``prompts * n`` responses with the fault planted ``times`` times; returns its row."""
     engine = make(proxy.url)
     responses: list[Response] = []
     samples = Samples(iter(()))
@@ -302,7 +305,7 @@ def is_sound(response: Response, vocab: int) -> bool:
 
 
 def within(limit_s: float, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``work`` returns; a row that says so when it takes longer, or fails in a way that is no one line."""
+    """Returns the result of ``work``, or a row that says that it took too long or failed without a one-line error."""
     done: dict[str, Any] = {"planted": 0, "ended": f"HUNG for {limit_s:g} s", "good": False, "responses": 0}
 
     def run() -> None:

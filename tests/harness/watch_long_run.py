@@ -1,11 +1,11 @@
-"""Watches what grows in a long training run: memory, file handles, threads, logs, the time of a step and of a row.
+"""Watches what grows in a long training run: memory, open files, threads, logs, the time of a step and of a row.
 
     python tests/harness/watch_long_run.py --steps 2000 --json benchmarks/long_run.json
 
-A run of configs/toy-base with tiny settings trains in a process of its own, and its resident memory, open files and
-threads are read from /proc about once in 20 steps. A slope is that of a straight line through what was read after the
-first tenth of the steps, in which programs are compiled and caches fill. The cost of a row is that of writing the run's
-own rows once more, into a new record: the median of the rows around step 20, and of the last 20.
+A run of configs/toy-base with tiny settings trains in its own process. Its resident memory, open files and threads are
+read from /proc about once in 20 steps. A slope is the slope of a straight line through the readings after the first
+tenth of the steps. In this first tenth, programs are compiled and caches fill. For the cost of a row, the run's own
+rows are written again into a new record. The cost is the median of the rows around step 20, and of the last 20.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from rljax.record.writers import Recorder
 SETTINGS = ("--checkpoint.every", "50", "--eval.every", "500", "--rollout.dump-every", "0")
 READ_EVERY = 20
 EARLY_ROW = 20
-AROUND = 10  # rows before and after
+AROUND = 10  # the number of rows before and after
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """How long a run."""
+    """The arguments of the command."""
 
     steps: int = 2000
-    """Steps of the run."""
+    """The number of steps of the run."""
     json: Path | None = None
-    """File for the figures."""
+    """The file for the figures."""
 
 
 def reading(pid: int, run_dir: Path) -> dict[str, float]:
-    """What a process holds now: MiB, counts, and bytes of its logs."""
+    """Returns what a process holds now: memory in MiB, counts, and the bytes of its logs."""
     process = Path(f"/proc/{pid}")
     resident = int((process / "statm").read_text().split()[1])
     return {
@@ -62,7 +62,7 @@ def reading(pid: int, run_dir: Path) -> dict[str, float]:
 
 
 def watch(process: subprocess.Popen[bytes], run_dir: Path, steps: int) -> dict[str, list[float]]:
-    """Reads until the run's last row: name -> values, with ``step``."""
+    """Reads until the run's last row; returns the list of values for each name, and for ``step``."""
     readings: dict[str, list[float]] = {}
     step, read = 0, 0
     rows = run_dir / "metrics.jsonl"
@@ -82,14 +82,14 @@ def watch(process: subprocess.Popen[bytes], run_dir: Path, steps: int) -> dict[s
 
 
 def slope(steps: Sequence[float], values: Sequence[float]) -> float:
-    """Rise a step of the straight line nearest to the values after the first tenth of the steps."""
+    """Returns the slope by step of the straight line that fits the values after the first tenth of the steps."""
     x, y = np.asarray(steps), np.asarray(values)
     late = x > x[-1] / 10
     return float(np.polyfit(x[late], y[late], 1)[0])
 
 
 def row_costs(rows: Sequence[dict[str, Any]]) -> np.ndarray:
-    """Microseconds to write each row, float64 [rows]."""
+    """Returns the microseconds to write each row, float64 [rows]."""
     taken = []
     with tempfile.TemporaryDirectory() as directory:
         recorder = Recorder(directory, len(rows), progress=False)
@@ -103,7 +103,10 @@ def row_costs(rows: Sequence[dict[str, Any]]) -> np.ndarray:
 
 
 def summarize(readings: dict[str, list[float]], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """First and last value and slope of each figure; time of a step and cost of a row, early and late."""
+    """Returns the first value, the last value and the slope of each figure, with early and late times.
+
+    The times are those of a step and of a row.
+    """
     figures: dict[str, Any] = {}
     for name, values in readings.items():
         if name != "step":
