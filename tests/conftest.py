@@ -1,4 +1,4 @@
-"""Settings for every test: rank promotion raises, float32 means float32, jax stays on the CPU and compiles quickly."""
+"""Settings for every test: rank promotion raises, float32 means float32, and jax compiles quickly on the CPU."""
 
 import gc
 import os
@@ -10,14 +10,14 @@ from quick_compile import FLAGS
 
 ROOT = Path(__file__).parents[1]
 MESH_DEVICES = 8
-# Files that wait for processes, sockets and clocks more than they compute: they run beside the tests of vLLM servers,
+# Files that wait for processes, sockets and clocks more than they compute. They run beside the tests of vLLM servers,
 # which keep four processes busy.
 WAITING = {
     *("test_rewards_pool", "test_run_owner", "test_ownership", "test_pipeline", "test_store", "test_in_flight"),
     *("test_vllm_engine", "test_vllm_server", "test_vllm_client", "test_vllm_replies", "test_server_discovery"),
     *("test_weight_server", "test_weight_parts", "test_environment_hosts", "test_tool_pool"),
 }
-# Markers of tests that need more than an environment of this package, and what runs them.
+# The markers of tests that need more than this package's environment, with the script that runs them.
 OF_A_SCRIPT = {
     "browser": "tools/test_view.sh",
     "compilers": "tools/test_compilers.sh",
@@ -36,34 +36,34 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-# Compiled programs are kept, as by the launch scripts. A program's own text is its key, so that no change is missed.
+# Compiled programs are kept, as the launch scripts do. The key is the text of the program, so no change is missed.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# Lowering writes no traceback of each operation: that took a sixteenth of the time of a run on eight devices.
+# Lowering writes no traceback of each operation, which took a sixteenth of the time of a run on eight devices.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 
 def asked_for(config):
-    """The markers that ``-m`` names without a "not"."""
+    """Returns the markers that ``-m`` names without a "not"."""
     return {word for negated, word in re.findall(r"(not )?(\w+)", config.option.markexpr) if not negated}
 
 
 def pytest_configure(config):
-    """A selection by ``mesh`` gives the process eight simulated devices; every other one has one."""
+    """Gives the process eight simulated devices if ``mesh`` is selected; otherwise it has one."""
     import jax
 
     if "mesh" in asked_for(config):
         jax.config.update("jax_num_cpu_devices", MESH_DEVICES)
-    # Tracing makes millions of objects that live on: looking for cycles among them took a fifteenth of the time.
+    # Tracing creates millions of objects that stay alive. To look for cycles among them took a fifteenth of the time.
     gc.freeze()
     gc.set_threshold(200_000, 20, 20)
 
 
 def pytest_itemcollected(item):
-    """Puts a test into the group of its file, or into that of the vLLM servers; one worker runs a group, in order.
+    """Puts a test into the group of its file, or into the group of the vLLM servers; one worker runs a group in order.
 
-    Done here because xdist reads the groups before conftest's ``pytest_collection_modifyitems``.
+    This is done here, because xdist reads the groups before conftest's ``pytest_collection_modifyitems``.
     """
     if item.config.pluginmanager.hasplugin("xdist"):
         served = item.get_closest_marker("vllm") is not None
@@ -71,7 +71,10 @@ def pytest_itemcollected(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Puts the tests of servers first, what can wait beside them next and short files last; skips what has a script."""
+    """Orders the tests and skips those that a script runs.
+
+    Tests of servers are first, tests that can wait beside them are next, and short files are last.
+    """
     asked = asked_for(config)
     for item in items:
         if item.get_closest_marker("mesh") and "mesh" not in asked:
@@ -90,7 +93,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def _set_aside():
-    """What a file leaves, as the programs that others may share, is not searched for cycles again (1 s each time)."""
+    """Excludes what a file leaves, such as shared programs, from later searches for cycles, which take 1 s each."""
     yield
     gc.collect()
     gc.freeze()
@@ -98,17 +101,17 @@ def _set_aside():
 
 @pytest.fixture(scope="session")
 def toy_base() -> Path:
-    """A toy base that was fitted for 400 steps on half scratchpads: about one response in five earns its reward.
+    """Returns the path of a toy base, fitted for 400 steps on half scratchpads; one response in five earns its reward.
 
-    Made by ``tools/make_toy_base.py tests/data/practised-base --steps 400 --settle-steps 0 --batch-size 64 --seed 1``.
+    ``tools/make_toy_base.py tests/data/practised-base --steps 400 --settle-steps 0 --batch-size 64 --seed 1`` made it.
     """
     return ROOT / "tests/data/practised-base"
 
 
 @pytest.fixture
 def fake():
-    """A server that answers as the test scripts it; the real one stands in tests/integration."""
-    from vllm_fake import FakeVllm  # pulls in numpy and safetensors, which few tests need
+    """Yields a server that answers as the test says; the real server is used in tests/integration."""
+    from vllm_fake import FakeVllm  # imports numpy and safetensors, which few tests need
 
     server = FakeVllm()
     yield server

@@ -1,4 +1,4 @@
-"""Every path and every dotted name of rljax that a page gives exists."""
+"""Every path and every dotted name of rljax that a page mentions must exist."""
 
 import importlib
 import re
@@ -9,14 +9,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 FOLDERS = "rljax|tools|experiments|launch|configs|tests|examples|benchmarks"
-# In a page of docs/, "docs/" begins a path of another project.
+# In a page of docs/, a path that begins with "docs/" belongs to another project.
 IN_README = f"{FOLDERS}|docs"
 PLACEHOLDER = re.compile(r"NAME|FILE|\$")
-METADATA_KEYS = {"rljax.dump", "rljax.problems"}  # of Parquet files, not modules
+METADATA_KEYS = {"rljax.dump", "rljax.problems"}  # keys of Parquet files, not modules
 
 
 def expanded(path):
-    """``a/{b,c}.py`` as ``a/b.py`` and ``a/c.py``."""
+    """Returns ``a/b.py`` and ``a/c.py`` for ``a/{b,c}.py``."""
     found = re.search(r"\{([^}]*)\}", path)
     if not found:
         return [path]
@@ -30,7 +30,7 @@ def paths(text, folders):
 
 
 def resolves(name):
-    """Whether a dotted name is a module, or a name in one."""
+    """Whether a dotted name is a module or a name in a module."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         module = ROOT.joinpath(*parts[:count])

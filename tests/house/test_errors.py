@@ -1,4 +1,4 @@
-"""What a program prints and returns for a caller's mistake, an interrupt and a bug."""
+"""A program must print and return the right things after a caller's mistake, an interrupt or a bug."""
 
 import subprocess
 import sys

@@ -1,4 +1,7 @@
-"""What import-linter's layers (pyproject.toml) cannot say: the doors of third parties, and what loads without jax."""
+"""Checks of imports that import-linter's layers (pyproject.toml) cannot express.
+
+They are: which modules may import a third party, and what must load without jax.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# Third party -> the only modules that may import it.
+# The only modules that may import each third party.
 DOORS = {
     "httpx": {"rollout.servers.client", "rollout.servers.batches", "weights.source"},
     "starlette": {"weights.server", "rollout.external.receiver", "rollout.servers.vllm.endpoint"},
@@ -93,7 +96,7 @@ DOORS = {
     "latex2sympy2_extended": {"rewards.math_value"},
     "reasoning_gym": {"data.gym_maker", "rewards.gym_answer"},
 }
-# What the start of a command does not import: it answers within two seconds and prints nothing of theirs.
+# Packages that the start of a command must not import. It answers within two seconds, and prints nothing of theirs.
 LATE = {
     "transformers",
     "torch",
@@ -107,7 +110,7 @@ LATE = {
     "fsspec",
 }
 LEVEL_0 = ("errors", "schedule", "mismatch")
-# What other rooms may use of rljax.mismatch beside the names of its __init__.
+# The names of rljax.mismatch that other packages may use besides those of its __init__.
 MISMATCH_MODULES = {
     *(
         "accurate",
@@ -125,7 +128,7 @@ MISMATCH_MODULES = {
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
 FOR_TORCH = {"schedule.torch": {"torch"}, "schedule.trainer_callback": {"transformers"}}
 
-# Loaded where there may be no jax: the plugins inside servers' worker processes, and the weights beside it.
+# Modules that are loaded where jax may be absent: the plugins inside servers' workers, and the weights beside them.
 WITHOUT_JAX = (
     "rollout.servers.vllm.plugin",
     "rollout.servers.sglang.plugin",
@@ -145,7 +148,7 @@ MODULES = {module_name(path): path for path in sorted((ROOT / "rljax").rglob("*.
 
 @functools.cache
 def imported(module: str) -> tuple[str, ...]:
-    """Every dotted name a module imports, wherever in it; ``from a import b`` gives ``a.b``."""
+    """Returns every dotted name that a module imports anywhere; ``from a import b`` gives ``a.b``."""
     found: list[str] = []
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -194,7 +197,7 @@ def test_package_files_above_level_0_are_empty(module):
 
 
 def brought_in(module: str) -> set[str]:
-    """Modules of rljax that importing one brings in, packages on the way included."""
+    """Returns the modules of rljax that are imported together with one, including its parent packages."""
     waiting, seen = [module], set()
     while waiting:
         current = waiting.pop()

@@ -1,4 +1,4 @@
-"""The sentences of the package and of the pages are plain English: these patterns betray the ones that are not."""
+"""The sentences of the package and of the pages must be plain English; these patterns find those that are not."""
 
 import ast
 import io
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
-LONGEST = 40  # words in a sentence
+LONGEST = 40  # words in a sentence, at most
 
 # A line under Args, Attributes or Returns says what a thing is, so it does not begin with one of these words.
 FRAGMENTS = {
@@ -32,7 +32,7 @@ ENTRY = re.compile(r"^(\s+)(\*{0,2}[`\w][\w.`, *]*):\s+(\S.*)$")
 
 
 def docstrings(tree):
-    """(line number, text) of every docstring of a module, its classes and functions, and of documented constants."""
+    """Yields (line number, text) of every docstring of a module, a class, a function or a constant."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -43,7 +43,7 @@ def docstrings(tree):
 
 
 def comments(source):
-    """(line number, text) of each block of comment lines; consecutive lines are joined."""
+    """Returns (line number, text) of each block of comment lines; consecutive lines are joined."""
     blocks: list[tuple[int, int, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith(("# noqa", "# type:", "#!")):
@@ -58,7 +58,7 @@ def comments(source):
 
 
 def sentences(text):
-    """The sentences of a text without code, tables and headings; a list's items are apart."""
+    """Yields the sentences of a text without code, tables and headings; each item of a list is separate."""
     text = re.sub(r"```.*?```|~~~.*?~~~", "\n\n", text, flags=re.DOTALL)
     text = re.sub(r"`[^`]*`", "code", text)
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*+]|\d+\.)\s)|\n(?=\s*[#|>])", text):
@@ -67,7 +67,7 @@ def sentences(text):
 
 
 def entries(docstring):
-    """The descriptions under Args, Attributes, Returns and Yields, each as (its label, its words)."""
+    """Yields each description under Args, Attributes, Returns and Yields as (its label, its words)."""
     section, indent = "", None
     for line in ast.literal_eval(repr(docstring)).splitlines():
         heading = SECTION.match(line.strip())
@@ -95,7 +95,7 @@ def first_word(text):
 
 
 def betrayed(path):
-    """What is wrong with the sentences of a file, one line a fault."""
+    """Yields a line for each fault in the sentences of a file."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         texts = [(1, source)]

@@ -1,4 +1,4 @@
-"""No message or help text of the package names a file that the wheel lacks."""
+"""No message or help text of the package may name a file that the wheel lacks."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "rljax").rglob("*.py"))
-# Folders of the checkout, and shell scripts. Of configs/ the wheel has a part: the names in it are looked up below.
+# Folders of the checkout, and shell scripts. The wheel has a part of configs/, whose names are looked up below.
 ELSEWHERE = re.compile(
     r"(?<![\w./:-])(?:launch|tools|docs|tests|experiments|examples|benchmarks)/[\w./-]*\w|(?<![\w./-])[\w./-]+\.sh\b"
 )
@@ -16,7 +16,7 @@ CONFIGS = re.compile(r"(?<![\w./-])configs/[\w./-]*\w")
 
 
 def texts(source):
-    """(line number, text) of every string that a program may print, and of the help texts: comments are left out.
+    """Yields (line number, text) of every string that a program may print, including help texts.
 
     A docstring is printed where its module uses ``__doc__``, as the description of a command.
     """

@@ -1,4 +1,4 @@
-"""What is published: a source distribution and a wheel, built without network, checked and installed."""
+"""The source distribution and the wheel are built without network, checked and installed."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def run(*words, **options):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """(wheel, source distribution), built from a copy, so that the checkout stays clean."""
+    """Returns (wheel, source distribution), built from a copy, so that the checkout stays clean."""
     here = tmp_path_factory.mktemp("package")
     for name in SOURCES:
         if (ROOT / name).is_dir():
@@ -72,9 +72,9 @@ def test_both_hold_every_module_and_nothing_of_the_tests(built):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """A new environment with the wheel: its bin directory, and what a program gets as its environment variables.
+    """Returns the bin directory and the environment variables of a new environment with the wheel.
 
-    Dependencies come from this interpreter, by a path file that stands behind the new environment's own packages.
+    Dependencies come from this interpreter. A path file adds them after the new environment's own packages.
     """
     place = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(place, with_pip=False)
@@ -89,7 +89,7 @@ def installed(built, tmp_path_factory):
 
 
 def test_an_extra_brings_what_its_half_needs(built):
-    """The core of the schedule is installed with numpy alone."""
+    """The core of the schedule must be installable with numpy alone."""
     with zipfile.ZipFile(built[0]) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         lines = archive.read(name).decode().splitlines()
@@ -118,7 +118,10 @@ def test_the_wheel_installs_and_its_commands_load(installed, tmp_path):
 
 @pytest.mark.harness
 def test_the_wheel_stands_alone_in_an_empty_directory(installed, tmp_path):
-    """Trains, compares and replays without a checkout: the configuration and the model are in the wheel."""
+    """The installed package trains, compares and replays without a checkout.
+
+    The configuration and the model are in the wheel.
+    """
     programs, clean = installed
 
     def rljax(*words):

@@ -1,4 +1,4 @@
-"""Every shipped configuration and every arm of docs/paper.md: it loads, its parts build, its step traces."""
+"""Every shipped configuration and every arm of docs/paper.md must load and build, and its step must trace."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 FILES = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "study" not in path.parts]
 PAPER = [path for path in FILES if path.parent.name == "paper"]
 PAGE = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
-# Name of an arm -> its file, its options, the paper's result, as the page's tables have them.
+# The file, the options and the paper's result of each arm, as the page's tables have them.
 ARMS = {
     name: (ROOT / "configs/paper" / file, options.split(), result)
     for name, file, options, result in re.findall(
@@ -39,7 +39,7 @@ ARMS = {
 }
 TINY = PolicyConfig(24, 32, 64, 1, 4, 2, 8, tie_word_embeddings=True)
 
-# What each arm of arXiv 2602.01826 changes of Table 1.
+# The changes that each arm of arXiv 2602.01826 makes to Table 1.
 CONSTANT, TRIGGERED = {"schedule.kind": "constant"}, {"schedule.kind": "length_triggered"}
 FLOAT16 = {"rollout.dtype": "float16", "precision.compute_dtype": "float16"}
 CENTERED = {"rollout.top_logprobs": 20, "correction.score_centering": True}
@@ -60,7 +60,8 @@ SANITY = {
     "loss.aggregation": "sequence_sum",
     "loss.mini_batches": 4,
 }
-# Of the FP16 paper: (Dr.)GRPO alone, with token TIS and with sequence MIS, GSPO, and policy gradient with sequence TIS.
+# The arms of the FP16 paper: (Dr.)GRPO alone, with token TIS and with sequence MIS, GSPO, and policy gradient with
+# sequence TIS.
 SANITY_ARMS = {
     "": {},
     "grpo_": {"advantage.estimator": "grpo", "loss.aggregation": "sequence_mean"},
@@ -136,7 +137,7 @@ def load(path, *options):
 
 @functools.cache
 def load_arm(name):
-    """The arm as the page's command runs it."""
+    """Returns the configuration of an arm as the page's command runs it."""
     path, options, _ = ARMS[name]
     return load(path, "--run.dir", f"runs/paper/{name}", *options)
 
@@ -228,7 +229,7 @@ def test_the_papers_surge_makes_the_papers_period(name, period):
     config = load_arm(name)
     controller = make_rate_controller(config.schedule, config.optimizer.learning_rate, config.run.steps)
     surge = {198: 110, 162: 90}[period]
-    # Lengths that stay at 1000 and jump to 3500 just so early that the call comes at the paper's step.
+    # The lengths stay at 1000 and jump to 3500 exactly so early that the call comes at the paper's step.
     jump = surge - config.schedule.surge.persistence + 1
     rates = [controller.step(1000.0 if step < jump else 3500.0, 0.0) for step in range(1, 2 * period + 1)]
     assert controller.tracker.surge_step == surge
@@ -253,7 +254,10 @@ def toy_json():
 
 
 def toy_sized(config):
-    """The same recipe at a size that traces in a moment: four prompts, short responses, a tiny policy."""
+    """Returns the same recipe at a size that traces in a moment.
+
+    It has four prompts, short responses and a tiny policy.
+    """
     sizes = {
         "data": {"batch_size": 4, "max_prompt_tokens": 4},
         "rollout": {"engine": "jax", "urls": (), "group_size": 2, "max_response_tokens": 12},
@@ -265,7 +269,8 @@ def toy_sized(config):
     )
 
 
-# A configuration for each distinct (loss, correction, precision). The first ones have each part of these once or more.
+# A configuration for each distinct (loss, correction, precision). The first ones cover each loss, correction and
+# precision at least once.
 MOVED = "qwen3_4b_token_mis_schedule"
 LOWERED = [
     *("quickstart", "qwen3_4b_score_centering", "qwen3_4b_two_sided_tv", "qwen3_14b_token_tis"),
@@ -283,7 +288,7 @@ RECOMBINED = [
 
 
 def load_named(name):
-    """An arm of the page, or a file of configs/ that is none."""
+    """Returns an arm of the page, or another file of configs/."""
     return load_arm(name) if name in ARMS else load(*(path for path in FILES if path.stem == name))
 
 

@@ -1,4 +1,4 @@
-"""The tests themselves: what they import, what they are called, that each can fail; and the names of modules."""
+"""Checks of the tests' imports and names, and that each test can fail; checks of modules' names, too."""
 
 import ast
 from pathlib import Path
@@ -8,22 +8,22 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
 PACKAGES = sorted({path.parent for path in (ROOT / "rljax").rglob("*.py")})
-LONGEST = 59  # letters in the name of a test
-# Words in the names of functions that fail by themselves.
+LONGEST = 59  # letters in the name of a test, at most
+# A function whose name contains one of these words can fail by itself.
 ASSERTING = ("assert", "check", "expect", "raises", "fails", "warns", "agree", "compare", "refuse", "verify", "until")
 
 
 def name_of(node):
-    """The last part of a dotted name: ``np.testing.assert_allclose`` is "assert_allclose"."""
+    """Returns the last part of a dotted name; for ``np.testing.assert_allclose`` it is "assert_allclose"."""
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def asserts(node, helpers):
-    """Whether a part of a test, or a function that it calls from its module, can fail."""
+    """Whether a part of a test can fail, or a function that it calls from its module."""
     for part in ast.walk(node):
         if isinstance(part, ast.Assert | ast.Raise):
             return True
-        if name_of(part).startswith("assert"):  # called, or handed to ``jax.tree.map``
+        if name_of(part).startswith("assert"):  # called, or passed to ``jax.tree.map``
             return True
         if isinstance(part, ast.Call):
             name = name_of(part.func)
@@ -33,7 +33,7 @@ def asserts(node, helpers):
 
 
 def asserting_helpers(tree):
-    """Names of the functions of a module that can fail, also by calling one another."""
+    """Returns the names of a module's functions that can fail, directly or through each other."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     helpers: set[str] = set()
     while True:
@@ -48,7 +48,7 @@ def functions_of_tests(tree):
 
 
 def faults(text):
-    """What is wrong with the text of a test module, one line a fault."""
+    """Yields a line for each fault in the text of a test module."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -63,7 +63,7 @@ def faults(text):
 
 
 def twins(names):
-    """Names that are equal up to a plural s."""
+    """Returns the groups of names that are equal except for a plural s."""
     stems: dict[str, list[str]] = {}
     for name in sorted(names):
         stems.setdefault(name.removesuffix("s"), []).append(name)

@@ -1,4 +1,4 @@
-"""What docs/troubleshooting.md and docs/plots.md name exists: metric keys, options, files and anchors."""
+"""The metrics, options, files and anchors in docs/troubleshooting.md and docs/plots.md must exist."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ GLOSSARY = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_t
 
 
 def options(section: type, prefix: str = "") -> set[str]:
-    """Dotted keys of a configuration section with its defaults."""
+    """Returns the dotted keys of a configuration section with its defaults."""
     found: set[str] = set()
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)

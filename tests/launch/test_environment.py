@@ -1,4 +1,4 @@
-"""The scripts that make environments: one search for the interpreter, and the quickstart's way to a server."""
+"""The scripts that make environments search for the interpreter in one way; the quickstart starts its server."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from toy_runs import ROOT
 
 @pytest.fixture
 def machine(tmp_path):
-    """A PATH on which python3.12 is pyenv's stand-in for a version that is installed but not chosen."""
+    """Returns a PATH with a python3.12 of pyenv that is installed but not chosen, and the real interpreter."""
     version = f"3.{sys.version_info.minor}"
     for name in ("python3.11", "python3.12", "python3.13", "python3"):
         program(tmp_path / "bin" / name, "echo 'pyenv: command not found' >&2; exit 127")
@@ -60,7 +60,7 @@ def test_every_script_searches_in_one_way(script):
 
 
 def test_the_quickstart_reads_its_settings_with_the_engine(tmp_path):
-    """``--publish.store http`` is for servers alone: the settings must be read as of the engine that is asked for."""
+    """``--publish.store http`` is only for servers, so the settings must be read with the engine that is requested."""
     (tmp_path / "launch").mkdir()
     for name in ("configs", "rljax"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -1,4 +1,4 @@
-"""tools/check_images.py: what it reads of the Dockerfiles and manifests, and that it fails where an image would."""
+"""tools/check_images.py must read the Dockerfiles and manifests, and fail where the image would fail."""
 
 import collections
 import json
@@ -52,7 +52,7 @@ def test_another_version_of_the_base_image_fails(tmp_path):
 
 
 def plant_pip(place, **versions):
-    """Puts an interpreter into an environment whose pip notes its words and reports that it would install these."""
+    """Puts an interpreter into an environment; its pip notes its arguments and reports that it would install these."""
     found = [{"metadata": {"name": name, "version": version}} for name, version in versions.items()]
     (place / "said.json").write_text(json.dumps({"install": found}))
     save = f'echo "$@" >> {place}/words; for word; do last="$word"; done'
@@ -85,7 +85,7 @@ def test_the_installers_vllm_is_that_of_the_image(tmp_path):
 
 
 def test_packages_of_cuda_are_installed_where_they_fit(tmp_path, monkeypatch):
-    """Each by itself, so that one download lies on the disk at a time."""
+    """Each package is installed by itself, so that only one download at a time is on the disk."""
     usage, venv = collections.namedtuple("usage", "total used free"), plant_pip(tmp_path)
     packages = {"jax": "0.12", "jax-cuda12-plugin": "0.12", "nvidia-nccl-cu12": "2.32"}
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 9 * 2**30))
@@ -99,7 +99,7 @@ def test_packages_of_cuda_are_installed_where_they_fit(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_server_without_what_the_plugin_needs_fails(tmp_path, monkeypatch):
-    """This environment stands for the base image, so that the test needs neither vLLM nor a package index."""
+    """This environment takes the place of the base image, so the test needs neither vLLM nor a package index."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip's way to say that setuptools is here
     venv = check_images.make_base("server", tmp_path, Path(sys.prefix), sys.executable)

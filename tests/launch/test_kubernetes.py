@@ -1,4 +1,4 @@
-"""The manifests of launch/kubernetes against the schemas of what serves them, and against each other."""
+"""The manifests of launch/kubernetes are checked against the schemas of their APIs and against each other."""
 
 import copy
 
@@ -35,7 +35,7 @@ def test_each_end_of_the_trainer_has_its_consequence():
 
 
 def at(value, path):
-    """(what holds the last of the keys, that key); a number is a list's index."""
+    """Returns the container of the last key and this key; a number is an index of a list."""
     *above, last = (int(key) if key.isdigit() else key for key in path.split("."))
     for key in above:
         value = value[key]
@@ -47,7 +47,7 @@ JOB = "spec.replicatedJobs.0.template.spec"
 LEADER = "spec.leaderWorkerTemplate.leaderTemplate.spec"
 DEPLOYED = "spec.template.spec"
 
-# (overlay, kind, path, value): what is put there, in the first object of the kind, must be found.
+# Faults as (overlay, kind, path, value). The value is put into the first object of the kind, and must be found.
 SCHEMA_FAULTS = [
     ("qwen3-8b", "JobSet", f"{POD}.restartPolicy", "never"),
     ("qwen3-8b", "JobSet", f"{POD}.restartPolicy", "OnFailure"),
@@ -139,7 +139,7 @@ def test_a_planted_fault_is_no_valid_object(fault):
 @pytest.mark.parametrize("fault", REFERENCE_FAULTS, ids=lambda fault: f"{fault[2]}={fault[3]}")
 def test_a_planted_fault_leads_nowhere(fault):
     objects = planted(*fault)
-    assert schema_problems(objects) == []  # otherwise it belongs above
+    assert schema_problems(objects) == []  # otherwise the fault belongs to the list above
     assert reference_problems(objects)
 
 
@@ -155,7 +155,7 @@ def test_a_name_that_is_not_the_servers_is_found(overlay, where):
 
 
 def test_the_key_is_its_readers_alone():
-    """The check of rljax.weights.access, on the pods' side."""
+    """The pods must pass the check of rljax.weights.access."""
     for overlay in OVERLAYS:
         spec = trainer(rendered(overlay)).spec
         (container,) = (one for one in spec["initContainers"] if one["name"] == "key")

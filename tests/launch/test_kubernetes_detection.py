@@ -1,4 +1,4 @@
-"""JAX finds its processes by what the manifests make: the Job, its pods, and what their account may ask."""
+"""JAX finds its processes by what the manifests create: the Job, its pods, and the rights of their account."""
 
 import json
 
@@ -26,7 +26,7 @@ NEEDED = {("", "pods", "list"), ("batch", "jobs", "get")}
 
 @pytest.fixture(scope="module")
 def manifests():
-    """(Job, JobSet's name, namespace, what the trainers' account may do) of two trainer hosts."""
+    """Returns (Job, JobSet's name, namespace, what the trainers' account may do) of two trainer hosts."""
     objects = rendered(OVERLAY)
     ((jobset, replicated),) = job_templates(objects)
     job, metadata = replicated["template"]["spec"], jobset["metadata"]
@@ -38,15 +38,15 @@ def manifests():
 def test_two_pods_form_one_cluster(manifests, tmp_path):
     found = in_pods(tmp_path, ["-c", FORMED], *manifests)
     assert [status for status, _, _ in found["processes"]] == [0, 0], found["processes"]
-    said = [json.loads(out.splitlines()[-1]) for _, out, _ in found["processes"]]  # Gloo speaks first
+    said = [json.loads(out.splitlines()[-1]) for _, out, _ in found["processes"]]  # Gloo prints first
     coordinator = "rljax-trainers-0-0.rljax:55527"
     assert said == [[0, 2, [1, 2], coordinator], [1, 2, [1, 2], coordinator]]
-    # The account may do what is asked, and nothing else.
+    # The account may do exactly what is requested.
     assert {tuple(one) for one in found["asked"]} == {tuple(one) for one in manifests[3]} == NEEDED
 
 
 def test_a_run_trains_in_two_pods(manifests, tmp_path):
-    """The trainers' own command: nothing under ``run`` says how many processes there are."""
+    """The trainers' own command runs; nothing under ``run`` says how many processes there are."""
     words = [str(ROOT / "configs/quickstart.yaml"), "--run.dir", "run", "--run.steps", "2", "--eval.every", "0"]
     words += [
         "--model.path",

@@ -1,4 +1,7 @@
-"""The files of launch/kubernetes without further packages: they parse, run dry, and agree with rljax's own code."""
+"""The files of launch/kubernetes must parse, run dry and agree with rljax's own code.
+
+These tests need no further packages.
+"""
 
 import os
 import shutil
@@ -17,7 +20,7 @@ from rljax.run.config_file import load_config
 
 FOLDER = ROOT / "launch/kubernetes"
 RUN = FOLDER / "run.sh"
-IN_IMAGE = "/opt/rljax"  # where the images hold the checkout
+IN_IMAGE = "/opt/rljax"  # where the images have the checkout
 
 
 def bash(*words, path=None):
@@ -46,7 +49,7 @@ def test_a_dry_run_prints_commands_and_manifests(overlay):
     assert [line.split()[1] for line in lines[:3]] == ["kubectl", "openssl", "kubectl"]
     kinds = [one["kind"] for one in yaml.safe_load_all(done.stdout)]
     assert {"JobSet", "PersistentVolumeClaim", "Role"} < set(kinds)
-    assert "Secret" not in kinds  # made once, and in no file
+    assert "Secret" not in kinds  # it is made once, and is in no file
 
 
 @pytest.mark.parametrize(
@@ -83,11 +86,12 @@ def test_the_servers_are_started_as_the_configuration_says(overlay, tmp_path):
     assert settings["MODEL"] == config.model.path
     assert settings["DTYPE"] == config.rollout.dtype
     assert int(settings["MAX_MODEL_LEN"]) >= config.max_engine_tokens
-    assert int(settings["MAX_LOGPROBS"]) > config.rollout.reported  # the sampled token comes with the likeliest
+    # vLLM returns the sampled token in addition to the likeliest ones.
+    assert int(settings["MAX_LOGPROBS"]) > config.rollout.reported
     assert settings["KV_CACHE"] == config.rollout.server_form.kv_cache
     assert settings["QUANTIZATION"] == {"none": "None"}.get(*[config.rollout.server_form.weights] * 2)
     assert settings["VLLM_BATCH_INVARIANT"] == str(int(config.rollout.batch_invariant))
-    assert config.precision.lm_head_dtype != "float32"  # it would want --head-dtype of the servers
+    assert config.precision.lm_head_dtype != "float32"  # it would need --head-dtype on the servers
 
 
 @pytest.mark.parametrize("image", ["trainer", "server"])
@@ -98,7 +102,7 @@ def test_an_image_holds_the_checkout_where_the_pods_look_for_it(image):
 
 
 def filled(words, **values):
-    """The words with a value in place of each $(NAME)."""
+    """Returns the words with a value in place of each $(NAME)."""
     for name, value in values.items():
         words = [word.replace(f"$({name})", value) for word in words]
     return words
@@ -122,7 +126,7 @@ def test_a_server_is_started_with_options_that_there_are():
 
 @pytest.mark.parametrize("file", ["server/deployment.yaml", "leaderworkerset/leaderworkerset.yaml"])
 def test_each_pod_of_a_server_gets_its_settings_as_variables(file):
-    """vLLM itself reads VLLM_BATCH_INVARIANT."""
+    """This matters because vLLM itself reads VLLM_BATCH_INVARIANT."""
     document = yaml.safe_load((FOLDER / file).read_text(encoding="utf-8"))["spec"]
     templates = document.get("leaderWorkerTemplate", {"template": document.get("template")})
     specs = [each["spec"] for name, each in templates.items() if name.lower().endswith("template")]
@@ -133,7 +137,7 @@ def test_each_pod_of_a_server_gets_its_settings_as_variables(file):
 
 
 def pairs(words):
-    """The options of a command line, with their values or without; ``--a b`` and ``--a=b`` alike."""
+    """Returns the options of a command line, with their values if any; ``--a b`` and ``--a=b`` are equal."""
     found: list[str] = []
     for word in words:
         if word.startswith("--"):

@@ -1,4 +1,7 @@
-"""The launch scripts on machines as they are: old drivers, no compiler, a login node, a step of Slurm or Open MPI."""
+"""The launch scripts must work on imperfect machines.
+
+Such machines have old drivers, no compiler, a login node, or a step of Slurm or Open MPI.
+"""
 
 import os
 import subprocess
@@ -26,7 +29,7 @@ OPEN_MPI = {
 
 @pytest.fixture
 def gpu_machine(tmp_path):
-    """Returns a function that plants an nvidia-smi of a driver's version, and returns the PATH that finds it."""
+    """Returns a function that plants an nvidia-smi for a driver's version, and returns the PATH that finds it."""
 
     def plant(driver):
         shown = 'case "$1" in -L) echo "GPU 0: NVIDIA H100 80GB HBM3" ;; *) echo ' + driver + " ;; esac"
@@ -116,7 +119,7 @@ def start(script, *words, **more):
 
 
 def plan(script, *words, **more):
-    """The first lines of a dry run, up to the trainers' command; what follows is the plan of the run."""
+    """Returns the first lines of a dry run, up to the trainers' command; the plan of the run comes after it."""
     lines = []
     with start(script, *words, **more) as process:
         for line in process.stdout:
@@ -151,14 +154,14 @@ def test_a_slurm_job_serves_and_writes_what_changed(engine):
     ("reported", "allowed"),
     [
         (["--rollout.top-logprobs", "19"], ""),
-        pytest.param(["--rollout.top-k", "20"], "21", marks=pytest.mark.harness),  # the next test has it, too
+        pytest.param(["--rollout.top-k", "20"], "21", marks=pytest.mark.harness),  # the next test covers it, too
     ],
 )
 @pytest.mark.parametrize(
     "script", ["launch/single_node.sh", pytest.param("launch/slurm.sbatch", marks=pytest.mark.harness)]
 )
 def test_servers_allow_what_the_configuration_reports(script, reported, allowed):
-    """The sampled token comes with the likeliest ones, and vLLM allows 20 unless it is told."""
+    """vLLM returns the sampled token with the likeliest ones, and allows 20 unless it is told otherwise."""
     served = ["--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0"] if "slurm" in script else []
     server = plan(script, "--", *served, *reported)[-2]
     assert server.partition("--max-logprobs ")[2].partition(" ")[0].strip() == allowed
@@ -166,7 +169,7 @@ def test_servers_allow_what_the_configuration_reports(script, reported, allowed)
 
 @pytest.mark.parametrize("script", ["launch/single_node.sh", "launch/slurm.sbatch"])
 def test_servers_have_the_form_of_the_configuration(script):
-    """A job of Slurm publishes as the command line says, if that is another way than the default."""
+    """A job of Slurm publishes as the command line says, if this differs from the default."""
     pulled = ["--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0", "--publish.store", "http"]
     served = pulled if "slurm" in script else []
     form = ["--rollout.server-form.kv-cache", "fp8_e5m2", "--rollout.server-form.weights", "fp8_per_channel"]
@@ -186,7 +189,7 @@ def test_one_machine_refuses_an_old_driver(gpu_machine):
 
 @pytest.mark.parametrize("step", [SLURM_STEP, OPEN_MPI], ids=["slurm", "open-mpi"])
 def test_the_only_task_of_a_step_trains_alone(step, monkeypatch):
-    """jax.distributed would leave such a process the device of its local number alone."""
+    """jax.distributed would give such a process only the device of its local number."""
     import jax
 
     for name, value in step.items():

@@ -1,4 +1,4 @@
-"""Whole runs as jobs of a real Slurm: the rows of one process, whatever ends the job on the way."""
+"""Whole runs as jobs of a real Slurm must have the rows of one process, whatever ends the job on the way."""
 
 import os
 import time
@@ -13,7 +13,7 @@ from rljax.rollout.servers.vllm.server import vllm_python
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 STEPS = 10
-SLOWLY = {"TEST_REWARD_S": "0.06"}  # of 16 responses: a second a step
+SLOWLY = {"TEST_REWARD_S": "0.06"}  # seconds for each of 16 responses: one second a step
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def words(base, run_dir, *options):
 
 @pytest.fixture(scope="module")
 def alone(toy_base, tmp_path_factory):
-    """The rows of one process on four devices."""
+    """Returns the rows of one process on four devices."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
     complete_together(words(toy_base, run_dir), 1, run_dir.with_name("printed"))
     rows = comparable(run_dir)
@@ -49,7 +49,7 @@ def alone(toy_base, tmp_path_factory):
 
 @pytest.fixture
 def submit(cluster, toy_base, tmp_path):
-    """Submits a run of ``STEPS`` steps in ``tmp_path / "run"`` on two nodes."""
+    """Returns a function that submits a run of ``STEPS`` steps in ``tmp_path / "run"`` on two nodes."""
 
     def job(*options, sbatch=(), **settings):
         config, *others = words(toy_base, tmp_path / "run", *options)
@@ -89,7 +89,7 @@ def test_sigterm_ends_the_job_saved_and_queued_again(to, submit, alone, tmp_path
 
 
 def test_the_time_limit_ends_no_run(submit, alone, tmp_path):
-    """Slurm looks at time limits every 30 s: the signal comes 50 to 80 s after the start."""
+    """Slurm looks at time limits every 30 s, so the signal comes 50 to 80 s after the start."""
     long = {"TEST_REWARD_S": "0.45"}  # 7 s a step
     job = submit("--checkpoint.every", "0", sbatch=["--time=3", "--signal=B:TERM@100"], **long)
     assert job.wait(timeout=900) == "COMPLETED", job.printed()
@@ -132,7 +132,7 @@ def test_a_job_that_is_cancelled_is_saved_and_not_queued_again(submit, tmp_path)
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (("--optimizer.learning-rate", "fast"), 2, "error: "),  # seen before a step of the job starts
+        (("--optimizer.learning-rate", "fast"), 2, "error: "),  # found before a step of the job starts
         (("--mesh.fsdp", "2"), 2, "0: error: a mesh of replica=1, fsdp=2, tp=1 leaves processes without a part"),
         (("--guard.stop", "response_length/mean > 0"), 3, "0: guard: "),
     ],

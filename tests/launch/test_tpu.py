@@ -1,4 +1,4 @@
-"""launch/tpu.sh: what it would run, and the systemd unit that its commands write on a host."""
+"""launch/tpu.sh must run the right commands, and its commands must write the right systemd unit on a host."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ def script(*words):
 
 
 def dry_run(case):
-    """The words of each command."""
+    """Returns the words of each command of a dry run."""
     status, out, err = (
         script(*CASES[case], "--dry-run") if "--" not in CASES[case] else script("--dry-run", *CASES[case])
     )
@@ -38,7 +38,7 @@ def dry_run(case):
 
 
 def remote(case):
-    """What each host's shell is given, in order."""
+    """Returns what each host's shell receives, in order."""
     found = [word.partition("=")[2] for words in dry_run(case) for word in words if word.startswith("--command=")]
     assert found
     return found
@@ -103,7 +103,10 @@ def test_what_is_wrong_is_said_and_nothing_is_run(words, says):
 
 @pytest.fixture
 def host(tmp_path):
-    """A directory that stands for a host: ``sudo`` does what it is told, ``systemctl`` writes down what it was told."""
+    """Returns a directory that acts as a host.
+
+    ``sudo`` runs its arguments, and ``systemctl`` writes its arguments down.
+    """
     commands = tmp_path / "bin"
     commands.mkdir()
     for name, text in {"sudo": 'exec "$@"', "systemctl": f'echo "$*" >> {tmp_path}/systemctl'}.items():
@@ -113,7 +116,7 @@ def host(tmp_path):
 
 
 def written(host, case):
-    """The unit that a case's command writes there, as {key: value}."""
+    """Returns the unit that a case's command writes on the host: its path, and its values as {key: value}."""
     (command,) = remote(case)
     env = {"PATH": f"{host / 'bin'}:{os.environ['PATH']}", "HOME": str(host), "USER": "root"}
     command = command.replace("/etc/systemd/system", str(host))
@@ -127,7 +130,7 @@ def test_training_is_a_unit_that_starts_again(host):
     assert unit.name == "rljax-train.service"
     assert values["ExecStart"] == f"{host}/rljax/.venv/bin/python -m rljax.train /shared/config.yaml --run.steps 3"
     assert (values["Restart"], values["RestartPreventExitStatus"]) == ("on-failure", "2 3")
-    assert values["KillMode"] == "mixed"  # SIGTERM to the program alone
+    assert values["KillMode"] == "mixed"  # SIGTERM goes only to the program
     assert values["Environment"] == "PYTHONUNBUFFERED=1 "
     told = (host / "systemctl").read_text().splitlines()
     assert told == ["daemon-reload", "enable rljax-train", "restart rljax-train"]
@@ -162,7 +165,7 @@ def test_systemd_takes_the_unit(host, case):
 @pytest.mark.parametrize("verb", ["ssh", "scp"])
 def test_gcloud_has_the_options(verb):
     used = {word.partition("=")[0] for case in CASES for words in dry_run(case) if verb in words for word in words[5:]}
-    used = {word for word in used if word.startswith("--")} - {"--project"}  # of gcloud, for every verb
+    used = {word for word in used if word.startswith("--")} - {"--project"}  # gcloud takes it for every verb
     words = ["gcloud", "compute", "tpus", "tpu-vm", verb, "--help"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=os.environ | {"TERM": "dumb"})
     text = re.sub(r"\x1b\[\d*;?\d*m", "", done.stdout)

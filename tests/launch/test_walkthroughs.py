@@ -1,4 +1,4 @@
-"""The pages of docs/walkthroughs typed as they stand, up to where a GPU, a cluster or the hub is needed."""
+"""The pages of docs/walkthroughs are typed unchanged; stand-ins replace what needs a GPU, a cluster or the hub."""
 
 import re
 import subprocess
@@ -16,7 +16,7 @@ TEXTS = {page.stem: page.read_text(encoding="utf-8") for page in PAGES}
 
 @pytest.fixture(scope="module")
 def typed(tmp_path_factory):
-    """Returns a function that types a page, once: what was printed, and the stand-ins' words, one call a line."""
+    """Returns a function that types a page once; it returns the output, the stand-ins' calls and the manifests."""
     done = {}
 
     def typing(page):
@@ -51,7 +51,7 @@ def test_a_page_is_typed_and_prints_what_it_shows(page, typed):
 
 @pytest.mark.slow
 def test_the_objects_of_the_kubernetes_page_are_there(typed):
-    """Whatever is deleted is made before, by a file or on the page, under that name."""
+    """Everything that the page deletes must be created before under this name, by a file or on the page."""
     _, words, manifests = typed("kubernetes")
     files = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "launch/kubernetes").rglob("*.yaml"))]
     objects = [one for text in [manifests, *files] for one in yaml.safe_load_all(text) if one and "kind" in one]

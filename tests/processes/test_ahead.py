@@ -1,4 +1,7 @@
-"""Two processes, a real vLLM server, rollouts ahead of training: the rows of one; stops, kills, a lost server."""
+"""Two processes sample ahead from a real vLLM server; their rows must equal those of one process.
+
+Stops, kills and a lost server are tested, too.
+"""
 
 import dataclasses
 import signal
@@ -20,7 +23,7 @@ TRAINING = (*FLOAT32, *TINY, "--rollout.dump-every", "1", "--optimizer.learning-
 
 @pytest.fixture(scope="module")
 def servers(toy_base, tmp_path_factory):
-    """One server, the last of the list, on one port; those before it were killed."""
+    """Yields the list of servers, which all had one port. Only the last one runs, because the others were killed."""
     log = tmp_path_factory.mktemp("vllm") / "float32.log"
     started = [start(ServerConfig(str(toy_base), str(vllm_python()), dtype="float32", max_model_len=512, log_path=log))]
     yield started
@@ -29,7 +32,10 @@ def servers(toy_base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(toy_base, tmp_path_factory):
-    """A run without staleness and without a server: its steps, and the prompts of each."""
+    """Returns the directory of a run without staleness and without a server.
+
+    It shows the steps and the prompts of each.
+    """
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     complete_together(tiny(toy_base, run_dir, STEPS, *TRAINING), 1, run_dir.with_name("printed"))
     return run_dir
@@ -41,7 +47,7 @@ def words(toy_base, run_dir, servers, *options, steps=STEPS):
 
 
 def assert_sound(run_dir, whole):
-    """Each batch was trained on once, in the order of the prompts, and no token was more than one version old."""
+    """Checks that the run trained on each batch once, in order, and on no token more than one version old."""
     assert broken_accounts(run_dir, whole, 1) == []
     rows = read_rows(run_dir / "metrics.jsonl")
     assert all(row["publish/verified_tensors"] > 10 for row in rows)
@@ -51,7 +57,7 @@ def assert_sound(run_dir, whole):
 
 
 def test_the_same_responses_give_the_same_rows(servers, toy_base, tmp_path):
-    """Weights are brought to the server's machine from each process, while the next batch is sampled."""
+    """The weights reach the server's machine from each process while the next batch is sampled."""
     (tmp_path / "sitecustomize.py").write_text(SITE)
     (tmp_path / "answers").mkdir()
     rows = {}

@@ -1,4 +1,4 @@
-"""What may happen to one of several processes, planted: each ends all of them in time, and the run goes on."""
+"""A planted fault in one of several processes must end all of them in time, and the run must go on afterwards."""
 
 import json
 import signal
@@ -47,14 +47,17 @@ def test_killed_at_any_time_the_others_end_in_time_and_name_it(seed, alone, toy_
         took = time.monotonic() - began
         said = run.printed()[0] if victim else "".join(p.read_text() for p in (run_dir / "logs").iterdir())
     print(f"process {victim} of {count} killed: the others ended after {took:.1f} s")
-    assert took < HEARTBEAT_S + 2  # two cores, on which four processes run
+    assert took < HEARTBEAT_S + 2  # four processes run on two cores
     assert f"error: process {victim} on " in said
     goes_on(toy_base, run_dir, alone, tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_while_all_start_the_others_end_in_time(seed, alone, toy_base, tmp_path):
-    """From the moment at which its log is there: it opens the checkpoints, reads the model, compares checksums."""
+    """The last process is killed at a random moment after its log appears.
+
+    By then it opens the checkpoints, reads the model and compares checksums.
+    """
     rng = np.random.default_rng(seed)
     run_dir, count = tmp_path / "run", (4, 2)[seed]
     with Run(words(toy_base, run_dir), count, tmp_path / "first", heartbeat_s=HEARTBEAT_S) as run:
@@ -83,7 +86,7 @@ def test_a_frozen_process_ends_the_others_and_then_itself(victim, alone, toy_bas
     goes_on(toy_base, run_dir, alone, tmp_path)
 
 
-# A process that loads this at its start (PYTHONPATH) does at its fourth update what FAULT says, if WHO is its number.
+# A process loads this at its start (PYTHONPATH). If its number is WHO, it does what FAULT says at its fourth update.
 SITE = """
 import os, sys, time
 
@@ -114,7 +117,7 @@ def test_an_error_in_one_process_ends_all_with_its_status(who, alone, toy_base, 
     with Run(words(toy_base, run_dir), 2, tmp_path / "first", heartbeat_s=HEARTBEAT_S, **planted) as run:
         assert run.wait(timeout=180) == [1, 1], run.printed()
         outputs = [*run.printed(), (run_dir / "logs/process_1.log").read_text()]
-    assert "ValueError: planted" in outputs[0]  # its own traceback, or what the other said
+    assert "ValueError: planted" in outputs[0]  # its own traceback, or the message of the other process
     assert "ValueError: planted" in outputs[2]
     goes_on(toy_base, run_dir, alone, tmp_path)
 
@@ -165,7 +168,7 @@ def test_a_damaged_checkpoint_is_left_for_the_one_before_it(damage, alone, toy_b
 
 
 def test_a_process_lost_during_a_save_keeps_the_last_one(alone, toy_base, tmp_path):
-    """Killed as soon as a folder of a save that is not complete appears, several times."""
+    """A process is killed as soon as the folder of an incomplete save appears, several times."""
     run_dir, caught = tmp_path / "run", 0
     for attempt in range(3):
         with Run(words(toy_base, run_dir, "--checkpoint.every", "1"), 2, tmp_path / f"kill_{attempt}") as run:

@@ -1,4 +1,4 @@
-"""Every engine and every form of update by 2 and 4 processes: the rows of one process on the same mesh."""
+"""Every engine and every form of update runs on 2 and 4 processes, with the rows of one process on the same mesh."""
 
 import numpy as np
 import pytest

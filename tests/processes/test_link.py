@@ -1,6 +1,7 @@
-"""Two network namespaces as two machines, a link of 1 Gbit/s between them: trainer processes here, a vLLM server there.
+"""Two network namespaces act as two machines: trainer processes on one side, a vLLM server on the other.
 
-Needs root, for the namespaces. Weights go through a directory that both sides see, as over a shared file system.
+The link between them has 1 Gbit/s, and the namespaces need root. The weights go through a directory that both sides
+see, as on a shared file system.
 """
 
 import os
@@ -32,7 +33,7 @@ def link():
 
 @pytest.fixture
 def served(link, toy_base, tmp_path):
-    """URL and key file of a float32 server beyond the link, which is ended by its id."""
+    """Yields the URL and key file of a float32 server on the other side of the link. The server is ended by its id."""
     key, url = tmp_path / "key", tmp_path / "url"
     key.write_text(secrets.token_hex(32))
     key.chmod(0o600)

@@ -1,6 +1,6 @@
-"""Real processes that hold the shards of a policy, each with a directory of its own that no other one looks into.
+"""Real processes hold the shards of a policy, each with its own directory that no other process reads.
 
-Each serves, or uploads, what it wrote; what is pulled from all of them is compared with whole tensors, bit for bit.
+Each serves or uploads what it wrote. What is pulled from all of them must equal the whole tensors, bit for bit.
 """
 
 import contextlib
@@ -128,7 +128,7 @@ def test_a_failed_write_gives_no_version_and_all_continue(tmp_path, mirror):
         assert "File exists" in error
         in_the_way.unlink()
         directories = [run.own(index) for index in range(4)]
-        # Process 0 does not wait until the others have removed theirs.
+        # Process 0 does not wait until the others have removed their versions.
         wait_for(lambda: all({path.name for path in own.glob("v*")} == before for own in directories))
         told = run.publish()
         assert take(told, mirror).dense, "a delta against what is no version"
@@ -158,14 +158,14 @@ def test_a_dead_process_leaves_no_server_and_its_files_go(victim, tmp_path, mirr
 
 
 def test_a_process_elsewhere_serves_at_its_own_address(tmp_path):
-    """Two network namespaces as two machines. The program that pulls is on that of process 0."""
+    """Two network namespaces act as two machines. The program that pulls runs on the machine of process 0."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     first, second = Side("rljax-parts-0", "rljax-p0", "10.203.1.1"), Side("rljax-parts-1", "rljax-p1", "10.203.1.2")
     key = tmp_path / "key"
     key.touch(mode=0o600)
     key.write_text("a-key-of-more-than-sixteen-letters")
-    for side in (first, second):  # as each machine's own: JAX's collectives take the address of its name
+    for side in (first, second):  # each machine has its own: JAX's collectives take the address of its name
         (tmp_path / side.name).write_text(f"127.0.0.1 localhost\n{side.address} {socket.gethostname()}\n")
 
     def inside(index):
@@ -211,7 +211,7 @@ def test_each_process_uploads_its_files_and_none_of_them_stays(tmp_path, mirror)
 
 
 def pulling(told, mirror):
-    """A thread that takes a version, and the list that has its error in the end."""
+    """Returns a thread that pulls a version, and the list that receives its error."""
     failures = []
 
     def work():

@@ -1,4 +1,4 @@
-"""Real processes that upload the shards that they hold to a real S3 server (tools/test_store.sh)."""
+"""Real processes upload the shards that they hold to a real S3 server (tools/test_store.sh)."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from toy_runs import ROOT
 from rljax.weights.mirror import DamagedError, Mirror
 
 URL = "s3://runs/team/weights"
-SLOW = {"store": URL, "heartbeat_s": 120.0}  # nothing is killed here, and a busy machine lets a process wait
+SLOW = {"store": URL, "heartbeat_s": 120.0}  # nothing is killed here, and on a busy machine a process may wait long
 pytestmark = [pytest.mark.store, pytest.mark.timeout(900)]
 pytest_plugins = ["s3_server"]
 
@@ -24,7 +24,7 @@ def bucket():
 
 
 def listed(folder):
-    """Name -> bytes of what is in a folder of the bucket."""
+    """Returns the bytes of each file in a folder of the bucket, by name."""
     return {it["name"].rpartition("/")[2]: it["size"] for it in bucket().find(folder, detail=True).values()}
 
 
@@ -36,7 +36,7 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(s3, count, tmp_path):
             told = run.publish()
             assert told["source"].startswith(f"{URL}/")
             name = Path(told["path"]).name
-            # Another process of the same machine pulls: what this one remembers of the bucket cannot help it.
+            # Another process of the same machine pulls, so what this process remembers of the bucket cannot help it.
             words = [sys.executable, "-m", "rljax.weights.pull", told["source"], name, str(mirror.root)]
             done = json.loads(subprocess.run(words, check=True, cwd=ROOT, timeout=120, capture_output=True).stdout)
             assert (done["dense"], done["deltas"], done["repaired"]) == (number == 0, int(number > 0), "")

@@ -1,4 +1,4 @@
-"""A run of two processes whose directory is gone goes on from an object store; process 0 alone talks to it."""
+"""A run of two processes resumes from an object store without its directory; only process 0 uses the store."""
 
 import shutil
 

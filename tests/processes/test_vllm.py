@@ -1,4 +1,7 @@
-"""A run on a real vLLM server by 1, 2 and 4 processes: what the first was answered gives all of them the same rows."""
+"""A run on a real vLLM server has the same rows on 1, 2 and 4 processes.
+
+All of them use the server's answers to the first run.
+"""
 
 import pytest
 from process_runs import FLOAT32, SITE, TINY, complete_together, largest_differences, without_publish
@@ -39,9 +42,9 @@ def test_the_same_responses_give_the_same_rows(server, toy_base, tmp_path):
 
 @pytest.mark.parametrize("kind", ["directory", "http"])
 def test_each_process_writes_the_shards_that_it_holds(kind, server, toy_base, tmp_path):
-    """The server gets the same weights, by deltas; it checks every tensor against the checksums of the devices.
+    """The server receives the same weights, by deltas, and checks every tensor against the devices' checksums.
 
-    Over HTTP each process has a directory that no other one looks into.
+    Over HTTP each process has its own directory, which no other process reads.
     """
     (tmp_path / "sitecustomize.py").write_text(SITE)
     (tmp_path / "answers").mkdir()
@@ -68,7 +71,10 @@ def test_each_process_writes_the_shards_that_it_holds(kind, server, toy_base, tm
 
 
 def test_colocated_state_is_on_the_host_during_sampling(server, toy_base, tmp_path):
-    """The same rows as with a state that stays; of two processes each moves its shards and serves its weights."""
+    """The rows must equal those of a run whose state stays on the device.
+
+    With two processes, each moves its shards and serves its weights.
+    """
     (tmp_path / "sitecustomize.py").write_text(SITE)
     (tmp_path / "answers").mkdir()
     rows, engine = {}, ("--rollout.engine", "vllm", "--rollout.urls", server.url, "--rollout.colocated", "true")

@@ -1,4 +1,4 @@
-"""The choice of the shipped rules: the halves, the cost, and the record that the page shows."""
+"""The choice of the shipped rules: its halves, its cost, and the record that the page shows."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ def test_the_curves_of_a_project_are_in_one_half():
     for curve in CURVES:
         halves[curve.source["project"]].add(choose_rules.half_of(curve))
     assert all(len(half) == 1 for half in halves.values())
-    # sha256("simopd") begins with an odd byte, sha256("paper") with an even one.
+    # sha256("simopd") begins with an odd byte, and sha256("paper") with an even byte.
     assert (halves["simopd"], halves["paper"]) == ({"second"}, {"first"})
 
 
@@ -37,7 +37,7 @@ def test_a_cost_is_counted_by_hand():
     sets = {"curves": [surge, flat]}
     assert choose_rules.scores(lambda stream: None, sets)["cost"] == 1
     begin = surge.surge[0]
-    # A call at the surge's first step: in time on it, false on the other one. A restart begins after it.
+    # A call at the surge's first step is in time on this stream, and false on the other one. A restart begins after it.
     at_surge = choose_rules.scores(lambda stream: begin, sets)
     assert at_surge["curves"]["not in time"] == 0
     assert at_surge["cost"] == pytest.approx(choose_rules.FALSE_WEIGHT)

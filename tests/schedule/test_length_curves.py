@@ -1,4 +1,4 @@
-"""The recorded length curves: the form of each entry, the rules of the kinds, and what the scoring program counts."""
+"""The recorded length curves: the form of each entry, the rules for each kind, and the counts of the scores."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Replays under several rules: by hand, and against brute force on random streams."""
+"""Replays under several rules are checked by hand, and against brute force on random streams."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ SMALL = SurgeConfig(window=20, warmup=8, smooth=3, persistence=3)
 
 
 def streams(count):
-    """Lengths with a jump of up to 4 times, noise, and a few steps without a length."""
+    """Yields lengths with a jump of up to 4 times, noise, and a few steps without a length."""
     rng = np.random.default_rng(7)
     for _ in range(count):
         levels = np.where(np.arange(60) < rng.integers(10, 50), 100.0, 100 * rng.uniform(1, 4))
@@ -31,7 +31,7 @@ def streams(count):
 
 
 def test_three_times_the_first_ten_lengths():
-    """Ten lengths have the mean 100, with one step between them that has none. A batch at the limit counts."""
+    """Ten lengths have the mean 100, and one step between them has no length. A batch at the limit counts."""
     tracker = FirstLengthsTracker()
     lengths = [90.0, 110.0] * 4 + [math.nan, 80.0, 120.0] + [299.0, 300.0, 900.0]
     calls = [tracker.update(length, 0.9) for length in lengths]
@@ -44,7 +44,7 @@ def test_three_times_the_first_ten_lengths():
     [
         (RateLaw(8.0, 1.8, 0.5, 0.1), None, [(1, 8.0)]),
         (RateLaw(8.0, 1.8, 0.5, 0.1), 18, [(1, 8.0), (18, 4.0), (36, 2.0), (54, 1.0), (72, 0.8)]),
-        # With the multiplier 1 the very update of the call is decayed.
+        # With the multiplier 1 the update of the call itself is decayed.
         (RateLaw(8.0, 1.0, 0.5, 0.25), 10, [(1, 8.0), (10, 4.0), (20, 2.0)]),
         (RateLaw(8.0, 1.8, 0.5, 1.0), 18, [(1, 8.0)]),
     ],

@@ -1,4 +1,7 @@
-"""The core of `rljax.schedule` needs numpy alone: a process that can import neither jax nor optax nor torch uses it."""
+"""The core of `rljax.schedule` needs only numpy.
+
+A process that can import neither jax nor optax nor torch uses it.
+"""
 
 import json
 import subprocess
@@ -47,7 +50,7 @@ def run(body, *words):
 
 
 def test_tracker_and_controller_run_with_numpy_alone():
-    """Called at step 66, when six lengths in a row are long: period 118.8, rounded to 119."""
+    """The call is at step 66, when six lengths in a row are long. The period is 118.8, rounded to 119."""
     done = run(USE)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [[66], 119, 1e-6, 5e-7, 119]

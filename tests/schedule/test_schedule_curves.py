@@ -1,4 +1,4 @@
-"""The tracker on the curves of experiments/study_surge.py: some of the seeds that the tool runs."""
+"""The tracker is tested on the curves of experiments/study_surge.py, with some of the seeds that the program runs."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def test_a_surge_into_a_limit_of_five_times_the_level_is_called(name):
 
 
 def test_the_bars_are_missed_by_worse_rules():
-    """The judgement can fail: a tracker that believes a single high step calls spikes."""
+    """The judgement can fail: a tracker that trusts a single high step calls a surge at spikes."""
     hasty = SurgeConfig(smooth=1, persistence=1)
     assert study_surge.judge_quiets("single spikes", study_surge.QUIETS["single spikes"], hasty, 5)["false_calls"] == 1
     wide = SurgeConfig(window=400)

@@ -1,4 +1,4 @@
-"""Host and in-graph forms are one law: equal decisions and equal float32 rates on every stream, for all arguments."""
+"""The host form and the graph form are one law: equal decisions and equal float32 rates in all cases."""
 
 import json
 import math
@@ -20,7 +20,7 @@ def check(arguments, stream):
     host = LengthTriggeredLR(
         init_value, tracker=SurgeTracker(config), multiplier=multiplier, decay_factor=factor, floor_ratio=floor
     )
-    # NaN in the graph stands for a fraction that is not known; on the host that may be None as well.
+    # In the graph, NaN is an unknown fraction; on the host, None is possible, too.
     pairs = [(x, None if math.isnan(f) else f) for x, f in zip(lengths, fractions, strict=True)]
     host_rates = [host.step(*pair) for pair in pairs]
     with np.errstate(over="ignore"):
@@ -46,7 +46,7 @@ def test_both_forms_agree_on_every_stream(config, stream):
     check((1e-6, config, 1.0, 0.5, 0.1), stream)
 
 
-@settings(max_examples=12, deadline=None)  # each compiles a program
+@settings(max_examples=12, deadline=None)  # each example compiles a program
 @given(
     init_value=st.floats(1e-12, 1e3),
     config=st.sampled_from(CONFIGS),
@@ -60,7 +60,10 @@ def test_both_forms_agree_for_all_arguments(init_value, config, multiplier, fact
 
 
 def test_the_strategy_reaches_calls():
-    """A guard against an idle property: a plain stream of these configurations is called in every one of them."""
+    """This guards against a property that tests nothing.
+
+    Every one of these configurations must call a surge on a plain stream.
+    """
     for config in CONFIGS:
         host = check((1e-6, config, 1.0, 0.5, 0.1), ([100.0] * 20 + [300.0] * (STEPS - 20), [0.0] * STEPS))
         assert host.surge_step is not None
@@ -68,7 +71,7 @@ def test_the_strategy_reaches_calls():
 
 @pytest.mark.parametrize("multiplier", [1.0, 1.1, 1.8, 2.675, 1.999999999, 3.141592653589793, 7.25])
 def test_the_period_is_the_same_at_every_step_of_the_call(multiplier):
-    """The graph sums the period step by step; the host multiplies."""
+    """The graph adds up the period step by step; the host multiplies."""
     arguments = (1.0, CONFIGS[0], multiplier, 0.5, 0.1)
     for quiet in range(8, STEPS - 4, 3):
         host = check(arguments, ([100.0] * quiet + [400.0] * (STEPS - quiet), [0.0] * STEPS))

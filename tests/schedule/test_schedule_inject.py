@@ -1,4 +1,4 @@
-"""The injected rate: read and written through every wrapper, in one trace and one compilation."""
+"""The injected rate is read and written through every wrapper, in one trace and one compilation."""
 
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ WRAPPERS = {
 
 
 def counted(function):
-    """The jitted function, and a list that grows by one with each trace."""
+    """Returns the jitted function, and a list that grows by one with each trace."""
     traces = []
 
     def body(*args, **kwargs):
@@ -237,7 +237,7 @@ def test_the_in_graph_form_acts_on_the_update_of_the_call():
     for number in range(1, 31):
         state = step(state, np.float32(100.0 if number < 10 else 400.0), np.float32(0.0))
         rates.append(get_learning_rate(state))
-    # Lengths are high from step 10 on; at 11 so is the median of three.
+    # Lengths are high from step 10 on; the median of three is high at step 11, too.
     expected = [1e-3] * 10 + [5e-4] * 11 + [2.5e-4] * 9
     np.testing.assert_array_equal(rates, np.float32(expected))
     assert len(traces) == 1
@@ -245,7 +245,10 @@ def test_the_in_graph_form_acts_on_the_update_of_the_call():
 
 
 def test_the_in_graph_form_under_inject_and_multi_steps():
-    """Under MultiSteps one group of mini-batches is one step, and the last mini-batch's length is what it observes."""
+    """Under MultiSteps one group of mini-batches is one step.
+
+    The schedule observes the length of the last mini-batch.
+    """
     config = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
     make = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
     inner = make(learning_rate=length_triggered_schedule(1e-3, config=config, multiplier=1.0))
@@ -254,7 +257,7 @@ def test_the_in_graph_form_under_inject_and_multi_steps():
     step, traces = counted(lambda state, length: tx.update(params, state, params, response_length=length)[1])
     state = tx.init(params)
     for number in range(1, 12):
-        # A first mini-batch that would be called at once, were it seen.
+        # The length of this first mini-batch would cause a call at once if the schedule saw it.
         state = step(state, np.float32(1e6))
         assert get_learning_rate(state) == np.float32(1e-3)
         state = step(state, np.float32(100.0 if number < 10 else 400.0))

@@ -1,4 +1,7 @@
-"""`rljax.schedule` needs jax, optax, numpy and what those need; an importer that finds nothing else proves it."""
+"""`rljax.schedule` needs only jax, optax, numpy and their requirements.
+
+An importer that finds nothing else proves it.
+"""
 
 import re
 import subprocess
@@ -8,7 +11,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs" / "schedule.md"
 
-# Finds no top-level package but the standard library, rljax and those named on the command line.
+# This importer finds only the standard library, rljax and the packages on the command line.
 REFUSE = """
 import sys
 
@@ -36,7 +39,7 @@ print("isolated")
 
 
 def packages_needed():
-    """Top-level names of jax, optax, numpy and, transitively, what their distributions require without extras."""
+    """Returns the top-level names of jax, optax, numpy and all packages that they require without extras."""
     distributions, todo = set(), ["jax", "optax", "numpy"]
     while todo:
         name = todo.pop()

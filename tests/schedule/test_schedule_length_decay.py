@@ -1,4 +1,4 @@
-"""Algorithm 1 to the update, the host controller, and every refusal with its value."""
+"""Algorithm 1 is tested to the exact update, together with the host controller and the message of every refusal."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def test_without_a_period_the_rate_is_constant():
 
 def test_an_optax_count_at_int32_max_does_not_wrap_around():
     schedule = length_decay_schedule(1.0, 2**30, floor_ratio=0.0)
-    # Update 2**31 = 2 * 2**30 has seen two decays.
+    # At update 2**31 = 2 * 2**30 the rate has decayed twice.
     assert float(schedule(jnp.int32(2**31 - 1))) == 0.25
 
 
@@ -96,7 +96,7 @@ def test_the_controller_decays_from_the_period_the_call_sets():
     controller = LengthTriggeredLR(1e-3, tracker=SurgeTracker(QUICK))
     assert controller.learning_rate == 1e-3
     rates = [controller.step(length) for length in surging(200)]
-    # Two of the newest three lengths are high first at step 21.
+    # Step 21 is the first at which two of the newest three lengths are high.
     assert controller.surge_step == 21
     assert controller.decay_period == 38
     expected = [max(1e-3 * 0.5 ** (step // 38), 1e-4) for step in range(1, 201)]

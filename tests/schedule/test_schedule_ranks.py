@@ -1,4 +1,4 @@
-"""The mean length over ranks, by two processes with gloo, and the rates of a model under DDP and FSDP2."""
+"""The mean length over ranks in two processes with gloo, and the rates of a model under DDP and FSDP2."""
 
 import pytest
 from two_ranks import outputs_of_two_ranks
@@ -62,6 +62,6 @@ distributed.destroy_process_group()
 def test_two_ranks_take_the_same_rates(wrapper):
     first, second = outputs_of_two_ranks(RANK, wrapper, timeout=180)
     assert first == second
-    # Two rows of ones give every weight the gradient 2 on both ranks.
+    # Two rows of ones give each weight the gradient 2 on both ranks.
     rates = [1.0] * 11 + [0.5] * 2
     assert first == [[100.0] * 8 + [400.0] * 5, rates, [2 * rate for rate in rates], 10, True]

@@ -1,4 +1,4 @@
-"""The recipes of docs/schedule.md, run as they stand against optimizers built as those projects build them.
+"""The recipes of docs/schedule.md run unchanged, with optimizers built in the way of those projects.
 
 ``tests/peers`` runs the recipes for tunix, SkyRL tx, EasyDeL and MaxText in those packages.
 """
@@ -72,7 +72,7 @@ def test_flax_nnx(mean_length):
 
 
 class PeftTrainer:
-    """As tunix has it: an nnx.Optimizer over the adapter, a jitted nnx step, hooks around each micro-batch."""
+    """A trainer like tunix's: an nnx.Optimizer over the adapter, a jitted nnx step, hooks around each micro-batch."""
 
     def __init__(self, tx, dtype, micro_batches):
         self.model = Policy(dtype)
@@ -116,7 +116,7 @@ def test_tunix(mean_length, dtype, micro_batches):
     halves = iter([half for length in LENGTHS for half in (0.5 * length, 1.5 * length)])
 
     def sample():
-        """The batches of an update differ in length; an evaluation's lengths are not for the schedule."""
+        """Buffers a length: the batches of an update differ in length, and an evaluation's lengths must not count."""
         value = next(halves) if micro_batches else mean_length()
         cluster.buffer_metrics({"rewards/mean": (1.0, np.mean), "completions/mean_length": (value, np.mean)})
         cluster.buffer_metrics({"completions/mean_length": (9e9, np.mean)}, mode="eval")
@@ -132,7 +132,10 @@ class MaxTextConfig:
 
 
 def get_optimizer(config, learning_rate_schedule):
-    """As MaxText has it: AdamW with a mask and its own moment dtype, under multi_transform where some is frozen."""
+    """Returns an optimizer like MaxText's: AdamW with a mask and its own moment dtype.
+
+    If some parameters are frozen, it is under multi_transform.
+    """
     base = optax.adamw(
         learning_rate_schedule,
         b1=0.9,
@@ -174,7 +177,8 @@ def test_maxtext(mean_length, dtype, frozen):
     config.frozen = frozen
 
     def make_train_state(tx):
-        # The count of a state that jit returns is a jax array; starting with one keeps the first signature.
+        # The count in a state that jit returns is a jax array, so the state begins with a jax array to keep the
+        # signature.
         return TrainState.create(apply_fn=apply, params=params, tx=tx).replace(step=jnp.int32(0))
 
     run(
@@ -191,7 +195,7 @@ def test_maxtext(mean_length, dtype, frozen):
 
 
 def test_skyrl_tx(mean_length):
-    """As SkyRL tx has it: plain inject_hyperparams, of which every request overwrites the hyperparameters."""
+    """SkyRL tx uses plain inject_hyperparams, and every request overwrites the hyperparameters."""
     model = Policy()
     tx = optax.inject_hyperparams(optax.adamw)(learning_rate=0.0)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
@@ -221,7 +225,7 @@ def test_skyrl_tx(mean_length):
 
 
 def test_easydel():
-    """As EasyDeL has it: an optimizer around the scheduler, a pure step that reads the rate of its metrics from it."""
+    """EasyDeL builds an optimizer around the scheduler, and its pure step reads the rate of the metrics from it."""
     arguments = run("EasyDeL", TrainingArguments=SimpleNamespace, settings={"model_name": "any"})["arguments"]
     scheduler = arguments.custom_scheduler(400)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(scheduler))

@@ -1,4 +1,4 @@
-"""The code of docs/torch_peers.md for prime-rl, NeMo-RL and slime, on stand-ins with their sources' signatures."""
+"""The code of docs/torch_peers.md for prime-rl, NeMo-RL and slime runs on stand-ins with the original signatures."""
 
 import json
 from types import SimpleNamespace
@@ -24,17 +24,17 @@ def optimizer():
 
 
 def early_scheduler(optimizer):
-    """A scheduler that can call a surge after 10 steps."""
+    """Returns a scheduler that can call a surge after 10 steps."""
     return LengthTriggeredScheduler(optimizer, tracker=SurgeTracker(SurgeConfig(window=40, warmup=10)))
 
 
 def two_lengths(mean):
-    """Two response lengths that differ and have this mean."""
+    """Returns two different response lengths with this mean."""
     return int(mean) - 300, int(mean) + 300
 
 
 def micro_batches(mean):
-    """Packed rows of prime-rl: two sequences with prompts, and a row of padding whose mask is empty."""
+    """Returns packed rows like prime-rl's: two sequences with prompts, and a row of padding with an empty mask."""
     short, long = two_lengths(mean)
     first, second = [False] * 5 + [True] * short, [False] * 7 + [True] * long + [False] * 3
     packed = {"loss_mask": torch.tensor([first + second]), "sequence_lengths": [len(first), len(second)]}
@@ -42,7 +42,7 @@ def micro_batches(mean):
 
 
 def test_prime_rl(optimizer):
-    """Its loop observes before each update and steps the scheduler after it: one update for each batch."""
+    """prime-rl observes before each update and steps the scheduler after it. Each batch has one update."""
     code = run_block("torch_peers.md", "# prime-rl\n")
     scheduler = code["setup_length_triggered_scheduler"](optimizer)
     assert isinstance(scheduler, LengthTriggeredScheduler)
@@ -57,7 +57,10 @@ def test_prime_rl(optimizer):
 
 
 def test_torchs_distributed_checkpoint_keeps_the_state(optimizer, tmp_path):
-    """prime-rl and NeMo-RL save by it. It fills the state of a new scheduler, which has seen no length."""
+    """prime-rl and NeMo-RL save with this checkpoint.
+
+    It fills the state of a new scheduler, which has seen no length.
+    """
     first = early_scheduler(optimizer)
     for length in LENGTHS[:60]:
         first.observe(length)
@@ -72,7 +75,10 @@ def test_torchs_distributed_checkpoint_keeps_the_state(optimizer, tmp_path):
 
 
 class NemoWorker:
-    """NeMo-RL's ``DTensorPolicyWorkerV2Impl.train``: several updates of one rollout batch, then one scheduler step."""
+    """A worker like NeMo-RL's ``DTensorPolicyWorkerV2Impl``.
+
+    Its ``train`` makes several updates with one rollout batch, then one scheduler step.
+    """
 
     def __init__(self, optimizer, scheduler, rates):
         self.optimizer, self.scheduler, self.rates = optimizer, scheduler, rates
@@ -104,7 +110,7 @@ def test_nemo_rl(optimizer):
 
 
 class MegatronScheduler:
-    """Megatron's ``OptimizerParamScheduler``: it writes its rate when it is made and by ``step``."""
+    """A scheduler like Megatron's ``OptimizerParamScheduler``, which writes its rate at its start and in ``step``."""
 
     def __init__(self, optimizer, warmup=0):
         self.optimizer, self.warmup, self.num_steps = optimizer, warmup, 0
@@ -120,7 +126,7 @@ class MegatronScheduler:
 
 
 def slime_rates(code, args, optimizer, scheduler, rollouts):
-    """The rate of each update of slime's loop over rollouts, by its two hooks."""
+    """Returns the rate of each update of slime's loop over rollouts, with its two hooks."""
     rates = []
     for rollout_id in rollouts:
         code["after_rollout"](args, rollout_id, {"response_lengths": list(two_lengths(LENGTHS[rollout_id]))})
@@ -146,7 +152,7 @@ def test_slime(optimizer, tmp_path):
 
 
 def test_slime_goes_on_after_a_restart(optimizer, tmp_path):
-    """The second process starts again from the checkpoint after rollout 59, although the first went on to 70."""
+    """The second process resumes from the checkpoint after rollout 59, although the first went on to 70."""
     args = SimpleNamespace(save=str(tmp_path))
     slime_rates(slime_code(), args, optimizer, MegatronScheduler(optimizer), range(70))
     rates = slime_rates(slime_code(), args, optimizer, MegatronScheduler(optimizer), range(60, len(LENGTHS)))
@@ -154,7 +160,10 @@ def test_slime_goes_on_after_a_restart(optimizer, tmp_path):
 
 
 def test_slime_keeps_the_warm_up_and_the_critic(optimizer, tmp_path):
-    """The rate is Megatron's own times the factor; a process without rollout data, the critic, keeps Megatron's."""
+    """The rate is Megatron's own rate times the factor.
+
+    The critic's process has no rollout data and keeps Megatron's rate.
+    """
     code, args = slime_code(), SimpleNamespace(save=str(tmp_path))
     scheduler = MegatronScheduler(optimizer, warmup=4)
     code["before_train_step"](args, 0, 0, [], optimizer, scheduler)

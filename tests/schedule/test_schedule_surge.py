@@ -1,4 +1,4 @@
-"""What calls a surge and what does not, one rule at a time; resume; what is refused."""
+"""Each rule for the call of a surge is tested by itself, together with resume and refusals."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from rljax.schedule import SurgeConfig, SurgeTracker
 
 BASE = 1000.0
 DEFAULT = SurgeConfig()
-# Every rule visible in a few steps.
+# Every rule takes effect within a few steps.
 SMALL = SurgeConfig(ratio=3.0, window=30, warmup=15, persistence=4)
 
 
@@ -28,7 +28,7 @@ def flat(steps, level=BASE):
 
 
 def test_a_jump_is_called_once_enough_lengths_have_stayed_up():
-    # Steps 21-23 are high: the median of five crosses at 23, four in a row are high at 24.
+    # Steps 21-23 are high: the median of five is high at step 23, and four in a row are high at step 24.
     tracker = SurgeTracker(SMALL)
     calls = [tracker.update(length) for length in flat(20) + flat(10, 3 * BASE)]
     assert [step for step, called in enumerate(calls, 1) if called] == [24]
@@ -69,14 +69,14 @@ def test_spikes_close_together_are_no_surge():
 def test_a_low_step_inside_a_surge_delays_the_call():
     surge = [*flat(20), *flat(3, 4 * BASE), BASE, *flat(10, 4 * BASE)]
     assert call_of(surge) == 28
-    # Half way up is up.
+    # A step half way up counts as high.
     surge[23] = 1.5 * BASE
     assert call_of(surge) == 24
 
 
 def test_a_rise_of_five_steps_pays_nothing_for_persistence():
     rise = [*flat(60), 1400.0, 1800.0, 2200.0, 2600.0, *flat(10, 3000.0)]
-    # Three of the newest five have 2500 at step 66; the newest six have 1500 at 67.
+    # At step 66 three of the newest five lengths are 2500 or more; at step 67 the newest six are 1500 or more.
     assert call_of(rise, DEFAULT) == 67
 
 
@@ -124,7 +124,7 @@ def test_a_surge_that_runs_into_the_limit_is_called():
 
 
 def test_a_truncated_batch_before_any_baseline_is_left_out():
-    # Five lengths are the smoothed ones, so the first baseline stands with the sixth.
+    # Smoothing takes five lengths, so the first baseline exists with the sixth length.
     assert call_of(flat(5) + flat(20, 9.0 * BASE), SMALL, [0.0] * 4 + [0.9] + [0.0] * 20) == 16
     tracker = SurgeTracker(SMALL)
     for _ in range(9):
@@ -146,7 +146,7 @@ def test_a_bad_length_counts_as_a_step_and_is_otherwise_ignored(bad):
     tracker = SurgeTracker(SMALL)
     for length in [*flat(10), bad, *flat(10), *flat(2, 3 * BASE), bad, bad, *flat(5, 3 * BASE)]:
         tracker.update(length)
-    # The jump comes one step later than without the first bad length, and two more pass inside it.
+    # The jump comes one step later because of the first bad length, and two more bad lengths are inside it.
     assert (tracker.surge_step, tracker.ignored, tracker.step) == (27, 3, 30)
 
 
@@ -282,7 +282,7 @@ def test_any_positive_signal_will_do():
     lengths, truncated = stream(np.random.default_rng(7))
     called = call_of(lengths, DEFAULT, truncated)
     assert called is not None
-    # Powers of two scale float32 exactly, so that the decisions cannot differ by rounding.
+    # Powers of two scale float32 exactly, so rounding cannot change the decisions.
     assert call_of([length * 2.0**-20 for length in lengths], DEFAULT, truncated) == called
 
 

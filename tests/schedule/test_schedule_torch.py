@@ -1,4 +1,4 @@
-"""The torch scheduler: the optax form's rates to the bit of a float32, and what torch expects of a scheduler."""
+"""The torch scheduler has the rates of the optax form to the last float32 bit, and works as torch's schedulers do."""
 
 import io
 import json
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, LRScheduler, Se
 
 from rljax.schedule.torch import LengthTriggeredScheduler, mean_over_ranks  # noqa: E402
 
-# Called at the second long length: six short ones and a median of three.
+# This calls at the second long length: six short lengths come first, and the median is over three.
 QUICK = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
 LENGTHS = [100.0] * 8 + [400.0] * 40  # called at step 10, so multiplier 1.2 gives the period 12
 
@@ -34,7 +34,7 @@ def scheduler_of(optimizer, config=QUICK, **settings):
 
 
 def rates_used(optimizer, scheduler, lengths, fractions=None):
-    """The rate of each group at each update, read from the optimizer when it updates."""
+    """Returns the rate of each group at each update, read from the optimizer when it updates."""
     used = []
     for length, fraction in zip(lengths, fractions or [None] * len(lengths), strict=True):
         scheduler.observe(length, fraction)
@@ -44,7 +44,7 @@ def rates_used(optimizer, scheduler, lengths, fractions=None):
     return used
 
 
-# The rate at the start, the rule, the multiplier, the factor and the floor. The optax form is compiled for each.
+# The initial rate, the rule, the multiplier, the factor and the floor. The optax form is compiled for each.
 ARGUMENTS = [
     (1e-12, CONFIGS[0], 1.0, 0.5, 0.1),
     (0.7318469, CONFIGS[1], 1.5, 0.37, 0.0),
@@ -160,7 +160,7 @@ def test_the_states_stay_small():
 
 
 def warmed(lengths, save_at=None):
-    """Rates of a warm-up over 4 updates from a quarter of the rate, then the length-triggered ones."""
+    """Returns the rates of a warm-up over 4 updates from a quarter of the rate, then the length-triggered rates."""
 
     def build():
         optimizer = optimizer_of(1.0)
@@ -185,7 +185,7 @@ def warmed(lengths, save_at=None):
 
 @pytest.mark.parametrize("save_at", [None, 2, 4, 20])
 def test_a_warm_up_by_sequential_lr(save_at):
-    """Lengths of the warm-up count: the call is at update 10 with and without it."""
+    """Lengths of the warm-up count, so the call is at update 10 with and without it."""
     used, own = warmed(LENGTHS[:24], save_at)
     assert own.surge_step == 10
     assert used == pytest.approx([0.25, 0.4375, 0.625, 0.8125] + [1.0] * 7 + [0.5] * 12 + [0.25])
@@ -216,7 +216,10 @@ def test_no_warning_of_torch_in_the_usual_order():
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_in_accelerate_more_steps_of_the_wrapper_change_nothing(accumulation):
-    """Its optimizer and scheduler act in the last micro-step of a batch alone; the gradient is 2 in each."""
+    """The optimizer and scheduler of accelerate act only in the last micro-step of a batch.
+
+    The gradient is 2 in each.
+    """
     accelerate = pytest.importorskip("accelerate")
     optimizer = optimizer_of(1.0)
     (weight,) = optimizer.param_groups[0]["params"]
@@ -261,7 +264,7 @@ def test_the_recipe_of_the_docs():
         batches=[Batch(mean) for mean in [1000.0] * 60 + [3500.0] * 60],
         backward=lambda batch: used.append(optimizer.param_groups[0]["lr"]),
     )
-    # Called at step 66, so the period is 119. The rate of an update is written after its backward pass.
+    # The call is at step 66, so the period is 119. The rate of an update is written after its backward pass.
     assert used == [1e-6] * 119 + [5e-7]
 
 

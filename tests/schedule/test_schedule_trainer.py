@@ -1,4 +1,7 @@
-"""The callback in transformers' own Trainer, which trains a tiny model on a CPU and logs as TRL's trainers do."""
+"""The callback runs in transformers' own Trainer, which trains a tiny model on a CPU.
+
+The trainer logs as TRL's trainers do.
+"""
 
 import json
 import math
@@ -17,7 +20,7 @@ from rljax.schedule.torch import LengthTriggeredCallback  # noqa: E402
 pytestmark = pytest.mark.slow
 
 QUICK = SurgeConfig(window=12, warmup=6, smooth=3, persistence=1)
-LENGTHS = [100.0] * 8 + [400.0] * 18  # called at step 10; 1.2 times that is 12
+LENGTHS = [100.0] * 8 + [400.0] * 18  # the call is at step 10, and 1.2 times that is 12
 KEY = "completions/mean_length"
 
 
@@ -31,7 +34,7 @@ class Tiny(torch.nn.Module):
 
 
 class Used(transformers.TrainerCallback):
-    """Notes the rate that the optimizer has when it updates."""
+    """A callback that notes the rate of the optimizer at each update."""
 
     def __init__(self):
         self.rates = []
@@ -41,7 +44,10 @@ class Used(transformers.TrainerCallback):
 
 
 class LoggingTrainer(transformers.Trainer):
-    """Adds a length to the log of each update that begins a batch, by TRL's way of doing it: an override of log."""
+    """A trainer that adds a length to the log of each update that begins a batch.
+
+    Like TRL, it overrides ``log``.
+    """
 
     def __init__(self, *args, lengths=(), updates_per_batch=1, **kwargs):
         super().__init__(*args, **kwargs)
@@ -135,7 +141,7 @@ def test_several_updates_on_one_batch_share_its_rate(tmp_path):
 
 
 def test_the_updates_of_a_batch_come_from_trls_arguments(tmp_path):
-    """Two generations of four micro-steps each at an accumulation of two: four updates on one batch."""
+    """Two generations of four micro-steps each, at an accumulation of two, make four updates on one batch."""
 
     class Arguments:
         steps_per_generation, num_iterations, gradient_accumulation_steps, learning_rate = 4, 2, 2, 1.0

@@ -9,7 +9,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 @pytest.fixture(scope="session")
 def with_faults(tmp_path_factory):
-    """The environment of a server whose updates are broken as a file says (``sglang_sabotage``)."""
+    """Returns a function that makes a server's environment, in which a file names the fault (``sglang_sabotage``)."""
     metadata = tmp_path_factory.mktemp("plugins") / "rljax_faults-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rljax-faults\nVersion: 0\n")

@@ -1,4 +1,4 @@
-"""Real SGLang servers of other forms: in float16, and of two tensor-parallel workers."""
+"""Real SGLang servers in other forms: in float16, and with two tensor-parallel workers."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ KEYS = "model.layers.0.self_attn.k_proj.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """A running server, the policy it was started from, and the file that says how its updates are broken."""
+    """A running server, its initial policy, and the file that names the fault of its updates."""
 
     url: str
     policy: Policy
@@ -28,7 +28,7 @@ class Started:
 
 @pytest.fixture
 def started(request, tmp_path, toy_base, with_faults):
-    """A server of the dtype and the number of workers that the test names."""
+    """Yields a server with the dtype and the number of workers that the test names."""
     dtype, workers = request.param
     fault = tmp_path / "fault"
     config = ServerConfig(
@@ -38,7 +38,7 @@ def started(request, tmp_path, toy_base, with_faults):
         max_model_len=256,
         log_path=tmp_path / "server.log",
         extra_args=("--tp-size", str(workers)),
-        # Without it SGLang wants a NUMA node for each worker.
+        # Without this, SGLang needs a NUMA node for each worker.
         extra_env=with_faults(fault) | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(workers)))},
     )
     with start(config, 400) as server:
@@ -46,7 +46,7 @@ def started(request, tmp_path, toy_base, with_faults):
 
 
 def gaps(policy, params, responses) -> np.ndarray:
-    """|reported - scored| of each token (nats)."""
+    """Returns |reported - scored| of each token (nats)."""
     scored = policy.scorer()(params, [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses])
     return np.concatenate([np.abs(s[-r.length :] - r.logprobs) for r, s in zip(responses, scored, strict=True)])
 
@@ -65,7 +65,7 @@ def test_in_float16_what_is_sampled_is_within_its_rounding(started):
     assert metrics["publish/verify_abs_diff_mean"] < 2.5e-3
     assert {response.versions for response in responses} == {(VersionSpan(1, 0, 64),)}
     found = gaps(policy, policy.moved(1), responses)
-    # Measured: 1.2e-4 and 1.2e-2, of 6,144 tokens.
+    # Measured on 6,144 tokens: 1.2e-4 and 1.2e-2.
     assert 1e-5 < found.mean() < 3e-4
     assert found.max() < 3e-2
 

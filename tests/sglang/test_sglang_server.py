@@ -1,4 +1,7 @@
-"""A real SGLang server: publish, proof, samples and scores; and each fault that SGLang reports as success."""
+"""A real SGLang server: publishes, proofs, samples and scores.
+
+Each fault that SGLang reports as success must be found.
+"""
 
 import dataclasses
 import functools
@@ -31,7 +34,7 @@ OUT_OF_BAND = "does not sample from them"
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A running server and the policy it was started from; ``fault`` is the file that says how it is broken."""
+    """A running server and its initial policy; ``fault`` is the file that names the server's fault."""
 
     server: ServerProcess
     policy: Policy
@@ -69,7 +72,7 @@ def served(running):
 
 @pytest.fixture
 def opened(served):
-    """Builds engines that have published version 0, and closes them."""
+    """Yields a function that builds engines, each with version 0 published, and closes them afterwards."""
     engines = []
 
     def build(**options) -> ServedEngine:
@@ -84,7 +87,7 @@ def opened(served):
 
 @pytest.mark.parametrize("store", ["shared", "directory"])
 def test_published_weights_are_proven_and_sampled_from(served, opened, store):
-    """Version 2 of a directory comes as a delta, through this machine's mirror."""
+    """With a directory, version 2 comes as a delta, through this machine's mirror."""
     engine = opened(publish=PublishConfig(store=store))
     for version in (1, 2):
         metrics = engine.publish(served.policy.moved(version), version)
@@ -105,7 +108,7 @@ def test_published_weights_are_proven_and_sampled_from(served, opened, store):
 
 @pytest.mark.parametrize("k", [5, 16])
 def test_the_likeliest_tokens_are_the_trainers(served, opened, k):
-    """With k = 16 the whole vocabulary is reported."""
+    """With k = 16, the whole vocabulary is reported."""
     policy = served.policy
     engine = opened(top_logprobs=k)
     found = positions = 0
@@ -123,7 +126,10 @@ def test_the_likeliest_tokens_are_the_trainers(served, opened, k):
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_responses_under_way_go_on_with_new_weights(served, update):
-    """Each token has the log-probability of the policy that sampled it, with all before it computed by that policy."""
+    """Each token must have the log-probability of the policy that sampled it.
+
+    That policy also computes everything before the token.
+    """
     policies = [served.policy.params, served.policy.moved(5), served.policy.moved(6)]
     engine = served.engine(update=update, max_staleness=2, max_tokens=240)
     try:
@@ -140,7 +146,7 @@ def test_responses_under_way_go_on_with_new_weights(served, update):
 
 @pytest.mark.parametrize(("how", "of"), [("flip", NORM), ("flip", KEYS), ("skip", KEYS), ("skip", NORM)])
 def test_other_bits_are_found_and_named(served, opened, how, of):
-    """SGLang reports success for each of them."""
+    """SGLang reports success for each of these faults."""
     engine = opened()
     served.break_updates(how, of)
     with pytest.raises(VerificationError, match=f"{OTHER_BITS}: 1 tensor differs: {of} "):
@@ -167,7 +173,7 @@ def test_a_cache_that_is_not_flushed_is_out_of_band(served, opened):
     ],
 )
 def test_files_without_the_models_tensors_are_not_loaded(served, opened, change, said, monkeypatch):
-    """SGLang would load what is there and report success. The server goes on after a sound publish."""
+    """SGLang would load the existing files and report success. The server must work again after a sound publish."""
     engine, broken = opened(), [True]
     change_after_writing(monkeypatch, lambda name, array: change(name, array) if broken else array)
     with pytest.raises(RuntimeError, match=said):
@@ -213,7 +219,7 @@ def test_a_paused_server_goes_on_with_the_next_run(served, opened):
 
 
 def test_scores_of_given_tokens_are_the_trainers(served, opened):
-    """``sglang:URL`` of the comparison."""
+    """This is the way of ``sglang:URL`` in a comparison."""
     opened()
     server = connect([served.server.url], kind="sglang")
     try:
@@ -229,7 +235,10 @@ def test_scores_of_given_tokens_are_the_trainers(served, opened):
 
 
 def test_a_prompt_may_hold_the_last_id_of_the_vocabulary(served, opened):
-    """What follows it is sampled as the trainer has it; in scores of given tokens SGLang gives another id's."""
+    """Tokens after this id are sampled as in the trainer.
+
+    In scores of given tokens SGLang returns another id's score, and this must be noticed.
+    """
     prompt = np.array([3, 15, 4, 15, 15], np.int32)
     (response,) = opened().generate([prompt], 1, SamplingParams(8), seed=0)
     (expected,) = served.policy.scorer()(served.policy.params, [np.concatenate([prompt, response.token_ids])])

@@ -1,4 +1,4 @@
-"""Two real SGLang servers with a key: who may ask them, weights over HTTP; they join, leave, die and come back."""
+"""Two real SGLang servers with a key: access, weights over HTTP, and servers that join, leave, die and return."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ LONGEST_S = 120
 
 @dataclasses.dataclass
 class Pair:
-    """``key``: the file that both servers were started with."""
+    """A pair of servers and their policy; ``key`` is the key file with which both were started."""
 
     policy: Policy
     key: Path
@@ -40,7 +40,7 @@ class Pair:
         return [server.url for server in self.servers]
 
     def kill_and_restart(self) -> None:
-        """The first one, on its port."""
+        """Kills the first server and restarts it on its port."""
         server = self.servers[0]
         server.kill()
         log_path = server.log_path.with_name("restarted.log")
@@ -53,7 +53,7 @@ def pair(tmp_path_factory, toy_base):
     key = folder / "key"
     key.write_text("0123456789abcdef0123456789abcdef\n")
     key.chmod(0o600)
-    # Fewer at once than are asked for, so that some responses have yet to begin when the first are there.
+    # Fewer responses run at once than are requested, so some have not begun when the first are complete.
     config = ServerConfig(
         str(toy_base), str(sglang_python()), dtype=DTYPE, max_model_len=256, max_num_seqs=16, api_key_file=key
     )
@@ -67,7 +67,7 @@ def pair(tmp_path_factory, toy_base):
 
 @pytest.fixture
 def engine_of(pair):
-    """Builds engines that bring the key and have published version 0, and closes them."""
+    """Yields a function that builds engines with the key and version 0 published, and closes them afterwards."""
     engines = []
 
     def build(*urls, **options):
@@ -81,7 +81,7 @@ def engine_of(pair):
 
 
 def worst_gap(policy, params, responses) -> float:
-    """Largest |reported - scored| (nats)."""
+    """Returns the largest |reported - scored| (nats)."""
     scored = policy.scorer()(params, [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses])
     return max(float(np.abs(s[-r.length :] - r.logprobs).max()) for r, s in zip(responses, scored, strict=True))
 
@@ -111,7 +111,10 @@ def test_every_route_but_health_wants_the_key(pair, engine_of, tmp_path, monkeyp
 
 
 def test_both_servers_pull_what_changed_over_http(pair, engine_of):
-    """A version in which one tensor moved is a delta of that tensor; both servers prove that they hold it."""
+    """A version in which one tensor changed is a delta of this tensor.
+
+    Both servers prove that they hold it.
+    """
     engine = engine_of(*pair.urls, publish=PublishConfig(store="http", anchor_every=3))
     whole = engine_of.first
     assert whole["publish/pulled_bytes"] == whole["publish/bytes"] > 0

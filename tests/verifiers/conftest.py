@@ -1,4 +1,4 @@
-"""What the tests of environments of verifiers share: the package's Python, and a source over the embedded engine."""
+"""Fixtures for environments of verifiers: the package's Python, and two engines with the toy base."""
 
 import os
 import shutil
@@ -30,7 +30,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def verifiers_python():
-    """Skips the tests without the package, and lets its process find the environments of the tests."""
+    """Returns a Python with the package, or skips the tests.
+
+    Its process finds the environments of the tests.
+    """
     python = os.environ.get(PYTHON) or sys.executable
     if subprocess.run([python, "-c", "import verifiers.v1"], capture_output=True).returncode:
         pytest.skip(f"{python} has no verifiers: run tools/test_verifiers.sh")
@@ -41,13 +44,13 @@ def verifiers_python():
 
 @pytest.fixture(scope="session")
 def toy_engine():
-    """The embedded engine with the toy base in float32."""
+    """Returns the embedded engine with the toy base in float32."""
     return load_jax_engine(TOY, "float32", 64)
 
 
 @pytest.fixture(scope="session")
 def vllm_engine(tmp_path_factory):
-    """A real vLLM server with the toy base in float32, which has published it as version 0."""
+    """Yields an engine with a real vLLM server that serves the toy base in float32, published as version 0."""
     if os.environ.get("RLJAX_SKIP_VLLM") == "1":
         pytest.skip("RLJAX_SKIP_VLLM=1")
     try:
@@ -75,7 +78,10 @@ def vllm_engine(tmp_path_factory):
 
 @pytest.fixture
 def forgetful_model(tmp_path):
-    """The toy base with a chat template that shows the last message alone, so that no turn extends the one before."""
+    """Returns the toy base with a chat template that shows only the last message.
+
+    No turn then extends the turn before it.
+    """
     shutil.copytree(TOY, tmp_path / "forgetful")
     (tmp_path / "forgetful/chat_template.jinja").write_text("{{ messages[-1].content }}")
     return tmp_path / "forgetful"

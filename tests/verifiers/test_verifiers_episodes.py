@@ -1,4 +1,7 @@
-"""Environments of verifiers over the embedded engine: tokens and numbers as the engine answered, failures counted."""
+"""Environments of verifiers run on the embedded engine.
+
+Tokens and numbers must be as the engine answered, and failures must be counted.
+"""
 
 import dataclasses
 import math
@@ -24,7 +27,7 @@ EOS = 14
 
 
 class KeepingEngine(RolloutEngine):
-    """An engine that keeps what it answered: the tokens before each turn, and the turn."""
+    """An engine that keeps its answers: the tokens before each turn, and the turn."""
 
     def __init__(self, engine):
         self.engine, self.kept = engine, {}
@@ -41,7 +44,7 @@ class KeepingEngine(RolloutEngine):
 
 
 def run(tmp_path, engine, settings, *, n=2, room=60, model=TOY, sampling=None, **limits):
-    """All trajectories of two tasks by place, the row of counts, and the turns that the engine answered by key."""
+    """Runs two tasks; returns all trajectories by place, the row of counts, and the engine's answers by key."""
     file = tmp_path / "environment.yaml"
     file.write_text(yaml.safe_dump(settings))
     episode = EpisodeConfig(**{"tool_timeout_s": 60.0, "call_timeout_s": 120.0} | limits)
@@ -62,7 +65,7 @@ def run(tmp_path, engine, settings, *, n=2, room=60, model=TOY, sampling=None, *
 
 
 def check_row(row, turns):
-    """The row has the turns with these numbers as the engine answered them, and zeros between them."""
+    """Checks that the row has these turns exactly as the engine answered them, and zeros between them."""
     for number, answer in turns.items():
         here = row.turns == number
         assert row.token_ids[here].tolist() == answer.token_ids.tolist()
@@ -78,7 +81,7 @@ def check_row(row, turns):
 
 
 def check_scores(row):
-    """The trainer's own forward gives the row's log-probabilities at the sampled tokens."""
+    """Checks that the trainer's own forward gives the row's log-probabilities at the sampled tokens."""
     policy = read_config(TOY)
     score = make_scorer(policy, "float32")
     (own,) = score(load_params(TOY, policy), [np.concatenate([row.prompt, row.token_ids])])
@@ -124,7 +127,7 @@ def test_a_tool_that_adds(tmp_path, request, name):
             expected += f"{int(digits[0]) + int(digits[-1])}="
         assert tokenizer.decode(row.token_ids[row.turns == 0]) == expected
         replies += len(answers) - 1
-        assert one.reward >= len(answers) - 1  # The reply to the last turn of a full trajectory is not read.
+        assert one.reward >= len(answers) - 1  # the reply to the last turn of a full trajectory is not read
         check_scores(row)
     assert counts["turns/tool_calls"] >= replies > 0
     assert counts["turns/tool_errors"] == counts["turns/tool_timeouts"] == counts["reward/errors"] == 0
@@ -175,9 +178,9 @@ def test_turns_that_do_not_extend_the_last(tmp_path, toy_engine, forgetful_model
 
 
 def test_a_trajectory_without_room(tmp_path, toy_engine):
-    """The prompt has 4 tokens; a turn samples 3 and the user writes 2, so that the second turn is cut at 8 tokens."""
+    """The prompt has 4 tokens, a turn samples 3 and the user writes 2, so the second turn is cut at 8 tokens."""
     settings = {"taskset": {"id": "turns_env"}, "turns": 4}
-    params = SamplingParams(8, 1.0, (), reported=2)  # nothing ends a turn but its limit
+    params = SamplingParams(8, 1.0, (), reported=2)  # only the limit ends a turn
     scored, counts, _ = run(tmp_path, toy_engine, settings, n=1, sampling=params, max_turn_tokens=3)
     assert counts["turns/limited"] == 2
     assert counts["reward/errors"] == 0

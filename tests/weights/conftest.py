@@ -1,4 +1,4 @@
-"""A training whose versions are deltas, and a machine's mirror of them."""
+"""Fixtures: a training whose versions are deltas, and a machine's mirror of the versions."""
 
 import pytest
 from weight_training import Training

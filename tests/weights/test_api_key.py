@@ -1,4 +1,4 @@
-"""Who may reach a server: its address, the key on every route, and that the key is shown nowhere."""
+"""Access to a server is restricted: its address, a key on every route, and a key that is shown nowhere."""
 
 import asyncio
 import itertools
@@ -44,7 +44,7 @@ def fake():
 
 
 def status_of(path="/update_weights", kind="http", headers=()):
-    """What the middleware sends; the application behind it answers 200 to everything."""
+    """Returns what the middleware sends, in front of an application that answers 200 to everything."""
     sent = []
 
     async def application(scope, receive, send):
@@ -157,7 +157,7 @@ def test_without_the_key_one_line_says_what_to_set(fake, tmp_path, caplog):
         assert "\n" not in str(ended.value)
     with pytest.raises((ServerRefusedError, ValueError), match="401"):
         connect([fake.url])
-    assert "httpcore" in caplog.text  # its debug lines name each step of a request
+    assert "httpcore" in caplog.text  # httpcore's debug lines name each step of a request
     assert not any(key in caplog.text + str(ended.value) for key in (KEY, other.read_text()))
 
 
@@ -166,7 +166,7 @@ def test_neither_command_line_nor_environment_holds_the_key(key_file, monkeypatc
     config = ServerConfig("m", api_key_file=key_file)
     words = config.command(7, gpu=False)
     middleware = [after for word, after in itertools.pairwise(words) if word == "--middleware"]
-    assert middleware[-1] == "rljax.weights.access.RequireKey"  # vLLM puts the last one around all others
+    assert middleware[-1] == "rljax.weights.access.RequireKey"  # vLLM puts the last one outside all others
     settings = config.environment(gpu=False)
     assert settings[KEY_FILE] == str(key_file)
     assert KEY not in " ".join([*words, *settings.values(), repr(config)])
@@ -216,7 +216,10 @@ def test_the_program_says_it_in_one_line(caplog):
 
 
 def test_health_is_asked_past_any_proxy(fake, monkeypatch):
-    """The proxy that the environment names refuses every connection, as one that cannot reach loopback does."""
+    """The environment names a proxy that refuses every connection.
+
+    A proxy that cannot reach loopback would do the same.
+    """
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
         monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")

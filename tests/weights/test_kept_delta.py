@@ -1,4 +1,4 @@
-"""The delta that a mirror took last: what it says changed is what changed, and it is kept only when it is of use."""
+"""The last delta of a mirror must say exactly what changed, and is kept only if it is useful."""
 
 import contextlib
 
@@ -30,7 +30,7 @@ def test_its_patches_make_the_new_version_of_the_old_one(tmp_path, mirror, dtype
     with contextlib.closing(training.files):
         training.step()
         training.pull(mirror, keep_delta=True)
-        assert found(mirror) is None  # it was dense
+        assert found(mirror) is None  # the version was dense
         before, old = {name: bits_of(array).copy() for name, array in training.tensors.items()}, mirror.version.digest
         training.step(0.05)
         training.pull(mirror, keep_delta=True)
@@ -62,7 +62,7 @@ def test_it_is_kept_when_asked_for_and_when_one_delta_does_it(training, mirror):
     assert found(mirror).version.tag == mirror.version.tag
     training.step(2 * deltas.MOST_KEPT)
     training.pull(mirror, keep_delta=True)
-    assert found(mirror) is None  # too large
+    assert found(mirror) is None  # the delta is too large
 
 
 def test_it_is_gone_when_the_mirror_changes(training, mirror):
@@ -93,6 +93,6 @@ def test_without_room_for_it_the_version_is_there_all_the_same(training, mirror,
 
 
 def written_version(training):
-    """The last one."""
+    """Returns the last version that was written."""
     path = training.versions[-1].path
     return parse_version((path / VERSION_FILE).read_bytes(), path.name)

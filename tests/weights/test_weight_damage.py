@@ -1,4 +1,4 @@
-"""Damage to mirrors, to files and to versions: nothing that is damaged gets past a pull."""
+"""No damage to a mirror, a file or a version may get through a pull."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ def damage_a_bit(mirror):
 
 
 def damage_a_bit_and_its_record(mirror):
-    """A damage that the mirror's own checksums cannot show: the trainer's must."""
+    """Makes a damage that only the trainer's checksums can show, not the mirror's own."""
     version = mirror.version
     file, record = next(iter(version.files.items()))
     flip(mirror.root / file)
@@ -41,7 +41,7 @@ def lose_a_file(mirror):
 
 
 def break_off(mirror):
-    """As though killed while a delta was applied."""
+    """Leaves the mirror as if it was killed while it applied a delta."""
     (mirror.root / "version.json").unlink()
 
 
@@ -62,7 +62,7 @@ def test_a_damaged_mirror_is_made_anew(training, mirror, damage):
 
 
 def test_damage_unknown_to_the_mirror_is_in_what_servers_load(training, mirror):
-    """The workers' checksums are of what they hold, so that they differ from the trainer's."""
+    """The workers compute checksums of what they hold, so these differ from the trainer's."""
     training.step()
     training.pull(mirror)
     damage_a_bit_and_its_record(mirror)
@@ -74,7 +74,7 @@ def test_damage_unknown_to_the_mirror_is_in_what_servers_load(training, mirror):
 
 
 def test_a_delta_against_another_base_is_refused(training, mirror):
-    """Of a mirror whose record says that it holds what it does not."""
+    """The record of the mirror says falsely which version the mirror holds."""
     training.step()
     training.pull(mirror)
     first = mirror.version
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_not_taken(training, mirror, what):
 
 
 def test_a_tensor_that_is_not_what_the_trainer_says_is_named(tmp_path, mirror):
-    """As when the files are sound, and were made of other weights."""
+    """The files are sound, but were made of other weights than the checksums."""
     tensors = {"a": np.ones((4, 4), np.float32), "b": np.ones(3, np.float32)}
     sums = {"a": array_checksum(tensors["a"]), "b": array_checksum(np.zeros(3, np.float32))}
     with contextlib.closing(WeightDirectory(tmp_path)) as files:
@@ -166,7 +166,7 @@ def test_no_room_leaves_the_version_before(training, mirror, monkeypatch):
 
 
 def test_a_write_that_breaks_off_is_not_the_base_of_the_next(training, mirror):
-    """The tensors were taken, yet no version has them."""
+    """The writer took the tensors, but no version has them."""
     training.step()
     training.pull(mirror)
 

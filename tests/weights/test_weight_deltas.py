@@ -1,4 +1,4 @@
-"""What changed between two versions of a tensor: there and back, bit for bit, and what cannot be one."""
+"""The changes between two versions of a tensor are encoded and decoded bit for bit; invalid deltas are refused."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_a_delta_gives_the_new_bits_and_applied_twice_too(data, dtype, size):
 
 @pytest.mark.parametrize(("gap", "kind"), [(255, "uint8"), (256, "uint16"), (65_535, "uint16"), (65_536, "uint32")])
 def test_gaps_are_in_the_narrowest_integers(gap, kind):
-    """Elements 0 and gap + 1 change: no element lies before the first, ``gap`` lie before the second."""
+    """Elements 0 and gap + 1 change: no element is before the first, and ``gap`` elements are before the second."""
     old = np.zeros(max(gap + 2, 8), np.uint16)
     new = old.copy()
     new[[0, gap + 1]] = 7
@@ -36,7 +36,7 @@ def test_gaps_are_in_the_narrowest_integers(gap, kind):
 
 
 def test_the_layout_by_hand():
-    """Values 0x1234 and 0x5678: the low bytes first, then the high ones."""
+    """For the values 0x1234 and 0x5678, the low bytes come first, then the high bytes."""
     new = np.array([0, 0x1234, 0, 0, 0x5678, 0, 0, 0], np.uint16)
     delta = encode(np.zeros(8, np.uint16), new)
     unpacked = [zstandard.ZstdDecompressor().decompress(content) for content in (delta.gaps, delta.values)]

@@ -1,4 +1,4 @@
-"""Parts of a version that several processes keep and serve each by itself, pulled from all of them."""
+"""Several processes keep and serve parts of a version separately, and a mirror pulls the parts from all of them."""
 
 import contextlib
 import json
@@ -29,11 +29,11 @@ from rljax.weights.source import SourceError, open_source
 from rljax.weights.store import open_weight_directory
 from rljax.weights.writer import PartWriter, WrittenFiles, merge_summaries, merge_written
 
-HERE = "127.0.0.1:1"  # as a coordinator of this machine
+HERE = "127.0.0.1:1"  # a coordinator on this machine
 
 
 class InTurn:
-    """Writer of the parts of several processes, each asked in turn; all are of this one."""
+    """A writer of the parts of several processes in this process; it asks each process in turn."""
 
     def __init__(self, parts):
         self.parts = parts
@@ -57,14 +57,14 @@ class InTurn:
 
 
 def own_parts(store, parent, index, *, host="127.0.0.1", port=0, coordinator=HERE):
-    """The parts of one process of several, each of which yields what it is given."""
+    """Returns the parts of one process of several; each process yields what it is given."""
     publish = PublishConfig(store=store, host=host, port=port)
     options = {"api_key_file": find_key_file(None), "index": index, "coordinator": coordinator}
     return make_part_writer(lambda own: own, publish, parent, **options)
 
 
 class Pod:
-    """So many processes of a run, each with a directory of its own."""
+    """A group of ``count`` processes of a run, each with its own directory."""
 
     def __init__(self, root, count, store="http", anchor_every=4):
         self.parts = [own_parts(store, root / f"process_{index}", index) for index in range(count)]
@@ -136,7 +136,7 @@ def test_a_late_joiner_and_the_example_reader_take_the_chain(pods, mirror, monke
 
 
 def test_files_come_from_all_places_at_the_same_time(pods, mirror, monkeypatch):
-    """A pull whose files of one place wait for one of another goes through."""
+    """A pull must succeed although the files of one place wait for those of another."""
     pod = pods(4)
     version = pod.training.step()
     source, meeting = open_source(version.source), threading.Barrier(4)
@@ -153,7 +153,7 @@ def test_files_come_from_all_places_at_the_same_time(pods, mirror, monkeypatch):
 
 
 def test_a_place_that_is_gone_for_a_while_is_waited_for(pods, mirror, monkeypatch):
-    """What has come of it, and of the others, is not asked for again."""
+    """The files that came, from this place or the others, must not be requested again."""
     monkeypatch.setattr(sources, "RANGE_BYTES", 1000)
     pod = pods(2)
     proxy = CuttingProxy(pod.parts[1].outlet.source, cut_after=1500)
@@ -224,7 +224,7 @@ def test_a_server_killed_in_mid_pull_is_back_at_its_address(pods, mirror, monkey
     monkeypatch.setattr(sources, "RANGE_BYTES", 1000)
     pod = pods(2)
     served = pod.parts[1].outlet
-    proxy = CuttingProxy(served.source)  # counts
+    proxy = CuttingProxy(served.source)  # it counts the bytes
     served.source, url = proxy.url, served.source
     version = pod.training.step()
     served.source, failures = url, []
@@ -289,7 +289,10 @@ def test_each_process_uploads_and_process_0_comes_last(pods, mirror, tmp_path):
 
 
 def test_files_of_other_processes_are_waited_for(tmp_path, monkeypatch):
-    """As on a shared file system that shows them late; one that is not shared is named."""
+    """A shared file system may show files late.
+
+    A directory that is not shared is named in the error.
+    """
     parts = PartWriter(lambda own: own)
     written = WrittenFiles((), {"0.safetensors": FileRecord(4, ""), "1.safetensors": FileRecord(8, "")})
     (tmp_path / "0.safetensors").write_bytes(b"1234")
@@ -308,7 +311,7 @@ def test_files_of_other_processes_are_waited_for(tmp_path, monkeypatch):
 
 
 def interface():
-    """An address of this machine that is not loopback, if it has one with a way out."""
+    """Returns an address of this machine that is not loopback and has a route; otherwise the test is skipped."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.255.255.254", 9))

@@ -1,4 +1,4 @@
-"""Weights over HTTP: what is served and to whom, links that break, and a server that goes away."""
+"""Weights over HTTP: the server's files and access, links that break, and a server that ends."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ KEY = "a-key-of-more-than-sixteen-letters"
 
 @pytest.fixture
 def served(tmp_path):
-    """Makes servers of ``tmp_path / "root"``."""
+    """Yields a function that starts servers of ``tmp_path / "root"``."""
     made = []
     (tmp_path / "root").mkdir()
 
@@ -48,7 +48,7 @@ def key_file(tmp_path):
 
 @pytest.fixture
 def content(tmp_path, served):
-    """A file of 3 MB in a version's directory."""
+    """Returns the content of a file of 3 MB in a version's directory."""
     content = np.random.default_rng(0).bytes(3_000_000)
     (tmp_path / "root/v00000001-1").mkdir(parents=True)
     (tmp_path / "root/v00000001-1/0-dense.safetensors").write_bytes(content)
@@ -100,7 +100,7 @@ def test_an_address_that_others_reach_needs_a_key(tmp_path):
 
 
 def test_a_link_that_breaks_goes_on_where_it_was(tmp_path, served, content, monkeypatch):
-    """Each connection is cut after 100 kB; what came is not asked for again."""
+    """Each connection is cut after 100 kB; what came must not be requested again."""
     monkeypatch.setattr("rljax.weights.source.RANGE_BYTES", 1_000_000)
     proxy = CuttingProxy(served().source, cut_after=100_000)
     with contextlib.closing(proxy):
@@ -170,7 +170,7 @@ def test_a_shown_trainer_leaves_no_connection_in_the_worker(tmp_path):
 
 
 def test_the_server_ends_with_the_run(tmp_path):
-    """Whatever ends it: the pipe of its standard input is closed."""
+    """However the run ends, the pipe of the server's standard input is closed."""
     files = HttpOutlet(tmp_path, host="127.0.0.1", port=0, api_key_file=None)
     assert httpx.get(f"{files.source}/health").status_code == 200
     files.process.stdin.close()

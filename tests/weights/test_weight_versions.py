@@ -1,4 +1,4 @@
-"""Versions as they are written, and as machines pull them: which way is taken."""
+"""Versions are written, and machines pull them by the shortest way."""
 
 import contextlib
 import json
@@ -89,11 +89,11 @@ def test_versions_before_the_newest_anchor_are_removed(training, mirror):
 @pytest.mark.parametrize(
     ("seen", "last", "dense", "deltas"),
     [
-        (None, 2, True, 2),  # joins late: the first version and the deltas since
-        (None, 5, True, 1),  # the newest anchor
-        (1, 3, False, 2),  # missed one
-        (1, 6, False, 5),  # missed an anchor; what it holds is still in the chain
-        (6, 6, False, 0),  # has it
+        (None, 2, True, 2),  # it joins late, and takes the first version and the deltas since
+        (None, 5, True, 1),  # it takes the newest anchor
+        (1, 3, False, 2),  # it missed one version
+        (1, 6, False, 5),  # it missed an anchor, but the version that it holds is still in the chain
+        (6, 6, False, 0),  # it has this version
     ],
 )
 def test_who_is_behind_gets_the_chain_or_an_anchor(training, mirror, seen, last, dense, deltas):
@@ -128,7 +128,7 @@ def test_many_large_deltas_are_not_taken_instead_of_an_anchor(training, mirror):
 
 
 def test_no_pull_takes_a_mirror_back_to_an_older_version(training, mirror):
-    """A server that is recovered during a publish pulls the older version, into a mirror that others load from."""
+    """A server that recovers during a publish pulls the older version into a mirror from which others load."""
     older = training.step()
     newer = training.step()
     training.pull(mirror, newer)
@@ -231,7 +231,7 @@ def test_an_object_store_loses_the_versions_with_the_run(tmp_path, mirror):
         assert open_source(training.files.source).read(path.name).decode() == text
         for number in range(4):
             version = training.step()
-            shutil.rmtree(version.path)  # the store alone has it
+            shutil.rmtree(version.path)  # only the store has it
             done = training.pull(mirror)
             assert (done.dense, done.deltas) == (number == 0, int(number > 0))
             assert_holds(mirror, training)

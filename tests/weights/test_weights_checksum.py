@@ -1,4 +1,4 @@
-"""One checksum on both sides: worked by hand, equal in numpy, jax and torch, and added up over shards."""
+"""One checksum serves both sides: it is computed by hand, is equal in numpy, jax and torch, and adds up over shards."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ UNTIED = PolicyConfig(32, 8, 16, 2, 2, 1, 4, tie_word_embeddings=False)
 
 
 def by_hand(bits: int) -> tuple[int, int]:
-    """``mixed`` of one pattern in Python's integers."""
+    """Computes ``mixed`` of one pattern with Python's integers."""
     values = []
     for multiplier, another in ((0x7FEB352D, 0x846CA68B), (0x2C1B3C6D, 0x297A2D39)):
         bits = (bits ^ bits >> 16) * multiplier % 2**32
@@ -43,13 +43,13 @@ def normal(shape, dtype, seed=0):
 
 
 def weight_by_hand(place: int) -> int:
-    """``place_weights`` of one place in Python's integers."""
+    """Computes ``place_weights`` of one place with Python's integers."""
     product = place * 0x9E3779B1 % 2**32
     return product ^ product >> 15 | 1
 
 
 def test_a_checksum_worked_by_hand():
-    """1.0 in bfloat16 is 0x3F80 and -2.0 is 0xC000; zeros add nothing but to the count."""
+    """1.0 in bfloat16 is 0x3F80 and -2.0 is 0xC000; zeros change only the count."""
     one, two = by_hand(0x3F80), by_hand(0xC000)
     assert one == (0xD28070AB, 0x59E84BDF)
     array = np.array([1.0, -2.0, 0.0, 1.0], ml_dtypes.bfloat16)
@@ -72,7 +72,10 @@ def test_the_third_sum_alone_sees_changed_places(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(300, 40), (3, 300_000), (600, 1_000), (600_000,), (6, 5, 4)])
 def test_the_checksums_of_regions_add_up_to_the_tensors(dtype, shape):
-    """Of halves of the rows and thirds of the columns, of more and of fewer elements than are summed at a time."""
+    """The regions are halves of the rows and thirds of the columns.
+
+    They have more and fewer elements than are summed at a time.
+    """
     array = normal(shape, dtype)
     whole = Region.whole(shape)
     bits, total = array.view(f"u{array.dtype.itemsize}").reshape(whole.rows, whole.width), np.zeros(3, np.int64)
@@ -123,7 +126,7 @@ def test_the_trainers_are_those_of_the_tensors_that_are_written(dtype, config):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_one_value_that_is_not_finite_is_found_wherever_it_is(value):
-    """In a tensor of more elements than ``changed_fraction`` looks at."""
+    """The tensor has more elements than ``changed_fraction`` looks at."""
     config = PolicyConfig(32, 256, 1024, 2, 2, 1, 4, tie_word_embeddings=True)
     params = init_params(config, 0)
     params["layers"]["mlp"]["up"] = params["layers"]["mlp"]["up"].at[1, 3, 1].set(value)
@@ -160,7 +163,7 @@ def test_torch_jax_and_numpy_agree(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_tensor_kept_wider_has_the_published_checksum(dtype):
-    """And a value that is none of the published dtype has another one, as have two that changed places."""
+    """A value outside the published dtype must have another checksum, and so must two exchanged values."""
     torch = pytest.importorskip("torch")
     from rljax.weights.sums import as_published, tensor_checksum
 
@@ -186,7 +189,7 @@ EXPECTED = {name: array_checksum(array) for name, array in WHOLE.items()}
 
 
 def workers(count, heads=4):
-    """What each of ``count`` workers holds: norms whole, queries in parts, ``heads`` key heads in parts or copied."""
+    """Returns what each of ``count`` workers holds: norms whole, queries in parts, key heads in parts or copied."""
     held = []
     for rank in range(count):
         keys = WHOLE["k_proj"].reshape(heads, -1)
@@ -206,7 +209,7 @@ def test_parts_and_copies_add_up(count, heads):
 
 
 def test_a_copy_that_differs_is_seen_on_its_own():
-    """Two copies whose errors cancel in the sum."""
+    """The errors of the two copies cancel in their sum."""
     held = workers(2)
     for worker, error in zip(held, (1, -1), strict=True):
         worker["norm"] = dataclasses.replace(EXPECTED["norm"], first=EXPECTED["norm"].first + error)

@@ -1,4 +1,4 @@
-"""Versions of the weights in a real S3 server on this machine (tools/test_store.sh), pulled by the program."""
+"""Versions of the weights are in a real S3 server on this machine (tools/test_store.sh), and the program pulls them."""
 
 import contextlib
 import json
@@ -32,7 +32,10 @@ def bucket():
 
 
 def pulled(training, root):
-    """Status of the program that pulls the newest version, and what it did or said; the bucket alone has it."""
+    """Pulls the newest version, which only the bucket has, with the program.
+
+    It returns the exit status and the result or the error.
+    """
     version = training.versions[-1]
     shutil.rmtree(version.path, ignore_errors=True)
     words = [sys.executable, "-m", "rljax.weights.pull", version.source, version.path.name, str(root)]
@@ -41,7 +44,7 @@ def pulled(training, root):
 
 
 def damage(training, version, pattern, change):
-    """Puts what ``change`` makes of one file of a version back into the bucket; the file's name there."""
+    """Replaces a file of a version in the bucket by ``change`` of its content; returns the file's name there."""
     store = bucket()
     (name,) = store.glob(f"{training.files.source}/{version.path.name}/{pattern}")
     store.pipe_file(name, change(store.cat_file(name)))
@@ -49,7 +52,7 @@ def damage(training, version, pattern, change):
 
 
 def flipped(content):
-    """With one bit in the middle of its last quarter another, where the tensors are."""
+    """Returns the content with one bit changed in the last quarter, where the tensors are."""
     changed = bytearray(content)
     changed[len(changed) * 7 // 8] ^= 1
     return bytes(changed)
@@ -90,7 +93,7 @@ def test_a_damaged_object_is_refused_until_a_dense_version(training, tmp_path, c
     assert mirror.version is None or mirror.version.tag == training.versions[0].tag
 
     training.step()
-    training.step()  # an anchor
+    training.step()  # this one is an anchor
     status, done = pulled(training, mirror.root)
     assert status == 0, done
     assert (done["dense"], done["deltas"]) == (True, 0)

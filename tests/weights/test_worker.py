@@ -1,4 +1,4 @@
-"""The weights that a server's worker may load, and the pulls that it starts."""
+"""Checks of the weights that a server's worker may load, and of the pulls that it starts."""
 
 import contextlib
 import time
@@ -41,7 +41,7 @@ def ended(pulling, name):
 
 
 def test_what_a_pull_did_is_said_until_the_next_one(files, pulling):
-    """A worker that is done is asked again while another of its server is not."""
+    """A finished worker is asked again while another worker of its server is not finished."""
     names = []
     for number in range(2):
         tensor = TENSOR + number
@@ -100,7 +100,10 @@ def test_a_trainer_of_another_protocol_is_refused(tmp_path, protocol):
 
 
 def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
-    """Each tensor is whole and under its own name, in the order of the trainer; another tag or directory is refused."""
+    """Each tensor is whole, under its own name and in the trainer's order.
+
+    Another tag or directory is refused.
+    """
     tensors = {"b": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float32)}
     sums = {name: array_checksum(array) for name, array in tensors.items()}
     with contextlib.closing(open_weight_directory(PublishConfig(), tmp_path)) as files:

@@ -1,4 +1,4 @@
-"""The memory that a writer of deltas takes: one version of the weights, and a few tensors of the next one."""
+"""A writer of deltas needs memory for one version of the weights and a few tensors of the next one."""
 
 import tracemalloc
 
@@ -10,7 +10,7 @@ COUNT, SIZE = 128, 2**15
 
 
 def version(step):
-    """Yields tensors of which one element in 64 changes with each step; no one else keeps them."""
+    """Yields tensors of which one element in 64 changes with each step; nothing else keeps them."""
     for number in range(COUNT):
         tensor = np.full(SIZE, number, np.float32)
         tensor[::64] += step

@@ -2,8 +2,8 @@
 
 python tests/launch/schemas/cut_crd.py CRD.yaml OUTPUT.json
 
-What is left out: descriptions, the status, and the templates of Jobs and pods, which kubernetes-validate checks.
-Objects whose properties are known refuse others, as the API server does for ``kubectl apply``.
+The schemas omit descriptions, the status, and the templates of Jobs and pods, which kubernetes-validate checks. Objects
+with known properties refuse other properties, as the API server does for ``kubectl apply``.
 """
 
 import json
@@ -18,7 +18,7 @@ KEPT = ("type", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength
 
 
 def cut(schema: dict[str, Any], name: str = "") -> dict[str, Any]:
-    """The JSON schema of an OpenAPI schema of a CRD; ``name`` is the property's that it describes."""
+    """Returns the JSON schema for an OpenAPI schema of a CRD; ``name`` is the property that it describes."""
     if name in TEMPLATES or name == "metadata":
         return {"type": "object"}
     if schema.get("x-kubernetes-int-or-string"):

@@ -46,7 +46,7 @@ class AdderTaskset(vf.Taskset[AdderTask, AdderTasksetConfig]):
 
 
 def calls(text):
-    """The call of the tool in a text of two digits or more: the first and the last of them."""
+    """Returns the call of the tool in a text of two digits or more: it adds the first and the last digit."""
     digits = [character for character in text if character.isdigit()]
     return [("add", {"a": int(digits[0]), "b": int(digits[-1])})] if len(digits) > 1 else []
 

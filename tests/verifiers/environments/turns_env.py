@@ -1,4 +1,4 @@
-"""A taskset and an environment of verifiers: three turns, between which a user says "9+"."""
+"""A taskset and an environment of verifiers with several turns, between which a user says "9+"."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 class TurnsTaskConfig(vf.TaskConfig):
     rewards_fail: bool = False
     seconds: float = 0.0
-    """How long scoring takes."""
+    """The seconds that scoring takes."""
 
 
 class TurnsTask(vf.Task[vf.TaskData, vf.State, TurnsTaskConfig]):
@@ -35,7 +35,7 @@ class TurnsEnvConfig(vf.EnvConfig):
     other: vf.AgentConfig = vf.AgentConfig()
     turns: int = 3
     both: bool = False
-    """Whether a second agent plays, too, so that no single one is trained."""
+    """Whether a second agent plays, too, so that there is no single trained agent."""
 
 
 class TurnsEnv(vf.Env[TurnsEnvConfig]):
