@@ -1,4 +1,4 @@
-"""Advantages against numbers worked by hand and against verl's and TRL's formulas."""
+"""Advantages are compared with numbers worked by hand and with verl's and TRL's formulas."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,8 @@ def advantages(rewards, estimator="rloo", lengths=None, **fields):
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        ("rloo", [[2 / 3, -2 / 3, 2 / 3, -2 / 3], [0, 0, 0, 0]]),  # a winner sees 1/3 in the others, a loser 2/3
+        # The others' mean is 1/3 for a winner and 2/3 for a loser.
+        ("rloo", [[2 / 3, -2 / 3, 2 / 3, -2 / 3], [0, 0, 0, 0]]),
         ("grpo", [[0.8660239, -0.8660239, 0.8660239, -0.8660239], [0, 0, 0, 0]]),  # 0.5 / (sqrt(1/3) + 1e-6)
         ("grpo_no_std", [[0.5, -0.5, 0.5, -0.5], [0, 0, 0, 0]]),
         ("reinforce", [[0.25, -0.75, 0.25, -0.75], [0.25, 0.25, 0.25, 0.25]]),  # the batch's mean is 3/4
@@ -47,10 +48,13 @@ def test_rloo_is_reward_minus_the_mean_of_the_others():
 
 
 def test_as_verl_and_trl_do():
-    """verl core_algos: compute_{rloo,grpo}_outcome_advantage; TRL GRPOTrainer: scale_rewards group (1e-4) and none."""
+    """The formulas are verl's compute_{rloo,grpo}_outcome_advantage and TRL's scale_rewards.
+
+    TRL's GRPOTrainer has scale_rewards "group" (1e-4) and "none".
+    """
     g = REWARDS.shape[1]
     for row, rewards in enumerate(REWARDS):
-        mean, std = np.mean(rewards), np.std(rewards, ddof=1)  # torch.std and TRL's nanstd are the sample's
+        mean, std = np.mean(rewards), np.std(rewards, ddof=1)  # torch.std and TRL's nanstd divide by n - 1
         verl_rloo = rewards * g / (g - 1) - mean * g / (g - 1)
         np.testing.assert_allclose(advantages(REWARDS)[row], verl_rloo, rtol=2e-6)
         np.testing.assert_allclose(advantages(REWARDS, "grpo")[row], (rewards - mean) / (std + 1e-6), rtol=2e-7)
@@ -60,13 +64,16 @@ def test_as_verl_and_trl_do():
 
 @pytest.mark.parametrize("estimator", ["rloo", "grpo", "grpo_no_std"])
 def test_equal_rewards_give_exactly_nothing(estimator):
-    """The mean of three times 0.1 does not round to 0.1; dividing that by a standard deviation must not show."""
+    """The mean of three times 0.1 does not round to 0.1.
+
+    This error must not show after the division by a standard deviation.
+    """
     assert np.mean(np.full((1, 3), 0.1)) != 0.1
     assert not advantages(np.full((1, 3), 0.1), estimator).any()
 
 
 def test_overlong_by_hand():
-    """Limit 100, buffer 20: nothing up to 80 tokens, half at 90, all at 100."""
+    """With limit 100 and buffer 20 there is no penalty up to 80 tokens, half at 90, and all at 100."""
     lengths = np.array([[80, 81, 90, 100, 1]])
     np.testing.assert_allclose(overlong_penalty(lengths, 100, 20, 2.0), [[0, -0.1, -1.0, -2.0, 0]], atol=1e-12)
     result = advantages([[1, 1, 1, 1, 1]], "grpo_no_std", lengths, overlong_buffer_tokens=20, overlong_factor=2.0)
@@ -75,7 +82,7 @@ def test_overlong_by_hand():
 
 
 def test_overlong_is_as_in_verl():
-    """verl DAPORewardManager: min(-exceed / buffer * factor, 0); lengths never pass the limit there."""
+    """verl's DAPORewardManager uses min(-exceed / buffer * factor, 0); lengths never exceed the limit there."""
     lengths = RNG.integers(1, 101, (6, 8))
     for length, penalty in zip(lengths.ravel(), overlong_penalty(lengths, 100, 30, 0.5).ravel(), strict=True):
         exceed = length - (100 - 30)
@@ -100,7 +107,7 @@ def test_failed_responses_are_left_out_of_their_group():
     np.testing.assert_allclose(no_std[0], [third, 0, -third / 2, -third / 2], rtol=1e-6)
     assert groups_with_loss(no_std).tolist() == [True, True, False, True]
     assert groups_with_signal(rewards).tolist() == [True, True, False, True]
-    # reinforce: the mean of the ten known rewards is 0.4.
+    # For reinforce, the mean of the ten known rewards is 0.4.
     np.testing.assert_allclose(advantages(rewards, "reinforce")[0], [0.6, 0, -0.4, -0.4], rtol=1e-6)
 
 

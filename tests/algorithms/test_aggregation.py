@@ -1,4 +1,4 @@
-"""Weights of tokens in the loss against numbers worked by hand."""
+"""Weights of tokens in the loss are compared with numbers worked by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,8 @@ import pytest
 
 from rljax.algorithms.aggregation import aggregation_weights, mean_over_sequence
 
-# Two rows: sequences 4 (three tokens, a hole), 0 (one token); sequence 2 (two tokens), 1 (none in the mask).
+# The first row has sequences 4 (three tokens and a hole) and 0 (one token). The second row has sequences 2 (two tokens)
+# and 1 (no token in the mask).
 IDS = np.array([[4, 4, 4, 4, 0, 0], [2, 2, 1, 1, 0, 0]], np.int32)
 MASK = np.array([[1, 0, 1, 1, 1, 0], [1, 1, 0, 0, 0, 0]], bool)
 

@@ -1,4 +1,4 @@
-"""However a batch is cut into micro-batches and packed into rows, its gradient and its corrections are the same."""
+"""The gradient and the corrections of a batch must not depend on its micro-batches and on the packing into rows."""
 
 import functools
 
@@ -43,7 +43,7 @@ COMBINATIONS = {
 
 @st.composite
 def layouts(draw):
-    """A batch of padded sequences, some of them empty, and two ways to lay it out in rows and micro-batches."""
+    """Draws a batch of padded sequences, some of them empty, and two layouts in rows and micro-batches."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     lengths = draw(st.lists(st.integers(0, T), min_size=1, max_size=SEQUENCES))
     shape = (len(lengths), T)
@@ -62,7 +62,7 @@ def layouts(draw):
 
 @st.composite
 def places(draw, lengths):
-    """(micro-batch, row, first token) of each sequence, in a drawn order; at most three micro-batches."""
+    """Draws (micro-batch, row, first token) of each sequence, in a random order; at most three micro-batches."""
     filled: dict[tuple[int, int], int] = {(m, r): 0 for m in range(3) for r in range(ROWS)}
     found = {}
     for sequence in draw(st.permutations(range(len(lengths)))):
@@ -76,7 +76,10 @@ def places(draw, lengths):
 
 @functools.cache
 def micro_step(name):
-    """Gradient of the sum, denominator and the rest of one micro-batch, as the training step does it."""
+    """Returns a function of one micro-batch that computes what the training step computes.
+
+    The results are the gradient of the sum, the denominator and the rest.
+    """
     loss, correction = COMBINATIONS[name]
 
     def run(arrays, mask, ids):
@@ -98,7 +101,7 @@ def micro_step(name):
 
 
 def whole_batch(name, arrays, mask, layout):
-    """Gradient, weights over their divisor and kept mask in padded form; finalized totals."""
+    """Returns the padded gradient, weights over their divisor and kept mask, and the finalized totals."""
     padded = {key: np.zeros((len(mask), T), np.float32) for key in ("gradient", "weights", "kept")}
     results = []
     for micro in range(3):

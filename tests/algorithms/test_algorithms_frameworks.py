@@ -1,4 +1,4 @@
-"""Our losses and corrections on packed rows against numpy texts of verl's and TRL's formulas on padded rows.
+"""Our losses and corrections on packed rows must agree with verl's and TRL's formulas, in numpy on padded rows.
 
 verl: trainer/ppo/core_algos.py (agg_loss, compute_policy_loss_vanilla, _gspo, _cispo, kl_penalty_forward) and
 trainer/ppo/rollout_corr_helper.py (compute_rollout_correction_weights, compute_rollout_rejection_mask). TRL:
@@ -21,12 +21,16 @@ pytestmark = pytest.mark.slow
 
 LENGTHS = (7, 1, 12, 5, 9, 3)
 S, T = len(LENGTHS), max(LENGTHS)
-PLACES = ((0, 0), (1, 14), (2, 2), (0, 10), (1, 1), (2, 16))  # row and first token of each sequence in the packed rows
+# The row and the first token of each sequence in the packed rows.
+PLACES = ((0, 0), (1, 14), (2, 2), (0, 10), (1, 1), (2, 16))
 PADDED = np.arange(T) < np.array(LENGTHS)[:, None]
 
 
 def data(seed, spread=0.3):
-    """Padded [s, T] float64: new, old and rollout log-probabilities, one advantage a sequence repeated, reference."""
+    """Returns padded [s, T] float64: new, old and rollout log-probabilities, advantages, and reference.
+
+    The advantage of a sequence is repeated.
+    """
     rng = np.random.default_rng(seed)
     old = -rng.exponential(1.0, (S, T))
     new, rollout, reference = (old + scale * rng.standard_normal((S, T)) for scale in (spread, 0.2, 0.1))
@@ -53,7 +57,7 @@ WHERE = {"sequence_ids": IDS, "num_sequences": S}
 
 
 def ours(loss, correction, seed, spread=0.3, constant=T):
-    """The loss, and its gradient in padded form, of everything in one packed micro-batch, in float64."""
+    """Returns the loss and its gradient in padded form, for everything in one packed micro-batch in float64."""
     new, old, rollout, advantages, reference = data(seed, spread)
     with jax.enable_x64(True):
 
@@ -91,7 +95,7 @@ def verl_losses(kind, new, old, advantages, low, high, mask):
         mean = ((new - old) * mask).sum(1) / np.maximum(mask.sum(1), 1)
         ratio = np.exp(np.minimum(np.broadcast_to(mean[:, None], new.shape), 10))
     losses = np.maximum(-advantages * ratio, -advantages * np.clip(ratio, 1 - low, 1 + high))
-    if kind == "ppo_clip":  # verl's dual clip at 3, which we do not have, is not met here
+    if kind == "ppo_clip":  # verl's dual clip at 3 does not occur here; we do not have it
         assert (np.minimum(-advantages * 3.0, losses)[mask & (advantages < 0)] == losses[mask & (advantages < 0)]).all()
     return losses
 
@@ -115,7 +119,10 @@ def test_verl_policy_losses(kind, aggregation):
 
 
 def test_verl_gspo_gradient():
-    """verl moves token t by sg(s_i) pi_t / sg(pi_t); over equal advantages that is the gradient of s_i itself."""
+    """verl moves token t by sg(s_i) pi_t / sg(pi_t).
+
+    With equal advantages this is the gradient of s_i itself.
+    """
     config = LossConfig(kind="gspo", clip_low=0.02, clip_high=0.03, aggregation="sequence_mean")
     new, old, _, advantages, _ = data(2)
     _, gradient = ours(config, CorrectionConfig(), 2)
@@ -140,7 +147,7 @@ def test_verl_kl(kl):
     [("token", 1.2, False), ("token", (0.8, 1.2), False), ("sequence", 1.2, True), ("token", 1.2, True)],
 )
 def test_verl_importance_weights(level, threshold, normalize):
-    """verl: one number is TIS, "lower_upper" the band; batch_normalize over tokens or over sequences."""
+    """In verl one number is TIS and "lower_upper" is the band; batch_normalize is over tokens or sequences."""
     _, old, rollout, _, _ = data(4)
     difference = (old - rollout) * PADDED
     if level == "sequence":
@@ -169,7 +176,7 @@ def test_verl_importance_weights(level, threshold, normalize):
     ("fields", "options"),
     [
         ({"reject_k3": 0.018}, {"seq_mean_k3": 0.018}),
-        # verl bounds exp(-mean lr), so its pair is ours inverted.
+        # verl bounds exp(-mean lr), so its pair is the inverse of ours.
         ({"reject_geometric_low": 0.97, "reject_geometric_high": 1.1}, {"seq_mean_k1": (1 / 1.1, 1 / 0.97)}),
         (
             {"reject_k3": 0.025, "reject_geometric_low": 0.95, "reject_geometric_high": 1.2},
@@ -178,7 +185,7 @@ def test_verl_importance_weights(level, threshold, normalize):
     ],
 )
 def test_verl_rejection_with_token_truncation(fields, options):
-    """Weights, rejection and loss together: the rejected leave the denominators."""
+    """Weights, rejection and loss act together: rejected tokens leave the denominators."""
     new, old, rollout, advantages, _ = data(5)
     difference = np.clip(old - rollout, -20, 20)
     statistics = {"seq_mean_k3": np.exp(difference) - 1 - difference, "seq_mean_k1": -difference}
@@ -200,7 +207,7 @@ def test_verl_rejection_with_token_truncation(fields, options):
 
 
 def trl_loss(loss_type, level, mode, seed, *, beta=0.0, low=0.2, high=0.28, clip_min=None, clip_max=1.2):
-    """TRL's loss on one batch; ``mode`` is vllm_importance_sampling_mode."""
+    """Returns TRL's loss on one batch; ``mode`` is vllm_importance_sampling_mode."""
     new, old, rollout, advantages, reference = data(seed)
     mask = PADDED.astype(float)
     difference = (old - rollout) * mask
@@ -217,7 +224,7 @@ def trl_loss(loss_type, level, mode, seed, *, beta=0.0, low=0.2, high=0.28, clip
         log_weights = ((log_weights * mask).sum(-1) / np.maximum(mask.sum(-1), 1.0))[:, None]
     coef = np.exp(log_weights)
     if loss_type == "cispo":
-        losses = -np.minimum(coef, high) * advantages * new  # there epsilon_high is the bound itself
+        losses = -np.minimum(coef, high) * advantages * new  # epsilon_high is the bound itself in this loss
     else:
         losses = -np.minimum(coef * advantages, np.clip(coef, 1 - low, 1 + high) * advantages)
     losses = losses * vllm_ratio
@@ -227,7 +234,7 @@ def trl_loss(loss_type, level, mode, seed, *, beta=0.0, low=0.2, high=0.28, clip
         return ((losses * mask).sum(-1) / mask.sum(-1)).mean()
     if loss_type == "dr_grpo":
         return (losses * mask).sum() / (S * 100)
-    return (losses * mask).sum() / mask.sum()  # dapo, cispo: num_items_in_batch
+    return (losses * mask).sum() / mask.sum()  # dapo and cispo use num_items_in_batch
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rows on eight devices give the gradient and the totals of rows on one."""
+"""Rows on eight devices must have the gradient and the totals of the same rows on one device."""
 
 import jax
 import jax.numpy as jnp

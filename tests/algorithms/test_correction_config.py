@@ -1,4 +1,4 @@
-"""Corrections: presets, hand-worked weights and rejections, totals that merge, and nothing where nothing is."""
+"""Corrections: presets, weights and rejections by hand, totals that merge, and batches without tokens."""
 
 import dataclasses
 import functools
@@ -17,7 +17,8 @@ from rljax.algorithms.correction_choice import (
 from rljax.mismatch import merge
 from rljax.mismatch.correction import finalize_correction
 
-# Sequences 1 and 0 in the first row, 3 and 2 in the second (2 has no token in the mask); ratios per token below.
+# The first row has sequences 1 and 0, the second 3 and 2 (2 has no token in the mask). The ratios of the tokens are
+# below.
 IDS = np.array([[1, 1, 1, 0, 0, 0], [3, 3, 2, 2, 0, 0]], np.int32)
 MASK = np.array([[1, 1, 0, 1, 1, 0], [1, 1, 0, 0, 0, 0]], bool)
 RATIOS = np.array([[4.0, 2.0, 9.0, 0.5, 0.25, 9.0], [1.0, 1.21, 9.0, 9.0, 9.0, 9.0]])
@@ -56,7 +57,7 @@ def run(config, logprobs=LOGPROBS, rollout=ROLLOUT, mask=MASK, ids=IDS):
     ids=str,
 )
 def test_weights_by_hand(config, weights, changed):
-    """Log 2 rounds in float32, so 2.0 is compared with a threshold a little above."""
+    """Log 2 is rounded in float32, so 2.0 is compared with a threshold a little above."""
     if config.resolved().threshold == 2.0 and config.preset != "none":
         config = CorrectionConfig(**{**PRESETS[config.preset], "threshold": 2.000001})
     found, kept, row, _ = run(config)
@@ -67,7 +68,7 @@ def test_weights_by_hand(config, weights, changed):
 
 
 def test_totals_by_hand():
-    """Token truncation at 3: weights 3, 2, 0.5, 0.25, 1, 1.21; at sequence level 3, 0.125, 1.21."""
+    """Token truncation at 3 has the weights 3, 2, 0.5, 0.25, 1, 1.21; sequence truncation has 3, 0.125, 1.21."""
     _, _, row, _ = run(CorrectionConfig(level="token", threshold=3.0))
     assert row["weight_mean"] == pytest.approx(7.96 / 6, rel=1e-6)
     assert row["weight_max"] == pytest.approx(3.0, rel=1e-6)
@@ -82,14 +83,14 @@ def test_totals_by_hand():
 @pytest.mark.parametrize(
     ("fields", "kept_sequences"),
     [
-        # Mean k3 by sequence: 1: (1.6137 + 0.3069) / 2; 0: (0.1931 + 0.6363) / 2; 3: 0.0194 / 2.
+        # The mean k3 is (1.6137 + 0.3069) / 2 in sequence 1, (0.1931 + 0.6363) / 2 in sequence 0, and 0.0194 / 2 in 3.
         ({"reject_k3": 0.5}, {0, 3}),
         ({"reject_k3": 0.01}, {3}),
-        ({"reject_geometric_low": 0.9, "reject_geometric_high": 1.2}, {3}),  # sqrt 8, sqrt 1/8, 1.1
+        ({"reject_geometric_low": 0.9, "reject_geometric_high": 1.2}, {3}),  # the ratios are sqrt 8, sqrt 1/8, 1.1
         ({"reject_geometric_high": 3.0}, {0, 1, 3}),
         ({"veto": 0.3}, {1, 3}),
         ({"veto": 0.2}, {0, 1, 3}),
-        ({"reject_k3": 0.5, "veto": 0.3}, {3}),  # must pass all
+        ({"reject_k3": 0.5, "veto": 0.3}, {3}),  # a sequence must pass all rules
         ({"reject_k3": 0.009}, set()),
     ],
 )
@@ -110,12 +111,12 @@ def test_vexact_truncates_tokens_and_rejects_sequences():
     weights, kept, row, _ = run(CorrectionConfig(preset="vexact"), logprobs=logprobs)
     np.testing.assert_allclose(weights[1, :2], np.exp(np.float32(0.02)), rtol=1e-6)
     assert weights.max() == 2.0
-    np.testing.assert_array_equal(kept, MASK & (IDS == 3))  # k3 of 0.02 nats is 2.0e-4
+    np.testing.assert_array_equal(kept, MASK & (IDS == 3))  # a gap of 0.02 nats has a k3 of 2.0e-4
     assert row["rejected_sequence_fraction"] == pytest.approx(2 / 3)
 
 
 def test_tokens_not_finite_count_and_follow_their_sequence():
-    """Sequence 1 (passes) loses a token; 0 (fails) begins with a broken one; 3 has nothing finite: it is dropped."""
+    """Sequence 1 (passes) loses a token, 0 (fails) begins with a broken token, and 3 (nothing finite) is dropped."""
     rollout = ROLLOUT.copy()
     rollout[0, 1], rollout[0, 3], rollout[1, :2] = np.nan, -np.inf, np.nan
     logprobs = LOGPROBS.copy()

@@ -1,4 +1,4 @@
-"""Losses against numbers worked by hand, their gradients against finite differences in float64."""
+"""Losses are compared with numbers worked by hand, and gradients with finite differences in float64."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ def numbers(seed=0, spread=0.3):
     [
         (1.0, 2.0, -2.0, 0.0, -2.0),
         (1.5, 2.0, -2.56, 1.0, 0.0),  # clipped above at 1.28
-        (1.5, -2.0, 3.0, 0.0, 2.0),  # pessimistic branch
+        (1.5, -2.0, 3.0, 0.0, 2.0),  # the pessimistic branch
         (0.5, 2.0, -1.0, 0.0, -2.0),
         (0.5, -2.0, 1.6, 1.0, 0.0),  # clipped below at 0.8
     ],
@@ -47,10 +47,11 @@ def test_ppo_clip_by_hand(ratio, advantage, loss, clipped, gradient):
 @pytest.mark.parametrize(
     ("kind", "losses", "clipped", "gradient"),
     [
-        # One sequence of two tokens: log pi = -1, -2; ratios 2 and 1/8 (geometric mean 1/2); A = 3; bounds 0.4 and 1.5.
+        # One sequence has two tokens: log pi is -1 and -2, the ratios are 2 and 1/8 (geometric mean 1/2), A is 3, and
+        # the bounds are 0.4 and 1.5.
         ("policy_gradient", [3.0, 6.0], [0, 0], [-3.0, -3.0]),
         ("ppo_clip", [-4.5, -0.375], [1, 0], [0.0, -0.375]),
-        ("gspo", [-1.5, -1.5], [0, 0], [-1.5, -1.5]),  # each token's loss moves with both tokens: 2 x -3 x 1/2 x 1/2
+        ("gspo", [-1.5, -1.5], [0, 0], [-1.5, -1.5]),  # each token's loss depends on both tokens: 2 x -3 x 1/2 x 1/2
         ("cispo", [4.5, 2.4], [1, 1], [-4.5, -1.2]),
     ],
 )
@@ -81,12 +82,13 @@ def test_kinds_by_hand(kind, losses, clipped, gradient):
     ("kind", "losses", "gradient"),
     [
         ("ppo_clip", [-4.5, -0.375, 3.0], [0.0, -0.375, 3.0]),
-        # The mean ratio of the first sequence is that of its two sampled tokens, 1/2; the second has one token.
+        # The mean ratio of the first sequence is over its two sampled tokens and is 1/2; the second sequence has one
+        # token.
         ("gspo", [-1.5, -1.5, 3.0], [-1.5, -1.5, 3.0]),
     ],
 )
 def test_tokens_of_an_environment_have_no_loss(kind, losses, gradient):
-    """Two packed trajectories whose sampled tokens have holes between them, filled with any numbers."""
+    """Two packed trajectories have holes between their sampled tokens, filled with arbitrary numbers."""
     config = LossConfig(kind=kind, clip_low=0.6, clip_high=0.5)
     ids = jnp.array([[0, 0, 0, 0, 1, 1, 1, 1]])
     mask = jnp.array([[True, False, False, True, False, True, False, False]])
@@ -127,7 +129,7 @@ def test_gradients_are_finite_differences(kind, aggregation):
 
         (_, clipped), gradient = jax.value_and_grad(loss, has_aux=True)(logprobs)
         if kind != "policy_gradient":
-            assert 0 < float(clipped.sum()) < MASK.sum()  # both branches are met
+            assert 0 < float(clipped.sum()) < MASK.sum()  # both branches occur
         step = 1e-6
         for place in np.ndindex(IDS.shape):
             up, down = logprobs.at[place].add(step), logprobs.at[place].add(-step)
@@ -136,7 +138,10 @@ def test_gradients_are_finite_differences(kind, aggregation):
 
 
 def test_cispo_gradient_is_that_of_its_loss_with_the_ratio_held():
-    """Finite differences of -clip(ratio) A log pi, the clipped ratio a number (its own slope must not enter)."""
+    """The finite differences are of -clip(ratio) A log pi.
+
+    The clipped ratio is held constant, because its own slope must not enter.
+    """
     config = LossConfig(kind="cispo", clip_low=0.1, clip_high=0.15)
     with jax.enable_x64(True):
         logprobs, old, advantages = numbers()
@@ -190,7 +195,10 @@ def test_what_lies_outside_the_mask_does_not_matter(kind):
 
 @pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "cispo"])
 def test_exponents_are_bounded(kind):
-    """A log-probability the rollout engine gave as -inf: the ratio stops at exp(20) and nothing becomes NaN."""
+    """The rollout engine reports a log-probability of -inf.
+
+    The ratio must stop at exp(20), and nothing may become NaN.
+    """
     logprobs, old, _ = (x.astype(np.float32) for x in numbers())
     old[0, 1] = -np.inf
 
@@ -208,7 +216,10 @@ def test_exponents_are_bounded(kind):
 
 
 def test_on_policy_all_kinds_have_the_policy_gradient():
-    """Where old is current the ratio is 1 and inside the bounds; GSPO alone spreads it over its sequence."""
+    """If old equals current, the ratio is 1 and inside the bounds.
+
+    Only GSPO spreads the gradient over the sequence.
+    """
     logprobs, _, advantages = (x.astype(np.float32) for x in numbers())
     gradients = {}
     for kind in KINDS:
@@ -229,7 +240,7 @@ def test_on_policy_all_kinds_have_the_policy_gradient():
     ("kind", "value", "slope"), [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", 0.10653066, 0.39346934)]
 )
 def test_kl_by_hand(kind, value, slope):
-    """Policy 0.5 nats above the reference: k3 = exp(-0.5) - 1 + 0.5, its slope 1 - exp(-0.5)."""
+    """The policy is 0.5 nats above the reference, so k3 is exp(-0.5) - 1 + 0.5 and its slope is 1 - exp(-0.5)."""
     run = jax.jit(functools.partial(kl_penalty, kind))
     found = run(jnp.float32(-1.0), jnp.float32(-1.5))
     assert float(found) == pytest.approx(value, rel=1e-6)

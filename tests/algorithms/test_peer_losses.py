@@ -1,4 +1,4 @@
-"""Our losses, weights and masks against what the peers' own functions gave on the same batch, gradients included.
+"""Our losses, weights, masks and gradients must agree with the peers' own functions on the same batch.
 
 ``tools/peer_golden.py`` ran the peers and wrote the numbers. Its table says which function of which version each case
 comes from. The peers' surrogates differ in value where their gradients agree: -A r (ratio) and -A sg(r) log p have the
@@ -38,7 +38,7 @@ WEIGHTED = {"level": "token", "mode": "truncate", "threshold": UNCAPPED}
 
 
 def named(*starts, result=None):
-    """The cases whose names begin with one of these words, and that have the result."""
+    """Returns the cases whose names begin with one of these words and that have the result."""
     return [name for name, case in CASES.items() if name.startswith(starts) and (result in (None, *case["results"]))]
 
 
@@ -66,7 +66,10 @@ def make_micro(tokens, rollout, ids):
 
 
 def ours(correction, ids=None, *, has_tail=True, cut=False):
-    """The sum of our token losses, its gradient by the logits [b, t, v], and that by the sampled log-probabilities."""
+    """Returns the sum of our token losses, and its gradients.
+
+    The gradients are by the logits [b, t, v] and by the sampled log-probabilities.
+    """
     support = INPUTS["support"] if cut else None
     with jax.enable_x64(True):
         rollout, tokens = INPUTS["sampler_logits"], INPUTS["cut_tokens" if cut else "tokens"]
@@ -101,7 +104,7 @@ def weighting(settings):
 
 
 def region(settings, **fields):
-    """The one-sided region of a case of DPPO."""
+    """Returns the one-sided region of a case of DPPO."""
     over, kind = settings["kind"].split("_")
     over = {"binary": "token", "topk": "tops"}[over]
     fields = {"level": "token", "threshold": settings["cap"]} | fields
@@ -118,7 +121,7 @@ def test_score_centering_is_the_peers(case):
     plain = weighting(settings)
     has_tail = settings["head"] == "top"
     loss, gradient, _ = ours(CorrectionConfig(**plain, score_centering=True), listed, has_tail=has_tail)
-    if settings["style"] != "loss":  # The peer's function is the term that centering adds.
+    if settings["style"] != "loss":  # the peer's function is the term that centering adds
         without, of_plain, _ = ours(CorrectionConfig(**plain))
         loss, gradient = loss - without, gradient - of_plain
     check(case, "gradient", gradient)
@@ -129,7 +132,7 @@ def test_score_centering_is_the_peers(case):
 @pytest.mark.parametrize("case", named("dppo", result="loss"))
 def test_a_one_sided_region_is_the_peers(case):
     settings, ids = CASES[case]["settings"], INPUTS["head_with_token"]
-    uncapped = {"threshold": UNCAPPED} if settings["style"] == "skyrl" else {}  # SkyRL does not cap the ratio.
+    uncapped = {"threshold": UNCAPPED} if settings["style"] == "skyrl" else {}  # SkyRL does not cap the ratio
     loss, gradient, _ = ours(region(settings, **uncapped), ids)
     check(case, "gradient", gradient)
     if settings["style"] != "skyrl":

@@ -1,4 +1,4 @@
-"""Score centering: a constant reward has no gradient under the sampler, and the tail is worked out by hand."""
+"""With score centering a constant reward has no gradient under the sampler; the tail is worked out by hand."""
 
 import functools
 
@@ -32,14 +32,14 @@ WEIGHTS = {
 
 
 def distributions(seed, size):
-    """The trainer's logits and the sampler's log-probabilities over V tokens."""
+    """Returns the trainer's logits and the sampler's log-probabilities over V tokens."""
     rng = np.random.default_rng(seed)
     logits = rng.standard_normal(V)
     return logits.astype(np.float32), np.asarray(jax.nn.log_softmax(logits + size * rng.standard_normal(V)), np.float32)
 
 
 def every_token(rollout, advantages, head):
-    """A micro-batch of V responses, one for each token; ``head`` has the ids of the likeliest tokens."""
+    """Returns a micro-batch of V responses, one for each token; ``head`` has the ids of the likeliest tokens."""
     shape = (V, 2)
     second = np.broadcast_to([False, True], shape)
     tokens = np.stack([np.zeros(V, np.int32), np.arange(V, dtype=np.int32)], axis=1)
@@ -78,7 +78,7 @@ def compiled(correction, kind, has_tail):
 
 
 def gradient(correction, logits, micro, kind="ppo_clip", has_tail=False):
-    """The gradient with respect to the logits of the summed loss, and the row."""
+    """Returns the gradient of the summed loss by the logits, and the row."""
     objective, run = compiled(CorrectionConfig(**correction), kind, has_tail)
     (_, statistics), found = run(jnp.asarray(logits), micro)
     return np.asarray(found), {k: float(v) for k, v in loss_row(objective, statistics, jnp.float32(1.0)).items()}
@@ -88,7 +88,10 @@ def gradient(correction, logits, micro, kind="ppo_clip", has_tail=False):
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_constant_reward_has_no_gradient(name, advantage, size):
-    """The loss is linear in the advantage, so advantages times q sum up the expectation over the V tokens."""
+    """The loss is linear in the advantage.
+
+    With advantages times q, the sum is therefore the expectation over the V tokens.
+    """
     logits, rollout = distributions(1, size)
     micro = every_token(rollout, advantage * np.exp(rollout), np.arange(V))
     centered, _ = gradient({**WEIGHTS[name], "score_centering": True}, logits, micro)
@@ -100,7 +103,7 @@ def test_a_constant_reward_has_no_gradient(name, advantage, size):
 
 @pytest.mark.parametrize("kind", ["policy_gradient", "ppo_clip", "cispo"])
 def test_the_facts_of_two_tokens(kind):
-    """p = (0.6, 0.4), q = (0.5, 0.5): the mean score under q is q - p = (-0.1, 0.1)."""
+    """With p = (0.6, 0.4) and q = (0.5, 0.5), the mean score under q is q - p = (-0.1, 0.1)."""
     found = center(
         np,
         np.log([0.6, 0.4]),
@@ -125,14 +128,14 @@ def test_the_facts_of_two_tokens(kind):
 @pytest.mark.parametrize(
     ("weigh", "coefficients"),
     [
-        (np.ones_like, [0.3, 0.2]),  # rho 0.2 / 0.4, alpha 0.5: 0.5 - 0.5 x 0.4, 0.3 - 0.5 x 0.2
-        (lambda lr: np.minimum(np.exp(lr), 1.2), [0.16, 0.08]),  # alpha 0.5 x 1.2: 0.4 - 0.6 x 0.4, 0.2 - 0.6 x 0.2
+        (np.ones_like, [0.3, 0.2]),  # rho is 0.2 / 0.4, alpha is 0.5: 0.5 - 0.5 x 0.4, 0.3 - 0.5 x 0.2
+        (lambda lr: np.minimum(np.exp(lr), 1.2), [0.16, 0.08]),  # alpha is 0.5 x 1.2: 0.4 - 0.6 x 0.4, 0.2 - 0.6 x 0.2
         (lambda lr: np.where(np.exp(lr) <= 1.2, np.exp(lr), 0), [0.4, 0.2]),  # the tail's ratio 2 is masked
         (np.exp, [0.0, 0.0]),
     ],
 )
 def test_a_tail_by_hand(weigh, coefficients):
-    """q = (0.5, 0.3) and a tail of 0.2; p = (0.4, 0.2) and a tail of 0.4."""
+    """q is (0.5, 0.3) with a tail of 0.2, and p is (0.4, 0.2) with a tail of 0.4."""
     lists = np.log([0.4, 0.2, 1.0]), np.log([0.5, 0.3, 1.0])
     listed = np.array([True, True, False])
     found = center(np, *lists, listed, lambda p, q: weigh(p - q), weigh, has_tail=True)
@@ -147,7 +150,7 @@ def test_a_tail_by_hand(weigh, coefficients):
 
 @pytest.mark.parametrize("head", [[0, 1], [5, 2, 4], [3]])
 def test_the_tail_is_the_trainers_rescaled(head):
-    """The gradient of one token is -A (onehot(y) - q^), with q^ = q on the list and rho p off it."""
+    """The gradient of one token is -A (onehot(y) - q^), where q^ is q on the list and rho p off it."""
     logits, rollout = distributions(8, 0.7)
     p, q = np.asarray(jax.nn.softmax(logits)), np.exp(rollout)
     expected = p * (1 - q[head].sum()) / (1 - p[head].sum())
@@ -162,7 +165,7 @@ def test_the_tail_is_the_trainers_rescaled(head):
 
 @pytest.mark.parametrize(("head", "has_tail"), [(range(V), False), (range(V), True), ([1, 3], True)])
 def test_importance_weights_need_no_centering(head, has_tail):
-    """With f = r the expected score is 0 already, so that centering changes nothing, with a tail or without."""
+    """With f = r the expected score is already 0, so centering changes nothing, with a tail or without."""
     logits, rollout = distributions(5, 1.0)
     advantages = np.random.default_rng(0).standard_normal(V)
     micro = every_token(rollout, advantages * np.exp(rollout), list(head))
@@ -176,7 +179,7 @@ def test_importance_weights_need_no_centering(head, has_tail):
 
 
 def test_centering_changes_no_covariance():
-    """For unequal rewards the centred mean is cov_q(A, score): what equation 3 has, without its drift."""
+    """For unequal rewards the centred mean must be cov_q(A, score): equation 3 without its drift."""
     logits, rollout = distributions(5, 1.0)
     advantages = np.random.default_rng(0).standard_normal(V)
     q = np.exp(rollout)

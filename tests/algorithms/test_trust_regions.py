@@ -1,4 +1,4 @@
-"""Trust regions of single tokens and masks of sequences, by hand and against numpy texts of their sources."""
+"""Trust regions of single tokens and masks of sequences, by hand and against numpy versions of their sources."""
 
 import functools
 
@@ -20,7 +20,7 @@ B, T, K, V = 3, 8, 3, 7
 
 
 def batch(seed, spread=1.2):
-    """Three sequences of eight tokens, with the distributions of both sides at each place."""
+    """Returns three sequences of eight tokens, with the distributions of both sides at each position."""
     rng = np.random.default_rng(seed)
     p = jax.nn.log_softmax(2 * rng.standard_normal((B, T, V)))
     q = jax.nn.log_softmax(p + spread * rng.standard_normal((B, T, V)))
@@ -57,14 +57,14 @@ def compiled(correction):
 
 
 def weights_of(correction, micro, logprobs, tops):
-    """The factor of -A grad log p at each token, and the row."""
+    """Returns the factor of -A grad log p at each token, and the row."""
     objective, run = compiled(correction)
     (_, statistics), found = run(logprobs, tops, micro)
     return np.asarray(found) / -micro.advantages, loss_row(objective, statistics, jnp.float32(1.0))
 
 
 def dppo_mask(kind, lp, lq, advantages, threshold):
-    """verl 0.9, core_algos: compute_policy_loss_dppo_tv and _kl."""
+    """Computes the mask as verl 0.9 does in core_algos (compute_policy_loss_dppo_tv and _kl)."""
     p, q = np.exp(lp), np.exp(lq)
     if kind == "tv":
         return np.where(advantages > 0, p - q <= threshold, p - q >= -threshold)
@@ -73,7 +73,7 @@ def dppo_mask(kind, lp, lq, advantages, threshold):
 
 
 def both_kls(lp, lq):
-    """prime-rl, pull request 3283: KPop."""
+    """Computes the larger of the two divergences as prime-rl does (pull request 3283, KPop)."""
     p, q = (np.clip(np.exp(side), 1e-6, 1 - 1e-6) for side in (lp, lq))
 
     def kl(a, b):
@@ -83,7 +83,10 @@ def both_kls(lp, lq):
 
 
 def tops_mask(kind, micro, lp, tops, threshold):
-    """TRL's DPPOTrainer with the sampled token among the listed ones, in a list of its own where it is not."""
+    """Computes the mask as TRL's DPPOTrainer does.
+
+    The sampled token is added to a list that lacks it.
+    """
     lq, rows = micro.rollout_logprobs, []
     for place in np.ndindex(B, T):
         ids, first, second = micro.top_ids[place], tops[place], micro.top_logprobs[place]
@@ -108,11 +111,11 @@ def expected(name, micro, lp, tops):
     if name.startswith("one_sided"):
         mask = dppo_mask(fields["region"], lp, lq, micro.advantages, fields["region_threshold"])
         return np.minimum(ratio, 20) * mask
-    if name == "two_sided_tv":  # prime-rl, IPOLoss
+    if name == "two_sided_tv":  # prime-rl's IPOLoss
         return np.minimum(ratio, 1e4) * (np.abs(np.exp(lp) - np.exp(lq)) <= 0.3)
     if name == "two_sided_kl":
         return ratio * (both_kls(lp, lq) <= 0.1)
-    if name == "smooth_tv":  # UniRL, the gradient of -A r + abs(A) q (r - 1)^2 / (2 eps), over -A
+    if name == "smooth_tv":  # UniRL: the gradient of -A r + abs(A) q (r - 1)^2 / (2 eps), over -A
         return ratio - np.sign(micro.advantages) * np.exp(lq) * (ratio - 1) * ratio / 12.5
     low, high = fields["threshold_low"], fields["threshold"]
     return ratio * ((ratio >= low) & (ratio <= high))
@@ -140,7 +143,10 @@ def test_presets_are_their_sources(name):
 
 
 def test_a_smooth_region_pulls_tokens_back():
-    """Beyond the threshold the factor is negative: 1 - 0.3 / 0.2 for p = 0.6, q = 0.3 and a positive advantage."""
+    """Beyond the threshold the factor is negative.
+
+    It is 1 - 0.3 / 0.2 for p = 0.6, q = 0.3 and a positive advantage.
+    """
     micro, lp, tops = batch(0)
     lp = np.full_like(lp, np.log(0.6))
     micro = micro._replace(
@@ -157,7 +163,10 @@ def test_a_smooth_region_pulls_tokens_back():
 
 @pytest.mark.parametrize("part", ["numerics", "drift"])
 def test_a_region_of_one_part(part):
-    """The policy that sampled a stale token is in the middle: 0.5, between a rollout of 0.3 and a policy of 0.8."""
+    """The policy that sampled a stale token is in the middle.
+
+    It has 0.5, between a rollout of 0.3 and a policy of 0.8.
+    """
     micro, lp, tops = batch(0)
     lp = np.full_like(lp, np.log(0.8))
     stale = np.arange(B)[:, None] + np.zeros((B, T), np.int32) > 0
@@ -168,7 +177,7 @@ def test_a_region_of_one_part(part):
         loss_mask=np.ones((B, T), bool),
     )
     found, _ = weights_of(CorrectionConfig(region="tv", region_threshold=0.25, part=part), micro, lp, tops)
-    # A token that is not stale has no drift, and all of its mismatch is numerics.
+    # A token that is not stale has no drift, so all of its mismatch is numerics.
     np.testing.assert_allclose(found, stale == (part == "numerics"), atol=1e-6)
 
 
@@ -187,7 +196,10 @@ def test_tokens_that_are_not_finite_are_outside():
 
 
 def test_sequence_masks_by_hand():
-    """lr of 0.1, 1.0, -1.0 in one token each: k3 0.00517, 0.718, 0.368; exp(abs(lr)) has the means 1.05, 1.86."""
+    """One token each has lr 0.1, 1.0 or -1.0.
+
+    The k3 values are 0.00517, 0.718 and 0.368; exp(abs(lr)) has the means 1.05 and 1.86.
+    """
     lr = np.array([[0.1, 0.0], [1.0, 0.0], [-1.0, 0.0], [np.nan, 0.0], [np.nan, np.nan]])
     zeros, mask = np.zeros_like(lr), np.ones_like(lr)
     for statistic, threshold, kept in [
@@ -199,7 +211,7 @@ def test_sequence_masks_by_hand():
     ]:
         found, stats = rejection_mask(lr, zeros, mask, statistic=statistic, threshold=threshold)
         np.testing.assert_array_equal(found[:, 0], kept)
-        assert stats["rejected_sequence_fraction"] == pytest.approx(1 - sum(kept) / 4)  # the last has no token
+        assert stats["rejected_sequence_fraction"] == pytest.approx(1 - sum(kept) / 4)  # the last sequence has no token
         run = jax.jit(functools.partial(rejection_mask, statistic=statistic, threshold=threshold))
         on_device, _ = run(lr, zeros, mask)
         np.testing.assert_array_equal(on_device, found)
@@ -208,7 +220,7 @@ def test_sequence_masks_by_hand():
 
 
 def test_distances_keep_their_digits():
-    """Probabilities near 1 that differ by 1e-6, in float32; nothing where both are 0."""
+    """Probabilities near 1 that differ by 1e-6 keep the difference in float32; it is zero if both are 0."""
     p, q = np.log1p(-np.float32(2e-6)), np.log1p(-np.float32(1e-6))
     assert float(probability_gap(jnp, jnp.float32(p), jnp.float32(q))) == pytest.approx(-1e-6, rel=1e-3)
     assert probability_gap(np, np.array(-np.inf), np.array(-np.inf)) == 0
@@ -219,7 +231,7 @@ def test_distances_keep_their_digits():
 
 
 def test_distances_over_lists_by_hand():
-    """p = (0.5, 0.3 and 0.2), q = (0.4, 0.2 and 0.4): total variation 0.2."""
+    """With p = (0.5, 0.3 and 0.2) and q = (0.4, 0.2 and 0.4), the total variation is 0.2."""
     lists = np.log([0.5, 0.3, 1.0]), np.log([0.4, 0.2, 1.0])
     listed = np.array([True, True, False])
     assert tops_distance(np, "tv", *lists, listed, has_tail=True) == pytest.approx(0.2)
@@ -249,7 +261,10 @@ def test_regions_that_do_not_fit_are_refused(fields, message):
 
 
 def test_stale_tokens_have_bounds_of_their_own():
-    """Ratios 1.25 and 0.85 with A = 1 and -1: fresh tokens stay within 0.2 / 0.28, stale ones leave 0.1 / 0.05."""
+    """The ratios are 1.25 and 0.85 with A = 1 and -1.
+
+    Fresh tokens are inside 0.2 / 0.28, and stale tokens are outside 0.1 / 0.05.
+    """
     ratios, advantages = np.array([[1.25, 1.25, 0.85, 0.85]]), np.array([[1.0, 1.0, -1.0, -1.0]])
     staleness = np.array([[0, 2, 0, 1]], np.int32)
     where = {"sequence_ids": np.zeros((1, 4), np.int32), "num_sequences": 1, "staleness": staleness}

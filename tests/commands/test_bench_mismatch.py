@@ -1,4 +1,4 @@
-"""``rljax bench-mismatch``: the numbers of a row, the rows of forms that fail, going on, and the tables."""
+"""``rljax bench-mismatch``: the numbers of a row, the rows of forms that fail, the continuation, and the tables."""
 
 import json
 import math
@@ -18,7 +18,10 @@ FILES = Path(__file__).parents[2] / "benchmarks" / "mismatch_bench"
 
 
 def measured(by_size, *, reference=((-1.0, -2.0), (-1.5, -0.5)), source=SOURCE, floors=("shape", "repeat")):
-    """Measures two sequences of one prompt token; ``by_size`` gives the numbers of each call, by the batch size."""
+    """Measures two sequences of one prompt token.
+
+    ``by_size`` has the numbers of each call, by the batch size.
+    """
     whole = {size: [[[math.nan, *row] for row in rows] for rows in calls] for size, calls in by_size.items()}
     column = {"jax:float32": [[math.nan, *row] for row in reference]}
     sources = {"jax:float32": ColumnSource("jax", "float32", "sha256:aa")}
@@ -31,7 +34,8 @@ def measured(by_size, *, reference=((-1.0, -2.0), (-1.5, -0.5)), source=SOURCE, 
 def test_a_row_has_the_numbers_worked_by_hand():
     first = [[-1.25, -1.0], [-1.5, -0.5]]
     row, dump = measured({4: [first, first], 2: [[[-1.5, -1.0], [-1.5, -0.75]]]})
-    # log-ratios of the reference minus the engine: 0.25, -1, 0, 0; and of each sequence, -0.375 and 0
+    # The log-ratios of the reference minus the engine are 0.25, -1, 0, 0; their means over the sequences are -0.375 and
+    # 0.
     assert row["logprob_abs_diff_mean"] == 1.25 / 4
     assert row["logprob_abs_diff_max"] == 1.0
     assert row["extreme_rate"] == 0.25

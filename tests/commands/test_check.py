@@ -1,4 +1,4 @@
-"""The check of this machine, on the CPU at tiny shapes: what it measures, and that it sees what is wrong."""
+"""The check of this machine runs on the CPU at tiny shapes, with its measurements and the faults that it must find."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ from rljax.sharding import make_mesh
 
 pytestmark = pytest.mark.slow
 
-NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # of a GPU's memory
+NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"  # settings of a GPU's memory
 
 POLICY = PolicyConfig(
     vocab_size=10,
@@ -45,7 +45,7 @@ MACHINE = ("driver", "packages", "compiler", "shm", "collective", "engine", "che
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    """(exit status, what was printed, the JSON) of one check."""
+    """Returns (exit status, output, JSON) of one check."""
     output = tmp_path_factory.mktemp("check") / "found.json"
     words = ["--tiny", "--no-separate", "--dtypes", "bfloat16", "--steps", "2", "--json", output]
     words += ["--only", *MACHINE, "attention", "leak", "head", "step"]
@@ -137,7 +137,7 @@ def test_relative_error_by_hand():
 
 
 def test_speeds_by_hand():
-    """Two sequences of 3 and 1 tokens; heads of 4 x 8 and 2 x 8, an MLP of 16, and four norms."""
+    """Two sequences have 3 and 1 tokens. The policy has heads of 4 x 8 and 2 x 8, an MLP of 16, and four norms."""
     block = 8 * 32 + 2 * 8 * 16 + 32 * 8 + 3 * 8 * 16 + 2 * 8 + 2 * 8
     flops = 6 * (10 * 8 + 2 * block + 8) * 4 + 12 * 2 * 4 * 8 * 7
     found = training.speeds(POLICY, [3, 1], [0.1, 0.4, 0.2], "float16", devices=2, kind="NVIDIA H100 80GB HBM3")

@@ -1,4 +1,4 @@
-"""The command ``rljax``: it is light, explains each of its commands, and says a mistake in one line."""
+"""The command ``rljax`` starts fast, explains each of its commands, and reports a mistake in one line."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def test_the_help_explains_each_command_in_a_line():
 def test_each_command_has_a_program_that_explains_itself(name, capsys):
     try:
         status = cli.main([name, "--help"])
-    except SystemExit as ended:  # by tyro
+    except SystemExit as ended:  # tyro raises it
         status = ended.code
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")

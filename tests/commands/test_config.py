@@ -1,4 +1,4 @@
-"""``rljax config``: the settings of a run, some of their values, and the explanation of a key."""
+"""``rljax config`` prints the settings of a run, some of their values, and the explanation of a key."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""``rljax diagnose``: the page, the JSON object, the exit status and the mistakes of a caller."""
+"""``rljax diagnose``: the page, the JSON object, the exit status and a caller's mistakes."""
 
 import dataclasses
 import gzip

@@ -1,4 +1,4 @@
-"""The panels of the papers alone: k3_kl by position, and the log-ratios of whole responses by their length."""
+"""The panels that only the papers have: k3_kl by position, and log-ratios of whole responses by length."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The program that plots runs: the papers' figures, what it says of a run that lacks a metric, and its mistakes."""
+"""The program that plots runs: the papers' figures, the message for a missing metric, and a caller's mistakes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_run(directory, rows, *, dump=True):
 
 @pytest.fixture
 def runs(tmp_path):
-    """A run that collapses at step 26, and one whose rate is halved every 14 steps."""
+    """Returns a run that collapses at step 26, and a run whose rate is halved every 14 steps."""
     rewards = [0.5] * 20 + [0.0] * 20
     collapsed = [record_row(step) | {"reward/mean": reward} for step, reward in enumerate(rewards, 1)]
     scheduled = [record_row(step, 2.0, period=14) for step in range(1, 41)]
@@ -64,7 +64,7 @@ def dotted(figure):
 
 
 def test_the_dotted_lines_are_the_captions(runs):
-    """Figures 1 and 3: where the run collapses. Figures 7 and 8: where the rate begins to decay. No others."""
+    """Figures 1 and 3 mark the collapse, figures 7 and 8 the first decay of the rate, and others nothing."""
     found = {name: dotted(plot_figure(name, read_runs(runs), 0.9)) for name in FIGURES}
     assert {name: lines for name, lines in found.items() if any(lines)} == {
         "1": [[26], [26]],
@@ -76,7 +76,7 @@ def test_the_dotted_lines_are_the_captions(runs):
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_what_a_run_lacks_is_named_with_the_run(name, runs, tmp_path):
-    """One run lacks one of the figure's metrics at a time; the message names that and no other."""
+    """One run lacks one of the figure's metrics at a time; the message must name this metric and no other."""
     for pattern in set(FIGURES[name].needs):
         rows = [{k: v for k, v in record_row(s).items() if not fnmatch.fnmatch(k, pattern)} for s in range(1, 6)]
         poor = write_run(tmp_path / f"poor{pattern.replace('/', '_')}", rows, dump="parquet" not in pattern)

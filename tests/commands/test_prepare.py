@@ -1,4 +1,4 @@
-"""rljax prepare: what is dropped, counted and noted, and that scoring goes on where it was interrupted."""
+"""``rljax prepare`` drops, counts and notes the right rows, and continues scoring after an interruption."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from rljax.policy.families import config_to_hf
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests/data"
 
-# Solves the first problem["extra_info"]["solved"] of each problem's responses; interrupts as told.
+# This reward solves the first problem["extra_info"]["solved"] of each problem's responses, and interrupts on request.
 REWARD = """
 from collections import Counter
 
@@ -42,7 +42,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def scoring(tmp_path, monkeypatch, model, fake):
-    """(arguments, module of the reward) of a pass-rate run over five problems against the stand-in server."""
+    """Yields the arguments and the reward's module of a pass-rate run over five problems with the stand-in server."""
     (tmp_path / "counting_reward.py").write_text(REWARD)
     monkeypatch.syspath_prepend(tmp_path)
     rows = [{"prompt": f"{i}+1=", "answer": "0", "extra_info": {"solved": solved}} for i, solved in enumerate(SOLVED)]
@@ -96,7 +96,7 @@ def test_a_file_of_verls_form_keeps_every_column_and_splits(tmp_path):
     for _, row in read_rows(source):
         firsts.setdefault(row["prompt"][0]["content"], row)
     assert all(row == firsts[row["prompt"][0]["content"]] for row in kept + held)
-    # What was prepared is prepared again: the record of the first time is carried on.
+    # Prepared problems are prepared again: the record of the first time is kept.
     assert run_cli(main, [str(out), str(tmp_path / "twice.parquet")]) == 0
     twice = read_provenance(tmp_path / "twice.parquet")
     assert twice["source_provenance"] == read_provenance(out)
@@ -140,7 +140,7 @@ def test_problems_solved_sometimes_are_kept_with_their_rate(scoring, tmp_path):
 
 def test_an_interrupted_scoring_goes_on_with_what_is_missing(scoring, tmp_path, fake, capsys):
     words, reward = scoring
-    reward.STOP_AFTER[0] = 13  # within the second batch, of problems 2 and 3
+    reward.STOP_AFTER[0] = 13  # inside the second batch, which has problems 2 and 3
     assert run_cli(main, words) == 130
     assert not (tmp_path / "out.parquet").exists()
     path = tmp_path / "out.parquet.scores.jsonl"
@@ -154,7 +154,7 @@ def test_an_interrupted_scoring_goes_on_with_what_is_missing(scoring, tmp_path, 
     assert reward.CALLS.total() == 4 * (5 - done)
     assert [row["pass_rate"] for _, row in read_rows(tmp_path / "out.parquet")] == [0.25, 0.5, 0.75]
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 6
-    # Scores of another temperature are not mixed in.
+    # Scores at another temperature are not mixed in.
     capsys.readouterr()
     assert run_cli(main, [*words, "--temperature", "0.5"]) == 2
     assert "was scored with other settings: temperature (1.0 there, 0.5 now)" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""rljax replay on every kind of log it reads, and on logs it cannot read."""
+"""``rljax replay`` reads every kind of log that it supports, and refuses logs that it cannot read."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
 Summary = pytest.importorskip("tensorboardX.proto.summary_pb2").Summary
 TensorProto = pytest.importorskip("tensorboardX.proto.tensor_pb2").TensorProto
 
-# The level triples at step 80: the median of five and six lengths in a row have it at step 85.
+# The level triples at step 80. The median of five and six lengths in a row call it at step 85.
 LENGTHS = [1000.0] * 79 + [3500.0] * 221
 CALL = "surge called at step 85 (crossing since step 82), decay period 153"
 
@@ -42,7 +42,7 @@ def refused(tool, log, *arguments):
 
 
 def table(lines):
-    """The cells of the table of rules, by the rule's name without its mark."""
+    """Returns the cells of the table of rules, by the rule's name without its mark."""
     start = next(number for number, line in enumerate(lines) if line.startswith("rule "))
     rows = [re.split(r" {2,}", line[2:]) for line in lines[start + 1 :]]
     return {name: cells for name, *cells in rows}
@@ -81,7 +81,7 @@ def test_the_length_column_is_found(tool, capsys, tmp_path, column):
 
 def test_changes_of_the_rate_are_printed_down_to_the_floor(tool, capsys, tmp_path):
     lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows_of("response_length/mean")))
-    # 85 x 1.8 = 153; the log has 300 steps, and an eighth is above the floor of a tenth.
+    # The period is 85 x 1.8 = 153. The log has 300 steps, and an eighth is above the floor of a tenth.
     assert lines[2:8] == [
         "  from step     1: learning rate 1e-06",
         "  from step   153: learning rate 5e-07",
@@ -96,7 +96,8 @@ def test_changes_of_the_rate_are_printed_down_to_the_floor(tool, capsys, tmp_pat
 def test_a_long_way_to_the_floor_is_cut(tool, capsys, tmp_path):
     log = write_jsonl(tmp_path / "log.jsonl", rows_of("response_length/mean"))
     lines = run(tool, capsys, tmp_path, log, "--decay-factor", "0.9")
-    # 0.9 ** 21 = 0.109 is above the floor of 0.1 and 0.9 ** 22 = 0.098 is not: 22 decays, 22 x 153 = 3366.
+    # 0.9 ** 21 = 0.109 is above the floor of 0.1, but 0.9 ** 22 = 0.098 is not. So there are 22 decays, and 22 x 153 =
+    # 3366.
     assert sum(line.startswith("  from step") for line in lines) == 12
     assert "  and so on, down to 1e-07 at step 3366" in lines
 
@@ -119,7 +120,7 @@ def test_tensorboard_file_and_directory(tool, capsys, tmp_path):
     header = "300 steps of 'response_length/mean', truncated fraction 'response_length/clip_ratio'"
     assert run(tool, capsys, tmp_path, path)[:2] == [header, CALL]
     assert run(tool, capsys, tmp_path, tmp_path)[:2] == [header, CALL]
-    # A writer that was killed leaves half a record.
+    # A writer that was killed may leave half a record.
     path.write_bytes(path.read_bytes()[:-5])
     assert CALL in run(tool, capsys, tmp_path, path)
 
@@ -144,7 +145,7 @@ def test_steps_that_start_at_zero_are_counted_from_one(tool, capsys, tmp_path):
 
 def test_skipped_and_repeated_steps(tool, capsys, tmp_path):
     rows = rows_of("response_length/mean")
-    # Resumed from step 60: the first try of 61-70 was something else. Steps 20-22 were never logged.
+    # The run resumed from step 60, so the first try of 61-70 is different. Steps 20-22 were never logged.
     rows = rows[:19] + rows[22:60] + [{**row, "response_length/mean": 1.0} for row in rows[60:70]] + rows[60:]
     lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
     assert lines[1:3] == ["3 of them have no finite, positive length: they count as steps, but are not used", CALL]
@@ -170,9 +171,9 @@ def test_sweep_shows_how_the_call_moves(tool, capsys, tmp_path):
     rules = table(lines)
     swept = [name for name in rules if name.startswith(("ratio", "window", "persistence"))]
     assert len(swept) == 15
-    # In use, shipped, and one value of each field are the rule in use.
+    # The rule in use, the shipped rule and one value of each field are the same rule.
     assert sum(line.startswith("* ") for line in lines) == 6
-    # 1000 + 125 n reaches 2000, 2500, 3000, 3500 at n = 8, 12, 16, 20, two steps before the median of five.
+    # 1000 + 125 n reaches 2000, 2500, 3000 and 3500 at n = 8, 12, 16 and 20, two steps before the median of five.
     called = [rules[f"ratio {ratio}"][0] for ratio in (2, 2.5, 3, 3.5, 4)]
     assert called == [str(79 + n + 2) for n in (8, 12, 16, 20)] + ["-"]
 
@@ -234,10 +235,10 @@ def write_events(directory, lengths, first, tag=LENGTH):
 @pytest.mark.parametrize(
     ("name", "log", "note"),
     [
-        # verl's own file
+        # This is verl's own file.
         ("verl.jsonl", [{"step": row.pop("step"), "data": row} for row in rows_of(LENGTH)], ""),
         ("nested.jsonl", [{"step": i, "response_length": {"mean": n, "max": 9}} for i, n in enumerate(LENGTHS, 1)], ""),
-        # Weights & Biases: the evaluation has a row of its own, or overwrites the length
+        # In Weights & Biases the evaluation has its own row, or overwrites the length.
         (
             "history.jsonl",
             [
@@ -261,7 +262,7 @@ def write_events(directory, lengths, first, tag=LENGTH):
             {"_step": {str(i): i for i in range(1, 301)}, LENGTH: {str(i): n for i, n in enumerate(LENGTHS, 1)}},
             ", steps by '_step'",
         ),
-        # a step column that never changes, and one that only an evaluation has
+        # One step column never changes, and one exists only in an evaluation.
         (
             "constant.jsonl",
             [{"train/global_step": 0, "_step": i, LENGTH: n} for i, n in enumerate(LENGTHS, 1)]
@@ -280,7 +281,7 @@ def write_events(directory, lengths, first, tag=LENGTH):
             },
             "",
         ),
-        # prime-rl's file has no step; slime's steps begin at 0
+        # prime-rl's file has no step, and slime's steps begin at 0.
         ("dots.jsonl", rows_of("response_length.mean"), ""),
         ("metrics.jsonl", [{"train/agg/all/num_output_tokens/mean": n, "train/m/all/x": 1} for n in LENGTHS], "each"),
         (
@@ -310,7 +311,7 @@ def test_event_files_of_a_resumed_run_are_one_log(tool, capsys, tmp_path):
     write_events(tmp_path / "one", LENGTHS[:100], 1)
     write_events(tmp_path / "one", LENGTHS[60:], 61)
     assert CALL in run(tool, capsys, tmp_path, tmp_path / "one")
-    # TRL begins another folder; evaluations have their own.
+    # TRL begins another folder, and evaluations have their own.
     write_events(tmp_path / "trl/runs/first", LENGTHS[:70], 1)
     write_events(tmp_path / "trl/runs/second", LENGTHS[60:], 61)
     write_events(tmp_path / "trl/runs/eval", [5.0] * 300, 1)
@@ -407,14 +408,14 @@ def test_the_table_has_what_each_rule_would_have_done(tool, capsys, tmp_path):
     names = ["in use", "shipped", "study", "three times", "ratio 2", "ratio 2.5", "ratio 3", "warmup 10", "warmup 40"]
     assert list(rules) == [*names, "max_truncated 1"]
     assert rules["in use"] == rules["ratio 2"] == ["85", "82", "153", "153", "5e-07", "3.5"]
-    # The first ten steps have 1000, and step 80 has 3500. The period is 144, and step 300 is behind the second decay.
+    # The first ten steps have 1000, and step 80 has 3500. The period is 144, and step 300 is after the second decay.
     assert rules["three times"] == ["80", "80", "144", "144", "2.5e-07", "3.5"]
 
 
 def test_a_log_without_a_call_says_what_was_nearest(tool, capsys, tmp_path):
     log = curve(tmp_path / "log.jsonl", [1000.0] * 60 + [2400.0] * 60)
     lines = run(tool, capsys, tmp_path, log)
-    # The median of five is 2400 from step 63 on, and six lengths in a row are from step 66 on.
+    # The median of five is 2400 from step 63 on, and six lengths in a row have it from step 66 on.
     assert lines[1:6] == [
         "no surge in 120 steps",
         "nearest: 2.4 times the baseline at step 63 (2400 against 1000); a call needs 2.5",
@@ -554,7 +555,7 @@ sys.exit(run_cli(main))
 
 
 def alone(*words):
-    """The command, in a process that can import numpy and the standard library alone."""
+    """Runs the command in a process that can import only numpy and the standard library."""
     done = subprocess.run([sys.executable, "-c", ALONE, "replay", *map(str, words)], capture_output=True, text=True)
     return done.returncode, done.stdout.splitlines(), done.stderr
 

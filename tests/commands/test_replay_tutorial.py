@@ -1,4 +1,4 @@
-"""The commands of docs/tutorials/schedule.md that lead from a log to a decision, run as they stand on real logs."""
+"""The commands of docs/tutorials/schedule.md that lead from a log to a decision run unchanged on real logs."""
 
 import csv
 import re
@@ -24,7 +24,10 @@ COLUMNS = {
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A directory with the lengths of three runs as CSV, with two decimals, as a dashboard exports them."""
+    """Returns a directory with the lengths of three runs as CSV.
+
+    They have two decimals, as a dashboard exports them.
+    """
     place, runs = tmp_path_factory.mktemp("logs"), read_table(ROOT / "benchmarks/study_slow.parquet")
     for name, run in LOGS.items():
         with (place / f"{name}.csv").open("w", newline="") as file:

@@ -1,4 +1,4 @@
-"""Whole distributions against each other: hand-worked numbers, bounds, and scorers that really give them."""
+"""Whole distributions are compared: numbers by hand, bounds, and scorers that return distributions."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,10 @@ def known(*rows, ids=None):
 
 
 def test_divergences_are_the_hand_worked_ones():
-    """p = (1/2, 1/4, 1/4), q = (1/4, 1/2, 1/4): both KLs are 1/4 log 2, and a quarter of the mass moves."""
+    """With p = (1/2, 1/4, 1/4) and q = (1/4, 1/2, 1/4), both KLs are 1/4 log 2.
+
+    A quarter of the mass moves.
+    """
     (found,) = divergences(known([0.5, 0.25, 0.25]), known([0.25, 0.5, 0.25]))
     np.testing.assert_allclose(found, [LN2 / 4, LN2 / 4, 0.25, 0.0, 0.0], rtol=1e-6)
     (same,) = divergences(known([0.5, 0.25, 0.25]), known([0.5, 0.25, 0.25]))
@@ -28,7 +31,7 @@ def test_divergences_are_the_hand_worked_ones():
 
 @pytest.mark.parametrize("listed_by", ["p", "q"])
 def test_tokens_that_one_side_does_not_list_are_one_outcome(listed_by):
-    """Only token 0 is listed: 1/2 against 1/4, and the rests 1/2 against 3/4."""
+    """Only token 0 is listed, with 1/2 against 1/4; the rests are 1/2 against 3/4."""
     p, q = known([0.5, 0.25, 0.25]), known([0.25, 0.5, 0.25])
     p, q = (known([0.5], ids=[[0]]), q) if listed_by == "p" else (p, known([0.25], ids=[[0]]))
     (found,) = divergences(p, q)
@@ -37,7 +40,10 @@ def test_tokens_that_one_side_does_not_list_are_one_outcome(listed_by):
 
 
 def test_two_lists_are_compared_on_the_tokens_that_both_have():
-    """Tokens 4 and 7 against 7 and 9: of both known, 1/4 against 1/2, and the rests 3/4 and 1/2."""
+    """One list has tokens 4 and 7, the other 7 and 9.
+
+    The common token has 1/4 against 1/2, and the rests have 3/4 and 1/2.
+    """
     p, q = known([0.5, 0.25], ids=[[4, 7]]), known([0.5, 0.25], ids=[[7, 9]])
     (found,) = divergences(p, q)
     np.testing.assert_allclose(
@@ -60,7 +66,7 @@ def test_merged_outcomes_never_show_more_than_all_of_them():
 
 
 def test_tiny_divergences_keep_their_digits():
-    """q moves 1e-4 from one token of probability 1/2 to the other: KL = -log(1 - 4e-8) / 2 = 2e-8."""
+    """q moves 1e-4 from one token of probability 1/2 to the other, so KL is -log(1 - 4e-8) / 2 = 2e-8."""
     p, q = known([0.5, 0.5]), TokenLogprobs(np.log(np.asarray([[0.5001, 0.4999]])))
     assert divergences(p, q)[0, 0] == pytest.approx(2e-8, rel=1e-2)
 
@@ -78,7 +84,7 @@ def world(tmp_path_factory):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_two_directories_are_compared_by_every_next_token(world, temperature):
-    """Against a scorer of given tokens that is asked for each token of the vocabulary."""
+    """The reference is a scorer of given tokens that is asked for each token of the vocabulary."""
     root, dump = world
     specs = ["jax:float32", f"jax:float32@{root / '1'}"]
     (pair,) = compare_distributions(specs, dump, root / "0", temperature=temperature)

@@ -1,4 +1,4 @@
-"""The examples of docs/compare.md run, and what its exporters write is read back as the framework held it.
+"""The examples of docs/compare.md run, and what its exporters write is read back unchanged.
 
 ``tests/peers`` runs the exporters in the frameworks themselves.
 """
@@ -29,7 +29,10 @@ def token_file():
 
 
 def batch():
-    """Two rows: prompts padded on the left to 3, responses on the right to 4; token 0 is padding."""
+    """Returns two rows: prompts padded on the left to 3, responses on the right to 4.
+
+    Token 0 is padding.
+    """
     return {
         "prompts": torch.tensor([[0, 5, 6], [7, 8, 9]]),
         "prompt_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
@@ -106,7 +109,7 @@ def test_verls_default_trainers_exporter_writes_what_is_read(tmp_path, token_fil
 @pytest.mark.parametrize("has_old", [True, False])
 def test_the_trl_exporter_writes_what_is_read(tmp_path, token_file, has_old):
     data = batch()
-    empty = torch.zeros(1, 4, dtype=torch.long)  # what mask_truncated_completions leaves of a response
+    empty = torch.zeros(1, 4, dtype=torch.long)  # mask_truncated_completions leaves this of a response
     out = {
         "prompt_ids": torch.cat([data["prompts"], data["prompts"][:1]]),
         "prompt_mask": torch.cat([data["prompt_mask"], data["prompt_mask"][:1]]),
@@ -142,7 +145,7 @@ def test_the_jsonl_and_the_dump_of_the_page(tmp_path, monkeypatch):
 
 
 def test_every_command_of_the_page_is_understood():
-    """A server's URL stands in a file that the page's own commands write."""
+    """A server's URL is in a file that the page's own commands write."""
     joined = PAGE.replace("\\\n", " ")
     commands = re.findall(r"^rljax compare (.*)$", joined, re.MULTILINE)
     assert len(commands) == 7

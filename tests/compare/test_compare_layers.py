@@ -1,4 +1,4 @@
-"""The layer and operation at which this library's forward and transformers' part, with planted faults."""
+"""The layer and operation at which this library's forward differs from transformers' is found, with planted faults."""
 
 import copy
 import dataclasses
@@ -60,7 +60,7 @@ def test_a_sound_pair_is_rounding_evenly(reference, directory):
 
 
 def test_logits_that_one_side_rounds_are_a_finding(directory):
-    """The logits of this library are float32 also in bfloat16, and those of transformers are rounded."""
+    """The logits of this library are float32 also in bfloat16, but transformers rounds its logits."""
     ours = JaxTracer(directory, JaxForm("bfloat16"), "jax:bfloat16")
     _, verdict = judged(ours, TorchTracer(directory, "bfloat16", "hf"))
     assert not verdict.passed
@@ -77,7 +77,10 @@ SMALL_SCALES = {
 
 @pytest.mark.parametrize("fault", SMALL_SCALES)
 def test_a_small_scale_is_found_in_the_mean_of_many_numbers(reference, directory, fault):
-    """An eps of 1e-5 for 1e-6, a product times 1.001 and a norm times 0.999: one bfloat16 rounds by more."""
+    """The faults are an eps of 1e-5 for 1e-6, a product times 1.001 and a norm times 0.999.
+
+    Rounding to bfloat16 changes one number by more.
+    """
     tested = TorchTracer(directory, reference.dtype, "hf", "eager")
     layers = tested.model.model.layers
     if fault == "eps":
@@ -98,7 +101,7 @@ def test_a_small_scale_is_found_in_the_mean_of_many_numbers(reference, directory
 def test_a_planted_fault_is_found_at_its_place(reference, directory, fault):
     plant, place = FAULTS[fault]
     tested = TorchTracer(directory, reference.dtype, "hf", "eager")
-    if fault == "head" and reference.dtype == "bfloat16":  # a float32 head is this library's own
+    if fault == "head" and reference.dtype == "bfloat16":  # this library has a float32 head itself
         against = TorchTracer(directory, "bfloat16", "plain", "eager")
         plant(tested.model)
         _, verdict = judged(against, tested)
@@ -127,7 +130,7 @@ def test_hints_say_what_the_numbers_show(directory):
 
 
 def test_the_effect_is_that_of_the_planted_operation(directory):
-    """With one fault and float32, the effect of its operation is all of the difference of the log-probabilities."""
+    """With one fault in float32, the effect of its operation is the whole difference of the log-probabilities."""
     tested = TorchTracer(directory, "float32", "hf", "eager")
     with_fault = tested.model.model.layers[0].self_attn.o_proj.weight
     with_fault.data.mul_(1.01)
@@ -163,7 +166,7 @@ def test_a_batch_of_another_shape_is_a_scorer(directory):
 
 @pytest.mark.mesh
 def test_a_sum_over_devices_in_bfloat16_is_named(directory):
-    """The parts of a sum over ``tp`` are rounded to the dtype before they travel, and to nothing in float32."""
+    """The parts of a sum over ``tp`` are rounded to the dtype before they are sent; float32 rounds nothing."""
     reference = {dtype: JaxTracer(directory, JaxForm(dtype), dtype) for dtype in ("bfloat16", "float32")}
     places = {}
     for dtype, one in reference.items():
@@ -174,13 +177,13 @@ def test_a_sum_over_devices_in_bfloat16_is_named(directory):
 
 
 def test_precision_is_that_of_the_numbers():
-    """1 + 2^-7 is a bfloat16, 1 + 2^-10 a float16, and 1 + 2^-11 needs float32."""
+    """1 + 2^-7 is a bfloat16, 1 + 2^-10 is a float16, and 1 + 2^-11 needs float32."""
     found = [precision(np.float32([1 + 2.0**-n, 0])) for n in (7, 10, 11)]
     assert found == ["bfloat16", "float16", "float32"]
 
 
 def test_logprobs_of_the_next_tokens():
-    """Two tokens of logits ln 3 and 0 have probabilities 3/4 and 1/4."""
+    """Two tokens with the logits ln 3 and 0 have the probabilities 3/4 and 1/4."""
     logits = np.log(np.float32([[3, 1], [3, 1]]))
     np.testing.assert_allclose(logprobs(logits, np.int32([0, 0, 1])), np.log([0.75, 0.25]), rtol=1e-6)
 

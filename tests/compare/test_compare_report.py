@@ -1,4 +1,4 @@
-"""The comparison of a dump's columns, its texts, and the program around it."""
+"""The comparison of a dump's columns, its texts, and the program around it are tested."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ SOURCE = ColumnSource("jax", "bfloat16", "sha256:aa", 1.0)
 
 
 def noisy_dump(lengths=(30, 300, 7), scale=1e-2, prompt=3):
-    """Columns a; b and c near it; a@2 nearer."""
+    """Returns a dump with column a, columns b and c near it, and a@2 nearer."""
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 9, n + prompt) for n in lengths]
     masks = [np.arange(len(row)) >= prompt for row in ids]
@@ -165,7 +165,7 @@ def test_the_program_scores_reports_and_draws(model, tmp_path, capsys):
 
 
 def floors_of(model, tmp_path, *words):
-    """The columns, the floors beside the second run's, and the report of one scorer in two dtypes."""
+    """Compares one scorer in two dtypes; returns the columns, the additional floors and the report."""
     ids = np.random.default_rng(0).integers(0, 16, (4, 20))
     write_dump(tmp_path / "t", make_dump(list("abcd"), ids, np.arange(20)[None] >= np.full((4, 1), 5), {}))
     arguments = [str(tmp_path / "t"), "--model", str(model), "--out", str(tmp_path / "out"), *words]
@@ -195,7 +195,10 @@ def test_another_mesh_is_a_floor(model, tmp_path):
 
 
 def test_a_conversion_is_judged_by_numbers_and_distributions(model, tmp_path, capsys):
-    """The same prompts by the directory before and after; a tensor that was lost on the way is found."""
+    """The directories before and after a conversion score the same prompts.
+
+    A tensor that was lost on the way must be found.
+    """
     config = read_config(model)
     params = load_params(model, config)
     save_params(tmp_path / "kept", jax.tree.map(lambda leaf: leaf * np.float32(1 + 1e-7), params), config)
@@ -239,7 +242,7 @@ def test_only_pairs_with_the_sampling_column_refuse_a_cut(sampling, refused):
 
 
 def test_columns_that_are_cut_alike_are_compared():
-    """The trainer's and the sampler's numbers are over the surviving tokens, and those of a scorer over all."""
+    """The numbers of the trainer and the sampler are over the surviving tokens, and a scorer's are over all tokens."""
     rng = np.random.default_rng(0)
     values = -rng.exponential(1.0, (1, 40))
     columns = {name: values + 1e-4 * rng.standard_normal(values.shape) for name in ("a", "rollout", "trainer")}
@@ -283,17 +286,17 @@ def test_a_mistake_is_said_in_one_line(tmp_path, capsys, arguments, message):
 
 
 def two_tokens(order, roles=None, sampling=None):
-    """One response of two tokens in columns of the names of ``order``, written in that order.
+    """Returns one response of two tokens in columns named and ordered as in ``order``.
 
-    The first of the names by the alphabet has probabilities (e^-1, e^-2), the second (e^-1.5, e^-4).
+    In alphabetical order, the first column has probabilities (e^-1, e^-2), the second (e^-1.5, e^-4).
     """
     values = dict(zip(sorted(order), ([-1.0, -2.0], [-1.5, -4.0]), strict=True))
     sources = {name: ColumnSource(role=role) for name, role in (roles or {}).items()}
     return make_dump(["x"], [[5, 6]], [[True] * 2], {name: [values[name]] for name in order}, sources, sampling)
 
 
-# With the trainer at (-1, -2) and the engine at (-1.5, -4), log ratios are 0.5 and 2: kl is -1.25 and k3_kl is
-# (e^0.5 - 1.5 + e^2 - 3) / 2. The other way round kl is 1.25 and k3_kl (e^-0.5 - 0.5 + e^-2 + 1) / 2.
+# With the trainer at (-1, -2) and the engine at (-1.5, -4), the log-ratios are 0.5 and 2. Then kl is -1.25 and k3_kl is
+# (e^0.5 - 1.5 + e^2 - 3) / 2. If they are exchanged, kl is 1.25 and k3_kl is (e^-0.5 - 0.5 + e^-2 + 1) / 2.
 FORWARD = (-1.25, (np.exp(0.5) - 1.5 + np.exp(2.0) - 3.0) / 2)
 BACKWARD = (1.25, (np.exp(-0.5) - 0.5 + np.exp(-2.0) + 1.0) / 2)
 
@@ -385,7 +388,7 @@ def test_a_pair_that_fails_gives_status_1(tmp_path):
 
 
 def spoiled(change, rows=16, tokens=30):
-    """Columns trainer and rollout; ``change`` alters the rollout's numbers [rows, tokens] or returns others."""
+    """Returns columns trainer and rollout; ``change`` alters the rollout's numbers [rows, tokens] or returns others."""
     rng = np.random.default_rng(3)
     trainer = -rng.exponential(1.0, (rows, tokens)) - 0.1
     rollout = trainer + 5e-3 * rng.standard_normal(trainer.shape)
@@ -437,7 +440,7 @@ def test_numbers_above_zero_are_refused_in_a_line(tmp_path, capsys, change, word
 
 
 def test_columns_without_sequences_are_compared():
-    """No sequence is no column of numbers above 0."""
+    """A column without sequences must not count as a column of numbers above 0."""
     (pair,) = compare_columns(make_dump([], [], [], {"a": [], "b": []})).pairs
     assert pair.verdict.cause == "no_tokens"
 
@@ -468,7 +471,10 @@ def test_constant_fills_are_named(where, value, count):
 
 @pytest.mark.parametrize("power", [1.0, 1.6, 8.0])
 def test_certain_tokens_are_no_constant_fill(power):
-    """Half the tokens are certain, 0 in both columns or near it; a lower temperature makes more of them 0."""
+    """Half the tokens are certain: 0 in both columns, or near 0.
+
+    A lower temperature makes more of them 0.
+    """
     rng = np.random.default_rng(4)
     gaps = np.where(rng.random((16, 64)) < 0.5, rng.uniform(8, 40, (16, 64)), rng.uniform(-3, 3, (16, 64)))
     x, y = (-np.log1p(np.exp(-gaps * p)).astype(np.float32) for p in (1.0, power))
@@ -504,7 +510,10 @@ def test_without_torch_only_the_hf_scorer_is_missing(model, monkeypatch):
 
 
 def turned_dump(values=None):
-    """Two trajectories with an environment's tokens, and log-ratios 1, 0.25, 0.5 and -0.75 at the sampled tokens."""
+    """Returns two trajectories with an environment's tokens.
+
+    The log-ratios at the sampled tokens are 1, 0.25, 0.5 and -0.75.
+    """
     mask = [[False, True, False, True, True], [False, False, True, False, False]]
     rollout = [[None, -1.0, None, -1.0, -1.0], [None, None, -2.0, None, None]]
     trainer = [[None, -2.0, None, -1.25, -0.5], [None, None, -1.25, None, None]]
@@ -543,7 +552,7 @@ def test_masks_of_peers_give_turns(tmp_path):
 
 
 def test_the_turns_of_a_dump_come_before_those_of_its_mask():
-    nan = None  # the second sequence is a further row: its prompt ends with the environment's tokens
+    nan = None  # the second sequence is an additional row: its prompt ends with the environment's tokens
     values = {"turn": [[nan, 1, 0, 2, 3], [nan, nan, 3, 0, 0]]}
     turns = compare_columns(turned_dump(values)).pairs[0].turns
     counts = {label: cell["token_count"] for label, cell in turns.items()}

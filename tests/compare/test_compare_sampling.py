@@ -1,4 +1,4 @@
-"""Responses drawn for a comparison carry the log-probabilities that scoring them gives."""
+"""Responses sampled for a comparison must have the log-probabilities that scoring gives them."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_drawn_responses_score_as_they_were_drawn(model, temperature):
 
 
 def test_the_embedded_engine_scores_every_response_token(model):
-    """A hole in the mask, a response from the first token on, and a sequence without a response."""
+    """The sequences have a hole in the mask, a response from the first token on, and no response."""
     ids = [[1, 2, 5, 9, 4], [4, 5, 6], [7, 8]]
     masks = [[False, True, True, False, True], [True] * 3, [False] * 2]
     dump = make_dump(["hole", "whole", "none"], ids, masks, {})

@@ -1,4 +1,4 @@
-"""The comparison's talk with a server, against a stand-in: what is asked, what is refused, and in which words."""
+"""The comparison's requests to a server, its refusals and its messages are tested against a stand-in."""
 
 import json
 
@@ -43,7 +43,10 @@ def test_a_column_of_prompt_logprobs_says_where_it_is_from(fake, model):
 
 @pytest.mark.parametrize("way", ["extra_args", "trace_decode_token_ids"])
 def test_a_server_decodes_given_tokens(fake, way):
-    """Each response token is at -1 there; a response without tokens asks for nothing, and nothing is left behind."""
+    """The stand-in scores each response token with -1.
+
+    A response without tokens makes no request, and the server keeps no client.
+    """
     fake.forcing = {"way": way, "reason": ""}
     rows = [*zip(DUMP.token_ids, DUMP.response_mask, strict=True), (np.int32([6, 6]), np.zeros(2, bool))]
     dump = make_dump(["x", "y", "z"], *([row[i] for row in rows] for i in (0, 1)), {})
@@ -78,7 +81,10 @@ def test_a_column_names_the_form_of_its_server(fake):
 
 
 def test_a_server_gives_its_likeliest_tokens_and_a_rest(fake, model):
-    """It lists two tokens of probabilities e^-4 and e^-5 beside the one that stands there; it is the rollout."""
+    """The server lists two tokens with probabilities e^-4 and e^-5 beside the given token.
+
+    It is the rollout side.
+    """
     fake.root = str(model)
     (pair,) = compare_distributions([f"vllm:{fake.url}", "jax:float32"], DUMP, model, top_k=2)
     assert (pair.trainer, pair.rollout, pair.is_complete) == ("jax:float32", f"vllm:{fake.url}", False)
@@ -90,7 +96,10 @@ def test_a_server_gives_its_likeliest_tokens_and_a_rest(fake, model):
 
 @pytest.mark.parametrize("described", [True, False])
 def test_a_server_is_not_asked_for_more_tokens_than_there_are(fake, model, described):
-    """A real vLLM's engine ends at such a request. The vocabulary is the server's, or else the other directory's."""
+    """A real vLLM's engine ends at such a request.
+
+    The vocabulary is the server's, or else the other directory's.
+    """
     fake.root = str(model)
     if not described:
         fake.refuse = {"/collective_rpc": 404}
@@ -105,7 +114,7 @@ def test_weights_that_were_published_since_have_no_known_hash(fake, model):
 
 
 def test_a_plain_server_is_scored_under_its_own_names(fake):
-    """No plugin, no weight endpoints, no token endpoint: dtype and weights are unknown."""
+    """The server has no plugin, no weight endpoints and no token endpoint, so dtype and weights are unknown."""
     fake.routes, fake.model = {"/v1/completions"}, "org/name"
     fake.refuse = dict.fromkeys(["/collective_rpc", "/is_paused"], 404)
     vectors, source = score_column(f"vllm:{fake.url}", DUMP)
@@ -169,7 +178,7 @@ def test_the_temperature_of_drawn_logprobs_is_probed(fake, temperature):
 
 
 def test_a_second_draw_counts_up_to_the_first_other_token(fake, model, monkeypatch):
-    """The stand-in draws successors of the last token; its second draw is bent at one place and in its numbers."""
+    """The stand-in samples successors of the last token; its second draw differs at one position and in its numbers."""
     dump = make_dump(["p"], [[9, 5]], [[False, False]], {})
     asked = 0
     plain = fake.answer
@@ -204,7 +213,7 @@ def test_a_second_draw_counts_up_to_the_first_other_token(fake, model, monkeypat
 
 
 def test_a_server_that_dies_leaves_one_line_and_what_was_scored(fake, model, tmp_path, capsys):
-    """It dies after its first column, in the middle of its second run."""
+    """The server dies after its first column, in the middle of its second run."""
     path = write_dump(tmp_path / "t", DUMP)
     plain, scored = fake.answer, 0
 

@@ -1,4 +1,4 @@
-"""Each way of comparing unlike things is told apart, on columns that a small model really gives."""
+"""Each way to compare unlike things is recognised, on columns from a small model."""
 
 import dataclasses
 
@@ -22,7 +22,10 @@ COLUMNS = {}
 
 
 def likely_tokens(params):
-    """Random rows whose tokens the policy finds likelier than most, as in text it wrote: a spread of probabilities."""
+    """Returns random rows whose tokens the policy finds likelier than most.
+
+    Like text that it wrote, they have a range of probabilities.
+    """
     rng = np.random.default_rng(0)
     score = make_scorer(CONFIG, "float32", multiple=PROMPT + RESPONSE)
     rows, *others = rng.integers(0, CONFIG.vocab_size, (4, ROWS, PROMPT + RESPONSE)).astype(np.int32)
@@ -44,7 +47,7 @@ def world(tmp_path_factory):
 
 
 def column(world, spec, model="now", temperature=1.0):
-    """[b, t] and its source; each is computed once."""
+    """Returns the numbers [b, t] of a column and its source; each is computed once."""
     root, dump = world
     key = (root, spec, model, temperature)
     if key not in COLUMNS:
@@ -216,7 +219,7 @@ def test_tokens_of_another_vocabulary_are_refused(world, kind):
     ],
 )
 def test_an_engine_that_rounds_to_8_bits_has_a_range_of_its_own(gap, form, cause):
-    """The numbers are so low that 1 - p is 1, and the gap is the same with either sign."""
+    """The numbers are so low that 1 - p is 1, and the gap has the same size with either sign."""
     x = -20.0 - np.random.default_rng(0).exponential(1.0, (4, 50))
     signs = np.where(np.arange(200).reshape(4, 50) % 2, 1.0, -1.0)
     mask = np.ones(x.shape, bool)

@@ -1,4 +1,4 @@
-"""Faults planted into the forward of this library are found at their places by another forward of it."""
+"""Another forward of this library finds faults planted into its forward, at their places."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def reference(request, tmp_path_factory):
     return JaxTracer(path, JaxForm(request.param, logits=request.param), "jax")
 
 
-# A sum over devices in a lower precision is planted in test_compare_layers.
+# test_compare_layers plants a sum over devices in a lower precision.
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "sum"])
 def test_a_fault_in_this_library_is_found(reference, tmp_path, fault):
     tested = faulty(fault, SHAPE, tmp_path, reference.dtype)
@@ -32,5 +32,5 @@ def test_a_fault_in_this_library_is_found(reference, tmp_path, fault):
     assert not verdict.passed
     places = {finding.place for finding in verdict.findings}
     assert FAULTS[fault][1] in places, verdict.sentence
-    # An eps belongs to all norms, and with the norms of queries and keys both are left out.
+    # An eps belongs to all norms; without the norms of queries and keys, both places are named.
     assert len(places) <= {"eps": 6, "no norms": 2, "stale": 1}.get(fault, 2), places

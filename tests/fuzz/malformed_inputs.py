@@ -1,4 +1,4 @@
-"""Hypothesis strategies for malformed inputs: sound files with their values, structure or bytes damaged."""
+"""Hypothesis strategies for malformed inputs: sound files whose values, structure or bytes are damaged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from rljax.run.config import Config
 from rljax.run.config_file import load_config
 
 MODEL = ROOT / "configs" / "toy-base"
-Special = enum.Enum("Special", ["DIRECTORY", "LOOP", "DANGLING", "UNREADABLE"])  # links to itself and to nothing
+# LOOP is a link to itself, and DANGLING is a link to nothing.
+Special = enum.Enum("Special", ["DIRECTORY", "LOOP", "DANGLING", "UNREADABLE"])
 Content = bytes | Special
 Files = dict[str, Content]
 
@@ -66,7 +67,7 @@ def chooser(draw: st.DrawFn) -> Callable[..., Any]:
 
 
 def paths_of(document: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yields the way to each value in a document of lists and dictionaries."""
+    """Yields the path of keys to each value in a document of lists and dictionaries."""
     yield above
     if isinstance(document, dict | list):
         for key, value in list(document.items() if isinstance(document, dict) else enumerate(document))[:60]:
@@ -75,7 +76,7 @@ def paths_of(document: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, 
 
 @st.composite
 def mutated(draw: st.DrawFn, document: Any) -> Any:
-    """The document with one to three values replaced, left out, renamed, added, wrapped or repeated."""
+    """Draws the document with one to three values replaced, left out, renamed, added, wrapped or repeated."""
     root, choose = [copy.deepcopy(document)], chooser(draw)
     for _ in range(choose(1, 2, 3)):
         *way, last = choose(*((0, *path) for path in paths_of(root[0])))
@@ -106,7 +107,7 @@ ENDS = (b"\n{}\n[]\nnull\n", b'{"x": 1, "x": 2}\n')
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> Content:
-    """The bytes cut, changed, in another form, or something else in their place."""
+    """Draws damaged bytes: cut, changed, in another form, or replaced by something else."""
     choose, place, other = chooser(draw), draw(st.integers(0, len(data))), draw(st.binary(min_size=1, max_size=8))
     how = choose("cut", "cut", "bytes", "bytes", "insert", "form", "junk", "special")
     if how == "form":
@@ -123,17 +124,17 @@ def damaged(draw: st.DrawFn, data: bytes) -> Content:
 
 
 def as_json(document: Any) -> bytes:
-    """Writes JSON, with NaN and lone surrogates as they are."""
+    """Writes JSON; NaN and lone surrogates stay as they are."""
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def as_lines(rows: Any) -> bytes:
-    """Writes JSONL; something that is no list becomes a single line."""
+    """Writes JSONL; a value that is not a list becomes a single line."""
     return b"".join(as_json(row) + b"\n" for row in (rows if isinstance(rows, list) else [rows]))
 
 
 def as_text(text: str) -> bytes:
-    """Writes text, with lone surrogates as they are."""
+    """Writes text; lone surrogates stay as they are."""
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -150,11 +151,12 @@ def as_csv(rows: Any) -> bytes:
     return as_text("\n".join(",".join(line) for line in lines))
 
 
-NARROW = {pa.list_(pa.int64()): pa.list_(pa.int32()), pa.list_(pa.float64()): pa.list_(pa.float32())}  # of token dumps
+# The types of token dumps are the narrow ones.
+NARROW = {pa.list_(pa.int64()): pa.list_(pa.int32()), pa.list_(pa.float64()): pa.list_(pa.float32())}
 
 
 def as_parquet(table: Any) -> bytes:
-    """Writes columns, and the note of a token dump; a column of no single type becomes text."""
+    """Writes columns and the note of a token dump; a column of mixed types becomes text."""
     if not isinstance(table, dict) or not isinstance(table.get("columns"), dict):
         return ascii(table).encode()
     columns = {}
@@ -177,7 +179,10 @@ def as_parquet(table: Any) -> bytes:
 
 
 def as_safetensors(data: bytes, parts: Any) -> bytes:
-    """Writes a safetensors file of data, a header, and a number in place of the header's length, or None."""
+    """Writes a safetensors file of data and a header.
+
+    The header's length is replaced by ``size`` if this is a valid number.
+    """
     header, size = (parts.get(name) if isinstance(parts, dict) else parts for name in ("header", "size"))
     text = as_json(header)
     return struct.pack("<Q", size if isinstance(size, int) and 0 <= size < 2**64 else len(text)) + text + data
@@ -216,9 +221,9 @@ def spoilt(
     options: Sequence[Sequence[str]] = ((),),
     most: int = 2,
 ) -> Case:
-    """The case with one to ``most`` of the files ``spoil`` damaged, missing or something else, and one of the options.
+    """Draws the case with one to ``most`` of the files ``spoil`` damaged, missing or replaced, and one of the options.
 
-    A name of ``spoil`` that is not among the files is a folder of them, or a file that should not be there.
+    A name of ``spoil`` that is not among the files is a folder of them, or a file that should not exist.
     """
     choose, given = chooser(draw), written(files)
     chosen = draw(st.lists(st.sampled_from(spoil), min_size=1, max_size=most, unique=True))
@@ -249,7 +254,7 @@ KEYS = [".".join(map(str, path)) for path in paths_of(SETTINGS) if path]
 
 @st.composite
 def keyed(draw: st.DrawFn, settings: Any) -> Any:
-    """The settings with a weird value of any key, perhaps damaged further."""
+    """Draws the settings with a strange value for any key, perhaps damaged further."""
     *way, last = draw(st.sampled_from([path for path in paths_of(settings) if path]))
     settings = copy.deepcopy(settings)
     functools.reduce(lambda value, key: value[key], way, settings)[last] = draw(weird)
@@ -302,7 +307,7 @@ ODD_COLUMNS = [
 ]
 
 
-# Training that is refused, in one line, only after all its inputs were read: its run directory holds a run already.
+# This training is refused in one line only after all its inputs were read, because its run directory holds a run.
 TRAIN = ("config.yaml", "--run.dir", "held", "--run.resume", "never", "--data.task", "file", "--data.batch-size", "1")
 PROBLEMS = (*TRAIN, "--eval.every", "0", "--data.path", "p.jsonl")
 HELD_CONFIG = {
@@ -366,7 +371,7 @@ def safetensors(file: bytes) -> Document:
 
 
 def weight_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields model directories of each family whose weights are damaged, or not of their shape."""
+    """Yields model directories of each family whose weights are damaged or have another shape."""
     for config, file in map(sound_model, POLICIES):
         weights, name = safetensors(file), "model/model.safetensors.index.json"
         index = {"weight_map": dict.fromkeys(weights.value["header"], "model.safetensors")}
@@ -473,10 +478,10 @@ def record_cases() -> Iterator[st.SearchStrategy[Case]]:
 
 
 def resume_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields run directories whose record or configuration is damaged, for training that would go on there."""
+    """Yields run directories with a damaged record or configuration, for training that would resume there."""
     checkpoints = [f"held/checkpoints/{name}" for name in ("5", "x", "5.tmp", "05", "-1", "²")]
     resumes = ("auto", "auto", "never", "held", "nowhere", "", "a\udcffb", "held/metrics.jsonl")
-    # The engine has no server, so that a run that may go on ends there, in one line.
+    # The engine has no server, so a run that may resume ends there in one line.
     engine = ("--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:9", "--rollout.server-wait-s", "0.01")
     for count in (1, 3, 20):
         held = {"config.yaml": Document(HELD_CONFIG, as_yaml), "metrics.jsonl": Document(RECORD[:count], as_lines)}
@@ -497,7 +502,7 @@ def is_object(name: str, data: bytes) -> bool:
 
 
 def checkpoint_cases() -> Iterator[st.SearchStrategy[Case]]:
-    """Yields run directories whose checkpoints are damaged, for training that would go on there."""
+    """Yields run directories whose checkpoints are damaged, for training that would resume there."""
     files = inside(RUN, sound_run().files)
     folders = [f"{CHECKPOINTS}/{step}" for step in STEPS]
     below = {folder: [name for name in files if name.startswith(f"{folder}/")] for folder in folders}

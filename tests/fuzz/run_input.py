@@ -1,8 +1,8 @@
-"""Runs a command on one input, in this process and in a folder of its own, and judges what it made of the input.
+"""Runs a command on one input, in this process and in its own folder, and judges the result.
 
-An input is *refused* when the command ends with status 2 and one line on stderr, and *accepted* when the command does
-what it is for. Everything else is a failure: a traceback, another status, several lines, a line that is too long to
-read, more than the time limit, a file written outside the folders of the command, or a changed input.
+An input is *refused* if the command ends with status 2 and one line on stderr. It is *accepted* if the command does its
+task. Everything else is a failure: a traceback, another status, several lines, a line that is too long to read, a run
+beyond the time limit, a file written outside the folders of the command, or a changed input.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from rljax.evaluate import find_policy
 from rljax.policy.peft import load_adapters
 from rljax.sharding import MeshConfig, make_mesh
 
-LONGEST_LINE = 2500  # characters of an error
-# What Python says to a programmer: not what a user should read of an input.
+LONGEST_LINE = 2500  # the number of characters of an error
+# Phrases that Python prints for a programmer. A user should not read them about an input.
 PYTHON_WORDS = re.compile(
     r"not supported between|has no attribute|unhashable type|is not iterable|indices must be|unsupported operand|"
     r"is not subscriptable|positional argument|keyword argument|expected Invalid|object is not|codec can't|"
     r"recursion depth|has no len|must be real number|cannot be interpreted|cannot unpack|^error: :|Errno"
 )
-NOTICES = ("\r", "warning: ", "waiting for ")  # lines before the last one; \r: a progress bar
+NOTICES = ("\r", "warning: ", "waiting for ")  # starts of lines before the last one; \r is a progress bar
 TABLE_HEAD = r"data +rows +no answer +over .* tokens +repeated prompts +answers that fail"
 INTERRUPTED = 130  # the status of run_cli after an interrupt
 
 
 def load(words: Sequence[str]) -> int:
-    """Reads shape and weights of a model directory, as the start of a run does."""
+    """Reads the shape and the weights of a model directory, as the start of a run does."""
     with caller_errors():
         find_policy(words[0]).load(make_mesh(MeshConfig(1, 1)))
     return 0
@@ -56,11 +56,11 @@ def load_tiny_adapters(words: Sequence[str]) -> int:
 
 
 class Command(NamedTuple):
-    """How a command is called and what it may do."""
+    """A command: its function, the folders that it may write, and its acceptable results."""
 
     main: Callable[[Sequence[str]], int]
-    writes: tuple[str, ...] = ()  # top folders of the case that it may write into
-    accepted: tuple[int, ...] = (0,)  # statuses that mean that it did what it is for
+    writes: tuple[str, ...] = ()  # top folders of the case that the command may write into
+    accepted: tuple[int, ...] = (0,)  # statuses that mean success
     last_line: str | None = None  # part of the line that stops it on purpose after all its inputs were read
 
 
@@ -79,14 +79,14 @@ COMMANDS = {
 
 
 class Outcome(NamedTuple):
-    """Whether a command accepted its input or refused it, and what it said."""
+    """The result of a case: whether the command accepted its input, and what it printed."""
 
     accepted: bool
     said: str
 
 
 class TooLongError(BaseException):
-    """The time limit is over; no handler of errors may catch it."""
+    """An error for the end of the time limit; no handler of errors may catch it."""
 
 
 def stop(*_: Any) -> None:
@@ -95,7 +95,7 @@ def stop(*_: Any) -> None:
 
 
 class Watch:
-    """Notes every file that Python opens for writing, makes, moves or removes outside a folder."""
+    """A watch that notes every file that Python opens for writing, makes, moves or removes outside a folder."""
 
     EVENTS = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 
@@ -137,7 +137,7 @@ def write_case(case: Case, folder: Path) -> None:
 
 
 def contents(folder: Path, but: Sequence[str]) -> dict[str, str]:
-    """Returns what stands at each path, without the top folders of ``but``, whose own inputs are still listed."""
+    """Returns the content of each path, except in the top folders ``but``, of which only the inputs are listed."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
@@ -175,7 +175,7 @@ def run_case(case: Case, folder: Path, limit_s: float) -> Outcome:
         raise AssertionError(f"more than {limit_s:g} s") from error
     except (Exception, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a panic of a Rust library is no Exception
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         raise AssertionError(f"{type(error).__name__}: {error}") from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -203,7 +203,7 @@ def judge(command: Command, status: object, said: str) -> Outcome:
     lines = [line for line in said.split("\n") if line.strip() and not line.startswith(NOTICES)]
     if lines and re.fullmatch(TABLE_HEAD, lines[0]):
         assert all(map(str.isprintable, lines)), trouble
-        del lines[:-1]  # the table of the data comes before what is wrong with the rest
+        del lines[:-1]  # the table of the data comes before the error about the rest
     assert len(lines) == 1, f"status 2 with {len(lines)} lines: {said[:3000]}"
     (line,) = lines
     assert line.startswith("error: "), trouble

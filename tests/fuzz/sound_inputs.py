@@ -1,7 +1,7 @@
-"""Sound inputs that malformed ones begin as: a tiny policy of each family, adapters, and a run with three checkpoints.
+"""Sound inputs, from which malformed ones begin.
 
-The state of the run is saved as the loop does it, but the steps between the checkpoints are made by hand: nothing is
-sampled and nothing is trained.
+They are a tiny policy of each family, adapters, and a run with three checkpoints. The state of the run is saved as the
+training loop saves it. The steps between the checkpoints are made by hand, without sampling or training.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ def _read(folder: Path, config: str, weights: str) -> tuple[dict[str, Any], byte
 
 
 class SoundRun(NamedTuple):
-    """What a run left."""
+    """The files that a run left, and the states that it saved."""
 
-    files: dict[str, bytes]  # path in the run directory -> content
-    arrays: dict[int, dict[str, str]]  # step -> checksums of its device state
-    hosts: dict[int, dict[str, Any]]  # step -> its host state
+    files: dict[str, bytes]  # content by path in the run directory
+    arrays: dict[int, dict[str, str]]  # checksums of the device state by step
+    hosts: dict[int, dict[str, Any]]  # host state by step
 
 
 @functools.cache
 def _make() -> Any:
-    """(checkpointer) -> the components of the run; and its mesh."""
+    """Returns a function from a checkpointer to the components of the run, and the mesh."""
     config = load_config(Config, list(WORDS), prog="sound_run", description="")
     policy, tokenizer = read_config(config.model.path), load_tokenizer(config.model.path)
     mesh = make_mesh(config.mesh)
@@ -120,12 +120,12 @@ def sound_run() -> SoundRun:
 
 
 def go_on(words: Sequence[str]) -> int:
-    """Goes on in the run directory ``words[0]`` as training does, up to the first step.
+    """Resumes in the run directory ``words[0]`` as training does, up to the first step.
 
     Raises:
       ConfigError: The run is refused.
-      AssertionError: Other values were restored than saved, a file is gone, or a checkpoint was moved without a word or
-        passed over though it is whole.
+      AssertionError: If other values were restored than saved, a file is gone, a checkpoint was moved without a
+      message, or a whole checkpoint was passed over.
     """
     run_dir, said = Path(words[0]), io.StringIO()
     make, mesh = _make()
@@ -157,7 +157,7 @@ def go_on(words: Sequence[str]) -> int:
 
 
 def _check_restored(run: RunParts, state: Any, progress: Any, said: str) -> None:
-    """What was restored is one of the saved states, wholly."""
+    """Checks that one of the saved states was restored completely."""
     sound, step = sound_run(), progress.step
     assert step in STEPS, f"begun anew at step {step}"
     assert array_checksums(state) == sound.arrays[step], f"other arrays than those of step {step}"
@@ -166,7 +166,7 @@ def _check_restored(run: RunParts, state: Any, progress: Any, said: str) -> None
 
 
 def _check_files(before: dict[str, str], after: dict[str, str], step: int, said: str) -> None:
-    """Nothing is gone, what was moved is named, and no whole checkpoint was passed over."""
+    """Checks that nothing is gone, moved files are named, and no whole checkpoint was passed over."""
     for name in (name for name, content in before.items() if after.get(name) != content):
         aside, folder = name.replace("checkpoints/", "damaged/", 1), name.removeprefix("checkpoints/").split("/")[0]
         assert after.get(aside) == before[name], f"{name} is gone"
@@ -177,14 +177,14 @@ def _check_files(before: dict[str, str], after: dict[str, str], step: int, said:
 
 
 def _whole(found: dict[str, str]) -> list[int]:
-    """Steps of the checkpoints whose files are all as they were saved."""
+    """Returns the steps of the checkpoints whose files are all as they were saved."""
     sums = {name: hashlib.sha1(content).hexdigest() for name, content in sound_run().files.items()}
     names = {step: [name for name in sums if name.startswith(f"checkpoints/{step}/")] for step in STEPS}
     return [step for step in STEPS if all(found.get(name) == sums[name] for name in names[step])]
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Path -> what stands there, without folders and what an interrupted save left."""
+    """Returns the content of each path, without folders and the remains of an interrupted save."""
     paths = [path for path in sorted(folder.rglob("*")) if "orbax-checkpoint-tmp" not in str(path)]
     linked = {str(path.relative_to(folder)): f"link to {path.readlink()}" for path in paths if path.is_symlink()}
     plain = [path for path in paths if path.is_file() and not path.is_symlink()]

@@ -1,4 +1,4 @@
-"""Malformed inputs: each is refused in one line and harms nothing; those that once were not stand here by hand."""
+"""Malformed inputs must be refused in one line and harm nothing; inputs that once failed are listed by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = int(os.environ.get("RLJAX_FUZZ_EXAMPLES", "96"))
 SEED = int(os.environ.get("RLJAX_FUZZ_SEED", "0"))
-MEMORY = 8 * 2**30  # more bytes than now that an input may ask for
+MEMORY = 8 * 2**30  # the bytes that an input may allocate in addition to the present ones
 FIRST, SECOND = {"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}
 MODEL_FILES = inside("model", {path.name: path.read_bytes() for path in MODEL.iterdir() if path.suffix == ".json"})
 OF_MODEL = (*PROBLEMS, "--model.path", "model")
@@ -211,7 +211,7 @@ def test_what_once_was_no_clear_line(case, message, tmp_path):
 
 
 def go_on_case(folders):
-    """A copy of the sound run in which these folders hold other contents, by path."""
+    """Returns a copy of the sound run in which these folders have other contents, by path."""
     files = inside(RUN, sound_run().files)
     for folder, found in folders.items():
         files = without(files, folder) | {f"{folder}/{path}".rstrip("/"): content for path, content in found.items()}
@@ -227,7 +227,7 @@ def test_a_sound_run_continues_beside_foreign_files(name, tmp_path):
 
 
 def test_files_in_place_of_the_checkpoints_are_none(tmp_path):
-    """They once counted: the run then began anew, and its rows were cut."""
+    """The files must not count as checkpoints: the run would begin anew, and its rows would be cut."""
     outcome = run_case(go_on_case({f"{CHECKPOINTS}/{step}": {"": b""} for step in STEPS}), tmp_path, 60.0)
     assert not outcome.accepted
     assert "holds 3 rows and no checkpoint to go on from" in outcome.said
@@ -242,7 +242,7 @@ def test_something_else_in_place_of_their_folder_is_refused(content, tmp_path):
 
 @pytest.fixture
 def bounded_memory():
-    """An input that asks for too much memory fails instead of the machine."""
+    """Limits the memory, so that an input that asks for too much fails instead of the machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
@@ -256,7 +256,7 @@ def bounded_memory():
     "kind", [pytest.param(kind, marks=pytest.mark.harness) if kind == "checkpoints" else kind for kind in KINDS]
 )
 def test_malformed_inputs_are_refused_in_one_line(kind, tmp_path):
-    """The folder of the test keeps the smallest input of the failure that was found last."""
+    """The folder of the test keeps the smallest input of the last failure."""
     share, strategy = KINDS[kind]
     count = EXAMPLES * share // sum(share for share, _ in KINDS.values())
     outcomes = Counter()
@@ -278,7 +278,7 @@ def test_malformed_inputs_are_refused_in_one_line(kind, tmp_path):
     each()
     print(f"{kind}: {outcomes[False]} refused, {outcomes[True]} accepted")
     assert outcomes.total() >= count // 2
-    # A run sets damaged checkpoints aside and goes on from an older one: few of these inputs leave none.
+    # A run sets damaged checkpoints aside and resumes from an older one, so few of these inputs leave no checkpoint.
     assert outcomes[False] > 0 or kind == "checkpoints"
 
 

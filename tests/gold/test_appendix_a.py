@@ -1,4 +1,6 @@
-"""Progress of one stochastic gradient step, split into terms A, B and C (arXiv 2602.01826, appendix A, inequality 13).
+"""The progress of one stochastic gradient step, split into three terms A, B and C.
+
+They are in inequality 13 of appendix A of arXiv 2602.01826.
 
 For an L-smooth J and theta' = theta + rate * g, with bias = E[g] - grad J and var = E|g|^2 - |E g|^2:
 
@@ -46,19 +48,20 @@ def bound(*arguments):
 
 
 def quadratic(curvatures, peak):
-    """(J, its gradient): J(theta) = -sum_i curvature_i (theta_i - peak_i)^2 / 2."""
+    """Returns J and its gradient, for J(theta) = -sum_i curvature_i (theta_i - peak_i)^2 / 2."""
     return lambda x: -0.5 * np.sum(curvatures * (x - peak) ** 2), lambda x: -curvatures * (x - peak)
 
 
 def noisy(rng, mean, number=7):
-    """Values [number, d] of unequal probabilities whose mean is ``mean``."""
+    """Returns values [number, d] of unequal probabilities whose mean is ``mean``."""
     weights = rng.dirichlet(np.ones(number))
     noise = rng.standard_normal((number, mean.size))
     return mean + noise - weights @ noise, weights
 
 
 def test_a_hand_worked_step():
-    # J = -x^2 at x = 1: gradient -2, L = 2. g is -1 or -5: mean -3, bias -1, var 4. Rate 0.1 leads to 0.9 or 0.5.
+    # For J = -x^2 at x = 1 the gradient is -2 and L is 2. g is -1 or -5, with mean -3, bias -1 and variance 4. Rate 0.1
+    # leads to 0.9 or 0.5.
     values, weights = np.array([[-1.0], [-5.0]]), np.array([0.5, 0.5])
     found = terms(np.array([-2.0]), values, weights, 2.0, 0.1)
     np.testing.assert_allclose(found, [0.1 * 0.9 * 4, 0.1 * 0.8 * 2, 0.01 * 5], rtol=1e-14)
@@ -81,7 +84,7 @@ def test_equality_where_every_curvature_is_l(seed, rate):
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rate", RATES)
 def test_inequality_where_curvatures_differ(seed, rate):
-    """The slack is what the flatter directions lose less, and too small an L breaks the inequality."""
+    """The slack must be what the flatter directions lose less, and too small an L must break the inequality."""
     rng = np.random.default_rng(seed)
     curvatures = np.array([1.7, 0.6, 0.0, -0.4])
     objective, gradient = quadratic(curvatures, rng.standard_normal(4))
@@ -96,7 +99,10 @@ def test_inequality_where_curvatures_differ(seed, rate):
 
 @pytest.mark.parametrize("rate", RATES)
 def test_each_term_measured_by_itself(rate):
-    """From values of J alone: A by the true gradient, B as the odd part in the bias, C as what is lost on average."""
+    """The terms are measured from values of J alone.
+
+    A uses the true gradient, B is the odd part in the bias, and C is the mean loss.
+    """
     rng = np.random.default_rng(0)
     smoothness = 1.7
     objective, gradient_at = quadratic(np.full(4, smoothness), rng.standard_normal(4))
@@ -144,7 +150,7 @@ def test_the_loss_at_the_peak_falls_with_the_square_of_the_rate():
 
 
 def test_noise_sets_the_largest_rate_that_still_makes_progress():
-    """Unbiased g: the expected change turns negative at the rate 2 |grad|^2 / (L (|grad|^2 + var))."""
+    """For unbiased g the expected change becomes negative at the rate 2 |grad|^2 / (L (|grad|^2 + var))."""
     rng = np.random.default_rng(3)
     objective, gradient_at = quadratic(np.full(4, 1.7), rng.standard_normal(4))
     theta = rng.standard_normal(4)
@@ -161,7 +167,10 @@ def test_noise_sets_the_largest_rate_that_still_makes_progress():
 
 
 def test_seeded_draws_agree_with_the_closed_form():
-    """Gaussian noise of standard deviation 2 in 4 dimensions, 40,000 draws: within 4 standard errors."""
+    """The noise is Gaussian with standard deviation 2 in 4 dimensions.
+
+    40,000 draws must agree within 4 standard errors.
+    """
     rng = np.random.default_rng(5)
     objective, gradient_at = quadratic(np.full(4, 1.7), rng.standard_normal(4))
     theta, bias = rng.standard_normal(4), 0.5 * rng.standard_normal(4)
@@ -178,7 +187,10 @@ def test_seeded_draws_agree_with_the_closed_form():
 
 
 def test_the_objective_is_as_smooth_as_its_largest_advantage():
-    """Largest eigenvalue of the Hessian, by differences of the exact gradient, against L = max|A|; 39 logits."""
+    """Differences of the exact gradient give the largest eigenvalue of the Hessian, which is compared with L = max|A|.
+
+    The policy has 39 logits.
+    """
     rng = np.random.default_rng(7)
     tokens, mask = every_response(3, 3)
     features = free_features(3, 3)
@@ -209,7 +221,7 @@ CORRECTIONS = {
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_inequality_for_a_tabular_policy_under_every_correction(correction):
-    """J = E_pi[A] with a free logit per prefix and token is max|A|-smooth: the derivation is in docs/theory.md."""
+    """J = E_pi[A] with a free logit for each prefix and token is max|A|-smooth; docs/theory.md has the derivation."""
     rng = np.random.default_rng(6)
     tokens, mask = every_response(3, 3)
     features = free_features(3, 3)

@@ -1,14 +1,14 @@
-"""State-occupancy drift and the T^2 bound on the bias of equation 3 (arXiv 2602.01826, appendix B), by enumeration.
+"""Drift of the state occupancy, and the T^2 bound on the bias of equation 3, checked by enumeration.
 
-pi is differentiated (its score), mu is sampled. D is the largest total variation between their next-token distributions
-over all prefixes, S the largest norm of a token's score, and abs(A) <= M. With T tokens:
+This is appendix B of arXiv 2602.01826. The policy pi is differentiated (its score), and mu is sampled. D is the largest
+total variation between their next-token distributions over all prefixes. S is the largest norm of a token's score, and
+abs(A) <= M. With T tokens:
 
     occupancy   TV of the first t tokens <= 1 - (1 - D)^t <= t D
     bias        |E_mu - E_pi of sum_t A_t score_t| <= T (T + 1) D S M   for A_t of the tokens up to t
                 |E_mu - E_pi of A sum_t score_t|   <= 2 T^2 D S M       for one A of the whole response
 
-The paper writes Delta_max for D and B for S, has rewards of 0 and 1 (M = 1), and states 2 B Delta_max T^2
-(theorem B.1).
+The paper writes Delta_max for D and B for S, and has rewards of 0 and 1 (M = 1). Its theorem B.1 is 2 B Delta_max T^2.
 """
 
 import numpy as np
@@ -30,7 +30,10 @@ LENGTHS = range(1, 9)
 
 
 def drift(trainer, rollout):
-    """[T] total variation between the distributions of the first t = 1 .. T tokens under each policy."""
+    """Returns, for t = 1 .. T, the total variation between the two policies' distributions of the first t tokens.
+
+    The result is [T].
+    """
     vocabulary, out, pi, mu = trainer[0].shape[1], [], np.ones(1), np.ones(1)
     for table, other in zip(trainer, rollout, strict=True):
         pi = (pi[:, None] * np.exp(log_softmax(table))).reshape(-1)
@@ -46,7 +49,7 @@ def largest_distance(trainer, rollout):
 
 
 class Case:
-    """Two policies with shared parameters, and everything the bound speaks of."""
+    """Two policies with shared parameters, and every quantity of the bound."""
 
     def __init__(self, trainer, rollout, features):
         self.length = len(trainer)
@@ -59,7 +62,7 @@ class Case:
         self.unit = self.distance * np.linalg.norm(self.scores, axis=-1).max()
 
     def bias(self, advantages):
-        """Norm of E_mu - E_pi of sum_t A_t score_t; advantages [n, T]."""
+        """Returns the norm of E_mu - E_pi of sum_t A_t score_t; the advantages are [n, T]."""
         return np.linalg.norm(np.einsum("n,nt,ntp->p", self.surplus, advantages, self.scores))
 
 
@@ -72,7 +75,7 @@ def random_case(seed, length, vocabulary, size, parameters=3):
 
 
 def by_prefix(rng, tokens, vocabulary):
-    """[n, T] advantages in -1 .. 1, each a function of the tokens up to its own."""
+    """Returns advantages [n, T] in -1 .. 1; each is a function of the tokens up to its own."""
     own = prefixes(tokens, vocabulary) * vocabulary + tokens
     return np.stack([rng.uniform(-1, 1, own.max() + 1)[own[:, t]] for t in range(tokens.shape[1])], axis=1)
 
@@ -108,7 +111,7 @@ def test_bias_stays_under_both_bounds(seed, shape, size):
 @settings(max_examples=30, deadline=None)
 @cases
 def test_the_worst_advantages_stay_under_both_bounds(seed, shape, size):
-    """Signs chosen against the bound: of the token-wise and of the whole-response sums, for one parameter."""
+    """The signs are chosen against the bound, for token-wise and whole-response sums with one parameter."""
     case, _ = random_case(seed, *shape, size, parameters=1)
     length, vocabulary = case.length, shape[1]
     own = prefixes(case.tokens, vocabulary) * vocabulary + case.tokens
@@ -125,7 +128,7 @@ def test_the_worst_advantages_stay_under_both_bounds(seed, shape, size):
 @settings(max_examples=30, deadline=None)
 @cases
 def test_rewards_of_0_and_1_stay_under_theorem_b1(seed, shape, size):
-    """Of random rewards, and of those 0 and 1 that push one parameter as far as they can."""
+    """The rewards are random, or 0 and 1 so that they push one parameter as far as they can."""
     case, rng = random_case(seed, *shape, size, parameters=1)
     pushed = case.surplus * case.scores.sum(axis=1)[:, 0]
     for rewards in (rng.integers(0, 2, len(case.tokens)), pushed > 0, pushed < 0):
@@ -134,10 +137,11 @@ def test_rewards_of_0_and_1_stay_under_theorem_b1(seed, shape, size):
 
 
 def slipping_policies(length, slip=1e-4):
-    """Vocabulary 3, one parameter at 0 that tilts token 1 against token 0; mu slips into token 2, pi (almost) never.
+    """Returns a case in which mu slips into token 2 and pi (almost) never does.
 
-    Before the first slip both policies toss a coin between 0 and 1 and mu slips with probability ``slip``; after it
-    both toss the coin. So D = slip, S = 1/2, and the occupancies part by 1 - (1 - slip)^t, the most there can be.
+    The vocabulary is 3. One parameter at 0 tilts token 1 against token 0. Before the first slip both policies toss a
+    coin between 0 and 1, and mu slips with probability ``slip``. After it both toss the coin. So D = slip and S = 1/2.
+    The occupancies differ by 1 - (1 - slip)^t, the largest possible value.
     """
     coin, never = np.log([0.5, 0.5]), -60.0
     trainer = [np.tile([*coin, never], (3**t, 1)) for t in range(length)]
@@ -150,17 +154,17 @@ def slipping_policies(length, slip=1e-4):
 
 
 def slipped(case):
-    """[n, T] whether token 2 is among the tokens up to each."""
+    """Returns [n, T] whether token 2 is among the tokens up to each."""
     return np.cumsum(case.tokens == 2, axis=1) > 0
 
 
 def token_wise_worst(case):
-    """A_t = +-1 with the sign of its score after the slip, against it before."""
+    """Returns A_t = +-1 with the sign of its score after the slip, and the opposite sign before."""
     return np.where(slipped(case), 1.0, -1.0) * np.where(case.tokens == 1, 1.0, -1.0)
 
 
 def whole_response_worst(case):
-    """A = +-1 with the sign of the response's score if it slipped, against it if not."""
+    """Returns A = +-1 with the sign of the response's score if it slipped, and the opposite sign if not."""
     total = case.scores.sum(axis=1)[:, 0]
     sign = np.where(slipped(case)[:, -1], 1.0, -1.0) * np.where(total >= 0, 1.0, -1.0)
     return np.repeat(sign[:, None], case.length, axis=1)
@@ -176,7 +180,10 @@ def test_the_constructed_case_drifts_at_the_highest_rate(length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_constructed_case_comes_near_the_token_wise_bound(length):
-    """Its bias is T^2 D S M up to order D: a share T / (T + 1) of the bound, so an eighth of the bound fails."""
+    """Its bias is T^2 D S M up to order D.
+
+    This is the share T / (T + 1) of the bound, so an eighth of the bound fails.
+    """
     case = slipping_policies(length)
     bias = case.bias(token_wise_worst(case))
     assert bias == pytest.approx(length**2 * case.unit, rel=2 * length * 1e-4)
@@ -185,7 +192,10 @@ def test_the_constructed_case_comes_near_the_token_wise_bound(length):
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_constructed_case_is_near_the_response_bound(length):
-    """Up to T = 8 within a factor 4; its share, the mean abs(sum of coins) over T, falls like sqrt(2 / (pi T))."""
+    """Up to T = 8 the bias is within a factor 4 of the bound.
+
+    Its share, the mean abs(sum of coins) over T, falls like sqrt(2 / (pi T)).
+    """
     coins = {1: 1.0, 2: 1.0, 3: 1.5, 4: 1.5, 5: 1.875, 6: 1.875, 7: 2.1875, 8: 2.1875}
     case = slipping_policies(length)
     bias = case.bias(whole_response_worst(case))
@@ -196,7 +206,7 @@ def test_the_constructed_case_is_near_the_response_bound(length):
 
 @pytest.mark.parametrize("worst", [token_wise_worst, whole_response_worst])
 def test_a_bound_linear_in_length_would_not_hold(worst):
-    """The constants of the bounds at T = 1, carried on with T instead of T^2, are broken by T = 8."""
+    """With the constants at T = 1, bounds in T instead of T^2 are broken at T = 8."""
     case = slipping_policies(8)
     assert case.bias(worst(case)) > 1.9 * (2 * 8 * case.unit)
 
@@ -210,7 +220,10 @@ def test_without_drift_there_is_no_bias():
 
 
 def test_one_step_attains_the_bounds():
-    """T = 1, two tokens: pi tosses a coin, mu leans by D; A = 1 on both gives bias 2 D S, both bounds exactly."""
+    """With T = 1 and two tokens, pi tosses a coin and mu leans by D.
+
+    With A = 1 on both tokens the bias is 2 D S, exactly both bounds.
+    """
     case = Case([np.zeros((1, 2))], [np.log([[0.4, 0.6]])], [np.array([[[-0.5], [0.5]]])])
     assert case.distance == pytest.approx(0.1)
     assert case.bias(np.ones((2, 1))) == pytest.approx(2 * case.unit, rel=1e-12)

@@ -1,4 +1,7 @@
-"""Equations 2 to 6 of arXiv 2602.01826 on a tabular policy, every expectation summed over all responses in float64."""
+"""Equations 2 to 6 of arXiv 2602.01826 on a tabular policy.
+
+Every expectation is a sum over all responses in float64.
+"""
 
 import itertools
 import json
@@ -27,7 +30,10 @@ EXACT = {"rtol": 1e-11, "atol": 1e-13}
 
 
 class World:
-    """Two policies of vocabulary 3 over three tokens, and an advantage for each response; token ``end`` ends one."""
+    """Two policies of vocabulary 3 over three tokens, with an advantage for each response.
+
+    The token ``end`` ends a response.
+    """
 
     def __init__(self, seed, size, end=None):
         rng = np.random.default_rng(seed)
@@ -45,7 +51,7 @@ class World:
         return np.sum(np.exp(np.sum(self.mask * token_logprobs(tables, self.tokens), axis=1)) * self.advantages)
 
     def sum(self, drawn, weights=1.0):
-        """[p] sum over responses of drawn [n] x A x sum_t weights [n, t] x score."""
+        """Returns, as [p], the sum over responses of drawn [n] x A x sum_t weights [n, t] x score."""
         weights = np.broadcast_to(weights, self.mask.shape)
         return np.einsum("n,n,nt,ntp->p", drawn, self.advantages, weights, self.scores)
 
@@ -88,7 +94,10 @@ def test_equation_2_is_the_gradient(seed, end):
 
 @ENDS
 def test_equation_2_is_the_gradient_with_token_advantages(end):
-    """A_t = E[A | first t tokens] - E[A | first t - 1 tokens]: what appendix B's token-wise bound speaks of."""
+    """A_t is E[A | first t tokens] - E[A | first t - 1 tokens].
+
+    The token-wise bound of appendix B is about these.
+    """
     world = World(1, 0.5, end)
     same = [
         np.all(world.tokens[:, None, :t] == world.tokens[None, :, :t], axis=2) * world.pi
@@ -103,7 +112,7 @@ def test_equation_2_is_the_gradient_with_token_advantages(end):
 
 @ENDS
 def test_equation_3_is_biased_by_the_mismatch(end):
-    """Its bias is sum_y (mu - pi) A score: none without mismatch, and in proportion to a small one."""
+    """The bias is sum_y (mu - pi) A score: zero without mismatch, and proportional to a small mismatch."""
     assert np.linalg.norm(World(0, 0.0, end).sum(World(0, 0.0, end).mu) - World(0, 0.0, end).gradient) < 1e-14
     biases = {}
     for size in (0.001, 0.002, 0.3, 1.0):
@@ -126,7 +135,7 @@ def test_equation_4_is_unbiased(seed, size, end):
 
 
 def test_beyond_exp_20_equation_4_is_truncated():
-    """The exponent is clipped there, so that the bias is that of C = exp(20)."""
+    """The exponent is clipped at 20, so the bias is the one of C = exp(20)."""
     world = World(0, 3.0)
     assert np.sum(world.rho > np.exp(20)) == 1
     weights = world.weights(level="sequence", **UNCLIPPED)
@@ -137,7 +146,10 @@ def test_beyond_exp_20_equation_4_is_truncated():
 @ENDS
 @pytest.mark.parametrize("threshold", [0.5, 1.0, 2.0])
 def test_equation_5_leaves_the_bias_of_what_it_cuts_off(threshold, end):
-    """Bias sum_y mu (min(rho, C) - rho) A score; at most K (1 + chi2) / (4 C), K the largest |A score|."""
+    """The bias is sum_y mu (min(rho, C) - rho) A score.
+
+    It is at most K (1 + chi2) / (4 C), where K is the largest |A score|.
+    """
     world = World(2, 1.0, end)
     settings = {"level": "sequence", "mode": "truncate", "threshold": threshold}
     expected = world.sum(world.mu * np.minimum(world.rho, threshold)) - world.gradient
@@ -149,7 +161,7 @@ def test_equation_5_leaves_the_bias_of_what_it_cuts_off(threshold, end):
 @ENDS
 @pytest.mark.parametrize("threshold", [0.5, 1.0, 2.0])
 def test_equation_6_leaves_the_bias_of_what_it_drops(threshold, end):
-    """The responses above C go missing from equation 2 whole, because the denominator stays."""
+    """The responses above C are missing from equation 2 completely, because the denominator stays."""
     world = World(2, 1.0, end)
     settings = {"level": "sequence", "mode": "mask", "threshold": threshold}
     dropped = world.rho > threshold
@@ -169,7 +181,10 @@ def test_a_band_drops_both_tails(end):
 
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_a_higher_threshold_trades_bias_for_variance(mode):
-    """A threshold above every ratio is equation 4; below, the bias falls and the variance rises with C."""
+    """A threshold above every ratio gives equation 4.
+
+    Below, the bias falls and the variance rises with C.
+    """
     world = World(2, 1.0)
     settings = [{"level": "sequence", "mode": mode, "threshold": c} for c in (1.0, 2.0, 4.0, world.rho.max() + 1)]
     biases = [world.bias(**s) for s in settings]
@@ -182,7 +197,10 @@ def test_a_higher_threshold_trades_bias_for_variance(mode):
 
 @ENDS
 def test_token_level_corrects_the_token_and_not_its_prefix(end):
-    """Token t comes from pi, its prefix and what follows from mu: one hybrid for each position, so a bias is left."""
+    """Token t comes from pi, and its prefix and continuation from mu.
+
+    Each position has its own hybrid distribution, so a bias is left.
+    """
     world = World(0, 1.0, end)
     ratio = np.where(world.mask, world.trainer - world.rollout, 0)
     expected = np.zeros(39)
@@ -196,7 +214,10 @@ def test_token_level_corrects_the_token_and_not_its_prefix(end):
 
 
 def test_token_level_is_equation_4_for_one_mismatched_token():
-    """Mismatch at the last position alone leaves every score before it weighted too little and the last one right."""
+    """The mismatch is only at the last position.
+
+    Every earlier score has too small a weight, and the last score has the right one.
+    """
     world = World(0, 1.0)
     world.rollout_tables[:2] = world.tables[:2]
     world.rollout = token_logprobs(world.rollout_tables, world.tokens)
@@ -220,12 +241,15 @@ def test_the_geometric_level_is_the_root_of_the_sequence_ratio(end):
 
 
 def test_normalising_is_biased_in_small_batches_only():
-    """Every batch of N responses: equation 4 is unbiased; normalised, a share 1 / N of equation 3's bias is left."""
+    """The test enumerates every batch of N responses.
+
+    Equation 4 is unbiased; normalised, a share 1 / N of equation 3's bias is left.
+    """
     world = World(0, 0.02)
     values = np.einsum("n,ntp->np", world.advantages, world.scores)
     biases = {}
     for number in (1, 2, 3):
-        # Not normalised, a response has the same weight in every batch, which two responses show.
+        # Without normalisation a response has the same weight in every batch; two responses show this.
         for normalize in (False, True) if number < 3 else (True,):
             mean, total = np.zeros(39), 0.0
             for batch in itertools.combinations_with_replacement(range(27), number):
@@ -255,7 +279,7 @@ REJECTIONS = [
 @ENDS
 @pytest.mark.parametrize(("statistic", "threshold", "keeps"), REJECTIONS)
 def test_rejection_samples_from_the_kept_responses(statistic, threshold, keeps, end):
-    """With the shrunken denominator the mean is that of mu given that the response is kept, so equation 4 is biased."""
+    """The shrunken denominator makes the mean conditional under mu on the kept responses, so equation 4 is biased."""
     world = World(3, 0.5, end)
     found, stats = rejection_mask(world.trainer, world.rollout, world.mask, statistic=statistic, threshold=threshold)
     keep = keeps(np.where(world.mask, world.trainer - world.rollout, 0), world.mask.sum(axis=1))
@@ -271,7 +295,7 @@ def test_rejection_samples_from_the_kept_responses(statistic, threshold, keeps, 
 
 
 def recomputed(name, pair):
-    """(bias, cosine, variance) of one correction from texts that share nothing with the tool but the pair."""
+    """Returns (bias, cosine, variance) of one correction, computed independently of the program except for the pair."""
     lr = pair.trainer - pair.rollout
     pi, mu = np.exp(pair.trainer.sum(axis=1)), np.exp(pair.rollout.sum(axis=1))
     rho, k3 = pi / mu, np.mean(np.exp(lr) - 1 - lr, axis=1)

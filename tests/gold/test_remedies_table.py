@@ -1,4 +1,4 @@
-"""The table of the remedies in docs/algorithms.md: its numbers, and some of them computed anew."""
+"""The table of the remedies in docs/algorithms.md must have the right numbers; some are computed independently."""
 
 import json
 import re
@@ -17,7 +17,7 @@ def record():
 
 
 def recomputed(name, pair):
-    """The mean gradient under the sampler, from a text that shares nothing with the tool but the pair."""
+    """Returns the mean gradient under the sampler, computed independently of the program except for the pair."""
     p, q = np.exp(pair.trainer_tables), np.exp(pair.rollout_tables)
     f = {
         "no correction": np.ones_like(p),

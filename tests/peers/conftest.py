@@ -1,4 +1,4 @@
-"""Settings for the tests that run in other projects' packages: their own code promotes ranks."""
+"""Settings for tests in other projects' packages, whose own code promotes ranks."""
 
 import jax
 import pytest
@@ -12,7 +12,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def rank_promotion_allowed():
-    """For every thread, unlike ``jax.numpy_rank_promotion``: the packages start threads of their own."""
+    """Allows rank promotion in every thread, because the packages start their own threads.
+
+    ``jax.numpy_rank_promotion`` would change only this thread.
+    """
     before = jax.config.jax_numpy_rank_promotion
     jax.config.update("jax_numpy_rank_promotion", "allow")
     yield
@@ -21,7 +24,7 @@ def rank_promotion_allowed():
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Directory of a random Qwen3 of 4,000 weights, with a tokenizer whose words are w0 to w29."""
+    """Returns the directory of a random Qwen3 of 4,000 weights, with a tokenizer whose words are w0 to w29."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

@@ -2,10 +2,10 @@
 
     python skyrl_updates.py SETTINGS
 
-SETTINGS: JSON with ``model``, ``overrides`` (of SkyRL's configuration), ``lengths`` (one for each rollout batch),
+SETTINGS is JSON with ``model``, ``overrides`` (of SkyRL's configuration), ``lengths`` (one for each rollout batch),
 ``resume_at`` (the number of batches after which a new worker continues from a checkpoint) and ``directory``.
 The patched skyrl comes first in PYTHONPATH. Three things need a GPU and are replaced: the worker's process group, the
-wrapping by FSDP, and the forward pass, whose loss is the mean square of the logits here.
+wrapping by FSDP, and the forward pass. The loss here is the mean square of the logits.
 """
 
 import json
@@ -26,14 +26,14 @@ PROMPTS, SAMPLES, EPOCHS = 2, 2, 2
 
 
 class CpuStrategy(FSDPStrategy):
-    """SkyRL's strategy without the wrapping, whose mesh is of CUDA devices."""
+    """A strategy like SkyRL's without the wrapping, which needs a mesh of CUDA devices."""
 
     def _fsdp_init_model(self, model, is_train=True, is_wrapped=False):
         return model
 
 
 class CpuWorker(PolicyWorkerBase):
-    """SkyRL's worker of the policy in a process group of its own."""
+    """A policy worker of SkyRL in its own process group."""
 
     def __init__(self, cfg, model):
         from transformers import AutoModelForCausalLM
@@ -62,7 +62,7 @@ class CpuWorker(PolicyWorkerBase):
 
 
 def configuration(overrides):
-    """SkyRL's configuration, with a user's words for its command line."""
+    """Returns SkyRL's configuration for a user's command line."""
     cfg = SkyRLTrainConfig.from_cli_overrides(overrides)
     cfg.trainer.placement.colocate_all = False
     cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt = PROMPTS, SAMPLES
@@ -71,7 +71,7 @@ def configuration(overrides):
 
 
 def trainer_of(cfg, worker):
-    """SkyRL's trainer without its cluster: what its way from a generator's output to the updates reads."""
+    """Returns SkyRL's trainer without its cluster. It has what the way from a generator's output to an update reads."""
     group = PPORayActorGroup.__new__(PPORayActorGroup)
     group.actor_infos = [ActorInfo(worker, MeshRank(0, 0, 0, 0, world_size=1, dp_size=1, pp_size=1))]
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
@@ -82,7 +82,7 @@ def trainer_of(cfg, worker):
 
 
 def generated(mean):
-    """What a generator gives: four responses with this mean length."""
+    """Returns a generator's output: four responses with this mean length."""
     lengths = [int(mean) + shift for shift in (-9, -3, 5, 7)]
     return {
         "prompt_token_ids": [[1, 2]] * 4,

@@ -1,4 +1,7 @@
-"""The schedule in DeepSpeed's own engine: two processes on a CPU, each update's rate, and the weights that move."""
+"""The schedule runs in DeepSpeed's own engine with two processes on a CPU.
+
+The rate of each update and the change of the weights are checked.
+"""
 
 import pytest
 from two_ranks import outputs_of_two_ranks
@@ -58,7 +61,7 @@ print(json.dumps([rates, moved, scheduler.surge_step]))
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_engine_updates_by_the_rate_of_the_law(stage, tmp_path):
-    """By ZeRO's stage: nothing sharded, the optimizer's state, and the gradients as well."""
+    """The stages of ZeRO shard nothing, the optimizer's state, or the gradients as well."""
     first, second = outputs_of_two_ranks(RANK, str(stage), str(tmp_path), timeout=300)
     # The call is at update 10, so the period is 12. Two rows of ones give every weight the gradient 2.
     rates = [1.0] * 11 + [0.5] * 2

@@ -1,4 +1,4 @@
-"""The recipe of docs/schedule.md for EasyDeL, with its own training arguments, optimizer and trainer."""
+"""The recipe of docs/schedule.md for EasyDeL runs with its own training arguments, optimizer and trainer."""
 
 import itertools
 
@@ -32,12 +32,15 @@ def test_easydels_optimizer_follows_the_schedule(tmp_path):
     state = optimizer.init(params)
     for count in range(200):
         updates, state = optimizer.update({"w": jnp.ones(3)}, state, params)
-        # Equal gradients: Adam moves every weight by the rate.
+        # With equal gradients, Adam moves every weight by the rate.
         np.testing.assert_allclose(updates["w"], -expected[count], rtol=1e-4)
 
 
 def test_each_step_of_easydel_moves_the_weights_by_the_rate(tmp_path):
-    """Lion moves every weight by the rate; of the recipe the initial rate and the period are others, for few steps."""
+    """Lion moves every weight by the rate.
+
+    The initial rate and the period differ from the recipe, so that few steps suffice.
+    """
     steps, period, initial = 9, 3, 1e-2
     settings = {
         "save_directory": str(tmp_path),
@@ -83,6 +86,6 @@ def test_each_step_of_easydel_moves_the_weights_by_the_rate(tmp_path):
     assert len(weights) == 1 + steps
     for step, (before, after) in enumerate(itertools.pairwise(weights), start=1):
         moves = np.concatenate([np.abs(b - a).reshape(-1) for a, b in zip(before, after, strict=True)])
-        # Its Lion has a small decay of its own, which the median of small weights does not show; a token that no row
-        # has is not moved.
+        # Its Lion has a small decay, which the median of small weights does not show. A token that no row has is not
+        # moved.
         np.testing.assert_allclose(np.median(moves[moves > 0]), initial * 0.5 ** (step // period), rtol=2e-4)

@@ -1,4 +1,4 @@
-"""The recipe of docs/schedule.md for MaxText, around the optimizer that its own ``get_optimizer`` builds."""
+"""The recipe of docs/schedule.md for MaxText runs around the optimizer of its own ``get_optimizer``."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -15,7 +15,7 @@ from rljax import schedule
 from rljax.schedule import get_learning_rate
 
 pytest.importorskip("maxtext")
-# What it imports for Muon alone imports every model of MaxText, and with them packages for TPUs and GPUs.
+# Its imports for Muon alone would import every model of MaxText, and with them packages for TPUs and GPUs.
 for name, function in (
     ("muon_utils", "get_muon_weight_dimension_numbers"),
     ("maxtext_muon_utils", "get_maxtext_muon_weight_dimension_numbers"),
@@ -30,7 +30,7 @@ STEPS = 60
 
 
 def config(**more):
-    """The fields of a configuration that ``get_optimizer`` reads."""
+    """Returns the fields of a configuration that ``get_optimizer`` reads."""
     adam = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "eps_root": 0.0, "weight_decay": 0.0}
     fields = {"learning_rate": 1e-6, "mu_dtype": jnp.float32, "decoder_block": None}
     return SimpleNamespace(**fields, **{f"adam_{name}": value for name, value in adam.items()}, **more)
@@ -44,7 +44,7 @@ def test_the_rate_follows_the_lengths(kind, trained):
 
     @jax.jit
     def step(state, x):
-        # A loss that is linear in every parameter: equal gradients, by which Adam moves each of them by the rate.
+        # The loss is linear in every parameter, so all gradients are equal, and Adam moves each parameter by the rate.
         grads = jax.grad(lambda p: (x @ p["kernel"] + p["bias"][None]).sum())(state.params)
         updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
         moved = {name: -updates[name] / (grads[name] if kind == "sgd" else 1.0) for name in updates}

@@ -1,4 +1,4 @@
-"""The patch of docs/torch_peers.md in a copy of SkyRL: the rate of every update of its trainer, dispatch and worker."""
+"""The patch of docs/torch_peers.md sets the rate of every update in a copy of SkyRL."""
 
 import pytest
 from patched import check_rates_of_updates, patched_copy
@@ -8,9 +8,10 @@ pytest.importorskip("skyrl")
 
 
 def test_the_patch_sets_the_rate_of_every_update(tmp_path):
-    """SkyRL's trainer measures the length, its worker trains."""
+    """SkyRL's trainer measures the length, and its worker trains."""
     patched_copy("skyrl", tmp_path)
-    kernels = tmp_path / "flash_attn" / "bert_padding.py"  # imported by SkyRL's wrapper of models, not called here
+    # SkyRL's wrapper of models imports this module, but does not call it here.
+    kernels = tmp_path / "flash_attn" / "bert_padding.py"
     kernels.parent.mkdir()
     kernels.write_text("pad_input = unpad_input = None\n")
     options = ("scheduler", "scheduler_kwargs")

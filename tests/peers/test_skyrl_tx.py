@@ -1,4 +1,4 @@
-"""The recipe of docs/schedule.md for SkyRL tx, on its own JAX backend with a tiny model."""
+"""The recipe of docs/schedule.md for SkyRL tx runs on its own JAX backend with a tiny model."""
 
 import numpy as np
 import pytest

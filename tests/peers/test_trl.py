@@ -1,4 +1,7 @@
-"""The exporter of docs/compare.md in TRL's own GRPO trainer: the columns are those that another engine computes."""
+"""The exporter of docs/compare.md runs in TRL's own GRPO trainer.
+
+Its columns must equal what another engine computes.
+"""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +29,7 @@ BASE = ROOT / "configs" / "toy-base"
 
 
 def exported(tmp_path, tiny_model, **settings):
-    """The dumps of a run of two updates and an evaluation."""
+    """Returns the dumps of a run of two updates and an evaluation."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
 
@@ -64,7 +67,10 @@ def exported(tmp_path, tiny_model, **settings):
 
 @pytest.fixture(scope="module")
 def run_on_the_toy_base(tmp_path_factory):
-    """The directory of a run of the toy base on sums: two batches, two updates each; it has the weights after each."""
+    """Returns the directory of a run of the toy base on sums.
+
+    The run has two batches with two updates each, and keeps the weights after each batch.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -97,7 +103,7 @@ def run_on_the_toy_base(tmp_path_factory):
 
 
 def compared(run, model, step, out):
-    """Exit status, and the report, of the comparison of the run's sequences of one step with ``model``'s own scores."""
+    """Compares the sequences of one step with ``model``'s own scores; returns the exit status and the report."""
     (dump,) = run.glob("tokens_*.jsonl")
     head, *rows = dump.read_text().splitlines()
     chosen = [row for row in rows if json.loads(row)["sequence_id"].startswith(f"{step}/")]
@@ -111,7 +117,7 @@ def compared(run, model, step, out):
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_run_on_the_toy_base_is_scored_by_the_program(run_on_the_toy_base, tmp_path, step):
-    """Each sequence with the weights that it was drawn with: the base at first, then those after two updates."""
+    """Each sequence is scored with the weights that sampled it: first the base, then the weights after two updates."""
     model = BASE if step == 0 else run_on_the_toy_base / f"checkpoint-{step}"
     status, report = compared(run_on_the_toy_base, model, step, tmp_path / "out")
     assert status == 0
@@ -129,7 +135,7 @@ def test_weights_of_another_step_fail(run_on_the_toy_base, tmp_path):
 
 
 def scored(model, dump):
-    """The log-probabilities of the dump's responses under the weights in ``model``, at its temperature."""
+    """Returns the log-probabilities of the dump's responses under the weights in ``model``, at its temperature."""
     from transformers import AutoModelForCausalLM
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -167,7 +173,7 @@ def test_truncated_responses_that_trl_masks_are_left_out(tmp_path, tiny_model):
 
 
 def rates_of_the_law(run, multiplier):
-    """The host controller's rate for each logged length, and the step of its call."""
+    """Returns the host controller's rate for each logged length, and the step of its call."""
     law = LengthTriggeredLR(RATE, tracker=SurgeTracker(RULES), multiplier=multiplier)
     rates = [law.step(*batch) for batch in zip(run["lengths"], run["truncated"], strict=True)]
     assert len(rates) == BATCHES
@@ -185,7 +191,7 @@ def rates_of_the_law(run, multiplier):
     ],
 )
 def test_the_callback_sets_the_rate_of_every_update(tmp_path, tiny_model, settings):
-    """The lengths that the trainer logged give the rates that its optimizer had: one batch, one rate."""
+    """The lengths that the trainer logged must give the rates of its optimizer, one for each batch."""
     names = run_block("schedule.md", "# TRL\n", GRPOTrainer=dict, model=None, config=None, others={})
     callback = names["LengthTriggeredCallback"](tracker=SurgeTracker(RULES), multiplier=2.0)
     run = trained(tiny_model, tmp_path, callbacks=[callback], **settings)
@@ -199,7 +205,7 @@ def test_the_callback_sets_the_rate_of_every_update(tmp_path, tiny_model, settin
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory):
-    """A directory with a copy of the installed TRL that has the patch of examples/patches in it."""
+    """Returns a directory with a copy of the installed TRL and the patch of examples/patches."""
     directory = tmp_path_factory.mktemp("patched")
     patched_copy("trl", directory)
     return directory
@@ -216,7 +222,7 @@ def runs_of_the_patched_trl(patched, tiny_model):
 
 @pytest.mark.parametrize("case", ["one update", "two updates", "two micro-batches", "RLOO", "Distillation"])
 def test_with_the_patch_a_scheduler_follows_the_lengths(runs_of_the_patched_trl, case):
-    """With multiplier 1 the very update of the call is decayed, so the length came before the update."""
+    """With multiplier 1 the update of the call itself is decayed, so the length came before the update."""
     run = runs_of_the_patched_trl[case]
     rates, surge_step = rates_of_the_law(run, 1.0)
     assert rates[surge_step - 1] < RATE
@@ -242,7 +248,7 @@ def test_with_the_patch_a_resumed_run_follows_the_law(runs_of_the_patched_trl):
 
 
 def test_two_processes_take_the_same_rates(patched, tiny_model):
-    """Each has half of the responses. Both use the mean over all, by the callback and by the patch."""
+    """Each process has half of the responses. Both use the mean over all, with the callback and with the patch."""
     port = str(free_port())
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
     with ThreadPoolExecutor() as pool:

@@ -1,4 +1,7 @@
-"""The recipe of docs/schedule.md for tunix, in tunix's own GRPO learner: a tiny model, sampled lengths that surge."""
+"""The recipe of docs/schedule.md for tunix runs in tunix's own GRPO learner.
+
+A tiny model samples lengths that surge.
+"""
 
 import jax
 import numpy as np
@@ -19,12 +22,12 @@ from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 from tunix.rl.rollout.mock_rollout import MockRollout
 from tunix.sft.hooks import TrainingHooks
 
-TOKENS = [round(length / 100) for length in LENGTHS]  # 10, then 40: the same surge in a shorter text
+TOKENS = [round(length / 100) for length in LENGTHS]  # 10, then 40: the same surge in shorter texts
 STEPS = 60
 
 
 class Tokenizer:
-    """Letters are tokens."""
+    """A tokenizer whose tokens are letters."""
 
     def encode(self, text, **_):
         return [ord(letter) % 28 + 4 for letter in text]
@@ -43,7 +46,10 @@ class Tokenizer:
 
 
 def scripted(batches):
-    """A rollout engine whose n-th update's responses have a mean of ``TOKENS[n]`` tokens, in so many batches each."""
+    """Returns a rollout engine whose responses have a mean of ``TOKENS[n]`` tokens in update n.
+
+    Each update has ``batches`` batches.
+    """
 
     class Scripted(MockRollout):
         calls = 0
@@ -51,7 +57,7 @@ def scripted(batches):
         def generate(self, prompts, rollout_config, **_):
             step, batch = divmod(Scripted.calls, batches)
             Scripted.calls += 1
-            # The batches of an update differ in length: only their mean is TOKENS.
+            # The batches of an update differ in length; only their mean is TOKENS.
             length = TOKENS[step] + (2 * batch - (batches - 1))
             tokens = [np.full(length, 5, np.int32) for _ in prompts]
             width = rollout_config.max_prompt_length
@@ -113,7 +119,7 @@ def test_the_rate_follows_the_lengths_in_tunix(micro_batches, iterations):
         rl_cluster=cluster,
     )
     trainer, rates, compiled = space["trainer"], {}, {}
-    write = trainer._write_train_metrics  # called right after an update, and at the end
+    write = trainer._write_train_metrics  # the trainer calls it right after an update, and at the end
 
     def written():
         rates[trainer.train_steps] = np.float32(get_learning_rate(trainer.optimizer.opt_state))

@@ -1,4 +1,4 @@
-"""The exporters of docs/compare.md on verl's own classes, and the patch of docs/torch_peers.md in a copy of it."""
+"""The exporters of docs/compare.md run on verl's classes, and the patch of docs/torch_peers.md in a copy of verl."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def queue():
 
 
 class Workers:
-    """verl's worker group, of which the trainer here asks for log-probabilities: they are put into the queue."""
+    """A group of workers like verl's, which puts the log-probabilities for the trainer into the queue."""
 
     def __init__(self, queue):
         self.queue = queue
@@ -55,7 +55,7 @@ class Workers:
 
         fields = []
         for prompt, values in zip(PROMPTS, TRAINER, strict=True):
-            # Of every token of the sequence, moved by one: the last entry is of the token after the end.
+            # Values for every token of the sequence, shifted by one: the last entry is for the token after the end.
             whole = torch.tensor([0.0] * (len(prompt) - 1) + values + [0.0])
             fields.append({"log_probs": whole, "entropy": torch.zeros_like(whole)})
         data = list_of_dict_to_tensordict(fields)
@@ -133,7 +133,7 @@ def test_the_exporter_of_a_data_proto(tmp_path):
 
 
 def test_verls_own_mismatch_functions_and_ours_agree():
-    """All 17 numbers: those of its trainer, by verl's names, and its debug metrics of a DataProto."""
+    """All 17 numbers must agree: those of its trainer, by verl's names, and its debug metrics of a DataProto."""
     from verl import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
     from verl.utils.debug.metrics import calculate_debug_metrics
@@ -161,7 +161,7 @@ def test_verls_own_mismatch_functions_and_ours_agree():
 
 
 def test_the_patch_sets_the_rate_of_every_update(tmp_path):
-    """verl's trainer sends the length, its worker trains."""
+    """verl's trainer sends the length, and its worker trains."""
     patched_copy("verl", tmp_path)
     options = ("lr_scheduler_type", "lr_scheduler_kwargs")
     platform = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu", "VERL_ENGINE_DEVICE": "cuda"}

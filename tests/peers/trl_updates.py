@@ -1,8 +1,8 @@
-"""Trains a tiny model with TRL's own trainers on a CPU, and reads the rate of each update back from the optimizer.
+"""Trains a tiny model with TRL's own trainers on a CPU, and reads each update's rate from the optimizer.
 
     python tests/peers/trl_updates.py '{"model": DIRECTORY, "out": DIRECTORY}'
 
-As a program it needs the patch of TRL, gives the trainers a scheduler, and prints one JSON object of results by case.
+As a program it needs the patched TRL. It gives the trainers a scheduler, and prints a JSON object of results by case.
 With RANK and WORLD_SIZE in the environment it is one of several processes that train together.
 """
 
@@ -22,7 +22,7 @@ from rljax.schedule.torch import LengthTriggeredCallback, LengthTriggeredSchedul
 
 RATE, BATCHES = 1e-4, 12
 LENGTH, TRUNCATED = "completions/mean_length", "completions/clipped_ratio"
-# Any growth over the smallest length so far is a surge, so that a random model's lengths make the call.
+# Any growth over the smallest length so far is a surge, so a random model's lengths cause the call.
 RULES = SurgeConfig(
     window=16,
     warmup=2,
@@ -36,7 +36,7 @@ RULES = SurgeConfig(
 
 
 class Used(TrainerCallback):
-    """Notes the rate that the optimizer has when it updates."""
+    """A callback that notes the rate of the optimizer at each update."""
 
     def __init__(self):
         self.rates = []
@@ -94,7 +94,7 @@ def trained(model, out, *, trainer="GRPO", scheduler_of=None, callbacks=(), resu
 
 
 def with_scheduler(multiplier):
-    """A function that gives an optimizer its length-triggered scheduler."""
+    """Returns a function from an optimizer to its length-triggered scheduler."""
     return lambda optimizer: LengthTriggeredScheduler(optimizer, tracker=SurgeTracker(RULES), multiplier=multiplier)
 
 

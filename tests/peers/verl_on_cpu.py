@@ -1,4 +1,7 @@
-"""A CPU platform for verl, which has none: named in VERL_USE_EXTERNAL_MODULES, chosen by VERL_PLATFORM."""
+"""A CPU platform for verl, which has none.
+
+VERL_USE_EXTERNAL_MODULES names this module, and VERL_PLATFORM chooses the platform.
+"""
 
 from types import SimpleNamespace
 
@@ -19,7 +22,7 @@ DEVICE = {
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformCUDA):
-    """verl's platform of CUDA with what a CPU has."""
+    """A platform like verl's for CUDA, with what a CPU has."""
 
     device_name = "cpu"
     vendor_name = "generic"
@@ -35,13 +38,13 @@ class CpuPlatform(PlatformCUDA):
         return 1
 
     def set_device(self, device_index):
-        """Does nothing: there is one device."""
+        """Does nothing, because there is one device."""
 
     def synchronize(self, device_index=None):
-        """Does nothing: a CPU's operations are done when they return."""
+        """Does nothing, because a CPU's operations are complete when they return."""
 
     def empty_cache(self):
-        """Does nothing: torch keeps no memory of the CPU."""
+        """Does nothing, because torch caches no memory of the CPU."""
 
     def communication_backend_name(self):
         return "gloo"

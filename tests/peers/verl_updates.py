@@ -2,7 +2,7 @@
 
     python verl_updates.py SETTINGS
 
-SETTINGS: JSON with ``model``, ``overrides`` (of verl's configuration), ``lengths`` (one for each rollout batch),
+SETTINGS is JSON with ``model``, ``overrides`` (of verl's configuration), ``lengths`` (one for each rollout batch),
 ``resume_at`` (the number of batches after which a new worker continues from a checkpoint) and ``directory``.
 The patched verl comes first in PYTHONPATH, and the environment names the platform of ``verl_on_cpu``.
 """
@@ -30,7 +30,7 @@ SEQUENCES, MINI_BATCHES, EPOCHS = 4, 2, 2
 
 
 def optimizer_config(overrides):
-    """The optimizer's configuration, with a user's words for the command line of verl's ``main_ppo``."""
+    """Returns the optimizer's configuration for a user's command line of verl's ``main_ppo``."""
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=overrides)
     return omega_conf_to_dataclass(config.actor_rollout_ref.actor.optim)
@@ -65,7 +65,7 @@ def new_worker(settings):
 
 
 def rows(seed):
-    """A batch of sequences of four tokens, two of them sampled, in verl's nested form."""
+    """Returns a batch of sequences of four tokens in verl's nested form. Two tokens of each are sampled."""
     draw = torch.Generator().manual_seed(seed)
 
     def nested(parts):
@@ -86,7 +86,7 @@ def rows(seed):
 
 
 class Workers:
-    """A group of one worker. It hands the batch over as verl's group does: tensors with the extra information."""
+    """A group of one worker, which passes the batch on as verl's group does: tensors with the extra information."""
 
     def __init__(self, worker):
         self.worker = worker
@@ -98,7 +98,7 @@ class Workers:
 
 
 def trainer_of(worker):
-    """verl's trainer without its cluster: what ``_update_actor`` reads."""
+    """Returns verl's trainer without its cluster, with the parts that ``_update_actor`` reads."""
     trainer = PPOTrainerSync.__new__(PPOTrainerSync)
     actor = {"calculate_entropy": False, "entropy_coeff": 0.0, "ppo_mini_batch_size": SEQUENCES // MINI_BATCHES}
     actor |= {"ppo_epochs": EPOCHS, "data_loader_seed": 42, "shuffle": False}
@@ -108,7 +108,7 @@ def trainer_of(worker):
 
 
 def batch_of(mean):
-    """Three responses with this mean length, and a row of padding, which has no part in it."""
+    """Returns three responses with this mean length, and a row of padding, which does not count."""
     tags = [{"response_len": length} for length in (int(mean) - 300, int(mean), int(mean) + 300)]
     tags.append({"response_len": 1, "is_padding": True})
     return KVBatchMeta(keys=list("abcd"), tags=tags, partition_id="train", extra_info={})
