@@ -32,7 +32,7 @@ from rljax.policy.head import matmul_precision, token_logprobs
 VOCABULARY, WIDTH = 151_936, 256
 CASES = [(256, "float32"), (1024, "float32"), (1024, "bfloat16")]
 MORE: dict[str, tuple[int, bool]] = {"k = 20": (20, False), "k = 128": (128, False), "collision": (0, True)}
-"""What the chunks compute beside the rest: the number of ids at each position, and whether to add up squares."""
+"""The additional work of the chunks: the number of ids at each position, and whether to add up squares."""
 
 
 def all_logits(hidden: jax.Array, table: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -74,7 +74,7 @@ def compare(tokens: int, dtype: str, rounds: int, vocabulary: int) -> dict[str, 
     ways: dict[str, Any] = {"chunks": compiled(in_chunks(), arrays), "all": compiled(at_once, arrays)}
     for name, (k, collision) in MORE.items():
         if k:
-            # k different ids at each position, anywhere in the vocabulary.
+            # The k ids at each position are different and come from the whole vocabulary.
             ids = (rng.integers(0, vocabulary, (tokens, 1)) + np.arange(k) * (vocabulary // k)) % vocabulary
             given[name] = (*arrays, jnp.asarray(ids, jnp.int32))
         ways[name] = compiled(in_chunks(collision), given[name])

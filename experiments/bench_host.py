@@ -10,8 +10,8 @@ responses are sampled. The step waits for all other parts, and for the last resp
 With the likeliest tokens a quarter of the responses is measured, and the times are those of all. ``read`` has them for
 a loss that reads them (score centering), ``kept`` for dumps alone.
 
-Cards are not needed. What sending the packed rows to them takes is put together: the calls of ``place_used`` are
-measured on eight simulated devices with rows of a few tokens, and the copies to the memory that cards read from are
+Cards are not needed. The time to send the packed rows to them is the sum of several parts. The calls of ``place_used``
+are measured on eight simulated devices with rows of a few tokens. The copies to the memory that cards read from are
 measured as copies to memory that is in use. The time of the links is modelled: bytes over their rate. The step waits
 for the sum, though the copies go on beside the calls. Prints a table.
 """
@@ -62,22 +62,22 @@ from rljax.trainer.update import TrainerValues
 
 ROOT = Path(__file__).parents[1]
 COMPILED = "4B, 8 H100"  # the row of benchmarks/compile.json: micro-batches of 8 rows of 9,216 tokens
-LAYERS, VOCABULARY = 36, 151_936  # of Qwen3-4B
+LAYERS, VOCABULARY = 36, 151_936  # the shape of Qwen3-4B
 PROMPT, ROWS, ROW_TOKENS, ROW_KEYS, K, READ_TOKENS = 512, 8, 9216, 150, 20, 8192
 CARDS = 8
 LINK = 5e10  # bytes a second from the host to one card, over 16 lanes of PCIe 5
-FEW = 16  # tokens of a row when the calls alone are measured
-SMALLER = 4  # the share of the responses that is measured with the likeliest tokens is one in so many
+FEW = 16  # tokens of a row when only the calls are measured
+SMALLER = 4  # with the likeliest tokens, one in four responses is measured
 WORDS = 151_643  # tokens of Qwen3's tokenizer without special tokens
 EOS = "<|im_end|>"
 CASES = {"none": 0, "read": K, "kept": K}
-"""The likeliest tokens of each position, by what they are for."""
+"""The number of likeliest tokens of each position, by their purpose."""
 WAITED, BESIDE, ASKED, ON_CPU = "waited for", "beside sampling", "where asked for", "on a CPU, in place of the cards"
 LINKS = f"rows sent to {CARDS} cards: links, modelled"
 REWARDED = 16  # responses that are scored to time the reward
 REWARDS = "rewards of mathematics, in other processes"
 LAST = ("replies read and checked", "texts for the rewards")
-"""The parts that the step waits for once: those of the last response."""
+"""The parts of the last response, for which the step waits once."""
 
 
 class Part(NamedTuple):
@@ -90,7 +90,7 @@ class Part(NamedTuple):
 
 
 def modelled_seconds(micro_batches: int) -> float:
-    """Returns the modelled seconds of the update of so many full micro-batches."""
+    """Returns the modelled seconds of the update with this number of full micro-batches."""
     roofline = json.loads((ROOT / "benchmarks/compile.json").read_text())[COMPILED]["roofline"]
     return micro_batches * roofline["micro_batch_s"]["total"] + roofline["step_s"]["total"]
 
@@ -110,7 +110,7 @@ def make_tokenizer(rng: np.random.Generator) -> Tokenizer:
 
 
 def make_rollouts(rng: np.random.Generator, lengths: Sequence[int], k: int) -> Rollouts:
-    """Makes responses in which some tokens are frequent, as in text. ``k``: The likeliest tokens of each position."""
+    """Makes responses in which some tokens are frequent, as in text; ``k`` is the number of likeliest tokens."""
     responses = []
     for i, length in enumerate(lengths):
         ids = np.minimum(rng.zipf(1.2, length), WORDS - 1).astype(np.int32)

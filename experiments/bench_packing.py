@@ -27,8 +27,8 @@ from rljax.trainer.rows import first_fit, lay_out_rows
 
 PROMPTS, GROUP, LONGEST_PROMPT, LONGEST_RESPONSE = 64, 16, 1024, 8192
 COUNT, LONGEST = PROMPTS * GROUP, LONGEST_PROMPT + LONGEST_RESPONSE
-# Tokens of a row and rows of a micro-batch. A row fits one or two of the longest sequences, or three or four of the
-# longest response with a usual prompt. All are multiples of 1,024 tokens.
+# The tokens of a row and the rows of a micro-batch. A row fits one or two of the longest sequences, or three or four of
+# the longest responses with a usual prompt. All lengths are multiples of 1,024 tokens.
 SHAPES = ((9216, 4), (9216, 8), (9216, 16), (18432, 4), (18432, 8), (25600, 4), (33792, 4))
 
 

@@ -79,19 +79,19 @@ class SleepingEngine:
         count = len(prompts) * n
         for place in range(count):
             time.sleep(self._times.rollout / count)
-            with self._loads:  # an unfinished batch waits
+            with self._loads:  # an unfinished batch waits here
                 version = self._version
             tokens = rng.integers(0, 10, 3).astype(np.int32)
             spans = (VersionSpan(version, 0, 3),)
             yield Response(*divmod(place, n), tokens, np.full(3, -2.3, np.float32), True, spans)
 
     def prepare(self, params: Any, policy_version: int) -> None:
-        """Sleeps as long as a version is written."""
+        """Sleeps as long as the writing of a version takes."""
         time.sleep(self._times.write)
         self._prepared = policy_version
 
     def publish(self, params: Any, policy_version: int) -> dict[str, float]:
-        """Sleeps as long as a version is loaded."""
+        """Sleeps as long as the loading of a version takes."""
         if self._prepared != policy_version:
             self.prepare(params, policy_version)
         with self._loads:
@@ -100,7 +100,7 @@ class SleepingEngine:
         return {}
 
     def close(self) -> None:
-        """Does nothing: there is no server."""
+        """Does nothing, because there is no server."""
 
 
 class SleepingUpdate:
@@ -125,7 +125,7 @@ class Rows(list[dict[str, Any]]):
         self.append(dict(row))
 
     def sync(self) -> None:
-        """Does nothing: there is no disk."""
+        """Does nothing, because there is no disk."""
 
 
 def rows_of(times: Times, max_staleness: int, update: InFlight) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ from rljax.sharding import MeshConfig, make_mesh
 
 OFFLINE = Path(__file__).with_name("offline_vllm.py")
 MAX_SEQS, MANY_SEQS, PROMPT, SHORTEST, LONGEST = 64, 256, 64, 16, 224
-PLACES = 16  # the responses that the embedded engine decodes together where responses take places
+PLACES = 16  # the number of places in the embedded engine, each for one response at a time
 POLICIES = {
     "128x6, 4,096": PolicyConfig(4096, 128, 384, 6, 4, 2, 32, tie_word_embeddings=True, max_position_embeddings=512),
     "512x8, 4,096": PolicyConfig(4096, 512, 1536, 8, 8, 4, 64, tie_word_embeddings=True, max_position_embeddings=512),
@@ -66,7 +66,7 @@ POLICIES = {
 }
 WARM = 2  # the tokens of each response in the turn that compiles and warms up
 Turn = Callable[[int], tuple[int, float]]
-"""A function that samples responses of at most so many tokens. It returns the number of tokens and the seconds."""
+"""A function that samples responses of at most this many tokens, and returns the number of tokens and the seconds."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Row:
     policy: str  # a key of ``POLICIES``
     prompts: int
     n: int = 1  # responses to each prompt
-    length: int = 0  # of each response, or 0 where they have lengths of their own
-    k: int = 0  # likeliest tokens that are reported at each position
+    length: int = 0  # the length of each response, or 0 for different lengths
+    k: int = 0  # the number of likeliest tokens that are reported at each position
 
     @property
     def name(self) -> str:
@@ -213,7 +213,7 @@ def served_turns(row: Row, engines: dict[str, ServedModel], server: Processes, o
 
     requests = make_requests(prompts, row.n, sampling, 0)
     given = [each.prompt for each in requests], [row.length] * len(requests), [each.seed for each in requests]
-    asked = row.k + 1 if row.k else 0  # as the client asks: see ``_asked`` of rljax.rollout.servers.vllm.client
+    asked = row.k + 1 if row.k else 0  # the same number that ``_asked`` of rljax.rollout.servers.vllm.client requests
     ways = {name: over_http(engine) for name, engine in engines.items()}
     ways["LLM.generate"] = offline.turn(*given, asked)
     if row.k:
@@ -279,7 +279,7 @@ def by_transformers(directory: str, prompts: Sequence[np.ndarray], limits: Seque
 
 
 def measure(turns: dict[str, Turn], groups: dict[str, Processes], found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row that was ``found`` before, or {}, with a turn of each way more."""
+    """Returns the row that was ``found`` before, or {}, with one more turn of each way."""
     taken, counts = {}, {found["tokens"]} if found else set()
     for name, turn in turns.items():
         before, own = groups[name].seconds() if name in groups else {}, time.process_time()
@@ -312,7 +312,7 @@ def as_text(values: Sequence[float]) -> str:
 def run_policy(
     rows: Sequence[Row], before: dict[str, Any], rounds: int, keep: Callable[[Row, dict[str, Any]], None]
 ) -> None:
-    """Adds turns to rows of one kind and one policy, and has ``keep`` called for each. ``before``: The rows so far."""
+    """Adds turns to rows of one kind and one policy, and calls ``keep`` for each; ``before`` has the rows so far."""
     policy, is_served = POLICIES[rows[0].policy], rows[0].kind == "served"
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
@@ -331,7 +331,7 @@ def run_policy(
             for name, backend in {"HTTP": VllmBackend(), "HTTP, vLLM's endpoint": plain}.items():
                 engines[name] = stack.enter_context(contextlib.closing(ServedModel([server.url], backend)))
                 groups[name] = processes
-        offline.ask()  # until it is ready
+        offline.ask()  # it answers when it is ready
         if is_served:
             os.killpg(server.pid, signal.SIGSTOP)
         os.killpg(offline.processes.group, signal.SIGSTOP)
@@ -368,7 +368,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default="", help="measure only rows whose name has these words in it")
     parser.add_argument("--json", type=Path, help="JSON file for the result, which may have some of the rows")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # ends the servers, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # this ends the servers, too
     torch.set_num_threads(os.cpu_count() or 1)
     report: dict[str, Any] = {"rows": {}}
     if options.json and options.json.exists():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 
-BEGAN, BEGAN_AT = time.perf_counter(), time.time()  # before the imports, which are a part
+BEGAN, BEGAN_AT = time.perf_counter(), time.time()  # before the imports, whose time is measured, too
 
 import argparse  # noqa: E402
 import dataclasses  # noqa: E402

@@ -154,7 +154,7 @@ def torch_step(case: Case) -> Callable[[], float]:
 def compare(case: Case, rounds: int) -> dict[str, Any]:
     """Measures the median seconds of both sides, which take turns."""
     ways = {"rljax": own_step(case), "torch": torch_step(case)}
-    norms = {name: run() for name, run in ways.items()}  # compiles
+    norms = {name: run() for name, run in ways.items()}  # the first run compiles
     if case.dtype == "float32" and abs(norms["rljax"] / norms["torch"] - 1) > 1e-3:
         raise RuntimeError(f"the two sides compute different gradients: norms {norms}")
     seconds: dict[str, list[float]] = {name: [] for name in ways}

@@ -1,12 +1,12 @@
-"""Measures the mismatch of the turns behind a tool's text against that of the turns before it, from run directories.
+"""Compares the mismatch of turns after a tool's text with the mismatch of turns before it, from run directories.
 
     python tools/make_toy_base.py runs/calculator-base --task calculator
     python -m rljax.train experiments/calculator.yaml --run.dir runs/calculator-0 --run.seed 0
     python experiments/calculator_turns.py runs/calculator-* --json benchmarks/calculator_turns.json
 
-The steps of a run are divided by their mean reward: "learning" below 0.9, and "learned" from the first step on whose
-trailing mean over ten steps is 0.9. Each number is a mean of |trainer - rollout| per token (nats), over all tokens of a
-place in these steps. The figure shows the reward, the share of trajectories with a call, and both turns' mismatch.
+The steps of a run are divided by their mean reward. "learning" ends where the trailing mean over ten steps first
+reaches 0.9, and "learned" follows. Each number is a mean of |trainer - rollout| per token (nats), over all tokens of a
+turn in these steps. The figure shows the reward, the share of trajectories with a call, and the mismatch of both turns.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python experiments/call_sensitivity.py
 
-It takes a few seconds and prints the tables of docs/length_curves.md. The lengths are those of ``length_curves``: the
-curves, and the study's runs with a constant rate.
+It takes a few seconds and prints the tables of docs/length_curves.md. The lengths are the ones of ``length_curves``:
+the curves, and the study's runs with a constant rate.
 """
 
 from __future__ import annotations
@@ -23,18 +23,21 @@ RATE_STEP = 150
 
 
 def replayed(curve: LengthCurve, config: SurgeConfig, multiplier: float = 1.8) -> Outcome:
-    """Returns what the rules do on a curve, with an initial rate of 1."""
+    """Returns the outcome of the rules on a curve, with an initial rate of 1."""
     _, lengths, truncated = detector_table.stream_of(curve)
     return replay_rule(Rule("", config), lengths.tolist(), truncated.tolist(), RateLaw(1.0, multiplier))
 
 
 def rate_at(outcome: Outcome, step: int) -> float:
-    """Returns the rate at a step, which may lie behind the end of the curve."""
+    """Returns the rate at a step, which may be after the end of the curve."""
     return [rate for change, rate in outcome.changes if change <= step][-1]
 
 
 def sensitivity(curves: Sequence[LengthCurve]) -> list[str]:
-    """Returns the rows of a table: a ratio and a multiplier each, and the medians over the curves that are called."""
+    """Returns the rows of a table, one for each ratio and multiplier.
+
+    A row has the medians over the curves that are called.
+    """
     lines = []
     for ratio in RATIOS:
         for multiplier in MULTIPLIERS:
@@ -50,7 +53,10 @@ def sensitivity(curves: Sequence[LengthCurve]) -> list[str]:
 
 
 def waiting(curves: Sequence[LengthCurve]) -> list[str]:
-    """Returns the rows of a table: a ``max_wait`` each, and what makes the calls."""
+    """Returns the rows of a table, one for each ``max_wait``.
+
+    A row counts what makes the calls.
+    """
     lines = []
     for wait in WAITS:
         outcomes = [replayed(curve, SurgeConfig(max_wait=wait)) for curve in curves]

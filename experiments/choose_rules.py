@@ -28,7 +28,7 @@ from length_curves import LengthCurve
 from rljax.schedule import SurgeConfig
 
 GRID = {"ratio": (2.0, 2.5, 3.0), "window": (60, 100), "warmup": (10, 20, 40)}
-"""The rules that vary. The others keep spikes, dips and limits out, so they stay."""
+"""The rules that vary. The other rules exclude spikes, dips and limits, and stay the same."""
 
 FALSE_WEIGHT = 4
 """A false call lowers the rate of a healthy run for good; a missed call leaves the rate as it would be without it."""
@@ -39,9 +39,9 @@ SEEDS = 60
 
 
 def half_of(curve: LengthCurve) -> str:
-    """Returns "first" or "second": by the hash of the project's name, or by the seed of a run of the study.
+    """Returns "first" or "second", by the hash of the project's name.
 
-    All curves of a project are in one half.
+    All curves of a project are in one half. A run of the study is assigned by its seed.
     """
     if curve.source["project"] == "rljax":
         return HALVES[int(curve.name.rsplit("-", 1)[1]) % 2]

@@ -29,7 +29,7 @@ TOPOLOGIES = {
 
 def lower_maxtext(model_name: str, machine: Machine, words: list[str]) -> jax.stages.Lowered:
     """Returns MaxText's step with the settings KEY=VALUE, lowered for the machine."""
-    devices = topology_devices(machine)  # first, so that JAX runs on the CPU
+    devices = topology_devices(machine)  # this comes first, so that JAX runs on the CPU
 
     import maxtext
     from flax.core.spmd import logical_axis_rules
@@ -38,7 +38,7 @@ def lower_maxtext(model_name: str, machine: Machine, words: list[str]) -> jax.st
     from maxtext.trainers.pre_train import train, train_compile
     from maxtext.utils import maxtext_utils, sharding
 
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")  # as train_compile has it
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")  # train_compile sets it, too
     topology, slices = TOPOLOGIES[machine.name]
     settings = {
         **{"model_name": model_name, "compile_topology": topology, "compile_topology_num_slices": slices},

@@ -4,12 +4,12 @@
         --maxtext MAXTEXT_PYTHON --tunix TUNIX_PYTHON
     .venv-compile/bin/python experiments/compile_peers.py count PROGRAM.hlo h100:1x8
 
-``table`` compiles the rows that the file does not have, or with ``--only TEXT`` those with TEXT in their names, and
+``table`` compiles the rows that the file does not have (with ``--only TEXT`` the rows with TEXT in their names), and
 prints the tables of docs/compile.md. MaxText's rows need ``--maxtext``, the Python of an environment in which
-experiments/compile_maxtext.py runs. tunix's rows need ``--tunix``, that of experiments/compile_tunix.py. A row takes 2
-to 20 minutes. ``count`` prints what a program's text takes.
+experiments/compile_maxtext.py runs. tunix's rows need ``--tunix``, the Python for experiments/compile_tunix.py. A row
+takes 2 to 20 minutes. ``count`` prints the numbers of a program's text.
 
-Each device has one row of 9,216 tokens. A number is that of one update with one micro-batch, on one device.
+Each device has one row of 9,216 tokens. A number is for one update with one micro-batch, on one device.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ ROWS = [row for row in EVERY if not row.gathers_first or row.machine.startswith(
 def count_text(text: str, machine_name: str) -> Report:
     """Counts one update with one micro-batch from a compiled program's text.
 
-    rljax's micro-batch is the body of an open loop. The steps of the others have none.
+    rljax's micro-batch is the body of an open loop. The steps of the others have no loop.
     """
     machine, module = parse_machine(machine_name), parse_module(text)
     found = re.search(r"num_partitions=(\d+)", text)
@@ -140,7 +140,7 @@ def row_command(row: Row, pythons: dict[str, str], out: Path) -> list[str]:
 
 
 def compile_row(row: Row, pythons: dict[str, str], texts: Path) -> Report:
-    """Compiles a row unless its program lies in ``texts``, and counts it; or returns the reason of the failure."""
+    """Compiles a row unless ``texts`` has its program, and counts it; returns the reason if that fails."""
     out = texts / row.name.replace(", ", "_").replace(" ", "_")
     command = row_command(row, pythons, out)
     shown = {"command": " ".join(["python", *command[1:]]).replace(f"{texts}/", "")}
@@ -204,7 +204,10 @@ PAIRS = (("rljax", MAXTEXT), (NARROW, MAXTEXT), (NARROW, MAXTEXT + FIRST), ("rlj
 
 
 def share_lines(reports: dict[str, Report], one: str, other: str) -> list[str]:
-    """Formats the shares by which ``one`` takes more or less than ``other``, of the larger number, in Markdown."""
+    """Formats the shares by which ``one`` takes more or less than ``other`` in Markdown.
+
+    A share is of the larger number.
+    """
     both = [
         (f"{row.model}, {row.place}", reports[row.name], reports[row._replace(who=other).name])
         for row in ROWS

@@ -1,14 +1,15 @@
 """Makes the tables of docs/compile.md: each row is a ``--dry-run --compile`` of ``python -m rljax.train``.
 
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile.json [--only TEXT]
+
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_options.json --table options
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_mixtures.json --table mixtures
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile_long.json --table long
 
-The first table has models on machines, and the paper's arms as they are written and with the settings that take least
-memory. The second has one model's step with options and on other TPUs, as ratios to a base row. The third has a mixture
-of experts, and the last one long rows. A row takes one to four minutes of one core. Rows that are in the file already
-are kept unless ``--only`` names them; delete the file to begin again. Prints the table at the end.
+The first table has models on machines, and the paper's arms. An arm is shown as it is written, and with the settings
+that need the least memory. The second has one model's step with options and on other TPUs, as ratios to a base row. The
+third has a mixture of experts, and the last one long rows. A row takes one to four minutes of one core. Rows that are
+in the file already are kept unless ``--only`` names them; delete the file to begin again. Prints the table at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from rljax.sharding import OPTIONAL_AXES
 ROOT = Path(__file__).parents[1]
 PAPER = "configs/paper"
 SETUP = f"{PAPER}/qwen3_4b_length_triggered.yaml"
-LEAN = ("--precision.remat", "blocks", "--mesh.keep_gathered", "false")  # the settings that take least of a device
+# The settings that need the least memory of a device.
+LEAN = ("--precision.remat", "blocks", "--mesh.keep_gathered", "false")
 GIB = 2**30
 Reports = dict[str, dict[str, Any]]
 
@@ -205,7 +207,10 @@ def options_lines(rows: list[Row], reports: Reports) -> list[str]:
 
 
 def step_totals(one: dict[str, Any]) -> dict[str, float]:
-    """Returns the needs (bytes) and the work of a device in a full step: all micro-batches with loss, and the rest."""
+    """Returns the needs (bytes) and the work of a device in a full step.
+
+    A full step has all micro-batches with loss, and the rest.
+    """
     count = one["batch"]["micro_batches"]
     flops = count * (sum(one["flops_per_micro_batch"].values()) + kernel_flops(one))
     links = {"micro_batch": count, "forward": 0, "step": 1}

@@ -3,9 +3,9 @@
     PYTHONPATH=. TUNIX_PYTHON experiments/compile_tunix.py MODEL MACHINE OUT [xla_KEY=VALUE ...]
 
 It runs in an environment with tunix and the compilers of ``launch/install_compilers.sh``. MODEL is 4b or 8b, and
-MACHINE is one of ``--compile``. The step is that of tunix's ``Trainer`` with the loss of its GRPO learner, on the
+MACHINE is one of ``--compile``. The step is the one of tunix's ``Trainer`` with the loss of its GRPO learner, on the
 devices that rljax compiles for. The prompt of each row has 1,024 tokens. tunix takes no other words, and
-``peer_program.py`` says what becomes of the rest.
+``peer_program.py`` describes the words for the compiler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT_TOKENS = 1024
 
 
 def constrained(x: Any, axes: tuple[str | None, ...]) -> Any:
-    """Constrains an activation as tunix's own ``shard`` does, which does nothing in a process that has only CPUs."""
+    """Constrains an activation as tunix's own ``shard`` does, but also in a process that has only CPUs."""
     from jax.interpreters import pxla
 
     mesh = pxla.thread_resources.env.physical_mesh
@@ -36,7 +36,7 @@ def lower_tunix(model_name: str, machine: Machine, words: list[str]) -> jax.stag
     """Returns tunix's step, lowered for the machine. Raises ValueError if there are words for tunix."""
     if words:
         raise ValueError(f"tunix takes no settings, got {' '.join(words)}")
-    devices = topology_devices(machine)  # first, so that JAX runs on the CPU
+    devices = topology_devices(machine)  # this comes first, so that JAX runs on the CPU
 
     from flax import nnx
     from tunix.models.qwen3 import model as qwen3
@@ -49,7 +49,7 @@ def lower_tunix(model_name: str, machine: Machine, words: list[str]) -> jax.stag
     shape = getattr(qwen3.ModelConfig, f"qwen3_{model_name}")()
     shape.dtype, shape.param_dtype = jnp.bfloat16, jnp.float32
     shape.remat_config = qwen3.RematConfig.DECODER
-    shape.use_flash_attention = machine.platform == "tpu"  # a kernel for TPUs
+    shape.use_flash_attention = machine.platform == "tpu"  # the kernel is for TPUs
     config = GRPOConfig(num_generations=2, num_iterations=1, beta=0.0, loss_agg_mode="token-mean")
     config.temperature = 1.0
     loss = function_registry.get_policy_loss_fn(config.policy_loss_fn)

@@ -7,9 +7,9 @@ The vocabulary has 3 tokens and a response 3 tokens, so there are 27 responses a
 normal with deviation 1. The rollout policy's logits differ from them by normal noise of deviation ``size``. Rewards are
 0 or 1, and the baseline is their mean under the rollout policy.
 
-The remedies that look at a whole distribution have a table of their own, with 5 tokens, 125 responses and 155 logits.
-There the sampler is biased: its logits are the trainer's times a factor, besides the noise. The computation takes about
-half a minute on one core.
+The remedies that look at a whole distribution have their own table, with 5 tokens, 125 responses and 155 logits. Here
+the sampler is biased: its logits are the trainer's times a factor, in addition to the noise. The computation takes
+about half a minute on one core.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIZES = (0.03, 0.1, 0.3, 1.0)
 NUMBERS = ("bias", "cosine", "variance")
 WIDE_VOCABULARY = 5
 SAMPLERS = {"small": (0.1, 0.97), "large": (0.5, 0.8)}
-"""The noise of the wide sampler's logits, and the factor of them, by name."""
+"""The noise of the wide sampler's logits and their factor, by name."""
 Weigh = Callable[["Pair"], np.ndarray]
 
 
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
     mask: np.ndarray  # shape=(n, t), bool
     scores: np.ndarray  # shape=(n, t, p): d trainer / d logits
     advantages: np.ndarray  # shape=(n,)
-    trainer_tables: np.ndarray  # shape=(n, t, v), nats: all tokens that may stand at each place
+    trainer_tables: np.ndarray  # shape=(n, t, v), nats: all tokens that are possible at each position
     rollout_tables: np.ndarray  # shape=(n, t, v), nats
     table_scores: np.ndarray  # shape=(n, t, v, p): d trainer_tables / d logits
 
@@ -100,13 +100,19 @@ def weighted(pair: Pair, **settings: Any) -> np.ndarray:
 
 
 def normalized(pair: Pair, **settings: Any) -> np.ndarray:
-    """Returns the weights over their mean under the rollout policy: the limit of ``normalize`` in large batches."""
+    """Returns the weights over their mean under the rollout policy.
+
+    This is the limit of ``normalize`` in large batches.
+    """
     weights = weighted(pair, **settings)
     return weights / (pair.drawn @ weights.mean(axis=1))
 
 
 def kept(pair: Pair, weigh: Weigh = plain, **settings: Any) -> np.ndarray:
-    """Returns the weights of rejection in large batches: 0 if rejected, otherwise divided by the share that is kept."""
+    """Returns the weights of rejection in large batches.
+
+    A weight is 0 if rejected, and otherwise divided by the share that is kept.
+    """
     mask = rejection_mask(pair.trainer, pair.rollout, pair.mask, **settings)[0]
     share = pair.drawn @ mask[:, 0]
     return weigh(pair) * mask / share if share > 0 else np.zeros(mask.shape)
@@ -225,7 +231,7 @@ MASKS: dict[str, Weigh] = {
 
 
 def judge_remedies(pair: Pair) -> dict[str, dict[str, float]]:
-    """Judges every remedy on a pair. ``drift`` is |E g| / |gradient| where all advantages are one deviation."""
+    """Judges every remedy on a pair; ``drift`` is |E g| / |gradient| if all advantages are one deviation."""
     deviation = np.full(pair.advantages.shape, np.sqrt(pair.drawn @ pair.advantages**2))
     judged = {}
     for name in (*REMEDIES, *MASKS):
@@ -282,7 +288,7 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def study(seeds: int) -> dict[str, Any]:
-    """Computes medians over the seeds: those of ``study_corrections``, and the numbers by remedy and sampler."""
+    """Computes medians over the seeds: the numbers of ``study_corrections``, and numbers by remedy and sampler."""
     wide = {
         name: [judge_remedies(make_pair(seed, size, WIDE_VOCABULARY, factor)) for seed in range(seeds)]
         for name, (size, factor) in SAMPLERS.items()
@@ -343,7 +349,7 @@ def drift_cell(numbers: dict[str, float]) -> str:
 
 
 def main() -> None:
-    """Prints the tables, and writes the numbers where a file is named."""
+    """Prints the tables, and writes the numbers if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=100, help="pairs of policies at each size (100)")
     parser.add_argument("--json", type=Path, help="JSON file for the result")

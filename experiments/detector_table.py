@@ -2,9 +2,9 @@
 
     python experiments/detector_table.py --json benchmarks/detector_table.json
 
-It takes half a minute on one core. The curves are those of ``length_curves``. Every rule sees one value a step, with
-straight lines between the known steps. A curve with a surge is called when the call lies between its beginning and 50
-steps after its end. Any call on another curve is false.
+It takes half a minute on one core. The curves come from ``length_curves``. Every rule sees one value a step, with
+straight lines between the known steps. A curve with a surge counts as called if the call is between its beginning and
+50 steps after its end. Any call on another curve is false.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ LATE_STEPS, SEEDS, SPREAD = 50, 3, 0.7
 """A later call is late. The noise has this many seeds; ``SPREAD`` is the deviation of one length over the mean."""
 
 OUTCOMES = ("called", "early", "late", "missed", "false", "quiet")
-"""What a rule can do: the first four on a curve with a surge, the last two on one without."""
+"""The outcomes of a rule: the first four are for a curve with a surge, the last two for a curve without one."""
 
 Stream = tuple[np.ndarray, np.ndarray, np.ndarray]  # the step, the length and the truncated share of each observation
 Rule = Callable[[Stream], int | None]  # returns the step of the call
 
 
 def tracked(config: SurgeConfig | None) -> Rule:
-    """Returns the rule of a ``SurgeTracker``. None: the rule of a ``FirstLengthsTracker``."""
+    """Returns the rule of a ``SurgeTracker``; for None, the rule of a ``FirstLengthsTracker``."""
 
     def call(stream: Stream) -> int | None:
         tracker = neighbours.Rule("", config).tracker()
@@ -63,7 +63,7 @@ RULES: dict[str, Rule] = {
     "warm-up 40": tracked(SurgeConfig(warmup=40)),
     "persistence 10": tracked(SurgeConfig(persistence=10)),
 }
-"""The rules by name; the last four are the shipped rules with one other value."""
+"""The rules by name; each of the last four is the shipped rules with one other value."""
 
 
 def stream_of(curve: LengthCurve) -> Stream:
@@ -73,13 +73,13 @@ def stream_of(curve: LengthCurve) -> Stream:
 
 
 def thinned(stream: Stream, every: int) -> Stream:
-    """Keeps every so-many-th observation, as a log with fewer lines does."""
+    """Keeps every n-th observation, like a log with fewer lines."""
     steps, lengths, truncated = stream
     return steps[::every], lengths[::every], truncated[::every]
 
 
 def averaged(stream: Stream, steps: int = 10) -> Stream:
-    """Replaces each length by the mean of the newest ``steps``, as dashboards do."""
+    """Replaces each length by the mean of the newest ``steps`` lengths, as dashboards do."""
     total = np.cumsum(np.concatenate([np.zeros(1), stream[1]]))
     ends = np.arange(1, len(stream[1]) + 1)
     begins = np.maximum(0, ends - steps)
@@ -116,11 +116,11 @@ VARIATIONS: dict[str, list[Callable[[Stream], Stream]]] = {
     "restart in the middle": [restarted],
     "truncation unknown": [uncut],
 }
-"""The variations by name; those with noise have one entry a seed."""
+"""The variations by name; a variation with noise has one entry for each seed."""
 
 
 def outcome(curve: LengthCurve, call: int | None, first: int = 1) -> str:
-    """Returns one of ``OUTCOMES`` for a call at a step; a surge that began before ``first`` is not one any more."""
+    """Returns one of ``OUTCOMES`` for a call at a step; a surge that began before ``first`` does not count."""
     if curve.surge is None or curve.surge[0] < first:
         return "quiet" if call is None else "false"
     begin, end = curve.surge
@@ -172,7 +172,7 @@ def study(curves: Sequence[LengthCurve], runs: Sequence[LengthCurve]) -> dict[st
 
 
 def as_markdown(result: dict) -> str:
-    """Formats the outcomes of each set and variation; a cell holds called / early or late / missed / false."""
+    """Formats the outcomes of each set and variation; a cell has called / early or late / missed / false."""
     blocks = []
     for name, variations in result["by_variation"].items():
         lines = [f"{name} ({result['sizes'][name]})", "", f"| | {' | '.join(RULES)} |", "|---|" + "---|" * len(RULES)]
@@ -184,7 +184,7 @@ def as_markdown(result: dict) -> str:
 
 
 def main() -> None:
-    """Prints the tables, and writes the numbers where a file is named."""
+    """Prints the tables, and writes the numbers if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="JSON file for the result")
     args = parser.parse_args()

@@ -1,9 +1,10 @@
-"""Makes six runs with causes and seeds that no limit of ``rljax diagnose`` was chosen on, and judges each of them.
+"""Makes six runs with causes and seeds that did not influence the limits of ``rljax diagnose``, and judges each of
+them.
 
     python -m experiments.diagnose_check runs/check benchmarks/diagnose_check.json
 
-Seeds, settings and strengths of the causes differ from those of ``planted_logs.py``. A run that is there is not made
-again. The JSON has the cause that is told by the log with its last token dump, by the log alone and by the dump alone.
+Seeds, settings and strengths of the causes differ from those of ``planted_logs.py``. An existing run is not made again.
+The JSON has the cause found in the log with its last token dump, in the log alone and in the dump alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ CHECKS: dict[str, tuple[str, int, Plant, str]] = {
     "one token of 500 wrong": ("extreme_tokens", 25, Plant(extreme_share=0.002), ""),
     "nothing": ("healthy", 26, Plant(), "--optimizer.learning-rate 5e-5"),
 }
-"""By what was planted: the cause that a diagnosis must name, the seed, the plant and the options."""
+"""The cause that a diagnosis must name, the seed, the plant and the options, by the name of what was planted."""
 
 
 def told(source: Path, tokens: Path | None = None) -> dict[str, str | None]:
@@ -38,7 +39,7 @@ def told(source: Path, tokens: Path | None = None) -> dict[str, str | None]:
 
 
 def main() -> None:
-    """Makes the runs that are not there, and writes the table."""
+    """Makes the missing runs, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("table", type=Path)

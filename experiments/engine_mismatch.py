@@ -6,8 +6,8 @@ The embedded engine samples responses to the toy task, and the trainer's forward
 trained. There are three tables:
 
 engines: One row for each form of the engine.
-sharpness: The scale of the final norm, and with it each logit, is multiplied by a factor, so that the same policy is
-  less or more certain of its tokens. The embedding is tied, so it cannot be scaled instead.
+sharpness: The scale of the final norm is multiplied by a factor, and so is each logit. The same policy is then less or
+  more certain of its tokens. The embedding is tied, so it cannot be scaled instead.
 length: Only the first tokens count, of responses that are at least as long as the longest cut. The table shows how mean
   and sum over tokens change with the number of tokens alone.
 """
@@ -47,7 +47,7 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "fp8 weights, fp8_e4m3 cache": ({"weight_quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}, "bfloat16"),
     "fp8 weights, fp8_e5m2 cache": ({"weight_quantization": "fp8", "kv_cache_dtype": "fp8_e5m2"}, "bfloat16"),
 }
-"""The settings of ``rollout`` and the dtype of the trainer, by name of the engine's form."""
+"""The settings of ``rollout`` and the dtype of the trainer, by the name of the engine's form."""
 
 SHARPNESS = (0.5, 1.0, 2.0, 4.0)
 SHARPENED = ("bfloat16", "int8 weights", "fp8 weights, fp8_e4m3 cache")
@@ -55,7 +55,7 @@ CUTS = (2, 4, 8, 16, 28)
 METRICS = ("log_ppl_abs_diff", "log_ppl_abs_diff_sum", "logprob_abs_diff_mean", "k3_kl", "training_log_ppl")
 
 Score = Callable[[Params, Sequence[np.ndarray]], list[np.ndarray]]
-Logprobs = tuple[np.ndarray, np.ndarray, np.ndarray]  # trainer, rollout, mask, [b, t] each
+Logprobs = tuple[np.ndarray, np.ndarray, np.ndarray]  # trainer, rollout, mask; each is [b, t]
 
 
 class Toy(NamedTuple):

@@ -1,4 +1,4 @@
-"""Counts what `rljax.policy.fusion.opaque` saves: parts of Qwen3-4B compiled with and without it, on paper.
+"""Counts what `rljax.policy.fusion.opaque` saves: parts of Qwen3-4B are compiled with and without it, but not run.
 
     PYTHONPATH=. .venv-compile/bin/python experiments/fusion.py h100:1x8 tpu:v5p:2x2x4 --json benchmarks/fusion.json
 
@@ -75,7 +75,7 @@ def traffic(part: Part, machine: Machine) -> int:
     given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place) for shape in shapes]
     like = jax.eval_shape(function, *given)
     cotangents = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place), like)
-    jax.clear_caches()  # else the other variant's trace is taken
+    jax.clear_caches()  # otherwise the trace of the other variant is used
     compiled = jax.jit(both).lower(given, cotangents).compile(compiler_options=COMPILER_OPTIONS.get(machine.platform))
     return count_program(parse_module(compiled.as_text() or ""), 1).step.memory_bytes
 

@@ -2,12 +2,12 @@
 
     python experiments/growth.py --json benchmarks/growth.json
 
-A case runs one piece of work at four sizes or more, each twice the one before. Its exponent is the slope of a line
-through log(cost) and log(size), with its 95% interval. The cost is this process's processor time, the least of the
-rounds, or a count that is named. ``work`` is the exponent of the work itself: 1 where each token or row is looked at
-once, 0 where nothing should depend on the size. A case grows too fast where the whole interval lies above ``work``.
-Costs that do not depend on the size make exponents smaller. Cases that the JSON file has are not measured again. Prints
-a Markdown table.
+A case runs one piece of work at four sizes or more, each twice the size before. Its exponent is the slope of a line
+through log(cost) and log(size), with its 95% interval. The cost is the least processor time of this process over the
+rounds, or a count that is named. ``work`` is the exponent of the work itself. It is 1 if each token or row is read
+once, and 0 if nothing should depend on the size. A case grows too fast if the whole interval is above ``work``. Costs
+that do not depend on the size make exponents smaller. Cases that the JSON file has are not measured again. Prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def pack_rows(lengths: Sequence[int], row_tokens: int) -> Work:
 
 
 def lay_out(count: int, _: Path) -> Work:
-    """Lays out the mix that fills rows worst: half of the responses are cut off."""
+    """Lays out the mix that fills rows worst, in which half of the responses are cut off."""
     rng = np.random.default_rng(0)
     lengths = np.where(rng.random(count) < 0.5, LONGEST, np.clip(rng.normal(5000, 1200, count), 1, LONGEST))
     shape = max_micro_batches(count, 9216, 18432, 8), 8, 18432
@@ -169,7 +169,7 @@ def lay_out(count: int, _: Path) -> Work:
 
 
 def publish_changed(changed: int, directory: Path) -> Work:
-    """Writes deltas of a tensor of 2^24 elements, of which ``changed`` are other ones each time."""
+    """Writes deltas of a tensor of 2^24 elements, of which ``changed`` differ each time."""
     old = np.zeros(2**24, np.float16)
     files = open_weight_directory(PublishConfig(store="http", anchor_every=10**6), str(directory))
     state = {"version": 0, "weights": old}
@@ -232,7 +232,7 @@ def track(count: int, directory: Path) -> Work:
 
 
 def wide(width: int) -> PolicyConfig:
-    """Returns a policy whose weights are nearly all in matrices of ``width`` to ``width``."""
+    """Returns a policy whose weights are nearly all in matrices of ``width`` x ``width``."""
     return replace(
         SHAPE, hidden_size=width, intermediate_size=2 * width, num_heads=width // 16, num_kv_heads=width // 16
     )

@@ -2,7 +2,7 @@
 
     python experiments/growth_systems.py INDEX COUNT PORT
 
-This command is one of COUNT processes that exchange what they exchange in a step. growth.py starts them.
+This command is one of COUNT processes that exchange the messages of a step. growth.py starts them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.weights.sums import array_checksum
 
 ROOT = Path(__file__).parents[1]
-PROMPTS, SAMPLES, TOKENS = 256, 4, 32  # of a step of rollouts
-MESSAGE_BYTES, STEPS = 2**20, 20  # of what process 0 sends to the others in a step, and the steps that are measured
+PROMPTS, SAMPLES, TOKENS = 256, 4, 32  # the shape of the rollouts of a step
+# The bytes that process 0 sends to the others in a step, and the number of measured steps.
+MESSAGE_BYTES, STEPS = 2**20, 20
 MOST_TRACKERS = 8
 SERVERS = """
 import json, sys
@@ -43,7 +44,7 @@ urls = [FakeVllm().url for _ in range(int(sys.argv[1]))]
 print(json.dumps({"urls": urls, "shape": SHAPE}), flush=True)
 sys.stdin.read()
 """
-"""A program with stand-ins for vLLM servers, which ends with its input."""
+"""A program with stand-ins for vLLM servers; it ends when its input ends."""
 
 
 # --- rollout servers --------------------------------------------------------------------------------------------------
@@ -157,10 +158,10 @@ def take_part(index: int, count: int, port: int) -> None:
 
 
 class CountingTracker:
-    """A tracker that says when it has the last row of the record, and keeps nothing."""
+    """A tracker that reports the last row of the record, and keeps nothing."""
 
-    rows = 0  # of the record
-    all_there = threading.Semaphore(0)  # released by each tracker that has all rows
+    rows = 0  # the number of rows of the record
+    all_there = threading.Semaphore(0)  # each tracker releases it after the last row
 
     def __init__(self, run: TrackedRun) -> None:
         self.stored_step, self.where = 0, "in memory"
@@ -171,7 +172,7 @@ class CountingTracker:
             CountingTracker.all_there.release()
 
     def finish(self, summary: Any, figures: Any, failed: bool) -> None:
-        """Does nothing."""
+        """Does nothing, because the tracker keeps nothing."""
 
 
 KINDS = {f"Tracker{i}": type(f"Tracker{i}", (CountingTracker,), {}) for i in range(MOST_TRACKERS)}
@@ -179,7 +180,7 @@ globals().update(KINDS)  # trackers are named by module and class, and must be d
 
 
 def feed(count: int, run_dir: Path, rows: int) -> Callable[[], object]:
-    """Returns the reading of a record of so many rows by so many trackers."""
+    """Returns a function that gives a record of this many rows to this many trackers."""
     CountingTracker.rows = rows
     config = RecordConfig(trackers=tuple(f"{__name__}:Tracker{i}" for i in range(count)))
 

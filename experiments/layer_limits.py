@@ -1,9 +1,9 @@
-"""Measures the own errors of sound pairs of scorers, which the limits of ``rljax compare --layers`` must lie above.
+"""Measures the errors of sound pairs of scorers; the limits of ``rljax compare --layers`` must be above them.
 
     python experiments/layer_limits.py benchmarks/layer_limits.json
 
-The pairs are ``jax:`` and ``hf:`` in both orders, on the toy base and on two random policies with 4 layers of width
-256, 100 random tokens each. It takes about two minutes on a CPU. docs/layers.md has the numbers.
+The pairs are ``jax:`` and ``hf:`` in both orders. The models are the toy base and two random policies with 4 layers of
+width 256, with 100 random tokens each. It takes about two minutes on a CPU. docs/layers.md has the numbers.
 """
 
 from __future__ import annotations

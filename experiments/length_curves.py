@@ -28,7 +28,7 @@ KINDS = {
     "truncated": "ends at the cap: half of the responses are truncated, or the mean is above 0.9 times the cap",
     "collapse": "ends at or below 0.4 times its first level",
 }
-"""The kinds and the rule of each. A curve of several kinds has the first in the order of ``kind_by_rule``."""
+"""The kinds with the rule of each. A curve of several kinds has the first in the order of ``kind_by_rule``."""
 
 OBTAINED = {
     "log": "copied from a log",
@@ -37,7 +37,7 @@ OBTAINED = {
     "figure": "read off a figure or its description",
     "rows": "the project's own rows",
 }
-"""How the numbers were obtained."""
+"""The ways in which the numbers were obtained."""
 
 SOURCE_KEYS = ("project", "repository", "path", "commit", "address", "date")
 SETTING_KEYS = ("model", "algorithm", "sequences", "max_tokens", "learning_rate")
@@ -125,7 +125,7 @@ def _curve(entry: dict[str, Any]) -> LengthCurve:
 
 
 def smoothed(curve: LengthCurve) -> np.ndarray:
-    """Returns the lengths as running medians of 5 where every step is known, and as they are elsewhere."""
+    """Returns running medians of 5 lengths if every step is known, and otherwise the unchanged lengths."""
     if len(curve.steps) < 20 or np.median(np.diff(curve.steps)) > 2:
         return curve.lengths
     padded = np.pad(curve.lengths, 2, mode="edge")
@@ -170,8 +170,8 @@ def kind_by_rule(curve: LengthCurve) -> str:
 def every_step(curve: LengthCurve) -> tuple[np.ndarray, np.ndarray]:
     """Returns the lengths and the truncated shares at each step from 1 to the last.
 
-    Unknown steps are filled along straight lines. The steps before the first known one hold its values. A share that is
-    nowhere known is 0.
+    Unknown steps are filled along straight lines. The steps before the first known one have its values. A share that is
+    unknown at every step is 0.
     """
     steps = np.arange(1, max(2, curve.steps[-1]) + 1)
     known = np.isfinite(curve.truncated)
@@ -180,7 +180,7 @@ def every_step(curve: LengthCurve) -> tuple[np.ndarray, np.ndarray]:
 
 
 def source_name(curve: LengthCurve) -> str:
-    """Returns where the numbers stand, in a few words."""
+    """Returns the place of the numbers in a few words."""
     source = curve.source
     if source["repository"] and source["path"]:
         return f"{source['repository']}/{source['path']}"

@@ -71,7 +71,7 @@ class Arguments:
 
 
 def beside(spec: str, x: Any, weight: Any, a: Any, b: Any) -> Any:
-    """Computes x W + round(x A) B with the rounding of vLLM's LoRA in torch; ``b`` is scaled already."""
+    """Computes x W + round(x A) B with the rounding of vLLM's LoRA in torch; ``b`` must be scaled before."""
     inside = "btr"
     into, back = (f"{part},{rest}" for part, rest in _specs(spec, inside))
     shrunk = jnp.einsum(into, x, a, preferred_element_type=jnp.float32).astype(x.dtype)
@@ -89,7 +89,7 @@ def _specs(spec: str, inside: str) -> Iterator[tuple[str, str]]:
 
 
 def adapters_of(rngs: nnx.Rngs, shape: tuple[int, ...], rank: int, inputs: int) -> dict[str, Any]:
-    """Declares a and b for a weight of this shape; they are not in any checkpoint."""
+    """Declares a and b for a weight of this shape; no checkpoint has them."""
     zeros = functools.partial(param, rngs, init=nnx.initializers.zeros, name="none")
     a, b = (*shape[:inputs], rank), (rank, *shape[inputs:])
     return {"a": zeros(shape=a, logical=("rank",) * len(a)), "b": zeros(shape=b, logical=("rank",) * len(b))}
@@ -242,7 +242,7 @@ def score_by_servers(
     dtype: Any,
     sequences: Sequence[np.ndarray],
 ) -> dict[str, Scored]:
-    """Scores the sequences with a server of the merged weights, and with one that has vLLM's own LoRA."""
+    """Scores the sequences with a server of the merged weights, and with a server that uses vLLM's own LoRA."""
     save_params(folder / "merged", merged, policy.config, dtype, side_files_from=policy.hf_path)
     save_params(folder / "base", base, policy.config, dtype, side_files_from=policy.hf_path)
     save_adapters(folder / "adapter", adapters, policy.config, lora, folder / "base")

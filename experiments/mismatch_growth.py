@@ -26,7 +26,7 @@ from rljax.record.rows import Row, read_rows, trailing_mean
 WINDOW = 10
 MISMATCH = "log_ppl_abs_diff"
 BAND = (1e-2, 1e-1)
-"""The range of ``log_ppl_abs_diff`` to count (nats): above healthy engines, up to the values that precede collapses."""
+"""The range of ``log_ppl_abs_diff`` to count (nats): from above healthy engines to the values before collapses."""
 
 SERIES = {
     MISMATCH: "mismatch/log_ppl_abs_diff",
@@ -81,7 +81,10 @@ def growth_of(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def to_markdown(runs: dict[str, dict[str, Any]]) -> str:
-    """Formats one row for each run; a cell with three numbers has the first ten steps, the peak, and the last ten."""
+    """Formats one row for each run.
+
+    A cell with three numbers has the first ten steps, the peak, and the last ten.
+    """
     shown = (MISMATCH, "gap_per_entropy", "entropy", "response_length")
     related = ("step", "entropy", "response_length", "grad_norm")
     head = [

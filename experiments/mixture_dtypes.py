@@ -60,10 +60,10 @@ FAMILIES = {
 DTYPES = ("bfloat16", "float16", "float32")
 PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 48, 16, 64
 METRICS = ("logprob_abs_diff_mean", "k3_kl")
-VERIFIERS = 8  # each with probes of its own
-MEASURED = VerifyConfig(prompts=32, rounds=4)  # what one of them takes
-DRAWN = 200_000  # looks at a time, and runs
-RUN = 600 * 8  # publishes to eight servers
+VERIFIERS = 8  # each has its own probes
+MEASURED = VerifyConfig(prompts=32, rounds=4)  # the looks of one verifier
+DRAWN = 200_000  # the number of drawn looks, and of runs
+RUN = 600 * 8  # the number of publishes to eight servers
 
 
 def policy(config: PolicyConfig) -> Params:
@@ -108,8 +108,8 @@ def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> di
 def drawn_looks(probes: np.ndarray, dtype: str, *, mixture: bool, count: int) -> dict[str, float]:
     """Draws the looks of many runs from the mean |server - trainer| of each probe, and counts refusals.
 
-    The means are in nats. The looks at the first version set the band of a run. A publish is refused where two looks
-    are out of it. A run has ``RUN`` publishes, each to one server. A look has ``count`` probes.
+    The means are in nats. The looks at the first version set the band of a run. A publish is refused if two looks are
+    outside the band. A run has ``RUN`` publishes, each to one server. A look has ``count`` probes.
     """
     config, rng = VerifyConfig(), np.random.default_rng(0)
     size = (DRAWN, count)
@@ -117,7 +117,8 @@ def drawn_looks(probes: np.ndarray, dtype: str, *, mixture: bool, count: int) ->
     floor, ceiling = config.limits(dtype, mixture=mixture)
     calibration = rng.choice(looks, (DRAWN, config.rounds)).max(axis=1)
     bands = np.clip(config.factor * calibration, floor, ceiling)
-    outside = 1 - np.searchsorted(looks, bands, side="right") / len(looks)  # of one look, for each band
+    # The probability for one look, for each band.
+    outside = 1 - np.searchsorted(looks, bands, side="right") / len(looks)
     return {
         "look_median": float(np.median(looks)),
         "look_largest": float(looks[-1]),
@@ -129,7 +130,7 @@ def drawn_looks(probes: np.ndarray, dtype: str, *, mixture: bool, count: int) ->
 
 
 def judge(config: PolicyConfig, dtype: str, own: dict[str, Any]) -> None:
-    """Adds what follows from the probes, with looks of the size of a run's and with looks of a dense policy's."""
+    """Adds the results that follow from the probes, with looks of the size of a run's and of a dense policy's."""
     probes, mixture, sizes = np.asarray(own["probes"]), config.num_experts > 0, VerifyConfig()
     count = sizes.rounded_prompts if mixture else sizes.prompts
     own |= drawn_looks(probes, dtype, mixture=mixture, count=count)

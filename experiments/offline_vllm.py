@@ -1,4 +1,4 @@
-"""Samples with vLLM's own ``LLM.generate`` and tells its time, for experiments/bench_rollouts.py.
+"""Samples with vLLM's own ``LLM.generate`` and reports its time, for experiments/bench_rollouts.py.
 
     VLLM_PYTHON experiments/offline_vllm.py [OPTIONS OF A vLLM SERVER]
 
@@ -22,7 +22,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
 def sample(llm: LLM, job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the number of tokens that the job gave, and the seconds that it took."""
+    """Returns the number of tokens that the job sampled, and the seconds that it took."""
     shared = {"logprobs": job["logprobs"], "flat_logprobs": job["flat"], "ignore_eos": True, "detokenize": False}
     settings = [
         SamplingParams(temperature=1.0, max_tokens=limit, seed=seed, **shared)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__)
         return 0
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints is no answer
+    os.dup2(2, 1)  # vLLM's own output is not an answer
     options = make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
     llm = LLM.from_engine_args(EngineArgs.from_cli_args(options))
     print(json.dumps({"ready": True}), file=answers, flush=True)

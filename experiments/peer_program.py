@@ -1,4 +1,4 @@
-"""Compiles a peer's training step for a machine that is not here: what its programs share."""
+"""Compiles a peer's training step for a machine that is not here; its programs share this module."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import jax
 from rljax.plan.compile import COMPILER_OPTIONS, memory_by_kind
 from rljax.plan.machines import Machine, parse_machine
 
-ROW_TOKENS = 9216  # of the one row on each device
+ROW_TOKENS = 9216  # the tokens of the one row on each device
 Lower = Callable[[str, Machine, list[str]], jax.stages.Lowered]
 
 
 def compile_peer(lower: Lower) -> int:
-    """Compiles the step that the words of the command line name: MODEL MACHINE OUT [KEY=VALUE ...].
+    """Compiles the step that the command line names: MODEL MACHINE OUT [KEY=VALUE ...].
 
-    The words KEY=VALUE go to the peer, and those that begin with ``xla_`` to the compiler. ``OUT.hlo`` receives the
-    program, and ``OUT.memory.json`` the bytes of a device and the seconds.
+    The words KEY=VALUE go to the peer, except that words that begin with ``xla_`` go to the compiler. ``OUT.hlo``
+    receives the program, and ``OUT.memory.json`` the bytes of a device and the seconds.
+
 
     Args:
       lower: The function that lowers the step, from the model, the machine and the peer's words.

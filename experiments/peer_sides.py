@@ -16,7 +16,7 @@ import optax
 from peer_steps import CLIP, DECAY, EPSILON, RATE, Built, Case, compiled_facts, first_weights, packed, padded
 
 KERNELS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-"""Our names of the projections of attention, and those of tunix and EasyDeL."""
+"""The names of attention's projections in rljax, and in tunix and EasyDeL."""
 
 
 def optimizer() -> Any:
@@ -38,8 +38,10 @@ def layer_of(params: Any, i: int) -> Any:
 def tunix(case: Case, *, learner: bool = True) -> Built:
     """Builds the step of tunix's trainer.
 
-    ``learner``: Whether the loss is that of its GRPO learner, which also measures the entropy. If not, the loss is made
-    of its log-probabilities (``compute_per_token_logps``) alone.
+    Args:
+      case: The shape of the policy and of the batch.
+      learner: Whether to use the loss of tunix's GRPO learner, which also measures the entropy. Otherwise the loss uses
+        only its log-probabilities (``compute_per_token_logps``).
     """
     from flax import nnx
     from tunix.models.qwen3.model import ModelConfig, Qwen3, RematConfig
@@ -116,7 +118,10 @@ def _give_to_tunix(model: Any, params: Any) -> None:
 
 
 def _give_norms_and_mlp(layer: Any, attention: Any, ours: Any, scale: str) -> None:
-    """Copies the norms and the MLP of our block into tunix's or EasyDeL's, whose norms call their weight ``scale``."""
+    """Copies the norms and the MLP of our block into tunix's or EasyDeL's.
+
+    Their norms call their weight ``scale``.
+    """
     for norm, own in (
         (attention.q_norm, ours["attention"]["query_norm"]),
         (attention.k_norm, ours["attention"]["key_norm"]),

@@ -22,8 +22,10 @@ RATE, CLIP, DECAY, EPSILON = 1e-6, 1.0, 0.01, 1e-8
 SCALE = 4
 PROMPT = 8
 RECORDED = (4, 4, 33, 33, 5, 5, 33, 5, 5, 5, 17, 5, 5, 33, 5, 5, 4, 4, 5, 5, 5, 33, 5, 5, 4, 4, 5, 5, 4, 4, 5, 5)
-"""Tokens of 32 responses of step 42 of a run of the quickstart's task, in which the lengths surge. Its prompts
-have ``PROMPT`` tokens."""
+"""The tokens of 32 responses of step 42 of a run of the quickstart's task, in which the lengths surge.
+
+Its prompts have ``PROMPT`` tokens.
+"""
 
 
 class Case(NamedTuple):
@@ -33,7 +35,7 @@ class Case(NamedTuple):
     layers: int = 4
     vocab: int = 4096
     sequences: int = 8
-    tokens: int = 256  # of each sequence; 0: the recorded lengths, times ``SCALE``
+    tokens: int = 256  # the length of each sequence, or 0 for the recorded lengths times ``SCALE``
     remat: bool = False
     dtype: str = "float32"
 
@@ -97,7 +99,7 @@ def policy_of(case: Case) -> Any:
 
 
 def first_weights(case: Case) -> Any:
-    """Returns the first weights, which all sides have."""
+    """Returns the first weights, which are the same on all sides."""
     rng, (heads, kv_heads) = np.random.default_rng(1), case.heads
 
     def matrices(*shape: int) -> np.ndarray:
@@ -247,7 +249,7 @@ SIDES: dict[str, Callable[[Case], Built]] = {
 
 def serve(side: str) -> None:
     """Answers the lines of the standard input until it ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # Packages may print.
+    answers, sys.stdout = sys.stdout, sys.stderr  # packages may print
     built: Built | None = None
     for line in sys.stdin:
         message = json.loads(line)
@@ -261,7 +263,7 @@ def serve(side: str) -> None:
                 began = time.perf_counter()
                 built.run()
                 answer = {"seconds": time.perf_counter() - began}
-        except Exception as error:  # A peer may fail in any way; the report says how.
+        except Exception as error:  # a peer may fail in any way; the report shows the error
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         print(json.dumps(answer), file=answers, flush=True)
 

@@ -47,7 +47,7 @@ KEPT = re.compile(
 
 @dataclass(frozen=True)
 class Plant:
-    """What is changed on the engine's side of a run."""
+    """A change on the engine's side of a run."""
 
     temperature: float | None = None  # the temperature that the engine samples with
     head: str | None = None  # the dtype of the engine's LM head and logits
@@ -74,9 +74,10 @@ PLANTS: Mapping[str, tuple[Plant, str]] = {
 
 
 def easy_reward(problem: Any, response: str, truncated: bool) -> float:
-    """Returns 1 for the right sum, 0.3 for a response of at most three characters, and 0.3 for one that begins with 1.
+    """Returns 1 for the right sum, and 0.3 each for a short response and for one that begins with 1.
 
-    So the same short answer to every problem earns 0.6, and nothing leads from it to the right sums.
+    A short response has at most three characters. So the same short answer to every problem earns 0.6, and nothing
+    leads from it to the right sums.
     """
     return max(
         float(addition_reward(problem, response, truncated)), 0.3 * (len(response) <= 3) + 0.3 * (response[:1] == "1")
@@ -84,7 +85,7 @@ def easy_reward(problem: Any, response: str, truncated: bool) -> float:
 
 
 class PlantedEngine(RolloutEngine):
-    """RolloutEngine around the embedded one, which changes what is published, sampled or reported."""
+    """A RolloutEngine around the embedded one, which changes what is published, sampled or reported."""
 
     def __init__(self, engine: RolloutEngine, plant: Plant):
         """Wraps an engine."""
@@ -157,7 +158,7 @@ def keep(cause: str, run_dir: Path, kept: Path) -> None:
 
 
 def main() -> None:
-    """Makes the runs, one after the other."""
+    """Makes the runs, one after another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--causes", nargs="+", default=list(PLANTS), choices=list(PLANTS))

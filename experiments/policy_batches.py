@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     tokens: np.ndarray  # int32 [b, t]
     segments: np.ndarray  # int32 [b, t], 0 on padding
     mask: np.ndarray  # bool [b, t], True on response tokens
-    logprobs: np.ndarray  # float64 [b, t], from the engine that sampled, 0 outside the mask
+    logprobs: np.ndarray  # float64 [b, t], from the engine that sampled; 0 outside the mask
     rewards: np.ndarray  # float64 [b]
     advantages: np.ndarray  # float64 [b], each reward minus the mean of the prompt's other rewards
 

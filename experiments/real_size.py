@@ -93,7 +93,7 @@ def every_other(problem: dict[str, Any], response: str, truncated: bool) -> floa
 
 
 def make_model(directory: Path) -> None:
-    """Writes random weights, in a process of its own whose memory is free afterwards."""
+    """Writes random weights in another process, whose memory is free afterwards."""
     from dataclasses import replace
 
     from rljax.policy.hf import save_params
@@ -108,7 +108,7 @@ def make_model(directory: Path) -> None:
 
 
 def run(directory: Path, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Runs server and trainer once, shows what they print, and returns its time and the trainer's most memory."""
+    """Runs server and trainer once, shows their output, and returns the time and the trainer's largest memory."""
     words = [word for key, value in settings.items() for word in (f"--{key}", value)]
     command = ["bash", "launch/single_node.sh", "configs/quickstart.yaml", "--engine", "vllm", "--", *words]
     paths = [str(ROOT / "experiments"), os.environ.get("PYTHONPATH", "")]
@@ -132,14 +132,14 @@ def run(directory: Path, settings: Mapping[str, str]) -> dict[str, Any]:
 
 
 class Watch:
-    """The most memory that the trainer and its workers have held (GB)."""
+    """A measurement of the largest memory (GB) of the trainer and its workers."""
 
     def __init__(self) -> None:
-        """Has seen nothing yet."""
+        """Starts with no memory seen."""
         self.most = 0.0
 
     def follow(self, process: subprocess.Popen[str]) -> None:
-        """Looks twice a second until ``process`` has ended."""
+        """Measures twice a second until ``process`` has ended."""
         while process.poll() is None:
             held = 0.0
             for place in Path("/proc").glob("[0-9]*"):
@@ -152,7 +152,7 @@ class Watch:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Returns the two tables in Markdown: a row for each step, and one for each part of the run."""
+    """Returns the two tables in Markdown, with a row for each step and a row for each part of the run."""
     lines = ["| " + " | ".join(["step", *(f"{name} (s)" for name in COLUMNS if name != "changed"), "changed"]) + " |"]
     lines += ["|" + "---|" * (len(COLUMNS) + 1)]
     for number, row in enumerate(found["steps"], 1):

@@ -51,7 +51,7 @@ from rljax.weights.sums import array_checksum
 
 ROOT = Path(__file__).parents[1]
 CARDS, ROW_TOKENS, LONGEST_ROWS = 8, 9216, 1024  # the packed batch has a row for each response
-PLACE_BYTES = 30  # bytes of a place of the packed batch: five int32, two float32 and two masks (PackedBatch)
+PLACE_BYTES = 30  # bytes of a position in the packed batch: five int32, two float32 and two masks (PackedBatch)
 CHECKPOINT_EVERY = 20  # steps, the value of configs/paper/setup.yaml
 LLAMA = PolicyConfig(128256, 4096, 14336, 32, 32, 8, 128)  # the model of torchtitan's table
 MIXES = {"before the surge, mean 1,000": "short", "after the surge, mean 3,500": "long"}
@@ -81,7 +81,7 @@ MODELS = (
 
 
 def token_seconds(decoding: Decoding) -> Callable[[int], float]:
-    """Returns a function: number of requests -> a server's seconds for one more token of each.
+    """Returns a function from the number of requests to a server's seconds for one more token of each.
 
     It interpolates between the published points; outside of them the nearest point counts.
     """
@@ -91,7 +91,7 @@ def token_seconds(decoding: Decoding) -> Callable[[int], float]:
 
 
 def decode_seconds(lengths: Sequence[int], limit: int, seconds: Callable[[int], float]) -> float:
-    """Models the seconds of one server for responses of these lengths, of which at most ``limit`` run at a time."""
+    """Models the seconds of one server for responses of these lengths; at most ``limit`` run at a time."""
     waiting, running = list(reversed(lengths)), list[int]()  # running: the server's token count at each response's end
     now, spent = 0, 0.0
     while waiting or running:
@@ -179,7 +179,7 @@ def step_parts(model: Model, mix: str, layout: tuple[int, int], inputs: Inputs) 
     """Models the seconds of each part of a step."""
     trainer, servers = layout
     responses, tokens = responses_of(mix, np.random.default_rng(0)).tolist(), sum(draw(mix, 0)[0])
-    measured = inputs.host["cases"][0]  # without the likeliest tokens
+    measured = inputs.host["cases"][0]  # the case without the likeliest tokens
     host = {name: part["processor_s"] * tokens / measured["tokens"] for name, part in measured["parts"].items()}
     batch = LONGEST_ROWS * ROW_TOKENS * PLACE_BYTES
     copied, written = checkpoint_seconds(model.parameters, min(model.fsdp, trainer))
@@ -205,7 +205,10 @@ def rows_of(tokens: int, mix: str, inputs: Inputs) -> int:
 
 
 def total(parts: dict[str, float]) -> float:
-    """Sums the seconds of a step; work in the background counts only as far as it takes longer than the foreground."""
+    """Sums the seconds of a step.
+
+    Work in the background counts only as far as it takes longer than the foreground.
+    """
     replies = max(0.0, parts["parse and decode replies"] - parts["rollout"])
     waited = sum(seconds for name, seconds in parts.items() if name not in OVERLAPPED) + replies
     hidden = CHECKPOINT_EVERY * waited

@@ -35,7 +35,7 @@ class Decoding(NamedTuple):
     source: str
 
 
-# Servers by model, for long responses (GPQA Diamond, reasoning on) and for short ones (LM Arena chats).
+# The servers by model, for long responses (GPQA Diamond, reasoning on) and for short ones (LM Arena chats).
 DECODING = {
     ("8B", "long"): Decoding(
         1, 8052, ((8, 818), (16, 1345), (32, 1917), (63.3, 2510), (82, 3117)), LEADERBOARD.format("gpqa")

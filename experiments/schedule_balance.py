@@ -1,11 +1,11 @@
-"""Counts in the project's studies where the length-triggered schedule helped, and where something simpler did as well.
+"""Counts the studies in which the length-triggered schedule helped, and in which something simpler was as good.
 
     python experiments/schedule_balance.py
 
 It reads the results in benchmarks/ and prints the tables of docs/should_i_use_it.md and docs/study.md. A run ends well
 if its final accuracy is above 0.3, as in the studies. Runs are compared in pairs with the same seed. The p values are
-exact and two-sided (exact_tests.py). The first takes all pairs of a row as independent. The second takes the mean
-difference of each seed, because the runs of a seed are not. With three seeds it is at least 0.25.
+exact and two-sided (exact_tests.py). The first treats all pairs of a row as independent. The second uses the mean
+difference of each seed, because the runs of a seed are not independent. With three seeds it is at least 0.25.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rljax.schedule import SurgeConfig
 from rljax.schedule.neighbours import STUDY, RateLaw, Rule, replay_rule
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-Study = Mapping[str, Mapping[str, Any]]  # arm -> seed -> outcome
+Study = Mapping[str, Mapping[str, Any]]  # the outcome by arm and seed
 
 FILES = {
     "toy": ("study_toy.json", "arms"),
@@ -68,7 +68,7 @@ AGAINST_CONSTANT = (
     Comparison("vLLM, 1, 2 and 4 versions old, half the rate", "ahead", triggered("ahead_1", "ahead_2", "ahead_4")),
     Comparison("vLLM, 0 to 4 versions old", "ahead_6e-4", triggered("ahead_0", "ahead_1", "ahead_2", "ahead_4")),
 )
-"""The schedule against the constant rate, all else the same."""
+"""The schedule against the constant rate, with everything else equal."""
 
 AGAINST_TRIGGERED = (
     Comparison("a tenth of the rate, constant; 8 bits", "slow", (("constant_tenth", "triggered_1.8"),)),
@@ -104,7 +104,7 @@ OTHERS = (
     Comparison("four versions old instead of none", "staleness", (("stale_4", "stale_0"),)),
     Comparison("vLLM: four versions old instead of none", "ahead", (("ahead_4", "ahead_0"),)),
 )
-"""What the claims of docs/study.md rest on besides the schedule; no plan named these comparisons before the runs."""
+"""The other comparisons behind the claims of docs/study.md; no plan named them before the runs."""
 
 
 def read_studies() -> dict[str, Study]:
@@ -185,7 +185,7 @@ def totals(studies: Mapping[str, Study]) -> str:
 
 
 def steps_to(accuracy: float, arms: Sequence[str]) -> str:
-    """Returns the steps at which runs of the study of 8 bits reach an accuracy, by arm; - where they do not."""
+    """Returns the steps at which runs of the study of 8 bits reach an accuracy, by arm; - if they do not."""
     found: dict[str, list[str]] = {arm: [] for arm in arms}
     for (arm, _), rows in slow_runs().items():
         if arm in found:
@@ -195,7 +195,7 @@ def steps_to(accuracy: float, arms: Sequence[str]) -> str:
 
 
 def calls_on_constant_runs() -> str:
-    """Replays each rule on the eight constant runs of the study of 8 bits; says how many it calls."""
+    """Replays each rule on the eight constant runs of the study of 8 bits; returns the number of calls of each."""
     rules = [
         Rule("shipped", SurgeConfig()),
         Rule("warm-up 40 and ratio 3", SurgeConfig(warmup=40, ratio=3.0)),
@@ -218,7 +218,7 @@ def calls_on_constant_runs() -> str:
 
 
 def counts(studies: Mapping[str, Study]) -> str:
-    """Returns the counts that no table has, a line each."""
+    """Returns the counts that no table has, one in each line."""
     slow = compare(AGAINST_CONSTANT[2], studies)
     fisher = fisher_p(slow["well"], slow["pairs"], slow["other_well"], slow["pairs"])
     tenth = compare(Comparison("", "slow", (("constant_tenth", "constant"),)), studies)

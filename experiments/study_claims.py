@@ -47,7 +47,7 @@ SIGNALS = {
 }
 """The metric of each signal, by name in the table."""
 
-Outcomes = Mapping[str, Mapping[int, Outcome]]  # arm -> seed
+Outcomes = Mapping[str, Mapping[int, Outcome]]  # the outcome by arm and seed
 
 
 def same_arms(runs: Runs) -> dict[str, str]:

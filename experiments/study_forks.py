@@ -1,4 +1,4 @@
-"""Finds where a fork begins, and a period that another seed's surge gives: the ties between the runs of a study."""
+"""Finds the step at which a fork begins, and the period that another seed's surge gives."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rljax.run.directory import saved_steps
 from rljax.run.rate import make_rate_controller, observed_value
 from rljax.schedule import decay_period_from_surge
 
-TRACKER = ("schedule.surge.", "schedule.metric")  # the settings of what calls a surge
+TRACKER = ("schedule.surge.", "schedule.metric")  # the settings that decide when a surge is called
 
 
 def check_forks(path: Path, arms: Mapping[str, Mapping[str, Any]], forks: Mapping[str, str]) -> None:
     """Raises ConfigError if the arms of a fork differ outside of the schedule, or an arm forks from itself.
 
-    What calls a surge must be the same, too, because a fork goes on with the tracker of the other run.
+    The settings of the tracker must be equal, too, because a fork continues with the tracker of the other run.
     """
     for arm, other in forks.items():
         if arm not in arms or other not in arms:

@@ -1,4 +1,4 @@
-"""Keeps the rows of a study in one Parquet file: a line for each arm, seed and step, with the columns for claims."""
+"""Keeps the rows of a study in one Parquet file, with a line for each arm, seed and step."""
 
 from __future__ import annotations
 

@@ -149,8 +149,8 @@ def shrinking(rng: np.random.Generator, steps: np.ndarray) -> np.ndarray:
 def capped(fast: bool) -> Callable[[np.random.Generator], Curve]:
     """Returns a family in which responses reach the length limit: log-normal lengths (sigma 0.6) are cut at a cap.
 
-    Fast: the uncut mean grows 10-fold over 5-60 steps, and the cap is 1.5-3.5. Slow: it grows 3-fold per 200-400 steps,
-    and the cap is 4-8.
+    If ``fast``, the uncut mean grows 10-fold over 5-60 steps, and the cap is 1.5-3.5. Otherwise it grows 3-fold per
+    200-400 steps, and the cap is 4-8.
     """
 
     def draw(rng: np.random.Generator) -> Curve:

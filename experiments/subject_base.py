@@ -32,7 +32,7 @@ from rljax.policy.hf import save_params
 from rljax.policy.model import Params, init_params
 from rljax.policy.score import packed_logprobs
 
-# In the order of rljax.policy.config.SIZES: 4 layers of width 128, 4 query and 2 key-value heads of 32.
+# The fields are those of rljax.policy.config.SIZES: 4 layers of width 128, 4 query and 2 key-value heads of 32.
 POLICY = PolicyConfig(
     *(len(ALPHABET), 128, 448, 4, 4, 2, 32),
     tie_word_embeddings=True,

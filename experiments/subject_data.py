@@ -20,7 +20,7 @@ from subject_task import GYM_OPTIONS, short_problem
 from rljax.data.gym_maker import make
 
 HELD, TRAIN, BASE = 200, 5000, 20_000  # problems of one family in a file, repeats included
-STRIDE = 10_000_000  # the library's problem i of seed s is that of seed s + i, so seeds are far apart
+STRIDE = 10_000_000  # problem i of seed s is the library's problem of seed s + i, so seeds are far apart
 
 
 def problems(family: str, options: Mapping[str, int], seed: int, size: int) -> dict[str, dict[str, str]]:

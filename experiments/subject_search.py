@@ -1,4 +1,4 @@
-"""Judges the runs of the search for a subject: which learn to above 0.6 and then collapse, and what grows before it.
+"""Judges the runs of the search for a subject: which learn to above 0.6 and then collapse, and what grows before.
 
     python experiments/study.py configs/study/subject.yaml
     python experiments/subject_search.py configs/study/subject.yaml runs/study-subject/rows.parquet
@@ -28,7 +28,7 @@ from study_rows import read_table
 from rljax.errors import ConfigError, caller_errors, run_cli
 from rljax.record.rows import Row, trailing_mean
 
-WELL = 0.6  # a collapse from a peak above this is what the search looks for
+WELL = 0.6  # the search looks for a collapse from a peak above this
 PLATEAU = 0.9  # the share of the peak that bounds the plateau
 WANTED = "collapsed from above 0.6"
 
@@ -62,7 +62,7 @@ class Arguments:
 
 
 def verdict(peak: float, collapse: int | None) -> str:
-    """Names what a run did."""
+    """Names the result of a run."""
     if peak < LEARNED:
         return "never learned"
     if collapse is not None:
@@ -71,7 +71,7 @@ def verdict(peak: float, collapse: int | None) -> str:
 
 
 def fork_step(settings: Mapping[str, Any]) -> int:
-    """Returns the step up to which a run is another one; 0 for a run from the start."""
+    """Returns the step up to which the rows belong to another run; 0 for a run from the start."""
     return int(Path(settings.get("run.fork", "0")).name)
 
 
@@ -79,12 +79,12 @@ def judge(rows: Sequence[Row], fork: int = 0) -> dict[str, Any]:
     """Computes the numbers of one run.
 
     Args:
-      rows: The rows of all steps, with those up to the fork.
+      rows: The rows of all steps, including the ones up to the fork.
       fork: The result of ``fork_step``.
 
     Returns:
-      Peak, fall and verdict over all rows, and ``at``: the series where the plateau begins and ends, and at the fall or
-      the end. They are of the run's own rows.
+      The peak, the fall and the verdict over all rows, and ``at``: the series at the beginning and the end of the
+      plateau, and at the fall or the end. They are from the run's own rows.
     """
     outcome = outcome_of(rows)
     accuracy = trailing_mean([row["reward/mean"] for row in rows])
@@ -114,14 +114,14 @@ def judge(rows: Sequence[Row], fork: int = 0) -> dict[str, Any]:
 
 
 def growth(runs: Sequence[dict[str, Any]], last: str) -> dict[str, dict[str, Any]]:
-    """Compares each series where the plateau begins with a later place.
+    """Compares each series at the beginning of the plateau with a later place.
 
     Args:
       runs: The results of ``judge`` for runs that share no steps.
       last: The later place, "onset" or "end".
 
     Returns:
-      For each series the factor of each run, how many grew, and the exact interval of that share.
+      The factor of each run, the number of runs that grew, and the exact interval of that share, for each series.
     """
     found = {}
     for name in SERIES:

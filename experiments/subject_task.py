@@ -24,7 +24,7 @@ from rljax.data.toy import EOS, PAD
 
 ALPHABET = string.digits + string.ascii_lowercase + "+-=>,:" + EOS + PAD
 MAX_PROMPT_TOKENS = 12  # four terms of two digits, three operators and "="
-MAX_RESPONSE_TOKENS = 40  # four terms worked take at most 36, ten letters 33, EOS included
+MAX_RESPONSE_TOKENS = 40  # four worked terms take at most 36 tokens, ten letters 33, EOS included
 GYM_OPTIONS: Mapping[str, Mapping[str, int]] = {
     "chain_sum": {"min_terms": 3, "max_terms": 4, "min_digits": 1, "max_digits": 1},
     "spell_backward": {"min_word_len": 4, "max_word_len": 10},
@@ -34,7 +34,7 @@ GYM_OPTIONS: Mapping[str, Mapping[str, int]] = {
 
 @dataclass(frozen=True)
 class Mistakes:
-    """How often the solutions of the base's text are wrong, and how often they are worked.
+    """The shares of solutions in the base's text that are wrong, and that are worked.
 
     Attributes:
       worked: The share of worked solutions.

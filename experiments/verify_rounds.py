@@ -1,13 +1,14 @@
-"""Measures how often the verification by probes would refuse a sound server, and miss a cache of older weights.
+"""Measures how often the verification by probes would refuse a sound server, or miss a cache of older weights.
 
     python experiments/verify_rounds.py --engine embedded --output benchmarks/verify_rounds.json
     python experiments/verify_rounds.py --engine vllm --output FILE.json
     python experiments/verify_rounds.py --engine vllm --output FILE.json --kv-cache-dtype fp8_e5m2 [--alone]
 
 A vLLM server, or the embedded engine in its place, holds the trainer's weights. Many verifiers take looks at it, each
-with probes of its own. The probes are independent of each other, so many more looks are drawn from the measured ones.
-The chance that one look is out of band comes from an exponential tail above the 99.9% quantile of these draws. A run is
-refused where two looks in a row are out of band. The band comes from the worst of three looks, drawn many times, too.
+with its own probes. The probes are independent of each other, so many more looks are drawn from the measured ones. The
+chance that one look is out of band comes from an exponential tail above the 99.9% quantile of these draws. A run is
+refused if two looks in a row are out of band. The band comes from the worst of three looks, which are also drawn many
+times.
 
 A server with a cache of 8 bits also scores its own tokens again, without its cache, and the looks at that difference
 are counted in the same way. Other weights are then published to it without a reset of its prefix cache. The chance that
@@ -48,12 +49,12 @@ from rljax.rollout.types import InFlight, RolloutConfig
 from rljax.rollout.verify_config import VerifyConfig
 from rljax.weights.store import WeightVersion
 
-BLOCK_SIZE = 128  # of vLLM's prefix cache on a CPU
-SIDE_BY_SIDE = 8  # verifiers that ask the server at a time
+BLOCK_SIZE = 128  # the block size of vLLM's prefix cache on a CPU
+SIDE_BY_SIDE = 8  # the number of verifiers that ask the server at a time
 DRAWS = 300_000
-TAIL = 1e-3  # the share of the draws that the exponential tail is fitted to
+TAIL = 1e-3  # the share of the draws to which the exponential tail is fitted
 CASES = [(2, 4.0), (4, 4.0), (8, 2.5), (16, 2.5), (16, 2.0)]  # (prompts of a look, factor of the band)
-SCALES = (0.3, 0.1, 0.03)  # of the moves of the weights that are published without a reset of the cache
+SCALES = (0.3, 0.1, 0.03)  # sizes of the weight changes that are published without a reset of the cache
 PUBLISHES, SERVERS = 600, 8  # of the run for which refusals are counted
 
 
@@ -78,7 +79,10 @@ class EmbeddedServer:
 
 
 class OneByOne:
-    """A client that sends one request at a time: a server may then decode by another kernel than it prefills."""
+    """A client that sends one request at a time.
+
+    A server may then decode with another kernel than in its prefill.
+    """
 
     def __init__(self, client: Any) -> None:
         """Wraps a client of one server."""
@@ -90,7 +94,7 @@ class OneByOne:
 
 
 class KeptCache:
-    """A client that keeps the prefix cache of a server over an update."""
+    """A client that keeps the prefix cache of a server during an update."""
 
     def __init__(self, client: ServerClient) -> None:
         """Wraps a client."""
@@ -106,7 +110,7 @@ class KeptCache:
 
 
 class FaultyBackend(VllmBackend):
-    """vLLM with an update that may keep the prefix cache."""
+    """A vLLM backend whose update may keep the prefix cache."""
 
     keeps_cache = False
 
@@ -117,7 +121,7 @@ class FaultyBackend(VllmBackend):
 
 
 class Probes:
-    """Verifiers with probes of their own."""
+    """A group of verifiers, each with its own probes."""
 
     def __init__(self, client: Any, options: argparse.Namespace, kind: str) -> None:
         """Makes ``options.verifiers`` verifiers of a server, with probes of a ``kind``."""
@@ -135,14 +139,14 @@ class Probes:
         self._threads = 1 if options.alone else SIDE_BY_SIDE
 
     def warm(self) -> None:
-        """Has the server cache the keys and values of all probes."""
+        """Makes the server cache the keys and values of all probes."""
         for verifier in self._verifiers:
             verifier.warm(self._client, self._url)
 
     def measure(self, params: Any, looks: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the mean |server - trainer| of each probe, and that of the server to itself, float64 [probes].
+        """Returns the mean |server - trainer| of each probe, and the mean |server - server|, float64 [probes].
 
-        They are of the first ``looks`` of each verifier. Later ones may find what an earlier one put into the cache.
+        They are from the first ``looks`` of each verifier. Later looks may find what an earlier one put into the cache.
         """
         with ThreadPoolExecutor(self._threads) as threads:
             taken = list(threads.map(lambda verifier: verifier.sample(self._client, self._url), self._verifiers))
@@ -153,7 +157,7 @@ class Probes:
 
 
 def drawn(each: np.ndarray, prompts: int, *, own: bool = False) -> np.ndarray:
-    """Draws many looks of so many ``prompts`` from the numbers of single probes: their means, or their lower thirds."""
+    """Draws many looks of ``prompts`` probes from the numbers of single probes: their means, or their lower thirds."""
     rng, looks = np.random.default_rng(0), np.zeros(DRAWS)
     if own:
         return np.sort(rng.choice(each, (DRAWS, prompts)), axis=1)[:, prompts // 3]
@@ -170,7 +174,7 @@ def bands_of(looks: np.ndarray, factor: float, limits: tuple[float, float]) -> n
 
 
 def missed(sound: np.ndarray, stale: np.ndarray, limits: tuple[float, float]) -> dict[str, float]:
-    """Returns the chance that the looks at a server with an old cache miss it, from the probes' own differences."""
+    """Returns the chance that looks at a server with an old cache miss it, from the probes' own differences."""
     config = VerifyConfig()
     bands = bands_of(drawn(sound, config.rounded_prompts, own=True), config.factor, limits)
     small = -np.log(np.maximum(drawn(stale, config.rounded_prompts, own=True), 1e-12))
@@ -191,7 +195,7 @@ def missed(sound: np.ndarray, stale: np.ndarray, limits: tuple[float, float]) ->
 def refusals(
     each: np.ndarray, prompts: int, factor: float, limits: tuple[float, float], *, own: bool = False
 ) -> dict[str, float]:
-    """Returns the figures of looks of so many ``prompts``, and the chance that a run refuses a sound server.
+    """Returns the figures of looks of ``prompts`` probes, and the chance that a run refuses a sound server.
 
     Args:
       each: The differences of single probes.
@@ -206,7 +210,7 @@ def refusals(
     excess = float(np.mean(above - start_of_tail)) if len(above) else 1e-12  # all looks may be 0
 
     def beyond(limit: np.ndarray) -> np.ndarray:
-        """The chance that one look is above ``limit``."""
+        """Returns the chance that one look is above ``limit``."""
         within = 1 - np.searchsorted(np.sort(looks), limit) / DRAWS
         return np.where(limit > start_of_tail, TAIL * np.exp(-(limit - start_of_tail) / excess), within)
 
@@ -229,7 +233,7 @@ def refusals(
 
 
 def moved(params: Any, scale: float, seed: int) -> Any:
-    """Returns other weights: each tensor moved by ``scale`` of its own spread."""
+    """Returns other weights: each tensor is moved by ``scale`` of its own spread."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     pairs = zip(keys, leaves, strict=True)

@@ -1,9 +1,9 @@
-"""Measures what a publish costs by size and by how much changed: writing, pulling, applying, checking.
+"""Measures the cost of a publish by size and by changed share: writing, pulling, applying and checking.
 
-Each round does everything once in turn: the version as a delta, the same version dense, and a plain copy of as many
-bytes from memory to memory. Rounds of one size share a machine's state, so that their ratios mean something.
-The time on a link is not measured here: it is the bytes over the link's rate, and stands beside what was measured.
-Beside the seconds are those of the processor, of all threads: other programs on the machine change them less.
+Each round does everything once in turn: the version as a delta, the same version dense, and a plain copy of the same
+number of bytes in memory. The rounds of one size share the state of the machine, so their ratios are meaningful. The
+time on a link is not measured: it is the bytes over the link's rate, and is shown beside the measurements. The seconds
+of the processor (all threads) are shown, too, because other programs change them less.
 
     python tools/bench_publish.py                                # a table
     python tools/bench_publish.py --output benchmarks/publish.json
@@ -40,7 +40,7 @@ from rljax.weights.source import DirectorySource
 from rljax.weights.sums import array_checksum, bits_of, changed_checksum
 from rljax.weights.writer import PartWriter, WrittenFiles, whole_parts
 
-GIGABIT = 125e6  # bytes a second
+GIGABIT = 125e6  # bytes in a second
 Tensors = dict[str, np.ndarray]
 
 
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def weights(size: float, rng: np.random.Generator) -> Tensors:
-    """``size`` GB of bfloat16 weights, spread as trained ones are, in tensors of up to 64 MB."""
+    """Returns ``size`` GB of bfloat16 weights, distributed like trained ones, in tensors of up to 64 MB."""
     rows, width = 4096, 8192
     noise = (0.02 * rng.standard_normal((rows, width), np.float32)).astype(ml_dtypes.bfloat16)
     left, tensors = int(size * 1e9 / 2), {}
@@ -91,7 +91,10 @@ def weights(size: float, rng: np.random.Generator) -> Tensors:
 
 
 def changed(tensors: Tensors, share: float, rng: np.random.Generator) -> Tensors:
-    """The next version: of ``share`` of the elements the lowest bit is another, as after one step at a low rate."""
+    """Returns the next version, in which ``share`` of the elements have another lowest bit.
+
+    One step at a low rate changes weights in this way.
+    """
     flips = rng.random(next(iter(tensors.values())).shape) < share
     new = {}
     for name, array in tensors.items():
@@ -102,9 +105,9 @@ def changed(tensors: Tensors, share: float, rng: np.random.Generator) -> Tensors
 
 @contextmanager
 def timed(seconds: dict[str, float], name: str, directory: Path, size: float) -> Iterator[None]:
-    """Takes the time of what is within it, and the processor's, after ``size`` GB of the directory were in use.
+    """Measures the time of the block, and the processor's, after ``size`` GB of the directory were in use.
 
-    A virtual machine gives free memory back to its host, and gets it again far more slowly than a file is copied.
+    A virtual machine gives free memory back to its host. To get it again takes far longer than to copy a file.
     """
     with open(directory / "warm", "wb") as file:
         for _ in range(math.ceil(size * 1e9 / 2**26)):
@@ -117,7 +120,7 @@ def timed(seconds: dict[str, float], name: str, directory: Path, size: float) ->
 
 
 def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
-    """Seconds of each part, and bytes."""
+    """Returns the seconds of each part, and the bytes."""
     rng = np.random.default_rng(0)
     root, mirror = directory / "weights", Mirror(directory / "mirror")
     old = weights(size, rng)
@@ -172,18 +175,18 @@ def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
 
 
 def after(before: Any, old: np.ndarray, new: np.ndarray) -> Any:
-    """The checksum of the new tensor, from the old one's."""
+    """Returns the checksum of the new tensor, computed from the checksum of the old one."""
     flat_old, flat_new = bits_of(old).reshape(-1), bits_of(new).reshape(-1)
     places = np.flatnonzero(flat_old != flat_new)
     return changed_checksum(before, flat_old[places], flat_new[places], places)
 
 
 def summary(size: float, share: float, rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Medians of the rounds, and the ratios that matter."""
+    """Returns the medians of the rounds, and the ratios that matter."""
     case = {"gigabytes": size, "changed": share}
     case |= {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
     case["write_dense_over_plain_copy"] = case["write_dense_s"] / case["plain_copy_s"]
-    # Checks are shown apart: of all bits here, of the mirror and the new bits in a delta.
+    # Checks are shown separately: of all bits in a dense pull, of the mirror and the new bits in a delta.
     case["pull_dense_unchecked_s"] = case["pull_dense_s"] - case["pull_dense_checks_s"]
     case["pull_dense_unchecked_over_plain_copy"] = case["pull_dense_unchecked_s"] / case["plain_copy_s"]
     case["pull_dense_over_plain_copy"] = case["pull_dense_s"] / case["plain_copy_s"]

@@ -32,7 +32,7 @@ LEAVES = 400
 
 
 def microseconds(function: Callable[[], Any], calls: int, repeats: int) -> float:
-    """Time of one call (microseconds), in the fastest of the repeats."""
+    """Returns the time of one call (microseconds) in the fastest of the repeats."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -43,7 +43,7 @@ def microseconds(function: Callable[[], Any], calls: int, repeats: int) -> float
 
 
 def lengths_without_surge() -> Callable[[], float]:
-    """A function that returns a new noisy length at each call; the lengths have no surge."""
+    """Returns a function that returns a new noisy length at each call; the lengths have no surge."""
     values = np.random.default_rng(0).normal(1000, 100, 997).tolist()
     position = 0
 
@@ -56,7 +56,7 @@ def lengths_without_surge() -> Callable[[], float]:
 
 
 def compiled_step(tx: optax.GradientTransformationExtraArgs) -> Callable[[], Any]:
-    """A compiled optimizer step on one small parameter, so that most of its time is spent on the learning rate."""
+    """Returns a compiled optimizer step on one small parameter, so that the learning rate takes most of its time."""
     params = {"w": jnp.ones(8)}
     step = jax.jit(lambda state, length: tx.update(params, state, params, response_length=length)[1], donate_argnums=0)
     state, length = tx.init(params), np.float32(1000)
@@ -70,7 +70,7 @@ def compiled_step(tx: optax.GradientTransformationExtraArgs) -> Callable[[], Any
 
 
 def measure(repeats: int) -> dict[str, float]:
-    """Every number of the report: name -> microseconds."""
+    """Returns every number of the report, in microseconds by name."""
     next_length = lengths_without_surge()
     tracker, controller = SurgeTracker(), LengthTriggeredLR(1e-6)
     for _ in range(200):

@@ -89,7 +89,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cases(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """What is timed: name -> (function, its arguments)."""
+    """Returns the (function, arguments) of each case by name."""
     rng = np.random.default_rng(0)
     shape = (options.rows, options.tokens)
     rollout = -rng.exponential(0.5, shape).astype(np.float32)
@@ -126,7 +126,7 @@ def cases(options: argparse.Namespace) -> dict[str, tuple[Callable[..., Any], tu
 
 
 def _micro(rollout: jax.Array, mask: jax.Array, ids: jax.Array) -> PackedBatch:
-    """A micro-batch for the training step's measurement: advantages of both signs, some tokens of older policies."""
+    """Returns a micro-batch with advantages of both signs and some tokens of older policies."""
     zeros = jnp.zeros(ids.shape, jnp.int32)
     advantages = jnp.where(ids % 2 == 0, 1.0, -1.0)
     return PackedBatch(zeros, zeros, zeros, ids, mask, mask, rollout, advantages, ids % 3, with_loss=None, used=None)

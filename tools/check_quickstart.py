@@ -1,4 +1,4 @@
-"""Checks that runs of the quickstart do what the README says, one line a run.
+"""Checks that runs of the quickstart do what the README says; prints one line for each run.
 
     for s in 0 1 2 3 4; do
       python tools/make_toy_base.py runs/base$s --seed $s
@@ -6,10 +6,10 @@
     done
     python tools/check_quickstart.py runs/seed? --json benchmarks/quickstart_seeds.json
 
-A run passes when its mean length stays for 20 steps (the 5-step mean under 1.5 times the mean of the first ten) and
-then triples within 40 steps; the surge is called within 10 steps of that crossing; the rate follows Algorithm 1;
-the mean reward of the last ten steps is at least 0.3 above the first ten; and the mismatch is finite and not 0 in
-every row. Exit status 1 when a run does not.
+A run passes if all of these hold: its mean length stays for 20 steps (the 5-step mean is under 1.5 times the mean of
+the first ten) and then triples within 40 steps; the surge is called within 10 steps of that crossing; the rate follows
+Algorithm 1; the mean reward of the last ten steps is at least 0.3 above the first ten; and the mismatch is finite and
+not 0 in every row. The exit status is 1 if a run fails.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ DECAY_FACTOR, FLOOR_RATIO = 0.5, 0.1
 
 @dataclass(frozen=True)
 class Arguments:
-    """Which runs.
+    """The arguments of the command.
 
     Attributes:
-      runs: run directories of the quickstart.
-      json: file to write the figures to.
+      runs: The run directories of the quickstart.
+      json: The file for the figures.
     """
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
@@ -47,12 +47,12 @@ class Arguments:
 
 
 def first_step(condition: np.ndarray) -> int | None:
-    """1-based step of the first True, or None."""
+    """Returns the 1-based step of the first True, or None."""
     return int(np.argmax(condition)) + 1 if condition.any() else None
 
 
 def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The numbers that the check uses; steps are 1-based."""
+    """Returns the numbers that the check uses; steps are 1-based."""
     lengths = np.array([row["response_length/mean"] for row in rows])
     means = trailing_mean(lengths, 5)
     start = lengths[:10].mean()
@@ -93,7 +93,7 @@ def follows_algorithm_1(rows: list[dict[str, Any]]) -> bool:
 
 
 def failed_points(f: dict[str, Any]) -> list[str]:
-    """Names of the points that are not met."""
+    """Returns the names of the points that do not hold."""
     points = {
         "hold": f["left_hold_step"] is not None and f["left_hold_step"] > HOLD_STEPS,
         "tripling": f["narrowest_tripling_steps"] is not None and f["narrowest_tripling_steps"] <= WINDOW,
@@ -108,7 +108,7 @@ def failed_points(f: dict[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Checks; returns the exit status."""
+    """Checks the runs; returns the exit status."""
     arguments = tyro.cli(Arguments, args=argv, description=__doc__)
     results, failed = {}, False
     for run in arguments.runs:

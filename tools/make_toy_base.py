@@ -3,8 +3,8 @@
     python tools/make_toy_base.py runs/toy-base [--seed 0]
     python tools/make_toy_base.py runs/swaps-base --task swaps
 
-About 2 minutes on 2 cores. The directory holds config.json, model.safetensors (float32) and a tokenizer, and loads
-with transformers.AutoModelForCausalLM. rljax/data/toy.py, toy_swaps.py and toy_calculator.py say what it is fitted on.
+It takes about 2 minutes on 2 cores. The directory has config.json, model.safetensors (float32) and a tokenizer, and
+loads with transformers.AutoModelForCausalLM. rljax/data/toy.py, toy_swaps.py and toy_calculator.py describe the texts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from rljax.policy.hf import save_params
 from rljax.policy.model import Params, init_params
 from rljax.policy.score import packed_logprobs
 
-# Each has ALPHABET, build_tokenizer, demonstration_batch and PROMPT_TOKENS.
+# Each module has ALPHABET, build_tokenizer, demonstration_batch and PROMPT_TOKENS.
 TASKS: dict[str, ModuleType] = {"addition": toy, "swaps": toy_swaps, "calculator": toy_calculator}
 
 
 def _loss(params: Params, config: PolicyConfig, tokens: jax.Array, lengths: jax.Array, prompt: int) -> jax.Array:
-    """Mean negative log-probability of the response tokens."""
+    """Returns the mean negative log-probability of the response tokens."""
     index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (index < lengths[:, None]).astype(jnp.int32)
     logprobs = packed_logprobs(params, config, tokens, segments, index).logprobs
@@ -49,7 +49,7 @@ def _loss(params: Params, config: PolicyConfig, tokens: jax.Array, lengths: jax.
 
 
 def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
-    """Fits from scratch; the same config gives the same weights on the same machine."""
+    """Fits the policy from scratch; the same config gives the same weights on the same machine."""
     module = TASKS[task]
     policy = toy_config(len(module.ALPHABET))
     params = init_params(policy, config.seed)
@@ -76,13 +76,13 @@ def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What to fit, and where to write it.
+    """The arguments of the command.
 
     Attributes:
-      out: HF directory to write; one that holds a model is kept unless ``overwrite`` is set.
-      config: what the base is fitted on.
-      task: the toy task; each has its own problems and reward.
-      overwrite: fit again over a model that is there.
+      out: The HF directory to write; a model in it is kept unless ``overwrite`` is set.
+      config: The settings of the fit.
+      task: The toy task; each has its own problems and reward.
+      overwrite: Whether to fit again if the directory has a model.
     """
 
     out: tyro.conf.Positional[Path]
@@ -92,7 +92,7 @@ class Arguments:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Fits and saves; returns the exit status."""
+    """Fits and saves the base; returns the exit status."""
     arguments = tyro.cli(Arguments, args=argv, description=__doc__)
     out = arguments.out
     if (out / "model.safetensors").is_file() and not arguments.overwrite:

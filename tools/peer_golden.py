@@ -1,4 +1,4 @@
-"""Writes what the losses of other packages give on a small random batch: the golden numbers of the test of our losses.
+"""Writes the results of other packages' losses on a small random batch, as golden numbers for the test of our losses.
 
     python tools/peer_golden.py --sources DIR
     python tools/peer_golden.py --sources DIR --only verl stable-rl    # print only; nothing is written
@@ -70,7 +70,7 @@ def make_inputs(seed: int = 40) -> dict[str, np.ndarray]:
 
 
 def with_token(ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Returns the ids with the sampled token in the last place where it is missing, as TRL reports them."""
+    """Returns the ids; a missing sampled token takes the last place, as in TRL's reports."""
     found = (ids == tokens[..., None]).any(-1)
     return np.concatenate([ids[..., :-1], np.where(found, ids[..., -1], tokens)[..., None]], axis=-1)
 
@@ -104,7 +104,7 @@ class Batch:
 
 
 class Peer(NamedTuple):
-    """The functions of one peer, compiled out of its files."""
+    """The functions of one peer, compiled from its files."""
 
     functions: SimpleNamespace  # the functions by name
     digest: str  # the SHA-256 of their text
@@ -116,13 +116,13 @@ class Case(NamedTuple):
     source: str  # the directory of the peer: name and version
     files: dict[str, tuple[str, ...]]  # the names of the functions by file, in the order in which they are compiled
     settings: dict[str, Any]  # what the test needs in order to choose our setting
-    run: Callable[..., dict[str, Any]]  # A function of (functions, batch, **settings) that returns the results.
+    run: Callable[..., dict[str, Any]]  # a function of (functions, batch, **settings) that returns the results
 
 
 def compile_functions(root: Path, files: dict[str, tuple[str, ...]]) -> Peer:
-    """Compiles functions, classes and methods out of files, without their decorators other than ``dataclass``.
+    """Compiles functions, classes and methods from files; it drops their decorators other than ``dataclass``.
 
-    A name "Class.method" gives the method as a plain function.
+    A name "Class.method" yields the method as a plain function.
 
     Raises:
       LookupError: A file does not define a name.
@@ -168,7 +168,9 @@ def find(body: Sequence[ast.stmt], parts: Sequence[str]) -> Any:
 
 
 def centering(f: Any, b: Batch, mode: str, low: float, high: float, head: str, style: str) -> dict[str, Any]:
-    """Score centering. miles has the whole loss of a token; verl and molt have the term that is subtracted."""
+    """Computes score centering. miles returns the whole loss of a token; verl and molt return the term that is
+    subtracted.
+    """
     ids = b.head if head == "top" else b.everything
     p, q = b.all_p.gather(-1, ids), b.all_q.gather(-1, ids)
     if style == "loss":
@@ -198,7 +200,7 @@ def centering(f: Any, b: Batch, mode: str, low: float, high: float, head: str, s
 
 
 def dppo(f: Any, b: Batch, kind: str, bound: float, cap: float, style: str, **_: Any) -> dict[str, Any]:
-    """The divergence region of DPPO: the loss of verl, Stable-RL and SkyRL, and the mask of TRL."""
+    """Computes the divergence region of DPPO: the loss of verl, Stable-RL and SkyRL, and the mask of TRL."""
     config = SimpleNamespace(
         clip_ratio=bound,
         clip_ratio_low=None,
@@ -241,7 +243,7 @@ def dppo(f: Any, b: Batch, kind: str, bound: float, cap: float, style: str, **_:
 
 
 def prime(f: Any, b: Batch, kind: str, **settings: Any) -> dict[str, Any]:
-    """The losses of prime-rl: its two-sided region, alone and with score centering over a support, and its band."""
+    """Computes prime-rl's losses: the two-sided region, alone and with score centering over a support, and the band."""
     is_cut = settings.get("score_centering", False)
     config = SimpleNamespace(adv_tau=1.0, **{"score_centering": False, **settings})
     inputs = SimpleNamespace(
@@ -257,20 +259,23 @@ def prime(f: Any, b: Batch, kind: str, **settings: Any) -> dict[str, Any]:
 
 
 def penalty(f: Any, b: Batch, epsilon: float) -> dict[str, Any]:
-    """The smooth penalty of DRPO."""
+    """Computes the smooth penalty of DRPO."""
     losses, _ = f._drpo_loss(new_logp=b.p, old_logp=b.q, advantages=b.advantages, epsilon=epsilon)
     return {"loss": (losses * b.weights).sum()}
 
 
 def binary_kl(f: Any, b: Batch, bound: float) -> dict[str, Any]:
-    """AReaL's rejection of tokens by the binary KL in both directions, KPop."""
+    """Computes AReaL's rejection of tokens by the binary KL in both directions (KPop)."""
     config = SimpleNamespace(metric="binary_kl", level="token", action="mask", upper=bound, lower=None, agg="mean")
     result = f.apply_rejection_sampling(b.old, b.q, b.weights, None, config)
     return {"keep": result.loss_mask, "weights": result.behave_imp_weight}
 
 
 def gates(f: Any, b: Batch, gating: str, level: str, low: float, high: float) -> dict[str, Any]:
-    """OpenRLHF's filter of tokens or sequences by ratio, binary KL (sampler || trainer) or probability difference."""
+    """Computes OpenRLHF's filter of tokens or sequences.
+
+    It is by ratio, by binary KL (sampler || trainer) or by probability difference.
+    """
     loss = f.PolicyLoss(
         clip_eps_low=1.0,
         clip_eps_high=1e9,
@@ -282,14 +287,14 @@ def gates(f: Any, b: Batch, gating: str, level: str, low: float, high: float) ->
 
 
 def rejection(f: Any, b: Batch, option: str, bound: float) -> dict[str, Any]:
-    """verl's rejection of sequences."""
+    """Computes verl's rejection of sequences."""
     keep, _ = f.compute_rollout_rejection_mask(b.old - b.q, b.weights, option, bound)
     return {"keep": keep}
 
 
 def multiplicative(f: Any, b: Batch, bound: float) -> dict[str, Any]:
-    """NeMo-RL's rejection of sequences by the mean of exp|log ratio|, which tunix has as well."""
-    first = functools.partial(torch.nn.functional.pad, pad=(1, 0))  # It reads from the second position on.
+    """Computes NeMo-RL's rejection of sequences by the mean of exp|log ratio|, which tunix has, too."""
+    first = functools.partial(torch.nn.functional.pad, pad=(1, 0))  # the function reads from the second position on
     data = {"token_mask": first(b.weights), "sample_mask": torch.ones(len(LENGTHS)).double()}
     data |= {"prev_logprobs": first(b.old), "generation_logprobs": first(b.q)}
     f.compute_and_apply_seq_logprob_error_masking(data, b.rewards, bound)
@@ -297,7 +302,7 @@ def multiplicative(f: Any, b: Batch, bound: float) -> dict[str, Any]:
 
 
 def pop(f: Any, b: Batch, low: float, high: float) -> dict[str, Any]:
-    """The band of slime and miles, IcePop: the weight of each token."""
+    """Computes the weight of each token in the band of slime and miles (IcePop)."""
     arguments = SimpleNamespace(tis_clip_low=low, tis_clip=high)
     ones = torch.ones_like(b.old[b.mask])
     logs = {"train_log_probs": [b.old[b.mask]], "rollout_log_probs": [b.q[b.mask]]}
@@ -307,7 +312,7 @@ def pop(f: Any, b: Batch, low: float, high: float) -> dict[str, Any]:
 
 
 def baseline(f: Any, b: Batch, groups: Sequence[int], weighted: bool, holes: bool) -> dict[str, Any]:
-    """verl's optimal token baseline."""
+    """Computes verl's optimal token baseline."""
     mask = (b.holes if holes else b.mask).double()
     last = TOKENS - 1 - mask.flip(-1).argmax(-1)
     rewards = torch.zeros_like(mask)

@@ -1,9 +1,9 @@
-"""Writes one row of the table in docs/peers.md: what a package's tests gave, with which versions, and on which day.
+"""Writes one row of the table in docs/peers.md: the result of a package's tests, the versions and the day.
 
     python tools/peers_table.py docs/peers.md NAME==VERSION TESTS REPORT
 
-Run by the package's own interpreter (tools/test_peers.sh); it needs the standard library alone. REPORT is pytest's
-JUnit file of TESTS. The package's row is replaced, and every other line of the page stays.
+The package's own interpreter runs this program (tools/test_peers.sh), which needs only the standard library. REPORT is
+pytest's JUnit file of TESTS. The package's row is replaced, and every other line of the page stays.
 """
 
 import sys
@@ -16,7 +16,7 @@ RUNTIMES = ("jax", "torch")
 
 
 def outcome(report: Path) -> str:
-    """The counts of a JUnit file in pytest's words."""
+    """Returns the counts of a JUnit file in pytest's words."""
     suite = next(ElementTree.parse(report).iter("testsuite"))
     total, failed, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "skipped"))
     failed += int(suite.get("errors", 0))
@@ -25,12 +25,12 @@ def outcome(report: Path) -> str:
 
 
 def day(report: Path) -> str:
-    """The day on which the tests ran, YYYY-MM-DD."""
+    """Returns the day on which the tests ran, as YYYY-MM-DD."""
     return str(next(ElementTree.parse(report).iter("testsuite")).get("timestamp"))[:10]
 
 
 def installed(name: str) -> str:
-    """The version of a distribution in this interpreter's environment, or ""."""
+    """Returns the version of a distribution in this interpreter's environment, or ""."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -38,7 +38,7 @@ def installed(name: str) -> str:
 
 
 def row(package: str, tests: str, report: Path) -> str:
-    """The line of the table."""
+    """Returns the line of the table."""
     with_ = ", ".join(f"{name} {installed(name)}" for name in RUNTIMES if installed(name))
     python = ".".join(map(str, sys.version_info[:3]))
     cells = [package, installed(package), python, with_, day(report), f"`{tests}`", outcome(report)]
@@ -46,10 +46,10 @@ def row(package: str, tests: str, report: Path) -> str:
 
 
 def with_row(page: str, line: str) -> str:
-    """The page with this row in the place of the package's own, or at the end of the table.
+    """Returns the page with this row instead of the package's old row, or at its place in the order of names.
 
     Raises:
-      ValueError: the page has no table of packages.
+      ValueError: If the page has no table of packages.
     """
     lines = page.splitlines()
     start = next((i for i, text in enumerate(lines) if text.startswith("| package |")), None)
