@@ -4,8 +4,8 @@
 
 The lengths are a mix of bench_packing.py with at most 8,192 tokens. The modelled step is the roofline of the update on
 8 H100 (benchmarks/compile.json): the compiled products at the cards' peak. A real step is longer, and sampling is not
-in it. A part's time is the median over the rounds of this process's processor time, with all threads and the kernel's
-work, because other programs may run at the same time. The table also has the wall time. "Beside" parts run while other
+in it. A part's time is this process's processor time, with all threads and the kernel's work; it is the median over the
+rounds. Other programs may run at the same time. The table also has the wall time. "Beside" parts run while other
 responses are sampled. The step waits for all other parts, and for the last response to be read and turned into text.
 With the likeliest tokens a quarter of the responses is measured, and the times are those of all. ``read`` has them for
 a loss that reads them (score centering), ``kept`` for dumps alone.

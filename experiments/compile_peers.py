@@ -4,8 +4,8 @@
         --maxtext MAXTEXT_PYTHON --tunix TUNIX_PYTHON
     .venv-compile/bin/python experiments/compile_peers.py count PROGRAM.hlo h100:1x8
 
-``table`` compiles the rows that the file does not have (with ``--only TEXT`` the rows with TEXT in their names), and
-prints the tables of docs/compile.md. MaxText's rows need ``--maxtext``, the Python of an environment in which
+``table`` compiles the rows that the file lacks, and prints the tables of docs/compile.md. With ``--only TEXT`` it
+compiles only rows with TEXT in their names. MaxText's rows need ``--maxtext``, the Python of an environment in which
 experiments/compile_maxtext.py runs. tunix's rows need ``--tunix``, the Python for experiments/compile_tunix.py. A row
 takes 2 to 20 minutes. ``count`` prints the numbers of a program's text.
 

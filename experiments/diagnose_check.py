@@ -1,5 +1,4 @@
-"""Makes six runs with causes and seeds that did not influence the limits of ``rljax diagnose``, and judges each of
-them.
+"""Makes and judges six runs whose causes and seeds did not influence the limits of ``rljax diagnose``.
 
     python -m experiments.diagnose_check runs/check benchmarks/diagnose_check.json
 

@@ -23,7 +23,6 @@ def compile_peer(lower: Lower) -> int:
     The words KEY=VALUE go to the peer, except that words that begin with ``xla_`` go to the compiler. ``OUT.hlo``
     receives the program, and ``OUT.memory.json`` the bytes of a device and the seconds.
 
-
     Args:
       lower: The function that lowers the step, from the model, the machine and the peer's words.
 

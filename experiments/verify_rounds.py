@@ -9,9 +9,9 @@ with its own probes. The probes are independent of each other, so many more look
 chance that one look is out of band comes from an exponential tail above the 99.9% quantile of these draws. A run is
 refused if two looks in a row are out of band. The band comes from the worst of three looks, which are also drawn many
 times.
-
-A server with a cache of 8 bits also scores its own tokens again, without its cache, and the looks at that difference
-are counted in the same way. Other weights are then published to it without a reset of its prefix cache. The chance that
+A server with a cache of 8 bits also scores its own tokens again, without its cache. The looks at that difference are
+counted in the same way. Other weights are then published to it without a reset of its prefix cache. The chance that a
+look misses this is a power law below the 0.1% quantile of the looks at the difference.
 a look misses this is a power law below the 0.1% quantile of the looks at the difference.
 """
 

@@ -168,8 +168,9 @@ def find(body: Sequence[ast.stmt], parts: Sequence[str]) -> Any:
 
 
 def centering(f: Any, b: Batch, mode: str, low: float, high: float, head: str, style: str) -> dict[str, Any]:
-    """Computes score centering. miles returns the whole loss of a token; verl and molt return the term that is
-    subtracted.
+    """Computes score centering.
+
+    miles returns the whole loss of a token; verl and molt return the term that is subtracted.
     """
     ids = b.head if head == "top" else b.everything
     p, q = b.all_p.gather(-1, ids), b.all_q.gather(-1, ids)

@@ -165,7 +165,7 @@ def test_the_program_scores_reports_and_draws(model, tmp_path, capsys):
 
 
 def floors_of(model, tmp_path, *words):
-    """Compares one scorer in two dtypes; returns the columns, the additional floors and the report."""
+    """Compares two scorers; returns the names of the columns, the additional floors and the report."""
     ids = np.random.default_rng(0).integers(0, 16, (4, 20))
     write_dump(tmp_path / "t", make_dump(list("abcd"), ids, np.arange(20)[None] >= np.full((4, 1), 5), {}))
     arguments = [str(tmp_path / "t"), "--model", str(model), "--out", str(tmp_path / "out"), *words]

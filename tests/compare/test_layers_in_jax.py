@@ -32,5 +32,5 @@ def test_a_fault_in_this_library_is_found(reference, tmp_path, fault):
     assert not verdict.passed
     places = {finding.place for finding in verdict.findings}
     assert FAULTS[fault][1] in places, verdict.sentence
-    # An eps belongs to all norms; without the norms of queries and keys, both places are named.
+    # The eps belongs to all norms, and the fault "no norms" removes the norm of queries and the norm of keys.
     assert len(places) <= {"eps": 6, "no norms": 2, "stale": 1}.get(fault, 2), places

@@ -1,8 +1,8 @@
 """Runs a command on one input, in this process and in its own folder, and judges the result.
 
 An input is *refused* if the command ends with status 2 and one line on stderr. It is *accepted* if the command does its
-task. Everything else is a failure: a traceback, another status, several lines, a line that is too long to read, a run
-beyond the time limit, a file written outside the folders of the command, or a changed input.
+task. Everything else is a failure. Examples are a traceback, another status, several lines, and a line that is too
+long. Others are a run beyond the time limit, a file outside the folders of the command, and a changed input.
 """
 
 from __future__ import annotations

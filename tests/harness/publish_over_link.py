@@ -9,8 +9,8 @@ publishes all changed while the link is cut for some seconds. During the next pu
 SIGKILL. The server must then have the version before, and sample from it. At last a new trainer publishes. Each publish
 is verified as always.
 
-Next to the load time of the first publishes is the time of vLLM's own reload (``reload_weights``) of the model's files,
-without checksums and from the page cache. The exit status is 1 if anything differs from this description.
+Next to the load time of the first publishes is the time of vLLM's own reload of the model's files (``reload_weights``).
+It reads from the page cache, without checksums. The exit status is 1 if anything differs from this description.
 """
 
 from __future__ import annotations

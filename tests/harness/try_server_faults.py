@@ -242,7 +242,7 @@ def scripted_server(stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
 
 @contextlib.contextmanager
 def real_server(url: str | None, model: Path, dtype: Any, stall_s: float) -> Iterator[tuple[str, MakeEngine, int]]:
-    """Yields the same for vLLM: the server at ``url``, or one that is started on ``model`` and ended afterwards."""
+    """Does the same as :func:`scripted_server` for vLLM, with the server at ``url`` or a new one on ``model``."""
     policy = read_config(model)
     params = load_params(model, policy)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])

@@ -32,7 +32,7 @@ def texts(source):
 
 
 def absent(source):
-    """The names of files in a module's texts that a wheel lacks."""
+    """Yields (line number, name) of each file in a module's texts that a wheel lacks."""
     for line, text in texts(source):
         yield from ((line, name) for name in ELSEWHERE.findall(text))
         for name in CONFIGS.findall(text):

@@ -12,7 +12,7 @@ from toy_runs import ROOT
 
 @pytest.fixture
 def machine(tmp_path):
-    """Returns a PATH with a python3.12 of pyenv that is installed but not chosen, and the real interpreter."""
+    """Returns a directory with pyenv's shims for Pythons that are not chosen, and the real interpreter."""
     version = f"3.{sys.version_info.minor}"
     for name in ("python3.11", "python3.12", "python3.13", "python3"):
         program(tmp_path / "bin" / name, "echo 'pyenv: command not found' >&2; exit 127")

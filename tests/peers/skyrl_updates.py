@@ -2,8 +2,8 @@
 
     python skyrl_updates.py SETTINGS
 
-SETTINGS is JSON with ``model``, ``overrides`` (of SkyRL's configuration), ``lengths`` (one for each rollout batch),
-``resume_at`` (the number of batches after which a new worker continues from a checkpoint) and ``directory``.
+SETTINGS is JSON with ``model``, ``overrides`` (of SkyRL's configuration), ``lengths``, ``resume_at`` and ``directory``.
+Each rollout batch has one of the lengths. After ``resume_at`` batches a new worker continues from a checkpoint.
 The patched skyrl comes first in PYTHONPATH. Three things need a GPU and are replaced: the worker's process group, the
 wrapping by FSDP, and the forward pass. The loss here is the mean square of the logits.
 """

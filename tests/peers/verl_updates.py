@@ -2,8 +2,8 @@
 
     python verl_updates.py SETTINGS
 
-SETTINGS is JSON with ``model``, ``overrides`` (of verl's configuration), ``lengths`` (one for each rollout batch),
-``resume_at`` (the number of batches after which a new worker continues from a checkpoint) and ``directory``.
+SETTINGS is JSON with ``model``, ``overrides`` (of verl's configuration), ``lengths``, ``resume_at`` and ``directory``.
+Each rollout batch has one of the lengths. After ``resume_at`` batches a new worker continues from a checkpoint.
 The patched verl comes first in PYTHONPATH, and the environment names the platform of ``verl_on_cpu``.
 """
 

@@ -46,7 +46,6 @@ def check_rates_of_updates(program, directory, short, place, scheduler, **variab
     All updates of a batch have one rate. A new worker resumes from the trainer's checkpoint between the surge and the
     first decay.
 
-
     Args:
       program: The name of a program of tests/peers, which trains the toy base.
       directory: The directory of the patched copy.

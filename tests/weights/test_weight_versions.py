@@ -1,4 +1,4 @@
-"""Versions are written, and machines pull them by the shortest way."""
+"""Versions of the weights are written, and the tests check which deltas and anchors a machine pulls."""
 
 import contextlib
 import json
