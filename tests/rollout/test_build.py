@@ -1,4 +1,4 @@
-"""The one place where an engine is made: which settings it refuses, and that each reaches the engine it belongs to."""
+"""Tests of the one place that makes engines: wrong settings are refused, and each setting reaches its engine."""
 
 import dataclasses
 
@@ -104,7 +104,7 @@ def test_a_run_says_so_in_one_line_before_it_opens_anything(tmp_path, capsys):
 
 def test_weights_without_room_are_refused_before_any_server(tmp_path):
     config = RolloutConfig(engine="vllm", urls=("http://127.0.0.1:1",), dtype="float32", transfer_dir=str(tmp_path))
-    wide = dataclasses.replace(CONFIG, vocab_size=65_536)  # 2 MiB of embeddings
+    wide = dataclasses.replace(CONFIG, vocab_size=65_536)  # its embeddings take 2 MiB
     size = version_bytes(wide, "float32")
     assert 2**21 < size < 2**21 + 4096
     assert version_bytes(wide, "bfloat16") * 2 == size
@@ -117,7 +117,10 @@ def test_weights_without_room_are_refused_before_any_server(tmp_path):
 
 
 def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):
-    """From a file and the command line, over the defaults of the fields that neither names."""
+    """Settings from a file and the command line reach the engine.
+
+    Fields that neither of them names keep their defaults.
+    """
     (tmp_path / "run.yaml").write_text("rollout: {verify: {rounds: 2, floors: {float32: 1.0e-4}}}\n")
     options = ["--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.dtype", "float32"]
     options += ["--rollout.limits.max-attempts", "3", "--rollout.seeded", "false", "--rollout.transfer-dir"]
@@ -132,7 +135,7 @@ def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):
             seeds.append(body["sampling_params"]["seed"])
         return answer(method, path, body)
 
-    def score(params, sequences):  # the stand-in's log-probabilities are its own, not those of a policy
+    def score(params, sequences):  # the stand-in always gives -1, which is not a policy's log-probability
         return [np.full(len(ids), -1.0, np.float32) for ids in sequences]
 
     engine = make(rollout, functions=dataclasses.replace(policy_functions(CONFIG, "float32"), score=score))

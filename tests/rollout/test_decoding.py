@@ -1,4 +1,4 @@
-"""Continuous decoding: which responses share a batch, who gets a free place, and that the samples stay the same."""
+"""Tests of continuous decoding: the sizes of batches, the use of free places, and samples that stay the same."""
 
 import os
 
@@ -35,7 +35,10 @@ LIMIT, WIDTH = 12, 6
 
 
 def sample(decode_tokens, *, n=4, config=CONFIG, mesh=(1, 1), greedy=False, seed=0):
-    """The responses of an engine whose cache holds so many tokens, of LIMIT + WIDTH for each response."""
+    """Returns the responses of an engine with ``decode_tokens`` in its cache.
+
+    A response takes LIMIT + WIDTH of them.
+    """
     engine = JaxEngine(
         config,
         jnp.float32,
@@ -53,14 +56,14 @@ def sample(decode_tokens, *, n=4, config=CONFIG, mesh=(1, 1), greedy=False, seed
 @pytest.mark.parametrize(
     ("rows", "n", "budget", "ways", "expected"),
     [
-        (64, 16, 64, 1, Batch(64, 16, 4)),  # all at once
-        (64, 16, 40, 1, Batch(40, 4, 1)),  # an eighth of 40 holds 4 of 16
+        (64, 16, 64, 1, Batch(64, 16, 4)),  # all of them fit at once
+        (64, 16, 40, 1, Batch(40, 4, 1)),  # an eighth of 40 is 5, which holds 4 of the 16 responses
         (1024, 16, 300, 1, Batch(288, 16, 2)),
         (64, 16, 20, 8, Batch(16, 2, 1)),
         (64, 16, 3, 1, Batch(3, 1, 1)),
-        (64, 6, 0, 4, Batch(4, 1, 1)),  # a response for each part of the mesh is the least
+        (64, 6, 0, 4, Batch(4, 1, 1)),  # each part of the mesh has at least one response
         (6, 3, 5, 4, Batch(4, 1, 1)),
-        (3, 1, 2, 4, Batch(3, 1, 3)),  # fewer responses than parts
+        (3, 1, 2, 4, Batch(3, 1, 3)),  # there are fewer responses than parts
     ],
 )
 def test_the_sizes_of_a_batch(rows, n, budget, ways, expected):
@@ -68,14 +71,17 @@ def test_the_sizes_of_a_batch(rows, n, budget, ways, expected):
 
 
 def test_turns_are_padded_to_few_sizes():
-    """Rows to 2^k or 3 * 2^k; widths to 6 * 2^k, and to no more than leaves one of 40 places for a response."""
+    """Rows are padded to 2^k or 3 * 2^k.
+
+    Widths are padded to 6 * 2^k, but one of the 40 places stays for a response.
+    """
     assert [padded_rows(count) for count in range(1, 14)] == [1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     assert [padded_width(longest, 6, 40) for longest in (1, 6, 7, 12, 13, 24, 25, 39)] == [6, 6, 12, 12, 24, 24, 39, 39]
     assert padded_width(5, 6, 6) == 5
 
 
 def test_prompts_are_computed_at_once_as_scores_fit():
-    """4 heads: the scores of 256 tokens take 1 MiB, so that 1 GiB on each device holds 1024 of them."""
+    """With 4 heads the scores of 256 tokens take 1 MiB, so 1 GiB on each device holds 1024 of them."""
     assert [prefill_rows(CONFIG, 256, ways) for ways in (1, 2)] == [1024, 2048]
     assert prefill_rows(CONFIG, 2**14, 1) == 1
 
@@ -124,7 +130,7 @@ MORE = {f"experts-{n}": (EXPERTS, n) for n in (3, 7, 16)} | {f"dense-{n}": (CONF
     ],
 )
 def test_the_samples_do_not_depend_on_the_budget(config, at_once):
-    """20 responses: in one batch, and in places that are taken again."""
+    """The same 20 responses come from one batch and from places that are used again."""
     together, _ = sample(0, config=config)
     refilled, _ = sample(at_once * (LIMIT + WIDTH), config=config)
     lengths = {response.length for response in together}
@@ -163,7 +169,7 @@ def test_a_sharded_cache_holds_the_places_of_its_parts(at_once):
 
 
 def test_a_token_of_the_cache_in_bytes():
-    """Qwen3-4B in bfloat16: keys and values of 36 layers, 8 heads and 128 numbers of 2 bytes."""
+    """Qwen3-4B in bfloat16 has keys and values of 36 layers, 8 heads and 128 numbers of 2 bytes each."""
     qwen3_4b = PolicyConfig(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
     mesh = make_mesh(MeshConfig(1, 1))
     assert cache_token_bytes(qwen3_4b, mesh, jnp.bfloat16) == 147_456

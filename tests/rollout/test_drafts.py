@@ -1,4 +1,4 @@
-"""Guesses of the embedded engine: they go on from given tokens, and change no sample of the exact engine."""
+"""The embedded engine's guesses continue given tokens, and change no sample of the exact engine."""
 
 import functools
 
@@ -100,7 +100,7 @@ def test_wrong_guesses_are_corrected(noise, coarse):
 
 
 def test_later_turns_are_guessed_with_their_own_room():
-    """Two of the three prompts are longer than those that the embedded engine begins with."""
+    """Two of the three prompts are longer than the prompts that the embedded engine expects at first."""
     requests = [TurnRequest(key, 2, np.arange(3 + 2 * key, dtype=np.int32) + 2, 2 + key) for key in (5, 1, 2)]
     plain, runs = sampled(exact().answer_round(requests, settings(), seed=1))
     guided, fewer = sampled(exact(embedded(max_tokens=ROW_TOKENS)).answer_round(requests, settings(), seed=1))
@@ -118,6 +118,6 @@ def test_a_draft_goes_on_from_the_given_tokens():
     rest = engine.draft(requests, begun, numbers, settings(), seed=7)
     for known, drafted, one in zip(begun, rest, responses, strict=True):
         np.testing.assert_array_equal(np.concatenate([known, drafted]), one.token_ids)
-    # Another first token is kept, too, and others follow from it.
+    # Another first token is also kept, and other tokens follow it.
     others = engine.draft(requests, [np.asarray([2], np.int32)] * 4, numbers, settings(), seed=7)
     assert any(a.tolist() != one.token_ids[1:].tolist() for a, one in zip(others, responses, strict=True))

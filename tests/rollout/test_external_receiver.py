@@ -1,4 +1,4 @@
-"""Trajectories over HTTP: what is acknowledged is on the disk, what is wrong is refused, and a full queue says so."""
+"""Tests of trajectories over HTTP: acknowledged rows are on disk, wrong rows are refused, and a full queue says so."""
 
 import json
 import time
@@ -101,7 +101,7 @@ def test_a_wrong_request_is_refused_and_not_kept(served):
 
 
 def test_a_full_queue_takes_only_the_rest_of_groups(served):
-    """Two groups may wait. One of them lacks a row, which still comes in; another group does not."""
+    """Two groups may wait. One of them lacks a row, which is still accepted. Another group is refused."""
     assert served.post(make_row("a", 1), make_row("a", 2), make_row("b", 3)).status_code == 200
     reply = served.post(make_row("c", 4))
     assert reply.status_code == 429
@@ -114,7 +114,7 @@ def test_a_full_queue_takes_only_the_rest_of_groups(served):
 
 
 def test_a_request_with_one_key_is_kept_once(tmp_path):
-    """Also by a server that starts again on the same files."""
+    """A server that starts again on the same files also keeps the request only once."""
     rows = [make_row("a", 1)]
     with Served(tmp_path / "spool") as first:
         assert [first.post(*rows, idempotency_key="one").status_code for _ in range(2)] == [200, 200]
@@ -172,7 +172,7 @@ def test_a_key_is_asked_for_where_there_is_one(tmp_path, monkeypatch):
 
 
 def test_many_writers_lose_nothing(served):
-    """Four threads send groups against a full queue while one takes them."""
+    """Four threads send groups to a full queue, and one thread takes them."""
     from concurrent.futures import ThreadPoolExecutor
 
     def send(writer):

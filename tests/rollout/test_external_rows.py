@@ -1,4 +1,4 @@
-"""Rows of another program: what they become, and the line that refuses each wrong one."""
+"""Tests of another program's rows: the responses made of them, and the line that refuses each wrong row."""
 
 import json
 import math
@@ -72,7 +72,7 @@ def test_no_reward_means_that_it_failed(reward):
 
 
 def test_rows_of_one_trajectory_are_one_response():
-    """The second row may have a longer prompt, and its turns go on."""
+    """The second row of a trajectory may have a longer prompt, and its turns continue the first row's turns."""
     second = ROW | {"prompt_ids": [1, 2, 3, 4, 5], "token_ids": [6, 7], "mask": [True, True], "logprobs": [-1, -1]}
     first, other = read(ROW | {"trajectory": "a"}, second | {"trajectory": "a"}, ROW | {"trajectory": "b"})
     assert (first.rows, other.rows) == ((1, 2), (3,))
@@ -80,7 +80,7 @@ def test_rows_of_one_trajectory_are_one_response():
     np.testing.assert_array_equal(further.prompt, [1, 2, 3, 4, 5])
     np.testing.assert_array_equal(further.turns, [3, 3])
     assert first.response.length == 5
-    assert len(read(ROW, ROW)) == 2  # without a name each row is one
+    assert len(read(ROW, ROW)) == 2  # without a name each row is a trajectory
 
 
 def test_likeliest_tokens_come_in_order():

@@ -1,4 +1,4 @@
-"""The hooks that force tokens in a vLLM worker, on a real torch module in the place of the sampler."""
+"""Tests of the hooks that force tokens in a vLLM worker. A real torch module takes the place of the sampler."""
 
 import time
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ LOGITS = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]))
 
 
 class Sampler(torch.nn.Module):
-    """Draws the likeliest token of each row."""
+    """A sampler that draws the likeliest token of each row."""
 
     def forward(self, logits):
         scores, tokens = torch.log_softmax(logits, -1).max(-1, keepdim=True)
@@ -25,7 +25,7 @@ class Sampler(torch.nn.Module):
 
 
 def worker(*given, done=(), **config):
-    """A worker with a request for each of ``given``, the tokens that it forces or None."""
+    """Returns a worker with one request for each entry of ``given``. An entry has the tokens to force, or is None."""
     requests = {
         str(i): SimpleNamespace(
             sampling_params=SimpleNamespace(extra_args=tokens and {FORCED_TOKENS: tokens}), output_token_ids=list(done)
@@ -53,7 +53,7 @@ def drawn(made):
 
 
 def test_a_given_token_takes_the_place_of_the_drawn_one():
-    """The second of its tokens, as one is there; the other request keeps its own."""
+    """One token exists already, so the second given token is forced. The other request keeps its own token."""
     made = worker(None, [2, 1], done=[2])
     assert made.rljax_force("me", 60.0) == {"way": "extra_args", "reason": ""}
     assert drawn(made) == [(0, 0.5, 1), (1, 0.2, 2)]

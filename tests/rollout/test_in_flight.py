@@ -1,7 +1,7 @@
-"""New weights while stand-in servers sample: responses that are held or given up, and which token is of which policy.
+"""Tests of new weights that come while stand-in servers sample: responses are held or given up, and have versions.
 
-The stand-in's tokens count up from the last one of the prompt, so that a response that was asked for in parts shows
-where: the first token of a part is the last of the one before.
+The stand-in's tokens count up from the last token of the prompt. So a response that was asked for in parts shows its
+parts: the first token of a part equals the last token of the part before.
 """
 
 import time
@@ -30,7 +30,7 @@ def sampled(engine, n=2, reported=0):
 
 
 def tops_of(token):
-    """Of a response of which the token is one: it, and the token 7 later."""
+    """Returns the likeliest tokens beside a sampled token: the token itself, and the tokens 7 and 8 later."""
     return [(token, -1.0), ((token + 7) % 64, -2.0), ((token + 8) % 64, -3.0)]
 
 
@@ -42,7 +42,7 @@ def until(is_so):
 
 
 def versions_of(response):
-    """Of each token."""
+    """Returns the version of each token of a response."""
     found = np.concatenate([[span.version] * (span.end - span.start) for span in response.versions])
     assert len(found) == response.length
     return found
@@ -65,7 +65,7 @@ def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update)
         engine.close()
     assert fake.pauses == [update, update]
     assert {(r.prompt_index, r.sample_index) for r in responses} == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    of_rollouts = [asked for asked in fake.asked if asked[0][:2] in ([1, 2], [9], [9, 9])]  # not the probes
+    of_rollouts = [asked for asked in fake.asked if asked[0][:2] in ([1, 2], [9], [9, 9])]  # without the probes
     assert all(seed is None for _, _, seed in of_rollouts)
     for response in responses:
         versions = versions_of(response)
@@ -91,7 +91,7 @@ def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
         samples = engine.generate(PROMPTS, 2, SamplingParams(60), seed=0)
         sampling = elsewhere.submit(list, samples)
         until(lambda: fake.running == 4)
-        fake.after_load_s = 2.0  # before which the probes are not answered
+        fake.after_load_s = 2.0  # the server answers no probe before this
         engine.publish(PARAMS | {"a": PARAMS["a"] + 1}, 1)
         responses = sampling.result(timeout=30)
         metrics = engine.fleet.report() | samples.metrics
@@ -109,7 +109,7 @@ def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, upda
         engine.publish(PARAMS, 0)
         fake.token_s = other.token_s = 0.02
         fake.not_loaded = {"b"}
-        fake.logprob = -1.001  # in the band
+        fake.logprob = -1.001  # a value inside the band
         sampling = elsewhere.submit(sampled, engine)
         until(lambda: fake.running + other.running == 4)
         engine.publish(PARAMS, 1)

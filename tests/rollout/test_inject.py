@@ -1,4 +1,4 @@
-"""Mismatch as a dial: what each kind does to the weights or the samples, and that size 0 is no mismatch at all."""
+"""Tests of injected mismatch: the change of each kind to weights or samples, and no mismatch at all for size 0."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def params():
 
 
 def mismatch(exact, params, *, seed=0, **inject):
-    """Metrics of what the dialled engine samples against the executable that trains."""
+    """Returns the metrics of the injected engine's samples against the executable that trains."""
     config = InjectConfig(**inject)
     engine = InjectedEngine(ExactEngine(exact, inject=config), config, CONFIG, MESH)
     engine.publish(params, 3)
@@ -73,7 +73,8 @@ def test_weight_noise_is_a_dial_from_exactly_zero(exact, params):
 def test_logit_noise_is_a_dial_from_exactly_zero(exact, params):
     none, small, large = (mismatch(exact, params, logit_noise=size) for size in (0.0, 0.01, 0.3))
     assert none["logprob_abs_diff_max"] == none["k3_kl"] == 0.0
-    # Of one token's log-probability the noise less its mean: about its own standard deviation, whose mean is 0.8 of it.
+    # The noise moves a token's log-probability by the token's own noise less the mean noise. That has about the
+    # standard deviation of the noise, and its mean size is 0.8 of the standard deviation.
     assert 0.6 * 0.01 < small["logprob_abs_diff_mean"] < 1.0 * 0.01
     assert 0.6 * 0.3 < large["logprob_abs_diff_mean"] < 1.0 * 0.3
 
@@ -109,7 +110,7 @@ def test_noise_has_the_relative_size_and_is_one_for_a_version(params):
     def noisy(size, seed, version):
         return add_noise(params, LOGICAL, np.float32(size), np.uint32(seed), np.uint32(version))
 
-    # The second layer ten times the first: each is a tensor of its own.
+    # The second layer's weights are ten times as large. Each layer counts as a tensor of its own.
     gate = params["layers"]["mlp"]["gate"]
     params = {**params, "layers": {**params["layers"], "mlp": {**params["layers"]["mlp"], "gate": gate.at[1].mul(10)}}}
     found = noisy(0.05, 0, 4)
@@ -126,7 +127,7 @@ def test_noise_has_the_relative_size_and_is_one_for_a_version(params):
 
 
 class Published:
-    """An engine's end of ``publish`` alone."""
+    """A stand-in for an engine that only takes what is published."""
 
     def publish(self, params, policy_version):
         self.params, self.version = jax.tree.map(np.asarray, params), policy_version
@@ -151,7 +152,7 @@ def test_stale_weights_are_of_the_version_they_are_said_to_be(kind, exact):
     for version in range(5):
         published = init_params(CONFIG, version)
         stale.publish(published, version)
-        # The trainer's next step takes its buffers over.
+        # The trainer's next step takes over the buffers of the published weights.
         jax.tree.map(lambda leaf: leaf.delete(), published)
         found = sample(stale)
         (span,) = found[0].versions

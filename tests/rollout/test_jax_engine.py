@@ -1,4 +1,4 @@
-"""The embedded engine: what it samples, what it says of it, and when it compiles."""
+"""Tests of the embedded engine: its samples, their log-probabilities, and the number of its compilations."""
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def test_samples_follow_the_distribution():
 
 
 def test_a_float32_head_does_not_round_the_logits():
-    """Logits 1 + 2^-8 and 0: bfloat16 holds the state and the table, and rounds the first logit to 1."""
+    """The logits are 1 + 2^-8 and 0. In bfloat16 the state and the table are exact, but the first logit rounds to 1."""
     table = jnp.asarray([[1.0, 1.0], [0.0, 0.0]], jnp.bfloat16)
     hidden, token = jnp.asarray([[1.0, 2.0**-8]], jnp.bfloat16), jnp.zeros(1, jnp.int32)
 
@@ -98,7 +98,7 @@ def test_a_float32_head_does_not_round_the_logits():
     ("dtype", "least"), [("bfloat16", 1e-3), pytest.param("float16", 1e-4, marks=pytest.mark.harness)]
 )
 def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
-    """With blocks that add nothing, both have the same states: what differs is the head's."""
+    """The blocks add nothing, so engine and trainer have the same states. Only the head can make a difference."""
     gaps = {}
     params = init_params(CONFIG, 0)
     params["layers"] = jax.tree.map(jnp.zeros_like, params["layers"])
@@ -136,7 +136,10 @@ def test_new_weights_seeds_and_temperatures_compile_nothing():
 
 
 def test_requests_for_a_part_of_a_step_share_programs():
-    """A step of 5 prompts: requests for 1 to 5 of them take 1, 2, 4, 4 and 5 rows, and 6 are not padded."""
+    """A step has 5 prompts.
+
+    Requests for 1 to 5 of them take 1, 2, 4, 4 and 5 rows, and a request for 6 is not padded.
+    """
     assert [padded_count(count, 5) for count in range(1, 7)] == [1, 2, 4, 4, 5, 6]
     assert [padded_count(count, 0) for count in range(1, 4)] == [1, 2, 3]
     make_functions.cache_clear()
@@ -197,7 +200,7 @@ def test_sixteen_bit_engines_show_a_mismatch_of_their_size(dtype, low, high):
 
 
 def test_given_responses_score_as_the_full_forward_scores_them():
-    """In any order, alone or together, and under another limit."""
+    """The scores are the same in any order, alone or together, and under another limit."""
     engine, params = make()
     responses = sample(engine, n=2, temperature=0.7)[::-1]
     prompts, tokens = [PROMPTS[r.prompt_index] for r in responses], [r.token_ids for r in responses]
@@ -212,7 +215,7 @@ def test_given_responses_score_as_the_full_forward_scores_them():
 
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.harness), jnp.float16])
 def test_given_responses_keep_the_rounding_of_decoding(dtype):
-    """Scored as they were sampled, and five times as far from the full forward."""
+    """The scores have the rounding of decoding: the full forward is more than five times as far from the samples."""
     engine, params = make(dtype)
     responses = sample(engine, n=2)
     prompts, tokens = [PROMPTS[r.prompt_index] for r in responses], [r.token_ids for r in responses]

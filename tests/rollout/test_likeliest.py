@@ -1,4 +1,4 @@
-"""Which tokens can be sampled where sampling is cut: supports by hand, and the frequencies of what is sampled."""
+"""Tests of cut sampling: supports that are worked out by hand, and the frequencies of the sampled tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ import pytest
 from rljax.rollout.likeliest import Selection, likeliest, sample_support, selection_of, support
 from rljax.rollout.types import SamplingParams
 
-# Token 2 has 0.4, token 0 has 0.3, token 3 has 0.2 and token 1 has 0.1.
+# Token 2 has probability 0.4, token 0 has 0.3, token 3 has 0.2 and token 1 has 0.1.
 LOGITS = jnp.log(jnp.asarray([[0.3, 0.1, 0.4, 0.2]]))
 
 
 def cut(logits, selection):
-    """The ids of the support and its log-probabilities, as they are reported of one sample."""
+    """Returns the ids of the support and its log-probabilities, in the form that is reported for a sample."""
     keys = jax.random.split(jax.random.key(0), len(logits))
     new = sample_support(keys, logits, selection._replace(reported=selection.top_k))
     return new.top_ids, new.top_logprobs
@@ -29,9 +29,9 @@ def cut(logits, selection):
         (Selection(0, 4, top_p=0.69), [2, 0, -1, -1], [4 / 7, 3 / 7, 0, 0]),
         (Selection(0, 4, top_p=0.01), [2, -1, -1, -1], [1, 0, 0, 0]),
         (Selection(0, 4, min_p=0.6), [2, 0, -1, -1], [4 / 7, 3 / 7, 0, 0]),
-        # Before renormalisation the first two have 0.7, below top_p = 0.75; among the top three they have 0.78.
+        # Before renormalisation the first two tokens have 0.7, below top_p = 0.75. Among the top three they have 0.78.
         (Selection(0, 3, top_p=0.75), [2, 0, -1], [4 / 7, 3 / 7, 0]),
-        # min_p leaves the same three first. After top_p it would leave all three of them.
+        # min_p leaves the same three first, so top_p leaves two. If min_p came after top_p, all three would stay.
         (Selection(0, 4, top_p=0.75, min_p=0.3), [2, 0, -1, -1], [4 / 7, 3 / 7, 0, 0]),
     ],
 )
@@ -60,7 +60,7 @@ def test_the_likeliest_tokens_keep_their_whole_probabilities():
 @pytest.mark.parametrize("top_p", [0.3, 0.8, 1.0])
 @pytest.mark.parametrize("min_p", [0.0, 0.05])
 def test_supports_are_those_of_vllm(top_p, min_p):
-    """As in vLLM 0.32: from the bottom, tokens are dropped while their summed probability is at most 1 - top_p."""
+    """vLLM 0.32 drops tokens from the least likely up while their summed probability is at most 1 - top_p."""
     logits = np.random.default_rng(0).normal(0, 2, (200, 50)).astype(np.float32)
     ids, logprobs = cut(jnp.asarray(logits), Selection(0, 12, top_p, min_p))
     for row, found, values in zip(logits.astype(np.float64), np.asarray(ids), np.asarray(logprobs), strict=True):
@@ -77,7 +77,7 @@ def test_supports_are_those_of_vllm(top_p, min_p):
 
 @pytest.mark.parametrize(
     ("selection", "probabilities", "threshold"),
-    [  # the 99.9% quantiles of chi-squared with 2 degrees of freedom and with 1
+    [  # 99.9% quantiles of chi-squared with 2 degrees of freedom and with 1
         (Selection(2, 3), [3 / 9, 0, 4 / 9, 2 / 9], 13.82),
         (Selection(0, 4, top_p=0.6), [3 / 7, 0, 4 / 7, 0], 10.83),
     ],

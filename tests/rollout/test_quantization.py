@@ -1,4 +1,4 @@
-"""Eight-bit weights and caches: hand-worked numbers, and that the embedded engine samples from nothing else."""
+"""Tests of eight-bit weights and caches: the numbers are worked out by hand, and the engine samples from them."""
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +50,15 @@ def test_which_axes_a_matrix_sums_over():
     assert [summed_axes(axes) for axes in others] == [()] * 3
 
 
-# One layer, two inputs, two output channels whose largest weights are 1.27 and 2.54 (int8), 448 and 0.875 (fp8).
+# The matrix has one layer, two inputs and two output channels. The channels' largest weights are 1.27 and 2.54 for
+# int8, and 448 and 0.875 for fp8.
 @pytest.mark.parametrize(
     ("kind", "weight", "expected"),
     [
-        # Steps 0.01 and 0.02: -0.504 -> -0.50, 0.031 -> 0.04 (1.55 steps).
+        # The steps are 0.01 and 0.02: -0.504 becomes -0.50, and 0.031 (1.55 steps) becomes 0.04.
         ("int8", [[1.27, 0.031], [-0.504, -2.54]], [[1.27, 0.04], [-0.50, -2.54]]),
-        # Three bits of mantissa: 19 -> 20 (18, 20, ...; ties to even); -0.875 is 448 steps, 0.03 is 15.36 -> 15.
+        # Three bits of mantissa: 19 becomes 20 (18 and 20 are as near; ties go to even). -0.875 is 448 steps, and 0.03
+        # is 15.36 steps, which become 15.
         ("fp8", [[448.0, 0.03], [19.0, -0.875]], [[448.0, 15 * 0.875 / 448], [20.0, -0.875]]),
     ],
 )
@@ -75,7 +77,7 @@ def test_a_channel_of_zeros_stays_zero():
     assert not np.asarray(restore(quantize(params, logical, "int8"))["m"]).any()
 
 
-# float8_e4m3fn has 3 bits of mantissa and ends at 448; float8_e5m2 has 2 bits and ends at 57344. Ties go to even.
+# float8_e4m3fn has 3 bits of mantissa and ends at 448. float8_e5m2 has 2 bits and ends at 57344. Ties go to even.
 @pytest.mark.parametrize(
     ("dtype", "x", "expected"),
     [
@@ -97,7 +99,7 @@ def test_a_cache_of_its_own_dtype_stores_what_it_gets():
 
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
 def test_attention_reads_what_the_cache_stores(kind):
-    """The newest token's own keys and values too; rounded here by numpy."""
+    """Attention also reads the newest token's own keys and values rounded. Here numpy rounds them."""
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 3, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
     empty = jnp.zeros((1, 2, 5, 2, 8), kind)
@@ -121,7 +123,10 @@ def test_attention_reads_what_the_cache_stores(kind):
     ],
 )
 def test_the_engine_samples_from_weights_in_eight_bits(kind, dtype):
-    """Bit for bit as an engine that gets these numbers: of the weights in the rollout dtype, not of the masters."""
+    """The samples are those of an engine that gets the rounded numbers, bit for bit.
+
+    Not the masters but the weights in the rollout dtype are rounded.
+    """
     params = init_params(CONFIG, 0)
     rounded = restore(quantize(cast_params(params, dtype), LOGICAL, kind), dtype)
     found = sample(engine_of(params, dtype, weight_quantization=kind))
@@ -142,7 +147,7 @@ def test_eight_bits_repeat_and_compile_nothing_again():
 
 
 def both_paths(params, kind):
-    """The log-probabilities of given responses of ten tokens, by decode and by prefill."""
+    """Returns the log-probabilities of given responses of ten tokens, from decode and from prefill."""
     responses = [np.arange(i, i + 10, dtype=np.int32) for i in range(len(PROMPTS))]
     whole = [np.concatenate(pair) for pair in zip(PROMPTS, responses, strict=True)]
     engine = JaxEngine(CONFIG, "float32", 16, mesh=MESH, kv_cache_dtype=kind)
@@ -153,7 +158,7 @@ def both_paths(params, kind):
 
 
 def test_prefill_and_decode_of_given_tokens_agree():
-    """In float32 both paths have the same numbers. A cache in 8 bits moves both alike, by far more than they differ."""
+    """In float32 both paths have the same numbers. An 8-bit cache moves both alike, far more than they differ."""
     params = init_params(CONFIG, 0)
     decoded, prefilled = both_paths(params, "auto")
     np.testing.assert_allclose(prefilled, decoded, atol=3e-6, rtol=0)

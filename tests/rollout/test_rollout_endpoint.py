@@ -1,4 +1,4 @@
-"""The endpoint of rljax's plugin as the client sees it: gathered requests, a line for each, and what is refused."""
+"""Tests of the plugin's endpoint from the client's side: requests are gathered, and each is answered in a line."""
 
 import asyncio
 import base64
@@ -50,7 +50,7 @@ def stream(client, count, vocab_size=64, metrics=None):
     return (item for item in found if item is not None)
 
 
-# ---- What a reply says ----
+# ---- The content of a reply ----
 
 
 def test_a_reply_is_read():
@@ -105,7 +105,7 @@ def test_a_reply_that_does_not_fit_together_is_refused(change, said):
     assert said in str(refused.value)
 
 
-# ---- Which server is asked there, and how ----
+# ---- The server and the form of a request ----
 
 
 def test_requests_are_gathered(fake):
@@ -151,11 +151,11 @@ def test_no_router_is_asked_for_it(fake):
     assert fake.seen[ROLLOUTS] == 0
 
 
-# ---- Lines, as they come ----
+# ---- Lines in the order of their arrival ----
 
 
 class Scripted:
-    """A server whose endpoint sends what the test says, in chunks, to the request that ``asked`` has."""
+    """A server whose endpoint sends what the test says, in chunks, as the reply to the batch in ``asked``."""
 
     def __init__(self):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -230,7 +230,7 @@ def test_a_stream_that_is_closed_closes_its_connection(scripted):
 
 
 def test_a_request_that_is_given_up_alone_is_deleted(scripted):
-    """The server is told its number, and the others of its batch are answered on the same connection."""
+    """The server is told the number of the request. The others of its batch are answered on the same connection."""
     heads = []
 
     def serve():
@@ -274,7 +274,10 @@ def test_what_came_before_the_connection_broke_is_kept(scripted):
 
 
 def test_a_batch_whose_server_dies_is_sampled_elsewhere(scripted, fake):
-    """One response came before, and the others are asked of the other server: none is lost, and none comes twice."""
+    """One response came before the loss.
+
+    The others are asked of the other server: none is lost, and none comes twice.
+    """
     client = ServerClient([scripted.url, fake.url], VllmBackend(), FAST)
     with contextlib.closing(client):
         client.set_route(scripted.url, ROLLOUTS)

@@ -1,4 +1,7 @@
-"""Rollouts through a real vllm-router, over stand-ins; tests/integration/test_vllm_router.py has real servers."""
+"""Rollouts go through a real vllm-router to stand-in servers.
+
+tests/integration/test_vllm_router.py has real servers.
+"""
 
 import contextlib
 import time
@@ -49,7 +52,7 @@ def test_rollouts_go_to_the_router_and_checks_to_each_server(router, fakes):
 
 
 def test_the_router_knows_verified_servers_alone(router, fakes):
-    """Also one that somebody told it of before."""
+    """A server that is not verified gets no requests, even if the router knew it before."""
     good, bad = fakes
     engine = make(good.url, bad.url, router=router)
     try:

@@ -1,4 +1,4 @@
-"""Routes of a mixture of experts in a server's reply: read, held to what was asked for, and refused."""
+"""Tests of a mixture's routes in a server's reply: they are read, checked against the request, or refused."""
 
 import base64
 import io

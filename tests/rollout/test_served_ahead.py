@@ -1,4 +1,4 @@
-"""An HTTP engine that samples on another thread than the one that publishes: who is verified when."""
+"""Tests of an HTTP engine that samples on another thread than the publishing one: when each server is verified."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,7 +29,7 @@ def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere):
         port = other.port
         other.stop()
         other = FakeVllm(port)
-        # Nothing may be verified here: the trainer may have taken over the weights.
+        # Nothing may be verified here, because the trainer may have taken over the weights.
         responses = elsewhere.submit(sample, engine).result(timeout=30)
         assert len(responses) == 6
         assert engine.fleet.client.opened() == [fake.url]
@@ -52,7 +52,7 @@ def test_without_any_server_sampling_ends_at_once(fake, elsewhere):
         again = FakeVllm(port)
         with pytest.raises(ServersLostError, match="no vLLM server is left to sample"):
             elsewhere.submit(sample, engine).result(timeout=30)
-        # On the thread that published, with the weights at hand, it is recovered as ever.
+        # On the thread that published, the weights are at hand, so the server is recovered as usual.
         assert len(sample(engine)) == 6
         np.testing.assert_equal(engine.fleet.report()["rollout/servers_brought_back"], 1)
     finally:

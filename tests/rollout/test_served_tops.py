@@ -1,4 +1,4 @@
-"""The likeliest tokens of responses: what is asked of servers, how replies are read, and which replies are refused."""
+"""Tests of the likeliest tokens of responses: the requests to servers, and the replies that are read or refused."""
 
 import json
 import math
@@ -25,7 +25,7 @@ HALF, QUARTER, EIGHTH = -math.log(2), -math.log(4), -math.log(8)
 
 
 def array_tops(*rows):
-    """Each row: (token, log-probability) pairs."""
+    """Returns the ``Tops`` of rows of (token, log-probability) pairs."""
     return Tops(
         np.array([[token for token, _ in row] for row in rows], np.int32),
         np.array([[value for _, value in row] for row in rows], np.float32),
@@ -33,7 +33,7 @@ def array_tops(*rows):
 
 
 def made(*rows, k):
-    """``make_tops`` of (token, log-probability) pairs by position."""
+    """Calls ``make_tops`` with (token, log-probability) pairs by position."""
     flat = [pair for row in rows for pair in row]
     return make_tops(map(len, rows), [token for token, _ in flat], [value for _, value in flat], k)
 
@@ -48,11 +48,11 @@ def pairs(tops):
         # vLLM lists the sampled token first, whatever its rank.
         ([(9, -4.0), (1, -0.5), (2, -1.5)], [(1, -0.5), (2, -1.5)]),
         ([(2, -1.5), (1, -0.5), (7, -3.0)], [(1, -0.5), (2, -1.5)]),
-        # It may be there twice.
+        # The sampled token may be there twice.
         ([(2, -1.5), (1, -0.5), (2, -1.5), (7, -3.0)], [(1, -0.5), (2, -1.5)]),
         # A sampled token that ties with the last one is kept.
         ([(9, -1.5), (1, -0.5), (2, -1.5)], [(1, -0.5), (9, -1.5)]),
-        # What could not be sampled is no token, and neither is what is not there.
+        # A token that could not be sampled becomes id -1. So does a missing token.
         ([(1, 0.0), (2, -9999.0), (3, -3.4028234663852886e38)], [(1, 0.0), (-1, NONE)]),
         ([(1, 0.0)], [(1, 0.0), (-1, NONE)]),
         ([], [(-1, NONE), (-1, NONE)]),
@@ -74,7 +74,7 @@ def test_a_response_without_tokens_has_no_positions():
     ("k", "vocab_size", "asked"), [(0, 64, 0), (5, 64, 6), (5, None, 6), (63, 64, 64), (64, 64, 64)]
 )
 def test_one_token_more_is_asked_for_if_there_is_one(route, k, vocab_size, asked):
-    """Where the sampled token is none of the k likeliest, vLLM cuts off the last of these."""
+    """If the sampled token is none of the k likeliest, vLLM cuts off the last of them."""
     request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
     sent = VllmBackend().body(route, request, "policy")
     assert sent.get("sampling_params", sent)["logprobs"] == asked
@@ -82,7 +82,7 @@ def test_one_token_more_is_asked_for_if_there_is_one(route, k, vocab_size, asked
 
 @pytest.mark.parametrize(("k", "vocab_size", "asked"), [(0, 64, 0), (5, 64, 5), (5, None, 5), (64, 64, 64)])
 def test_rljaxs_endpoint_is_asked_for_no_token_more(k, vocab_size, asked):
-    """There the sampled token comes beside the k likeliest."""
+    """In this endpoint's reply the sampled token comes beside the k likeliest."""
     request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
     assert VllmBackend().body(ROLLOUTS, request, "policy")["sampling_params"]["logprobs"] == asked
 
@@ -180,7 +180,10 @@ def test_likeliest_tokens_that_cannot_be_are_refused(sampling, tops, tokens, log
 
 
 def test_a_token_that_ties_with_the_last_one_is_left_out():
-    """Of probabilities 0.4, 0.3, 0.3 with ``top_k`` 2, a server may sample all three, and two are reported."""
+    """The probabilities are 0.4, 0.3 and 0.3 with ``top_k`` 2.
+
+    A server may sample all three tokens, and two are reported.
+    """
     tied = array_tops([(1, math.log(0.4)), (2, math.log(0.3))], [(1, HALF), (2, HALF)])
     logprobs, tops = without_ties(np.float32([math.log(0.3), HALF]), tied)
     np.testing.assert_allclose(np.exp(tops.logprobs), [[4 / 7, 3 / 7], [0.5, 0.5]], rtol=1e-6)
@@ -190,7 +193,7 @@ def test_a_token_that_ties_with_the_last_one_is_left_out():
 
 
 def test_a_distribution_that_was_not_cut_stays_refused():
-    """The missing probability 0.2 is that of 0.8 tokens of 0.25: no number of ties."""
+    """A probability of 0.2 is missing, which is 0.8 tokens of 0.25. Ties would be a whole number of tokens."""
     uncut = array_tops([(1, math.log(0.55)), (2, math.log(0.25))])
     logprobs, tops = without_ties(np.float32([math.log(0.55)]), uncut)
     assert tops is uncut
@@ -199,7 +202,10 @@ def test_a_distribution_that_was_not_cut_stays_refused():
 
 
 def of_token(token):
-    """What vLLM lists for the stand-in's token, whose log-probability is -1: it is second."""
+    """Returns vLLM's list of likeliest tokens for the stand-in's token.
+
+    Its log-probability is -1, and it is second likeliest.
+    """
     rest = 1.0 - math.exp(-1.0)
     first = math.log(0.8 * rest)
     others = [((token + 1) % 64, first), ((token + 2) % 64, math.log(0.2 * rest))]
@@ -208,7 +214,7 @@ def of_token(token):
 
 @pytest.mark.parametrize(("better", "asked"), [((), 2), ((ROLLOUTS,), 3), ((ROLLOUTS, GENERATE), 3)])
 def test_an_engine_hands_on_the_likeliest_tokens(fake, better, asked):
-    """The server lacks the ``better`` routes. rljax's own one is asked for no token more."""
+    """The server lacks the ``better`` routes. Only rljax's own route is asked for no further token."""
     fake.tops = of_token
     fake.routes -= {*better}
     engine = make(fake.url, top_logprobs=2)
@@ -250,7 +256,7 @@ def test_a_server_must_allow_as_many_as_are_reported(fake):
         fake.max_logprobs = allowed
         make(fake.url, top_logprobs=20).close()
     fake.max_logprobs = 64
-    make(fake.url, top_logprobs=64).close()  # the whole vocabulary, in which the sampled token is
+    make(fake.url, top_logprobs=64).close()  # the whole vocabulary, which contains the sampled token
 
 
 def test_sglang_is_asked_for_them():
@@ -259,7 +265,7 @@ def test_sglang_is_asked_for_them():
 
 
 def test_a_cut_with_sglang_is_refused():
-    """Its log-probabilities are of the distribution before the cut."""
+    """SGLang reports log-probabilities of the distribution before the cut."""
     with pytest.raises(
         ValueError, match=r"rollout\.top_k works with rollout\.engine = exact, jax or vllm, not with sglang"
     ):

@@ -1,4 +1,4 @@
-"""Turns of trajectories through stand-in servers, whose tokens count up from the last one of the prompt."""
+"""Tests of turns of trajectories through stand-in servers, whose tokens count up from the last token of the prompt."""
 
 import contextlib
 import threading
@@ -35,7 +35,10 @@ def published(*fakes, **config):
 
 
 def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, turn: 6, after=lambda response: None):
-    """Runs a trajectory of ``turns[key]`` turns from the token 10 + key; returns its responses in order of arrival."""
+    """Runs trajectories from the tokens 10 + key, with ``turns[key]`` turns.
+
+    Returns responses in order of arrival, and metrics.
+    """
     queue, rows, responses = TurnQueue(len(turns)), [[10 + key % 20] for key in range(len(turns))], []
 
     def put(key, turn):
@@ -61,7 +64,10 @@ def places(responses):
 
 
 def test_each_turn_extends_the_one_before(fake):
-    """Of trajectory 0 from the token 10: three turns of two tokens, with two of the environment after each."""
+    """Trajectory 0 starts from the token 10.
+
+    It has three turns of two tokens, and two tokens of the environment between turns.
+    """
     with published(fake) as engine:
         responses, metrics = converse(engine, [3, 1], seed=5, max_tokens=lambda key, turn: 2 + 9 * key)
     first, second = [10, 10, 11, 40, 41], [10, 10, 11, 40, 41, 41, 42, 40, 41]
@@ -79,7 +85,7 @@ def test_each_turn_extends_the_one_before(fake):
 
 
 def test_turns_are_answered_while_others_run(fake):
-    """Trajectory 0 takes a second for its turn; the turns of trajectory 1 do not wait for it."""
+    """Trajectory 0 takes a second or more for its turn. The turns of trajectory 1 do not wait for it."""
     with published(fake) as engine:
         fake.token_s = 0.1
         limits = SamplingParams(20)
@@ -118,7 +124,7 @@ def test_the_turns_of_a_trajectory_stay_at_one_server():
 
 
 def test_another_server_goes_on_where_one_dies():
-    """Each turn has the tokens that it would have, whichever server samples it."""
+    """Each turn has the tokens of an undisturbed run, whichever server samples it."""
     fakes = [FakeVllm() for _ in range(2)]
     with contextlib.ExitStack() as stack:
         for each in fakes:
@@ -158,7 +164,7 @@ def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update):
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_turns_are_asked_for_while_new_weights_come(fake, update):
-    """Trajectories of many short turns, some of which end while the servers are not verified yet."""
+    """Trajectories have many short turns. Some turns end while the servers are not verified yet."""
     with published(fake, update=update, max_staleness=1) as engine, ThreadPoolExecutor(1) as thread:
         fake.token_s = 0.01
         limits = SamplingParams(1, stop_token_ids=(63,))
@@ -171,7 +177,7 @@ def test_turns_are_asked_for_while_new_weights_come(fake, update):
 
 
 def test_a_turn_that_a_server_would_shorten_is_refused(fake):
-    """The stand-in takes 128 tokens, of which 6 are for the turn."""
+    """The stand-in takes 128 tokens, and the turn needs 6 of them."""
     queue = TurnQueue(1)
     queue.put(TurnRequest(0, 2, np.ones(123, np.int32), 100))
     said = "the prompt of turn 2 of trajectory 0 has 123 tokens; with 6 of response it must have 1 to 122"
@@ -200,7 +206,10 @@ def test_a_run_that_gives_up_does_not_wait_for_environments(fake):
 
 @pytest.mark.slow
 def test_hundreds_of_trajectories_take_no_thread_each(fake):
-    """The stand-in has a thread for each request, in this process, so the engine's are told by their names."""
+    """The stand-in has a thread for each request in this process.
+
+    The engine's threads are told apart by their names.
+    """
     counts, names = [], ("rljax", "asyncio")
     with published(fake) as engine:
         responses, _ = converse(

@@ -1,4 +1,4 @@
-"""Servers that join and leave while a run goes on, against stand-ins, and the places where they are listed."""
+"""Tests of stand-in servers that join and leave during a run, and of the places that list servers."""
 
 import contextlib
 import socket
@@ -74,7 +74,7 @@ def test_what_lists_no_servers_is_refused(where):
 
 
 def test_what_is_listed_goes_before_what_is_named(fakes, tmp_path):
-    """As a launcher lists servers for a configuration that names others."""
+    """A launcher can list servers for a configuration that names other ones. Then only the listed servers are used."""
     named, listed = fakes(2)
     write(tmp_path / "1.url", listed)
     engine = make(named.url, discovery=str(tmp_path))
@@ -109,7 +109,10 @@ def test_a_list_counts_once_it_has_been_seen_twice(tmp_path, caplog):
 
 @pytest.mark.slow
 def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
-    """The one that joins gets the current weights and is verified first; of the one that leaves nothing is lost."""
+    """The server that joins gets the current weights and is verified first.
+
+    When the other one leaves, nothing is lost.
+    """
     first, second = fakes(2)
     file = tmp_path / "servers"
     write(file, first)
@@ -206,7 +209,10 @@ def test_an_update_that_one_server_refuses_does_not_end_the_run(fakes, caplog):
 
 
 def test_servers_are_verified_side_by_side(fakes):
-    """Eight servers whose every reply takes half a second: a publish takes the time of one, not of eight."""
+    """Each reply of the eight servers takes half a second.
+
+    A publish takes about the time of one server, not of eight.
+    """
     servers = fakes(8)
     alone, together = make(servers[0].url), make(*(each.url for each in servers))
     took = []
@@ -247,7 +253,7 @@ def test_a_slow_recovery_delays_no_rollout(fakes):
         hold.set()
         until(lambda: not engine.fleet.busy())
         assert len(list(engine.generate(PROMPTS, 100, SamplingParams(2), seed=0))) == 200
-        # Where the first rollout ended before the slow server was asked, it is being recovered only now.
+        # If the first rollout ended before the slow server was asked, the server is being recovered only now.
         until(lambda: engine.fleet.recover_all() or set(engine.fleet.client.opened()) == {quick.url, slow.url})
     finally:
         hold.set()
@@ -255,7 +261,7 @@ def test_a_slow_recovery_delays_no_rollout(fakes):
 
 
 def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
-    """A publish while a server is being recovered: it is proven once more, for the new version."""
+    """A publish comes while a server is being recovered, so the server is proven once more, for the new version."""
     quick, slow = fakes(2)
     engine = make(quick.url, slow.url)
     answer, hold = slow.answer, threading.Event()
@@ -285,7 +291,7 @@ def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/collective_rpc"])
 def test_a_publish_waits_for_a_straggler_as_long_as_told(fakes, path):
-    """One that hangs in its update, or in its proof, is left out, and opened once it is ready."""
+    """A server that hangs in its update or in its proof is left out. It is opened once it is ready."""
     quick, slow = fakes(2)
     engine = make(quick.url, slow.url, publish=PublishConfig(straggler_s=1.0))
     answer, hold = slow.answer, threading.Event()
@@ -332,7 +338,10 @@ def test_a_server_that_fails_the_proof_is_named(fakes):
 
 
 def test_responses_of_a_prompt_come_from_one_server(fakes):
-    """Of 12 prompts with 4 responses each; then with room for two requests at a server; then one server ends."""
+    """There are 12 prompts with 4 responses each.
+
+    Servers have plenty of room, then room for two requests, then one server ends.
+    """
     servers = fakes(3)
     asked = {each.url: [] for each in servers}
     for each in servers:

@@ -1,4 +1,4 @@
-"""SGLang's wire format: what is sent, and replies as SGLang 0.5.23 gave them."""
+"""Tests of SGLang's wire format: the requests that are sent, and replies in the form of SGLang 0.5.23."""
 
 import json
 
@@ -61,7 +61,7 @@ def test_everything_that_shapes_the_distribution_is_sent():
     sampling = body["sampling_params"]
     assert (sampling["max_new_tokens"], sampling["temperature"], sampling["sampling_seed"]) == (9, 0.7, 5)
     assert (sampling["top_p"], sampling["top_k"], sampling["min_p"], sampling["repetition_penalty"]) == (1, -1, 0, 1)
-    # SGLang passes over stop_token_ids, too, where ignore_eos is true.
+    # If ignore_eos is true, SGLang passes over stop_token_ids, too.
     assert (sampling["stop_token_ids"], sampling["ignore_eos"]) == ([14], False)
     plain = WIRE.body(GENERATE, Request(PROMPT, SamplingParams(1), prompt_logprobs=0), "policy")
     assert plain["logprob_start_len"] == 0
@@ -81,7 +81,7 @@ def test_a_reply_is_read():
 
 
 def test_tokens_whose_probability_is_0_in_float32_are_left_out():
-    """SGLang reports the smallest float32 for them, as the logarithm."""
+    """SGLang reports the smallest float32 as the log-probability of such tokens."""
     tops = [[[-0.003, 14, None], [-98.5, 15, None], [-3.4028234663852886e38, 3, None]], [[-0.002, 14, None]]]
     got = read(changed(output_top_logprobs=tops), Request(PROMPT, SamplingParams(2, reported=3)))
     assert got.tops.ids.tolist() == [[14, 15, -1], [14, -1, -1]]
@@ -124,7 +124,7 @@ def test_what_is_no_completion_is_refused(reply):
 
 
 def test_a_response_that_the_server_gave_up_is_said_to_be_one():
-    """SGLang answers an aborted request with 200 and what it had."""
+    """SGLang answers an aborted request with status 200 and the tokens it had."""
     request = Request(PROMPT, SamplingParams(2))
     got = read(changed(finish_reason={"type": "abort", "message": "Abort", "status_code": None}), request)
     with pytest.raises(ReplyError, match="ended a response with 'abort'"):

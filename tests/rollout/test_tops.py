@@ -1,4 +1,4 @@
-"""The likeliest tokens that the embedded and the exact engine report, and cut sampling in them."""
+"""Tests of the likeliest tokens that the embedded and the exact engine report, and of cut sampling in both."""
 
 import functools
 
@@ -36,7 +36,7 @@ def embedded(dtype=jnp.float32, **options):
 
 @functools.cache
 def executable():
-    """The pass of all exact engines here, which is compiled once."""
+    """Returns the pass that all exact engines here share. It is compiled once."""
     objective = Objective(LossConfig(), CorrectionConfig(), 12, LIMIT)
     return ExactPass(CONFIG, MESH, precision=PrecisionConfig("float32"), objective=objective, rows=4, row_tokens=16)
 
@@ -54,7 +54,7 @@ def sample(engine, n=3, *, seed=0, temperature=TEMPERATURE, **asked):
 
 @jax.jit
 def whole_logits(tokens):
-    """The logits after each place of one sequence, float32 [t, v], by the policy's own forward."""
+    """Returns the logits after each place of one sequence, float32 [t, v], by the policy's own forward."""
     ones, places = jnp.ones((1, len(tokens)), jnp.int32), jnp.arange(len(tokens))[None]
     with jax.default_matmul_precision("highest"):
         hidden, _ = hidden_states(PARAMS, CONFIG, tokens[None], ones, places)
@@ -62,7 +62,7 @@ def whole_logits(tokens):
 
 
 def log_softmax_of(response, temperature=TEMPERATURE):
-    """The log-softmax that each token of a response was sampled from, [r, v]."""
+    """Returns the log-softmax that each token of a response was sampled from, [r, v]."""
     prompt = PROMPTS[response.prompt_index]
     tokens = np.zeros(WIDTH + LIMIT, np.int32)
     known = np.concatenate([prompt, response.token_ids])
@@ -129,7 +129,7 @@ def test_a_cut_response_has_its_whole_support(make):
 
 @pytest.mark.parametrize("make", [embedded, exact])
 def test_first_tokens_follow_the_cut_distribution(make):
-    """The 99.9% quantiles of chi-squared with 1 to 4 degrees of freedom."""
+    """The bounds are the 99.9% quantiles of chi-squared with 1 to 4 degrees of freedom."""
     quantiles = {2: 10.83, 3: 13.82, 4: 16.27, 5: 18.47}
     engine, count = make(), 2000 if make is embedded else 300
     asked = SamplingParams(1, TEMPERATURE, (), **CUT)
@@ -163,7 +163,7 @@ def test_the_tops_do_not_depend_on_the_budget(at_once, asked):
 
 
 def test_the_exact_engine_reports_bits_of_its_executable():
-    """The token's number among the likeliest ones has the bits of its log-probability."""
+    """A sampled token among the likeliest ones has the same bits there as in the log-probabilities."""
     for asked in (TOPS, CUT):
         for r in sample(exact(), **asked):
             hit = r.tops.ids == r.token_ids[:, None]

@@ -1,4 +1,4 @@
-"""Turns of several trajectories through engines that answer them in rounds."""
+"""Tests of turns of several trajectories through engines that answer them in rounds."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,7 +44,7 @@ def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, tur
 
 
 def make(config=CONFIG, **settings):
-    """An engine for prompts of 3 tokens and trajectories of 3 turns with the environment's tokens between them."""
+    """Returns an engine with room for trajectories of 3 turns after prompts of 3 tokens, and its parameters."""
     settings = {"max_tokens": 3 + 3 * 5 + 2 * 2, "mesh": MESH, "with_routes": bool(config.num_experts)} | settings
     engine, params = JaxEngine(config, jnp.float32, 3, **settings), init_params(config, 0)
     engine.publish(params, 3)
@@ -63,7 +63,7 @@ def check_logprobs(responses, config, params):
     ("config", "decode_tokens"), [(CONFIG, 0), (CONFIG, 50), pytest.param(EXPERTS, 22, marks=pytest.mark.slow)]
 )
 def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
-    """All turns at once, and one or two rows of 22 tokens at a time."""
+    """The turns run all at once, or one or two rows of 22 tokens at a time."""
     engine, params = make(config, decode_tokens=decode_tokens)
     responses, metrics = converse(engine, turns=(3, 1, 2))
     assert sorted(responses) == [(0, 1), (4, 1), (4, 2), (4, 3), (7, 1), (7, 2)]
@@ -94,12 +94,12 @@ def test_the_loop_scores_the_joined_tokens_as_it_sampled_them():
 
 
 def test_turns_compile_few_loops_and_leave_those_of_one_turn():
-    """One for each number of rows, whatever the lengths, and one for responses of one turn."""
+    """There is one loop for each number of rows, whatever the lengths, and one loop for responses of one turn."""
     make_functions.cache_clear()
     engine, _ = make()
     for seed in range(3):
         converse(engine, turns=(2, 1, 3), seed=seed)
-    assert engine.compilations == 3  # of 3, 2 and 1 rows
+    assert engine.compilations == 3  # one loop each for 3, 2 and 1 rows
     list(engine.generate(PROMPTS, 1, LIMITS, seed=0))
     assert engine.compilations == 4
 

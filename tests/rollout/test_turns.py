@@ -1,4 +1,4 @@
-"""The queue of requests for turns, by hand, and what a request's limit cuts."""
+"""Tests of the queue of requests for turns, worked out by hand, and of cuts by a request's limit."""
 
 import threading
 import time
@@ -126,7 +126,10 @@ def test_whoever_watches_is_told_of_each_change():
 
 
 def test_the_first_tokens_of_a_response_keep_all_of_theirs():
-    """Of 2 tokens of prompt and 5 of response, which versions 4 and 5 sampled, 3 of the response are left."""
+    """The prompt has 2 tokens and the response has 5, of versions 4 to 6.
+
+    The first 3 tokens of the response are left.
+    """
     routes = np.arange(6 * 2, dtype=np.uint8).reshape(6, 2, 1)
     tops = Tops(np.arange(10, dtype=np.int32).reshape(5, 2), -np.arange(10, dtype=np.float32).reshape(5, 2))
     tokens, logprobs = np.array([6, 7, 8, 9, 1], np.int32), np.array([-1, -2, -3, -4, -5], np.float32)
@@ -137,7 +140,7 @@ def test_the_first_tokens_of_a_response_keep_all_of_theirs():
     assert cut.token_ids.tolist() == [6, 7, 8]
     assert cut.logprobs.tolist() == [-1, -2, -3]
     assert cut.versions == (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3))
-    assert cut.routes.tolist() == routes[:4].tolist()  # of 2 + 3 - 1 tokens
+    assert cut.routes.tolist() == routes[:4].tolist()  # 2 + 3 - 1 tokens have routes
     assert cut.tops.ids.tolist() == [[0, 1], [2, 3], [4, 5]]
     assert cut.tops.logprobs.tolist() == [[0, -1], [-2, -3], [-4, -5]]
     assert whole.first(5) is whole

@@ -1,4 +1,4 @@
-"""The client alone, against a stand-in server."""
+"""Tests of the client alone, against a stand-in server."""
 
 import contextlib
 import json
@@ -99,7 +99,7 @@ def test_replies_that_are_none(reply):
 @pytest.mark.parametrize("top", [0, 2])
 @pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
 def test_a_reply_is_read_as_pythons_json_reads_it(route, top):
-    """Every bit of 2,000 log-probabilities; fields that no one asked for may be anything."""
+    """All bits of 2,000 log-probabilities are read. Fields that no one asked for may hold anything."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 2**31 - 1, 2000).tolist()
     logprobs = (-np.exp(rng.normal(-1, 2, 2000))).tolist()
@@ -131,7 +131,7 @@ def test_a_reply_is_read_as_pythons_json_reads_it(route, top):
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("route", [ROLLOUTS, GENERATE, COMPLETIONS])
 def test_no_python_runs_for_each_token_of_a_reply(route, k):
-    """The interpreter makes as many calls for 3,000 tokens as for 3: the event loop is held by compiled code alone."""
+    """The interpreter makes as many calls for 3,000 tokens as for 3. So only compiled code holds up the event loop."""
 
     def calls(count):
         ids = list(range(count))
@@ -173,7 +173,7 @@ def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
 
     def resume():
         end = time.monotonic() + 10
-        while fake.seen[GENERATE] < 5 and time.monotonic() < end:  # far more often than there are attempts
+        while fake.seen[GENERATE] < 5 and time.monotonic() < end:  # there are far more requests than allowed attempts
             time.sleep(0.01)
         fake.paused = False
 
@@ -224,7 +224,7 @@ def test_aborted_responses_are_sampled_again(fake, client):
 
 @pytest.mark.slow
 def test_hundreds_of_responses_come_back_as_they_complete(fake, client):
-    """640 responses, of which 512 are under way at once, as max_outstanding allows: none times out."""
+    """There are 640 responses. At most 512 are under way at once, as max_outstanding allows, and none times out."""
     fake.delay_s = 3.0  # long enough for hundreds of requests to be under way on a slow machine
     requests = [Request(np.array([i % 64], np.int32), SamplingParams(8)) for i in range(640)]
     began = time.monotonic()

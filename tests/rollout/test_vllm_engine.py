@@ -1,4 +1,4 @@
-"""The engine's order of things, against stand-in servers whose log-probability is always -1."""
+"""Tests of the order of the engine's actions, against stand-in servers whose log-probability is always -1."""
 
 import logging
 import re
@@ -30,12 +30,12 @@ OF_A_PULL = {
     "publish/pulled_bytes",
     "publish/mirrors_repaired",
     "publish/servers_in_place",
-}  # see test_vllm_pull.py and test_vllm_in_place.py
-OF_ROUNDING = {"publish/verify_own_abs_diff_mean", "publish/verify_own_band"}  # see test_vllm_forms.py
+}  # test_vllm_pull.py and test_vllm_in_place.py have these
+OF_ROUNDING = {"publish/verify_own_abs_diff_mean", "publish/verify_own_band"}  # test_vllm_forms.py has these
 
 
 def test_publish_keeps_its_order(fake):
-    """Probes are cached before the pause; nothing is sampled between pause and resume; verification comes last."""
+    """Probes are cached before the pause. Nothing is sampled between pause and resume, and verification comes last."""
     engine = make(fake.url)
     try:
         fake.events.clear()
@@ -54,7 +54,7 @@ def test_publish_keeps_its_order(fake):
 
 
 def test_a_server_that_loaded_nothing_keeps_its_proof(fake):
-    """Its bits are compared. Probes are sampled again only where it has not passed with them."""
+    """The server's bits are compared. Probes are sampled again only if the server has not passed with them."""
     shift = [0.0]
     engine = make(fake.url, score_shift=lambda: shift[0])
     try:
@@ -175,7 +175,7 @@ def test_responses_are_given_up_while_the_servers_sample(fake):
         with pytest.raises(StoppedWaitingError, match="asked to stop while responses were sampled"):
             list(engine.generate(PROMPTS, 2, SamplingParams(4), seed=0))
         assert 0.9 < time.monotonic() - began < 8
-        engine.close()  # the requests that waited for a place were cancelled, too
+        engine.close()  # the requests that waited for a place were also cancelled
         assert fake.seen[GENERATE] <= probes + 2
     finally:
         timer.cancel()
@@ -213,7 +213,7 @@ def test_a_server_that_came_back_as_another_is_refused(fake):
 
 
 def test_a_broken_connection_alone_needs_no_update(fake):
-    """A server that kept its weights is verified and opened again, not updated."""
+    """A server that kept its weights is verified and opened again, but not updated."""
     engine = make(fake.url)
     try:
         engine.publish(PARAMS, 0)
@@ -261,7 +261,7 @@ def test_a_publish_goes_on_without_a_server_that_is_gone(fake):
 
 @pytest.mark.slow
 def test_a_server_that_comes_back_is_used_at_once(fake):
-    """600 responses, one every few milliseconds: the recovered server answers a good share of them."""
+    """There are 600 responses, one every few milliseconds. The recovered server answers a good share of them."""
     other = FakeVllm()
     engine = make(fake.url, other.url, limits=ClientLimits(max_outstanding=2, backoff_s=0.01, max_backoff_s=0.02))
     again = None
@@ -284,7 +284,7 @@ def test_a_server_that_comes_back_is_used_at_once(fake):
 
 
 def test_replies_of_another_version_of_this_run_are_refused(fake):
-    """Version 1 must not be taken for version 10, nor the other way round."""
+    """Version 10 must not be taken for version 1 or version 11."""
     engine = make(fake.url)
     try:
         engine.publish(PARAMS, 10)
@@ -346,7 +346,10 @@ def test_seeds_differ_by_place_and_repeat_by_call(fake):
 
 
 def test_colocated_servers_sleep_and_are_proven_when_they_wake(fake):
-    """Awake before the weights come, so that no waking can change them; the probes are cached before the sleep."""
+    """The server wakes before the weights come, so that waking cannot change them.
+
+    The probes are cached before the sleep.
+    """
     engine = make(fake.url, colocated=True)
     try:
         engine.publish(PARAMS, 0)
@@ -368,7 +371,10 @@ def test_colocated_servers_sleep_and_are_proven_when_they_wake(fake):
 
 
 def test_a_sleeping_server_gets_the_weights_before_it_samples(fake):
-    """As for an evaluation between a publish and a rollout: the same version, loaded and proven twice."""
+    """An evaluation can come between a publish and a rollout.
+
+    Then the server loads and proves the same version again.
+    """
     engine = make(fake.url, colocated=True)
     try:
         engine.publish(PARAMS, 0)
@@ -398,7 +404,7 @@ def test_a_server_that_ends_in_its_sleep_is_recovered(fake):
         engine.publish(PARAMS, 1)
         assert engine.fleet.client.opened() == [fake.url]
         again = FakeVllm(port)
-        again.asleep = again.paused = True  # what a run that was killed has left
+        again.asleep = again.paused = True  # a killed run has left it in this state
         engine.publish(PARAMS, 2)
         assert set(engine.fleet.client.opened()) == {fake.url, again.url}
         assert not again.asleep
@@ -409,7 +415,10 @@ def test_a_server_that_ends_in_its_sleep_is_recovered(fake):
 
 
 def test_bits_that_differ_stop_the_run_and_are_named(fake):
-    """Though every log-probability is right: a tensor that was not loaded, then one whose values are others."""
+    """The bits are checked although every log-probability is right.
+
+    One tensor is not loaded, then one has other values.
+    """
     engine = make(fake.url, tensors=lambda params: [(name, sent.get(name, array)) for name, array in params.items()])
     sent = {}
     try:
@@ -449,7 +458,7 @@ def test_an_unproven_server_is_left_out_until_the_next_version(fake, caplog):
         seen = len(other.events)
         engine.publish(PARAMS, 2)
         assert set(engine.fleet.client.opened()) == {fake.url, other.url}
-        # Weights that are not finite leave NaN in a cache: it samples nothing before it has others.
+        # Weights that are not finite leave NaN in a cache. So the server samples nothing before it has other weights.
         after = other.events[seen:]
         assert after.index("sample") > after.index("/finish_weight_update")
         fake.not_loaded = other.not_loaded = {"a"}
@@ -462,7 +471,7 @@ def test_an_unproven_server_is_left_out_until_the_next_version(fake, caplog):
 
 def test_checksums_of_another_update_prove_nothing(fake):
     sound = fake.checksums
-    engine = make(fake.url, server_wait_s=3.0)  # the reason that is named is the last of several
+    engine = make(fake.url, server_wait_s=3.0)  # there are several reasons, and the last one is named
     try:
         fake.checksums = lambda: {**sound(), "tag": "older"}
         with pytest.raises(VerificationError, match=r"was last given the weights \['older'\], not '.*0'"):
@@ -486,7 +495,10 @@ def test_wrong_dtypes(fake):
 
 
 def test_the_servers_head_must_compute_in_the_trainers_dtype(fake):
-    """A server that does not say has the head of its dtype, which is float32 here; None takes any."""
+    """A server that does not say has a head in its own dtype, which is float32 here.
+
+    The expectation None takes any dtype.
+    """
     for head_dtype in ("float32", None):
         make(fake.url, head_dtype=head_dtype).close()
     with pytest.raises(HandshakeError) as caught:
@@ -513,7 +525,7 @@ def test_a_form_that_nobody_named_is_refused_with_its_key(fake):
     line = f"{said} cache is fp8_e4m3, expected fp8_e5m2: {key} with --kv-cache-dtype fp8_e5m2"
     assert str(caught.value) == line
     make(fake.url, server_form=ServerForm("fp8_per_channel", "fp8_e4m3")).close()
-    fake.described = {"kv_cache_dtype": "float32"}  # named, and the model's own
+    fake.described = {"kv_cache_dtype": "float32"}  # the server names it, and it is the model's own dtype
     make(fake.url).close()
 
 
@@ -570,7 +582,7 @@ def test_a_failed_start_leaves_no_directory(fake, tmp_path):
 
 
 def test_the_metrics_are_those_that_the_glossary_explains(fake):
-    """A server that is replaced while the second version is published: every kind of figure has a reason."""
+    """A server is replaced after the second publish, so that every kind of figure is reported."""
     engine, again = make(fake.url), None
     try:
         engine.publish(PARAMS, 0)
@@ -591,7 +603,7 @@ def test_the_metrics_are_those_that_the_glossary_explains(fake):
 
 
 def test_weights_without_room_are_refused_before_any_server(fake, tmp_path):
-    """The version before stays whole, on disk and in use; with room again the next publish succeeds."""
+    """The version before stays whole, on disk and in use. With room again the next publish succeeds."""
     params = {"a": np.linspace(0, 1, 500_000, dtype=np.float32), "b": np.ones((2, 2), np.float32)}
     with small_disk(tmp_path, 5):
         engine = make(fake.url, tmp_path=tmp_path)

@@ -1,4 +1,4 @@
-"""Weight files: what is written, what is kept, what is cleaned."""
+"""Tests of weight files: the files that are written, kept and removed."""
 
 import json
 import os
@@ -82,7 +82,10 @@ KEEPS_WEIGHTS = """
 
 
 def test_only_directories_of_dead_processes_are_removed(tmp_path):
-    """However old they are; of an owner on another machine the heartbeat decides, and what nobody owns stays."""
+    """The age of a living owner's directory does not matter. For an owner on another machine the heartbeat decides.
+
+    A directory without an owner stays.
+    """
     command = [sys.executable, "-c", textwrap.dedent(KEEPS_WEIGHTS), str(tmp_path)]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     living, dead = (Path(child.stdout.readline().strip()) for child in children)

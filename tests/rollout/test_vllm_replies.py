@@ -1,4 +1,4 @@
-"""Whatever a server answers: the response is sampled again within bounds, or one line ends the run; nothing hangs."""
+"""Whatever a server answers, the response is sampled again within bounds, or one line ends the run. Nothing hangs."""
 
 import asyncio
 import contextlib
@@ -157,7 +157,7 @@ def test_an_error_that_nobody_thought_of_is_one_line(fake, monkeypatch):
 
 
 def test_an_exchange_has_a_deadline_though_bytes_keep_coming():
-    """Each read is quick, so httpx's own timeouts never fire."""
+    """Each read is quick, so httpx's own timeouts never end the exchange."""
 
     def drip(path):
         return (b" " * 1000, 1000) if path != "/health" else (b"", 0)
@@ -171,7 +171,7 @@ def test_an_exchange_has_a_deadline_though_bytes_keep_coming():
 
 
 def test_a_server_is_looked_after_while_another_answers(fake):
-    """Replies come all the time; the iterator yields None at its interval all the same."""
+    """Replies come all the time, and the iterator still yields None at its interval."""
     fake.delay_s = 0.05
     with opened(fake.url, limits=ClientLimits(max_outstanding=1)) as client:
         items = list(client.stream(ListedRequests([REQUEST] * 30)))
@@ -207,7 +207,7 @@ def test_what_is_no_url_is_refused(url, said):
 class TestDescriptors:
     @pytest.fixture
     def limit(self, monkeypatch):
-        """Sets the limits that the process seems to have; 40 descriptors are open."""
+        """Returns a function that sets the limits the process seems to have. The process has 40 open descriptors."""
         monkeypatch.setattr(pool, "count_open_files", lambda: 40)
         state = {}
 
@@ -235,7 +235,7 @@ class TestDescriptors:
         assert state["now"] == (then, hard)
 
     def test_fewer_requests_go_out_where_it_cannot_be_raised(self, limit, caplog):
-        limit(320, 320)  # room for 24
+        limit(320, 320)  # room for 24 connections
         servers = [FakeVllm(), FakeVllm()]
         try:
             with opened(*(server.url for server in servers)) as client:
@@ -251,7 +251,10 @@ class TestDescriptors:
 
 @contextlib.contextmanager
 def scripted(body, pause_s=0.0):
-    """A server that answers 200 with ``body(path)``: bytes and the length it claims; byte by byte if it pauses."""
+    """Starts a server that answers 200 with ``body(path)``, the bytes and the length it claims.
+
+    With a pause it sends single bytes.
+    """
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer(connection):

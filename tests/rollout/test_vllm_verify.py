@@ -1,4 +1,4 @@
-"""The band: measured at the start, between a floor and a hard ceiling."""
+"""Tests of the band: it is measured at the start, between a floor and a hard ceiling."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from rljax.rollout.verify_config import DtypeBands, VerifyConfig
 
 
 class Server:
-    """A client of one server whose log-probabilities are off by ``gap``, and by ``stale`` more if it generates."""
+    """A client of one server whose log-probabilities are off by ``gap``. Generated ones are off by ``stale`` more."""
 
     def __init__(self, gap: float, stale: float = 0.0) -> None:
         self.gap, self.stale = gap, stale
@@ -46,9 +46,9 @@ def check(made, server):
 @pytest.mark.parametrize(
     ("dtype", "gap", "band"),
     [
-        ("float32", 1e-7, 1e-5),  # the floor
-        ("float32", 1e-4, 4e-4),  # four times what was measured
-        ("float32", 9e-4, 1e-3),  # the ceiling
+        ("float32", 1e-7, 1e-5),  # the band is the floor
+        ("float32", 1e-4, 4e-4),  # the band is four times the measured gap
+        ("float32", 9e-4, 1e-3),  # the band is the ceiling
         ("float16", 1e-3, 4e-3),
         ("bfloat16", 1e-2, 4e-2),
     ],
@@ -82,7 +82,10 @@ def test_a_mixture_has_a_wider_band_of_its_own():
 
 @pytest.mark.parametrize(("gap", "band"), [(0.01, 0.1), (0.1, 0.4), (0.5, 0.6)])
 def test_a_server_that_rounds_has_a_band_of_its_own(gap, band):
-    """Between 0.1 and 0.6 nats in every dtype. The refusal says which half failed, and what the server is."""
+    """The band is between 0.1 and 0.6 nats in every dtype.
+
+    The refusal names the half that failed and the server's form.
+    """
     made = verifier("float16", form=ServerForm(kv_cache="fp8_e5m2"))
     check(made, Server(gap))
     assert made.band == pytest.approx(band, rel=1e-2)
@@ -94,7 +97,7 @@ def test_a_server_that_rounds_has_a_band_of_its_own(gap, band):
 
 @pytest.mark.parametrize(("stale", "band"), [(0.0001, 0.001), (0.01, 0.04), (0.3, 0.6)])
 def test_a_server_that_rounds_is_compared_with_itself(stale, band):
-    """Its own band is four times what the first rounds differed by, at least 0.001 and at most 0.6 nats."""
+    """The server's own band is four times the difference in the first rounds, at least 0.001 and at most 0.6 nats."""
     made = verifier("bfloat16", form=ServerForm(kv_cache="fp8_e5m2"))
     check(made, Server(0.1, stale))
     assert made.own_band == pytest.approx(band, rel=1e-3)
@@ -105,7 +108,7 @@ def test_a_server_that_rounds_is_compared_with_itself(stale, band):
 
 
 def test_an_old_cache_inside_the_band_of_rounding_is_refused():
-    """The distance to the trainer stays inside its band of 0.4, and that of the server to itself does not."""
+    """The distance to the trainer stays inside its band of 0.4. The server's distance to itself leaves its own band."""
     made = verifier("bfloat16", form=ServerForm(kv_cache="fp8_e5m2"))
     check(made, Server(0.1))
     assert (made.band, made.own_band) == (pytest.approx(0.4, rel=1e-3), 0.001)
@@ -121,7 +124,7 @@ def test_an_old_cache_inside_the_band_of_rounding_is_refused():
 def test_the_distance_that_two_thirds_exceed_is_taken():
     gaps = [0.9, 0.0, 0.3, 0.1, 0.2, 0.5, 0.4]
     assert lower_third(gaps) == 0.2
-    assert lower_third([0.0] * 11 + [9.0] * 5) == 0  # five probes of 16 that are far tell nothing
+    assert lower_third([0.0] * 11 + [9.0] * 5) == 0  # five far probes of 16 prove nothing
     assert lower_third([0.0] * 5 + [9.0] * 11) == 9
     assert lower_third([]) == 0
     assert np.isnan(lower_third([0.1, np.inf, 0.2]))
@@ -135,7 +138,7 @@ def test_a_server_that_rounds_nothing_is_not_asked_twice():
 
 
 class Script:
-    """A client of one server that is off by another gap at each look. It keeps the prompts of each."""
+    """A client of one server that is off by another gap at each look. It keeps the prompts of each look."""
 
     def __init__(self, *gaps: float) -> None:
         self.gaps, self.looks = list(gaps), []

@@ -1,4 +1,4 @@
-"""Hooks on real torch modules, as they are put into a vLLM worker: they are removed together and raise nothing."""
+"""Hooks on real torch modules, put there as in a vLLM worker, are removed together and raise nothing."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,10 @@ def test_an_error_removes_all_hooks_and_the_forward_goes_on():
 
 
 def test_a_model_whose_operations_are_not_known_keeps_no_hook(tmp_path):
-    """Its embedding and its block are found, and the block has no attention."""
+    """The model's embedding and block are found, but the block has no attention.
+
+    An error is raised and no hook stays.
+    """
     model = torch.nn.Module()
     model.model = torch.nn.Module()
     model.model.embed_tokens, model.model.layers = torch.nn.Embedding(2, 2), torch.nn.ModuleList([torch.nn.Identity()])

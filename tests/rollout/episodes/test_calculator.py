@@ -1,4 +1,4 @@
-"""The calculator: a call by hand, what is no call, and demonstrations whose turns the environment takes as they are."""
+"""Tests of the calculator: a call by hand, turns that are no call, and demonstrations that it takes unchanged."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ PROBLEM = {"prompt": "123+456=", "answer": "579"}
 
 
 def play(*turns, truncated=False):
-    """The replies to the turns, and the reward."""
+    """Returns the replies to the turns, and the reward."""
 
     async def episode():
         environment = Calculator()

@@ -1,4 +1,4 @@
-"""Environments are found by name, and a class that does not fit is refused in one line."""
+"""An environment is found by its name, and a class that does not fit is refused in one line."""
 
 import pytest
 

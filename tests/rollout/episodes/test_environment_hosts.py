@@ -1,4 +1,4 @@
-"""Environments that misbehave cost what they must and no more; thousands run at once with few threads."""
+"""Environments that misbehave cost what they must and no more. Thousands of them run at once with few threads."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ from rljax.rollout.episodes.outcomes import Outcome
 
 pytestmark = pytest.mark.slow
 
-# What a person's environment may do; the response says which.
+# An environment that can misbehave in many ways. The text of the response selects one of them.
 ENVIRONMENTS = """
 import asyncio, os, pathlib, signal, subprocess, sys, time
 from rljax.rollout.episodes.environment import Reply
@@ -162,7 +162,7 @@ def hosts_of(workers=1, call_timeout_s=20.0, **options):
 
 
 def counts(hosts):
-    """The counts that are not 0."""
+    """Returns the counts that are not 0."""
     return {name.removeprefix("turns/"): count for name, count in hosts.pop_metrics().items() if count}
 
 
@@ -172,7 +172,7 @@ def begun(hosts, *keys):
 
 
 def gone(pid):
-    """Whether a process has ended; it may remain as a zombie, because nobody waits for an orphan in some containers."""
+    """Returns whether a process has ended. It may remain as a zombie: in some containers nobody waits for an orphan."""
     stat = Path("/proc", str(pid), "stat")
     deadline = time.monotonic() + 10
     while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
@@ -329,7 +329,7 @@ def test_thousands_run_at_once_without_a_thread_each():
         futures = [hosts.step(key, "wait", False) for key in keys]
         assert threading.active_count() - before <= 4
         assert {future.result(60) for future in futures} == {Outcome(Reply("waited"))}
-        assert time.monotonic() - start < 30.0  # one after the other they would take 600 s
+        assert time.monotonic() - start < 30.0  # the 2,000 calls would take 600 s one after the other
         assert {future.result(60) for future in [hosts.reward(key) for key in keys]} == {Outcome(0.25)}
         assert set(hosts.pop_metrics().values()) == {0}
     assert threading.active_count() <= before

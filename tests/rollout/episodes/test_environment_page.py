@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-    """The names of all blocks but the one that starts processes; the module is importable by the page's name for it."""
+    """Yields the name of a module with all code blocks of the page, except the block that starts processes."""
     code = "\n".join(block for block in BLOCKS if "__main__" not in block)
     (tmp_path / "my_tools.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -52,7 +52,7 @@ def test_the_tool_of_the_page_adds(page):
 
 
 def test_the_block_with_processes_prints_what_it_says(page, monkeypatch, capsys):
-    """The page writes what is printed behind each call of ``print``."""
+    """Each call of ``print`` prints the text that the page writes behind it."""
     block = BLOCKS[1].replace("my_environments", page)
     exec(block, {"__name__": "__main__"})
     assert capsys.readouterr().out.splitlines() == re.findall(r"print\(.*\)  # (.*)", block)

@@ -1,4 +1,4 @@
-"""The row of a trajectory, recounted by hand from its turns and its environment's texts."""
+"""The row of a trajectory is recounted by hand from its turns and from its environment's texts."""
 
 import numpy as np
 
@@ -53,12 +53,13 @@ def test_likeliest_tokens_and_routes_stay_with_their_tokens():
         return np.arange(first, first + count, dtype=np.uint8).reshape(count, 1, 1)
 
     recorder = Recorder(ints(7, 8))
-    # Two tokens of prompt and two of response have three routes; the second turn's reply has six, from its own pass.
+    # Two tokens of prompt and two of response have three routes. The second turn's reply has six routes, from its own
+    # pass.
     recorder.add_turn(turn([1, 2], [0, 0], [(0, 0, 2)], routes=routes(3, 10), tops=tops([1, 3], [2, 4])))
     recorder.add_text(ints(50, 51))
     recorder.add_turn(turn([5], [0], [(0, 0, 1)], routes=routes(6, 20), tops=tops([5, 6])))
     row = recorder.response(0, 0, truncated=False, own_prompt=False)
-    # The last token of the first turn went through the layers in the second pass.
+    # The last token of the first turn went through the layers in the second turn's pass.
     assert row.routes.ravel().tolist() == [10, 11, 12, 23, 24, 25]
     assert row.tops.ids.tolist() == [[1, 3], [2, 4], [-1, -1], [-1, -1], [5, 6]]
     assert row.tops.logprobs.tolist() == [[-1, -3], [-2, -4], [-np.inf] * 2, [-np.inf] * 2, [-5, -6]]

@@ -1,4 +1,7 @@
-"""Tools run isolated: each failure becomes a text and a count of its own, and waiting for a process is no fault."""
+"""Tools run isolated.
+
+Each failure becomes a text and has a count of its own, and waiting for a process is no failure.
+"""
 
 import asyncio
 import sys
@@ -136,7 +139,10 @@ def test_tools_that_hang_crash_flood_or_eat_memory_are_bounded():
 
 
 def test_waiting_for_a_free_process_takes_no_time():
-    """Six calls of 0.4 s by one process take 2.4 s; each may take 1 s. Four calls in a row are too long for one."""
+    """Six calls of 0.4 s in one process take 2.4 s, though each may take 1 s.
+
+    Four calls in a row are too long for one step.
+    """
     with hosts_of("Direct", tool_workers=1, call_timeout_s=1.0) as hosts:
         start = time.monotonic()
         for future in [hosts.reset(key, {"calls": 1}) for key in range(6)]:

@@ -1,4 +1,4 @@
-"""Answers of an engine joined to branches that verifiers kept: by hand, without the package."""
+"""An engine's answers are joined to the branches that verifiers kept. The expected rows are worked out by hand."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_one_row_of_two_turns():
 
 
 def test_a_shared_turn_is_sampled_once():
-    """The second branch shares the first turn: it is read there, and only the branch's own turn is sampled."""
+    """The second branch has the shared turn in its prompt, and only its own turn counts as sampled."""
     other = answered([1, 2, 3, 4, 8], [7], [-0.9], 5)
     kept = [branch([1, 2, 3, 4, 9, 6], "--ss-s"), branch([1, 2, 3, 4, 8, 7], "--ss-s")]
     first, second = map(made, rows_of([FIRST, SECOND, other], kept))
@@ -48,7 +48,7 @@ def test_a_shared_turn_is_sampled_once():
 
 
 def test_a_turn_asked_for_twice():
-    """The library kept the second answer to the same prompt; the first one is in no row."""
+    """The library kept the second answer to the same prompt. The first answer is in no row."""
     lost = answered([1, 2, 3, 4, 9], [5, 5], [-1.0, -1.0], 6)
     (row,) = map(made, rows_of([FIRST, lost, SECOND], [branch([1, 2, 3, 4, 9, 6], "--ss-s")]))
     assert row.token_ids.tolist() == [3, 4, 9, 6]
