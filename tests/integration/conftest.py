@@ -1,4 +1,4 @@
-"""Real vLLM servers, one for each dtype, over tiny random models; and the toy base of whole runs."""
+"""Real vLLM servers over tiny random models, one server for each dtype, and the toy base of whole runs."""
 
 import dataclasses
 import functools
@@ -40,9 +40,10 @@ def _python() -> str | None:
 
 
 def pytest_collection_modifyitems(items):
-    """All tests of one dtype's server in a row, so that it is started once, and those that end it after the others.
+    """Orders the tests so that the server of each dtype starts once.
 
-    Tests with servers of their own come last.
+    Tests that end the server of a dtype follow all tests that only use such servers. Tests with servers of their own
+    come last.
     """
 
     def place(item) -> int:
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """A failed test shows the end of the log of each server it used."""
+    """Adds the end of the log of each used server to the report of a failed test."""
     outcome = yield
     report = outcome.get_result()
     if report.failed:
@@ -66,7 +67,7 @@ def pytest_runtest_makereport(item, call):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A tiny policy on both sides."""
+    """A tiny policy in both forms: the files of a server and the parameters of a trainer."""
 
     path: Path
     config: PolicyConfig
@@ -80,7 +81,7 @@ class Model:
         return functools.partial(hf_checksums, config=self.config, dtype=jnp.dtype(dtype))
 
     def moved(self, seed: int, scale: float = 0.3) -> dict:
-        """The parameters after a big step: each tensor moved by ``scale`` of its own spread."""
+        """Returns the parameters after a big step. Each tensor moves by about ``scale`` of its own spread."""
         keys = jax.random.split(jax.random.key(seed), len(jax.tree.leaves(self.params)))
         leaves, tree = jax.tree.flatten(self.params)
         moved = [
@@ -116,7 +117,7 @@ class Served:
         publish: PublishConfig | None = None,
         **config,
     ) -> ServedEngine:
-        """``config`` are fields of RolloutConfig."""
+        """Returns an engine for this server. ``config`` has fields of RolloutConfig."""
         return ServedEngine(
             RolloutConfig(engine="vllm", urls=(self.url,), **{"dtype": self.dtype, **config}),
             VllmBackend(in_place=publish is not None and publish.in_place),
@@ -205,12 +206,12 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProc
 
 @pytest.fixture(scope="session")
 def serve() -> Callable[[ServerProcess, Model, str], Served]:
-    """Puts a running server and its policy together."""
+    """Returns the class that puts a running server and its policy together."""
     return Served
 
 
 class Servers:
-    """The server of one dtype at a time: asking for another ends it, and one that died is started again."""
+    """The server of one dtype at a time. A request for another dtype ends it, and a dead server is started again."""
 
     def __init__(self, make_model: Callable[[bool], Model], start_server: Callable[..., ServerProcess]) -> None:
         self._make_model, self._start_server = make_model, start_server
@@ -227,7 +228,7 @@ class Servers:
         return self._current is not None and self._current.server.alive()
 
     def kill_and_restart(self) -> None:
-        """Ends the running server by SIGKILL and starts another, of the weights on disk, on its port."""
+        """Ends the running server by SIGKILL and starts another on its port, with the weights on disk."""
         killed = self._current
         killed.server.kill()
         again = self._start_server(killed.model, killed.dtype, port=killed.server.port)
@@ -263,18 +264,18 @@ def float32(servers) -> Served:
 
 @pytest.fixture
 def mortal(servers) -> Served:
-    """The server of ``float32``, for a test that ends it."""
+    """Returns the server of ``float32`` to a test that ends it."""
     return servers.of("float32")
 
 
 @pytest.fixture
 def served(request) -> Served:
-    """The server of the dtype named by an indirect parameter."""
+    """Returns the server of the dtype that an indirect parameter names."""
     return request.getfixturevalue(request.param)
 
 
 @pytest.fixture
 def prompts() -> list[np.ndarray]:
-    """Five prompts of 3 to 7 tokens."""
+    """Returns five prompts of 3 to 7 tokens."""
     draw = np.random.default_rng(5)
     return [draw.integers(2, 256, size=3 + i).astype(np.int32) for i in range(5)]

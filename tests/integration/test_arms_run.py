@@ -1,4 +1,4 @@
-"""Arms of the comparison as whole runs: each shows in its rows what sets it apart, and leaves what it was asked for."""
+"""Arms of the comparison as whole runs: rows show what sets each arm apart, and each arm writes its files."""
 
 import json
 
@@ -31,7 +31,10 @@ def rows_of(base, run_dir, *options):
 
 @pytest.fixture(scope="module")
 def several(toy_base, tmp_path_factory):
-    """Two mini-batches and two epochs of GRPO with a KL penalty and VeXact's remedy for noisy weights, dumped."""
+    """Runs GRPO with two mini-batches, two epochs, a KL penalty and VeXact's remedy for noisy weights.
+
+    Returns rows and folder.
+    """
     run_dir = tmp_path_factory.mktemp("several") / "run"
     options = [
         *("--loss.mini-batches", "2", "--loss.epochs", "2", "--advantage.estimator", "grpo"),
@@ -46,7 +49,8 @@ def several(toy_base, tmp_path_factory):
 
 def test_several_updates_a_batch_with_a_reference_and_a_remedy(several):
     _, rows = several
-    # Of two mini-batches the mean of their largest weights: the cap where both have a token above it.
+    # The row has the mean of the largest weights of both mini-batches. It is the cap if both have a token above the
+    # cap.
     assert np.float32(CAP) in [row["correction/weight_max"] for row in rows]
     for row in rows:
         # The first mini-batch of a run moves the policy away from the reference.
@@ -96,7 +100,7 @@ def test_the_transcript_can_be_read(several):
 
 @pytest.fixture(scope="module")
 def bypass(toy_base, tmp_path_factory):
-    """The ratio trainer to rollout in bfloat16, clipped within tight bounds."""
+    """Returns the rows of a bfloat16 run that clips the ratio of trainer to rollout within tight bounds."""
     bounds = ["--loss.clip-low", "0.001", "--loss.clip-high", "0.001", "--correction.veto", "0.5"]
     return rows_of(toy_base, tmp_path_factory.mktemp("bypass") / "run", "--loss.old-logprobs", "rollout", *bounds)
 
@@ -112,7 +116,7 @@ def test_float16_on_both_sides_scales_its_loss_and_lies_closer(toy_base, bypass,
 
 
 def test_bypass_puts_the_mismatch_into_the_ratio(bypass):
-    """The ratio is clipped at the very first update; rejection still works."""
+    """The ratio is clipped at the very first update. Rejection is on, and no sequence is rejected."""
     assert bypass[0]["policy/clip_fraction"] > 0
     assert bypass[0]["correction/rejected_sequence_fraction"] == 0.0
 

@@ -1,4 +1,4 @@
-"""The comparison against a real server: sound columns pass, and each way of comparing unlike things is told apart."""
+"""The comparison against a real server: sound columns pass, and each comparison of unlike things is told apart."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ DTYPES = pytest.mark.parametrize("served", ["bfloat16", FLOAT32], indirect=True)
 
 
 def publish(served, params):
-    """Gives a server that other tests use too the weights that this one is about."""
+    """Gives this test's weights to a server that other tests use, too."""
     engine = served.engine()
     try:
         engine.publish(params, 0)
@@ -50,20 +50,23 @@ def with_scores(dump, served, *specs, **options):
 
 
 def verdict(dump, a, b, **changes):
-    """Of two columns; ``changes`` are made to what the second says of itself."""
+    """Returns the verdict on two columns. ``changes`` replace fields of the second column's description."""
     dump = dump.with_column(b, dump.logprobs[b], dataclasses.replace(dump.sources[b], **changes))
     return compare_columns(dump, [a, b]).pairs[0].verdict
 
 
 def version(served):
-    """The server's own word."""
+    """Returns the version that the server reports."""
     with urllib.request.urlopen(f"{served.url}/version", timeout=10) as answer:
         return json.load(answer)["version"]
 
 
 @pytest.fixture
 def sound(served, prompts):
-    """Columns of equal weights, made once for each dtype: the server's, the trainer's and the embedded engine's."""
+    """Returns columns of equal weights: the server's, the trainer's and the embedded engine's.
+
+    They are made once for a dtype.
+    """
     if served.dtype not in SOUND:
         publish(served, served.model.params)
         scorers = dict.fromkeys(["jax:float32", f"jax:{served.dtype}", f"jax-decode:{served.dtype}"])
@@ -109,7 +112,7 @@ def logprobs_mode(served, mode):
 
 
 def test_raw_logprobs_at_temperature_07_are_refused(bfloat16, prompts):
-    """Declared as what the probe finds them to be, and told by their numbers when nothing is declared."""
+    """The columns are refused by their declared temperature. Without a declaration their numbers show it."""
     publish(bfloat16, bfloat16.model.params)
     with logprobs_mode(bfloat16, "raw_logprobs"):
         raw = with_scores(draw(bfloat16, prompts, temperature=0.7), bfloat16, "jax:bfloat16", temperature=0.7)
@@ -123,7 +126,10 @@ def test_raw_logprobs_at_temperature_07_are_refused(bfloat16, prompts):
 
 
 def test_stale_weights_fail(float32, prompts):
-    """The server still has others than the directory: far ones, and near ones that float32 lets show."""
+    """The server still has other weights than the directory.
+
+    Some are far away, and some so near that only float32 shows it.
+    """
     near, far = (
         (0.003, "wrong_dtype", "weights that differ a little"),
         (0.3, "other_weights", "such as a stale server's"),
@@ -175,7 +181,7 @@ def test_tokens_that_would_end_the_server_are_refused(float32):
 
 
 def test_whole_distributions_of_a_server_and_of_the_trainer(bfloat16, prompts):
-    """By the server's 20 likeliest tokens of 256 and the rest; other weights lie far away."""
+    """The server gives its 20 likeliest tokens of 256 and the rest of the mass. Other weights lie far away."""
     publish(bfloat16, bfloat16.model.params)
     dump, specs = draw(bfloat16, prompts), ["jax:bfloat16", f"vllm:{bfloat16.url}"]
     (near,) = compare_distributions(specs, dump, bfloat16.model.path)

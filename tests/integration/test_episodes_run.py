@@ -1,4 +1,4 @@
-"""Whole runs of several turns: dumps recounted, resumed, killed, with the exact engine, and on two processes."""
+"""Whole runs of several turns: their dumps are recounted, and they are resumed, killed, exact, or on two processes."""
 
 import json
 import signal
@@ -14,7 +14,7 @@ from rljax.record.token_dumps import read_dump, run_dumps
 pytestmark = pytest.mark.slow
 
 STEPS = 4
-# Two or three turns fit; the toy problems' answers ask for more.
+# Two or three turns fit. The toy problems' answers ask for more.
 TURNS = [
     *("--rollout.environment", "counting_environments:Doubling", "--rollout.episode.max-turns", "3"),
     *("--rollout.max-response-tokens", "20", "--rollout.dump-every", "2", "--rollout.refill", "true"),
@@ -32,7 +32,7 @@ def whole(toy_base, tmp_path_factory):
 def test_rows_and_dumps_tell_the_turns(whole):
     rows = comparable(whole)
     for row in rows:
-        assert row["mismatch/logprob_abs_diff_max"] < 1e-4  # float32: masks and places agree
+        assert row["mismatch/logprob_abs_diff_max"] < 1e-4  # in float32 a wrong mask or place would show
         assert 1 < row["turns/mean"] <= row["turns/max"] == 3
         counts = [row[f"turns/turn_{name}/token_count"] for name in ("1", "2", "3_to_4")]
         assert sum(counts) == row["mismatch/token_count"]
@@ -94,7 +94,7 @@ def test_killed_among_its_trajectories_it_goes_on(whole, toy_base, tmp_path):
     assert comparable(run_dir) == comparable(whole)
 
 
-@pytest.mark.harness  # in a smaller form: trainer/test_exact_turns.py
+@pytest.mark.harness  # trainer/test_exact_turns.py has a smaller form
 def test_the_exact_engine_has_no_mismatch_in_any_turn(toy_base, tmp_path):
     exact = ("--rollout.engine", "exact", "--rollout.dtype", "bfloat16", "--precision.compute-dtype", "bfloat16")
     code, output = complete(tiny(toy_base, tmp_path / "run", 2, *TURNS, *exact))

@@ -1,4 +1,4 @@
-"""Whole runs with the exact engine: mismatch exactly 0 at every step, and what is injected is all there is."""
+"""Whole runs with the exact engine: the mismatch is exactly 0 at every step, and only what is injected shows."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,8 @@ TEMPERATURE = 0.9
 VOCAB = 16
 SMALL = [
     *("--rollout.engine", "exact", "--data.batch-size", "4", "--rollout.group-size", "4"),
-    # A token of a response costs a whole forward and backward: responses are short, and rewarded all the same.
+    # A token of a response costs a whole forward and backward, so responses are short. A reward for short responses is
+    # used.
     *("--rollout.max-response-tokens", "12", "--data.reward", "parity_reward:reward"),
     *("--packing.rows-per-micro-batch", "8", "--packing.row-tokens", "20"),
     *("--run.steps", str(STEPS), "--eval.every", "0", "--checkpoint.every", "0"),
@@ -54,24 +55,25 @@ def test_the_mismatch_is_exactly_zero_at_every_step(dtype, toy_base, tmp_path):
         assert row["is/token_ratio_max"] == row["is/token_ratio_min"] == 1.0
         assert row["precision/loss_scale"] == (2.0**15 if dtype == "float16" else 1.0)
         assert row["precision/overflows"] == 0
-        # Two lots of eight sequences. Without guesses each takes as many runs as its longest has tokens.
+        # The sequences form two lots of eight. Without guesses, each lot takes as many runs as its longest response has
+        # tokens.
         assert 2 <= row["rollout/executable_runs"] <= 6 < row["response_length/max"]
-    # The policy moved in between: else nothing was shown.
+    # The policy moved between the steps. Otherwise the test would show nothing.
     assert rows[-1]["optimizer/skipped_updates"] <= 1
     assert all(row["optimizer/grad_norm"] > 0 for row in rows if row["reward/groups_with_signal"])
 
 
 def noise_bounds(logprobs, size):
-    """Bounds on the mean |difference| of log-probabilities that noise on the logits makes, and its standard error.
+    """Returns bounds on the mean |difference| of log-probabilities from noise on the logits, and its standard error.
 
-    Noise of standard deviation s on every logit, g_j of its own each, moves the log-probability of token k by
-    s (g_k - sum_j p_j g_j) to first order: a Gaussian of variance s^2 ((1 - p_k)^2 + sum_{j != k} p_j^2). The sum over
-    the v - 1 other tokens lies between (1 - p_k)^2 / (v - 1), all alike, and (1 - p_k)^2, one alone. The mean of |x| of
-    a Gaussian is sqrt(2 / pi) of its deviation; the deviation of |x| is sqrt(1 - 2 / pi) of it.
+    Every logit gets its own noise s g_j of standard deviation s. To first order it moves the log-probability of token k
+    by s (g_k - sum_j p_j g_j). This is a Gaussian of variance s^2 ((1 - p_k)^2 + sum_{j != k} p_j^2). The sum over the
+    v - 1 other tokens is smallest if all are alike, (1 - p_k)^2 / (v - 1), and largest for one alone, (1 - p_k)^2. The
+    mean of |x| of a Gaussian is sqrt(2 / pi) of its deviation. The deviation of |x| is sqrt(1 - 2 / pi) of it.
 
     Args:
-      logprobs: float64 [n], the trainer's, of the tokens drawn.
-      size: s, after the temperature.
+      logprobs: The trainer's log-probabilities of the sampled tokens, float64 [n].
+      size: The standard deviation s, after the temperature.
     """
     others = size * -np.expm1(logprobs)
     low, high = np.sqrt(2 / np.pi * (1 + 1 / (VOCAB - 1))) * others.mean(), np.sqrt(2 / np.pi * 2) * others.mean()
@@ -79,7 +81,7 @@ def noise_bounds(logprobs, size):
 
 
 def tokens_of(run_dir, step):
-    """(sequences, log-probabilities of their response tokens by column) of a step's dump."""
+    """Returns the dump of a step, and the log-probabilities of its response tokens by column."""
     dump = read_tokens(run_dir / f"rollouts/step_{step:06d}.parquet")
     columns = {
         name: np.concatenate([v[m] for v, m in zip(vectors, dump.response_mask, strict=True)]).astype(np.float64)
@@ -89,19 +91,19 @@ def tokens_of(run_dir, step):
 
 
 def test_what_is_injected_is_measured_and_its_versions_are_told(toy_base, tmp_path):
-    """In float32, so that what the processor rounds (1e-6) is nothing beside what is injected."""
+    """In float32 the processor's rounding (1e-6) is nothing beside the injected mismatch."""
     options = ["--rollout.inject.weight-noise", "0.01", "--rollout.inject.logit-noise", "0.02"]
     options += ["--rollout.inject.staleness", "2", "--rollout.dump-every", "1"]
     rows = run(toy_base, tmp_path / "run", "float32", *options)
     for row in rows:
-        # Other weights move a log-probability by some a, the noise by a symmetric b of its own: the mean of |a + b| is
-        # that of max(|a|, |b|), so no less than that of |b|.
+        # Other weights move a log-probability by some a, and the noise moves it by a symmetric b. The mean of |a + b|
+        # is the mean of max(|a|, |b|), so it is at least the mean of |b|.
         _, columns = tokens_of(tmp_path / "run", row["step"])
         measured = np.abs(columns["trainer"] - columns["rollout"]).mean()
         low, _, error = noise_bounds(columns["trainer"], 0.02 / TEMPERATURE)
         assert row["mismatch/logprob_abs_diff_mean"] == pytest.approx(measured, rel=1e-4)
         assert measured > low - 4 * error
-    # Nothing is stale at step 1: the noise on the weights is known, and what it leaves is the noise on the logits.
+    # Nothing is stale at step 1. The noise on the weights is known, so the rest is the noise on the logits.
     dump, columns = tokens_of(tmp_path / "run", 1)
     config = read_config(toy_base)
     noisy = add_noise(load_params(toy_base, config), logical_axes(config), *map(jnp.asarray, (0.01, 0, 0)))
@@ -122,13 +124,14 @@ def test_evaluation_goes_through_the_same_engine(toy_base, tmp_path):
     options = ["--run.steps", "1", "--eval.at-start", "true", "--eval.max-response-tokens", "6"]
     (row,) = run(toy_base, tmp_path / "run", "float32", *options)
     (other,) = run(toy_base, tmp_path / "jax", "float32", *options, "--rollout.engine", "jax")
-    # Greedy in float32, before any update: the embedded engine says the same, but for ties in at most one of 200.
+    # Responses are greedy in float32, before any update. So the embedded engine has the same responses, but for ties in
+    # at most one of 200.
     accuracy, length = "eval/toy/accuracy_at_start", "eval/toy/response_length_at_start"
     assert row[accuracy] == pytest.approx(other[accuracy], abs=1 / 200)
     assert row[length] == pytest.approx(other[length], abs=5 / 200)
     assert 2.0 < row[length] < 6.0
     assert row["mismatch/logprob_abs_diff_max"] == 0.0
-    # The engine's own figures are of the rollouts alone.
+    # The engine's own figures count the rollouts alone.
     assert row["rollout/executable_runs"] <= 2 * row["response_length/max"]
 
 

@@ -1,4 +1,4 @@
-"""Whole runs on trajectories of another program, killed in their middle and started again."""
+"""Whole runs on another program's trajectories are killed in the middle and started again."""
 
 import json
 import signal
@@ -18,7 +18,10 @@ STALE = ("--rollout.max-staleness", "20", "--diagnosis.behaviour-responses", "0"
 
 
 def groups(first, count):
-    """Rows of the groups ``first`` and following; the reward names each trajectory. The second token is a tool's."""
+    """Returns the rows of ``count`` groups from ``first`` on.
+
+    The reward names each trajectory, and the second token is a tool's.
+    """
     turns = {"mask": [True, False, True], "logprobs": [-1.0, None, -2.0]}
     return [
         make_row(f"g{g}", SIZE * g + i, tokens=(3 + i, 4, 14), **turns)
@@ -28,14 +31,14 @@ def groups(first, count):
 
 
 def trained(run_dir):
-    """The rewards of the trajectories of each step, of the rows that the run kept."""
+    """Returns the rewards of each step's trajectories, from the transcripts that the run kept."""
     steps = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     return [[json.loads(line)["reward"] for line in path.read_text().splitlines()] for path in steps]
 
 
 @pytest.mark.harness
 def test_a_killed_run_uses_each_row_of_a_directory_once(toy_base, tmp_path):
-    """The files have three groups, so that most steps end within one. The run is killed after an unsaved step."""
+    """Files have three groups, so most steps end within a file. The run is killed after a step that is not saved."""
     place, run_dir = tmp_path / "rows", tmp_path / "run"
     place.mkdir()
     words = tiny(toy_base, run_dir, STEPS, "--rollout.trajectories", str(place), *STALE)
@@ -59,7 +62,10 @@ def test_a_killed_run_uses_each_row_of_a_directory_once(toy_base, tmp_path):
 
 
 def test_a_killed_run_keeps_all_that_it_acknowledged(toy_base, tmp_path):
-    """Eight groups are acknowledged, of which the run trains on some. It is killed, and the other four come later."""
+    """Eight groups are acknowledged, and the run trains on some of them.
+
+    It is killed, and the other four come later.
+    """
     run_dir, url = tmp_path / "run", f"http://127.0.0.1:{free_port()}"
     words = tiny(toy_base, run_dir, STEPS, "--rollout.trajectories", url, *STALE)
     process = start(words)
@@ -79,7 +85,7 @@ def test_a_killed_run_keeps_all_that_it_acknowledged(toy_base, tmp_path):
 
 
 def test_a_wrong_file_ends_a_run_in_one_line(toy_base, tmp_path):
-    """The step before it is saved, and the corrected file is used."""
+    """The step before the wrong file is saved, and the corrected file is used."""
     place, run_dir = tmp_path / "rows", tmp_path / "run"
     place.mkdir()
     words = tiny(toy_base, run_dir, 2, "--rollout.trajectories", str(place), *STALE)

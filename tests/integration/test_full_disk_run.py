@@ -1,4 +1,4 @@
-"""A run whose disk fills up: it says so and ends with its last checkpoint whole, and goes on when there is room."""
+"""A run whose disk fills up says so and ends with its last checkpoint whole. It goes on when there is room."""
 
 import os
 import re
@@ -17,7 +17,7 @@ MEGABYTES = 24
 
 @pytest.fixture(scope="module")
 def unbroken(toy_base, tmp_path_factory):
-    """The rows of the run on a disk with room."""
+    """Returns the rows of the run on a disk with room."""
     run_dir = tmp_path_factory.mktemp("unbroken") / "run"
     assert complete(words(toy_base, run_dir, STEPS), figure=True)[0] == 0
     return comparable(run_dir)
@@ -29,7 +29,7 @@ def words(base, run_dir, steps):
 
 @pytest.mark.parametrize("left", [0, 40_000, 100_000])
 def test_a_run_on_a_full_disk_ends_in_one_line_and_goes_on(left, toy_base, tmp_path, unbroken):
-    """``left`` bytes are free after the first checkpoint: none, a row, or a dump and a part of a checkpoint."""
+    """After the first checkpoint ``left`` bytes are free. A row, or a dump and part of a checkpoint, may still fit."""
     with small_disk(tmp_path, MEGABYTES):
         run_dir = tmp_path / "run"
         assert complete(words(toy_base, run_dir, 2), figure=True)[0] == 0

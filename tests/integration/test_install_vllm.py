@@ -1,4 +1,4 @@
-"""``launch/install_vllm.sh`` installs the plugin again where the installed entry point is outdated, and only there."""
+"""``launch/install_vllm.sh`` installs the plugin again if the installed entry point is outdated, and only then."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ CURRENT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry
 
 @pytest.mark.parametrize(("entry", "installs"), [(CURRENT, False), ("rljax.moved_since:register", True)])
 def test_an_outdated_entry_point_is_installed_again(entry, installs, tmp_path):
-    """The interpreter is a script that notes what it is to run with -m, and sees one installed rljax."""
+    """The interpreter is a script. It notes each command that it is to run with -m, and sees one installed rljax."""
     metadata = tmp_path / "site" / "rljax-0.1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rljax\nVersion: 0.1.0\n")

@@ -1,4 +1,4 @@
-"""Whole runs on adapters: they learn, resume, export, start from PEFT's layout, and need no part of the mismatch."""
+"""Whole runs on adapters: they learn, resume, export and start from PEFT's layout. The exact engine has no mismatch."""
 
 import json
 

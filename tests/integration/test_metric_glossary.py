@@ -9,10 +9,11 @@ from toy_runs import command, complete
 
 pytestmark = pytest.mark.slow
 
-# What the toy's run of one process on the embedded engine cannot show: test_vllm_train.py, test_exact_run.py and
-# test_two_processes.py show it, test_mixture_run.py a mixture of experts, run/test_offload.py a state that moves, and
-# run/test_stop_tokens.py a chat template, run/test_refill.py groups that are replaced, trainer/test_turns_update.py
-# an environment, run/test_external.py trajectories of another program, and test_self_check_run.py several devices.
+# The toy's run of one process on the embedded engine does not show these keys. Other tests show them:
+# test_vllm_train.py, test_exact_run.py, test_two_processes.py. test_mixture_run.py has a mixture of experts, and
+# run/test_offload.py a state that moves. run/test_stop_tokens.py has a chat template, and run/test_refill.py groups
+# that are replaced. trainer/test_turns_update.py has an environment, and run/test_external.py has trajectories of
+# another program. test_self_check_run.py has several devices.
 ELSEWHERE = re.compile(
     r"publish/.*|rollout/(requests|retries|server_losses|servers|servers_(joined|left|brought_back|rejected)"
     r"|responses_without_version|mixed_fraction|executable_runs)"

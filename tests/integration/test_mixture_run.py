@@ -1,4 +1,4 @@
-"""A whole run of a tiny mixture of experts with router replay: its rows, its resume, what it refuses."""
+"""A whole run of a tiny mixture of experts with router replay: its rows, its resume, and the settings it refuses."""
 
 import json
 
@@ -11,7 +11,7 @@ from rljax.policy.model import init_params
 from rljax.record.rows import read_rows
 
 pytestmark = pytest.mark.slow
-REWARD = ("--data.reward", "parity_reward:reward")  # one that a fresh policy gets
+REWARD = ("--data.reward", "parity_reward:reward")  # a fresh policy earns this reward
 REPLAY = (
     *REWARD,
     "--rollout.router-replay",
@@ -25,7 +25,7 @@ REPLAY = (
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A fresh mixture with the toy's tokenizer."""
+    """Returns the folder of a fresh mixture with the toy's tokenizer."""
     path = tmp_path_factory.mktemp("mixture")
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     dense = json.loads((TOY_BASE / "config.json").read_text())
@@ -56,7 +56,7 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path):
         assert 0.0 < row["router/entropy"] < 2.08  # log(8)
         assert 0.0 <= row["router/disagreement"] < 0.5
         assert row["optimizer/skipped_updates"] == 0
-        assert row["policy/router_balance"] > 1.9  # 2 where the experts are used alike
+        assert row["policy/router_balance"] > 1.9  # 2 if the experts are used alike
     assert [("mismatch_free_routing/k3_kl" in row) for row in whole] == [False, True, False, True]
 
 

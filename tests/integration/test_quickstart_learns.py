@@ -1,4 +1,4 @@
-"""The quickstart up to its first decay: reward rises as responses lengthen, the surge is called, the rate halves."""
+"""The quickstart up to its first decay: reward rises as responses lengthen, a surge is called, the rate halves."""
 
 import json
 import math
@@ -16,14 +16,14 @@ from rljax.schedule import decay_period_from_surge
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 RATE = 1.5e-4
-STEPS = 130  # of 240; the surge is called near step 65, and the rate halves 1.8 times as late
-# A minute and a half on two cores of its own: room for machines that are shared.
+STEPS = 130  # of 240; the surge is called near step 65, and the rate halves at 1.8 times that step
+# The run takes a minute and a half on two cores of its own. The limit leaves room for shared machines.
 TIMEOUT_S = 900
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The run as a person starts it, compiled as a person's is."""
+    """Runs the quickstart as a person starts it, with the usual compiler flags, and returns its folder."""
     run_dir = tmp_path_factory.mktemp("quickstart") / "run"
     process = start(command(TOY_BASE, run_dir, "--run.steps", str(STEPS)), XLA_FLAGS="")
     try:
@@ -45,7 +45,7 @@ def five_step_means(rows):
 
 
 def crossing(rows):
-    """1-based step at which the 5-step mean length is three times that of the first ten steps."""
+    """Returns the 1-based step at which the 5-step mean length is three times the mean of the first ten steps."""
     means = five_step_means(rows)
     return int(np.argmax(means >= 3 * means[9])) + 1
 

@@ -1,4 +1,4 @@
-"""From a Parquet file in verl's form to a trained and evaluated policy, as a person does it."""
+"""A Parquet file in verl's form becomes a trained and evaluated policy, by the steps that a person takes."""
 
 import json
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 DATA = ROOT / "tests/data"
 STEPS = 4
-LIMIT = "12"  # tokens of an evaluated response: answers without a scratchpad, of which some are right
+LIMIT = "12"  # tokens of an evaluated response; answers without a scratchpad fit, and some of them are right
 DRAWS = ["--n", "2", "--temperature", "1.0", "--pass-k", "1", "2"]
 EVALUATED = [
     *("--eval.max-response-tokens", LIMIT),
@@ -28,7 +28,7 @@ EVALUATED = [
 
 
 def printed(main, words):
-    """Standard output of a program that must end well."""
+    """Returns the standard output of a program that must end well."""
     status, out, err = outcome(main, words)
     assert status == 0, err
     return out
@@ -80,7 +80,7 @@ def test_a_run_from_the_file_learns_and_is_evaluated(evaluated, prepared):
         if due:
             assert row["eval/toy/accuracy"] == pytest.approx(row["eval/toy/pass@1"])
             assert row["eval/toy/accuracy"] < row["eval/toy/pass@2"] < 1
-            # A multiple of 1 / (4 problems x 2 responses).
+            # The accuracy is a multiple of 1 / (4 problems x 2 responses).
             assert (8 * row["eval/held/accuracy"]).is_integer()
     assert read_provenance(prepared)["steps"][0]["read"] == 60
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_evaluated_alone_gives_what_its_row_says(evaluated, prepare
     assert [(line["problem"], line["sample"]) for line in lines] == [(i, j) for i in range(4) for j in range(2)]
     answers = [problem["answer"] for problem in read_problems(held)]
     assert [line["answer"] for line in lines[::2]] == answers
-    # The reward by hand: what stands after the last comma, cut off or not.
+    # The reward by hand compares the text after the last comma. A response that was cut off earns nothing.
     assert [line["reward"] for line in lines] == [
         float(not line["truncated"] and line["response"].rsplit(",", 1)[-1] == line["answer"]) for line in lines
     ]

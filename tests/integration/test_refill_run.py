@@ -1,4 +1,4 @@
-"""Whole runs whose groups without signal are replaced: resumed, with the exact engine, and on two processes."""
+"""Whole runs replace groups without signal. They are resumed, use the exact engine, or have two processes."""
 
 import json
 import signal
@@ -12,7 +12,7 @@ from toy_runs import ROOT, comparable, complete, start, tiny, wait_for_rows
 pytestmark = pytest.mark.slow
 
 STEPS, PROMPTS, GROUP = 5, 4, 2
-# A reward that half of the responses earn, so that half of the groups have no signal.
+# Half of the responses earn this reward, so half of the groups have no signal.
 REFILL = [
     *("--rollout.refill", "true", "--data.batch-size", str(PROMPTS), "--rollout.group-size", str(GROUP)),
     *("--data.reward", "parity_reward:reward", "--rollout.transcript-every", "1"),
@@ -20,14 +20,14 @@ REFILL = [
 
 
 def trained_rewards(run_dir):
-    """The rewards of each step's trained batch, [b, g]."""
+    """Returns the rewards of each step's trained batch, [b, g]."""
     steps = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     lines = [[json.loads(line)["reward"] for line in path.read_text().splitlines()] for path in steps]
     return [np.reshape(rewards, (-1, GROUP)) for rewards in lines]
 
 
 def assert_refilled(run_dir, steps=STEPS):
-    """Each batch is full, and all groups have signal unless the limit was reached; returns the rows."""
+    """Checks that batches are full and that groups have signal below the limit of rounds. Returns the rows."""
     rows, batches = comparable(run_dir), trained_rewards(run_dir)
     assert len(rows) == len(batches) == steps
     assert sum(row["rollout/refilled_groups"] for row in rows) > steps
@@ -50,7 +50,7 @@ def whole(toy_base, tmp_path_factory):
     return run_dir
 
 
-@pytest.mark.harness  # with a scripted engine: run/test_refill.py
+@pytest.mark.harness  # run/test_refill.py has a scripted engine
 def test_every_batch_is_full_of_signal_and_resumes(whole, toy_base, tmp_path):
     rows = assert_refilled(whole)
     run_dir = tmp_path / "run"
@@ -68,7 +68,7 @@ def test_killed_while_groups_are_replaced_it_goes_on(whole, toy_base, tmp_path):
     wait_for_rows(process, run_dir, 2)
     counted.touch()
     deadline = time.monotonic() + 60
-    while len(counted.read_text()) <= PROMPTS * GROUP:  # more rewards than the first round of a step has
+    while len(counted.read_text()) <= PROMPTS * GROUP:  # the first round of a step has fewer rewards
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""One trainer a run directory, with processes as a person or a scheduler starts them."""
+"""A run directory has one trainer, with processes as a person or a scheduler starts them."""
 
 import dataclasses
 import json
@@ -47,7 +47,10 @@ def test_of_two_started_at_once_one_trains(toy_base, tmp_path):
 
 
 def test_the_record_of_another_machine(toy_base, tmp_path):
-    """Its heartbeat stopped long ago: taken over. Taken over by it, while this process stood still: left to it."""
+    """The other machine's heartbeat stopped long ago, so this run takes over.
+
+    When the other machine takes over again, this run leaves the directory to it.
+    """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     with claim(run_dir / "owner.json") as owner:

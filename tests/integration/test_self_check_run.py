@@ -1,4 +1,4 @@
-"""A run that measures the trainer against itself: its other numbers stay bit for bit, and nothing is compiled again."""
+"""A run measures the trainer against itself. Its other numbers stay bit for bit, and nothing is compiled again."""
 
 import logging
 
@@ -7,7 +7,7 @@ import pytest
 from toy_runs import comparable, complete, tiny
 
 KEYS = {"logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl", "log_ppl_abs_diff", "token_count"}
-# A separate forward, and a batch with optional arrays.
+# These options need a separate forward and a batch with optional arrays.
 SEPARATE = ["--loss.mini-batches", "2", "--loss.kl", "k3", "--loss.kl-coefficient", "0.01"]
 RUNS = {"jax": ([], 1), "exact": (["--rollout.engine", "exact"], 1), "mini batches": (SEPARATE, 2)}
 
@@ -17,19 +17,19 @@ def without_self(rows):
 
 
 def checked_runs(base, directory, caplog, words):
-    """The rows without and with the checks, and the programs that were compiled with them."""
+    """Returns the rows without and with the checks, and the number of compilations with the checks."""
     words = [*words, "--checkpoint.every", "100"]
-    jax.clear_caches()  # so that no program is here already
+    jax.clear_caches()  # no program may be there already
     with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
         assert complete(tiny(base, directory / "on", 4, *words, "--diagnosis.self-every", "2"))[0] == 0
-    assert complete(tiny(base, directory / "off", 4, *words))[0] == 0  # with the programs of the first run
+    assert complete(tiny(base, directory / "off", 4, *words))[0] == 0  # this run uses the programs of the first
     said = [record.getMessage() for record in caplog.records]
     count = {name: sum(f"Compiling jit({name})" in line for line in said) for name in ("forward", "loss_forward")}
     return comparable(directory / "off"), comparable(directory / "on"), count
 
 
 def causes(row):
-    """The causes whose metrics a row has; "" is the shape."""
+    """Returns the causes whose metrics a row has. The cause "" is the shape."""
     keys = [key.split("/")[1:] for key in row if key.startswith("mismatch_self/")]
     found = {}
     for *cause, name in keys:
@@ -65,5 +65,5 @@ def test_another_split_of_the_devices(toy_base, tmp_path, caplog):
     assert [causes(row) for row in on] == [set(), {"mesh"}] * 2
     measured = on[1]
     assert measured["mismatch_self/mesh/token_count"] == measured["mismatch/token_count"]
-    # Sums over four parts and over two parts of the heads round differently.
+    # The sums over four parts of the heads and over two parts round differently.
     assert 0 < measured["mismatch_self/mesh/logprob_abs_diff_mean"] < 0.05

@@ -1,4 +1,4 @@
-"""``launch/single_node.sh``: what it says it would start, a short run on the CPU, and nothing left behind."""
+"""Tests of ``launch/single_node.sh``: the commands it would run, a short run on the CPU, and nothing left behind."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def settings(**more):
 
 @pytest.fixture(scope="module")
 def unplanned(tmp_path_factory):
-    """An environment whose interpreter does not make the trainer's dry run, which other tests read."""
+    """Returns an environment whose interpreter skips the trainer's dry run. Other tests read that dry run."""
     venv = tmp_path_factory.mktemp("unplanned")
     program(venv / "bin/python", f'case "$*" in *"rljax.train "*" --dry-run") exit ;; esac\nexec {sys.executable} "$@"')
     return {"RLJAX_VENV": str(venv)}
@@ -69,7 +69,7 @@ def test_weights_without_room_are_refused_before_servers_load(tmp_path):
 
 
 def marked(mark):
-    """Ids and command lines of the live processes that inherited the mark."""
+    """Returns ids and command lines of the live processes that inherited the mark."""
     found = {}
     for directory in Path("/proc").glob("[0-9]*"):
         try:
@@ -82,7 +82,7 @@ def marked(mark):
 
 @pytest.fixture(scope="module")
 def fresh_base(tmp_path_factory):
-    """The toy policy as initialised: nothing here depends on what it answers."""
+    """Returns the folder of the toy policy as initialised. No test here depends on its answers."""
     out = tmp_path_factory.mktemp("fresh")
     save_params(out, init_params(toy_config(), 0), toy_config())
     build_tokenizer().save(out)
@@ -91,12 +91,12 @@ def fresh_base(tmp_path_factory):
 
 @pytest.fixture
 def launch(vllm_interpreter, fresh_base, tmp_path):
-    """Starts the script in a session of its own, as a terminal does; whatever is left at the end is killed."""
+    """Starts the script in a session of its own, as a terminal does. Processes that are left at the end are killed."""
     mark = uuid.uuid4().hex
     started = []
 
     def run(*options):
-        # A test run in the background hands SIGINT down ignored, and bash cannot trap what was ignored.
+        # A test run in the background hands down an ignored SIGINT, and bash cannot trap a signal that was ignored.
         words = [
             "env",
             "--default-signal=INT",
@@ -143,24 +143,27 @@ def test_ctrl_c_saves_the_step_and_leaves_no_process(launch):
     rows = comparable(run_dir)
     assert saved_steps(run_dir) == [len(rows)]
     assert len(rows) >= 2
-    assert all(row["mismatch/logprob_abs_diff_max"] < 1e-4 for row in rows)  # float32 on both sides, over HTTP
+    assert all(row["mismatch/logprob_abs_diff_max"] < 1e-4 for row in rows)  # both sides compute in float32, over HTTP
     assert marked(mark) == {}
 
 
 @pytest.mark.harness
 @pytest.mark.vllm
 def test_the_death_of_its_server_ends_the_run_at_once(launch):
-    """The worker dies of SIGILL, as where AMX is used without permission: status 1, the steps saved, nothing left."""
+    """The worker dies of SIGILL, as it would from AMX without permission.
+
+    The status is 1, steps are saved, and nothing is left.
+    """
     process, mark, run_dir = launch("--run.steps", "1000", "--checkpoint.every", "0")
     wait_for_rows(process, run_dir, 2)
     (group,) = (int(pid) for pid, line in marked(mark).items() if "rljax.rollout.servers.process" in line)
     kill_worker(group)
-    output, _ = process.communicate(timeout=LIMIT_S)  # by itself the trainer would wait for 900 s
+    output, _ = process.communicate(timeout=LIMIT_S)  # the trainer itself would wait for 900 s
     assert process.returncode == 1, output
     log = Path(f"{run_dir}-servers/0.log")
     assert f"single_node: server 0 ended, 0 of 1 left; the whole log is {log}\n" in output
     assert "single_node: no server is left; stopping the training\n" in output
-    # What other processes of the server write in their last moments may come after the end that was shown.
+    # Other processes of the server may write after the end of the log was shown, in their last moments.
     assert sum(line in output for line in log.read_text().splitlines()[-30:] if line.strip()) >= 5
     assert saved_steps(run_dir) == [len(comparable(run_dir))]
     assert marked(mark) == members(group) == {}
@@ -205,7 +208,7 @@ SHARE = ("--gpu-memory-utilization", "0.4", "--dry-run", "--", "--model.path")
 
 @pytest.fixture(scope="module")
 def shared(fresh_base):
-    """The dry run of a server and a trainer on one GPU, with a key and a head in float32."""
+    """Returns the dry run of a server and a trainer on one GPU, with a key and a head in float32."""
     key = ("--rollout.api-key-file", "/secrets/key", "--precision.lm-head-dtype", "float32")
     code, out, err = outcome(CONFIG, *SHARED, *SHARE, str(fresh_base), *key)
     assert code == 0, err
@@ -242,7 +245,7 @@ def test_dapo_needs_no_gpu_and_no_hub_for_its_dry_run(tmp_path):
 
 @pytest.mark.parametrize(("status", "extra"), [(0, "gpu"), (9, "train"), (None, "train")])
 def test_the_environment_has_cuda_where_nvidia_smi_finds_a_gpu(tmp_path, status, extra):
-    """Status 9: the program is there and finds no driver."""
+    """Status 9 stands for a program that is there and finds no driver."""
     if status is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nexit {status}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)

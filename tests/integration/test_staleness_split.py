@@ -1,4 +1,4 @@
-"""Stale rollouts in whole runs: numerics and drift told apart, and recovered where both are put in on purpose."""
+"""Stale rollouts in whole runs: numerics and drift are told apart, and both are recovered if injected on purpose."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 6
 FLOAT32 = ("--rollout.dtype", "float32", "--precision.compute-dtype", "float32")
-# Responses that are long enough to earn something, all of which are told apart.
+# Responses are long enough to earn something, and all of them are told apart.
 SIZE = ("--rollout.max-response-tokens", "40", "--data.batch-size", "4", "--diagnosis.behaviour-responses", "16")
 
 
@@ -21,7 +21,7 @@ def run(base, run_dir, *options, rate="3e-3", steps=STEPS):
 
 @pytest.fixture(scope="module")
 def ahead(toy_base, tmp_path_factory):
-    """The rows of a run that samples each batch during the update before it."""
+    """Returns the rows of a run that samples each batch during the update before it."""
     return run(toy_base, tmp_path_factory.mktemp("ahead") / "run", "--rollout.max-staleness", "1")
 
 
@@ -34,7 +34,7 @@ def test_sampled_ahead_in_float32_all_mismatch_is_drift(ahead):
         assert row["mismatch_numerics/logprob_abs_diff_mean"] < 1e-6
         assert row["mismatch_drift/kl"] + row["mismatch_numerics/kl"] == pytest.approx(row["mismatch/kl"], abs=1e-6)
         assert row["mismatch_drift/1/k3_kl"] == row["mismatch_drift/k3_kl"]
-    # The policy moved, or nothing was shown.
+    # The policy moved. Otherwise the test would show nothing.
     moved = [row["mismatch_drift/logprob_abs_diff_mean"] for row in rows[1:]]
     assert np.mean(moved) > 1e-3
 
@@ -44,18 +44,18 @@ def test_injected_noise_and_staleness_are_recovered(toy_base, tmp_path):
     noise = ("--rollout.inject.weight-noise", "0.05", "--rollout.inject.seed", "3")
     stale = ("--rollout.inject.staleness", "2")
     still = run(toy_base, tmp_path / "still", *noise, *stale, rate="1e-12")
-    # Slow enough that the noise does to the policy what it did to the one that stands still.
+    # The rate is so small that the noise acts on this policy as it does on the one that stands still.
     drift = run(toy_base, tmp_path / "drift", *stale, rate="3e-4")
     both = run(toy_base, tmp_path / "both", *stale, *noise, rate="3e-4")
 
     def mean(rows, part, name="logprob_abs_diff_mean"):
         return np.mean([row[f"mismatch_{part}/{name}"] for row in rows[2:]])
 
-    # Weights that do not move do not drift; their mismatch is what the noise makes.
+    # Weights that do not move do not drift, and the noise makes all of their mismatch.
     assert all(row["mismatch_drift/logprob_abs_diff_max"] < 1e-6 for row in still[2:])
     assert mean(still, "numerics") > 1e-3
     assert mean(drift, "numerics") < 1e-6 < 3e-4 < mean(drift, "drift")
-    # With both, each is what it is alone, as far as runs that sample other tokens can agree.
+    # Each part alone has the same size as in the run with both, as far as runs with other samples can agree.
     assert mean(both, "numerics") == pytest.approx(mean(still, "numerics"), rel=0.18)
     assert mean(both, "drift") == pytest.approx(mean(drift, "drift"), rel=0.25)
     for row in both[2:]:
@@ -64,13 +64,13 @@ def test_injected_noise_and_staleness_are_recovered(toy_base, tmp_path):
 
 @pytest.mark.parametrize("part", [pytest.param("numerics", marks=pytest.mark.harness), "drift"])
 def test_weights_of_one_part_know_nothing_of_the_other(part, toy_base, tmp_path):
-    """In float32 and without noise numerics are rounding; the drift of two versions is not."""
+    """In float32 and without noise, numerics are only rounding. The drift of two versions is more than that."""
     words = ("--rollout.max-staleness", "1", "--correction.preset", "token_tis", "--correction.part", part)
     rows = run(toy_base, tmp_path / "run", *words, "--diagnosis.behaviour-responses", "0")
     for row in rows[1:]:
         assert row["mismatch_numerics/token_count"] == row["mismatch/token_count"]
         assert row["is_numerics/token_ratio_max"] == pytest.approx(1.0, abs=1e-4)
-    # The weights are those of the tokens in the loss.
+    # The weights belong to the tokens in the loss.
     largest = [row["correction/weight_max"] for row in rows[1:] if row["reward/groups_with_signal"] > 0]
     assert largest
     if part == "numerics":
@@ -84,6 +84,7 @@ def test_a_run_sampled_ahead_and_resumed_goes_on(ahead, toy_base, tmp_path):
     first = run(toy_base, tmp_path / "run", *stale, steps=2)
     rows = run(toy_base, tmp_path / "run", *stale)
     assert rows[:2] == first == ahead[:2]
-    # The batch after the checkpoint is asked for again, of the newest version; from then on each is one version old.
+    # The batch after the checkpoint is sampled again, by the newest version. From then on each batch is one version
+    # old.
     assert [row["rollout/staleness"] for row in rows] == [0, 1, 0, 1, 1, 1]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

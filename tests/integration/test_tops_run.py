@@ -1,4 +1,4 @@
-"""Whole runs with likeliest tokens and with cut sampling: the same tokens, a tiny mismatch, and dumps to compare."""
+"""Whole runs with likeliest tokens and cut sampling have the same tokens, a tiny mismatch, and dumps to compare."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def run(base, run_dir, *options, steps=2):
 
 
 def assert_reported(dump, k):
-    """Each sampled token that is among the likeliest ones has its log-probability there."""
+    """Checks that each sampled token among the likeliest ones has its log-probability there. Returns their number."""
     found = 0
     for ids, logprobs, tokens, values, mask in zip(
         dump.top_ids, dump.top_logprobs, dump.token_ids, dump.logprobs["rollout"], dump.response_mask, strict=True
@@ -36,7 +36,7 @@ def assert_reported(dump, k):
 
 
 def assert_entropies(rows, dumps):
-    """The entropies of a dump are those that the row has the mean of."""
+    """Checks that each row's entropy is the mean of its dump's entropies."""
     assert len(rows) == len(dumps) == 2
     for row, dump in zip(rows, dumps, strict=True):
         pairs = zip(dump.values["entropy"], dump.response_mask, strict=True)
@@ -55,7 +55,7 @@ def test_a_run_that_reports_tops_trains_on_the_same_tokens(toy_base, tmp_path):
     assert_entropies(plain, dumps)
     for dump, other in zip(with_tops, dumps, strict=True):
         assert other.top_ids == ()
-        assert dump.other_tops == {}  # nothing in this run's loss needs the trainer's
+        assert dump.other_tops == {}  # the loss of this run does not need the trainer's likeliest tokens
         assert_reported(dump, 4)
         for a, b in zip(dump.token_ids, other.token_ids, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -77,7 +77,7 @@ def test_a_run_of_cut_sampling_has_float32_s_mismatch(toy_base, tmp_path):
         assert pair.verdict.status == "pass", pair.verdict
 
 
-@pytest.mark.harness  # in a smaller form: trainer/test_exact_cut.py
+@pytest.mark.harness  # trainer/test_exact_cut.py has a smaller form
 def test_the_exact_engine_has_no_mismatch_in_a_cut_run(toy_base, tmp_path):
     rows, dumps = run(toy_base, tmp_path / "run", *CUT, *EXACT)
     for row in rows:
@@ -88,7 +88,7 @@ def test_the_exact_engine_has_no_mismatch_in_a_cut_run(toy_base, tmp_path):
 
 
 def test_a_run_of_score_centering_dumps_the_trainers_side(toy_base, tmp_path):
-    """In float32 the trainer's log-probabilities of the sampler's likeliest tokens are nearly the sampler's."""
+    """In float32 the trainer gives the sampler's likeliest tokens nearly the same log-probabilities as the sampler."""
     options = ("--correction.score-centering", "true", "--rollout.top-logprobs", "4")
     rows, dumps = run(toy_base, tmp_path / "run", *options)
     assert_entropies(rows, dumps)

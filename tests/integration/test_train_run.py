@@ -1,4 +1,4 @@
-"""Whole runs of ``python -m rljax.train`` as a person starts, kills and resumes them."""
+"""Whole runs of ``python -m rljax.train`` are started, killed and resumed as a person does it."""
 
 import json
 import shutil
@@ -39,9 +39,9 @@ STEPS = 8
 SMALL = [
     *("--data.batch-size", "8", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "4"),
     *("--run.steps", str(STEPS), "--eval.every", "3", "--eval.max-response-tokens", "8", "--checkpoint.every", "2"),
-    # A tracker that calls at the first length 1% above the shortest so far, and a rate that decays soon, so that a call
-    # made, a period set and a rate decayed are all resumed. Only lengths that fall at each of steps 2 to 5 make no such
-    # call: by chance 1 / 5!.
+    # The tracker calls at the first length 1% above the shortest so far, and the rate decays soon after. So a made
+    # call, a set period and a decayed rate are all resumed. No call comes only if lengths fall at each of steps 2 to 5,
+    # which happens by chance in 1 of 5! runs.
     *("--optimizer.learning-rate", "2e-4", "--schedule.surge.ratio", "1.01", "--schedule.surge.held-ratio", "0.5"),
     *("--schedule.surge.smooth", "1", "--schedule.surge.persistence", "1", "--schedule.surge.warmup", "2"),
     *("--schedule.multiplier", "1.5"),
@@ -71,7 +71,7 @@ def test_rows_are_complete_and_finite(uninterrupted):
         assert ("eval/toy/accuracy" in row) == (row["step"] in (3, 6, 8))
     assert 2 <= rows[-1]["schedule/surge_step"] <= 5
     assert rows[-1]["schedule/learning_rate"] < rows[0]["schedule/learning_rate"] == np.float32(2e-4)
-    # Else resuming would be tested without an optimizer state to lose.
+    # Otherwise there would be no optimizer state to lose on the way.
     assert all(row["optimizer/grad_norm"] > 0 for row in rows)
     assert rows[-1]["optimizer/skipped_updates"] == 0
     summary = json.loads((uninterrupted / "summary.json").read_text())
@@ -86,7 +86,7 @@ def test_written_config_reproduces_the_run(uninterrupted, toy_base, tmp_path):
     assert config.run.steps == STEPS
     code, output = complete([written, "--run.dir", tmp_path / "again", "--run.steps", "3"])
     assert code == 0, output
-    # The last step of the shorter run is evaluated as a last step.
+    # The shorter run evaluates its last step because it is the last.
     shorter = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in comparable(tmp_path / "again")]
     expected = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in comparable(uninterrupted)[:3]]
     assert shorter == expected
@@ -169,7 +169,7 @@ def test_another_run_is_continued_by_its_path(uninterrupted, toy_base, tmp_path)
 
 
 def test_a_fork_has_the_rows_of_its_own_schedule_from_the_start(uninterrupted, toy_base, tmp_path):
-    """The schedule of the fork decays after its checkpoint, the run that it forks from has a constant rate."""
+    """The fork's schedule decays after its checkpoint. The run that it forks from has a constant rate."""
     kept = ("--checkpoint.every", "1", "--checkpoint.keep", "20")
 
     def run(name, *options):
@@ -185,10 +185,10 @@ def test_a_fork_has_the_rows_of_its_own_schedule_from_the_start(uninterrupted, t
     forked = run("forked", "--run.fork", str(source))
     assert forked[first:] == triggered[first:] != constant[first:]
     assert forked[:first] == constant[:first]
-    period = "schedule/decay_period"  # which a constant rate does not have
+    period = "schedule/decay_period"  # a constant rate has no decay period
     assert [row | {period: None} for row in triggered[:first]] == constant[:first]
     shutil.rmtree(tmp_path / "constant")
-    assert run("forked", "--run.fork", str(source)) == forked  # begun before: its own checkpoints are enough
+    assert run("forked", "--run.fork", str(source)) == forked  # it began before, so its own checkpoints are enough
 
 
 def test_a_fork_may_not_be_of_other_data_or_of_no_checkpoint(uninterrupted, toy_base, tmp_path):

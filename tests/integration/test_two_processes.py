@@ -1,4 +1,4 @@
-"""One run by two real processes: the rows of one process, asked to stop at any of them, one of them killed."""
+"""One run by two real processes has the rows of one process. Either process is asked to stop, or one is killed."""
 
 import signal
 import time
@@ -20,7 +20,7 @@ def words(base, run_dir, *options):
 
 @pytest.fixture(scope="module")
 def alone(toy_base, tmp_path_factory):
-    """The rows of one process on four devices."""
+    """Returns the rows of one process on four devices."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
     complete_together(words(toy_base, run_dir), 1, run_dir.with_name("printed"))
     rows = comparable(run_dir)

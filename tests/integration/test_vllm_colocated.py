@@ -1,4 +1,4 @@
-"""A real vLLM server that sleeps while the trainer trains; on a CPU it does all but give memory back."""
+"""A real vLLM server sleeps while the trainer trains. On a CPU it does everything except giving memory back."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ def colocated(bfloat16):
     with contextlib.closing(bfloat16.engine(colocated=True)) as engine:
         engine.publish(bfloat16.model.params, 0)
         yield engine
-    engine = bfloat16.engine()  # which wakes it
+    engine = bfloat16.engine()  # a new engine wakes the server
     engine.close()
 
 
@@ -36,7 +36,7 @@ def test_it_sleeps_and_wakes_with_the_current_weights(bfloat16, colocated):
     assert not is_asleep(colocated)
     assert sampled_versions(colocated) == {0}
     assert is_asleep(colocated)
-    assert sampled_versions(colocated) == {0}  # an evaluation: woken for the same version
+    assert sampled_versions(colocated) == {0}  # as for an evaluation, the server wakes for the same version
     metrics = colocated.publish(bfloat16.model.moved(1), 1)
     assert not is_asleep(colocated)
     assert sampled_versions(colocated) == {1}

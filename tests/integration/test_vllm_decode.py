@@ -1,4 +1,4 @@
-"""Forced decoding in a real vLLM: which path a difference comes from, and hooks that leave nothing behind."""
+"""Forced decoding in a real vLLM shows the path that a difference comes from. Its hooks leave nothing behind."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,16 @@ from rljax.rollout.types import SamplingParams
 pytestmark = [pytest.mark.vllm, pytest.mark.harness]
 PROMPT, RESPONSE, COUNT = 80, 60, 8
 SAMPLED = 16  # tokens of a response that is sampled and then forced
-# Keys and values are split for idle threads; threads that wait do not spin.
+# With two threads, keys and values are split for an idle thread. Waiting threads do not spin.
 THREADS = {**ONE_THREAD, "OMP_NUM_THREADS": "2", "KMP_BLOCKTIME": "0", "OMP_WAIT_POLICY": "passive"}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random policy of four layers, wide enough that bfloat16 rounds differently by another order of sums."""
+    """Returns a random policy of four layers.
+
+    It is wide enough that bfloat16 rounds differently in another order of sums.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -49,7 +52,12 @@ def dump():
 
 
 def paths(dump, url):
-    """|decode - prefill| of the responses [n, response], by the number n that are decoded at a time."""
+    """Returns
+
+    decode - prefill
+
+    of responses, [n, response], for each number n of responses that are decoded at a time.
+    """
     prefilled = np.stack([vector[PROMPT:] for vector in score_column(f"vllm:{url}", dump)[0]])
     found = {}
     for n in (1, 2, 8):
@@ -84,7 +92,7 @@ def test_batch_invariant_decode_equals_prefill(model, vllm_interpreter, tmp_path
 
 
 def sampled(url):
-    """A sampled response: its prompt, tokens and log-probabilities."""
+    """Returns the prompt, tokens and log-probabilities of a sampled response."""
     prompt = np.arange(PROMPT, dtype=np.int32)
     with open_server(url) as server:
         (response,) = server.generate([prompt], 1, SamplingParams(SAMPLED), seed=3)
@@ -92,7 +100,7 @@ def sampled(url):
 
 
 def forced_again(url, response):
-    """The number of tokens that have the same log-probability when they are forced as when they were sampled."""
+    """Returns the number of tokens whose log-probability is the same when forced as when sampled."""
     prompt, tokens, logprobs = response
     with open_server(url) as server:
         (again,) = server.decode([prompt], [tokens], at_once=1)
@@ -100,7 +108,7 @@ def forced_again(url, response):
 
 
 def fails_harmlessly(server):
-    """Whether a hook that fails is removed and says why, and the request is answered."""
+    """Returns whether a failing hook is removed with its reason. Checks that the request is answered."""
     client = ServerClient([server.url], VllmBackend())
     try:
         assert rpc(server, "rljax_force", "test", 60.0) == [{"way": "extra_args", "reason": ""}]

@@ -1,4 +1,4 @@
-"""The endpoint of rljax's plugin in a real server, against vLLM's own endpoint for token ids."""
+"""The endpoint of rljax's plugin in a real server is compared with vLLM's own endpoint for token ids."""
 
 import asyncio
 import urllib.request
@@ -20,24 +20,24 @@ pytestmark = pytest.mark.vllm
 
 
 def metric(url, name):
-    """The sum of a metric of the server over its labels."""
+    """Returns the sum over all labels of one of the server's metrics."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as reply:
         lines = reply.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
 
 def running(url):
-    """How many requests the server samples now."""
+    """Returns the number of requests that the server samples now."""
     return metric(url, "num_requests_running")
 
 
 def generated(url):
-    """How many tokens the server has generated since it started."""
+    """Returns the number of tokens that the server has generated since it started."""
     return metric(url, "generation_tokens_total")
 
 
 async def until(is_so):
-    """Waits for at most 10 seconds until ``is_so`` returns true, which must happen."""
+    """Waits until ``is_so`` returns true, which must happen within 10 seconds."""
     async with asyncio.timeout(10):
         while not await asyncio.to_thread(is_so):
             await asyncio.sleep(0.02)
@@ -93,8 +93,8 @@ def test_one_bad_request_does_not_harm_the_others(float32, prompts):
         assert [len(reply.token_ids) for reply in client.sample(float32.url, good)] == [4, 4, 4]
 
 
-# The server samples 64 of them at a time. All together take many seconds, so that one which is slow to notice that a
-# request was given up has not sampled most of them yet.
+# The server samples 64 requests at a time, and all of them take many seconds. So a server that is slow to notice a
+# given-up request has not sampled most of them yet.
 MANY, LONG = 320, SamplingParams(400)
 
 
@@ -104,7 +104,7 @@ def test_the_server_gives_up_what_nobody_waits_for(float32, prompts):
         requests = make_requests(prompts[:1], MANY, LONG, 0)
         requests[0] = Request(prompts[0], SamplingParams(2))
         (index, _), first = next(item for item in client.stream(ListedRequests(requests)) if item is not None)
-        assert len(first.token_ids) == requests[index].sampling.max_response_tokens  # of whichever batch arrived first
+        assert len(first.token_ids) == requests[index].sampling.max_response_tokens  # of any batch
     asyncio.run(until(lambda: running(float32.url) == 0))
     assert 0 < generated(float32.url) - before < 0.8 * MANY * 400
 

@@ -1,4 +1,4 @@
-"""Policies other than dense Qwen3 through a real vLLM server: what is published is proven, used, and trained on."""
+"""Policies other than dense Qwen3 in a real vLLM server: published weights are proven, used, and trained."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ SHAPES = {
         tie_word_embeddings=True,
     ),
 }  # fmt: skip
-# Mean absolute difference of log-probabilities, in nats.
+# The bounds are mean absolute differences of log-probabilities, in nats.
 BOUNDS = {"qwen3_moe": {"bfloat16": 0.06, "float32": 1e-5}, "qwen2": {"bfloat16": 0.03, "float32": 1e-5}}
 
 
@@ -43,7 +43,7 @@ def parameters(family):
     params = init_params(SHAPES[family], 0)
     keys = jax.random.split(jax.random.key(1), len(jax.tree.leaves(params)))
     leaves, tree = jax.tree.flatten(params)
-    # Biases and norms are not what a fresh policy has.
+    # Biases and norms get other values than those of a fresh policy.
     moved = [leaf + 0.1 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
     return jax.tree.unflatten(tree, moved)
 
@@ -98,7 +98,10 @@ FAULTS = {
 
 
 def test_a_tensor_that_is_not_loaded_is_named(served):
-    """One expert stale, a router of the version before, a bias left out; the same version loaded soundly passes."""
+    """Single tensors are left out, such as an expert, a router or a bias.
+
+    Each is named, and the same step loaded soundly passes.
+    """
     engine = served.engine()
     try:
         engine.publish(served.model.params, 0)
@@ -116,7 +119,10 @@ def test_a_tensor_that_is_not_loaded_is_named(served):
 
 @pytest.mark.parametrize("served", [("qwen3_moe", "bfloat16")], ids="-".join, indirect=True)
 def test_experts_that_are_not_packed_are_caught_by_their_use(served):
-    """What vLLM does with a reload on a CPU: each bit is the trainer's, and the kernel reads them in another layout."""
+    """A plain reload in vLLM on a CPU has this fault.
+
+    Every bit is the trainer's, but the kernel reads another layout.
+    """
     engine = served.engine()
     try:
         engine.publish(served.model.params, 0)
@@ -132,7 +138,10 @@ def test_experts_that_are_not_packed_are_caught_by_their_use(served):
 
 
 def test_its_operations_are_a_references(served, tmp_path):
-    """Biases and experts: each operation of the server is rounding, and a stale layer of the reference is named."""
+    """Each operation of the server differs by rounding only, biases and experts included.
+
+    A reference's stale layer is named.
+    """
     engine, config, params = served.engine(), served.model.config, served.model.params
     try:
         engine.publish(params, 0)

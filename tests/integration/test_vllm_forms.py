@@ -1,4 +1,7 @@
-"""Servers that round weights or cache to 8 bits: refused where nobody named it, else trained with and compared."""
+"""Servers that round weights or cache to 8 bits are refused unless the settings name it.
+
+Then a run trains and compares.
+"""
 
 import numpy as np
 import pytest
@@ -67,7 +70,7 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
 
 @pytest.mark.parametrize("cache", ["fp8_e4m3", "fp8_e5m2"])
 def test_faults_of_use_are_out_of_the_wider_band(cache, make_model, start_server, serve):
-    """A cache of older weights is found by the server's own scores, and a head of older weights by the wider band."""
+    """The server's own scores find a cache of older weights, and the wider band finds a head of older weights."""
     model = make_model(True)
     with start_server(model, "bfloat16", more=("--kv-cache-dtype", cache)) as server:
         served = serve(server, model, "bfloat16")
@@ -76,7 +79,7 @@ def test_faults_of_use_are_out_of_the_wider_band(cache, make_model, start_server
             sound = engine.publish(model.params, 0)
             print(cache, sound["publish/verify_abs_diff_mean"], engine.verifier.band)
             assert sound["publish/verify_own_abs_diff_mean"] < sound["publish/verify_own_band"] < 0.1
-            for scale, version in ((0.3, 1), (0.05, 3)):  # a big step, and one inside the band of the rounding
+            for scale, version in ((0.3, 1), (0.05, 3)):  # a big step, and a step inside the band of the rounding
                 with cache_kept(engine), pytest.raises(VerificationError, match=OUT_OF_BAND) as stale:
                     engine.publish(model.moved(2, scale), version)
                 print(scale, stale.value)
@@ -86,8 +89,8 @@ def test_faults_of_use_are_out_of_the_wider_band(cache, make_model, start_server
             with pytest.raises(VerificationError) as unpacked:
                 engine.publish(model.moved(3), 5)
             print(unpacked.value)
-            # On some processors the head has a copy of its own. The band of e5m2 is wider than what an old one does,
-            # and the bits alone find it.
+            # On some processors the head has a copy of its own. The band of e5m2 is wider than the error of an old
+            # copy, so only the bits find it.
             if cache == "fp8_e4m3" and rpc(served, "head_is_stale")[0]["stale"]:
                 with pytest.raises(VerificationError, match=OUT_OF_BAND):
                     check_use(engine, server.url, model.moved(3))

@@ -1,4 +1,4 @@
-"""Trainer and real server must agree; each disagreement is one clear line."""
+"""Trainer and real server must agree. Each disagreement is one clear line."""
 
 import json
 
@@ -59,7 +59,7 @@ OPTION = '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype":
 
 @pytest.mark.parametrize("served", ["bfloat16", pytest.param("float16", marks=pytest.mark.harness)], indirect=True)
 def test_head_dtype(served, served_rpc, prompts):
-    """With blocks that add nothing only the heads can differ, and in float32 theirs is the trainer's."""
+    """The blocks add nothing, so only the heads can differ. In float32 the server's head is the trainer's."""
     flat = {**served.model.params, "layers": jax.tree.map(jnp.zeros_like, served.model.params["layers"])}
 
     def largest_gap(head_dtype):
@@ -121,7 +121,7 @@ def test_default_sampling_must_be_plain(float32, rpc):
 
 
 def test_directory_that_the_server_does_not_see(float32):
-    """The probe file proves it: here the trainer claims another text than the server reads."""
+    """The probe file proves it. Here the trainer claims another text than the server reads."""
     from rljax.weights.store import WeightDirectory
 
     sound = WeightDirectory.probe
@@ -138,7 +138,7 @@ def test_protocol(float32, monkeypatch):
 
 
 def test_nobody_there():
-    """A bounded wait, then one line."""
+    """The wait for a server is bounded and ends in one line."""
     with pytest.raises(RuntimeError, match="no vLLM server came back within 1 s"):
         ServedEngine(
             RolloutConfig(engine="vllm", urls=(f"http://127.0.0.1:{free_port()}",), server_wait_s=1.0),

@@ -1,4 +1,4 @@
-"""New weights while a real vLLM server samples: which tokens are of which policy, and what they were computed from."""
+"""New weights come while a real vLLM server samples. Each token has the policy and the context it was computed from."""
 
 import functools
 
@@ -14,7 +14,7 @@ TOKENS = 300
 
 @pytest.mark.parametrize("update", ["keep", pytest.param("abort", marks=pytest.mark.harness)])
 def test_each_token_has_the_logprob_of_its_policy(float32, prompts, update):
-    """With all that is before it computed by that same policy: no key and no value of an older one is left."""
+    """The same policy also computed everything before the token. No key and no value of an older policy is left."""
     policies = [float32.model.params, float32.model.moved(1), float32.model.moved(2)]
     client = ServerClient([float32.url], VllmBackend())
     engine = float32.engine(update=update, max_staleness=2, server_wait_s=30.0)

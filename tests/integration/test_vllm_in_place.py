@@ -1,4 +1,4 @@
-"""A real vLLM server that writes what changed into its weights as they stand, as on a GPU.
+"""A real vLLM server writes changed values into its weights in place, as on a GPU.
 
 Its linear layers are kept from packing their weights (vllm_sabotage.py), which vLLM does on every CPU.
 """
@@ -27,7 +27,7 @@ def unpacked(start_server, make_model):
 
 @pytest.fixture
 def publishing():
-    """Builds an engine that asks for it, and has published version 0."""
+    """Yields a function that builds an engine for updates in place, which has published version 0."""
     with contextlib.ExitStack() as stack:
 
         def build(served):
@@ -40,7 +40,10 @@ def publishing():
 
 
 def turned(params, seed):
-    """Of the last layer's MLP one matrix with other values: a tenth of all weights, and quite another policy."""
+    """Returns parameters with other values in one matrix of the last layer's MLP.
+
+    The change is a tenth of all weights.
+    """
     layers = params["layers"]
     down = layers["mlp"]["down"]
     noise = jax.random.normal(jax.random.key(seed), down[1].shape)
@@ -49,7 +52,7 @@ def turned(params, seed):
 
 
 def written(engine, params, version):
-    """Publishes, and returns how many servers wrote in place; every tensor is proven whichever way."""
+    """Publishes, checks that every tensor is proven, and returns the number of servers that wrote in place."""
     metrics = engine.publish(params, version)
     assert metrics["publish/verified_tensors"] == 24
     assert metrics["publish/verify_abs_diff_mean"] < metrics["publish/verify_band"]
@@ -98,7 +101,7 @@ def test_one_that_breaks_off_is_loaded_whole_at_once(unpacked, publishing):
 def test_a_server_that_missed_a_version_gets_all_of_the_next(unpacked, publishing):
     engine = publishing(unpacked)
     missed = adamw_step(unpacked.model.params, seed=1)
-    engine.prepare(missed, 1)  # its machine has it
+    engine.prepare(missed, 1)  # the server's machine has this version, but the server does not load it
     params = adamw_step(missed, seed=2)
     assert written(engine, params, 2) == 0
     assert written(engine, adamw_step(params, seed=3), 3) == 1
@@ -115,7 +118,7 @@ def test_weights_that_others_changed_are_not_written_into(unpacked, publishing):
 
 
 def test_an_update_that_ends_in_an_error_lets_the_next_come(unpacked, publishing):
-    """Whether or not it was written in place; vLLM itself takes it for one that goes on."""
+    """A failed update does not block the next version. vLLM itself takes the failed update for one under way."""
     engine = publishing(unpacked)
     params = unpacked.model.params
     rpc(unpacked, "sabotage_finish", "next")

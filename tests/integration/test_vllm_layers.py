@@ -1,4 +1,7 @@
-"""The layer and operation at which a running vLLM and a reference part, with faults planted into the server."""
+"""The comparison finds the layer and operation at which a running vLLM and a reference part.
+
+Faults are planted in vLLM.
+"""
 
 import json
 import urllib.request
@@ -24,7 +27,7 @@ TOKENS = np.random.default_rng(0).integers(2, 250, 60).astype(np.int32)
 
 
 def ask(served, method, *arguments):
-    """The answer of the server's one worker."""
+    """Returns the answer of the server's only worker."""
     return rpc(served, method, *arguments)[0]
 
 
@@ -36,7 +39,7 @@ def judged(served, spec, directory=None, effects=0):
 
 
 def restore(served):
-    """Publishes the policy that the server was started from: an earlier test may have published another one to it."""
+    """Publishes the policy that the server was started from. An earlier test may have published another one."""
     engine = served.engine()
     try:
         engine.publish(served.model.params, 0)
@@ -85,7 +88,7 @@ def test_planted_faults_are_found_at_their_places(served, tmp_path):
 
 
 def part_of_layer(ours, theirs):
-    """Takes layer 1 of each stacked parameter from the second tree."""
+    """Returns the first tree with layer 1 of each stacked parameter taken from the second tree."""
     if isinstance(ours, dict):
         return {key: part_of_layer(ours[key], theirs[key]) for key in ours}
     return ours.at[1].set(theirs[1])
@@ -94,7 +97,10 @@ def part_of_layer(ours, theirs):
 @pytest.mark.vllm
 @pytest.mark.harness
 def test_a_hook_that_fails_leaves_the_server_alone(bfloat16, tmp_path):
-    """Fewer tokens are given than the prompt has. The error is told, the prompt is answered, and no hook stays."""
+    """The given array has fewer tokens than the prompt.
+
+    The error is told, the prompt is answered, and no hook stays.
+    """
     (tmp_path / PROBE).write_text("broken")
     save_file({"0/attention": np.zeros((1, 1), np.float32)}, tmp_path / GIVEN)
     assert ask(bfloat16, "rljax_tap", str(tmp_path), "broken") == {"error": ""}
@@ -115,7 +121,7 @@ def test_a_hook_that_fails_leaves_the_server_alone(bfloat16, tmp_path):
 @pytest.mark.vllm
 @pytest.mark.harness
 def test_the_program_looks_into_a_server(bfloat16, tmp_path, capsys):
-    """A server with another key projection in layer 1 is found from the command line, beside a sound scorer."""
+    """The command line finds a server with another key projection in layer 1, beside a sound scorer."""
     restore(bfloat16)
     lines = {"sequence_id": "a", "token_ids": TOKENS.tolist(), "response_mask": [1] * 60}
     (tmp_path / "tokens.jsonl").write_text(json.dumps(lines) + "\n")
@@ -144,7 +150,7 @@ def described(*, eager=True, mode=0, stages=1):
 
 
 def test_a_server_that_hides_its_operations_is_refused():
-    """The description is vLLM's configuration, and the runner is one that does not tell whose rows are whose."""
+    """The description has vLLM's configuration, and the runner does not tell which rows belong to which request."""
     runner = SimpleNamespace(model=SimpleNamespace())
     assert "compiled or captured in graphs" in refusal(described(mode=3), runner)
     assert "start it with --enforce-eager" in refusal(described(eager=False), runner)

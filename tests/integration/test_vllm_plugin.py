@@ -1,6 +1,6 @@
-"""The plugin under vLLM's interpreter, without a server: what it imports, asks the kernel for, and reads.
+"""The plugin under vLLM's interpreter, without a server: its imports, its request to the kernel, and its files.
 
-One program shows all of it, because importing vLLM takes far longer than what is shown.
+One program shows all of it, because importing vLLM takes far longer than the checks.
 """
 
 import json
@@ -102,7 +102,7 @@ print(json.dumps(said))
 
 @pytest.fixture(scope="module")
 def said(vllm_interpreter, tmp_path_factory):
-    """What the program prints; it finds rljax as vLLM does, where it is installed."""
+    """Returns the output of the program. It finds rljax as vLLM does, as an installed package."""
     done = subprocess.run(
         [vllm_interpreter, "-c", PROGRAM, str(tmp_path_factory.mktemp("plugin"))],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
@@ -117,7 +117,7 @@ def said(vllm_interpreter, tmp_path_factory):
 
 
 def test_it_loads_without_jax(said):
-    """vLLM's environment has no jax: the plugin and what it imports must not ask for it."""
+    """vLLM's environment has no jax, so the plugin and the modules it imports must not import it."""
     beside = ("rljax.weights.access", "rljax.weights", "rljax.distributed", "rljax.errors")
     vllm = ("", ".plugin", ".server", ".taps", ".forced", ".hooks", ".description")
     own = ("rljax", "rljax.rollout", *(f"rljax.rollout.servers.vllm{name}" for name in vllm))

@@ -1,4 +1,4 @@
-"""A real vLLM server that pulls what changed: bits arrive, damage is repaired or caught, servers join late."""
+"""A real vLLM server pulls changed tensors: bits arrive, damage is repaired or caught, and servers join late."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture
 def pulling(request):
-    """Builds an engine whose server pulls, by default over HTTP, and which has published version 0."""
+    """Yields a function that builds an engine which has published version 0. Its server pulls, by default over HTTP."""
     with contextlib.ExitStack() as stack:
 
         def build(served, store="http", **config):
@@ -41,7 +41,7 @@ def pulling(request):
 
 
 def mirror_of(engine) -> Mirror:
-    """That of this machine: the one that holds a version of the engine's run."""
+    """Returns the mirror on this machine that holds a version of the engine's run."""
     for root in memory_directory().glob("rljax-mirror-*"):
         version = Mirror(root).version
         if version is not None and version.tag.startswith(engine.files.run_tag):
@@ -50,7 +50,7 @@ def mirror_of(engine) -> Mirror:
 
 
 def assert_bits(engine, served, params) -> None:
-    """Recounted from the mirror's files, without the checksums of the product."""
+    """Checks the tensors' bits in the mirror's files, without the checksums of the product."""
     mirror = mirror_of(engine)
     version = json.loads((mirror.root / "version.json").read_text())
     found = {}
@@ -62,7 +62,10 @@ def assert_bits(engine, served, params) -> None:
 
 
 def recounted(engine, served):
-    """Exit status and output of the program of examples/ that recounts what the server's workers loaded."""
+    """Runs the program of examples/ that recounts the tensors in the server's workers.
+
+    Returns its exit status and output.
+    """
     words = [sys.executable, str(ROOT / "examples/recount_weights.py"), str(engine.files.root), served.url]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
     return ended.returncode, ended.stdout + ended.stderr
@@ -91,7 +94,7 @@ def test_the_example_recounts_what_the_server_holds(bfloat16, pulling, tmp_path)
 
 
 def test_a_version_with_equal_tensors_is_not_loaded_again(bfloat16, pulling):
-    """Not one of its tensors would arrive; the next version, which differs, shows that."""
+    """The server is made to load nothing. A version with equal tensors still passes, and the next version fails."""
     engine = pulling(bfloat16, "http")
     params = adamw_step(bfloat16.model.params, seed=1)
     engine.publish(params, 1)
@@ -115,7 +118,7 @@ def file_of(mirror, name) -> str:
 
 
 def flip(mirror, name) -> None:
-    """One bit of a tensor."""
+    """Flips one bit of a tensor in the mirror."""
     mapped(mirror.root / file_of(mirror, name), writable=True)[name][5] ^= 1
 
 
@@ -154,7 +157,7 @@ def test_a_bit_that_flips_in_the_mirror_is_repaired(bfloat16, pulling, caplog):
 
 
 def forge(mirror, name) -> None:
-    """A bit of the mirror flips, and its record is made to agree."""
+    """Flips a bit of the mirror and makes its record agree."""
     flip(mirror, name)
     version = mirror.version
     file = file_of(mirror, name)
@@ -163,7 +166,7 @@ def forge(mirror, name) -> None:
 
 
 def test_a_bit_that_no_record_shows_is_seen_in_the_workers(bfloat16, pulling):
-    """No delta of this version touches the tensor, so nothing but the proof looks at it."""
+    """No delta of this version touches the damaged tensor, so only the proof looks at it."""
     engine = pulling(bfloat16)
     forge(mirror_of(engine), "model.layers.1.mlp.down_proj.weight")
     params = bfloat16.model.params
@@ -171,13 +174,16 @@ def test_a_bit_that_no_record_shows_is_seen_in_the_workers(bfloat16, pulling):
     other = params | {"layers": params["layers"] | {"mlp": mlp | {"up": 1.5 * mlp["up"]}}}
     with pytest.raises(VerificationError, match=rf"{OTHER_BITS}: 1 tensor differs: \S+1.mlp.down_proj.weight"):
         engine.publish(other, 1)
-    # The one that was sound before is taken once the mirror is made anew.
+    # After the mirror is made anew, a version is proven again.
     mirror_of(engine).clear()
     assert engine.publish(adamw_step(bfloat16.model.params, seed=1), 2)["publish/verified_tensors"] == 24
 
 
 def test_a_delta_to_weights_of_nobody_is_not_loaded(bfloat16, pulling):
-    """The files are of the version before; their checksums say of which tensors they are."""
+    """The files have the tensors of the version before, and the checksums are of the new one.
+
+    So the server refuses them.
+    """
     tensors = bfloat16.model.tensors("bfloat16")
     stale = []
     engine = pulling(bfloat16, tensors=lambda params: tensors(stale[0] if stale else params), server_wait_s=2.0)
@@ -203,7 +209,7 @@ def test_a_worker_that_loads_something_else_is_caught(bfloat16, pulling, how, of
 
 
 def test_a_server_that_missed_versions_gets_the_newest(bfloat16, pulling):
-    """Its mirror is removed, as on another machine; the server has weights that nobody published."""
+    """Its mirror is removed, as if it ran on another machine. The server has weights that nobody published."""
     engine = pulling(bfloat16)
     params = bfloat16.model.params
     for version in (1, 2):
@@ -233,7 +239,7 @@ def test_an_unreachable_source_is_said_at_the_handshake(bfloat16, monkeypatch):
 
 
 def test_what_a_server_samples_from_is_not_the_mirror(bfloat16, pulling):
-    """A version is pulled and not loaded: the mirror has changed in place, the server's weights have not."""
+    """A version is pulled and not loaded. The mirror has changed in place, but the server's weights have not."""
     engine = pulling(bfloat16)
     moved = bfloat16.model.moved(7)
     tensors = bfloat16.model.tensors("bfloat16")
@@ -247,7 +253,7 @@ def test_what_a_server_samples_from_is_not_the_mirror(bfloat16, pulling):
 
 
 def test_the_mirror_goes_with_its_users(bfloat16, pulling):
-    """Another run's first publish: the server leaves the mirror of the run before, which nobody else uses."""
+    """When another run publishes first, the server leaves the earlier run's mirror. Nobody else uses it, so it goes."""
     engine = pulling(bfloat16)
     before = mirror_of(engine).root
     assert not math.isnan(pulling.first["publish/seconds"])

@@ -1,4 +1,4 @@
-"""A server that dies and comes back: nothing is lost, and nothing is drawn from its old weights."""
+"""A server dies and comes back. Nothing is lost, and nothing is sampled from its old weights."""
 
 import itertools
 import threading
@@ -24,7 +24,10 @@ def worst_gap(served, params, prompts, responses) -> float:
 
 
 def test_weights_changed_behind_our_back(float32, prompts):
-    """A server that says it holds other weights, as one restarted unnoticed does, gets the current ones first."""
+    """A server may say that it holds other weights, as after an unnoticed restart.
+
+    It gets the current weights first.
+    """
     engine = float32.engine()
     params = float32.model.moved(8)
     try:
@@ -41,7 +44,7 @@ def test_weights_changed_behind_our_back(float32, prompts):
 
 @pytest.mark.harness
 def test_killed_in_mid_rollout_and_restarted(servers, mortal, prompts):
-    """The run waits, sends the weights again, verifies and draws every response from them."""
+    """The run waits, sends the weights again, verifies them, and samples every response from them."""
     model = mortal.model
     thread = threading.Thread(target=servers.kill_and_restart)
     engine = ServedEngine(
@@ -56,7 +59,7 @@ def test_killed_in_mid_rollout_and_restarted(servers, mortal, prompts):
     try:
         engine.publish(model.params, 0)
         engine.publish(params, 1)
-        # More than the server runs at once: when the first land, others have yet to begin.
+        # These are more than the server runs at once. When the first ones arrive, others have yet to begin.
         stream = iter(samples := engine.generate(prompts, 24, SamplingParams(160), seed=0))
         responses = [next(stream)]
         thread.start()
@@ -73,7 +76,10 @@ def test_killed_in_mid_rollout_and_restarted(servers, mortal, prompts):
 
 
 def test_the_death_of_a_server_of_ours_ends_the_wait(mortal, prompts):
-    """Its worker dies as of SIGILL: the engine's wait of 900 s ends with the server, which `alive` notices."""
+    """The server's worker dies as from SIGILL.
+
+    The engine would wait for 900 s, but `alive` notices the server's end.
+    """
     engine = mortal.engine()
     try:
         engine.publish(mortal.model.params, 0)
@@ -82,7 +88,7 @@ def test_the_death_of_a_server_of_ours_ends_the_wait(mortal, prompts):
         kill_worker(mortal.server.pid)
         began = time.monotonic()
         with pytest.raises(StoppedWaitingError, match="no vLLM server answers"):
-            # On a busy machine all of the first ones may have come before the worker died.
+            # On a busy machine all responses of the first request may have come before the worker died.
             list(itertools.chain(stream, engine.generate(prompts, 1, SamplingParams(300), seed=1)))
         assert time.monotonic() - began < 240
     finally:

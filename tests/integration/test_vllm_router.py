@@ -1,4 +1,4 @@
-"""Rollouts through a real vllm-router to two real vLLM servers, of which one is killed and comes back."""
+"""Rollouts go through a real vllm-router to two real vLLM servers. One of them is killed and comes back."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from rljax.rollout.types import ClientLimits, RolloutConfig, SamplingParams
 
 pytestmark = pytest.mark.router
 PROMPTS = [np.arange(1 + i, 9 + i, dtype=np.int32) for i in range(4)]
-N, TOKENS = 24, 240  # ten seconds of sampling: they are not over when the server is killed
+N, TOKENS = 24, 240  # the sampling takes ten seconds, so it is not over when the server is killed
 LIMITS = ClientLimits(max_attempts=60, max_backoff_s=1.0, max_outstanding=16)
 
 

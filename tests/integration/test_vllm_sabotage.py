@@ -1,7 +1,7 @@
-"""Each way an update can fail silently must fail verification against a real server: by its bits, or by its use.
+"""Each silent failure of an update must fail the verification against a real server: by its bits, or by its use.
 
 A large step that goes wrong fails both halves of the verification. A step at the paper's rate moves log-probabilities
-less than the band of a 16-bit dtype, and its failure is seen by the bits alone.
+less than the band of a 16-bit dtype. So only the bits show its failure.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture
 def calibrated(request):
-    """Builds an engine whose band is calibrated on a sound publish of version 0."""
+    """Yields a function that builds an engine. Its band is calibrated on a sound publish of version 0."""
     engines = []
 
     def build(served, **kwargs):
@@ -59,7 +59,7 @@ def publish_fails_both_halves(engine, params, version: int, said: str) -> None:
     ],
 )
 def test_a_step_at_the_papers_rate_that_goes_wrong_in_a_worker(bfloat16, calibrated, how, of, said):
-    """The bits see it and name what differs; the band passes. The same step loaded as it should be passes both."""
+    """The bits name the tensors that differ, while the band passes. The same step loaded soundly passes both checks."""
     rpc(bfloat16, "sabotage_load", "off", "")
     engine = calibrated(bfloat16)
     stepped = adamw_step(bfloat16.model.params, seed=11)
@@ -70,11 +70,11 @@ def test_a_step_at_the_papers_rate_that_goes_wrong_in_a_worker(bfloat16, calibra
         assert 0.001 < engine.version.changed_fraction < 0.05
     finally:
         rpc(bfloat16, "sabotage_load", "off", "")
-    if "k_proj" not in of:  # a part of a fused tensor that is left out is whatever memory held
+    if "k_proj" not in of:  # a skipped part of a fused tensor holds whatever the memory held before
         assert check_use(engine, bfloat16.url, stepped).mean < engine.verifier.band
     with pytest.raises(RuntimeError, match="hold no verified policy"):
         engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(1), seed=0)
-    VllmBackend().push(engine.fleet.client, bfloat16.url, engine.version)  # no probe is sent to what memory held
+    VllmBackend().push(engine.fleet.client, bfloat16.url, engine.version)  # no probe is sent to such weights
     metrics = engine.publish(stepped, 2)
     assert metrics["publish/verified_tensors"] == 24
     assert metrics["time/server_checksums_s"] > 0
@@ -86,7 +86,7 @@ def test_tied_head_not_repacked(bfloat16, calibrated):
     try:
         with pytest.raises(VerificationError, match=rf"{OTHER_BITS}: .*: lm_head.weight \(not loaded\)"):
             engine.publish(bfloat16.model.moved(1), 1)
-        # Where the head has a copy of its own, which the processor decides, its use shows the old weights, too.
+        # On some processors the head has a copy of its own. Then its use shows the old weights, too.
         is_stale = rpc(bfloat16, "head_is_stale")[0]["stale"]
         with pytest.raises(VerificationError, match=OUT_OF_BAND) if is_stale else contextlib.nullcontext():
             check_use(engine, engine.fleet.client.urls[0], bfloat16.model.moved(1))
@@ -96,7 +96,7 @@ def test_tied_head_not_repacked(bfloat16, calibrated):
 
 
 def test_prefix_cache_not_reset(float32, calibrated):
-    """The same update passes when the cache is reset and fails when it is not."""
+    """The same update passes if the cache is reset, and fails if it is not."""
     engine = calibrated(float32)
     with cache_kept(engine), pytest.raises(VerificationError, match=OUT_OF_BAND):
         engine.publish(float32.model.moved(2), 1)
@@ -107,7 +107,7 @@ def test_prefix_cache_not_reset(float32, calibrated):
     ("left_out", "how"),
     [
         ("model.layers.1.mlp.down_proj.weight", "not loaded"),  # a layer that packs its weight
-        # One that does not.
+        # This layer does not pack its weight.
         pytest.param("model.layers.0.input_layernorm.weight", "other bits", marks=pytest.mark.harness),
     ],
 )
@@ -130,7 +130,7 @@ def test_weights_of_the_previous_version(bfloat16, calibrated):
 
 @pytest.mark.harness
 def test_bfloat16_published_to_a_float16_server(float16, calibrated):
-    """The engine refuses it by its dtype; were it sent all the same, verification would see it."""
+    """The engine refuses the tensors by their dtype. If they were sent, verification would still see it."""
     kept = float16.model.tensors("float16")
     coarse = float16.model.tensors("bfloat16")
     chosen = [kept]
@@ -149,7 +149,7 @@ def test_bfloat16_published_to_a_float16_server(float16, calibrated):
 
 
 def test_calibration_has_a_hard_ceiling(bfloat16):
-    """Weights that differ from the start do not calibrate themselves into a wide band."""
+    """If weights differ from the start, the band does not calibrate itself wide enough for them."""
     tensors = bfloat16.model.tensors("bfloat16")
     engine = bfloat16.engine(tensors=lambda params: tensors(bfloat16.model.moved(6)))
     try:
@@ -162,7 +162,7 @@ def test_calibration_has_a_hard_ceiling(bfloat16):
 
 
 def test_nan_weights_do_not_reach_the_server(float32, calibrated):
-    """They would stay in its key-value cache, and spoil the sound weights that follow."""
+    """Such weights would leave NaN in the server's key-value cache and spoil the sound weights that follow."""
     engine = calibrated(float32)
     embedding = float32.model.params["embed"]
     broken = {**float32.model.params, "embed": embedding.at[200, 17].set(math.nan)}

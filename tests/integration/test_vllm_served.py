@@ -1,4 +1,4 @@
-"""A real server asked as it stands samples what its model samples, without a word from the trainer."""
+"""A real server that is asked as it stands samples from its model, without a word from the trainer."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_a_served_model_samples_with_the_servers_weights(served, prompts):
     finally:
         model.close()
     assert len(drawn) == len(expected) == 15
-    # Both send the same seed with each response; in float32 a draw differs only where two tokens are all but tied.
+    # Both send the same seed with each response. In float32 a draw differs only if two tokens are nearly tied.
     alike = [
         np.array_equal(r.token_ids, expected[r.prompt_index, r.sample_index].token_ids) and r.truncated for r in drawn
     ]

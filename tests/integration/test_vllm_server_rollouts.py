@@ -1,4 +1,4 @@
-"""The vLLM engine against a real server, in each dtype, tied and untied heads."""
+"""The vLLM engine works with a real server in each dtype, with tied and untied heads."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,12 @@ DTYPES = pytest.mark.parametrize("served", ["bfloat16", FLOAT16, "float32"], ind
 
 
 def gaps(served, params, prompts, responses) -> np.ndarray:
-    """|server - trainer| of every response token."""
+    """Returns
+
+    server - trainer
+
+    of every response token.
+    """
     sequences = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses]
     scored = served.score(params, sequences)
     return np.concatenate([np.abs(s[-r.length :] - r.logprobs) for r, s in zip(responses, scored, strict=True)])
@@ -21,7 +26,7 @@ def gaps(served, params, prompts, responses) -> np.ndarray:
 
 @DTYPES
 def test_engines_agree_after_each_publish(served, prompts):
-    """The mismatch is the dtype's own, before and after three big updates; versions and shares are recorded."""
+    """The mismatch is the dtype's own, before and after three big updates. Versions and figures are recorded."""
     engine = served.engine()
     measured = []
     try:
@@ -51,7 +56,7 @@ def test_engines_agree_after_each_publish(served, prompts):
 
 
 def test_stops_and_greedy(float32, prompts):
-    """A stop token ends and belongs to its response; greedy log-probabilities are those at temperature 1."""
+    """A stop token ends its response and belongs to it. Greedy log-probabilities are those at temperature 1."""
     engine = float32.engine()
     stops = tuple(range(0, 256, 5))
     try:
@@ -69,7 +74,7 @@ def test_stops_and_greedy(float32, prompts):
 
 
 def test_logprobs_are_of_the_distribution_sampled_from(float32, prompts):
-    """At temperature 0.5 they are the trainer's at temperature 0.5."""
+    """Responses at temperature 0.5 have the trainer's log-probabilities at temperature 0.5."""
     from rljax.policy.score import make_scorer
 
     engine = float32.engine()
@@ -85,7 +90,7 @@ def test_logprobs_are_of_the_distribution_sampled_from(float32, prompts):
 
 
 def test_completions_endpoint_draws_the_same(float32, prompts):
-    """The fallback gives the same tokens and log-probabilities for the same seed, under the published version."""
+    """The fallback gives the same tokens and log-probabilities for the same seed, with the published version."""
     engine = float32.engine()
     try:
         engine.publish(float32.model.params, 7)
@@ -103,7 +108,7 @@ def test_completions_endpoint_draws_the_same(float32, prompts):
 
 
 def test_requests_that_vllm_would_mishandle_are_refused(float32):
-    """Too long is silently shortened by vLLM, and a token id out of range ends its engine."""
+    """vLLM would silently shorten a request that is too long, and a token id out of range would end its engine."""
     engine = float32.engine()
     try:
         engine.publish(float32.model.params, 0)
@@ -119,7 +124,7 @@ def test_requests_that_vllm_would_mishandle_are_refused(float32):
 
 
 def test_giving_up_early_leaves_the_engine_usable(bfloat16, prompts):
-    """Closing the iterator aborts what has not landed; the next publish does not wait for it."""
+    """Closing the iterator aborts the responses that have not arrived. The next publish does not wait for them."""
     engine = bfloat16.engine()
     try:
         engine.publish(bfloat16.model.params, 0)

@@ -1,4 +1,4 @@
-"""A real server of two tensor-parallel workers: what they hold adds up, and a stale one of them is seen."""
+"""A real server has two tensor-parallel workers: their parts add up to whole tensors, and a stale worker is seen."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def two_workers(servers, make_model, start_server):
 
 
 def places(served):
-    """The places at which the server and transformers part, over 60 tokens."""
+    """Returns the places at which the server and transformers part, over 60 tokens."""
     tokens = np.random.default_rng(0).integers(2, 250, 60).astype(np.int32)
     spec, directory = "hf:bfloat16,attention=eager", served.model.path
     with open_tracer(spec, directory) as reference, open_tracer(f"vllm:{served.url}", None) as tested:
@@ -37,7 +37,7 @@ def places(served):
 
 
 def test_the_parts_of_operations_are_joined(two_workers):
-    """The sum over the workers travels in bfloat16, and nothing else differs until a fault is planted in both."""
+    """Only the sums over the workers differ, which travel in bfloat16, until a fault is planted in both workers."""
     sums = {"every layer, output projection", "every layer, down projection"}
     assert places(two_workers) == sums
     rpc(two_workers, "sabotage_layers", "projection")
@@ -61,7 +61,7 @@ def test_parts_of_two_workers_add_up_and_a_stale_one_is_caught(two_workers, tmp_
         responses = list(engine.generate([np.array([1, 2], np.int32)], 2, SamplingParams(4), seed=0))
         assert {response.oldest_version for response in responses} == {1}
         assert len(rpc(two_workers, "rljax_checksums")) == 2
-        # The second worker loads what it loaded last; all else is as it should be.
+        # The second worker loads the tensors of its last load again. The first worker loads the new ones.
         rpc(two_workers, "sabotage_load_of", "1", "previous", "")
         params = adamw_step(params, seed=2)
         with pytest.raises(VerificationError, match=OTHER_BITS):

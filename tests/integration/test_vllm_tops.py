@@ -1,4 +1,4 @@
-"""The likeliest tokens and cut sampling of a real server, against the trainer's own distribution in float32."""
+"""The likeliest tokens and cut sampling of a real server are compared with the trainer's distribution in float32."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,10 @@ WITHIN = {"float32": 2e-5, "bfloat16": 0.25}  # the largest |server - trainer| o
 
 
 def support(logprobs: np.ndarray, sampling: SamplingParams) -> np.ndarray:
-    """Which tokens of one position can be sampled: first min_p, then top_k, then top_p, over what is left each time."""
+    """Returns a mask of the tokens that can be sampled at one position.
+
+    The cuts follow in the order min_p, top_k, top_p.
+    """
     stays = logprobs >= logprobs.max() + np.log(max(sampling.min_p, 1e-300))
     stays &= logprobs >= np.sort(np.where(stays, logprobs, -np.inf))[-sampling.top_k]
     shares = np.where(stays, np.exp(logprobs), 0.0)
@@ -24,7 +27,7 @@ def support(logprobs: np.ndarray, sampling: SamplingParams) -> np.ndarray:
 
 
 def sampled(served, prompts, sampling, n=3, *, route=None, **config):
-    """The responses of an engine that has published the policy that the server was started from."""
+    """Returns the responses of an engine that has published the policy that the server was started from."""
     engine = served.engine(**config)
     try:
         engine.publish(served.model.params, 0)
@@ -50,9 +53,9 @@ def test_the_five_likeliest_are_the_trainers(served, prompts):
     together = np.concatenate(gaps)
     print(served.dtype, "mean", together.mean(), "largest", together.max(), "sampled among", of_sampled)
     assert together.max() < WITHIN[served.dtype]
-    assert 0 < of_sampled < TOKENS * len(responses)  # both kinds of positions were seen
+    assert 0 < of_sampled < TOKENS * len(responses)  # both kinds of positions occur
     if served.dtype == "float32":
-        assert found >= TOKENS * len(responses) - 2  # two tokens may be all but tied
+        assert found >= TOKENS * len(responses) - 2  # two tokens may be nearly tied
 
 
 @pytest.mark.parametrize("route", [None, COMPLETIONS])

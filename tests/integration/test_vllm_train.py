@@ -1,4 +1,4 @@
-"""``python -m rljax.train`` with rollouts from a real vLLM server: equal weights on both sides after every update."""
+"""``python -m rljax.train`` samples from a real vLLM server. Both sides have equal weights after every update."""
 
 import contextlib
 import signal
@@ -16,7 +16,7 @@ FLOAT32 = ["--rollout.dtype", "float32", "--precision.compute-dtype", "float32"]
 
 @pytest.fixture(scope="module")
 def server(toy_base, vllm_interpreter, tmp_path_factory):
-    """As a launcher starts it; nothing is left of it when the launcher dies."""
+    """Starts the server as a launcher does. At the end nothing of it is left after the launcher's death."""
     directory = tmp_path_factory.mktemp("vllm-train")
     started = LaunchedServer(vllm_interpreter, directory, toy_base, "--dtype", "float32", "--max-model-len", "512")
     yield started
@@ -110,15 +110,16 @@ def test_sampled_ahead_the_numerics_are_those_of_equal_weights(server, toy_base,
 def test_responses_go_on_with_new_weights_token_by_token(server, toy_base, tmp_path):
     options = [*FLOAT32, "--run.steps", "6", "--optimizer.learning-rate", "2e-4", "--eval.every", "0"]
     options += ["--rollout.max-staleness", "1", "--rollout.update", "keep", "--diagnosis.behaviour-responses", "64"]
-    # Few at a time, and one micro-batch a step: it is compiled once, and may end while responses are under way.
+    # Few responses run at a time, and a step is one micro-batch. It is compiled once, and may end while responses are
+    # under way.
     options += ["--rollout.limits.max-outstanding", "8", "--packing.rows-per-micro-batch", "32"]
     code, output = complete_beside(server, over_http(server, toy_base, tmp_path, *options))
     assert code == 0, output
     rows = comparable(tmp_path)
     assert all(0 <= row["rollout/staleness"] <= 1 for row in rows)
-    # Whether a step ends while responses are under way depends on how fast server and trainer are beside each other:
-    # that responses are sampled by several versions is shown in test_vllm_in_flight.py.
-    # Counted in the row of the step that trains while a response is sampled, which may be none of a batch's own.
+    # Whether a step ends while responses are under way depends on the speeds of server and trainer.
+    # test_vllm_in_flight.py shows that several versions sample a response. A row counts the responses that are sampled
+    # while its step trains, and its own batch may have none of them.
     assert sum(row.get("rollout/responses_without_version", 0) for row in rows) == 0
     for row in rows:
         assert row["publish/verify_abs_diff_mean"] < row["publish/verify_band"]
@@ -173,9 +174,9 @@ def test_a_server_of_another_dtype_is_one_line_and_exit_code_2(server, toy_base,
 
 @pytest.mark.harness
 def test_asked_to_stop_without_a_server_it_saves_the_last_step(server, toy_base, tmp_path):
-    """As when a whole process group is sent SIGTERM: the server ends first, with all that its launcher started.
+    """SIGTERM may go to a whole process group. Then the server ends first, with all processes of its launcher.
 
-    Last here, since it takes the server.
+    The test is the last one here, because it ends the server.
     """
     run_dir = tmp_path / "run"
     options = [*FLOAT32, "--run.steps", "400", "--eval.every", "0", "--checkpoint.every", "0"]

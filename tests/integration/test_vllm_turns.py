@@ -1,4 +1,4 @@
-"""Trajectories of two turns by a real server: the prompt of the second extends the tokens of the first."""
+"""A real server samples trajectories of two turns. The second turn's prompt extends the tokens of the first turn."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ LIMITS = SamplingParams(20, stop_token_ids=tuple(range(0, 256, 16)))
 
 
 def converse(engine, prompts, seed):
-    """Returns the response to each turn by (trajectory, turn), with the tokens before it."""
+    """Returns each turn's response by (trajectory, turn), with a row of joined tokens."""
     queue, responses = TurnQueue(len(prompts)), {}
     for key, prompt in enumerate(prompts):
         queue.put(TurnRequest(key, 1, prompt, 20))
@@ -31,7 +31,7 @@ def converse(engine, prompts, seed):
 
 
 def test_a_second_turn_goes_on_from_the_tokens_of_the_first(float32, prompts):
-    """Log-probabilities are those of one pass over the joined tokens, and a seed decides both turns."""
+    """The log-probabilities are those of one pass over the joined tokens, and a seed decides both turns."""
     engine, count = float32.engine(), len(prompts)
     try:
         params = float32.model.moved(5)
@@ -54,7 +54,10 @@ def test_a_second_turn_goes_on_from_the_tokens_of_the_first(float32, prompts):
 
 
 def test_many_seeded_prompts_are_computed_whole(float32):
-    """More tokens of prompts than the server computes at once, each with a seed: a prompt in parts ends its engine."""
+    """The prompts have more tokens than the server computes at once, and each has a seed.
+
+    A prompt in parts would end its engine.
+    """
     rng, engine = np.random.default_rng(0), float32.engine()
     many = [rng.integers(2, 250, 150).astype(np.int32) for _ in range(120)]
     try:
