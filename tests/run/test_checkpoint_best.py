@@ -1,4 +1,4 @@
-"""The best checkpoint is kept beside the newest ones, also over a run that is taken up again from an earlier step."""
+"""The best checkpoint is kept beside the newest ones, also if a run goes on from an earlier step."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_a_run_taken_up_from_before_its_best_step(tmp_path, again, expected):
     resumed = Checkpointer(tmp_path / "checkpoints", keep=1)
     resumed.save_best(2, again, state(2), {})
     resumed.save_best(3, 0.1, state(3), {})
-    # The step of the best again, with the same accuracy as an exact repetition gives.
+    # The best step comes again, with the same accuracy as an exact repetition gives.
     resumed.save_best(4, 0.5, state(4), {})
     resumed.close()
     assert best_of(tmp_path) == expected

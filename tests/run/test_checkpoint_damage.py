@@ -1,4 +1,4 @@
-"""Files of a checkpoint damaged in every way: that is found, named and kept aside, and the one before is used."""
+"""Damage of every kind to a checkpoint's files is found, named and kept aside, and the checkpoint before is used."""
 
 import contextlib
 import json
@@ -55,7 +55,7 @@ def newest(run):
 
 
 def flip(path, seed):
-    """400 bytes of the file, each to another value; all of a shorter one."""
+    """Changes 400 bytes of the file to other values, or all bytes of a shorter file."""
     content = bytearray(path.read_bytes())
     draw = np.random.default_rng(seed)
     for place in draw.permutation(len(content))[:400]:
@@ -80,7 +80,7 @@ def files_of(run, step):
     "damage", ["flipped", "removed", *(pytest.param(name, marks=pytest.mark.harness) for name in ("cut", "emptied"))]
 )
 def test_no_damage_to_any_file_goes_unnoticed(damage, saved, tmp_path, capfd):
-    """Restored are the values of step 4, or those of step 2 with one line that says so; never others."""
+    """The restored values are those of step 4, or those of step 2 with a line that says so. They are never others."""
     noticed = set()
     for number, name in enumerate(files_of(saved, 4)):
         run = shutil.copytree(saved, tmp_path / f"{number}")
@@ -96,7 +96,7 @@ def test_no_damage_to_any_file_goes_unnoticed(damage, saved, tmp_path, capfd):
         assert steps == [2]
         lines = err.splitlines()
         (line,) = [line for line in lines if line.startswith("warning: ")]
-        if len(lines) > 1:  # seen once, on a busy machine: other threads of the process, perhaps reads given up
+        if len(lines) > 1:  # happened once on a busy machine; perhaps other threads of the process gave up reads
             warnings.warn(f"besides the warning stderr holds: {err}", stacklevel=1)
         assert line.startswith(f"warning: checkpoint 4 in {run}/checkpoints is damaged: ")
         assert line.endswith(f"; moved to {run}/damaged/4")
@@ -108,7 +108,7 @@ def test_no_damage_to_any_file_goes_unnoticed(damage, saved, tmp_path, capfd):
 
 
 def test_bits_flipped_in_an_array_are_named(run, capfd):
-    """The array's file has no checksum of its own for what does not compress."""
+    """The array's file has no checksum of its own for values that do not compress."""
     largest = max(files_of(run, 4), key=lambda name: (run / "checkpoints/4" / name).stat().st_size)
     path = run / "checkpoints/4" / largest
     content = bytearray(path.read_bytes())
@@ -126,7 +126,7 @@ def test_a_host_state_with_another_number_is_damaged(run, capfd):
 
 
 def test_a_folder_under_the_name_of_another_step_is_damaged(run, capfd):
-    """Saves up to that step would be left out."""
+    """Otherwise no step up to that one would be saved again."""
     shutil.copytree(run / "checkpoints/4", run / "checkpoints/9")
     assert newest(run)[0] == 4
     assert "checkpoint 9 in " in (said := capfd.readouterr().err)
@@ -134,7 +134,7 @@ def test_a_folder_under_the_name_of_another_step_is_damaged(run, capfd):
 
 
 def test_a_host_state_that_is_not_one_of_a_run_is_damaged(run, capfd):
-    """Without checksums it is taken for one of an older rljax, whatever it holds."""
+    """Without checksums the host state is taken for one of an older rljax, whatever it holds."""
     (run / "checkpoints/4/host/metadata").write_text("{}")
     with contextlib.closing(Checkpointer(run / "checkpoints")) as checkpointer:
         _, host = checkpointer.restore_newest(WANTED, lambda host: host["step"])
@@ -233,7 +233,10 @@ def test_a_damaged_best_is_set_aside_for_the_next(tmp_path):
 
 
 def test_a_killed_save_leaves_the_one_before(tmp_path):
-    """A process that is killed at once after a save began; the next start has step 1, or both, and always whole."""
+    """A process is killed at once after a save began.
+
+    The next start has step 2 or step 4, and always the whole state.
+    """
     words = f"""
 import os, signal, pathlib
 from checkpoint_states import state

@@ -1,4 +1,4 @@
-"""A save goes on while the next steps run, which get the saved arrays donated."""
+"""A save goes on while the next steps run, though the saved arrays are donated to them."""
 
 import functools
 
@@ -12,7 +12,7 @@ SHAPE = (4, 2**18)
 
 
 def live_bytes():
-    """The bytes of all buffers, each once."""
+    """Returns the bytes of all buffers, each counted once."""
     return sum({array.unsafe_buffer_pointer(): array.nbytes for array in jax.live_arrays()}.values())
 
 
@@ -22,7 +22,10 @@ def step(state):
 
 
 def test_later_steps_do_not_reach_into_a_save(tmp_path):
-    """Where arrays lie in the host's memory, which orbax reads while it writes; a damaged one would not be restored."""
+    """On a CPU, orbax reads the arrays' own memory while it writes.
+
+    The restored arrays must have the values from before.
+    """
     state = {f"{i}": jnp.full(SHAPE, float(i)) for i in range(8)}
     checkpointer = Checkpointer(tmp_path / "checkpoints")
     checkpointer.save(1, state, {})
@@ -42,7 +45,7 @@ def test_without_room_for_a_copy_the_save_is_waited_for(tmp_path):
     before = live_bytes()
     checkpointer.save(1, state, {})
     assert live_bytes() < before + size / 2
-    assert checkpointer.last_save_s() is not None  # its files are complete
+    assert checkpointer.last_save_s() is not None  # the files of the save are complete
     state = step(state)
     checkpointer.close()
     restored, _ = Checkpointer(tmp_path / "checkpoints", read_only=True).restore(1, jax.eval_shape(lambda: state))

@@ -1,4 +1,4 @@
-"""The configuration reader: precedence, one-line errors that name the place, and a YAML form that reads back equal."""
+"""Tests of the configuration reader: precedence, one-line errors that name the place, and YAML read back equal."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_help_explains_and_shows_the_values_of_the_file(yaml_file, capsys):
 
 
 def documented(section: type) -> set[str]:
-    """The fields of a dataclass that have a string literal under them."""
+    """Returns the fields of a dataclass that have a string literal under them."""
     body = ast.parse(inspect.getsource(section)).body[0].body
     pairs = itertools.pairwise(body)
     return {a.target.id for a, b in pairs if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr)}

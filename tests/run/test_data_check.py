@@ -1,4 +1,4 @@
-"""The look at a data set before a run: which right answers fail, what is counted, and what is never refused."""
+"""Tests of the look at a data set before a run: right answers that fail, counts, and data that is never refused."""
 
 import json
 

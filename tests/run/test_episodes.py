@@ -1,4 +1,4 @@
-"""The loop of several turns: tokens, masks and limits recounted, failures kept apart, every engine asked alike."""
+"""The loop of several turns: tokens, masks and limits are recounted, and a failure costs only its own trajectory."""
 
 import counting_environments as environments
 import numpy as np
@@ -20,9 +20,9 @@ PARAMS = SamplingParams(24, 1.0, (STOP,))
 
 
 class Scripted(RolloutEngine):
-    """Writes as many digits as the request has turns behind its prompt, plus one, and a stop token.
+    """An engine that answers each turn with digits and a stop token.
 
-    It keeps what it was asked: all tokens of each request, by round.
+    It keeps all tokens of each request, by round.
     """
 
     def __init__(self, digits=lambda tokens: 2):
@@ -73,7 +73,7 @@ def test_tokens_and_masks_recounted():
     assert (long.length, long.truncated, long.prompt.tolist()) == (9, False, TOKENIZER.encode("9=").tolist())
     assert rollouts.rewards.tolist() == [[2, 2], [6, 6]]
     assert (row["turns/limited"], row["reward/errors"], row["time/generate_s"]) == (0, 0, 3.0)
-    # Each turn's prompt is all tokens before it: nothing is encoded again.
+    # Each turn's prompt is all tokens before it. Nothing is encoded again.
     first, second, third = engine.asked
     assert [len(round_of) for round_of in engine.asked] == [4, 2, 2]
     assert first[0] == TOKENIZER.encode("1+1=").tolist()
@@ -85,13 +85,13 @@ def test_limits_end_a_trajectory():
     problems = [problem("1+1=", "9")]
     turns = sample(problems, environments.Doubling, Scripted(), max_turns=2)
     assert turns.rollouts.responses[0][0].turns.max() == 2
-    assert turns.rollouts.responses[0][0].token_ids[-1] == STOP  # no text behind the last turn
+    assert turns.rollouts.responses[0][0].token_ids[-1] == STOP  # no text follows the last turn
     assert (turns.row["turns/limited"], turns.rollouts.responses[0][0].truncated) == (1, True)
     assert turns.rollouts.rewards[0, 0] == 4  # a limited trajectory is scored
-    # Turns of three tokens and texts of two: 3 + 2 + 3 fill eight, and a text of two more leaves no room.
+    # Turns have three tokens and texts have two. So 3 + 2 + 3 fill eight, and a text of two more leaves no room.
     tokens = sample(problems, environments.Doubling, Scripted(), params=SamplingParams(10, 1.0, (STOP,)))
     assert len(tokens.rollouts.responses[0][0].token_ids) == 8
-    # Of eleven tokens the third turn has one.
+    # With eleven tokens the third turn has one.
     cut = sample(problems, environments.Doubling, Scripted(), params=SamplingParams(11, 1.0, (STOP,)))
     assert cut.rollouts.responses[0][0].turns.tolist() == [1, 1, 1, 0, 0, 2, 2, 2, 0, 0, 3]
     short = sample(problems, environments.Doubling, Scripted(), max_turns=2, max_turn_tokens=2)
@@ -106,7 +106,7 @@ def test_failed_trajectories_are_counted_and_have_no_reward():
     assert (row["reward/errors"], row["reward/timeouts"]) == (4, 1)
     assert (row["turns/env_errors"], row["turns/env_timeouts"], row["turns/env_deaths"]) == (3, 1, 0)
     lengths = [group[0].length for group in rollouts.responses]
-    assert lengths == [6, 6, 6, 6, 0]  # what was sampled stays in the metrics
+    assert lengths == [6, 6, 6, 6, 0]  # sampled tokens stay in the metrics
 
 
 def test_an_environment_that_blocks_loses_its_process_only():

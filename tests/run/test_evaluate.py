@@ -1,4 +1,4 @@
-"""avg@n and pass@k by hand, whatever the order in which responses arrive; and what may be asked for."""
+"""Tests of avg@n and pass@k by hand, whatever the order of the responses, and of the settings that are allowed."""
 
 import itertools
 import json
@@ -20,13 +20,13 @@ from rljax.run.single_turn import SingleTurn
 
 SAMPLING = SamplingParams(8, 1.0)
 PROBLEMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+3=", "answer": "5"}]
-# Of the first problem two of three are right, one of them cut off; of the second none.
+# Two of the first problem's three responses are right, and one of these is cut off. None of the second's is right.
 RESPONSES = {(0, 0): "2", (0, 1): "3", (0, 2): "2", (1, 0): "4", (1, 1): "44", (1, 2): "444"}
 CUT = {(0, 2)}
 
 
 class ScriptedEngine:
-    """Yields the responses above in a given order."""
+    """An engine that yields the responses above in a given order."""
 
     def __init__(self, tokenizer, order):
         self.tokenizer, self.order, self.asked = tokenizer, order, []
@@ -47,7 +47,7 @@ def tokenizer():
 
 
 def scored(rewards):
-    """Response j to problem i has 4 i + j + 1 tokens; each third one is truncated."""
+    """Returns scored responses. Response j to problem i has 4 i + j + 1 tokens, and each third one is truncated."""
 
     def response(i, j):
         length = 4 * i + j + 1
@@ -67,7 +67,7 @@ def test_scores_by_hand():
         "response_length": 6.5,
         "truncated_fraction": 0.25,
         "pass@1": pytest.approx(0.5),
-        # 2 of 4 solved: one of six pairs has none, so 5/6.
+        # 2 of 4 are right, so one of six pairs has no right one: 5/6.
         "pass@2": pytest.approx((5 / 6 + 0 + 1) / 3),
         "pass@4": pytest.approx(2 / 3),
     }

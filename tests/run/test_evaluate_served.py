@@ -1,4 +1,4 @@
-"""Sampling from servers as they stand, against a stand-in server."""
+"""Tests of sampling from servers as they stand, against a stand-in server."""
 
 import numpy as np
 import pytest

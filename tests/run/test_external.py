@@ -1,4 +1,4 @@
-"""Batches of trajectories of another program: their sequences, what waits, what is too old, and what a resume reads."""
+"""Batches of another program's trajectories: their sequences, waiting rows, rows that are too old, and resumes."""
 
 import json
 import signal
@@ -40,7 +40,7 @@ def make_config(place, batch_size=2, **rollout):
 
 
 def make_batches(config, step=0, state=None, stop=STOP):
-    """The batches of a run that begins or goes on after ``step``."""
+    """Returns the batches of a run that begins, or that goes on after ``step``."""
     stream = PromptStream(PROBLEMS, config.data.batch_size, 0)
     made = make_external_batches(config, toy_config(), stream, SamplingParams(8), stop, list)
     if state is not None:
@@ -63,7 +63,10 @@ def rewards_of(sampled):
 
 
 def test_hand_worked_rows_become_sequences(place):
-    """RLOO in a group of two: each advantage is the difference of the rewards. Versions 1 and 2 at version 3."""
+    """RLOO in a group of two makes each advantage the difference of the rewards.
+
+    Versions 1 and 2 are trained at version 3.
+    """
     turns = make_row("a", 0.0, 1, (3, 4, 5, 6), mask=[True, False, False, True], logprobs=[-1, None, None, -2])
     failed = make_row("b", None, 2)
     rows = [make_row("a", 1.0, [1, 2, 2]), failed, turns, make_row("b", 1.0, 2, prompt_ids=[9])]
@@ -97,7 +100,7 @@ def test_rows_of_one_trajectory_share_its_advantage(place):
 
 
 def test_files_are_taken_in_the_order_of_names(place):
-    """Groups come in the order in which they become complete, and other files do not count."""
+    """Groups come in the order in which they become complete. Files with other names do not count."""
     write_file(place / "2.jsonl", [make_row("a", 3), make_row("c", 5), make_row("c", 6)])
     table = pa.Table.from_pylist([make_row("a", 1), make_row("b", 2), make_row("b", 4)])
     pq.write_table(table, place / "1.parquet")
@@ -127,7 +130,7 @@ def test_a_version_that_does_not_exist_ends_the_run(place):
 
 
 def test_groups_with_old_rows_are_dropped_and_counted(place):
-    """At step 4 the policy is version 3, so with two versions of staleness rows of version 0 are too old."""
+    """At step 4 the policy is version 3. With a staleness of at most two versions, rows of version 0 are too old."""
     old = [make_row("a", 1, 0), make_row("a", 2, 3), make_row("b", 1, 0)]
     write_file(place / "1.jsonl", old)
     write_file(place / "2.jsonl", [make_row("c", 1, 1), make_row("c", 5, 3)])
@@ -139,7 +142,7 @@ def test_groups_with_old_rows_are_dropped_and_counted(place):
 
 
 def test_a_resume_loses_no_row_and_uses_none_twice(place):
-    """Rewards name the rows. After step 1 the first file is partly used; the run goes on from there twice."""
+    """Rewards name the rows. After step 1 the first file is partly used, and the run goes on from there twice."""
     write_file(place / "1.jsonl", [make_row(g, r) for g, r in [("a", 0), ("b", 1), ("a", 2), ("c", 3)]])
     write_file(place / "2.jsonl", [make_row(g, r) for g, r in [("c", 4), ("b", 5), ("d", 6)]])
     config = make_config(place, batch_size=1, max_staleness=9)
@@ -156,7 +159,7 @@ def test_a_resume_loses_no_row_and_uses_none_twice(place):
 
 
 def test_rows_of_a_lost_policy_wait_for_their_version(place):
-    """A killed run had published version 2. It goes on from step 0, and a group of version 2 waits for step 3."""
+    """A killed run had published version 2. It starts again from step 0, so a group of version 2 waits for step 3."""
     write_file(place / "1.jsonl", [make_row("a", 0), make_row("a", 1)])
     config = make_config(place, batch_size=1, max_staleness=9)
     killed = make_batches(config)
@@ -194,7 +197,7 @@ def test_another_source_begins_anew(place, tmp_path):
     state = first.state_dict()
     state["trajectories"]["source"] = "elsewhere"
     assert rewards_of(take(make_batches(config, 0, state))) == [[0, 1]]
-    plain = {"problems_drawn": 4}  # of a run without rollout.trajectories, from which this one is a fork
+    plain = {"problems_drawn": 4}  # a run without rollout.trajectories, from which this one is a fork
     assert rewards_of(take(make_batches(config, 0, plain))) == [[0, 1]]
 
 

@@ -1,4 +1,4 @@
-"""A disk that is full: nothing good is removed, nothing hangs, and with room again it goes on."""
+"""On a full disk nothing good is removed and nothing hangs. With room again it goes on."""
 
 import contextlib
 
@@ -19,13 +19,13 @@ WANTED = {"noise": jax.ShapeDtypeStruct((400_000,), jnp.float32, sharding=DEVICE
 
 
 def state(step):
-    """1.6 MB that do not compress."""
+    """Returns a state of 1.6 MB that does not compress."""
     return {"noise": jnp.asarray(np.random.default_rng(step).standard_normal(400_000), jnp.float32)}
 
 
 @pytest.fixture
 def small(tmp_path):
-    """A file system of 4 MB."""
+    """Yields a folder on a file system of 4 MB."""
     with small_disk(tmp_path, 4):
         yield tmp_path
 
@@ -74,7 +74,7 @@ def test_a_row_without_room_is_refused_whole(small, capsys):
 
 
 def test_settings_without_room_stay_as_they_were(small):
-    """A resume compares them: half a file would be other settings."""
+    """A resume compares the settings, and half a file would have other ones."""
     write_config(Config(), small)
     before = (small / "config.yaml").read_bytes()
     fill(small)

@@ -1,4 +1,4 @@
-"""Rules on metrics: how they are read, when they warn, when they stop, and that a resume does not forget."""
+"""Rules on metrics: how they are read, when they warn and when they stop. A resume does not forget them."""
 
 import math
 
@@ -72,7 +72,7 @@ def test_a_metric_of_some_rows_keeps_its_streak_between_them():
 
 
 def counts(skipped, totals, start=(0, 0)):
-    """``in_a_row`` after each row of (updates skipped so far, updates of them not finite so far)."""
+    """Returns ``in_a_row`` after each row of (updates skipped so far, updates not finite so far)."""
     skipped.start(*start)
     seen = []
     for step, (all_skipped, not_finite) in enumerate(totals, 1):
@@ -82,7 +82,7 @@ def counts(skipped, totals, start=(0, 0)):
 
 
 def test_updates_without_signal_do_not_count_as_skipped():
-    """Not finite, no signal, not finite, applied, no signal, not finite."""
+    """The updates are: not finite, no signal, not finite, applied, no signal, not finite."""
     skipped = SkippedUpdates(3, 1)
     assert counts(skipped, [(1, 1), (2, 1), (3, 2), (3, 2), (4, 2), (5, 3)]) == [1, 1, 2, 0, 0, 1]
     assert skipped.since_step == 6
@@ -90,7 +90,7 @@ def test_updates_without_signal_do_not_count_as_skipped():
 
 
 def test_an_applied_update_ends_a_row_of_skipped_ones():
-    """Four updates a step: all not finite; three of them; all without signal but one; and so on from a resume."""
+    """A step has four updates: all are not finite, then three and one applied, then one and three without signal."""
     skipped = SkippedUpdates(9, 4)
     assert counts(skipped, [(104, 24), (107, 27), (111, 28)], start=(100, 20)) == [4, 0, 1]
     resumed = SkippedUpdates(9, 4)

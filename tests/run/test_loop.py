@@ -50,7 +50,7 @@ def sum_of(prompt):
 
 
 def half_right(prompt, sample, seed):
-    """The first of a prompt's responses is right; the second is 7777777, which is seven tokens and the end."""
+    """Returns a right answer for a prompt's first response. The second is 7777777, seven tokens and the end."""
     return f"{sum_of(prompt)}$" if sample == 0 else "7777777$"
 
 
@@ -75,14 +75,14 @@ def settings(directory, **changes):
 
 @pytest.fixture(scope="module")
 def update(tmp_path_factory):
-    """The compiled step that all these runs share."""
+    """Returns the compiled step that all these runs share."""
     config = settings(tmp_path_factory.mktemp("update"))
     return make_update(config, POLICY, make_optimizer(config.optimizer), MESH, None)
 
 
 @dataclasses.dataclass
 class Finished:
-    """What a call of ``train`` leaves."""
+    """The result of a call of ``train``."""
 
     directory: Path
     rows: list
@@ -94,7 +94,10 @@ class Finished:
 
 
 class NotFinite:
-    """An update whose gradients are not finite at some of its calls, counted from 1, as infinite advantages make it."""
+    """An update whose gradients are not finite at some of its calls, because the advantages are infinite.
+
+    Calls count from 1.
+    """
 
     def __init__(self, update, calls):
         self.update, self.calls, self.called = update, calls, 0
@@ -110,7 +113,7 @@ class NotFinite:
 
 
 class Stop(StopRequest):
-    """A request to stop that also comes when ``is_over`` says so."""
+    """A request to stop that also comes if ``is_over`` says so."""
 
     def __init__(self, grace_s, is_over):
         super().__init__(grace_s)
@@ -121,7 +124,7 @@ class Stop(StopRequest):
 
 
 class FailingRecord(RowList):
-    """A record that cannot be written at step 2, as often as ``failures``."""
+    """A record that fails to write step 2, ``failures`` times."""
 
     def __init__(self, failures):
         super().__init__()
@@ -136,7 +139,7 @@ class FailingRecord(RowList):
 
 @pytest.fixture(scope="module")
 def go_in(update):
-    """Runs ``train`` from where a directory in a place stands."""
+    """Returns a function that runs ``train`` from the state of a directory in a place."""
 
     def run(
         place,
@@ -175,13 +178,13 @@ def go_in(update):
 
 @pytest.fixture
 def go(go_in, tmp_path):
-    """Runs ``train`` from where a directory of this test stands."""
+    """Returns a function that runs ``train`` from the state of a directory of this test."""
     return functools.partial(go_in, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def whole(go_in, tmp_path_factory):
-    """A run of these settings that nothing disturbs."""
+    """Returns a run of these settings that nothing disturbs."""
     return go_in(tmp_path_factory.mktemp("whole"), "run")
 
 
@@ -196,7 +199,8 @@ def test_rows_by_hand(whole):
     assert run.saved == [3, 4]
     for row in run.rows:
         assert row["reward/mean"] == 0.5
-        # Sums have three digits or four, and the end: a batch of two prompts is 3 to 5 tokens beside eight.
+        # Sums have three or four digits, and the end token. So a batch's two right answers have 3 to 5 tokens each,
+        # beside answers of eight.
         assert 6.0 <= row["response_length/mean"] <= 6.5
         assert row["response_length/max"] == 8.0
         assert row["response_length/truncated_fraction"] == 0.0
@@ -229,7 +233,7 @@ def test_a_guard_warns_and_stops_saved(go, capsys):
     assert (len(run.rows), run.saved) == (2, [2])
     (line,) = run.progress.stopped_by
     assert "(response_length/mean > 1 for 2)" in line
-    # A warning is said once, when the rule begins to hold.
+    # A warning comes once, when the rule begins to hold.
     assert capsys.readouterr().err == (
         f"training {TOY_BASE} for 4 steps into {run.directory}\n"
         "\nwarning: guard: step 1: reward/mean = 0.5 (reward/mean < 0.6)\n"
@@ -240,7 +244,7 @@ SKIPPING = {"run": {"steps": 8}, "guard": {"max_skipped_updates": 3}, "eval": {"
 
 
 def test_updates_skipped_in_a_row_stop_the_run(go):
-    """Skipped from step 3 to 5. Step 4 is not saved, so that with two kept the one of step 2 stays beside the last."""
+    """Updates are skipped from step 3 to 5. Step 4 is not saved, so step 2 stays beside the last one, with two kept."""
     run = go(not_finite=range(3, 99), keep=2, checkpoint={"every": 2}, **SKIPPING)
     assert (len(run.rows), run.saved) == (5, [2, 5])
     assert run.progress.stopped_by == [
@@ -251,7 +255,7 @@ def test_updates_skipped_in_a_row_stop_the_run(go):
 
 
 def test_skipped_updates_not_in_a_row_do_not_stop_it(go):
-    """The save that is due at step 3 is made at step 4, when an update was applied again."""
+    """The save that is due at step 3 is made at step 4, when an update is applied again."""
     run = go(not_finite=(1, 3, 5, 6), **SKIPPING)
     assert (len(run.rows), run.progress.stopped_by, run.saved) == (8, [], [4, 7, 8])
     assert run.rows[-1]["precision/overflows"] == run.rows[-1]["optimizer/skipped_updates"] == 4
@@ -311,7 +315,10 @@ def test_servers_gone_before_the_first_step_leave_nothing(go):
 
 
 def asked_to_stop(*, step, pause_s=0.0, evaluation=False, saved=None):
-    """``half_right``, with a SIGTERM at a step's first response (or its evaluation's), once ``saved`` is there."""
+    """Returns an engine like ``half_right`` that raises SIGTERM at the first response of a step or of its evaluation.
+
+    It waits until ``saved`` exists, if that is given.
+    """
     seeds = []
 
     def script(prompt, sample, seed):
@@ -343,7 +350,7 @@ def test_a_stop_with_time_to_spare_finishes_the_step(go, capsys, tmp_path):
 
 @pytest.mark.parametrize("every", [1, 0])
 def test_a_stop_without_time_gives_the_step_up(go, capsys, every):
-    """No time because there is none; and because nothing is known of a save, where none was made yet."""
+    """Either no time is left, or no save was made yet, so that nothing is known of its time."""
     changes = {"eval": {"every": 0}, "checkpoint": {"every": every}}
     whole = go("whole", **changes)
     engine = asked_to_stop(step=3)
@@ -407,7 +414,10 @@ def test_dumps_and_transcripts_hold_what_was_said(go):
 
 
 def test_the_best_evaluated_step_is_kept_beside_the_newest(go):
-    """The evaluated policy is right in its first evaluation alone; the one at the start has names of its own."""
+    """The evaluated policy is right in its first evaluation after a step only.
+
+    The evaluation at the start has its own names.
+    """
     evaluations = []
 
     def script(prompt, sample, seed):
@@ -451,7 +461,7 @@ def test_with_no_whole_checkpoint_the_run_ends_in_one_line(go):
 
 
 class Failing(ScriptedEngine):
-    """Raises ``error`` at the publish of a version, at a call of ``generate``, or once ``answers`` were given."""
+    """An engine that raises ``error`` at the publish of ``version``, or in its ``call``-th generation."""
 
     def __init__(self, error, *, version=None, call=None, answers=0):
         super().__init__(TOKENIZER, half_right)
@@ -470,7 +480,7 @@ class Failing(ScriptedEngine):
 
 
 def resumed_rows(go, rows):
-    """The rows that were recorded and those of a run that goes on after them, with what that one published."""
+    """Returns the recorded rows joined with those of a run that goes on after them, and that run."""
     second = go(last_row=rows[-1] if rows else None)
     return without_clock(rows + second.rows), second
 
@@ -479,7 +489,7 @@ def without_evaluation(rows):
     return [{key: value for key, value in row.items() if not key.startswith("eval/")} for row in rows]
 
 
-# Calls of ``generate``: steps 1 and 2, the evaluation of step 2, steps 3 and 4, the evaluation of step 4.
+# The calls of ``generate`` are steps 1 and 2, the evaluation of step 2, steps 3 and 4, and the evaluation of step 4.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "answers"),
@@ -542,7 +552,7 @@ def test_a_dump_that_fails_loses_no_row(go, whole, tmp_path):
 
 
 def test_a_row_that_fails_is_tried_again(go, whole):
-    """The first write of row 2 fails; what ends the run then records and saves it."""
+    """The first write of row 2 fails. The end of the run then records and saves the row."""
     rows = FailingRecord(1)
     with pytest.raises(OSError, match="No space left"):
         go(rows=rows)
@@ -559,7 +569,7 @@ def test_a_row_that_fails_keeps_the_last_checkpoint(go, whole, capsys):
 
 
 def test_an_update_that_fails_says_what_remains(go, whole, monkeypatch, capsys):
-    """The compiled step has taken its state when the numbers it gives are fetched."""
+    """The compiled step has already taken its state when its numbers are fetched."""
     rows, calls = RowList(), []
 
     def fetch(metrics, *, noise):
@@ -579,7 +589,7 @@ def test_an_update_that_fails_says_what_remains(go, whole, monkeypatch, capsys):
 
 
 def test_rows_are_synced_before_each_save(update, tmp_path):
-    """At each save the rows on the disk reach to its step."""
+    """At each save the rows on the disk reach up to its step."""
     config, engine, events = settings(tmp_path / "run", eval={"every": 0}), ScriptedEngine(TOKENIZER, half_right), []
 
     class Watched(Checkpointer):
@@ -626,7 +636,7 @@ def test_a_checkpoint_of_before_fingerprints_is_not_checked():
 
 
 def test_the_reference_is_fingerprinted_by_its_weights(tmp_path):
-    """A KL penalty's reference of one changed weight has another fingerprint; without a penalty there is none."""
+    """The KL penalty's reference has another fingerprint if one weight changes."""
     found = []
     for change in (0.0, 0.0, 1e-3):
         path = shutil.copytree(TOY_BASE, tmp_path / f"base{len(found)}")
@@ -655,13 +665,13 @@ def test_rollouts_sampled_ahead_are_those_of_the_same_prompts(go, whole, k):
     in_turn, ahead = whole, go("ahead", rollout={"max_staleness": k})
     for row, other in zip(ahead.rows, in_turn.rows, strict=True):
         step = row["step"]
-        # The first batch is sampled with the policy that it is trained from; with k = 1 the others are one version old.
+        # The first batch is sampled with the policy that it is trained from. With k = 1 the others are one version old.
         oldest = min(step - 1, k)
         assert row["rollout/staleness"] == (oldest if k == 1 else pytest.approx(row["rollout/staleness"]))
         assert 0 <= row["rollout/staleness"] <= oldest
         assert row["rollout/policy_version"] == step - 1 - row["rollout/staleness"]
         assert row["rollout/requests"] == 4
-        # The script knows no policy: what is not the clock's or the version's is the same.
+        # The script does not depend on the policy. So all numbers but times and versions are the same.
         assert without_versions(row) == without_versions(other)
     trained = [prompts for prompts in ahead.engine.asked if len(prompts) == 2]
     assert trained == [prompts for prompts in in_turn.engine.asked if len(prompts) == 2]
@@ -676,7 +686,7 @@ def test_a_resumed_run_with_rollouts_ahead_loses_no_prompt(go, whole):
     second = go(last_row=first.rows[-1], rollout={"max_staleness": 1})
     assert second.engine.published == [2, 3, 4]
     assert [row["rollout/staleness"] for row in first.rows + second.rows] == [0, 1, 0, 1]
-    # The batch of step 3 may have been under way when the run stopped; it is asked for again.
+    # The batch of step 3 may have been under way when the run stopped. It is asked for again.
     before = [prompts for prompts in first.engine.asked if len(prompts) == 2]
     after = [prompts for prompts in second.engine.asked if len(prompts) == 2]
     assert before[:2] + after == [prompts for prompts in whole.engine.asked if len(prompts) == 2]
@@ -693,12 +703,12 @@ def test_an_engine_that_breaks_ahead_ends_its_own_step(go):
 
 
 def trained_prompts(engine):
-    """Those of the batches, without the evaluations'."""
+    """Returns the prompts of the batches, without those of evaluations."""
     return [prompts for prompts in engine.asked if len(prompts) == 2]
 
 
 def test_a_guard_ends_a_run_with_rollouts_ahead_at_its_own_step(go, whole):
-    """What was sampled for later steps is asked for again when the run goes on."""
+    """The batches that were sampled for later steps are asked for again when the run goes on."""
     ahead = {"max_staleness": 1}
     first = go(rollout=ahead, guard={"stop": ("rollout/policy_version > 0",)})
     assert [row["rollout/policy_version"] for row in first.rows] == [0, 0, 1]
@@ -711,7 +721,7 @@ def test_a_guard_ends_a_run_with_rollouts_ahead_at_its_own_step(go, whole):
 
 
 class Watched(ScriptedEngine):
-    """Takes some milliseconds for each response, and counts who samples at the same time."""
+    """An engine that takes some milliseconds for each response, and counts its users at the same time."""
 
     users = most = 0
 
@@ -729,7 +739,7 @@ class Watched(ScriptedEngine):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["wait", "keep"])
 def test_an_evaluation_ahead_is_of_its_own_version(go, how):
-    """The policy is right from version 2 on, and no batch is sampled beside an evaluation."""
+    """The policy is right from version 2 on. No batch is sampled beside an evaluation."""
     engine = Watched(TOKENIZER, lambda prompt, sample, seed: f"{sum_of(prompt) if engine.published[-1] > 1 else 7}$")
     run = go(engine=engine, rollout={"max_staleness": 2, "update": how}, eval={"every": 1})
     assert [row["eval/toy/accuracy"] for row in run.rows] == [0.0, 1.0, 1.0, 1.0]
@@ -737,7 +747,10 @@ def test_an_evaluation_ahead_is_of_its_own_version(go, how):
 
 
 class Breaking(Watched):
-    """Cannot bring version 2 to its servers, while it samples the batch of step 3, in ``prepare`` or in ``publish``."""
+    """An engine that cannot bring version 2 to its servers while it samples step 3.
+
+    ``where`` names the call that fails.
+    """
 
     def __init__(self, *args, where):
         super().__init__(*args)

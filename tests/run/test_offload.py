@@ -1,4 +1,4 @@
-"""Runs of which everything is in the host's memory between updates: the same bits, and nothing on the devices."""
+"""Runs with everything in the host's memory between updates have the same bits, and leave nothing on the devices."""
 
 import contextlib
 import dataclasses
@@ -66,7 +66,7 @@ def settings(directory, *, offload, steps=3, kl="none", lora=OFF):
 
 
 def on_the_devices():
-    """Bytes of the arrays that live in the devices' own memory."""
+    """Returns the bytes of the arrays that live in the devices' own memory."""
     gc.collect()
     return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind != HOST_MEMORY)
 
@@ -76,7 +76,7 @@ def sum_of(prompt):
 
 
 class Watching(ScriptedEngine):
-    """Computes what a publish computes, and looks at the devices' memory when it samples and has published."""
+    """An engine that computes what a publish computes. It looks at the devices' memory when it samples."""
 
     def __init__(self):
         super().__init__(TOKENIZER, lambda prompt, sample, seed: "7777777$" if sample else f"{sum_of(prompt)}$")
@@ -125,7 +125,10 @@ def state_bytes(state):
 
 
 def on_devices_only(compute):
-    """``compute``, which fails where an array of its arguments is in the host's memory: a CPU would compute from it."""
+    """Returns ``compute`` with a check that no argument's array is in the host's memory.
+
+    A CPU would compute from it.
+    """
 
     def checked(*arguments, **options):
         arrays = [leaf for leaf in jax.tree.leaves((arguments, options)) if isinstance(leaf, jax.Array)]
@@ -137,7 +140,7 @@ def on_devices_only(compute):
 
 @pytest.fixture
 def strict(monkeypatch):
-    """What the trainer computes, it computes from the devices' memory."""
+    """Makes the trainer fail if it computes from any memory but the devices'."""
     for name in ("__call__", "forward"):
         monkeypatch.setattr(TrainStep, name, on_devices_only(getattr(TrainStep, name)))
     make = MergedPolicy.__init__
@@ -151,7 +154,7 @@ def strict(monkeypatch):
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory):
-    """Directory of adapters whose product is not zero."""
+    """Returns the directory of adapters whose product is not zero."""
     path, shape, lora = tmp_path_factory.mktemp("adapters"), read_config(TOY_BASE), LoraConfig(rank=2)
     moved = jax.tree.map(lambda leaf: leaf + 0.01, init_adapters(shape, lora, 5))
     save_adapters(path, moved, shape, lora, TOY_BASE)
@@ -204,7 +207,7 @@ def test_what_an_update_that_fails_was_given_is_saved(go, monkeypatch, capsys):
     step, calls = TrainStep.__call__, []
 
     def fails_at_the_third(self, *arguments, **options):
-        """Takes the state that it was given, as a step does, and fails."""
+        """Takes the given state, as a step does, and fails at the third call."""
         calls.append(len(calls) + 1)
         updated = step(self, *arguments, **options)
         if calls[-1] == 3:

@@ -1,4 +1,4 @@
-"""Rollouts sampled ahead: every batch once, in order, none staler than asked for; stops, losses, failures, resumes."""
+"""Tests of rollouts sampled ahead: every batch comes once, in order, none too old; stops, losses, failures, resumes."""
 
 import contextlib
 import threading
@@ -19,7 +19,7 @@ SEED = 3
 
 
 class Places:
-    """The processes of a run, as a stop request sees them: it keeps what the run is said to be at."""
+    """The processes of a run, as a stop request sees them. It keeps the places that the run reports."""
 
     def __init__(self):
         self.seen = []
@@ -43,7 +43,7 @@ class Stop(StopRequest):
 
 
 class Engine:
-    """Engine and sampler: a batch is (its problems, its step, the version published then); one may use it at a time."""
+    """An engine and sampler with one user at a time. A batch is (its problems, its step, the version at its start)."""
 
     def __init__(self, sampling_s=lambda step: 0.0):
         self.version, self.users, self.calls, self.failures, self.stop = 0, 0, [], {}, Stop()
@@ -112,7 +112,7 @@ def paused(batches, engine, version, drains=True):
 
 
 def go_on(batches, engine, first, last, *, training_s=lambda step: 0.0):
-    """Steps as the loop makes them. Returns what each was trained on, and (step, state of the stream) after each."""
+    """Runs steps as the loop does. Returns the trained batches, and the state of the stream after each step."""
     trained, states = [], []
     batches.start(first - 1)
     engine.version = first - 1
@@ -166,7 +166,7 @@ def test_while_a_step_trains_those_after_it_are_sampled(k):
         while len(engine.calls) < last and time.monotonic() < until:
             time.sleep(0.001)
         seen.append((step, len(engine.calls)))
-        return 0.01  # in which nothing beyond them is begun
+        return 0.01  # nothing beyond these batches begins in this time
 
     go_on(make(engine, k, steps), engine, 1, steps, training_s=train_until_all_are_sampled)
     assert seen == [(step, min(step + k, steps)) for step in range(1, steps + 1)]
@@ -186,7 +186,7 @@ def test_the_row_says_how_far_ahead_a_batch_was_begun():
     engine = Engine(sampling_s)
     trained, _ = go_on(make(engine, 1, steps=3), engine, 1, 3, training_s=training_s)
     found = {step: sampled.row["time/ahead_s"] for step, sampled in enumerate(trained, 1)}
-    # Four tenths of a step: a busy machine may stop a thread between the clock's reading here and that of the pipeline.
+    # The tolerance is four tenths of a step. A busy machine may stop a thread between the two readings of the clock.
     assert found == {step: pytest.approx(trains[step] - begun[step], abs=0.4) for step in (1, 2, 3)}
     assert found[1] < 0.5
     assert min(found[2], found[3]) >= 0.8
@@ -214,7 +214,7 @@ def test_a_resumed_run_asks_again_for_what_was_under_way(k):
 def test_a_lost_batch_is_sampled_again_after_the_publish():
     engine = Engine(lambda step: 0.01)
     engine.failures[3] = ServersLostError("none is left")
-    # Training takes longer, so that the loss is known before version 2 is published.
+    # Training takes longer, so the loss is known before version 2 is published.
     trained, _ = go_on(make(engine, 1), engine, 1, 5, training_s=lambda step: 0.05)
     assert [call[:2] for call in engine.calls[:5]] == [(1, 0), (2, 0), (3, 1), (3, 2), (4, 2)]
     in_order = stream_at()
@@ -302,7 +302,10 @@ def test_nothing_is_sampled_while_it_is_paused():
 
 
 class Sharing(Engine):
-    """Samples while others publish; a batch is (its problems, its step, the version that began it, that ended it)."""
+    """An engine that samples during publishes.
+
+    A batch is (its problems, its step, the versions at its start and its end).
+    """
 
     @contextlib.contextmanager
     def used(self):
@@ -322,7 +325,7 @@ class Sharing(Engine):
 @pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.harness), 4])
 @pytest.mark.parametrize("slow", ["sampling", "training"])
 def test_a_batch_goes_on_across_publishes(k, slow):
-    """Whatever version it ends with, none is older than asked."""
+    """Whatever version a batch ends with, no version is older than asked."""
     engine = Sharing(lambda step: 0.2 if slow == "sampling" else 0.0)
     batches, trained = make(engine, k, always_drains=False), []
     batches.start(0)
@@ -343,7 +346,7 @@ def test_a_batch_goes_on_across_publishes(k, slow):
 
 
 def test_no_batch_begins_during_a_publish():
-    """The batch under way ends within the publish, and the next one waits for its end."""
+    """The batch under way ends within the publish, and the next batch waits for the end of the publish."""
     engine, stream = Sharing(lambda step: 0.03), stream_at()
     batches = BatchesAhead(stream, engine, engine, engine.stop, steps=8, max_staleness=2, always_drains=False)
     batches.start(0)

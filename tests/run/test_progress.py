@@ -1,4 +1,4 @@
-"""The host's part of a checkpoint, and what it adds up from row to row."""
+"""The host's part of a checkpoint, and its sums from row to row."""
 
 import json
 import math
@@ -18,12 +18,12 @@ def step_row(tokens=1, sequences=1, summed=0.0, norm=1.0):
 
 
 def test_a_rise_is_split_against_the_first_steps():
-    """Reference: 10 sequences, 100 tokens, summed gap 0.4 a sequence: 10 tokens long, 0.04 a token."""
+    """The reference has 10 sequences, 100 tokens and a summed gap of 0.4 a sequence. That is 10 tokens of 0.04 each."""
     progress = Progress()
     for row in (step_row(60, 4, 0.5), step_row(40, 6, 2.0 / 6)):
         assert progress.observe(row, has_loss=False, reference_steps=2) == {"optimizer/grad_norm_ema": None}
     assert progress.reference == {"steps": 2, "token_count": 100, "sequence_count": 10, "gap": pytest.approx(4.0)}
-    # Thirty tokens long and 0.05 a token: 1.5; length alone would have given 1.2.
+    # Thirty tokens of 0.05 each give 1.5. Length alone would give 1.2.
     split = progress.observe(step_row(300, 10, 1.5), has_loss=False, reference_steps=2)
     assert split == {
         "optimizer/grad_norm_ema": None,

@@ -31,7 +31,7 @@ def test_rates_by_hand(kind):
     np.testing.assert_allclose(rates, EXPECTED[kind], rtol=1e-6)
     metrics = schedule_row(built)
     assert metrics["schedule/decay_period"] == (15 if kind == "length_decay" else None)
-    # Every kind records the surge, whether or not it acts on it.
+    # Every kind records the surge, even if it does not act on it.
     assert 13 <= metrics["schedule/surge_step"] <= 20
 
 

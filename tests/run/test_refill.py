@@ -40,14 +40,15 @@ SEED, SIZE = 5, 4
 
 
 def in_order(count):
-    """The first problems of the stream by their prompts; the list of problems ends within them."""
+    """Returns the prompts of the first problems of the stream, which starts again after the last problem."""
     return [problem["prompt"] for problem in PromptStream(PROBLEMS, SIZE, SEED).take(count)]
 
 
 class Shuffled(ScriptedEngine):
-    """Groups with the prompts of ``with_signal`` have a right answer of 4 tokens and a wrong one of 2, others two of 8.
+    """An engine whose groups have signal for the prompts in ``with_signal``, with answers of 4 and of 2 tokens.
 
-    The responses of each request arrive in an order of its own. The calls in ``lost`` fail in their middle.
+    Other groups have two wrong answers of 8 tokens. Each request has its own order of responses. The calls in ``lost``
+    fail in their middle.
     """
 
     def __init__(self, with_signal, lost=()):
@@ -69,7 +70,7 @@ class Shuffled(ScriptedEngine):
 
 
 def refilling(engine, limit=2, **advantage):
-    """A sampler that refills, and its stream."""
+    """Returns a sampler that refills, and its stream."""
     rollout = RolloutConfig(group_size=2, max_response_tokens=8, refill=True, refill_limit=limit)
     config = Config(rollout=rollout, advantage=AdvantageConfig(**advantage))
     stream = PromptStream(PROBLEMS, SIZE, SEED)
@@ -83,7 +84,7 @@ def prompts_of(sampled):
 
 
 def sample(signal, limit=2, size=SIZE, **advantage):
-    """Samples step 3; the characters of ``signal`` say which problems have signal, in the order of the stream."""
+    """Samples step 3. The characters of ``signal`` mark the stream's problems, and S stands for signal."""
     prompts = in_order(len(signal))
     engine = Shuffled({prompt for prompt, mark in zip(prompts, signal, strict=True) if mark == "S"})
     sampler, stream = refilling(engine, limit, **advantage)
@@ -93,7 +94,7 @@ def sample(signal, limit=2, size=SIZE, **advantage):
 
 
 def test_further_rounds_replace_groups_until_none_lacks():
-    """Of problems 0 to 3 two lack signal. Problems 4 and 5 replace them, but 4 has none either, so 6 replaces it."""
+    """Two of the problems 0 to 3 lack signal, and 4 and 5 replace them. Problem 4 has none either, so 6 replaces it."""
     sampled, places, engine, drawn = sample("S.S..SS")
     assert places == [0, 2, 5, 6]
     assert [len(prompts) for prompts in engine.asked] == [4, 2, 1]
@@ -108,7 +109,7 @@ def test_further_rounds_replace_groups_until_none_lacks():
 
 
 def test_the_row_measures_all_that_was_sampled():
-    """4 groups of 4 and 2 tokens, and 3 of 8 and 8: 14 responses of 72 tokens, of which 4 are right."""
+    """Four groups have 4 and 2 tokens, and three have 8 and 8: 14 responses of 72 tokens, and 4 of them are right."""
     rollouts = sample("S.S..SS")[0].rollouts
     row = rollout_row(rollouts, policy_version=0)
     assert row["response_length/mean"] == pytest.approx(72 / 14)
@@ -121,7 +122,7 @@ def test_the_row_measures_all_that_was_sampled():
 
 
 def test_at_the_limit_the_earliest_groups_fill_the_batch():
-    """One round after problems 0 to 3: of 4, 5 and 6 one has signal, and places are left for 0 and 2."""
+    """There is one round after problems 0 to 3. One of 4, 5 and 6 has signal, so places are left for 0 and 2."""
     sampled, places, engine, drawn = sample(".S....S", limit=1)
     assert places == [1, 6, 0, 2]
     assert (drawn, len(engine.asked)) == (7, 2)
@@ -145,7 +146,7 @@ def test_a_batch_with_signal_is_sampled_as_without_refilling():
 
 
 def test_a_group_that_the_penalty_gives_loss_is_kept():
-    """All rewards are 0, and responses of 8 tokens are above a buffer of 4: alone equal lengths leave no signal."""
+    """All rewards are 0. Responses of 8 tokens are above a buffer of 4, so only groups of equal lengths lack signal."""
 
     class Uneven(Shuffled):
         def answer(self, prompt, sample, seed):
@@ -193,7 +194,10 @@ STEPS = 5
 
 
 def expected_batches(steps=STEPS, limit=2, size=SIZE):
-    """The rule written out once more: the prompts of each batch, and the number of problems drawn after it."""
+    """Returns the prompts of each batch, and the number of problems drawn after it.
+
+    The rule is written out once more.
+    """
     order, at, batches = in_order(300), 0, []
     for _ in range(steps):
         signal, silent, rounds, asked = [], [], 0, size
@@ -277,7 +281,7 @@ def odd_sums_have_signal(prompt, sample, seed):
 
 @pytest.fixture(scope="module")
 def update(tmp_path_factory):
-    """The compiled step that all these runs share."""
+    """Returns the compiled step that all these runs share."""
     config = settings(tmp_path_factory.mktemp("update"))
     return make_update(config, POLICY, make_optimizer(config.optimizer), MESH, None)
 
@@ -295,7 +299,10 @@ class Stop(StopRequest):
 
 @pytest.fixture
 def go(update, tmp_path):
-    """Runs ``train`` from where a directory stands; returns its rows, the engine and the weights at the end."""
+    """Returns a function that runs ``train`` from a directory's state.
+
+    It returns the rows, the engine and the last weights.
+    """
 
     def run(name, *, stop_after=None, gone_after=None, last_row=None, **rollout):
         config, rows = settings(tmp_path / name, **rollout), RowList()
@@ -326,7 +333,7 @@ def test_a_run_trains_on_full_batches_and_resumes(go):
         assert row["reward/groups_with_signal"] == pytest.approx(2 / groups)
         assert row["reward/mean"] == pytest.approx(1 / groups)
         assert row["rollout/requests"] == 2 * groups
-        # The trained batch: two groups with signal, each with a wrong answer of 8 tokens.
+        # The trained batch has two groups with signal, each with a wrong answer of 8 tokens.
         assert row["mismatch/sequence_count"] == 4
         assert row["rollout/refilled_tokens"] == 16 * row["rollout/refilled_groups"]
         sampled = row["mismatch/token_count"] + row["rollout/refilled_tokens"]
@@ -372,7 +379,7 @@ def test_ahead_of_training_the_batches_are_the_same(go):
     first, _, _ = go("run", stop_after=2, max_staleness=1)
     second, after, _ = go("run", last_row=first[-1], max_staleness=1)
     assert [values(row) for row in [*first, *second]] == [values(row) for row in whole]
-    # The batches of steps 1 and 2 were asked for before.
+    # The batches of steps 1 and 2 were asked for before the stop.
     asked = without_evaluations(after)
     assert asked == without_evaluations(engine)[-len(asked) :]
 

@@ -1,4 +1,4 @@
-"""What the header of a run's token dump says of the weights of its two columns."""
+"""The header of a run's token dump describes the weights behind its two columns."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from rljax.trainer.update import TrainerValues
             "{trainer}, weight_noise 0.1, quantize int8, dtype float16",
             {"weight_noise": 0.1, "quantize": "int8", "dtype": "float16"},
         ),
-        # The first steps of such a run sample with the oldest weights that there are: those of the trainer.
+        # The first steps of such a run sample with the oldest weights that exist, which are the trainer's.
         ({"staleness": 2}, 0, "{trainer}", {"staleness": 2}),
         ({"staleness": 2}, 2, "", {"staleness": 2}),
         ({}, 1, "", None),
@@ -104,7 +104,7 @@ def test_a_dump_tells_an_environments_tokens_apart(tmp_path):
 
 
 def test_a_dump_has_the_trainers_entropies_and_likeliest_tokens(tmp_path):
-    """The trainer's numbers of the sampler's likeliest tokens, in the trainer's order; prompts have none."""
+    """The trainer's numbers of the sampler's likeliest tokens stand in the trainer's order. Prompts have none."""
     config = Config(run=RunConfig(dir=str(tmp_path)))
     ids, logprobs = np.arange(2, dtype=np.int32), -np.ones(2, np.float32)
     tops = np.asarray([[5, 7], [6, -1]], np.int32), np.asarray([[-0.5, -1.5], [-0.25, -np.inf]], np.float32)

@@ -1,4 +1,4 @@
-"""The host's side of a step: what it counts, what it watches, what it seeds."""
+"""Tests of the host's side of a step: its counts, its watch for missed stops, and its seeds."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ def test_a_stop_token_counts_where_sampling_went_on(rollouts):
         assert list(count_missed_stops(rollouts.all(), stop, metrics)) == rollouts.all()
         return metrics["response_length/missed_stop_fraction"]
 
-    assert fraction(1) == 0.0  # it ends three responses
+    assert fraction(1) == 0.0  # token 1 ends three responses
     assert fraction(2) == 0.25
     assert fraction(8) == 0.25  # the last token of a response that the limit cut off
     assert fraction(5) == 0.5

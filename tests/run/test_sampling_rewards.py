@@ -1,4 +1,4 @@
-"""A step's rewards stand where their responses do, whatever arrives first and whatever is scored first."""
+"""A step's rewards stand at the places of their responses, in whatever order responses arrive and are scored."""
 
 import sys
 
@@ -13,7 +13,7 @@ from rljax.rollout.types import Response, SamplingParams, VersionSpan
 from rljax.run.sampling import Sampler
 from rljax.run.single_turn import SingleTurn
 
-# The longer the response, the sooner it is scored.
+# A longer response is scored sooner.
 REWARD = """
 import time
 
@@ -25,7 +25,7 @@ PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(1, 5)]
 
 
 class Landing:
-    """An engine whose response j to any prompt has j + 1 tokens; they arrive in the order of a seed."""
+    """An engine whose response j to any prompt has j + 1 tokens. A seed decides the order of the responses."""
 
     def __init__(self, seed, missing=0):
         self.seed, self.missing, self.prompts = seed, missing, None

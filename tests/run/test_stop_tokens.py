@@ -1,4 +1,4 @@
-"""The tokens that a run stops at, besides those of the model's files."""
+"""Tests of the stop tokens that a run names besides those of the model's files."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from rljax.commands import export
 from rljax.evaluate import find_policy
 from rljax.rollout.types import RolloutConfig
 
-# All runs here sample at this heat: a step's program holds the temperature.
+# All runs here sample at this temperature, because a step's program holds it.
 HOT = ("--rollout.temperature", "50")
 
 
@@ -32,7 +32,10 @@ def test_a_run_stops_at_the_tokens_that_it_names(tmp_path):
 
 @pytest.mark.parametrize(("stops", "fraction"), [((), True), (("--rollout.stop-token-ids", "15"), False)])
 def test_a_run_tells_of_the_templates_stop_token(stops, fraction, tmp_path):
-    """The toy's padding token ends an answer of this template; the toy policy samples it now and then at high heat."""
+    """The toy's padding token ends an answer of this template.
+
+    At high temperature the toy policy samples it now and then.
+    """
     base = tmp_path / "base"
     shutil.copytree(TOY_BASE, base)
     (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}_{% endfor %}")

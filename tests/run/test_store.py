@@ -1,4 +1,4 @@
-"""Copies of checkpoints in an object store: hand-made folders, in stores that need no server."""
+"""Tests of copies of checkpoints in an object store: hand-made folders, in stores that need no server."""
 
 import dataclasses
 import itertools
@@ -42,7 +42,7 @@ def config_of(run_dir, url, *, resume="auto", seed=0):
 
 
 def make_run(run_dir, steps, url="", rows=None):
-    """A run directory with hand-made checkpoints of ``steps``."""
+    """Makes a run directory with hand-made checkpoints of ``steps``, and returns it."""
     for step in steps:
         folder = run_dir / "checkpoints" / str(step) / "state"
         folder.mkdir(parents=True)
@@ -55,7 +55,7 @@ def make_run(run_dir, steps, url="", rows=None):
 
 
 def folder_of(tmp_path, step):
-    """What is uploaded of a step."""
+    """Makes a folder with the files that a step uploads, and returns it."""
     folder = tmp_path / f"folder{step}"
     (folder / "checkpoint").mkdir(parents=True, exist_ok=True)
     (folder / "checkpoint" / "arrays").write_bytes(bytes([step]) * 1000)
@@ -69,7 +69,7 @@ def upload_all(store, run_dir, **options):
 
 
 def stop_at(call):
-    """A check of an upload that ends it at its ``call``-th call."""
+    """Returns a check of an upload that ends the upload at its ``call``-th call."""
     calls = itertools.count(1)
 
     def check():
@@ -200,7 +200,7 @@ def test_a_store_that_fails_costs_one_line_and_is_tried_again(on_disk, tmp_path,
     with Uploads(on_disk, run_dir, keep=2, wait_s=60.0):
         time.sleep(2.5)
     said = capsys.readouterr().err
-    assert said.count("\n") == 2  # it begins on a line of its own
+    assert said.count("\n") == 2  # the warning begins on a line of its own
     assert f"warning: {on_disk.url}: checkpoint 2 could not be uploaded: " in said
 
     (tmp_path / "store").unlink()
@@ -213,7 +213,7 @@ def test_the_end_of_a_run_waits_no_longer_than_it_may(on_disk, tmp_path, capsys)
     run_dir, hold, stop = make_run(tmp_path / "run", [2]), threading.Event(), StopRequest(1.0)
     stop.request(signal.SIGTERM)
     began = time.monotonic()
-    # Less time than a run needs to end, and an upload that is not done before that by chance.
+    # The time left is less than a run needs to end. The upload cannot be done by chance before that.
     upload_all(on_disk, run_dir, stop=stop, check_owner=lambda: hold.wait(20))
     hold.set()
     assert time.monotonic() - began < 1.0
@@ -229,7 +229,7 @@ def test_a_run_that_another_process_took_over_uploads_nothing(on_disk, tmp_path)
 
 
 def kept_run(on_disk, tmp_path, steps=(2, 4)):
-    """The store holds copies of ``steps`` of a run whose directory is elsewhere."""
+    """Puts copies of ``steps`` of a run into the store, and returns an empty run directory."""
     for step in steps:
         upload_all(on_disk, make_run(tmp_path / f"old{step}", [step], on_disk.url), keep=len(steps))
     assert on_disk.steps() == list(steps)

@@ -1,4 +1,4 @@
-"""Whole runs whose checkpoints are kept in a real S3 server on this machine (tools/test_store.sh)."""
+"""Whole runs keep their checkpoints in a real S3 server on this machine (tools/test_store.sh)."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Corrections of single tokens beside the other settings of a run: what fits, and what is refused in words."""
+"""Tests of corrections of single tokens beside other settings of a run: some fit, and others are refused in words."""
 
 import pytest
 

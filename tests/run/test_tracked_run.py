@@ -1,4 +1,4 @@
-"""A whole run with trackers that misbehave: it ends as without them, and its record is the same."""
+"""A whole run with trackers that misbehave ends as it does without them, and its record is the same."""
 
 import json
 
