@@ -1,4 +1,4 @@
-"""The optimal token baseline: numbers worked by hand, the gradient of a whole update, and what it refuses."""
+"""Tests of the optimal token baseline: numbers by hand, the gradient of a whole update, and settings it refuses."""
 
 import functools
 
@@ -38,7 +38,8 @@ GROUP = 3
 
 
 def test_advantages_worked_by_hand():
-    # Energies 1 - 2p + sum p^2: 0.5 and then 1 more; 1 and then 0.25 more. The first response is the only one to go on.
+    # The energies 1 - 2p + sum p^2 are 0.5 and then 1 more in the first response, and 1 and then 0.25 more in the
+    # second. Only the first response has a third token.
     logprobs = [np.log([0.5, 0.25, 0.5]), np.log([0.125, 0.5])]
     collisions = [[0.5, 0.5, 0.5], [0.25, 0.25]]
     first, second = optimal_token_advantages(np.array([1.0, 0.0]), logprobs, collisions)
@@ -58,7 +59,8 @@ def test_an_environments_tokens_have_no_energy():
         for i, (gain, turned) in enumerate([(1.0, turns), (0.0, np.ones(3, np.int32))])
     ]
     first, second = subtract_baselines(group, collisions, group_size=2, correction=CorrectionConfig())
-    # Energies 1 - 2p + sum p^2 of sampled tokens: 0.5, none, 1 more; 0.5, 1 more, 0.5 more.
+    # The energies 1 - 2p + sum p^2 of sampled tokens are 0.5, none, 1 more in the first response, and 0.5, 1 more, 0.5
+    # more in the second.
     baselines = np.array([0.5 / 1.0, 0.5 / 2.0, 1.5 / 3.5])
     np.testing.assert_allclose(first.advantage, 1 - baselines, rtol=1e-6)
     np.testing.assert_allclose(second.advantage, -baselines, rtol=1e-6)
@@ -109,11 +111,11 @@ def test_importance_weights_weigh_the_energies():
     expected = optimal_token_advantages(np.arange(3.0), own[:GROUP], collisions[:GROUP], ratios[:GROUP])
     for s, each in zip(result[:GROUP], expected, strict=True):
         np.testing.assert_allclose(s.advantage, each, rtol=1e-6, atol=1e-7)
-    assert [s.advantage for s in result[GROUP:]] == [3.0, 4.0, 5.0]  # The group carries no loss.
+    assert [s.advantage for s in result[GROUP:]] == [3.0, 4.0, 5.0]  # this group carries no loss
 
 
 def scored(given):
-    """The log-probability of each response token, and the sum of the squared probabilities, under the first policy."""
+    """Yields the first policy's log-probabilities of each response's tokens, and its sums of squared probabilities."""
     with jax.default_matmul_precision("highest"):
         rows = log_distributions(init_params(CONFIG, 0), *in_own_rows(given))
     for s, row in zip(given, np.asarray(rows, np.float64), strict=True):

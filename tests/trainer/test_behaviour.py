@@ -1,4 +1,4 @@
-"""Numerics and drift of stale tokens by hand, and which versions and responses are taken for them."""
+"""Tests of the numerics and drift of stale tokens by hand, and of the versions and responses to score for them."""
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ def sequence(rollout, behind):
 
 def test_parts_by_hand():
     one = sequence([-1.0, -2.0, -3.0], [2, 2, 0])  # the last token is of the newest version
-    two = sequence([-1.0, -1.0], [3, 3])  # of a version that is not kept
+    two = sequence([-1.0, -1.0], [3, 3])  # both tokens are of a version that is not kept
     behaviour = {2: [np.float32([-1.1, -2.3, 9.0]), np.float32([9.0, 9.0])]}
     row = split_metrics([one, two], behaviour, [np.float32([-1.5, -2.1, -3.2]), np.float32([-5.0, -5.0])])
     numerics, drift = np.array([-0.1, -0.3, -0.2]), np.array([-0.4, 0.2, 0.0])
@@ -43,7 +43,7 @@ def test_parts_by_hand():
 
 
 class Inner:
-    """An update whose policy is a number, which each update raises by one."""
+    """An update whose policy is a number. Each update raises it by one."""
 
     def __init__(self):
         self.asked = []
@@ -82,7 +82,8 @@ def test_each_version_is_scored_with_its_own_weights():
         state = found.state
         has_parts = any(key.startswith("mismatch_drift/") for key in found.row)
         assert has_parts == bool({1, 2} & set(behind))
-    # Steps 3 and 4 are trained from 102 and 103; three versions are kept, so that those three behind are not.
+    # Step 3 trains from 102 and step 4 from 103. Three versions are kept, so tokens that are three behind are not
+    # scored.
     assert inner.asked == [(101, 4), (102, 4), (101, 4)]
 
 

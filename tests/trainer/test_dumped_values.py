@@ -1,4 +1,4 @@
-"""The entropies and log-probabilities of likeliest tokens that an update keeps for token dumps."""
+"""An update keeps entropies and log-probabilities of likeliest tokens for token dumps."""
 
 import jax
 import numpy as np
@@ -33,7 +33,10 @@ CENTERED = CorrectionConfig(score_centering=True)
 
 
 def with_tops():
-    """Sequences with the ids of K random tokens at each place; the last place of each sequence has one fewer."""
+    """Returns sequences with the ids of K random tokens at each place.
+
+    The last place of each sequence has one fewer.
+    """
     rng, found = np.random.default_rng(5), []
     for s in sequences():
         ids = np.stack([rng.permutation(CONFIG.vocab_size)[:K] for _ in s.response]).astype(np.int32)
@@ -44,7 +47,7 @@ def with_tops():
 
 
 def written_out(given):
-    """The entropy [r] and the log-probabilities of the likeliest tokens [r, k] of each sequence in a row of its own."""
+    """Yields each sequence's entropy [r] and log-probabilities of likeliest tokens [r, k]. A row has one sequence."""
     rows = log_distributions(init_params(CONFIG, 0), *in_own_rows(given), TEMPERATURE)
     for s, row in zip(given, np.asarray(rows, np.float64), strict=True):
         every = row[len(s.prompt) - 1 :][: len(s.response)]
@@ -87,7 +90,7 @@ def trained(kind, for_dumps, correction=CENTERED):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("one", marks=pytest.mark.harness), "several", "exact"])
 def test_kept_values_are_those_of_a_plain_forward(kind):
-    """Sequences in the loss and sequences without loss, whose micro-batches take a forward alone."""
+    """Some sequences are in the loss and some are not. Micro-batches without loss take a forward alone."""
     given, found = trained(kind, True)
     values = found.trainer()
     # The separate forward scores no likeliest tokens. The exact pass has the sampler's own numbers of them.
@@ -101,7 +104,7 @@ def test_kept_values_are_those_of_a_plain_forward(kind):
 
 @pytest.mark.slow
 def test_kept_values_change_no_number_of_the_update():
-    """The same gradient, row and log-probabilities, bit for bit; without dumps nothing is kept."""
+    """The gradient, row and log-probabilities are the same bit for bit. Without dumps nothing is kept."""
     (_, plain), (_, kept) = trained("one", False), trained("one", True)
     assert plain.trainer()[1:] == (None, None)
     traces = [found.state.opt_state.inner_state.trace for found in (plain, kept)]

@@ -1,4 +1,4 @@
-"""The exact engine where sampling is cut: the trainer's scores of the support have the bits of the engine's."""
+"""If sampling is cut, the trainer's scores of the support have the bits of the exact engine's scores."""
 
 import jax
 import numpy as np

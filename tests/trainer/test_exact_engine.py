@@ -1,4 +1,4 @@
-"""The engine that draws from the trainer's executable: what it draws, what it keeps, and that the mismatch is 0."""
+"""Tests of the engine that samples from the trainer's executable: its samples, its records, and a mismatch of 0."""
 
 import functools
 
@@ -39,7 +39,7 @@ ZERO_PREFIXES = ("log_ppl_diff", "log_ppl_abs_diff", "chi2_", "logprob_abs_diff_
 
 
 class Recording:
-    """An executable that keeps what it was asked and what it said."""
+    """An executable that keeps its inputs and its results."""
 
     def __init__(self, exact):
         self.exact, self.calls = exact, []
@@ -56,14 +56,17 @@ CUT, PLAIN = {"top_k": 5, "top_p": 0.9, "reported": 5}, LossConfig()
 
 @functools.cache
 def make_pass(loss, precision, mesh, **sampled):
-    """An executable, which is compiled once for all that need the same."""
+    """Returns an executable. It is compiled once for all tests with the same arguments."""
     objective = Objective(loss, CorrectionConfig(), COUNT, LIMIT)
     shape = {"rows": max(ROWS, mesh.shape["fsdp"]), "row_tokens": ROW_TOKENS}
     return ExactPass(CONFIG, mesh, precision=precision, objective=objective, **shape, **sampled)
 
 
 def make(dtype="bfloat16", *, mesh=(1, 1), loss=PLAIN, tx=None, temperature=0.8, head="compute", **sampled):
-    """(the pass, the update around it, a fresh state, the optimizer). ``sampled``: what is reported, and any cut."""
+    """Returns the pass, its update and a fresh state.
+
+    ``sampled`` says what is reported, and whether sampling is cut.
+    """
     mesh, precision = make_mesh(MeshConfig(*mesh)), PrecisionConfig(dtype, lm_head_dtype=head)
     exact = make_pass(loss, precision, mesh, **sampled)
     tx = tx or make_optimizer(OptimizerConfig(learning_rate=1e-2))
@@ -99,7 +102,7 @@ def to_train(responses, seed=0):
 
 
 def not_exact(row):
-    """The metrics that are not what they must be without mismatch."""
+    """Returns the metrics that differ from their values without mismatch."""
     names = {k.removeprefix("mismatch/"): v for k, v in row.items() if k.startswith("mismatch/")}
     wrong = {k: v for k, v in names.items() if (k in ZERO or k.startswith(ZERO_PREFIXES)) and v != 0.0}
     assert set(ZERO) <= names.keys()
@@ -107,7 +110,10 @@ def not_exact(row):
 
 
 def trained(dtype, steps, mesh=(1, 1), loss=PLAIN, head="compute", asked=None):
-    """Rows of some steps of drawing and training; ``asked`` has the cut and the number of reported tokens."""
+    """Returns the rows of some steps of sampling and training.
+
+    ``asked`` has the cut and the number of reported tokens.
+    """
     asked = asked or {}
     sampled = {"reported": asked["reported"], "cut": "top_k" in asked} if asked else {}
     exact, update, state = make(dtype, mesh=mesh, loss=loss, head=head, **sampled)
@@ -124,7 +130,7 @@ def trained(dtype, steps, mesh=(1, 1), loss=PLAIN, head="compute", asked=None):
 
 @pytest.mark.parametrize(
     "dtype",
-    # Those of 16 bits stand as whole runs in integration/test_exact_run.py.
+    # integration/test_exact_run.py has whole runs in 16 bits
     ["float32", *(pytest.param(dtype, marks=pytest.mark.harness) for dtype in ("bfloat16", "float16"))],
 )
 def test_the_mismatch_is_exactly_zero_at_every_step_of_training(dtype):
@@ -180,7 +186,7 @@ def test_each_token_follows_from_the_kept_rows_and_the_seed():
                 for number in (r.prompt_index, r.sample_index, position):
                     key = jax.random.fold_in(key, number)
                 kept = said[row, len(before) - 1]
-                # A draw from a categorical distribution: the largest of log-probability plus Gumbel noise.
+                # A sample of a categorical distribution is the largest of log-probability plus Gumbel noise.
                 assert int(np.argmax(kept + np.asarray(jax.random.gumbel(key, kept.shape)))) == r.token_ids[position]
                 assert kept[r.token_ids[position]] == r.logprobs[position]
                 assert np.exp(kept, dtype=np.float64).sum() == pytest.approx(1.0, abs=1e-5)
@@ -203,7 +209,7 @@ def test_responses_end_with_a_stop_token_or_at_the_limit():
     for r, s in zip(responses, again, strict=True):
         np.testing.assert_array_equal(r.token_ids, s.token_ids)
         np.testing.assert_array_equal(r.logprobs, s.logprobs)
-    # A draw depends on its own prompt and sample, not on how many there are.
+    # A sample depends on its own prompt and number, not on how many there are.
     for r in draw(engine):
         np.testing.assert_array_equal(r.token_ids, responses[6 * r.prompt_index + r.sample_index].token_ids)
     other = draw(engine, 6, seed=1)

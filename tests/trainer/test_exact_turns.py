@@ -1,4 +1,4 @@
-"""Trajectories of several turns by the exact engine: the trainer scores them with the bits of the engine."""
+"""The exact engine samples trajectories of several turns, and the trainer scores them with the engine's bits."""
 
 import functools
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 ROWS, ROW_TOKENS, COUNT = 4, 24, 6
 PROMPTS = [np.asarray([1, 2, 3][: 1 + key % 3], np.int32) for key in range(COUNT)]
-TURNS = [3, 1, 2, 1, 1, 3]  # of each trajectory: trajectories 1 and 5 share a row of the executable
+TURNS = [3, 1, 2, 1, 1, 3]  # turns of each trajectory: trajectories 1 and 5 share a row of the executable
 ENVIRONMENT = np.asarray([20, 21], np.int32)
 LIMITS = SamplingParams(6, 0.8, (0, 5))
 
@@ -89,7 +89,7 @@ def test_trajectories_of_several_turns_have_no_mismatch():
     engine, update, state = make()
     sequences, metrics = converse(engine, 0)
     assert {int(sequence.turns.max()) for sequence in sequences} == {1, 2, 3}
-    assert metrics["rollout/executable_runs"] >= 5  # two rows of the executable in the first round, and two more rounds
+    assert metrics["rollout/executable_runs"] >= 5  # two rows in the first round, and two more rounds
     found = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
     for sequence, trainer in zip(sequences, found.trainer().logprobs, strict=True):
         sampled = sequence.turns > 0

@@ -1,4 +1,4 @@
-"""The step on adapters: their gradient is that of the loss of the merged policy, however the batch is cut up."""
+"""In a step on adapters, the gradient is that of the merged policy's loss, however the batch is cut up."""
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def run(tx, batch, *, row=20, rows=2, dtype="float32", apply=True, noise=False, 
 
 @pytest.fixture(scope="module")
 def reference():
-    """Gradients of the adapters from those of the merged float32 policy, one sequence at a time."""
+    """Returns the adapters' gradients, made from those of the merged float32 policy, one sequence at a time."""
     merged = MergedPolicy(CONFIG, LORA, MESH, init_params(CONFIG, 0), "float32")(adapters())
     of_weights = expected_gradient(sequences(), merged)
     return adapter_gradients(adapters(), targets_of(of_weights, CONFIG, LORA), CONFIG, LORA)

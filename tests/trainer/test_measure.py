@@ -1,4 +1,4 @@
-"""Where a step's mismatch comes from: buckets in the row, the split of a rise, and the noise of the gradient."""
+"""Tests of the places of a step's mismatch: buckets in the row, the split of a rise, and the noise of the gradient."""
 
 import functools
 
@@ -19,7 +19,7 @@ DIAGNOSIS = DiagnosisConfig(position_edges=(3, 6), entropy_edges=(0.5,), stalene
 
 
 def batch_of(lengths, gaps, staleness, advantages=None):
-    """Sequences whose rollout log-probabilities are -1 and whose trainer's are -1 + gap."""
+    """Returns a batch with rollout log-probabilities of -1, and the trainer's log-probabilities of -1 + gap."""
     sequences = [
         TrainSequence(
             np.zeros(2, np.int32),
@@ -58,7 +58,8 @@ def test_buckets_of_a_step_by_hand():
     batch, logprobs = batch_of(lengths, gaps, staleness, [1.0, -1.0, 0.0])
     entropy = jnp.where(jnp.asarray(batch.sequence_ids) == 0, 0.25, 1.0)
     row = row_of(batch, logprobs, entropy, 3)
-    # Positions 1-2 | 3-5 | 6-: sequence 0 gives 2, 3, 2 tokens, sequence 1 gives 2, 2, 0, sequence 2 gives 2, 0, 0.
+    # The buckets hold positions 1-2, 3-5 and 6 on. Sequence 0 gives them 2, 3 and 2 tokens, sequence 1 gives 2, 2 and
+    # 0, and sequence 2 gives 2, 0 and 0.
     assert [int(row[f"mismatch_position/{b}/token_count"]) for b in ("lt_3", "3_to_6", "ge_6")] == [6, 5, 2]
     assert row["mismatch_position/lt_3/logprob_abs_diff_mean"] == pytest.approx((0.1 + 0.3 + 0.2) / 3, rel=1e-5)
     assert row["mismatch_position/3_to_6/kl"] == pytest.approx(-(3 * 0.1 - 2 * 0.3) / 5, rel=1e-5)
@@ -67,7 +68,7 @@ def test_buckets_of_a_step_by_hand():
     assert int(row["mismatch_entropy/ge_0.5/token_count"]) == 6
     found = [row[f"mismatch_staleness/{b}/logprob_abs_diff_mean"] for b in ("0", "1", "ge_2")]
     assert found == pytest.approx([0.1, 0.3, 0.2], rel=1e-5)
-    # Advantages +1 on 7 tokens with lr 0.1 and -1 on 4 tokens with lr -0.3, over 11.
+    # The advantage is +1 on 7 tokens with lr 0.1, and -1 on 4 tokens with lr -0.3. The mean is over 11 tokens.
     assert row["mismatch_sign/log_ratio_skew"] == pytest.approx((7 * 0.1 + 4 * 0.3) / 11, rel=1e-5)
     assert row["mismatch_sign/sign_skew"] == pytest.approx(1.0)
     assert row["is/token_fraction_above"] == 0.0
@@ -99,7 +100,7 @@ def test_buckets_without_tokens_leave_the_row():
 
 
 def test_gradient_noise_is_the_variance_of_the_sum():
-    """Three gradients of which one is told the squared norms: the sample variance, times their number."""
+    """Only the squared norms of three gradients are known. The noise is their sample variance, times their number."""
     g = np.array([[1.0, 0.0], [0.0, 2.0], [2.0, 1.0]])
     expected = 3 * np.var(g, axis=0, ddof=1).sum()
     found = gradient_noise(jnp.float32((g**2).sum()), jnp.float32((g.sum(0) ** 2).sum()), jnp.int32(3))

@@ -1,4 +1,4 @@
-"""First-fit packing: nothing lost, nothing leaked, and always room."""
+"""In first-fit packing nothing is lost, nothing leaks, and there is always room."""
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ def test_every_sequence_comes_back_out(seed, count):
 
 
 def test_rows_are_dealt_in_turn_and_given_arrays_are_carried():
-    """Lengths 10, 9, 8, 7, 6 in rows of 10: micro-batches of two rows get 10 8 6 | 9 7 with three rows each."""
+    """Lengths are 10, 9, 8, 7 and 6 in rows of 10. Two micro-batches of three rows get 10 8 6 and 9 7."""
     rng = np.random.default_rng(0)
     sequences = [
         sequence(rng, 1, n - 1)._replace(
@@ -129,7 +129,7 @@ def test_packed_scores_equal_lone_scores_and_nothing_leaks():
         places = (batch.sequence_ids[0] == i) & (batch.segment_ids[0] > 0)
         np.testing.assert_allclose(packed[places], logprobs, atol=5e-6, rtol=0)
 
-    # Change every token of the first segment of each row: not one bit of any other segment may move.
+    # Every token of each row's first segment changes. No bit of any other segment may change.
     changed = np.where(batch.segment_ids[0] == 1, (batch.tokens[0] + 7) % 32, batch.tokens[0])
     other = batch.segment_ids[0] > 1
     assert other.any()
@@ -153,7 +153,7 @@ def test_a_budget_of_tokens_fills_every_part_of_the_mesh(tokens, ways, rows):
 
 
 def test_the_likeliest_tokens_lie_with_their_tokens():
-    """Two sequences in a row of 8; prompts and padding have id -1 and -inf."""
+    """Two sequences lie in a row of 8. Prompts and padding have id -1 and log-probability -inf."""
     rng = np.random.default_rng(0)
     sequences = [
         sequence(rng, prompt, response)._replace(

@@ -1,4 +1,4 @@
-"""The batch on the devices: the same from parts as from whole arrays, and shared with one CPU device."""
+"""The batch on the devices is the same from parts as from whole arrays, and is shared with one CPU device."""
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ def where(mesh, packed):
 @pytest.mark.mesh
 @pytest.mark.parametrize("micro_batches", [1, 3, 11, 16])
 def test_parts_make_the_same_batch(micro_batches):
-    """One micro-batch has all rows, and the other numbers leave micro-batches without tokens."""
+    """With one micro-batch it has all rows. The other numbers leave micro-batches without tokens."""
     rows = 8 * ROWS if micro_batches == 1 else ROWS
     packed = pack(sequences(), row_tokens=ROW, rows_per_micro_batch=rows, micro_batches=micro_batches)
     packed = with_supports(packed, CONFIG.vocab_size, 3)

@@ -1,4 +1,4 @@
-"""float16 with dynamic loss scaling: overflows planted, underflow rescued, and how far activations are from the end."""
+"""Tests of float16 with dynamic loss scaling: planted overflows, rescued underflow, and the measured activations."""
 
 import dataclasses
 import functools
@@ -72,7 +72,7 @@ def make_step(tx, dtype, lm_head_dtype="compute", config=CONFIG):
     ids=lambda config: config.family,
 )
 def trained(request):
-    """Eight steps in float16 with overflows planted at steps 2, 3 and 6: advantages that no scale can hold."""
+    """Returns eight steps in float16. Advantages that no scale can hold plant overflows at steps 2, 3 and 6."""
     tx = make_optimizer(OptimizerConfig(learning_rate=1e-2))
     step = make_step(tx, "float16", config=request.param)
     state = create_state(init_params(request.param, 0), request.param, tx, MESH, dynamic_scale=True)
@@ -106,7 +106,7 @@ def test_no_nonfinite_value_reaches_the_weights(trained):
 
 
 def test_a_surge_on_a_skipped_step_sets_the_next_rate(trained):
-    """Lengths 10 10 90 90 ...: the call comes at step 3, whose update is skipped, with period 3."""
+    """Lengths are 10 10 90 90 ... The surge is called at step 3, whose update is skipped, so the period is 3."""
     assert [rate for _, _, rate in trained] == pytest.approx([1e-2] * 2 + [5e-3] * 3 + [2.5e-3] * 3)
     assert [metrics["schedule/learning_rate"] for metrics, _, _ in trained] == [
         np.float32(rate) for _, _, rate in trained
@@ -128,7 +128,7 @@ def gradient_with(dtype, scale, advantage, config=CONFIG):
 
 @FAMILIES
 def test_gradients_below_the_float16_range_survive_by_scaling(config):
-    """Advantages of 1e-8 give gradients near 1e-9, under float16's smallest number, 6e-8."""
+    """Advantages of 1e-8 give gradients near 1e-9, below float16's smallest number, 6e-8."""
     exact, norm = gradient_with("float32", 1.0, 1e-8, config)
     assert 0 < norm < 1e-7
     scaled, _ = gradient_with("float16", 2.0**24, 1e-8, config)
@@ -154,7 +154,7 @@ def test_a_float32_head_scores_with_the_published_table(dtype):
     tx = keep_gradient()
     step = make_step(tx, dtype, "float32")
     published = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), init_params(CONFIG, 0))
-    # A quarter of the distance between two neighbours in that dtype, which rounds away.
+    # It is a quarter of the distance between two neighbours in that dtype, which rounds away.
     quarter = 2.0 ** -(jnp.finfo(dtype).nmant + 2)
     masters = jax.tree.map(
         lambda leaf: leaf + jnp.exp2(jnp.floor(jnp.log2(jnp.abs(leaf) + 1e-30))) * quarter, published
@@ -175,7 +175,7 @@ def stats_of(params, config, token):
 
 
 def test_activation_max_covers_the_residual_stream_and_mlps():
-    """One block written out for a lone token: attention returns its own value vector."""
+    """The block is written out for a lone token, so attention returns the token's own value vector."""
     params = init_params(CONFIG, 3)
     params["embed"] = params["embed"] * 40.0
     token = jnp.array([[7]])
@@ -196,7 +196,7 @@ def test_activation_max_covers_the_residual_stream_and_mlps():
 
 
 def test_activation_max_holds_what_is_inside_the_experts():
-    """By hand, for a lone token: the product of the SwiGLU of each expert that it goes to."""
+    """The products inside the SwiGLU of each chosen expert are worked out by hand for a lone token."""
     params = init_params(MIXTURE, 3)
     params["layers"]["mlp"]["up"] = params["layers"]["mlp"]["up"] * 300.0
     token = jnp.array([[7]])

@@ -1,4 +1,4 @@
-"""Router replay of a mixture of experts: the trainer's forward takes the engine's routes."""
+"""In router replay of a mixture of experts, the trainer's forward takes the engine's routes."""
 
 import functools
 
@@ -33,7 +33,7 @@ CONFIG = PolicyConfig(
     num_experts=16, experts_per_token=2, expert_size=16, normalize_gates=True,
 )  # fmt: skip
 DENSE = PolicyConfig(32, 32, 48, 3, 4, 2, 8, initializer_range=0.3)
-SGD = inject_learning_rate(lambda rate: optax.sgd(rate), 1.0)  # one for all, so that steps made alike share programs
+SGD = inject_learning_rate(lambda rate: optax.sgd(rate), 1.0)  # one for all, so that equal steps share programs
 PROMPTS, GROUP, LONGEST, ROW = 6, 4, 48, 64
 COUNT = PROMPTS * GROUP
 
@@ -45,7 +45,7 @@ def mesh():
 
 @functools.cache
 def sampled(config, dtype="bfloat16", *, with_routes=True, seed=0):
-    """Sequences that the embedded engine sampled, with its log-probabilities and routes."""
+    """Returns sequences that the embedded engine sampled, with its log-probabilities and routes."""
     engine = JaxEngine(config, dtype, 8, mesh=mesh(), with_routes=with_routes)
     try:
         engine.publish(init_params(config, 0), 0)
@@ -83,7 +83,10 @@ def forward(step, params, batch, **options):
 
 
 def test_the_engine_reports_the_experts_that_its_tokens_went_to():
-    """In float32 they are those of the trainer's own forward, for all tokens but the last."""
+    """In float32 the engine's routes equal those of the trainer's own forward.
+
+    The last token of a sequence has none.
+    """
     sequences = sampled(CONFIG, "float32")
     step, state = make(dtype="float32")
     batch = batches(sequences)
@@ -97,7 +100,7 @@ def test_the_engine_reports_the_experts_that_its_tokens_went_to():
 
 
 def test_with_replay_the_mismatch_is_that_of_a_dense_policy():
-    # A trainer in float32 and an engine in bfloat16: their routers differ in some choices.
+    # The trainer is in float32 and the engine in bfloat16, so their routers differ in some choices.
     step, state = make(dtype="float32")
     sequences = sampled(CONFIG)
     batch = batches(sequences)
@@ -116,7 +119,7 @@ def test_with_replay_the_mismatch_is_that_of_a_dense_policy():
 
 
 def test_a_gate_is_the_trainers_own_for_a_replayed_choice():
-    """With the router's own choices given nothing changes; with others the output is theirs, in whatever order."""
+    """The router's own choices, when given, change nothing. Other choices give their own output, in whatever order."""
     params = init_params(CONFIG, 1)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (1, 5)))
     ones, positions = jnp.ones_like(tokens), jnp.arange(5)[None]
@@ -162,7 +165,7 @@ def test_an_update_measures_free_routing_on_request():
 
 @pytest.mark.harness
 def test_r2_replays_the_forward_before_the_first_update():
-    """After a large step the router would choose otherwise; later updates of a batch keep the first one's routes."""
+    """After a large step the router would choose otherwise. Later updates of a batch keep the first update's routes."""
     taken = {}
     for replays_own in (False, True):
         step, state = make(count=COUNT // 2, dtype="float32")
@@ -195,14 +198,14 @@ def test_the_balance_loss_is_that_of_transformers():
     positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
     run = jax.jit(lambda: hidden_states(params, CONFIG, tokens, jnp.asarray(segments), positions)[1].router)
     router = run()
-    # The router's logits of each layer, from its own definition: up to a constant they are the log-probabilities.
+    # By the router's own definition, these log-probabilities are the logits of each layer up to a constant.
     logits = [torch.tensor(np.asarray(layer)) for layer in router_logits(params, tokens, segments, positions)]
     expected = moe.load_balancing_loss_func(tuple(logits), 16, 2, torch.tensor(segments))
     np.testing.assert_allclose(balance_loss(router), float(expected), rtol=1e-5)
 
 
 def router_logits(params, tokens, segments, positions):
-    """Log-probabilities of the experts [b * t, e] in each layer, recorded on the way of a forward."""
+    """Returns the log-probabilities of the experts [b * t, e] in each layer, recorded during a forward."""
     from rljax.policy import experts as ours
 
     recorded, own = [], ours.router_logits

@@ -1,4 +1,4 @@
-"""Which sequences share a row and a micro-batch: all of them once, never too many, and as few computed as possible."""
+"""Tests of sequences that share a row and a micro-batch: each is computed once, and as few as possible with loss."""
 
 import itertools
 
@@ -17,7 +17,8 @@ def longest_first(lengths):
 
 
 def test_first_fit_by_hand():
-    # 7 opens row 0; 5 opens row 1; 4 and 4 do not fit row 0 (3 left): 4 goes to row 1 (5 left); the next 4 opens row 2.
+    # 7 opens row 0, and 5 opens row 1. Neither 4 fits row 0 (3 left). The first goes to row 1 (5 left), and the next
+    # opens row 2.
     assert first_fit([4, 5, 7, 4, 3], [2, 1, 0, 3, 4], 10) == [[2, 4], [1, 0], [3]]
 
 
@@ -27,8 +28,9 @@ def test_an_item_longer_than_a_row_is_refused():
 
 
 def test_rows_filled_one_by_one_by_hand():
-    # In rows of 16 first fit gives 6 5 5 | 4 3 3 3 3; in rows of 12, 6 5 | 5 4 3 | 3 3 3: after 6 it takes the next 5.
-    # Filled one by one, 6 takes the 3 3 that make 12, and 5 the 4 and 3 of its 12; 5 3 are left.
+    # In rows of 16 first fit gives 6 5 5 | 4 3 3 3 3. In rows of 12 it gives 6 5 | 5 4 3 | 3 3 3, because after 6 it
+    # takes the next 5. If rows are filled one by one, 6 takes 3 3 to make 12, and 5 takes 4 3 to make 12. Then 5 3 are
+    # left.
     lengths = [6, 5, 5, 4, 3, 3, 3, 3]
     assert [sum(lengths[i] for i in row) for row in first_fit(lengths, range(8), 12)] == [11, 12, 9]
     assert [sum(lengths[i] for i in row) for row in fill_one_by_one(lengths, range(8), 12)] == [12, 12, 8]
@@ -37,7 +39,7 @@ def test_rows_filled_one_by_one_by_hand():
 
 @pytest.mark.parametrize("lengths", [[8192], [8192, 5000], [8192, 7000, 5000, 3000]])
 def test_the_calls_of_filling_grow_with_the_sequences(lengths):
-    """Rows of 18,432 hold two of 8,192. Further ones are not tried, however many there are."""
+    """Rows of 18,432 hold two sequences of 8,192. Further ones are not tried, however many there are."""
 
     def calls(times):
         every = lengths * times
@@ -47,7 +49,7 @@ def test_the_calls_of_filling_grow_with_the_sequences(lengths):
 
 
 def test_different_lengths_cost_no_more_and_fill_as_well():
-    """Lengths from 2,000 to 8,000, all different: rows of 18,432 take a few of them."""
+    """The lengths from 2,000 to 8,000 are all different, and rows of 18,432 take a few of them."""
 
     def fill(count):
         lengths = np.linspace(2000, 8000, count).astype(int).tolist()
@@ -98,7 +100,10 @@ def test_every_sequence_has_one_place_in_the_micro_batches(lengths, row, rows, s
 
 
 def test_sequences_without_loss_fill_up_and_then_stand_alone():
-    """Rows of 10, two to a micro-batch: loss 8 7 7 6 in four rows take 2 3 3 4; 9 9 9 are left for two forwards."""
+    """A micro-batch has two rows of 10.
+
+    Rows with loss of 8, 7, 7 and 6 take 2, 3, 3 and 4, and three 9s need two forwards.
+    """
     lengths = [8, 7, 7, 6, 2, 3, 3, 4, 9, 9, 9]
     in_loss = [True] * 4 + [False] * 7
     layout = lay_out_rows(lengths, in_loss, (6, 2, 10))
@@ -115,7 +120,10 @@ def test_sequences_without_loss_fill_up_and_then_stand_alone():
 
 
 def test_two_micro_batches_have_loss_for_the_noise():
-    """Two rows with loss and four without, four to a micro-batch: one of forward alone would leave one with loss."""
+    """A micro-batch has four rows. Two rows have loss and four do not.
+
+    A forward alone would leave one micro-batch with loss.
+    """
     layout = lay_out_rows([9] * 6, [True, True] + [False] * 4, (6, 4, 10))
     assert (layout.with_loss, layout.used) == (2, 2)
     assert {place: members for place, members in layout.rows.items() if members[0] < 2} == {(0, 0): [0], (1, 0): [1]}

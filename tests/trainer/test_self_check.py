@@ -1,4 +1,4 @@
-"""The trainer against itself: when it is measured, on which tokens, in which programs, and what it leaves alone."""
+"""Tests of the trainer against itself: the steps, tokens and programs of the measurement, and what it leaves alone."""
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ def sequence(length):
 
 
 class Inner:
-    """An update that gives each token the log-probability -1; its forward gives -1.25 under parameters 0.25."""
+    """An update that gives each token the log-probability -1. Its forward gives -1.25 if the parameters are 0.25."""
 
     def __init__(self):
         self.shapes, self.batches = [], []
@@ -99,7 +99,7 @@ def test_the_same_micro_batches_in_another_program():
 
 
 def test_only_the_first_micro_batches_are_scored_again():
-    """A micro-batch has two rows of 8 tokens, and each response takes a row with its prompt of one token."""
+    """A micro-batch has two rows of 8 tokens. Each response takes a row with its prompt of one token."""
     inner, found = updated(DUE, [7, 6, 5, 7, 6], sample=3)
     (batch,) = inner.batches
     assert (int(batch.used), int(batch.with_loss)) == (2, 2)

@@ -1,4 +1,4 @@
-"""``TrainStep.lower``: the program that a call of the step runs, from shapes alone."""
+"""``TrainStep.lower`` gives the program that a call of the step runs, from shapes alone."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The step's arithmetic: its gradient is that of the declared loss, however it is cut up; skips change nothing."""
+"""The step's gradient is that of the declared loss, however it is cut up. A skipped step changes nothing."""
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def run(tx, batch_sequences, *, apply=True, params=None, rate=1e-2, diagnosis=No
     return before, state, metrics, (batch, values.logprobs)
 
 
-# One optimizer for all tests of a whole update, so that they share a program; each gives the rate of its own step.
+# All tests of a whole update have one optimizer, so that they share a program. Each gives the rate of its own step.
 ADAMW = OptimizerConfig(learning_rate=1e-2, weight_decay=0.5, clip_norm=0.05)
 
 
@@ -109,7 +109,7 @@ def test_equal_steps_share_their_programs():
 
 
 def test_a_forward_without_loss_changes_nothing():
-    """Against the same rows of which every micro-batch takes forward and backward."""
+    """The result equals that of the same rows with forward and backward in every micro-batch."""
     step = make_step(keep_gradient(), diagnosis=DiagnosisConfig())
     batch = packed(sequences(lambda i: i % 3 == 0))
     assert 2 <= int(batch.with_loss) < int(batch.used)
@@ -125,7 +125,7 @@ def test_a_forward_without_loss_changes_nothing():
     assert row.keys() == all_row.keys() == silent.keys()
     for key in row.keys() - {"optimizer/grad_noise"}:
         np.testing.assert_allclose(row[key], all_row[key], atol=1e-6, rtol=1e-6, err_msg=key)
-    # The spread is that of the micro-batches with loss alone: K / (K - 1) (S - norm(G)^2 / K), and S is known from the
+    # The spread counts only the micro-batches with loss: K / (K - 1) (S - norm(G)^2 / K). The sum S follows from the
     # estimate that counts all of them.
     square, few, many = row["optimizer/grad_norm"] ** 2, int(batch.with_loss), int(batch.used)
     sum_of_squares = all_row["optimizer/grad_noise"] * (many - 1) / many + square / many
@@ -167,7 +167,12 @@ def test_not_finite_gradients_are_skipped_and_counted():
 
 
 def test_update_is_adamw_with_clipping_by_hand(reference):
-    """First step of AdamW: m = (1-b1) g, v = (1-b2) g^2, so the step is lr * (g / (|g| + eps) + wd * p), g clipped."""
+    """In AdamW's first step m = (1-b1) g and v = (1-b2) g^2. So it is lr * (g / (
+
+    g
+
+    + eps) + wd * p), with g clipped.
+    """
     before, state, metrics, _ = run(make_optimizer(ADAMW), sequences(), rate=3e-3)
     norm = float(optax.tree.norm(reference))
     assert norm > ADAMW.clip_norm

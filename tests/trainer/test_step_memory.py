@@ -1,4 +1,4 @@
-"""The bytes a parameter that a step takes: masters and moments 12, gradients 4 and 2, and a copy of the weights.
+"""A step takes these bytes a parameter: 12 for masters and moments, 4 and 2 for gradients, and a copy of the weights.
 
 XLA on a CPU multiplies in float32, so there the copy of the blocks has four bytes a parameter, not two.
 """

@@ -1,4 +1,4 @@
-"""The training step on batches with the sampler's likeliest tokens, and on cut distributions."""
+"""Tests of the training step on batches with the sampler's likeliest tokens, and on cut distributions."""
 
 import functools
 
@@ -46,7 +46,7 @@ def run(step, batch):
 
 
 def log_softmax(params, batch, temperature):
-    """The log-softmax [m, b, t, v] that each token was sampled from."""
+    """Returns the log-softmax [m, b, t, v] that each token was sampled from."""
     rows = [np.concatenate(getattr(batch, name)) for name in ("tokens", "segment_ids", "positions")]
     hidden, _ = hidden_states(params, CONFIG, *map(jnp.asarray, rows))
     logits = jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)) / temperature
@@ -61,7 +61,7 @@ def first_micro(batch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("remat", "temperature"), [pytest.param(False, 1.0, marks=pytest.mark.harness), (True, 0.7)])
 def test_a_cut_step_learns_the_cut_distribution(remat, temperature):
-    """Rows, log-probabilities and the gradient against logits that are masked outside the support."""
+    """The row, log-probabilities and gradient equal those of logits that are masked outside the support."""
     batch = with_supports(packed(sequences()), CONFIG.vocab_size, K)
 
     def loss(params):
@@ -131,6 +131,6 @@ def test_scores_have_what_was_asked_for(cut):
     np.testing.assert_allclose(every.logprobs, plain.logprobs, atol=1e-6)
     masses = np.exp(every.tops).sum(-1)[np.asarray(micro.response_mask)]
     assert np.allclose(masses, 1.0, atol=1e-5) == cut
-    # The most that a distribution over n tokens can be spread gives 1 / n.
+    # A distribution over n tokens has at least 1 / n, if it is spread evenly.
     sizes = np.asarray(micro.top_ids >= 0).sum(-1)[np.asarray(micro.response_mask)] if cut else CONFIG.vocab_size
     assert np.all(np.asarray(every.collision)[np.asarray(micro.response_mask)] >= 1 / sizes - 1e-6)

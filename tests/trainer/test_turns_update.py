@@ -1,4 +1,4 @@
-"""The metrics turns/* of an update: of trajectories by hand, with further rows, and beside the update's own row."""
+"""The metrics turns/* of an update are worked out by hand, with further rows, and beside the update's own row."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def trainer_of(sequences, gap):
 
 
 def test_trajectories_by_hand():
-    # The second trajectory has two rows, and failed: it has no loss and is measured.
+    # The second trajectory has two rows and failed, so it is measured and has no loss.
     sequences = [
         sequence([1, 1, 0, 2], trajectory=0),
         sequence([1, 0], trajectory=1, in_loss=False),

@@ -1,4 +1,4 @@
-"""Every objective in the step: cutting changes no gradient, one mini-batch is the fused step, a reference is frozen."""
+"""Every objective in the step: cuts change no gradient, one mini-batch is the fused step, references are frozen."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ MESH = make_mesh(MeshConfig(1, 1))
 
 @functools.cache
 def on_policy_logprobs():
-    """What the policy says of the responses, so that ratios are near 1."""
+    """Returns the policy's own log-probabilities of the responses, so that ratios are near 1."""
     score = make_scorer(CONFIG, jnp.float32)
     return [values[len(s.prompt) :] for s, values in zip(drawn(), scored(score), strict=True)]
 
@@ -62,7 +62,10 @@ def drawn():
 
 
 def sequences(old_noise=None):
-    """Rollout log-probabilities off by up to 0.5; old ones, when asked for, off by ``old_noise``."""
+    """Returns sequences whose rollout log-probabilities have noise.
+
+    Old ones, if asked for, have noise of ``old_noise``.
+    """
     rng = np.random.default_rng(6)
     result = []
     for s, own in zip(drawn(), on_policy_logprobs(), strict=True):
@@ -135,14 +138,14 @@ BY_TOKEN, BY_SEQUENCE = {"level": "token", "threshold": 1.2}, {"level": "sequenc
     ("fields", "part"),
     [
         (BY_TOKEN, "numerics"),
-        # A whole run with this part stands in integration/test_staleness_split.py.
+        # integration/test_staleness_split.py has a whole run with this part.
         pytest.param(BY_SEQUENCE, "drift", marks=pytest.mark.harness),
         pytest.param(BY_TOKEN, "drift", marks=pytest.mark.harness),
         pytest.param(BY_SEQUENCE, "numerics", marks=pytest.mark.harness),
     ],
 )
 def test_a_correction_of_one_part_uses_its_two_logprobs(fields, part):
-    """Tokens of the newest policy, and of one that is not kept, have no drift."""
+    """Tokens of the newest policy, and of a policy that is not kept, have no drift."""
     loss, rng = LossConfig(kind="policy_gradient"), np.random.default_rng(7)
     stale, drifts, all_numerics = [], [], []
     for i, s in enumerate(sequences(old_noise=0.2)):
@@ -185,7 +188,7 @@ def test_no_cut_changes_the_gradient_of_any_objective(name):
 
 
 def test_normalised_weights_leave_the_kl_penalty_as_it_is():
-    """The gradient is that of the normalised policy loss plus that of a penalty which no weight touches."""
+    """The gradient is the sum of the normalised policy loss's gradient and of a penalty's that no weight changes."""
     penalty = LossConfig(kl="k2", kl_coefficient=0.7)
     weights = CorrectionConfig(level="token", mode="truncate", threshold=1.2, normalize=True)
     rng = np.random.default_rng(7)
@@ -195,7 +198,7 @@ def test_normalised_weights_leave_the_kl_penalty_as_it_is():
     ]
     both, metrics = gradient(penalty, weights, given, 20, 2)
     policy, _ = gradient(LossConfig(), weights, given, 20, 2)
-    # Without advantages the penalty is all there is.
+    # Without advantages only the penalty is left.
     alone, pure = gradient(penalty, CorrectionConfig(), [s._replace(advantage=0.0) for s in given], 20, 2)
     assert metrics["correction/weight_mean"] < 0.97
     for found, p, a in zip(*map(jax.tree.leaves, (both, policy, alone)), strict=True):
@@ -205,7 +208,7 @@ def test_normalised_weights_leave_the_kl_penalty_as_it_is():
 
 
 def test_token_weights_multiply_the_gradient_of_each_token():
-    """The corrected gradient written out: equation 3 with each token's advantage times its truncated ratio."""
+    """The corrected gradient is written out as equation 3, with each token's advantage times its truncated ratio."""
     correction = CorrectionConfig(preset="token_tis")
     batch_sequences = sequences()
     found, metrics = gradient(LossConfig(), correction, batch_sequences, 240, 1)
@@ -231,7 +234,10 @@ def test_token_weights_multiply_the_gradient_of_each_token():
 
 
 def response_logprobs(params, batch_sequences):
-    """Log-probabilities [n, LIMIT] of the responses, each sequence alone in a row; 0 after a response's end."""
+    """Returns the log-probabilities [n, LIMIT] of responses, each sequence alone in a row.
+
+    After a response's end they are 0.
+    """
     shape = (len(batch_sequences), LONGEST)
     tokens, segments, places = (np.zeros(each, np.int32) for each in (shape, shape, (shape[0], LIMIT)))
     for i, s in enumerate(batch_sequences):
@@ -256,7 +262,7 @@ def test_when_every_sequence_is_rejected_nothing_moves():
 
 
 def train(update, state, given, rate, **options):
-    """What the loop does: packs, then updates."""
+    """Packs and then updates, as the loop does."""
     return update(state, update.pack(given), given, UpdateOptions(rate, **options))
 
 
@@ -282,7 +288,7 @@ def test_one_mini_batch_is_the_fused_step():
     a = train(single, fresh_state(), sequences(), 0.1, seed=0, noise=True)
     b = train(several, fresh_state(), sequences(), 0.1, seed=0, noise=True)
     for x, y in zip(*(jax.tree.leaves(u.state.opt_state.inner_state.trace) for u in (a, b)), strict=True):
-        # Sequences come in another order, and the old log-probabilities from another graph.
+        # Sequences come in another order, and the old log-probabilities come from another graph.
         np.testing.assert_allclose(x, y, atol=2e-6 * float(jnp.abs(x).max()) + 1e-9, rtol=1e-4)
     assert a.row.keys() == b.row.keys()
     for key in a.row.keys() - {"optimizer/grad_noise"}:
@@ -315,7 +321,8 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
     given = sequences()
     updated = train(update, fresh_state(tx), given, 0.5, seed=3, noise=True)
     assert len(taken) == 4
-    # What carries no loss has been measured by the forward, and is computed again only where it fills up.
+    # The forward has already measured sequences without loss. They are computed again only if they fill up a
+    # micro-batch.
     assert all(int(batch.used) == int(batch.with_loss) for batch in taken)
     assert any(batch.response_mask[batch.used :].any() for batch in taken)
     assert not any(batch.loss_mask[batch.used :].any() for batch in taken)
@@ -342,7 +349,7 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
 
 
 def test_a_kl_penalty_pulls_towards_the_frozen_reference():
-    """At the reference itself the k2 penalty and its gradient are 0; away from it the gradient is coef (lp - ref)."""
+    """At the reference the k2 penalty and its gradient are 0. Away from it the gradient is coef (lp - ref)."""
     loss = LossConfig(kl="k2", kl_coefficient=0.7)
     silent = [s._replace(advantage=0.0) for s in sequences()]
     step = make_step(loss, CorrectionConfig(), 240, 1)
