@@ -78,7 +78,7 @@ def test_the_planned_comparisons(study, columns, areas):
         differences = np.array([areas[one, seed] - areas[other, seed] for seed in seeds])
         sizes = range(1, count + 1)
         means = sorted(differences[list(some)].mean() for size in sizes for some in combinations(range(count), size))
-        # All intervals together have 95%. Of 512 parts 2 lie outside at each end of one of five, and of 16 parts none.
+        # The five intervals together have 95%. One of them leaves out 2 of 512 parts at each end, and none of 16 parts.
         outside = 5 * 2**count // (200 * study.planned)
         interval = f"{means[outside - 1]:+.2f} to {means[-outside]:+.2f}" if outside else "-"
         p = float(sign_p(differences))
@@ -95,7 +95,7 @@ def test_the_planned_comparisons(study, columns, areas):
 
 @of(*SIX_ARMS)
 def test_the_page_gives_the_range_of_each_difference(study, columns, areas):
-    """A range is over the seeds whose surge was called, and stands in the study's own section."""
+    """A range covers the seeds whose surge was called. It stands in the study's own section."""
     page = PAGES[study.page]
     section = page[page.index(f"# {study.section}\n") :].split("\n##")[0]
     called = [seed for seed in study.seeds if not np.isnan(columns["constant", seed][-1, 2])]
@@ -122,7 +122,7 @@ def test_the_mismatch_of_the_last_ten_steps(study, columns):
 
 @MAIN
 def test_the_mismatch_before_the_first_fall(columns):
-    """Of the steps 61 to 115, and the two columns behind it at the end."""
+    """The means cover the steps 61 to 115, and the last ten steps. The arms are compared pair by pair."""
     called = [9, 10, 11, 12, 13, 14, 16, 17]
     mean = {run: lines[60:115, 4:].mean(0) for run, lines in columns.items()}
     last = {run: lines[-10:, 4:].mean(0) for run, lines in columns.items()}
@@ -165,7 +165,7 @@ def test_the_decay_begins_before_the_policy_has_learned(columns):
 
 @MAIN
 def test_the_secondary_outcomes(columns, areas):
-    """The areas of each base, the final accuracies, and the pairs of which one run collapses."""
+    """The areas of each base stand on the page. Final accuracies and pairs with one collapse are counted again."""
     for cells in table("study_collapse", "compared | base 0"):
         one, other = cells[0].split(" - ")
         of_base = [[areas[one, s] - areas[other, s] for s in range(9, 18) if s % 3 == base] for base in range(3)]
@@ -187,7 +187,7 @@ def test_the_secondary_outcomes(columns, areas):
 
 @MAIN
 def test_where_the_mismatch_grows_without_a_fall(columns):
-    """From the first step with 0.9 of the peak to the last step of the run."""
+    """The growth is measured from the first step with 0.9 of the peak to the last step of the run."""
     grew = {}
     for (arm, seed), lines in columns.items():
         if arm != "constant" and (arm, seed) != ("triggered", 15):
@@ -206,7 +206,10 @@ def test_the_intervals_of_a_share_with_99_percent():
 
 @of(*SIX_ARMS)
 def test_the_arms_part_where_the_design_says(study, columns):
-    """A seed's runs are one run until their rates differ; a drawn period is the next seed's surge times 1.8."""
+    """A seed's runs are one run until their rates differ.
+
+    A drawn period is 1.8 times the surge of the next seed with one.
+    """
     for seed in study.seeds:
         constant = columns["constant", seed]
         for arm in ("triggered", "untriggered", "fixed"):
@@ -228,7 +231,7 @@ def test_late_remedies_begin_at_step_100(study, columns):
 
 @of(LATE)
 def test_what_late_remedies_do(study, columns):
-    """The numbers in the sentences of the page, of the steps after 100 where it says nothing else."""
+    """The numbers stand in the sentences of the page. They count the steps after 100 if the page says nothing else."""
     runs = {arm: [columns[arm, seed] for seed in study.seeds] for arm in study.arms}
     fates = {arm: [fate(lines[:, 0]) for lines in runs[arm]] for arm in study.arms}
     falls = {arm: [fell for _, _, fell in fates[arm]] for arm in study.arms}
@@ -262,7 +265,7 @@ def test_what_late_remedies_do(study, columns):
 
 @of(REMEDIES)
 def test_the_trainer_against_itself_before_the_fall(study, columns):
-    """The factors from the ten steps up to the plateau to those up to the fall, of the mismatch and of ``self``."""
+    """The page has the growth of the mismatch and of ``self`` from the plateau to the fall, in means of ten steps."""
     runs = [columns["constant", seed] for seed in study.seeds]
     factors = [[growth(lines, fall_step(lines), key) for key in (4, 7)] for lines in runs]
     mismatch, itself = zip(*factors, strict=True)
@@ -274,7 +277,7 @@ def test_the_trainer_against_itself_before_the_fall(study, columns):
 
 @of(REMEDIES)
 def test_the_mismatch_of_each_remedy(study, columns):
-    """The mean of steps 21 to 100, of each seed."""
+    """The page has the range over the seeds of the mean of steps 21 to 100."""
     for arm, *cells in table(study.page, "arm | mismatch", study.section):
         for key, cell in zip((4, 7), cells, strict=True):
             means = [np.nanmean(columns[arm, seed][20:100, key]) for seed in study.seeds_of(arm)]
@@ -283,7 +286,7 @@ def test_the_mismatch_of_each_remedy(study, columns):
 
 @of(ISOLATION)
 def test_what_the_noise_alone_does(study, columns, areas):
-    """The sentences: no mismatch at any step of one arm, that of the other, and which runs of a pair end how."""
+    """One arm has no mismatch at any step. The page's sentences have the numbers of both arms and of the pairs."""
     runs = {arm: [columns[arm, seed] for seed in study.seeds] for arm in study.arms}
     assert not any(lines[:, [4, 6]].any() for lines in runs["constant"])
     fates = {arm: [fate(lines[:, 0]) for lines in runs[arm]] for arm in study.arms}

@@ -1,4 +1,4 @@
-"""The tables of compiled steps: ratios by hand, and the page against the files."""
+"""Tests of the tables of compiled steps: ratios by hand, and the page against the files."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def report(needed, flops, micro_batches=2):
-    """A row whose steps have two micro-batches of 3 bytes over links, and 5 bytes once."""
+    """Returns a row whose steps have two micro-batches of 3 bytes over links, and 5 bytes once."""
     return {
         "bytes": {"needed": needed, "fits": True},
         "batch": {"micro_batches": micro_batches},

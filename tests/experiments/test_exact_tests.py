@@ -1,4 +1,4 @@
-"""Exact tests and intervals: numbers worked by hand, and scipy's where it is installed."""
+"""Tests of exact tests and intervals: numbers by hand, and scipy's if it is installed."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def test_signs_are_flipped_in_every_way(differences, expected):
 
 
 def test_an_interval_of_three_pairs_by_hand():
-    """Means of subsets of 1, 2 and 6: 1, 1.5, 2, 3, 3.5, 4 and 6. With 75% each end loses one part of eight."""
+    """The means of subsets of 1, 2 and 6 are 1, 1.5, 2, 3, 3.5, 4 and 6. With 75% each end loses one part of eight."""
     assert shift_interval([1.0, 2.0, 6.0], 0.75) == (1.0, 6.0)
     assert shift_interval([1.0, 2.0, 6.0], 0.5) == (1.5, 4.0)
     assert shift_interval([1.0, 2.0, 6.0], 0.95) is None
@@ -38,14 +38,14 @@ def test_an_interval_has_the_shifts_that_the_test_keeps():
 
 
 def test_two_shares_by_hand():
-    # 5 of 8 against 2 of 8: tables with 0 to 7 of the 7 in the first row, over C(16, 7) = 11440. The ways are
-    # 8, 224, 1568, 3920, 3920, 1568, 224, 8; at most 1568 are 3600 of them.
+    # 5 of 8 stand against 2 of 8. The first row of a table has 0 to 7 of the 7, and there are C(16, 7) = 11440 tables.
+    # Their ways are 8, 224, 1568, 3920, 3920, 1568, 224 and 8. Those of at most 1568 ways are 3600 together.
     assert fisher_p(5, 8, 2, 8) == pytest.approx(3600 / 11440)
     assert fisher_p(1, 1, 0, 1) == 1.0
 
 
 def test_the_interval_of_a_share_by_hand():
-    """All of eight: the eighth power of the lower bound is 0.025. None of eight is its mirror."""
+    """For all of eight, the eighth power of the lower bound is 0.025. None of eight is its mirror."""
     low, high = share_interval(8, 8, 0.95)
     assert (low, high) == (pytest.approx(0.025**0.125), 1.0)
     assert share_interval(0, 8, 0.95) == (0.0, pytest.approx(1 - low))

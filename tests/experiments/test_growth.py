@@ -1,4 +1,4 @@
-"""The exponents of growth are the slopes that they say, and each case runs."""
+"""The exponents of growth are the slopes of the costs, and each case runs."""
 
 import json
 
@@ -15,7 +15,10 @@ def test_the_slope_of_a_power_law_is_its_exponent():
 
 
 def test_the_interval_is_wide_where_costs_do_not_lie_on_a_line():
-    """log2 costs 0, 1, 2, 5: the slope is 1.6, residuals 0.4, -0.2, -0.8, 0.6 over 2 degrees, t = 4.303."""
+    """The log2 costs are 0, 1, 2, 5.
+
+    So the slope is 1.6, residuals are 0.4, -0.2, -0.8, 0.6 over 2 degrees, and t is 4.303.
+    """
     slope, half = growth.fit([1, 2, 4, 8], [1, 2, 4, 32])
     assert slope == pytest.approx(1.6)
     assert half == pytest.approx(4.3027 * np.sqrt((0.16 + 0.04 + 0.64 + 0.36) / 2 / 5), rel=1e-4)

@@ -1,4 +1,4 @@
-"""What is said of the mismatch's growth in a run, from rows made by hand; and that the study of engines loads."""
+"""The growth of a run's mismatch is described from rows made by hand, and the study of engines loads."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def rows(steps=40):
-    """Accuracy is highest between steps 20 and 21; the mismatch doubles while the entropy halves."""
+    """Returns rows whose accuracy is highest between steps 20 and 21. The mismatch doubles while the entropy halves."""
     return [
         {
             "step": step,
@@ -50,7 +50,7 @@ def test_the_hand_worked_growth():
 
 
 def test_ranks_of_equal_values_are_their_mean():
-    """Ranks 1.5, 1.5, 3 against 1, 2, 3: 0.75 / sqrt(0.75) = sqrt(3) / 2."""
+    """The ranks are 1.5, 1.5, 3 against 1, 2, 3. Their correlation is 0.75 / sqrt(0.75) = sqrt(3) / 2."""
     assert rank_correlation(np.array([5.0, 5.0, 9.0]), np.array([0.1, 0.2, 0.3])) == pytest.approx(np.sqrt(3) / 2)
 
 

@@ -1,4 +1,4 @@
-"""The model of a step at the size of pods: its arithmetic by hand, and the page's tables against the file."""
+"""Tests of the model of a step at the size of pods: arithmetic by hand, and the page's tables against the file."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
     [
         ([2, 4], 2, 2 * 2 + 2 * 1),  # two tokens of both, two of one
         ([2, 4], 1, 2 + 4),  # one after the other
-        ([3, 1, 2], 2, 1 * 2 + 2 * 2),  # the third begins as soon as the second is done; both end at once
+        ([3, 1, 2], 2, 1 * 2 + 2 * 2),  # the third begins as soon as the second is done, and both others end at once
         ([], 2, 0),
     ],
 )
@@ -27,12 +27,13 @@ def test_servers_are_as_fast_as_published_and_between():
     decoding = Decoding(2, 100, ((2, 10), (4, 16)), "nobody")
     seconds = scale_model.token_seconds(decoding)
     assert [seconds(n) for n in (1, 2, 3, 4, 9)] == pytest.approx([0.2, 0.2, 0.225, 0.25, 0.25])
-    # Six GPUs are three servers of two: 10 and 40 tokens, 20 and 20, 30. The first takes 10 x 0.2 + 30 x 0.2.
+    # Six GPUs are three servers of two, with 10 and 40 tokens, 20 and 20, and 30. The first takes 10 x 0.2 + 30 x 0.2
+    # seconds.
     assert scale_model.rollout_seconds([10, 20, 30, 40, 20], 6, decoding) == pytest.approx(8)
 
 
 def compiled_row():
-    """2 s of products at half of the peak, 0.25 s of collectives, 50 GB of gradients once a step."""
+    """Returns a row with 2 s of products at half of the peak, 0.25 s of collectives, and 50 GB of gradients."""
     peak = scale_model.PEAK.value
     return {
         "flops_per_micro_batch": {"bfloat16": 0.75 * peak},
@@ -50,17 +51,18 @@ def compiled_row():
 
 
 def test_a_step_by_hand():
-    """33 rows on 32 cards are two micro-batches; four replicas send 2 x 3/4 of 50 GB each at 50 GB/s."""
+    """33 rows on 32 cards are two micro-batches. Four replicas send 2 x 3/4 of 50 GB each, at 50 GB/s."""
     assert scale_model.step_seconds(compiled_row(), 33, 32, 8, 0.5) == pytest.approx(2 * 2.25 + 0.125 + 1.5)
     assert scale_model.step_seconds(compiled_row(), 32, 8, 8, 0.5) == pytest.approx(4 * 2.25 + 0.125)
     assert scale_model.step_seconds(compiled_row(), 4, 4, 8, 0.5) == pytest.approx(2.25 + 0.125)
 
 
 def test_publish_and_checkpoint_by_hand():
-    # 53 GB: a second to the host, 53 at 1 GB/s, and no faster than the storage's 8 GB/s on the way back.
+    # 53 GB take a second to the host and 53 seconds at 1 GB/s. The way back is no faster than the storage's 8 GB/s.
     assert scale_model.publish_seconds(53e9, 1e9, 1e12) == pytest.approx(1 + 53 + 53 / 8)
     assert scale_model.sharded_publish_seconds(16e9, 4) == pytest.approx(0.5 + 2)
-    # 53e9 parameters are 636 GB: 12 s from 16 cards at 53 GB/s is 0.75 s each; two nodes write 16 GB/s.
+    # 53e9 parameters are 636 GB. A card writes them in 12 s at 53 GB/s, and 16 cards in 0.75 s. Two nodes write 16
+    # GB/s.
     assert scale_model.checkpoint_seconds(53e9, 16) == pytest.approx((12 / 16, 636 / 16))
     assert scale_model.checkpoint_seconds(53e9, 4) == pytest.approx((3, 636 / 8))
 
@@ -81,7 +83,7 @@ def test_nodes_are_shared_as_the_model_needs():
 
 
 def test_the_share_of_the_peak_counts_causal_attention():
-    """33% to 39% with the whole square of attention; here the half under the diagonal."""
+    """With the whole square of attention the shares are 33% to 39%. Here only the half under the diagonal counts."""
     assert 0.33 < scale_model.trained_share() < 0.35
 
 

@@ -1,4 +1,4 @@
-"""Where the schedule helped: the counts of a row, and the pages against the files."""
+"""The balance of the schedule: the counts of a row, and the pages against the files."""
 
 from pathlib import Path
 
@@ -33,7 +33,8 @@ def test_the_runs_of_a_seed_count_once():
     row = schedule_balance.compare(
         schedule_balance.Comparison("", "x", schedule_balance.triggered("a", "b")), {"x": study}
     )
-    # By pair: 0.4, 0.3, 0.9 and -0.1. Two of the 8 sums of one sign, 1.7 and 1.5, reach 1.5. By seed: 0.65 and 0.1.
+    # The pairs' differences are 0.4, 0.3, 0.9 and -0.1. Two of the 8 sums with one sign fixed, 1.7 and 1.5, reach 1.5.
+    # The seeds' differences are 0.65 and 0.1.
     assert (row["pairs"], row["p"]) == (4, 4 / 16)
     assert (row["seeds"], row["p_by_seed"]) == (2, 2 / 4)
 

@@ -34,7 +34,10 @@ def columns(study):
 
 @of(DETECTOR)
 def test_the_sentences_about_the_detector(study, columns):
-    """A run without a call is the constant run. The others have their areas, final accuracies and first decays here."""
+    """A run without a call equals the constant run.
+
+    The page has the areas, final accuracies and first decays of the others.
+    """
     areas, finals, begins, before, widest = {}, {}, [], [], 0.0
     reward = areas_of(study)
     for (ratio, times), seed in product(product(("2", "2.5", "3.5"), ("1.1", "1.8", "2.5")), study.seeds):
@@ -60,7 +63,7 @@ def test_the_sentences_about_the_detector(study, columns):
 
 
 def outcome(lines):
-    """The mismatch up to where 0.9 of the peak is reached, the peak, the final accuracy, and the fall, as printed."""
+    """Returns the mismatch up to 0.9 of the peak, the peak, the final accuracy and the fall, all as printed."""
     begin = plateau_step(lines)
     peak, final, fell = fate(lines[:, 0])
     mismatch = lines[max(0, begin - 10) : begin, 4].mean()
@@ -87,7 +90,7 @@ def test_the_table_of_a_real_server(study, columns):
 
 @of(SERVERS)
 def test_the_mismatch_of_a_real_server(study, columns):
-    """The sentences: how it grows from the plateau to the fall or the end, and its mean in steps 21 to 100."""
+    """The page's sentences have the growth from the plateau to the fall or the end, and the mean of steps 21 to 100."""
     grew = {}
     for run, lines in columns.items():
         grew[run] = growth(lines, fall_step(lines) if fate(lines[:, 0])[2] else len(lines))

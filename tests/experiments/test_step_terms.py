@@ -1,4 +1,4 @@
-"""Terms A, B and C from gradients of batches: hand-worked, without the noise of batches, and on a whole run."""
+"""Tests of the terms A, B and C from gradients of batches: by hand, without their noise, and on a whole run."""
 
 import json
 
@@ -10,29 +10,32 @@ from toy_runs import complete, outcome, tiny
 
 
 def test_hand_worked_moments():
-    """Two batches; the second coordinate counts four times, so that products are x1 y1 + 4 x2 y2."""
+    """There are two batches. The second coordinate counts four times, so products are x1 y1 + 4 x2 y2."""
     exact, bias = np.array([[1.0, 1.0], [3.0, 0.0]]), np.array([[0.0, 1.0], [2.0, 1.0]])
     sampled = np.array([[1.0, 0.0], [1.0, 2.0]])
     found = moments(products(exact, bias, sampled, np.array([1.0, 4.0])))
-    # Exact: 1 * 3 + 4 * 1 * 0. Cross: (1 * 2 + 4 * 1 * 1 + 3 * 0 + 4 * 0 * 1) / 2. Bias: 0 * 2 + 4 * 1 * 1.
-    # Sampled: squares 1 and 17, product 1.
+    # The exact moment is 1 * 3 + 4 * 1 * 0, and the cross one is (1 * 2 + 4 * 1 * 1 + 3 * 0 + 4 * 0 * 1) / 2. The bias
+    # is 0 * 2 + 4 * 1 * 1. The sampled squares are 1 and 17, and their product is 1.
     assert found == Moments(gradient=3.0, cross=3.0, bias=4.0, variance=9.0 - 1.0)
 
 
 def test_hand_worked_terms():
-    """J = -x^2 at x = 1: gradient -2, L = 2. g is -1 or -5: mean -3, bias -1, variance 4 (as in test_appendix_a.py)."""
+    """J = -x^2 at x = 1 has gradient -2 and L = 2.
+
+    As in test_appendix_a.py, g is -1 or -5: mean -3, bias -1, variance 4.
+    """
     found = terms(Moments(gradient=4.0, cross=2.0, bias=1.0, variance=4.0), rate=0.1, smoothness=2.0)
     assert found == pytest.approx({"A": 0.36, "B": 0.16, "C": 0.05, "A+B-C": 0.47})
 
 
 def test_no_moment_is_raised_by_the_noise_of_batches():
-    """Means over 400 sets of 6 noisy batches are the true moments, within 4 standard errors of these means."""
+    """The means over 400 sets of 6 noisy batches are the true moments, within 4 standard errors of these means."""
     rng = np.random.default_rng(0)
     metric = np.array([0.5, 1.0, 2.0])
     gradient, bias = np.array([0.3, -0.2, 0.1]), np.array([0.1, 0.1, -0.2])
     found = []
     for _ in range(400):
-        noise = rng.standard_normal((6, 3))  # of one batch, so that of both estimates
+        noise = rng.standard_normal((6, 3))  # the noise of one batch is in both estimates
         exact, biases = gradient + noise, bias + 0.5 * noise + 0.1 * rng.standard_normal((6, 3))
         sampled = gradient + bias + 2.0 * rng.standard_normal((6, 3))
         found.append(moments(products(exact, biases, sampled, metric)))
@@ -58,7 +61,10 @@ def test_exponents():
 
 
 def test_hand_worked_total_variation():
-    """Two responses of the policy, equally likely; the engine makes the first 1.5 times as likely, then 1.5 * 0.8."""
+    """The policy has two equally likely responses.
+
+    The engine makes the first 1.5 times as likely, then 1.5 * 0.8 times.
+    """
     ratios = np.log([[1.0, 1.5, 0.8], [1.0, 0.5, 1.0]])
     mask = np.array([[False, True, True], [False, True, False]])
     assert total_variation([ratios], [mask], [1, 2]) == pytest.approx([(0.5 + 0.5) / 4, (0.2 + 0.5) / 4])
@@ -67,7 +73,10 @@ def test_hand_worked_total_variation():
 @pytest.mark.slow
 @pytest.mark.harness
 def test_a_run_without_mismatch_has_no_bias_and_one_with_has(toy_base, tmp_path):
-    """float32 on both sides against weights and cache of 8 bits; the rest of the two runs is the same."""
+    """One run has float32 on both sides, and the other has weights and cache of 8 bits.
+
+    The rest of both is the same.
+    """
     engines = {
         "plain": ("--rollout.dtype", "float32"),
         "fp8": ("--rollout.weight-quantization", "fp8", "--rollout.kv-cache-dtype", "fp8_e5m2"),

@@ -1,4 +1,4 @@
-"""A study's file, its command lines, and the report made from run directories."""
+"""Tests of a study's file, its command lines, and the report made from run directories."""
 
 import json
 import sys
@@ -93,7 +93,8 @@ def test_the_report_is_made_from_run_directories_alone(study_file, tmp_path, cap
     text = (out / "report.md").read_text()
     assert text in capsys.readouterr().out
     assert "3 runs, 1.5 hours of training time" in text
-    # One of two collapsed: under half of 0.75 from the sixth step without reward on, 21 steps after the surge at 5.
+    # One of two runs collapsed. Its mean is under half of 0.75 from the sixth step without reward on, which is 21 steps
+    # after the surge at 5.
     expected = "| constant | 2 | 0.625 | 0.250 | 0.00 0.50 | - | 0 | 1 | 1 | 26 | 6 | 21 |"
     assert expected in text
     assert "| triggered | 1 | 0.250 | 0.250 | 0.25 | - | 1 | 0 | 0 | - | 7 | - |" in text
@@ -127,7 +128,7 @@ def test_arms_may_have_seeds_of_their_own(study_file):
 
 
 def test_a_study_like_another_has_its_settings(study_file):
-    """Its own settings come on top; seeds, arms and forks are not taken."""
+    """The other study's own settings come on top. Seeds, arms and forks are not copied."""
     path = study_file.with_name("other.yaml")
     path.write_text(f"{{like: {study_file.name}, seeds: [7], arms: {{slow: }}, settings: {{run.steps: 99}}}}")
     first, other = read_study(study_file), read_study(path)
@@ -144,7 +145,7 @@ def test_an_unknown_arm_and_an_empty_directory_are_one_line(study_file, tmp_path
 
 
 def test_runs_that_fail_are_named_with_their_logs(tmp_path, capsys):
-    """What is complete is not run again; the other command line is refused by rljax.train itself."""
+    """A complete run is not run again. rljax.train itself refuses the other command line."""
     path = tmp_path / "bad.yaml"
     path.write_text(STUDY.replace("configs/quickstart.yaml", str(tmp_path / "nowhere.yaml")))
     write_run(tmp_path / "out" / "constant-0", [0.5] * 30, surge=6)

@@ -1,4 +1,4 @@
-"""The table of a study with real servers: what is counted of a run, and a line of the table, by hand."""
+"""Tests of the table of a study with real servers: the numbers of a run, and a line of the table, by hand."""
 
 import pytest
 from study_ahead import counted, line
@@ -26,7 +26,7 @@ def row(step, **more):
 
 
 def test_what_is_counted_of_a_run():
-    """The first five steps are left out of times, and the drift is that of the steps named."""
+    """The first five steps are left out of times. The drift is the mean of the named steps."""
     drift = "mismatch_drift/log_ppl_abs_diff"
     rows = [row(step, **({drift: 0.4 if step <= 15 else 0.1} if step > 5 else {})) for step in range(1, 31)]
     found = counted(rows)

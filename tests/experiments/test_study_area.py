@@ -1,4 +1,4 @@
-"""The area under the accuracy, its comparison by hand, and the power of a drawn study."""
+"""Tests of the area under the accuracy, its comparison by hand, and the power of a drawn study."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from study_area import area, areas_of, compare, comparison_figure, power, tables
 
 
 def rows(rewards, surge=None):
-    """Rows with these mean rewards; the surge is called at a step, if any."""
+    """Returns rows with these mean rewards. The surge is called at a step, if one is given."""
     return [
         {
             "step": step,
@@ -41,14 +41,14 @@ comparisons: [[slow, constant], [slow, never_run]]
 
 
 def test_areas_count_from_the_surge_of_the_constant_arm():
-    """Steps 3 and 4 of seed 0, all steps of seed 1; seed 2 has no constant run."""
+    """The areas of seed 0 have steps 3 and 4, and those of seed 1 have all steps. Seed 2 has no constant run."""
     assert areas_of(RUNS) == {"constant": {0: 0.25, 1: 0.25}, "slow": {0: 0.75, 1: 0.625}}
     with pytest.raises(ValueError, match="no step after 4"):
         area(RUNS["slow", 0], 4)
 
 
 def test_a_comparison_by_hand():
-    """Both differences are positive: two of four patterns of signs are as far from 0."""
+    """Both differences are positive, so two of four patterns of signs are as far from 0."""
     found = compare({0: 0.75, 1: 0.625, 3: 1.0}, {0: 0.25, 1: 0.25}, count=2)
     assert (found["seeds"], found["better"], found["same"]) == (2, 2, 0)
     assert (found["difference"], found["p"], found["corrected_p"]) == (0.4375, 0.5, 1.0)
@@ -78,9 +78,9 @@ def test_the_figure_has_each_seed_the_mean_and_the_interval():
 
 
 def test_the_power_of_drawn_studies():
-    """Without a shift a study is significant as often as its level allows; a shift beyond all noise is always found."""
+    """Without a shift a study is significant as often as its level allows. A shift beyond all noise is always found."""
     areas = [0.2, 0.25, 0.3, 0.4, 0.55]
     assert power(areas, 9, 0.0, 5, np.random.default_rng(0)) < 0.014  # three standard errors above 4 of 512 patterns
     assert power(areas, 9, 1.0, 5, np.random.default_rng(0)) == 1.0
-    assert power(areas, 6, 1.0, 5, np.random.default_rng(0)) == 0.0  # the least p is 2 / 64, five times that 0.16
+    assert power(areas, 6, 1.0, 5, np.random.default_rng(0)) == 0.0  # the least p is 2 / 64; five times it is 0.16
     assert sign_flip_p([1.0] * 9) * 5 < 0.05

@@ -1,4 +1,4 @@
-"""What is said of a study's arms, from rows made by hand, and their way through the Parquet file."""
+"""A study's arms are described from rows made by hand, and the rows go through the Parquet file."""
 
 import json
 
@@ -51,14 +51,17 @@ def test_the_edges_of_a_run():
 
 
 def test_a_signal_changes_when_it_stays_away_from_its_reference():
-    """Trailing means of ten steps; the reference is steps 20 to 59, all 1; above 1.5 for five steps."""
+    """The signal is a trailing mean of ten steps. Its reference is steps 20 to 59, all 1.
+
+    It must be above 1.5 for five steps.
+    """
     values = [1.0] * 100
-    values[69] = 9.0  # one step: the trailing mean is 1.8 for ten steps
+    values[69] = 9.0  # after one such step the trailing mean is 1.8 for ten steps
     assert change_step(values, 20) == 70
-    values[69] = 5.0  # 1.4
+    values[69] = 5.0  # the trailing mean is 1.4
     assert change_step(values, 20) is None
-    assert change_step([1.0] * 69 + [0.0] * 31, 20) == 73  # below 2 / 3 with the fourth 0
-    assert change_step([1.0] * 96 + [9.0] * 4, 20) is None  # four steps alone
+    assert change_step([1.0] * 69 + [0.0] * 31, 20) == 73  # the trailing mean is below 2 / 3 with the fourth 0
+    assert change_step([1.0] * 96 + [9.0] * 4, 20) is None  # only four steps
 
 
 def test_a_step_without_a_measurement_has_the_value_before():
@@ -78,8 +81,8 @@ def test_leads_misses_and_false_alarms():
     early = run(0.0, lambda step: 1.0 if step < 70 else 3.0)
     silent = run(0.0, lambda step: 1.0)
     healthy = run(0.75, lambda step: 1.0 if step < 70 else 3.0)
-    # Accuracy falls by 0.075 a step from step 81: half of 0.75 with the fifth, less with the sixth.
-    # The mean of three 3s and seven 1s is 1.6.
+    # Accuracy falls by 0.075 a step from step 81. It is half of 0.75 at the fifth step and less at the sixth. The mean
+    # of three 3s and seven 1s is 1.6.
     assert early[0].collapse_step == 86
     found = signal_row("optimizer/grad_norm", [early, silent, healthy])
     assert found == {"leads": [86 - 72], "lead_median": 14.0, "missed": 1, "false_alarms": 1, "healthy": 1}
@@ -101,7 +104,7 @@ def test_the_program_compares_the_arms(tmp_path, capsys):
     found = json.loads(out.read_text())
     (comparison,) = found["comparisons"]
     assert comparison["difference"] == pytest.approx((0.75 + 0.45) / 2, abs=1e-6)
-    # Two pairs, both up: 2 of 4 patterns of signs. So few allow no interval of 95%.
+    # Both of the two pairs are up, like 2 of 4 patterns of signs. So few pairs allow no interval of 95%.
     assert (comparison["p"], comparison["corrected_p"], comparison["interval"]) == (0.5, 0.5, None)
     assert (comparison["better"], comparison["same"], comparison["seeds"]) == (2, 0, 2)
     assert (comparison["end_well"], comparison["fisher_p"]) == ([2, 1], 1.0)

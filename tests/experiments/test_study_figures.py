@@ -1,4 +1,4 @@
-"""The figures of a study's claims, from rows made by hand."""
+"""Tests of the figures of a study's claims, from rows made by hand."""
 
 import pytest
 from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ claims:
 
 
 def runs():
-    """The gradient norm of the first run rises before its fall."""
+    """Returns runs of two arms. The gradient norm of the first run rises before its fall."""
     return {
         ("constant", 0): study_run(0.0, lambda step: 1.0 if step < 70 else 3.0),
         ("constant", 1): study_run(0.4, steps=90),
@@ -28,7 +28,7 @@ def runs():
 
 
 def test_the_thick_line_is_the_median_of_common_steps():
-    """Accuracy is 0.75 up to step 80; ten steps later the trailing means are 0.0 and 0.4."""
+    """Accuracy is 0.75 up to step 80. Ten steps later the trailing means are 0.0 and 0.4."""
     axis = Figure().subplots()
     plot_metric(axis, runs(), ["constant"], "reward/mean")
     thin, other, thick = axis.get_lines()

@@ -17,13 +17,13 @@ def seed_of(name, arm):
 
 
 def words_of(name, arm, run_dir):
-    """What stands after ``python -m rljax.train``."""
+    """Returns the words that follow ``python -m rljax.train``."""
     period = 30 if arm in STUDIES[name].drawn else None
     return run_command(STUDIES[name], arm, seed_of(name, arm), run_dir, period=period)[3:]
 
 
 def arms():
-    """Every arm; one that sets the same keys of the same configuration as an arm before it is for the harnesses."""
+    """Yields every arm. An arm with the same keys of the same configuration as an earlier arm is for the harnesses."""
     seen = set()
     for name, study in STUDIES.items():
         for arm in study.arms:

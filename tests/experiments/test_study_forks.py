@@ -1,4 +1,4 @@
-"""Arms that are one run until their rates part: which pairs may fork, and from which checkpoint."""
+"""Tests of arms that are one run until their rates part: the pairs that may fork, and the checkpoint of the fork."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ SOON = ["--schedule.surge.warmup", "10", "--schedule.surge.ratio", "2.0", "--opt
 
 
 def rows(surge_from, steps=60):
-    """A constant rate of 1e-3; lengths of 5 tokens, and of 20 from a step on."""
+    """Returns rows with a constant rate of 1e-3. Lengths are 5 tokens, and 20 from a step on."""
     return [
         {
             "step": step,
@@ -34,7 +34,7 @@ def config(*words):
 
 
 def test_the_rates_part_at_the_first_decay():
-    """The call comes a few steps after step 15; the first decay is at 1.8 times its step, half up."""
+    """The call comes a few steps after step 15. The first decay is at 1.8 times its step, rounded half up."""
     call = next(s for s in range(15, 40) if parting_step(rows(15), config("--schedule.multiplier", "1")) == s)
     assert 15 <= call <= 25
     period = int(1.8 * call + 0.5)
@@ -88,7 +88,10 @@ def test_arms_that_may_not_fork(forks, message):
 
 
 def test_a_period_drawn_from_the_next_seed_that_called_by_hand():
-    """Seed 0 takes that of seed 2, since seed 1 called nothing: 1.8 x 20 = 36. The last takes that of the first."""
+    """Seed 0 takes the period of seed 2, because seed 1 called nothing: 1.8 x 20 = 36.
+
+    The last seed takes that of the first.
+    """
     called = {seed: [{"schedule/surge_step": None}, {"schedule/surge_step": surge}] for seed, surge in SURGES.items()}
     assert drawn_period("constant", called, [0, 1, 2, 3], 0, 1.8) == 36
     assert drawn_period("constant", called, [0, 1, 2, 3], 2, 1.8) == 54

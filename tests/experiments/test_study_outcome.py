@@ -1,4 +1,4 @@
-"""What a study compares: peak, collapse, surge, and the metrics that stood beside them."""
+"""Tests of the outcomes that a study compares: peak, collapse, surge, and the metrics beside them."""
 
 import pytest
 from study_outcome import outcome_of
@@ -24,7 +24,10 @@ def rows(rewards, surge=None):
 
 
 def test_an_outcome_by_hand():
-    """Forty steps at 0.75, then forty at 0: the mean over ten is under half of it from the sixth of these on."""
+    """Forty steps have 0.75 and forty have 0.
+
+    The mean over ten is under half of 0.75 from the sixth of the latter on.
+    """
     found = outcome_of(rows([0.75] * 40 + [0.0] * 40, surge=12))
     assert (found.steps, found.peak, found.final) == (80, 0.75, 0.0)
     assert (found.fall_step, found.collapse_step, found.surge_step, found.lead) == (46, 46, 12, 34)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def rewards():
-    """The mean reward of each step, by arm and seed, in the study of 8 bits."""
+    """Returns the mean reward of each step, by arm and seed, in the study of 8 bits."""
     rows = pyarrow.parquet.read_table(ROOT / "benchmarks/study_slow.parquet").to_pydict()
     found = {}
     for arm, seed, step, reward in zip(rows["arm"], rows["seed"], rows["step"], rows["reward/mean"], strict=True):
@@ -24,7 +24,7 @@ def rewards():
 
 
 def runs_of_files():
-    """The peak, the final accuracy and the fall of each run of the four other studies with a schedule."""
+    """Yields the peak, the final accuracy and the fall of each run of the four other studies with a schedule."""
     for name in ("study_toy", "study_staleness", "study_ahead", "study_ahead_6e-4"):
         for arm, seeds in json.loads((ROOT / f"benchmarks/{name}.json").read_text())["arms"].items():
             for seed, run in seeds.items():
@@ -55,7 +55,7 @@ def test_the_planned_comparisons(rewards):
         well = [sum(value > 0.3 for value in arm) for arm in zip(*pairs, strict=True)]
         signs = [sum(difference > 0 for difference in differences), sum(difference == 0 for difference in differences)]
         assert cells[1] == f"{np.mean(differences):+.2f}"
-        # Of 256 parts of the line, the first and the last are left out: 99.2% is the first step above 99%.
+        # The interval leaves out the first and the last of 256 parts of the line. 99.2% is the first step above 99%.
         assert cells[2] == f"{min(differences):+.2f} to {max(differences):+.2f}"
         assert cells[3] == f"{signs[0]} / {signs[1]} / {8 - sum(signs)}"
         assert cells[4:7] == [f"{p:.2g}", f"{min(1, 5 * p):.2g}", f"{well[0]}, {well[1]} of 8"]
@@ -71,7 +71,7 @@ def test_the_counts_of_all_studies(rewards):
     fates = {(run[1], tuple(series)): fate(series) for run, series in rewards.items()}
     for (name, arm, seed), run in runs_of_files():
         key = (name, seed, run["peak_step"], run["peak"], run["final"], str(run["at_end"]))
-        # Only in the study of noise two arms may be one run.
+        # Only in the study of noise can two arms be one run.
         key += () if name == "study_toy" else (arm,)
         fates[key] = (run["peak"], run["final"], run["fall_step"] is not None)
     engines = json.loads((ROOT / "benchmarks/mismatch_growth.json").read_text())["runs"]
@@ -112,7 +112,7 @@ def test_what_grows_from_peak_to_collapse():
     ],
 )
 def test_the_counts_of_the_other_tables(page, name, head):
-    """The columns of finals, runs that never learned, collapses and falls, of each arm in the order of the file."""
+    """The columns are finals, runs that never learned, collapses and falls. The arms are in the order of the file."""
     lines = PAGES[page].splitlines()
     names = [
         cell.strip() for cell in next(line for line in lines if line.startswith(f"| {head}")).strip("|").split("|")
@@ -173,5 +173,5 @@ def test_the_errors_of_the_logits_in_the_page_of_diagnose():
 
 def test_the_sum_of_signs_by_hand():
     assert sign_p([0.5, 0.25, 0.25]) == Fraction(2, 8)
-    assert sign_p([-0.25, 0.25, 0.5]) == Fraction(6, 8)  # sums of 1, 0.5 (twice), and their opposites reach 0.5
+    assert sign_p([-0.25, 0.25, 0.5]) == Fraction(6, 8)  # the sums of 1 and 0.5 (twice), and their opposites, reach 0.5
     assert all(a > b for a, b in pairwise([sign_p([1.0] * n) for n in range(1, 6)]))

@@ -1,4 +1,4 @@
-"""The problems, the written solutions and the rewards of the search for a subject, and its verdicts."""
+"""Tests of the search for a subject: problems, written solutions, rewards and verdicts."""
 
 import numpy as np
 import pytest
@@ -89,7 +89,8 @@ def rows_of(rewards, mismatch):
 
 
 def test_a_collapse_from_above_the_bound_by_hand():
-    # The accuracy is 1 up to step 30. The means of ten steps are 0.9 at step 31 and 0.5 at 35, and under 0.5 from 36.
+    # The accuracy is 1 up to step 30. Means of ten steps are 0.9 at step 31 and 0.5 at step 35, and below 0.5 from step
+    # 36 on.
     run = judge(rows_of([1.0] * 30 + [0.0] * 20, [0.01] * 20 + [0.03] * 30))
     assert (run["verdict"], run["peak"], run["fall_step"]) == ("collapsed from above 0.6", 1.0, 36)
     assert run["stops"] == {"plateau": 1, "onset": 31, "end": 36}
@@ -108,7 +109,7 @@ def test_a_fork_counts_from_its_own_first_step():
 
 
 def test_a_series_of_few_steps_holds_its_last_value():
-    """The trainer is compared with itself in some steps only. The fall at step 36 ends a mean of ten steps."""
+    """Only some steps compare the trainer with itself. The fall at step 36 ends a mean of ten steps."""
     rows = rows_of([1.0] * 30 + [0.0] * 20, [0.01] * 50)
     assert "self-mismatch" not in judge(rows)["at"]["end"]
     assert growth([judge(rows)], "end")["self-mismatch"]["factors"] == []

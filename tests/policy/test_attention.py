@@ -1,4 +1,4 @@
-"""Attention of packed rows against a float64 reference: values, gradients, what cannot leak, what is never made."""
+"""Attention of packed rows is compared with a float64 reference: values, gradients, no leaks, and no large arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def test_nothing_of_a_segment_reaches_another(dtype):
 
 
 def test_what_follows_a_token_changes_no_bit_of_it():
-    # As the exact engine samples: the same row, longer with each token.
+    # The exact engine samples like this: the same row is longer with each token.
     t, so_far = 96, 45
     q, k, v, _ = heads(batch([90]), "bfloat16")
     attention = jax.jit(small_blocks)
@@ -80,7 +80,7 @@ def test_blocks_that_share_no_segment_are_not_multiplied():
 def test_small_float16_gradients_keep_their_digits():
     segments = batch([512], t=512)
     q, k, v, d_out = heads(segments, "float16")
-    d_out = (d_out * np.float16(2.0**-11)).astype(np.float16)  # then most gradients of scores are below 6e-5
+    d_out = (d_out * np.float16(2.0**-11)).astype(np.float16)  # most gradients of scores are then below 6e-5
     got = gradients(block_attention, (q, k, v, d_out), segments)
     for x, expected in zip(got[1:3], reference(q, k, v, d_out, segments)[1:3], strict=True):
         error = np.sqrt(np.mean((x.astype(np.float64) - expected) ** 2) / np.mean(expected**2))
@@ -109,7 +109,7 @@ def test_a_long_row_computes_at_most_55_percent_of_its_pairs(t):
     pairs = len(block_pairs(n))
     assert pairs <= 0.55 * n**2
     scans = [equation.params["length"] for equation in every if equation.primitive.name == "scan"]
-    assert scans.count(pairs) == 2  # the forward and the backward pass
+    assert scans.count(pairs) == 2  # one in the forward and one in the backward pass
     operands = [v.aval.dtype for equation in every if equation.primitive.name == "dot_general" for v in equation.invars]
     assert len(operands) == 2 * (2 + 5)
     assert set(operands) == {jnp.dtype("bfloat16")}

@@ -1,4 +1,4 @@
-"""Which implementation ``policy.attention`` gives, by the mesh's devices, the dtype and the heads."""
+"""``policy.attention`` gives an implementation by the mesh's devices, the dtype and the heads."""
 
 from types import SimpleNamespace
 

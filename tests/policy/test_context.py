@@ -1,4 +1,4 @@
-"""The zigzag order of a row over devices: its inverse, the blocks of each device, and even work."""
+"""Tests of the zigzag order of a row over devices: its inverse, the blocks of each device, and even work."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,8 @@ def test_zigzag_and_its_inverse_are_permutations(parts, size, before):
 def test_each_device_has_the_same_number_of_pairs(parts, size):
     n = 2 * parts * size
     pairs = block_pairs(n, parts)
-    # Of 2 p s blocks, a device has s early and s late ones: (2 p - 1) s^2 pairs before them and s (s + 1) in them.
+    # A device has s early and s late ones of 2 p s blocks. So it has (2 p - 1) s^2 pairs with blocks before them, and s
+    # (s + 1) pairs within them.
     assert pairs.shape == (parts, (2 * parts - 1) * size**2 + size * (size + 1), 3)
     every = {(i, j) for _, i, j in pairs.reshape(-1, 3).tolist()}
     assert every == {(i, j) for i in range(n) for j in range(i + 1)}

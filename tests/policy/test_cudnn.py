@@ -1,4 +1,4 @@
-"""What cuDNN is told of packed rows; the kernel itself needs a GPU."""
+"""Tests of the description of packed rows for cuDNN. The kernel itself needs a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,8 @@ def test_the_program_holds_cudnn_and_one_way_out_of_it():
     with compiled_for_hopper():
         jaxpr = jax.make_jaxpr(run)(q, kv, kv, segments)
     names = [equation.primitive.name for equation in equations(jaxpr.jaxpr)]
-    assert names.count("cond") == 1 + 1  # blocks instead of cuDNN; in the blocks, a pair that is skipped
+    assert names.count("cond") == 1 + 1  # one takes blocks instead of cuDNN, and one in the blocks skips a pair
     assert sum("dot_product_attention_fwd" in name for name in names) == 1
     kept = sorted(aval.size for aval in jaxpr.out_avals[1:])[-5:]
-    # k and v, q and the output, and the log-sum-exp of t places for each segment there is room for.
+    # The kept arrays are k and v, q and the output, and the log-sum-exp of t places for each possible segment.
     assert kept == sorted([t * g * 128, t * g * 128, t * h * 128, t * h * 128, max_segments(t) * h * t])

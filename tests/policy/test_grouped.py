@@ -1,4 +1,4 @@
-"""Grouped products against a loop over the groups in float64; the kernels' refusals, and that they can be compiled."""
+"""Grouped products are compared with a loop over the groups in float64. The kernels refuse wrong sizes and compile."""
 
 import functools
 from types import SimpleNamespace
@@ -14,11 +14,11 @@ D, F = 24, 40
 SIZES = [
     [5, 0, 17, 2],
     [0, 0, 0, 30],
-    [1, 1, 1, 1],  # rows after all groups
+    [1, 1, 1, 1],  # further rows follow all groups
     [0, 0, 0, 0],
     [300, 7, 0, 513],  # groups of several blocks
 ]
-MANY, FEW = 826, 10  # rows, those after all groups included; the sizes share a program
+MANY, FEW = 826, 10  # rows, with those after all groups; the sizes share a program
 DTYPES = {"float32": 1e-6, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary-chunked head against float64."""
+"""The vocabulary-chunked head is compared with float64."""
 
 import itertools
 
@@ -24,7 +24,7 @@ def example(scale=1.0):
     return hidden, table, rng.integers(0, 60, 13).astype(np.int32)
 
 
-# Each two values of these stand together in some form.
+# Any two of these values occur together in some form.
 PAIRS = [
     *((max_chunk, *rest) for max_chunk in (60, 12) for rest in ((1.0, 0.1), (0.7, 3.0))),
     *((max_chunk, *rest) for max_chunk in (30, 7) for rest in ((0.7, 0.1), (1.0, 3.0))),
@@ -43,7 +43,7 @@ def test_values_match_float64_for_every_chunking(max_chunk, temperature, scale):
             jnp.asarray(hidden), jnp.asarray(table), jnp.asarray(targets), temperature=temperature, max_chunk=max_chunk
         )
     expected_logprobs, expected_entropy = reference(hidden, table, targets, temperature)
-    # 1e-5 of the range: logits reach 60 at scale 3.
+    # The tolerance is 1e-5 of the range, because logits reach 60 at scale 3.
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5 * max(1, scale), rtol=1e-6)
     np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5 * max(1, scale), rtol=1e-5)
 
@@ -81,7 +81,7 @@ def test_sixteen_bit_inputs_are_not_rounded_per_token():
 
 @pytest.mark.parametrize(("dtype", "lost"), [("bfloat16", 2.0**-9), ("float16", 2.0**-12)])
 def test_a_float32_head_multiplies_the_published_values(dtype, lost):
-    """16 bits hold 1 and not 1 + lost. With the state 4 the logits are 4 and 0, so log p is -log(1 + exp(-4))."""
+    """16 bits hold 1 but not 1 + lost. With the state 4 the logits are 4 and 0, so log p is -log(1 + exp(-4))."""
 
     def logprob(master):
         hidden, table = jnp.full((1, 1), 4.0 + 2 * lost).astype(dtype), master.astype(dtype)
@@ -90,13 +90,13 @@ def test_a_float32_head_multiplies_the_published_values(dtype, lost):
     master = jnp.asarray([[1.0 + lost], [0.0]])
     assert float(jax.jit(logprob)(master)) == pytest.approx(-np.log1p(np.exp(-4.0)), abs=2e-7)
     assert abs(np.log1p(np.exp(-4.0)) - np.log1p(np.exp(-4.0 * (1.0 + lost)))) > 1e-5
-    # XLA for CPUs keeps a pair of casts; for other devices this alone does.
+    # XLA for CPUs keeps a pair of casts. For other devices only this operation keeps the rounding.
     assert jax.jit(logprob).lower(master).as_text().count("reduce_precision") == 2
 
 
 @pytest.mark.parametrize("max_chunk", [60, 12])
 def test_gradients_of_a_float32_head_are_rounded_once(max_chunk):
-    """They come back in the dtype of the inputs, as the exact gradient at these inputs rounds to it."""
+    """The gradients have the dtype of the inputs. They are the exact gradients at these inputs, rounded once."""
     hidden, table, targets = example()
     low = [jnp.asarray(x).astype(jnp.bfloat16) for x in (hidden, table)]
 
@@ -122,7 +122,7 @@ def test_chunks_divide_the_vocabulary():
     assert vocabulary_chunks(151_936) == 16
     assert vocabulary_chunks(16) == 1
     assert vocabulary_chunks(60, 7) == 10
-    assert vocabulary_chunks(61, 7) == 1  # a prime: one chunk
+    assert vocabulary_chunks(61, 7) == 1  # a prime has one chunk
 
 
 def test_temperature_zero_is_refused():

@@ -1,4 +1,4 @@
-"""The chunked head's log-probabilities of given token ids, and its sums of squared probabilities."""
+"""Tests of the chunked head's log-probabilities of given token ids, and of its sums of squared probabilities."""
 
 import functools
 
@@ -16,7 +16,7 @@ N, V, D, K = 13, 60, 24, 7
 
 
 def example(dtype=jnp.float32):
-    """Some ids are twice in a row, some are targets, and some places have none."""
+    """Returns inputs with ids twice in a row, ids that are targets, and places without an id."""
     rng = np.random.default_rng(0)
     hidden, table = (jnp.asarray(rng.normal(size=(n, D)), dtype) for n in (N, V))
     ids = rng.integers(0, V, (N, K)).astype(np.int32)
@@ -34,7 +34,7 @@ def weights():
 
 
 def summed(head, hidden, table, targets, ids):
-    """A weighted sum of all that has a gradient. Places without an id are left out of it."""
+    """Returns a weighted sum of all values with a gradient. Places without an id are left out."""
     of_logprobs, of_entropy, of_tops = weights()
     scores = head(hidden, table, targets, ids)
     tops = jnp.where(ids >= 0, scores[2], 0.0)
@@ -130,7 +130,7 @@ def test_a_missing_id_never_gives_nan():
 
     for cotangent in (0.0, 1.0, jnp.nan):
         assert not any(jnp.any(part) for part in pulled(cotangent))
-    # Probabilities, and the terms p log p, of places without an id are 0 in the loss.
+    # In the loss, places without an id have probability 0, and terms p log p of 0.
     for value in (jnp.exp, lambda x: jnp.where(x > -jnp.inf, jnp.exp(x) * x, 0.0)):
         grads = jax.jit(jax.grad(lambda *two: jnp.sum(value(token_logprobs(*two, targets, ids).tops)), (0, 1)))  # noqa: B023
         assert all(np.isfinite(part).all() for part in grads(hidden, table))
@@ -147,7 +147,7 @@ def test_collision_has_no_gradient():
 
 
 def test_collision_survives_logits_far_apart():
-    """Each chunk raises the running maximum by 100, and the last one decides."""
+    """Each chunk raises the running maximum by 100, and the last chunk decides."""
     table = jnp.asarray([[0.0], [0.0], [100.0], [100.0], [200.0], [200.0]])
     scores = token_logprobs(ONE, table, jnp.asarray([0]), jnp.asarray([[5]]), max_chunk=2, collision=True)
     assert scores.collision == pytest.approx(0.5, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Products with weights: the forward of a plain einsum, and a backward whose operands have 16 bits as well."""
+"""Products with weights have the forward of a plain einsum, and a backward whose operands also have 16 bits."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def test_the_forward_is_that_of_the_plain_product_bit_for_bit(dtype):
 
 @pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 2.0**-8), ("float16", 2.0**-11), ("float32", 2.0**-21)])
 def test_gradients_are_rounded_once(dtype, bound):
-    """A gradient is off by half a unit in the last place of its largest value; the plain product's is no better."""
+    """A gradient is off by half a unit in the last place of its largest value. The plain product is no better."""
     found, exact = error(gradients(linear, dtype), exact_gradients(dtype)), exact_gradients(dtype)
     assert found <= bound
     assert found <= error(gradients(plain, dtype), exact) * 1.0001
@@ -74,7 +74,7 @@ def test_no_product_has_a_float32_operand(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_sums_round_a_weights_gradient_to_its_dtype(dtype):
-    """The gradient of x stays a float32 product; on one device nothing else is rounded than before."""
+    """The gradient of x stays a float32 product. On one device nothing else is rounded than before."""
     x, weights, cotangents = operands(dtype)
 
     def pulled_back(x, weights, cotangents):

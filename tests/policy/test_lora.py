@@ -1,4 +1,4 @@
-"""Adapters: their gradients, what is merged, and what is refused."""
+"""Tests of adapters: their gradients, the merged weights, and the settings that are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def by_hand(params, adapters, lora=LORA):
-    """The merged weights, each layer a matrix product of its own in float64."""
+    """Returns the merged weights, with each layer as a matrix product of its own in float64."""
     flat, given = flatten_dict(params), flatten_dict(adapters)
     for path, target in find_targets(CONFIG, lora).items():
         a, b = (np.asarray(given[*path, name], np.float64) for name in "ab")

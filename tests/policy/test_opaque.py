@@ -1,4 +1,4 @@
-"""The barrier between products and their readers: on CUDA alone, in forward and backward, and without a new value."""
+"""The barrier between products and their readers is on CUDA alone, in forward and backward, and changes no value."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def test_only_cuda_has_the_barrier(platform, barriers):
 
 def test_the_gradients_of_both_read_behind_one_barrier():
     text = jax.jit(jax.grad(gated, (0, 1))).trace(X, Y).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("optimization_barrier") == 2  # of the values, and of their cotangents
+    assert text.count("optimization_barrier") == 2  # one of the values, and one of their cotangents
 
 
 def test_values_and_gradients_are_those_without_it():

@@ -1,4 +1,4 @@
-"""Each family of policies against transformers on random tiny configurations, in float32."""
+"""Each family of policies is compared with transformers on random tiny configurations, in float32."""
 
 import dataclasses
 import json
@@ -172,7 +172,7 @@ def test_logprobs_are_of_the_token_itself_and_start_at_zero(tmp_path):
 
 @pytest.mark.slow
 def test_long_rows_keep_their_positions(tmp_path):
-    """4096 tokens: rotary frequencies must be transformers' to the last bit."""
+    """The row has 4096 tokens, so rotary frequencies must equal those of transformers to the last bit."""
     model = hf_model(SHAPES[0])
     model.save_pretrained(tmp_path)
     config = read_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout against ``peft`` itself: the same logits both ways."""
+"""Adapters in PEFT's layout are compared with ``peft`` itself. The logits are the same both ways."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What of a ``config.json`` the policy refuses, and what it reads as nothing given."""
+"""Tests of a ``config.json``: settings that the policy refuses, and values that count as not given."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The scores of packed rows: the likeliest tokens at their places, and the distribution cut to a support."""
+"""Tests of the scores of packed rows: the likeliest tokens at their places, and the distribution cut to a support."""
 
 import functools
 
@@ -15,14 +15,17 @@ from rljax.policy.score import over_support, packed_logprobs
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 K, TEMPERATURE = 5, 0.8
 
-# Row 0 has two sequences, row 1 has one with padding behind it.
+# Row 0 has two sequences. Row 1 has one sequence with padding behind it.
 SEGMENTS = jnp.asarray([[1] * 5 + [2] * 7, [1] * 8 + [0] * 4])
 POSITIONS = jnp.asarray([[*range(5), *range(7)], [*range(8)] + [0] * 4])
 INSIDE = np.asarray((POSITIONS > 0) & (SEGMENTS > 0))
 
 
 def rows():
-    """Responses begin at position 2. The sampled token is always in the support, which has fewer ids at some places."""
+    """Returns tokens and supports.
+
+    Responses begin at position 2, and some supports have fewer ids but always the sampled one.
+    """
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, CONFIG.vocab_size, SEGMENTS.shape).astype(np.int32)
     ids = np.full((*tokens.shape, K), -1, np.int32)
@@ -40,7 +43,7 @@ def scores(params, **options):
 
 
 def reference(params, cut):
-    """The same from the whole softmax, of logits that are -inf outside the support where ``cut``."""
+    """Returns the same scores from the whole softmax. With ``cut`` the logits outside the support are -inf."""
     tokens, ids = rows()
     hidden, _ = hidden_states(params, CONFIG, tokens, SEGMENTS, POSITIONS)
     logits = jnp.einsum("btd,vd->btv", hidden, lm_head_table(params))[:, :-1] / TEMPERATURE
@@ -103,7 +106,7 @@ def test_a_cut_moves_no_token_outside_its_support():
 
 
 def test_a_cut_of_four_tokens_by_hand():
-    """Of 1/2, 1/4, 1/8, 1/8 the first two are left: 2/3 and 1/3."""
+    """The first two of 1/2, 1/4, 1/8 and 1/8 are left, which gives 2/3 and 1/3."""
     logp = jnp.log(jnp.asarray([1 / 2, 1 / 4, 1 / 8, 1 / 8]))
     tops = jnp.append(logp[:2], -jnp.inf)
     found = over_support(logp[1], tops, jnp.asarray([0, 1, -1]), collision=True)

@@ -1,4 +1,4 @@
-"""The TPU's kernel, interpreted on the CPU: float64's values and gradients, and nothing leaks."""
+"""The TPU's kernel, interpreted on the CPU, has float64's values and gradients, and nothing leaks."""
 
 import numpy as np
 import pytest

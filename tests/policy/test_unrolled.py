@@ -1,4 +1,4 @@
-"""Blocks that are compiled one by one, as on a CPU, against a loop over them."""
+"""Blocks that are compiled one by one, as on a CPU, are compared with a loop over them."""
 
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ def test_both_compute_the_same_gradient():
     ("unrolled", "remat", "loops"), [(3, "none", 0), (2, "none", 2), (0, "none", 2), (3, "blocks", 2)]
 )
 def test_only_few_blocks_are_compiled_one_by_one(unrolled, remat, loops):
-    """The forward and the backward pass are a loop each, where there are more blocks or values are recomputed."""
+    """With more blocks, or with recomputed values, the forward and the backward pass are a loop each."""
     assert gradient(unrolled, remat).lower(init_params(CONFIG, 0)).as_text().count("stablehlo.while") == loops
 
 
