@@ -1,4 +1,4 @@
-"""The problems of reasoning-gym's tasks: which there are, that a seed fixes them, and what of a task is refused."""
+"""Tests of the problems of reasoning-gym's tasks: existing tasks, seeds that fix the problems, and refused settings."""
 
 import os
 import random
@@ -86,7 +86,7 @@ def library():
     random.setstate(state)
 
 
-@pytest.mark.harness  # the suite makes and scores them in rewards/test_gym_answer.py
+@pytest.mark.harness  # rewards/test_gym_answer.py makes and scores them in the suite
 def test_every_task_but_two_can_be_made(library):
     refused = {}
     for name in library.DATASETS:
@@ -189,7 +189,7 @@ def test_the_splits_of_a_mixture_share_no_prompt(library, tmp_path):
 
 @pytest.mark.slow
 def test_neighbouring_seeds_share_few_problems(library, monkeypatch):
-    """The training problems and those of the evaluation of one seed, and the evaluation of the next."""
+    """A seed's training and evaluation problems are compared with the evaluation problems of the next seed."""
     monkeypatch.setattr(gym_problems, "EVAL_PROBLEMS", 50)
     made = [
         {
@@ -211,7 +211,7 @@ def test_a_task_with_too_few_problems_is_refused(library):
 
 @pytest.mark.slow
 def test_a_run_reads_a_task_and_its_evaluation(library, monkeypatch):
-    """All that is of the task in a run: its rewards score the right answers, and its evaluation has its name."""
+    """The task's rewards score the right answers, and its evaluation has the task's name."""
     monkeypatch.setattr(gym_problems, "EVAL_PROBLEMS", 8)
     words = ["--data.task", "reasoning_gym:lcm", "--data.task-options", "max_value=99", "--data.task-problems", "40"]
     words += ["--model.path", str(TOY_BASE), "--data.max-prompt-tokens", "80", "--data.batch-size", "2"]

@@ -1,4 +1,4 @@
-"""Which problems a run draws, in which form of text, and in which order."""
+"""Tests of the problems that a run draws, the form of their text, and their order."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Problems on disk: what is read, what is refused by row, what is written and where it says it comes from."""
+"""Tests of problems on disk: rows that are read or refused, and the written files and their provenance."""
 
 import json
 import math
@@ -70,7 +70,7 @@ def test_a_wrong_row_is_named(row, message, tmp_path):
     with pytest.raises(ValueError, match=rf"file: row 2: .*{message}"):
         parse_row(row, "file: row 2")
     path = written(tmp_path / "x.jsonl", [GOOD, "", row])
-    # The blank line counts, so that the number is the line's.
+    # The blank line counts, so the number is that of the line.
     with pytest.raises(ValueError, match=rf"x\.jsonl: row 3: .*{message}"):
         read_problems(path)
 

@@ -1,4 +1,4 @@
-"""The forms in which data sets are published: which prompt and answer are read, and what is refused."""
+"""Tests of the forms in which data sets are published: prompts and answers that are read, and rows that are refused."""
 
 import json
 
@@ -13,7 +13,7 @@ from rljax.errors import run_cli
 
 CHAT = [{"content": "Solve it.\n\nWhat is 1+2?\n\nWrite Answer: $Answer.", "role": "user"}]
 WORKED = "Add them.\nSo $1 + 2 = \\boxed{\\frac{6}{2}}$, as wanted."
-# Rows of our own with the keys, nesting and types of the published files: (form, row, prompt, answer).
+# The rows are our own, with the keys, nesting and types of the published files: (form, row, prompt, answer).
 PUBLISHED = [
     ("gsm8k", {"question": "Add?", "answer": "1+2=<<1+2=3>>3 apples\n#### 1,003"}, "Add?", "1,003"),
     (
@@ -104,7 +104,7 @@ PUBLISHED = [
 
 
 def plain(messages):
-    """The messages without a fixed order of their keys, or the text."""
+    """Returns the messages with keys in any order, or the text."""
     return messages if isinstance(messages, str) else [dict(message) for message in messages]
 
 

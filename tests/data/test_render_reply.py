@@ -1,4 +1,4 @@
-"""The text that a chat template writes between two answers of the model, by hand for templates of several families."""
+"""Tests of the text that a chat template writes between two answers, by hand for templates of several families."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ LLAMA = """{{ bos_token }}{% for message in messages %}
 {% endif %}"""
 PLAIN = """{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
-# The last answer alone is ended by the stop token, as in templates that train on the last answer only.
+# Only the last answer ends with the stop token, as in templates that train on the last answer only.
 LAST_ONLY = """{% for message in messages %}{{ message.content }}
 {% if loop.last and message.role == "assistant" %}<|im_end|>{% endif %}{% endfor %}"""
 USERS_ONLY = """{% for message in messages %}{% if message.role != "tool" %}{{ message.content }}<|im_end|>

@@ -1,4 +1,4 @@
-"""The tokenizer against transformers' own reading of the same directory: ids, text and chats."""
+"""The tokenizer is compared with transformers' own reading of the same directory: ids, text and chats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rljax.data.prompts import render_prompt, template_arguments
 from rljax.data.tokenizer import Tokenizer, compile_template, load_tokenizer
 from rljax.data.toy import build_tokenizer
 
-# Qwen3's chat template as published (Apache-2.0).
+# This is Qwen3's chat template as published (Apache-2.0).
 TEMPLATE = (Path(__file__).parent / "qwen3_chat_template.jinja").read_text(encoding="utf-8")
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -33,7 +33,7 @@ TEXTS = [
 
 
 def byte_level_bpe() -> tokenizers.Tokenizer:
-    """A tokenizer with the parts of Qwen's: NFC, its words, bytes, and added tokens behind the vocabulary."""
+    """Returns a tokenizer with the parts of Qwen's: NFC, its words, bytes, and added tokens after the vocabulary."""
     made = tokenizers.Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(tokenizers.Regex(WORDS), behavior="isolated")
@@ -81,7 +81,7 @@ def toy(directory: Path) -> Path:
 
 
 def tokens_in_the_configuration_alone(directory: Path) -> Path:
-    """An end token that is an ordinary word of the vocabulary, and tokens that tokenizer.json does not have."""
+    """Writes a tokenizer with an ordinary word as its end token, and with tokens that tokenizer.json does not have."""
     made = byte_level_bpe()
     made.enable_truncation(3)
     made.enable_padding(pad_token="!", pad_id=made.token_to_id("!"))
@@ -143,7 +143,7 @@ def test_each_token_alone_has_a_text(tmp_path):
 
 
 def test_whatever_is_sampled_becomes_the_text_of_transformers(pair):
-    """Halves of characters in any order, special tokens between them, and ids beyond the vocabulary."""
+    """The ids are halves of characters in any order, special tokens between them, and ids beyond the vocabulary."""
     ours, theirs = pair
     rng = np.random.default_rng(0)
     for ids in rng.integers(0, len(ours) + 40, (200, 60)):

@@ -1,4 +1,4 @@
-"""The toy task: right arithmetic, disjoint splits, and a base directory that transformers reads."""
+"""Tests of the toy task: right arithmetic, disjoint splits, and a base directory that transformers reads."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from rljax.data.toy import (
 def test_scratchpad_by_hand():
     assert scratchpad(123, 456) == ">3+6+0=09,2+5+0=07,1+4+0=05,579"
     assert scratchpad(999, 111) == ">9+1+0=10,9+1+1=11,9+1+1=11,1110"
-    # Off by 2 at the tens: 2+5=09 instead of 07.
+    # The result is off by 2 at the tens: 2+5=09 instead of 07.
     assert scratchpad(123, 456, 1, 2) == ">3+6+0=09,2+5+0=09,1+4+0=05,599"
 
 

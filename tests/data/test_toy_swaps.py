@@ -1,4 +1,4 @@
-"""The swapping toy: right orders, disjoint splits, demonstrations at the declared rates."""
+"""Tests of the swapping toy: right orders, disjoint splits, and demonstrations at the declared rates."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from rljax.policy.config import toy_config
 
 
 def followed(prompt):
-    """The order by moving the letters of a list, place by place."""
+    """Returns the order, found by moving the letters of a list place by place."""
     order = list(LETTERS)
     for one, other in zip(prompt[::2], prompt[1::2], strict=True):
         i, j = order.index(one), order.index(other)
@@ -34,7 +34,7 @@ def test_scratchpad_by_hand():
     pairs = ["ac", "bd", "ae", "bc"]
     assert orders(pairs) == ["cbade", "cdabe", "cdeba", "bdeca"]
     assert scratchpad(pairs) == ">ac:cbade,bd:cdabe,ae:cdeba,bc:bdeca"
-    # The pairs in order are ab ac ad ae bc bd ...: two after bd is cd, which is followed from there on.
+    # The pairs in order are ab ac ad ae bc bd ... Two after bd is cd, and the order follows it from there on.
     assert scratchpad(pairs, 1, 2) == ">ac:cbade,cd:dbace,ae:dbeca,bc:dceba"
 
 

@@ -1,4 +1,4 @@
-"""The facts of a log by hand: sizes, growth, what fails first, and the limits that are crossed."""
+"""Tests of the facts of a log by hand: sizes, growth, the first failure, and the limits that are crossed."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def log(**signals):
 
 
 def test_the_error_of_the_logits_is_free_of_entropy():
-    """With tokens that are certain the ratio of both means stays, because both shrink alike."""
+    """Tokens that are certain do not change the ratio of both means, because both shrink alike."""
     lr = np.array([0.3, -0.2, 0.1, -0.25])
     k3, gap = np.mean(np.expm1(lr) - lr), np.mean(np.abs(lr))
     diluted = np.concatenate([lr, np.zeros(12)])
@@ -33,7 +33,7 @@ def test_windows_leave_missing_numbers_out():
 
 def test_a_collapse_begins_where_the_reward_leaves_its_peak():
     reward = np.concatenate([np.linspace(0.1, 0.8, 20), np.linspace(0.76, 0.0, 10), np.zeros(10)])
-    assert find_decline(reward) == 20  # 0.76 is above nine tenths of the peak, the next number is not
+    assert find_decline(reward) == 20  # 0.76 is above nine tenths of the peak, and the next number is not
     assert find_decline(np.linspace(0.1, 0.8, 40)) is None
     back = np.concatenate([np.full(20, 0.8), np.full(10, 0.1), np.full(10, 0.7)])
     assert find_decline(back) is None

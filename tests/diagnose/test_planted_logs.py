@@ -1,4 +1,4 @@
-"""Ten runs of the toy task, each with a cause that was planted (``experiments/planted_logs.py``), are told apart."""
+"""Ten runs of the toy task have planted causes (``experiments/planted_logs.py``), which are told apart."""
 
 import dataclasses
 import gzip
@@ -15,15 +15,15 @@ from rljax.diagnose.signals import PROJECTS, read_signals
 from rljax.record.token_dumps import read_dump, write_dump
 
 LOGS = Path(__file__).parents[1] / "data" / "planted_logs"
-# The planted cause -> the cause that is named.
+# Each planted cause maps to the cause that is named.
 CAUSES = {name: name for name in sorted(path.name.partition(".")[0] for path in LOGS.glob("*.gz"))} | {
     "stale_layer": "other_weights"
 }
-# A log without the tokens cannot tell a head in bfloat16 from sound rounding in bfloat16: nothing is crossed.
+# A log without the tokens cannot tell a head in bfloat16 from sound rounding in bfloat16. No limit is crossed.
 OF_LOGS = CAUSES | {"head_dtype": "healthy"}
-# One step's tokens cannot say what became of the training, nor whether other weights are older ones.
+# One step's tokens cannot show the course of the training, nor whether other weights are older ones.
 OF_TOKENS = CAUSES | {"entropy_collapse": "healthy", "high_rate": "healthy", "staleness": "other_weights"}
-# The logs of the peers have neither buckets nor quantiles, so that these cannot be told apart.
+# The logs of the peers have neither buckets nor quantiles, so these causes cannot be told apart.
 UNSPLIT = ("eight_bits", "extreme_tokens", "length_growth", "temperature")
 
 
@@ -33,7 +33,7 @@ def rows(cause):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder of logs without their tokens."""
+    """Returns a folder of logs without their tokens."""
     path = tmp_path_factory.mktemp("logs")
     for cause in CAUSES:
         (path / f"{cause}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows(cause)))

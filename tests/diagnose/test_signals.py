@@ -1,4 +1,4 @@
-"""The names of the projects: which log is whose, what is read from it, and in which order."""
+"""Tests of the names of the projects: a log's project, the values read from it, and their order."""
 
 import numpy as np
 import pytest

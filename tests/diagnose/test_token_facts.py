@@ -1,4 +1,4 @@
-"""The facts of a dump by hand: outliers, growth, the grid of the logits."""
+"""Tests of the facts of a dump by hand: outliers, growth, and the grid of the logits."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,16 @@ def logprobs_of(logits):
 
 
 def to_bfloat16(logits):
-    """Rounds to eight bits of mantissa."""
+    """Rounds logits to eight bits of mantissa."""
     scale = 2.0 ** (np.floor(np.log2(np.abs(logits))) - 7)
     return np.round(logits / scale) * scale
 
 
 def dump(change, *, groups=12, size=6, length=16, dtype="float32", spread=2.0):
-    """Responses to prompts. The same tokens before it give a token the same logits; ``change`` makes the rollout's."""
+    """Returns responses to prompts. Equal tokens before a token give it equal logits.
+
+    ``change`` makes the rollout's logits.
+    """
     known = {}
 
     def logits_of(prefix):

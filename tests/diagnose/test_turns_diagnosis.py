@@ -1,4 +1,4 @@
-"""A log with turns: where its extreme tokens are, what is said of it, and what is not said."""
+"""Tests of a log with turns: the places of its extreme tokens, and the findings that are or are not named."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,10 @@ from rljax.diagnose.signals import read_signals
 
 
 def facts_of(near_rate, far_rate=0.0, steps=10, tokens=1000):
-    """A log of ``steps`` steps whose turns have the same gap; 100 tokens of each are near an environment's tokens."""
+    """Returns the facts of a log whose turns have the same gap.
+
+    In each step 100 tokens follow an environment's tokens closely.
+    """
     turned = {
         "turn_1": (400, far_rate),
         "turn_2": (tokens - 400, (100 * near_rate + (tokens - 500) * far_rate) / (tokens - 400)),

@@ -1,4 +1,4 @@
-"""What process 0 sends to the others arrives bit for bit."""
+"""Values that process 0 sends to the others arrive bit for bit."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and directories that are removed with their owner."""
+"""Tests of files that appear whole or not at all, and of directories that are removed with their owner."""
 
 import pytest
 

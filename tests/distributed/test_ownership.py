@@ -1,4 +1,4 @@
-"""One owner a path: what counts as dead, and that of many claimers one succeeds."""
+"""A path has one owner. The tests show the signs of a dead owner, and that one of many claimers succeeds."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ CLAIM = """
 
 
 def process(path):
-    """A process that claims ``path`` on the first line that it is sent, and ends on the second."""
+    """Starts a process that claims ``path`` on the first line that it is sent, and ends on the second."""
     command = [sys.executable, "-c", textwrap.dedent(CLAIM), str(path)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "ready\n"
@@ -50,7 +50,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def elsewhere(path):
-    """The record of an owner on another machine, whose heartbeat only a test moves."""
+    """Returns the record of an owner on another machine, whose heartbeat only a test moves."""
     with claim(path) as owner:
         record = dataclasses.replace(owner.record, host="node7", machine="another boot", pid=12)
     path.write_text(json.dumps(dataclasses.asdict(record)))
@@ -82,7 +82,7 @@ def test_a_living_owner_is_refused_and_a_killed_one_replaced(path):
     child = process(path)
     go(child)
     assert child.stdout.readline() == "owns\n"
-    age(path, 3600)  # on one machine the processes decide: a stopped one may go on
+    age(path, 3600)  # on one machine the processes decide, because a stopped one may go on
     child.send_signal(signal.SIGSTOP)
     with pytest.raises(OwnedError, match=f"held by process {child.pid} on "):
         claim(path, stale_s=0.1)
@@ -91,7 +91,7 @@ def test_a_living_owner_is_refused_and_a_killed_one_replaced(path):
     while not provably_dead(path) and time.monotonic() < deadline:
         time.sleep(0.02)
     began = time.monotonic()
-    with claim(path) as owner:  # the child is not waited for: a zombie is dead, too
+    with claim(path) as owner:  # nobody waits for the child, and a zombie is dead, too
         assert time.monotonic() - began < 5
         assert read(path).pid == owner.record.pid == os.getpid()
     child.wait()
@@ -181,7 +181,7 @@ def test_of_many_claimers_one_succeeds(path, dead):
             go(child)
         said = [child.stdout.readline() for child in children]
         assert said.count("owns\n") == 1
-        # Of a dead owner's successors one may hold the record for a moment, before it is displaced by mistake.
+        # One of a dead owner's successors may hold the record for a moment, before it is displaced by mistake.
         held = [f"refused: {path} is held by process {child.pid} on" for child in children]
         assert sum(line.startswith(tuple(held)) for line in said) == len(children) - 1
     finally:
@@ -192,7 +192,7 @@ def test_of_many_claimers_one_succeeds(path, dead):
 
 
 def test_the_owner_that_is_named_is_the_one_that_lives(path, monkeypatch):
-    """The record of a dead owner is replaced by a living one's right after it was read."""
+    """A living owner's record replaces a dead owner's right after that was read."""
     with claim(path) as owner:
         living = path.read_text()
         path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(owner.record, started=1, pid=2**22 + 1))))

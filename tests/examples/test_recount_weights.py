@@ -1,4 +1,4 @@
-"""examples/recount_weights.py, which shares no line with the package: its sums, and what it says of workers."""
+"""Tests of examples/recount_weights.py, which shares no line with the package: sums, and words about workers."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""However a batch is cut into micro-batches, packed into rows or merged, the statistics say the same."""
+"""The statistics are the same however a batch is cut into micro-batches, packed into rows or merged."""
 
 import functools
 
@@ -27,7 +27,10 @@ MAX_SEQUENCES = 8
 
 @st.composite
 def batches(draw):
-    """Up to 8 sequences of up to 24 tokens: log-ratios of one scale, holes, empty ones, now and then a broken token."""
+    """Draws up to 8 sequences of up to 24 tokens.
+
+    Log-ratios have one scale, and there are holes, empty ones and broken tokens.
+    """
     seed = draw(st.integers(0, 2**32 - 1))
     scale = draw(st.sampled_from([1e-4, 1e-2, 1.0]))
     lengths = draw(st.lists(st.integers(0, T), min_size=1, max_size=MAX_SEQUENCES))
@@ -43,7 +46,7 @@ def batches(draw):
 
 
 def pack(draw, arrays, mask):
-    """Put the sequences whole into rows of 48 at drawn rows and gaps; ids outside the mask are rubbish."""
+    """Puts whole sequences into rows of 48 tokens, at drawn rows and gaps. Ids outside the mask have no meaning."""
     order = draw(st.permutations(range(len(mask))))
     rows = [np.zeros((ROWS, ROW_LENGTH), array.dtype) for array in arrays]
     packed_mask = np.zeros((ROWS, ROW_LENGTH), bool)
@@ -65,7 +68,7 @@ def pack(draw, arrays, mask):
 
 
 def assert_same(found, expected, tolerance, quantile_tolerance=0.0):
-    """Within ``tolerance`` of the value, or of the size of what cancelled in it."""
+    """Checks that values agree within ``tolerance`` of the value, or of the numbers that cancelled in it."""
     scale = max(float(expected["logprob_abs_diff_mean"]), 1e-30)
     cancelling = {"kl", "log_ppl_diff", "log_ppl_diff_max", "log_ppl_diff_min", "log_ppl_abs_diff", "training_log_ppl"}
     assert found.keys() == expected.keys()
@@ -80,7 +83,7 @@ def assert_same(found, expected, tolerance, quantile_tolerance=0.0):
 
 
 def cut(draw, rows):
-    """Rows cut into parts, parts shuffled."""
+    """Cuts rows into parts and shuffles the parts."""
     edges = sorted(draw(st.sets(st.integers(1, max(rows - 1, 1)), max_size=rows)))
     parts = [part for part in np.split(np.arange(rows), edges) if part.size]
     return draw(st.permutations(parts))
@@ -126,7 +129,7 @@ merge_on_device = jax.jit(merge)
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_packed_and_merged_on_the_device_equal_the_host(data):
-    """Each drawn sequence of one shape of rows, in two micro-batches of packed rows, against float64 plain rows."""
+    """Packed rows in two micro-batches on the device are compared with plain float64 rows on the host."""
     trainer, rollout, mask, entropy = data.draw(batches())
     expected = mismatch_metrics(trainer, rollout, mask, entropy=entropy)
     half = len(mask) // 2

@@ -1,4 +1,4 @@
-"""Importance weights and rejection against hand-worked numbers and an independent text of equations 4-6."""
+"""Importance weights and rejection are compared with numbers by hand and an independent text of equations 4-6."""
 
 import math
 from functools import partial
@@ -11,7 +11,8 @@ import pytest
 from rljax.mismatch import importance_weights, read_tokens, rejection_mask
 from rljax.mismatch.correction import finalize_importance, importance_statistics
 
-# Two sequences of three and two tokens; token ratios 4, 1/2, 1 and 3, 1/3; products 2 and 1; an empty third row.
+# Two sequences have three and two tokens, and the third row is empty. The token ratios are 4, 1/2, 1 and 3, 1/3, with
+# products 2 and 1.
 RATIO = np.array([[4.0, 0.5, 1.0], [3.0, 1 / 3, 9.0], [5.0, 5.0, 5.0]])
 MASK = np.array([[1, 1, 1], [1, 1, 0], [0, 0, 0]])
 ROLLOUT = np.log(np.array([[0.1, 0.4, 0.5], [0.2, 0.6, 0.1], [0.1, 0.1, 0.1]]))
@@ -61,7 +62,7 @@ def test_hand_worked_weights(level, mode, threshold, expected):
 )
 @pytest.mark.parametrize("fill", [0.0, -40.0, np.nan])
 def test_tokens_of_an_environment_have_no_part_in_a_ratio(level, expected, fill):
-    """The tokens above with holes between and behind them, as rows and packed into one row."""
+    """The tokens above have holes between and behind them. They come as rows, and packed into one row."""
     mask = np.array([[0, 1, 0, 0, 1, 1, 0], [1, 0, 1, 0, 0, 0, 0]], bool)
     trainer, rollout = (np.full(mask.shape, value) for value in (fill, 0.0))
     trainer[mask], rollout[mask] = TRAINER[MASK == 1], ROLLOUT[MASK == 1]
@@ -84,7 +85,7 @@ def test_tokens_of_an_environment_have_no_part_in_a_ratio(level, expected, fill)
 
 
 def test_bounds_are_included():
-    # log 2 and its halves are exact multiples, so that these ratios meet the bounds exactly.
+    # log 2 and its halves are exact multiples, so these ratios meet the bounds exactly.
     for mode, threshold in (("mask", math.exp(1.0)), ("band", (math.exp(-1.0), math.exp(1.0)))):
         found, stats = importance_weights(
             np.array([[1.0, -1.0, 1.0 + 1e-9]]), np.zeros((1, 3)), np.ones((1, 3)), level="token", mode=mode,
@@ -227,7 +228,10 @@ def test_mistakes_in_rejections_say_what_was_expected():
 
 @pytest.mark.parametrize("xp", [np, jnp])
 def test_in_packed_rows_nonfinite_tokens_follow_their_sequence(xp):
-    """Kept 0, rejected 1 (ratio e^2, its first token lost), kept 2 (first and last lost), 3 without a finite token."""
+    """Sequences 0 and 2 are kept, though 2 lost its first and last token.
+
+    1 is rejected (ratio e^2), and 3 has no finite token.
+    """
     gap = np.array([[0.0, 0.0, np.nan, 2.0, 2.0, np.nan, 0.0, np.nan, np.nan, np.nan]])
     ids = np.array([[0, 0, 1, 1, 1, 2, 2, 2, 3, 3]])
     mask, stats = rejection_mask(

@@ -1,4 +1,4 @@
-"""Buckets, sign skew and the length split on numbers worked by hand and planted causes."""
+"""Tests of buckets, sign skew and the length split, on numbers by hand and planted causes."""
 
 import math
 
@@ -93,7 +93,7 @@ def test_labelled_numbers():
 
 def test_sign_skew_by_hand():
     advantages = np.array([[2.0, 5.0, -1.0, 0.0], [1.0, -2.0, np.nan, 7.0]])
-    # Valid with a finite advantage: (A, lr) = (2, .1) (-1, .3) (0, .6) (1, 0) (-2, .4); abs(A) sums to 6.
+    # The valid pairs (A, lr) are (2, .1) (-1, .3) (0, .6) (1, 0) (-2, .4). abs(A) sums to 6.
     expected = {
         "log_ratio_skew": (0.2 - 0.3 - 0.8) / 6,
         "ratio_skew": (2 * math.expm1(0.1) - math.expm1(0.3) - 2 * math.expm1(0.4)) / 6,
@@ -117,7 +117,7 @@ def test_sign_skew_by_hand():
 
 
 def test_symmetric_estimators_are_blind_where_the_skew_sees():
-    """Two mismatches with the same k3 up to order lr^3: one leans with the advantage, one has no direction."""
+    """Two mismatches have the same k3 up to order lr^3. One leans with the advantage, and one has no direction."""
     rng = np.random.default_rng(0)
     advantages = rng.choice([-1.0, 1.0], (4, 500))
     size = 1e-3 * np.abs(rng.standard_normal((4, 500)))

@@ -1,4 +1,4 @@
-"""Every metric of rljax.mismatch against an independent float64 text of its formula, on the host and on the device."""
+"""Every metric is compared with an independent float64 text of its formula, on the host and on the device."""
 
 import math
 
@@ -20,7 +20,7 @@ BOTH = pytest.mark.parametrize("measure", ["host", "device"], indirect=True)
 
 @pytest.fixture
 def measure(request):
-    """mismatch_metrics on numpy arrays, computed on the host or by one jitted call on the device."""
+    """Returns mismatch_metrics for numpy arrays, computed on the host or by one jitted call on the device."""
     if request.param == "host":
         return mismatch_metrics
 
@@ -37,7 +37,7 @@ def statistics_of(*arrays):
 
 
 def formulas(trainer, rollout, mask, entropy):
-    """FACTS' table written sequence by sequence in float64 lists, from token values alone."""
+    """Returns the metrics of FACTS' table, computed from token values in float64 lists, sequence by sequence."""
     p, q, lr, ent = [], [], [], []
     per_sequence = []
     bad = 0
@@ -58,7 +58,7 @@ def formulas(trainer, rollout, mask, entropy):
             q += list(np.exp(ro))
             lr += list(np.array(tr) - np.array(ro))
     p, q, lr = np.array(p), np.array(q), np.array(lr)
-    # exp(trainer) - exp(rollout), whose difference of two floats would itself lose digits.
+    # This is exp(trainer) - exp(rollout), but a difference of two floats would itself lose digits.
     gap = abs(q * np.expm1(lr))
     d = np.array([math.fsum(ro - tr) / len(tr) for tr, ro in per_sequence])
     sums = np.array([math.fsum(tr - ro) for tr, ro in per_sequence])
@@ -102,7 +102,7 @@ def formulas(trainer, rollout, mask, entropy):
 
 
 def batch(scale, b=12, t=300, seed=0, spikes=True):
-    """A batch of float32 log-probabilities, log-ratios near ``scale``, ragged lengths, holes, an empty row."""
+    """Returns float32 log-probabilities with log-ratios near ``scale``, ragged lengths, holes and an empty row."""
     rng = np.random.default_rng(seed)
     rollout = -rng.exponential(0.7, (b, t)).astype(np.float32)
     trainer = np.minimum(rollout + scale * rng.standard_normal((b, t)), 0).astype(np.float32)

@@ -1,4 +1,4 @@
-"""The numbers of other frameworks from our statistics, against each framework's own formula written out in torch."""
+"""Other frameworks' numbers from our statistics are compared with each framework's own formula, written in torch."""
 
 import pathlib
 
@@ -18,7 +18,7 @@ def statistics_of(*arrays):
 
 @pytest.fixture(scope="module")
 def batch():
-    """Five sequences of unequal length, log-ratios near 0.05, and one far token."""
+    """Returns five sequences of unequal length, with log-ratios near 0.05 and one far token."""
     rng = np.random.default_rng(7)
     rollout = -rng.exponential(0.7, (5, 40))
     trainer = np.minimum(rollout + 0.05 * rng.standard_normal((5, 40)), -1e-9)
@@ -28,7 +28,7 @@ def batch():
 
 
 def expected(framework, trainer, rollout, mask):
-    """What the framework would log, from its formula, on whole sequences and without micro-batches."""
+    """Returns the framework's logged numbers by its formula, on whole sequences and without micro-batches."""
     p, q = (torch.tensor(array) for array in (trainer, rollout))
     m = torch.tensor(mask)
     lr = p - q

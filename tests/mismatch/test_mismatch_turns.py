@@ -1,4 +1,4 @@
-"""The mismatch by turn and after an environment's tokens, on numbers worked by hand."""
+"""Tests of the mismatch by turn and after an environment's tokens, on numbers by hand."""
 
 import math
 
@@ -19,7 +19,7 @@ NAMES = {"token_count", "kl", "k3_kl", "logprob_abs_diff_mean", "logprob_abs_dif
         ([1, 2, 2], [0, 0, 0]),  # the environment wrote nothing between two turns
         ([1, 0, 2, 3], [0, 0, 1, 2]),
         ([3, 3, 0, 4], [1, 2, 0, 1]),  # a further row, whose prompt ends with the environment's tokens
-        ([0, 0, 1, 0, 2], [0, 0, 0, 0, 1]),  # with a prompt
+        ([0, 0, 1, 0, 2], [0, 0, 0, 0, 1]),  # a row with a prompt
         ([0, 0, 3, 3], [0, 0, 1, 2]),
         ([0, 0], [0, 0]),
         ([], []),
@@ -41,7 +41,7 @@ def test_labels_of_whole_numbers():
 
 
 def trajectories():
-    """Two trajectories; the environment's tokens have numbers that must not count."""
+    """Returns two trajectories. The environment's tokens have numbers that must not count."""
     turns = [np.array([1, 1, 0, 0, 2, 2, 0, 3]), np.array([1, 0, 2])]
     log_ratios = [np.array([0.1, -0.2, 9.0, 9.0, 0.7, 0.3, 9.0, -0.6]), np.array([0.0, np.nan, -0.9])]
     rollout = [np.full(8, -2.0), np.full(3, -1.0)]

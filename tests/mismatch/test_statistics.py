@@ -1,4 +1,4 @@
-"""The one kind of statistic: every kind of number merges as it says, and zeros change nothing."""
+"""Every kind of number in a statistic merges by its own rule, and zeros change nothing."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from rljax.mismatch.statistics import moments_of
 
 
 def of(values):
-    """Statistics of numbers [n], one of each kind."""
+    """Returns statistics of numbers [n], with one of each kind."""
     xp = jnp if isinstance(values, jax.Array) else np
     pairs = xp.stack([values, values**2])[:, None]
     return Statistics(
@@ -57,7 +57,7 @@ def test_other_names_do_not_merge():
 
 
 def test_two_million_tokens_in_256_micro_batches():
-    """Plain sums of one sign keep six digits; two floats keep those of a sum that cancels 500 times and more."""
+    """Plain sums of one sign keep six digits. Two floats keep six digits of a sum that cancels 500 times and more."""
     rng = np.random.default_rng(0)
     rollout = -rng.exponential(0.5, (256, 4, 2048)).astype(np.float32)
     trainer = (rollout + 1e-2 * rng.standard_normal(rollout.shape)).astype(np.float32)

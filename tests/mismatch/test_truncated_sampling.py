@@ -1,4 +1,4 @@
-"""What top-p does to the ratio of two engines that agree: exact sums, with eight tokens in the proportions sampled."""
+"""Tests of top-p's effect on the ratio of two engines that agree: exact sums, with tokens in sampled proportions."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,9 @@ import pytest
 from rljax.mismatch import importance_weights, mismatch_metrics
 
 POLICY = np.asarray([0.5, 0.3, 0.2])
-KEPT = np.asarray([True, True, False])  # by top_p = 0.8
+KEPT = np.asarray([True, True, False])  # top_p = 0.8 keeps these
 MASS = 0.8
-SAMPLED = np.asarray([[0] * 5 + [1] * 3])  # 0.5 / 0.8 and 0.3 / 0.8 of eight
+SAMPLED = np.asarray([[0] * 5 + [1] * 3])  # 0.5 / 0.8 and 0.3 / 0.8 of eight tokens
 RAW, PROCESSED = np.log(POLICY), np.log(np.where(KEPT, POLICY / MASS, 1.0))
 
 
@@ -26,7 +26,7 @@ def test_after_the_cut_every_ratio_is_the_surviving_mass():
 
 
 def test_before_the_cut_the_ratio_is_1_and_hides_the_cut():
-    """The sampled mean of a function is that of the cut policy: of 1[token 0] it is 5/8, not 1/2."""
+    """The sampled mean of a function is that of the cut policy. For 1[token 0] it is 5/8, not 1/2."""
     weights, found = ratio_and_metrics(RAW, RAW)
     np.testing.assert_array_equal(weights, 1.0)
     assert found["kl"] == found["k3_kl"] == 0.0
@@ -40,6 +40,9 @@ def test_a_trainer_with_the_same_cut_has_no_bias():
 
 
 def test_the_ratio_misses_what_cannot_be_sampled():
-    """Weighted by pi / mu' the sample gives sum over the kept tokens of pi f: 0.8 of the mass, and 0 of token 2."""
+    """Weighted by pi / mu', the sample gives the sum of pi f over the kept tokens.
+
+    Token 2 with 0.2 of the mass is missed.
+    """
     weights, _ = ratio_and_metrics(RAW, PROCESSED)
     assert [np.mean(weights * (token == SAMPLED)) for token in range(3)] == pytest.approx([0.5, 0.3, 0.0])

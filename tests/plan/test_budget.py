@@ -1,4 +1,4 @@
-"""What a run needs of a device, of the host and of disks, worked by hand, and the settings named where it lacks."""
+"""Tests of a run's demands on a device, the host and disks, by hand, and of the settings named in a shortage."""
 
 import dataclasses
 
@@ -48,14 +48,17 @@ def sizes_of(config):
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1000, 8), (800, 8), (799, 7), (399, 3), (1, 1)])
 def test_the_cache_that_decode_tokens_allow(tokens, slots):
-    """2 prompts x 4 responses of 10 + 90 tokens; a token has 3 layers x 2 heads x 8 x 2 (k, v) of 2 bytes: 192."""
+    """There are 2 prompts x 4 responses of 10 + 90 tokens.
+
+    A token has 3 layers x 2 heads x 8 x 2 (k, v) of 2 bytes: 192.
+    """
     config = tiny(decode_tokens=tokens)
     found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
     assert found == (slots, 8, 100, slots * 100 * 192)
 
 
 def test_trajectories_are_decoded_in_padded_rows():
-    """2 prompts x 5 trajectories: 10 rows of at most 100 tokens are padded to 12, or share 7 places."""
+    """There are 2 prompts x 5 trajectories. These 10 rows of at most 100 tokens are padded to 12, or share 7 places."""
     for tokens, slots in ((10_000, 12), (799, 7)):
         config = tiny(decode_tokens=tokens, group_size=5, environment="package.module:Class")
         found = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 0)
@@ -68,11 +71,11 @@ def test_an_eight_bit_cache_takes_half():
 
 
 def test_without_decode_tokens_a_gpu_gives_seven_tenths():
-    """Of 10^6 bytes 857,000 are taken: 0.7 x 143,000 / 192 are 521 tokens, 5 responses of 100."""
+    """857,000 of 10^6 bytes are taken. The tokens are 0.7 x 143,000 / 192 = 521, which hold 5 responses of 100."""
     config = tiny()
     assert plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 857_000).slots == 5
     full = plan_decoding(config, TINY, shape_mesh(config.mesh), GPU, 2_000_000)
-    assert full.slots == 1  # a batch has one response at least
+    assert full.slots == 1  # a batch has at least one response
 
 
 def test_on_a_cpu_the_plan_is_the_engine_s_own_choice():
@@ -123,7 +126,10 @@ def test_a_host_without_gpus_holds_the_arrays():
 
 
 def test_likeliest_tokens_are_on_the_host_and_on_devices():
-    """8 responses of 90 tokens with 5 of 8 bytes are 28,800; two batches of them, and 128 x 8 x 40 packed."""
+    """8 responses of 90 tokens with 5 of 8 bytes take 28,800.
+
+    There are two batches of them, and 128 x 8 x 40 packed.
+    """
     config = changed(tiny(decode_tokens=800, top_logprobs=5, max_staleness=1), packing={"row_tokens": 128})
     mesh = shape_mesh(config.mesh)
     assert top_bytes(config) == 28_800
@@ -131,7 +137,7 @@ def test_likeliest_tokens_are_on_the_host_and_on_devices():
     _, sampling = device_demands(config, GPU, 0, 0, decoding)
     assert sampling.parts["likeliest tokens"] == 28_800
     host = host_demand(config, TINY, sizes_of(config), GPU, 0, decoding)
-    assert host.parts["likeliest tokens"] == 2 * 28_800  # the loss needs none, so that none are packed
+    assert host.parts["likeliest tokens"] == 2 * 28_800  # the loss needs none, so none are packed
     centered = changed(config, correction={"score_centering": True})
     host = host_demand(centered, TINY, sizes_of(config), GPU, 0, decoding)
     assert host.parts["likeliest tokens"] == 2 * 28_800 + 128 * 8 * 40

@@ -1,5 +1,7 @@
-"""``--compile``: the words of the command line, the model's FLOPs by hand, a report of a written program, and compiles
-for machines that are not here against closed forms (marker compilers)."""
+"""Tests of ``--compile``: the words of the command line, the model's FLOPs by hand, and a report of a written program.
+
+Compilations for machines that are not here are compared with closed forms (marker compilers).
+"""
 
 import dataclasses
 import importlib.util
@@ -70,7 +72,7 @@ def test_without_the_compilers_it_says_what_to_install(machine, capfd):
 
 
 def test_model_flops_by_hand():
-    """Two segments of 3 and 1 tokens in each of 5 rows; a table that is only looked up does not multiply."""
+    """Each of 5 rows has segments of 3 and 1 tokens. A table that is only looked up does not multiply."""
     tied = PolicyConfig(10, 8, 16, 2, 2, 1, 4, tie_word_embeddings=True)
     block = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8 + 2 * 4
     multiplying = 10 * 8 + 2 * block + 8
@@ -91,7 +93,7 @@ def test_a_tpu_needs_its_peak_and_a_gpu_all_that_is_allocated():
 
 @pytest.mark.mesh
 def test_a_report_of_a_written_program():
-    """The program of tests/plan/test_count.py, as if its 4 partitions were one node of a GPU machine."""
+    """The program is that of tests/plan/test_count.py. Its 4 partitions stand for one node of a GPU machine."""
     config = Config(mesh=MeshConfig(4, 1))
     memory = {"argument": 2000, "output": 900, "alias": 800, "temporary": 100, "peak": 2150, "total": 2200}
     mesh = make_mesh(config.mesh)
@@ -128,9 +130,10 @@ def compile_toy(tmp_path, machine, *words):
 
 
 def toy_flops(devices, head_products):
-    """Of a device: three times the forward's projections, MLP and whole squares of attention; those of the head.
+    """Returns the FLOPs of a device: three times those of the forward's layers, and those of the head.
 
-    The head's chunk is the whole vocabulary here. A TPU's compiler keeps the logits; that of GPUs computes them again.
+    A layer has projections, an MLP and whole squares of attention. The head's chunk is the whole vocabulary here. A
+    TPU's compiler keeps the logits, and a GPU's compiler computes them again.
     """
     c = read_config(ROOT / "configs/toy-base")
     rows, tokens = 16 // devices, 128
@@ -146,7 +149,7 @@ def toy_flops(devices, head_products):
 def test_a_step_for_a_machine_that_is_not_here(machine, across, tmp_path):
     found = compile_toy(tmp_path, machine, "--mesh.fsdp", "2")
     assert found["mesh"] == {"replica": 1, "fsdp": 2, "expert": 1, "context": 1, "tp": 1}
-    assert found["open_loops"] == 2  # with loss, and without
+    assert found["open_loops"] == 2  # one with loss, and one without
     is_gpu = machine.startswith("h100")
     # On a GPU a product over 1,016 places may be split into 16 of 64.
     assert found["flops_per_micro_batch"] == {"float32": pytest.approx(toy_flops(2, 4 if is_gpu else 3), rel=2e-5)}
@@ -171,12 +174,12 @@ def test_with_replicas_only_the_gradient_sum_crosses_nodes(tmp_path):
     }
     assert not across["micro_batch"]
     assert not across["forward"]
-    gradients = 4 * 124_352 // 2  # of the half of the toy policy's parameters that a device has
+    gradients = 4 * 124_352 // 2  # a device has half of the toy policy's parameters
     assert gradients <= max(one["bytes"] for one in across["step"]) < 1.01 * gradients
 
 
 def compile_three_layers(tmp_path, machine, *words):
-    """Of Qwen3-4B, with rows of 9,216 tokens."""
+    """Returns the report of a compiled step of Qwen3-4B with three layers and rows of 9,216 tokens."""
     policy = dataclasses.replace(KNOWN_SHAPES["Qwen/Qwen3-4B-Base"], num_layers=3)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(policy, "bfloat16")))
     out = tmp_path / "report.json"
@@ -198,7 +201,10 @@ def test_the_plan_is_near_the_compiler(remat, tmp_path):
 
 @pytest.mark.compilers
 def test_gradients_that_are_added_up_in_16_bits_send_half(tmp_path):
-    """All weights of three layers, and the head's table, which has 151,936 rows; sums of the norms stay in float32."""
+    """The sums are of all weights of three layers and the head's table of 151,936 rows.
+
+    Those of norms stay in float32.
+    """
     sent = {}
     for dtype in ("float32", "compute"):
         found = compile_three_layers(tmp_path, "h100:1x2", "--precision.reduce_dtype", dtype)
@@ -212,7 +218,7 @@ def test_gradients_that_are_added_up_in_16_bits_send_half(tmp_path):
 
 @pytest.mark.compilers
 def test_a_tpu_gathers_weights_before_their_products(tmp_path):
-    """Every weight of a forward travels once, in 16 bits, and no piece of one is passed on between products."""
+    """Every weight of a forward travels once, in 16 bits. No piece of a weight is passed on between products."""
     found = compile_three_layers(tmp_path, "tpu:v5p:2x2x4", "--mesh.fsdp", "16", "--packing.rows_per_micro_batch", "16")
     of_forward = [one for one in found["collectives"] if one["per"] == "forward"]
     assert "collective-permute" not in {one["kind"] for one in of_forward}
@@ -223,25 +229,25 @@ def test_a_tpu_gathers_weights_before_their_products(tmp_path):
 
 @pytest.mark.compilers
 def test_between_products_each_device_holds_half_the_tokens(tmp_path):
-    """[tokens, width] of a row is gathered and parted over tp, in 16 bits, and never added up whole."""
+    """[tokens, width] of a row is gathered and parted over tp, in 16 bits. It is never added up whole."""
     words = ["--mesh.fsdp", "4", "--mesh.tp", "2", "--packing.rows_per_micro_batch", "4"]
     found = compile_three_layers(tmp_path, "h100:1x8", *words)
     assert found["bytes"]["planned"] == pytest.approx(found["bytes"]["needed"], rel=0.1)
     of_width = 9216 * 2560 * 2
     over_tp = [one for one in found["collectives"] if one["per"] == "micro_batch" and one["group_size"] == 2]
     whole = {(one["kind"], one["dtype"]): one for one in over_tp if one["bytes"] >= of_width}
-    # A layer: two of each forward and two backward; of the second forward both gathers and one parted sum. The
-    # embedding parts one sum, and the head and its backward pass gather one each.
+    # A layer has two of each in the forward and two in the backward pass. The second forward has both gathers and one
+    # parted sum. The embedding parts one sum, and the head and its backward pass gather one each.
     assert whole["reduce-scatter", "bfloat16"]["bytes"] == (3 * 5 + 1) * of_width
     assert whole["all-gather", "bfloat16"]["bytes"] == (3 * 6 + 2) * of_width
-    # The hidden states' gradient of the head is added up in float32.
+    # The head's gradient of the hidden states is added up in float32.
     assert whole["all-reduce", "float32"]["bytes"] < 2.1 * of_width
     assert len(whole) == 3
 
 
 @pytest.mark.compilers
 def test_devices_that_share_a_row_have_even_parts_of_attention(tmp_path):
-    """A row of 32,768 tokens on 4 devices: cuDNN computes a quarter of the heads of whole rows on each."""
+    """A row of 32,768 tokens lies on 4 devices. On each, cuDNN computes a quarter of the heads of whole rows."""
     mesh = ["--mesh.fsdp", "1", "--mesh.context", "4", "--packing.tokens_per_device", "8192"]
     found = compile_three_layers(tmp_path, "h100:1x4", *mesh, "--rollout.max_response_tokens", "31744")
     assert found["batch"]["rows"] == 1
@@ -250,8 +256,8 @@ def test_devices_that_share_a_row_have_even_parts_of_attention(tmp_path):
     pairs = 32_768 * 32_769 // 2
     assert kernels["__cudnn$fmhaSoftmaxBackward"]["flops"] == 3 * 2 * 5 * pairs * 128 * 32 // 4
     exchanged = [one for one in found["collectives"] if one["kind"] == "all-to-all" and one["bytes"] >= 2**20]
-    # A block's own part of queries, keys, values and output, twice forward and once backward, in 16 bits. The embedding
-    # exchanges rows once forward and once backward.
+    # A block exchanges its own part of queries, keys, values and output, twice forward and once backward, in 16 bits.
+    # The embedding exchanges rows once forward and once backward.
     of_block, of_embedding = 8192 * 128 * (32 + 8 + 8 + 32) * 2, 8192 * 2560 * 2
     of_micro_batch = sum(one["bytes"] for one in exchanged if one["per"] == "micro_batch")
     assert of_micro_batch == 3 * 3 * of_block + 2 * of_embedding

@@ -1,4 +1,4 @@
-"""Counts of small programs by hand, and of what XLA compiles here against closed forms and its own analysis."""
+"""Small programs are counted by hand. XLA's own compilations are compared with closed forms and its own analysis."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_a_gpu_step_by_hand():
 def test_a_tpu_step_by_hand():
     program = count("tpu_step.hlo")
     assert program.open_loops == 0
-    # As the einsum "bpi,pihf->bhf" with p = 2, i = 8, h = 4, f = 16.
+    # The product is the einsum "bpi,pihf->bhf" with p = 2, i = 8, h = 4, f = 16.
     assert program.step.flops == {("bfloat16", "default"): 2 * 32 * (2 * 8) * (4 * 16)}
     pairs = ((0, 1), (1, 2), (2, 3), (3, 0))
     assert program.step.collectives == [Collective("collective-permute", "bfloat16", pairs, 3, 3 * 2 * 8 * 4 * 16 * 2)]
@@ -112,7 +112,7 @@ ENTRY %main (x: bf16[16,8], weights: bf16[36,8,4], sums: f32[36,16,4], i: s32[])
 
 
 def test_of_a_stack_a_fusion_inside_a_fusion_takes_one_layer():
-    """The input, one layer of the weights, the index, and one layer of the sums, which is written in place."""
+    """The bytes are the input, one layer of the weights, the index, and one layer of the sums, written in place."""
     step = count_program(parse_module(NESTED), 1).step
     assert step.memory_bytes == 16 * 8 * 2 + 8 * 4 * 2 + 4 + 16 * 4 * 4
     assert by_dtype(step.flops) == {"bfloat16": 2 * 16 * 8 * 4}
@@ -123,7 +123,7 @@ def compiled(f, *shapes):
 
 
 def test_products_in_loops_that_xla_compiles_here():
-    """Rows of 5 through 7 layers, forward and backward: 3 products a layer but one in the first."""
+    """Five rows go through 7 layers, forward and backward, with 3 products a layer."""
 
     def loss(weights, x):
         def layer(x, w):
@@ -160,7 +160,7 @@ def test_a_loop_whose_end_is_an_input_is_counted_once():
 
 
 def test_such_a_loop_inside_of_one_counts_once_each_time():
-    """As the rounds of a mixture's experts, in each of five layers."""
+    """A mixture's experts have such rounds in each of five layers."""
 
     def f(n, rounds, x):
         def layer(x, _):

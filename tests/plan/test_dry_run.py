@@ -1,4 +1,4 @@
-"""The dry run's numbers by hand, models by name, and the profile of chosen steps."""
+"""Tests of the dry run's numbers by hand, of models by name, and of the profile of chosen steps."""
 
 import dataclasses
 import subprocess
@@ -17,7 +17,8 @@ from rljax.sharding import MeshConfig
 
 ROOT = Path(__file__).parents[2]
 TINY = PolicyConfig(24, 32, 64, 3, 4, 2, 8, tie_word_embeddings=True)
-# Embedding, 3 blocks of (q, k, v, o, MLP, two norms of the width, two of a head), the last norm.
+# The parameters are the embedding, 3 blocks of (q, k, v, o, MLP, two norms of the width, two of a head), and the last
+# norm.
 TINY_COUNT = 24 * 32 + 3 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64 + 2 * 32 + 2 * 8) + 32
 
 MIXTURE = dataclasses.replace(TINY, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
@@ -44,7 +45,7 @@ def test_bytes_of_a_tiny_policy_by_hand():
     sizes = state_bytes(config, TINY, shape_mesh(config.mesh))
     assert sizes["masters"][0] == sizes["gradients"][0] == 4 * TINY_COUNT
     assert sizes["float16 copy"][0] == 2 * TINY_COUNT
-    # Two moments, and next to them only scalars: a count and the rate.
+    # The optimizer has two moments and besides only scalars: a count and the rate.
     assert 0 < sizes["moments"][0] - 8 * TINY_COUNT <= 32
     assert "reference policy" not in sizes
     kl = changed(config, loss={"kl": "k3", "kl_coefficient": 0.1})
@@ -71,8 +72,8 @@ def test_bytes_of_adapters_on_a_tiny_policy_by_hand():
     assert state_bytes(kl, TINY, shape_mesh(kl.mesh))["reference policy"] == (0, 0)
     started = changed(kl, lora={"adapter": "somewhere"})
     assert state_bytes(started, TINY, shape_mesh(kl.mesh))["reference policy"] == sizes["bfloat16 merged"]
-    # The step reads the merged weights, and of the base what has no adapters: the rest lies beside it. So do the
-    # engine's weights, which are whole.
+    # The step reads the merged weights, and the base's weights without adapters. The rest of the base lies beside it,
+    # and so do the engine's weights, which are whole.
     assert beside_bytes(config, TINY, shape_mesh(kl.mesh)) == 2 * 3 * (32 * 32 + 64 * 32) + 2 * TINY_COUNT
 
 
@@ -91,7 +92,7 @@ def test_a_run_on_adapters_is_described(tmp_path):
 def test_a_device_holds_its_share_of_what_divides():
     config = changed(Config(), mesh={"fsdp": 16, "tp": 4})
     whole, part = state_bytes(config, TINY, shape_mesh(config.mesh))["masters"]
-    # The width is split 16 ways; heads, MLP and vocabulary 4 ways; the 2 kv heads and the norms not.
+    # The width is split 16 ways, and heads, MLP and vocabulary 4 ways. The 2 kv heads and the norms are not split.
     block = (32 * 32 * 2 + 3 * 32 * 64) // 64 + 2 * 32 * 16 // 16 + 2 * 32 + 2 * 8
     assert part == 4 * (24 * 32 // 64 + 3 * block + 32)
     assert whole == 4 * TINY_COUNT
@@ -120,7 +121,7 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
         "a step samples 6 to 24 prompts"
     ]
     assert lines["tokens a step"] == "at most 24,000: 100 + 900 each"
-    # A row takes two of the longest sequences: 12 of them are 6 rows, 2 micro-batches of 4.
+    # A row takes two of the longest sequences. So 12 of them are 6 rows, in 2 micro-batches of 4.
     assert lines["packing"] == "at most 2 micro-batches of 4 rows of 2,048 tokens"
     assert lines["parameters"] == "4,022,468,096"
     assert lines["mesh"] == "fsdp 4 x tp 8 = 32 devices; only 1 here"
@@ -190,7 +191,7 @@ def test_names_of_the_hub_and_paths_are_told_apart(tmp_path, monkeypatch):
     assert not is_hub_id("/models/qwen")
     assert not is_hub_id("./qwen")
     (tmp_path / "Qwen").mkdir()
-    assert not is_hub_id("Qwen/Qwen3-4B-Base")  # a path in a directory that is here
+    assert not is_hub_id("Qwen/Qwen3-4B-Base")  # it is a path in an existing directory
     assert model_directory("Qwen/Qwen3-4B-Base") == "Qwen/Qwen3-4B-Base"
     with pytest.raises(ValueError, match="no model at Qwen/Qwen3-4B-Base"):
         policy_shape("Qwen/Qwen3-4B-Base")
@@ -224,7 +225,7 @@ def test_profile_steps_are_two_in_order(steps):
 
 
 def profiled(directory, steps, run):
-    """Step numbers of ``run`` while whose work the profile was being taken."""
+    """Returns the step numbers of ``run`` while the profile of their work was taken."""
     seen = []
     with StepProfiler(steps, directory) as profiler:
         for number in run:
@@ -237,7 +238,7 @@ def profiled(directory, steps, run):
 def test_the_profile_is_of_the_steps_asked_for(tmp_path):
     assert profiled(tmp_path / "two", (2, 3), [1, 2, 3, 4]) == [2, 3]
     assert len(list((tmp_path / "two").rglob("*.xplane.pb"))) == 1
-    # A run that goes on from the middle of them, and ends before their last.
+    # A run goes on from the middle of these steps, and ends before the last of them.
     assert profiled(tmp_path / "cut", (2, 9), [4, 5]) == [4, 5]
     assert len(list((tmp_path / "cut").rglob("*.xplane.pb"))) == 1
     assert profiled(tmp_path / "never", (), [1, 2]) == []
@@ -245,20 +246,20 @@ def test_the_profile_is_of_the_steps_asked_for(tmp_path):
 
 
 def with_tops(**rollout):
-    """2 prompts x 4 responses of 90 tokens after at most 10: one micro-batch of 8 rows of 128 tokens."""
+    """Returns settings with 2 prompts x 4 responses of 90 tokens. They fill a micro-batch of 8 rows of 128 tokens."""
     sizes = {"group_size": 4, "max_response_tokens": 90, **rollout}
     config = changed(Config(), data={"batch_size": 2, "max_prompt_tokens": 10}, mesh={"fsdp": 1}, rollout=sizes)
     return changed(config, packing={"row_tokens": 128, "rows_per_micro_batch": 8})
 
 
 def test_likeliest_tokens_are_bounded_in_bytes():
-    """8 responses of 90 tokens with 5 likeliest ones of 8 bytes: 28,800 bytes."""
+    """8 responses of 90 tokens with 5 likeliest tokens of 8 bytes take 28,800 bytes."""
     for k in ({"top_logprobs": 5}, {"top_k": 5, "top_p": 0.9}):
         fits, exceeds = (with_tops(max_top_bytes=most, **k) for most in (28_800, 28_799))
         check_shapes(fits, TINY, shape_mesh(fits.mesh))
         with pytest.raises(ValueError, match=r"can take 28.12 KiB of the host's memory, rollout.max_top_bytes allows"):
             check_shapes(exceeds, TINY, shape_mesh(exceeds.mesh))
-    refilled = with_tops(max_top_bytes=57_599, top_logprobs=5, refill=True)  # with a further round beside the batch
+    refilled = with_tops(max_top_bytes=57_599, top_logprobs=5, refill=True)  # a further round lies beside the batch
     with pytest.raises(ValueError, match=r"can take 56.25 KiB of the host's memory"):
         check_shapes(refilled, TINY, shape_mesh(refilled.mesh))
     off = with_tops(max_top_bytes=1)
@@ -273,7 +274,7 @@ def test_no_more_likeliest_tokens_than_the_vocabulary_has(key):
 
 
 def test_likeliest_tokens_are_counted_on_a_device():
-    """8 rows of 128 tokens in the batch, and twice 8 rows at work, with 5 tokens of 8 bytes."""
+    """There are 8 rows of 128 tokens in the batch, and twice 8 rows at work. Each has 5 likeliest tokens of 8 bytes."""
     config = changed(with_tops(top_logprobs=5), correction={"score_centering": True})
     mesh = shape_mesh(config.mesh)
     assert planned_bytes(config, TINY, mesh)["likeliest tokens"] == (3 * 8 * 128 * 40,) * 2

@@ -1,4 +1,4 @@
-"""The parser of compiled programs on lines as XLA writes them, and replica groups against their definition."""
+"""The parser of compiled programs reads lines as XLA writes them, and replica groups by their definition."""
 
 import pytest
 
@@ -106,14 +106,14 @@ def instruction(attributes):
         ("replica_groups={{0,1},{2,3}}", [[0, 1], [2, 3]]),
         ("replica_groups={}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
         ("replica_groups=[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        # 0..7 as [4, 2], transposed: the even ones, then the odd ones.
+        # 0..7 as [4, 2] is transposed: first the even ones, then the odd ones.
         ("replica_groups=[2,4]<=[4,2]T(1,0)", [[0, 2, 4, 6], [1, 3, 5, 7]]),
         ("replica_groups=[4,2]<=[2,2,2]T(2,1,0)", [[0, 4], [2, 6], [1, 5], [3, 7]]),
         ("replica_groups=mesh['fsdp'=4,'tp'=2] {'tp'}", [[0, 1], [2, 3], [4, 5], [6, 7]]),
         ("replica_groups=mesh['fsdp'=4,'tp'=2] {'fsdp'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
         ("replica_groups=mesh['fsdp'=4,'tp'=2] {'fsdp','tp'}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
         ("replica_groups=mesh['fsdp'=4,'tp'=2] {'tp','fsdp'}", [[0, 2, 4, 6, 1, 3, 5, 7]]),
-        # The part of size 2 that follows the first two of an axis of eight: bit 1 of the index.
+        # The part of size 2 that follows the first two of an axis of eight is bit 1 of the index.
         ("replica_groups=mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
         ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", [[0, 2], [1, 3]]),
         ("replica_groups=mesh['a'=2,'b'=2], device_ids=(3,1,0,2) {'b'}", [[3, 1], [0, 2]]),

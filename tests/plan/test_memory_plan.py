@@ -1,4 +1,4 @@
-"""The plan's bytes of a step's work by hand, and beside the compiler's (marker compilers, in test_compile.py)."""
+"""The plan's bytes of a step's work, by hand and beside the compiler's (marker compilers, in test_compile.py)."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def test_a_device_has_its_part_of_heads_and_mlp():
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
 def test_blocks_keep_their_input(dtype, size):
     kept = kept_by_a_block(POLICY, 2, 64, config(compute_dtype=dtype, remat=True))
-    scales = 2 * (2 * 16 + 2 * 8) * size  # of the norms, one for each row, and then some for the gradients
+    scales = 2 * (2 * 16 + 2 * 8) * size  # the scales of norms, one for each row, and some more for the gradients
     assert 0 <= kept - 2 * 64 * 16 * size <= 2 * scales
 
 
@@ -68,13 +68,17 @@ def test_other_remats_keep_more_or_none():
     kept = [kept_by_a_block(POLICY, 2, 64, config(remat=remat)) for remat in policies]
     assert kept[0] == 0
     assert kept == sorted(set(kept))
-    # dots: the input, and the products q, k, v, output, gate and up; no gradient needs what the last one gives.
+    # With dots a block keeps the input, and the products q, k, v, output, gate and up. No gradient needs the last
+    # product.
     products = 2 * 64 * 2 * (16 + (4 + 2 + 2) * 8 + 16 + 48 + 48)
     assert 0 <= kept[2] - products <= 0.02 * products
 
 
 def test_between_products_tokens_are_split():
-    """In bfloat16 two products' operands are gathered where nothing is recomputed; of the others the input is split."""
+    """Over two devices a block with remat blocks halves one kept array, and a block with dots two.
+
+    With none it halves more.
+    """
     width = 2 * 64 * 16 * 2
     for remat, split in (("blocks", 1), ("dots", 2)):
         whole, halved = (kept_by_a_block(POLICY, 2, 64, config(remat=remat), ways=ways) for ways in (1, 2))
@@ -86,7 +90,10 @@ def test_between_products_tokens_are_split():
 
 @pytest.mark.parametrize("remat", ["blocks", "dots", "none"])
 def test_cudnn_keeps_queries_again_and_the_sums_of_each_segment(remat):
-    """For its alternative in rows of very many segments, and a log-sum-exp for each of up to 16 segments."""
+    """Its alternative for rows of very many segments needs the queries.
+
+    There is a log-sum-exp for each of up to 16 segments.
+    """
     wanted = config(remat=remat)
     cudnn = planned_attention(wanted, POLICY, shape_mesh(MeshConfig(1, 1)))
     more = kept_by_a_block(POLICY, 2, 2048, wanted, cudnn) - kept_by_a_block(POLICY, 2, 2048, wanted)
@@ -108,12 +115,12 @@ def test_attention_is_planned_for_the_devices():
 
 
 def test_work_by_hand():
-    """Two rows of 64 tokens on a device: 128 places; half of the heads, the MLP and the vocabulary."""
+    """A device has two rows of 64 tokens, which are 128 places, and half of the heads, the MLP and the vocabulary."""
     wanted, mesh = config(remat=True), shape_mesh(MeshConfig(4, 2))
     found = working_bytes(wanted, POLICY, mesh)
-    # 16 sequences of up to 64 tokens are 16 rows, 2 micro-batches of 8.
+    # 16 sequences of up to 64 tokens are 16 rows, in 2 micro-batches of 8.
     assert found["batch"] == 2 * 128 * 38
-    # Of the inputs of blocks a device has half of the tokens; a block keeps some bytes of each row besides.
+    # A device has half of the tokens of blocks' inputs. A block also keeps some bytes of each row.
     assert 0 <= found["kept for the backward pass"] - 3 * 128 * 16 * 2 // 2 <= 3 * 2 * 150
     part = local_policy(POLICY, mesh)
     block = 128 * (2 * (4 * 24 + 7 * 16 + 3 * 16) + 4 * 24) + 16 * 24 * (2 + 8)

@@ -1,4 +1,4 @@
-"""Exchanges behind work in programs written by hand, with seconds worked out by hand."""
+"""Tests of exchanges behind work, in programs written by hand and with seconds worked out by hand."""
 
 import dataclasses
 from pathlib import Path
@@ -9,12 +9,12 @@ from rljax.plan.hlo import parse_module
 from rljax.plan.machines import H100
 from rljax.plan.overlap import Timeline, read_overlap
 
-# 1e12 operations, 1e10 bytes of memory and 1e8 bytes between cards, each a second.
+# A card does 1e12 operations, moves 1e10 bytes of memory and sends 1e8 bytes to other cards, each in a second.
 RATES = {("bfloat16", "default"): 1e12, ("float32", "highest"): 1e11}
 CARD = dataclasses.replace(H100, flops=RATES, memory_rate=1e10, link_rate=1e8)
 MS = 1e-3
-# A gather of 800,000 bytes over 4 cards takes 3/4 of them over a link: 6 ms. A product takes 2e9 operations: 2 ms, and
-# moves 6e6 bytes, which is less. A copy reads and writes 1e7 bytes each: 2 ms.
+# A gather of 800,000 bytes over 4 cards sends 3/4 of them over a link, which takes 6 ms. A product has 2e9 operations,
+# which take 2 ms, and moves 6e6 bytes in less time. A copy reads and writes 1e7 bytes each, which takes 2 ms.
 PIECES = {
     "gather": "((bf16[100,1000]{1,0}), bf16[400,1000]{1,0}) all-gather-start(%w), replica_groups={}, dimensions={0}",
     "product": "bf16[1000,1000]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
@@ -40,7 +40,10 @@ SCATTERED = """\
 
 
 def step_of(*lines):
-    """Models a program whose instructions are NAME=PIECE, or NAME-done for the end of what NAME started."""
+    """Returns the model of a program.
+
+    An instruction is NAME=PIECE, or NAME-done for the end of the one that NAME started.
+    """
     text = ""
     for line in lines:
         name, _, piece = line.partition("=")
@@ -70,7 +73,10 @@ def test_enough_work_hides_a_gather():
 
 
 def test_copies_beside_a_product_take_the_memory():
-    """Three copies move 2e7 bytes each, 6 ms, and the product 6e6, 0.6 ms. A gather of 6 ms waits for none of them."""
+    """Three copies move 2e7 bytes each, 6 ms, and the product moves 6e6, 0.6 ms.
+
+    A gather of 6 ms waits for none of them.
+    """
     step = step_of("a=gather", "m=move", "n=move", "p=product", "o=move", "a-done")
     gathered = 800_000 + 200_000
     assert step.traffic_s == pytest.approx(6.6 * MS + gathered / 1e10)
@@ -80,14 +86,14 @@ def test_copies_beside_a_product_take_the_memory():
 
 
 def test_exchanges_wait_for_each_other():
-    """The links carry the first until 6 ms and the second until 12 ms."""
+    """The links carry the first exchange until 6 ms and the second until 12 ms."""
     step = step_of("a=gather", "b=gather", "c=copy", "a-done", "b-done")
     assert [one.exposed_s for one in step.exchanges] == [pytest.approx(4 * MS), pytest.approx(6 * MS)]
     assert step.exposed_s == pytest.approx(step.link_s - 2 * MS)
 
 
 def test_a_collective_without_a_start_is_exposed():
-    """An all-reduce of 200,000 bytes takes 3/2 of them over a link, 3 ms, and 4e5 bytes of memory: 0.04 ms."""
+    """An all-reduce of 200,000 bytes sends 3/2 of them over a link in 3 ms. It moves 4e5 bytes of memory in 0.04 ms."""
     step = step_of("p=product", "s=sum")
     assert step.exposed_s == pytest.approx(3 * MS)
     assert step.work_s == pytest.approx(2.04 * MS)
@@ -102,7 +108,10 @@ def test_a_wrapped_collective_and_its_update():
 
 
 def test_loops_of_a_whole_step():
-    """Of tests/plan/test_count.py: gathers of 3 layers with nothing beside them, a scatter, and a sum once a step."""
+    """In the program of tests/plan/test_count.py 3 gathers have nothing beside them.
+
+    It has a scatter, and a sum once a step.
+    """
     text = (Path(__file__).parent / "programs/gpu_step.hlo").read_text()
     overlap = read_overlap(parse_module(text), H100, [0] * 4, [8])
     gather, scatter = overlap.micro_batch.exchanges

@@ -1,4 +1,4 @@
-"""Modelled times by hand, machines by name, and attention kernels by formula."""
+"""Tests of modelled times by hand, machines by name, and attention kernels by formula."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from rljax.plan.kernels import KernelUse, causal_pairs, full_row, kernel_uses
 from rljax.plan.machines import H100, TPUS, card_of_kind, parse_machine
 from rljax.plan.roofline import collective_seconds, crosses_nodes, times
 
-# 1e12 operations, 1e9 bytes of memory, 1e8 between cards and 1e7 between nodes, each a second.
+# A card does 1e12 operations in a second. It moves 1e9 bytes of memory, 1e8 between cards and 1e7 between nodes.
 CARD = dataclasses.replace(
     H100,
     flops={("bfloat16", "default"): 1e12, ("float32", "default"): 5e11, ("float32", "highest"): 1e11},
@@ -32,14 +32,14 @@ def exchange(kind, groups):
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        ("all-gather", ROWS, 3 / 4),  # 3/4 of the bytes over the links inside a node
+        ("all-gather", ROWS, 3 / 4),  # 3/4 of the bytes go over the links inside a node
         ("all-reduce", ROWS, 2 * 3 / 4),
-        ("reduce-scatter", COLUMNS, 10 / 2),  # half of the bytes over one adapter
-        ("all-gather", ALL, 10 * 7 / 8 / 4),  # 7/8 over the four adapters of a node
+        ("reduce-scatter", COLUMNS, 10 / 2),  # half of the bytes go over one adapter
+        ("all-gather", ALL, 10 * 7 / 8 / 4),  # 7/8 go over the four adapters of a node
         ("all-reduce", ALL, 2 * 10 * 7 / 8 / 4),
-        ("all-to-all", ALL, 10 * 4 / 8),  # each sends half of its parts to the other node
+        ("all-to-all", ALL, 10 * 4 / 8),  # each device sends half of its parts to the other node
         ("collective-permute", ((0, 1), (4, 5)), 1),
-        ("collective-permute", ((0, 1), (3, 4)), 10),  # the slowest pair
+        ("collective-permute", ((0, 1), (3, 4)), 10),  # the slowest pair counts
         ("collective-permute", ((2, 2),), 0),
         ("all-reduce", ((0,), (1,)), 0),
     ],
@@ -110,8 +110,11 @@ ENTRY %main (q: bf16[2,8,4,16], k: bf16[2,8,2,16], s: s32[2,8]) -> bf16[2,8,4,16
 
 
 def test_attention_kernels_by_formula():
-    """Rows of 5 + 3 tokens have 15 + 6 pairs; 2 rows x 4 heads x 16 wide; 2 products forward, 5 backward;
-    a TPU's kernel has rows and heads in one dimension, and its gradients of keys and values take 4."""
+    """Rows of 5 + 3 tokens have 15 + 6 pairs, with 2 rows x 4 heads x 16 wide.
+
+    There are 2 products forward and 5 backward. A TPU's kernel has rows and heads in one dimension, and its gradients
+    of keys and values take 4.
+    """
     main = parse_module(CALLS).computations["main"]
     work = Work(
         kernels=[(main, main.instructions[name], times) for name, times in (("f", 3), ("b", 1), ("o", 7), ("d", 1))]

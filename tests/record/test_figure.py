@@ -1,4 +1,4 @@
-"""What a run's figure shows: curves and their values, the marks of the schedule, notes on missing keys."""
+"""Tests of a run's figure: curves and their values, the marks of the schedule, and notes on missing keys."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_report_is_a_picture_with_the_curves_in_it(tmp_path):
     assert out == tmp_path / "new" / "report.png"
     color = matplotlib.colors.to_rgb(read_runs([run])[0].color)
     pixels = matplotlib.image.imread(out)[..., :3]
-    assert (np.abs(pixels - color).max(axis=-1) < 0.01).sum() > 7 * 500  # seven panels, each curve 500 pixels long
+    assert (np.abs(pixels - color).max(axis=-1) < 0.01).sum() > 7 * 500  # seven panels with a curve of 500 pixels each
 
 
 def turned_rows(total=12):

@@ -1,4 +1,4 @@
-"""The record of a run: strict rows, exact cuts on resume, TensorBoard, console lines and the summary."""
+"""Tests of the record of a run: strict rows, exact cuts on resume, TensorBoard, console lines and the summary."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_row_reads_nothing_however_many_there_are(tmp_path):
         recorder.close()
         return read
 
-    # The sizes of the counters themselves grow by a digit now and then.
+    # The sizes of the counters themselves sometimes grow by a digit.
     assert abs(read_by_ten_rows(1)).max() < 10
     assert abs(read_by_ten_rows(2000)).max() < 10
 
@@ -159,7 +159,7 @@ def test_resuming_without_any_record_is_a_gap(tmp_path):
 
 
 def read_values(directory):
-    """(step, value as TensorBoard stores it) of everything that it would show, its purges applied."""
+    """Returns (step, value in TensorBoard's form) of all that TensorBoard would show, after its purges."""
     from tensorboardX.proto.event_pb2 import Event
 
     shown = []
@@ -176,12 +176,12 @@ def read_values(directory):
 
 
 def read_events(directory):
-    """(step, tag, value) of every scalar."""
+    """Returns (step, tag, value) of every scalar."""
     return [(step, value.tag, value.simple_value) for step, value in read_values(directory)]
 
 
 def test_tensorboard_gets_the_histogram_of_the_mismatch(tmp_path):
-    """Two exact zeros, one value of 1.5e-3 nats, three of 0.2: each in a bin of 2% that holds it."""
+    """There are two exact zeros, one value of 1.5e-3 nats and three of 0.2. Each is in a bin of 2% that holds it."""
     tokens = read_tokens(np.array([[0.0, 0.0, 1.5e-3, 0.2, -0.2, 0.2]]), np.zeros((1, 6)), np.ones((1, 6)))
     counts = mismatch_statistics(tokens)["histogram"]
     recorder = Recorder(tmp_path, 1, progress=False)
@@ -262,7 +262,7 @@ def test_reading_a_missing_record(tmp_path):
 
 
 def test_a_row_on_a_full_disk_leaves_nothing_in_the_file(tmp_path):
-    """A limit of the process in the middle of the second row stands for a full disk."""
+    """A file size limit of the process, in the middle of the second row, stands for a full disk."""
     recorder = Recorder(tmp_path, 3, tensorboard=False, progress=False)
     recorder.write({"step": 1})
     first = (tmp_path / "metrics.jsonl").read_bytes()

@@ -1,4 +1,4 @@
-"""What became of a run: its summary, and when it has collapsed."""
+"""Tests of a run's summary, and of the step at which it has collapsed."""
 
 import json
 
@@ -9,7 +9,7 @@ from rljax.record.rows import collapse_step, format_summary, summarize, trailing
 
 
 def run_rows(total=60):
-    """Length 10, from step 31 on 35; reward 0.1, from step 31 on 0.6."""
+    """Returns rows with length 10 and reward 0.1. From step 31 on the length is 35 and the reward 0.6."""
     rows = []
     for step in range(1, total + 1):
         late = step > 30
@@ -38,7 +38,7 @@ def test_summary():
     assert got["reward_last"] == pytest.approx(0.6)
     assert got["reward_gain"] == pytest.approx(0.5)
     assert (got["response_length_first"], got["response_length_last"]) == (10, 35)
-    # Windows ending at 34 hold four 35s and a 10: mean 30 = 3 * 10.
+    # The window ending at 34 holds four 35s and a 10, so its mean is 30 = 3 * 10.
     assert got["length_tripled_step"] == 34
     assert (got["surge_step"], got["decay_period"], got["learning_rate_final"]) == (34, 61, 1e-4)
     assert got["evaluations"] == {"toy": {"last": 0.6, "best": 0.7, "best_step": 40}}
@@ -93,8 +93,8 @@ def test_trailing_mean_by_hand():
     ("accuracy", "expected"),
     [
         ([0.1, 0.8, 0.7, 0.3, 0.2], 4),
-        ([0.1, 0.8, 0.3, 0.5, 0.2], 5),  # came back above half the peak in between
-        ([0.1, 0.8, 0.3, 0.3, 0.4], None),  # half itself is not under half
+        ([0.1, 0.8, 0.3, 0.5, 0.2], 5),  # it came back above half the peak in between
+        ([0.1, 0.8, 0.3, 0.3, 0.4], None),  # half itself is not below half
         ([0.1, 0.2, 0.3], None),
         ([0.4, 0.0, 0.0], 2),
     ],

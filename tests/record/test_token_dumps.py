@@ -1,4 +1,4 @@
-"""The exchange format keeps what is put into it, and says what is wrong with anything else."""
+"""The exchange format keeps all that is put into it, and names the fault of anything else."""
 
 import dataclasses
 import json
@@ -59,7 +59,10 @@ def test_the_columns_are_typed_and_another_reader_sees_them(tmp_path):
 
 
 def dump_with_tops():
-    """Two responses of 2 and 1 tokens, with two likeliest tokens at each; at the last one only one can be sampled."""
+    """Returns a dump of responses of 2 and 1 tokens, with two likeliest tokens each.
+
+    At the last place only one can be sampled.
+    """
     ids = [np.asarray([[7, 3], [2, 9]], np.int32), np.asarray([[4, -1]], np.int32)]
     values = [np.asarray([[-0.1, -2.5], [-0.7, -0.8]], np.float32), np.asarray([[0.0, -np.inf]], np.float32)]
     return dump_of_responses(
@@ -192,7 +195,7 @@ def test_an_unknown_role_is_refused():
 
 
 def test_a_file_of_before_roles_is_read(tmp_path):
-    """The metadata of a column of such a file has no field ``role``."""
+    """In a file from before roles, the metadata of a column has no field ``role``."""
     path = write_dump(tmp_path / "x.parquet", small_dump())
     table = pq.read_table(path)
     note = json.loads(table.schema.metadata[b"rljax.dump"])
@@ -424,7 +427,7 @@ def test_files_of_other_kinds_are_named(tmp_path, content, words):
 
 
 class Trap:
-    """Unpickling it would fail the test."""
+    """An object that fails the test if it is unpickled."""
 
     def __reduce__(self):
         return (pytest.fail, ("a pickle was loaded",))
@@ -450,7 +453,7 @@ def test_no_python_runs_for_a_token(tmp_path):
         columns = {"trainer": [logprobs] * 3}
         dump = dump_of_responses(["a", "b", "c"], [ids] * 3, [ids] * 3, columns, {}, {}, tops, {"advantage": [ids] * 3})
         path = tmp_path / "x.parquet"
-        count_calls(lambda: (write_dump(path, dump), read_dump(path)))  # the first call imports
+        count_calls(lambda: (write_dump(path, dump), read_dump(path)))  # the first call imports modules
         return count_calls(lambda: (write_dump(path, dump), read_dump(path)))
 
     assert calls(4) == calls(4000)

@@ -1,4 +1,4 @@
-"""Real trackers, each with a store on this machine: what they have of a whole run, a killed one and a fork of it."""
+"""Real trackers, each with a store on this machine, keep a whole run, a killed run and a fork of a run."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ STEPS = 8
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """The folder of the runs and of the stores of the trackers, for this process and for its children."""
+    """Yields the folder of the runs and of the trackers' stores, for this process and its children."""
     root = tmp_path_factory.mktemp("tracked")
     settings = {
         "HOME": str(root / "home"),
@@ -52,7 +52,7 @@ def words(run_dir, *options, kinds=INSTALLED):
 
 
 def ended(process, status=0):
-    """What a process printed, once it has ended with this status."""
+    """Returns the output of a process, and checks that it ends with this status."""
     output, _ = process.communicate(timeout=300)
     assert process.returncode == status, output
     return output
@@ -60,7 +60,7 @@ def ended(process, status=0):
 
 @pytest.fixture(scope="module")
 def whole(root):
-    """A run that nothing interrupts."""
+    """Returns a run that nothing interrupts."""
     output = ended(start(words(root / "whole")))
     assert "warning" not in output
     return root / "whole"
@@ -68,7 +68,10 @@ def whole(root):
 
 @pytest.fixture(scope="module")
 def killed(root):
-    """A run that is killed after five rows, with a checkpoint of step 4 or before, and then goes on to its end."""
+    """Returns a run that is killed after five rows and then goes on to its end.
+
+    Its checkpoint is of step 4 or before.
+    """
     run_dir = root / "killed"
     process = start(words(run_dir, "--checkpoint.every", "3"))
     wait_for_rows(process, run_dir, 5)
@@ -80,19 +83,22 @@ def killed(root):
 
 @pytest.fixture(scope="module")
 def forked(root, whole):
-    """A fork of the whole run from its checkpoint of the end, two steps longer."""
+    """Returns a fork of the whole run from its last checkpoint. The fork is two steps longer."""
     point = str(whole / "checkpoints" / str(STEPS))
     ended(start(words(root / "forked", "--run.fork", point, "--run.steps", str(STEPS + 2))))
     return root / "forked"
 
 
 def kept(run_dir, kind):
-    """The id by which a run is known to a tracker."""
+    """Returns the id by which a tracker knows a run."""
     return json.loads((run_dir / "trackers" / f"{kind}.json").read_text())["id"]
 
 
 def wandb_records(run_dir):
-    """The records of each ``.wandb`` file of a run, in the order of its processes: 32 KiB blocks of framed messages."""
+    """Yields the records of a run's ``.wandb`` files, in the order of its processes.
+
+    Such a file has framed messages in blocks of 32 KiB.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     for path in sorted(run_dir.glob(f"trackers/wandb/offline-run-*/run-{kept(run_dir, 'wandb')}.wandb")):
@@ -120,7 +126,7 @@ def wandb_rows(run_dir):
 
 
 def trackio_rows(run_dir):
-    """All entries; a picture or a text is named by its type."""
+    """Returns all entries. A picture or a text is named by its type."""
     from trackio.sqlite_storage import SQLiteStorage
 
     logs = SQLiteStorage.get_logs("rljax", run_dir.name, run_id=kept(run_dir, "trackio"))
@@ -149,7 +155,7 @@ def mlflow_rows(run_dir):
 
 
 def expected(run_dir, *, numbers=False, clock=True):
-    """The rows of metrics.jsonl as a tracker should have them."""
+    """Returns the rows of metrics.jsonl in the form that a tracker should have."""
     rows = []
     for row in read_rows(run_dir / "metrics.jsonl"):
         values = {k: v for k, v in row.items() if v is not None and k != NONFINITE_KEYS}
@@ -165,7 +171,7 @@ def timeless(row):
 
 
 def plain(rows):
-    """NaN equals nothing, itself included."""
+    """Returns the rows with "nan" in the place of NaN, because NaN does not equal itself."""
     return [
         {k: "nan" if (isinstance(v, float) and math.isnan(v)) or v == "NaN" else v for k, v in row.items()}
         for row in rows
@@ -241,7 +247,7 @@ def test_a_killed_run_goes_on_without_double_steps(killed, kind):
     pytest.importorskip(kind)
     rows = {"wandb": wandb_rows, "trackio": trackio_rows, "mlflow": mlflow_rows}[kind](killed)
     rows = [row for row in rows if "report" not in row]
-    if kind == "wandb":  # files overlap by what was not on the disk for certain; wandb sync drops steps that it has
+    if kind == "wandb":  # files overlap by rows that may not have been on the disk; wandb sync drops steps that it has
         rows = list({row["step"]: row for row in reversed(rows)}.values())[::-1]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [timeless(row) for row in plain(rows)] == expected(killed, numbers=kind == "mlflow", clock=False)
@@ -276,7 +282,7 @@ def test_wandb_without_a_login_is_refused_at_once(root, monkeypatch, on_terminal
 
 
 def test_trackers_whose_stores_are_away_do_not_end_a_run(root, monkeypatch):
-    kinds = [kind for kind in INSTALLED if kind != "wandb"]  # it falls back to a folder under /tmp
+    kinds = [kind for kind in INSTALLED if kind != "wandb"]  # wandb falls back to a folder under /tmp
     monkeypatch.setenv("TRACKIO_DIR", "/proc/nowhere")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////proc/no.db")
     output = ended(start(words(root / "away", kinds=kinds)))
@@ -287,7 +293,7 @@ def test_trackers_whose_stores_are_away_do_not_end_a_run(root, monkeypatch):
 
 def test_a_server_that_does_not_answer_is_left_behind(root, monkeypatch):
     pytest.importorskip("wandb")
-    with socket.socket() as silent:  # takes connections and says nothing
+    with socket.socket() as silent:  # it takes connections and says nothing
         silent.bind(("127.0.0.1", 0))
         silent.listen(100)
         monkeypatch.setenv("WANDB_MODE", "online")

@@ -1,4 +1,4 @@
-"""The trackers of a run: what they get, when they fail, hang or lag, and how a run that continues goes on in them."""
+"""Tests of a run's trackers: what they get, failures, hangs and lags, and runs that go on in the same trackers."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from rljax.record.writers import Recorder
 
 @contextlib.contextmanager
 def tracked(run_dir, *classes, first_step=1, seconds=math.inf, **options):
-    """A block that records rows which trackers of these classes get; ``seconds`` bounds its end."""
+    """Yields a recorder of rows for trackers of these classes. ``seconds`` bounds the end of the block."""
     config = RecordConfig(trackers=tuple(f"planted_trackers:{name}" for name in classes), **options)
     with Trackers(config) as trackers:
         recorder = Recorder(run_dir, 100, first_step=first_step, tensorboard=False, progress=False)
@@ -34,7 +34,7 @@ def steps_of(run_dir):
 
 
 def end_with(run_dir, error):
-    """A run of one step that raises."""
+    """Runs one step and then raises an error."""
 
     def raise_in_run():
         with tracked(run_dir, "Kept") as recorder:
@@ -184,7 +184,7 @@ def test_another_project_is_another_run_with_all_rows(tmp_path):
 
 
 def test_a_run_that_raises_is_marked_as_failed(tmp_path):
-    (tmp_path / "summary.json").write_text('{"steps": 0}')  # of an earlier process
+    (tmp_path / "summary.json").write_text('{"steps": 0}')  # an earlier process wrote it
     end_with(tmp_path, RuntimeError("boom"))
     assert steps_of(tmp_path) == [1]
     assert read(tmp_path)[-1] == {"summary": {}, "figures": [], "failed": True}
@@ -214,7 +214,7 @@ def test_settings_that_name_no_tracker_are_refused(options, said):
 
 def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(SHIPPED, "absent_tracker", "planted_trackers:Kept")
-    (tmp_path / "absent_tracker").mkdir()  # such a folder, as wandb makes one, is no package
+    (tmp_path / "absent_tracker").mkdir()  # such a folder, like the one that wandb makes, is no package
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"absent_tracker is not installed: pip install 'rljax\[absent_tracker\]'"):
         Trackers(RecordConfig(trackers=("absent_tracker",)))

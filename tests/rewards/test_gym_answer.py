@@ -1,4 +1,4 @@
-"""The rewards of reasoning-gym's tasks: how an answer is found, what the strict score refuses, what executes."""
+"""Tests of the rewards of reasoning-gym's tasks: the search for an answer, the strict score, and executed answers."""
 
 import inspect
 import random
@@ -23,7 +23,7 @@ from rljax.rewards.gym_answer import (  # noqa: E402
 
 @pytest.fixture
 def problem():
-    """Returns a function that makes the problem of a task at a place, with the library's seed 11."""
+    """Yields a function that makes the problem of a task at a place, with the library's seed 11."""
     state = random.getstate()
 
     def make(name, place=0):
@@ -104,7 +104,7 @@ def test_a_program_is_never_executed(problem, tmp_path):
     ],
 )
 def test_the_strict_score_refuses_what_the_library_rewards(problem, name, wrong, score):
-    """A score of None is a part of the reward."""
+    """If the score is None, the library gives a part of the reward."""
     one = problem(name, place=2)
     response = f"<answer>{wrong.format(one['answer'])}</answer>"
     given = library_reward(one, response, False)
@@ -128,7 +128,10 @@ def test_a_problem_of_another_kind_is_refused():
 
 @pytest.mark.slow
 def test_right_answers_pass_their_own_check(problem):
-    """Without those of which the library gives none; an unevaluated integral is a right answer that fails."""
+    """Tasks for which the library gives no answer are left out.
+
+    An unevaluated integral is a right answer that fails.
+    """
     failed, unknown = set(), set()
     for name in set(factory.DATASETS) - {"codeio", "composite", "intermediate_integration"}:
         one = problem(name)

@@ -1,4 +1,4 @@
-"""The mathematical reward against a table of agreed verdicts, and what the table cannot say."""
+"""The mathematical reward is compared with a table of agreed verdicts, and tested beyond the table."""
 
 import collections
 import json
@@ -35,7 +35,7 @@ HOW = {
 
 @pytest.mark.parametrize("table", ["answer_pairs", "answer_forms"])
 def test_verdicts_on_what_people_and_models_write(table):
-    """``answer_pairs`` are forms from public reports with their sources, ``answer_forms`` more of their kinds."""
+    """``answer_pairs`` has forms from public reports with their sources. ``answer_forms`` has more of their kinds."""
     lines = (TABLE.parent / f"{table}.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) >= 200
@@ -207,7 +207,7 @@ def test_reading_never_fails(text):
     ids=["boxed", "answers", "words", "spaces", "braces"],
 )
 def test_the_time_does_not_grow_with_the_square_of_the_text(make):
-    """Processor time, the best of three: also under two seconds; 0.05 s for what does not grow with the text."""
+    """Processor time counts, the best of three. It is below two seconds, and 0.05 s are for time that does not grow."""
 
     def seconds(text):
         taken = []

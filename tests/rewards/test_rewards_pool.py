@@ -1,4 +1,7 @@
-"""The pool: right rewards, a bound in time, damage to one response only, honest counts, and nothing left behind."""
+"""The pool gives right rewards in bounded time.
+
+Damage stays with one response, counts are right, and nothing is left.
+"""
 
 import logging
 import os
@@ -16,7 +19,7 @@ from rljax.rewards.pool import RewardPool
 
 pytestmark = pytest.mark.slow
 
-# What a person's reward may do; the response says which.
+# A reward function that can misbehave in many ways. The text of the response selects one of them.
 REWARDS = """
 import os, pathlib, signal, subprocess, sys, threading, time
 
@@ -194,7 +197,7 @@ def test_a_worker_that_died_while_idle_costs_no_response():
 
 
 def test_a_worker_that_is_asked_to_end_finishes_its_response():
-    """As all processes of a Slurm step are, while the trainer finishes its step."""
+    """All processes of a Slurm step are asked to end while the trainer finishes its step."""
     with pool_of(1) as pool:
         responses = ["asked to end", "ends its fork", "ends its program", "right"]
         rewards = [pool.submit(PROBLEM, response, False).result() for response in responses]
@@ -211,7 +214,7 @@ def test_memory_is_bounded():
 
 @pytest.mark.parametrize("response", ["hoard", "hoard and keep", "hoard and go on"])
 def test_a_reward_that_allocates_without_end_costs_only_itself(response):
-    """Also one that keeps what it got, which would leave no memory to the next response."""
+    """A reward that keeps its memory would leave none to the next response. It also costs only itself."""
     timeout_s = 2.0 if response == "hoard and go on" else 20.0
     with pool_of(1, timeout_s=timeout_s, memory_gib=0.125) as pool:
         futures = [pool.submit(PROBLEM, text, False) for text in ("right", response, "right", "right")]
@@ -238,7 +241,7 @@ def test_in_process_only_ctrl_c_ends_the_run():
 
 @pytest.mark.parametrize("response", ["thread", "gigabyte", "fork"])
 def test_what_a_reward_leaves_behind_answers_for_no_other(response, capfd):
-    """A thread that never ends, output of a gigabyte, a second process that goes on as if it were the first."""
+    """A reward may leave a thread that never ends, output of a gigabyte, or a second process like the first."""
     with pool_of(1) as pool:
         texts = ("right", response, "right", "wrong", "right")
         futures = [pool.submit(PROBLEM, text, False) for text in texts]
@@ -255,7 +258,7 @@ def test_a_process_of_a_reward_ends_with_its_worker(tmp_path):
         assert pool.submit({"answer": "x", "note": str(note)}, "child", False).result(timeout=60) == 0.0
         assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
     deadline = time.monotonic() + 10
-    # Nobody waits for an orphan in some containers: it then stays as a zombie.
+    # In some containers nobody waits for an orphan, which then stays as a zombie.
     stat = Path("/proc", note.read_text(), "stat")
     while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -330,11 +333,11 @@ def test_workers_have_no_jax_and_end_with_their_parent(tmp_path, ending):
     start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert done.returncode == (-9 if ending == "killed" else 0), done.stderr
-    # It waits for the workers, too, which hold its output open: one that hangs would do so for 300 s.
+    # This also waits for the workers, which hold the output open. A worker that hangs would do so for 300 s.
     assert time.monotonic() - start < 100.0
     has_jax, pid = done.stdout.split()
     assert has_jax == "0.0"
-    # An idle worker sees the end of the pipe at once; one that hangs ends by its own alarm.
+    # An idle worker sees the end of the pipe at once. A worker that hangs ends by its own alarm.
     deadline = time.monotonic() + 15
     while not gone(int(pid)) and time.monotonic() < deadline:
         time.sleep(0.05)

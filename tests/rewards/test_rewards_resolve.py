@@ -1,4 +1,4 @@
-"""A reward by its name: the shipped ones, a person's own, and one clear line for everything else."""
+"""A reward is found by its name: a shipped one or a person's own. Everything else gives one clear line."""
 
 import sys
 

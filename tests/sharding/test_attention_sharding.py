@@ -1,4 +1,4 @@
-"""Attention on a mesh: each device computes the rows and heads it has, alone."""
+"""In attention on a mesh, each device computes its own rows and heads alone."""
 
 import re
 
@@ -27,7 +27,7 @@ def on_mesh(mesh, arrays, rows, split_heads):
     return jax.device_put(arrays, NamedSharding(mesh, axes))
 
 
-# 2 key-value heads on 4 devices, or 5 rows on 4, are not split.
+# Two key-value heads or 5 rows are not split over 4 devices.
 @pytest.mark.parametrize(
     ("fsdp", "tp", "rows"),
     [*(pytest.param(*mesh, 8, marks=pytest.mark.harness) for mesh in [(8, 1), (4, 2)]), (2, 4, 8), (4, 2, 5)],

@@ -1,4 +1,4 @@
-"""A state saved on one device is restored onto a mesh, each value where the mesh puts it."""
+"""A state saved on one device is restored onto a mesh, with each value where the mesh puts it."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Runs whose rows are shared by devices: the rows of a run on one device, a move between meshes, what is refused."""
+"""Runs whose rows are shared by devices have the rows of one device, move between meshes, and refuse wrong settings."""
 
 import jax
 import pytest
@@ -12,8 +12,8 @@ from rljax.sharding import MeshConfig
 from rljax.trainer.packing import PackingConfig
 
 pytestmark = pytest.mark.mesh
-CHANCE = "mismatch_sign/"  # The signs of differences that are rounding alone.
-SLOPE = "mismatch/slope_per_1k"  # Such differences, divided by a few thousandths of 1,000 tokens.
+CHANCE = "mismatch_sign/"  # these metrics are signs of differences that are rounding alone
+SLOPE = "mismatch/slope_per_1k"  # such differences, divided by a few thousandths of 1,000 tokens
 FLOAT32 = ("--precision.compute-dtype", "float32", "--rollout.dtype", "float32", "--mesh.fsdp", "1")
 
 
@@ -57,7 +57,7 @@ def test_rows_are_as_long_and_as_many_as_the_devices_need():
 
     assert jax.device_count() == 8
     assert shape(1, 5000, rows_per_micro_batch=4) == (4, 5120)
-    # 2 x 8 blocks of a multiple of 128 tokens.
+    # A row has 2 x 8 blocks of a multiple of 128 tokens.
     assert shape(8, 5000, rows_per_micro_batch=4) == (4, 6144)
     assert shape(3, 100, rows_per_micro_batch=4) == (4, 192)
     # 4,096 tokens on a device are 2 rows of 8,192 on 4 devices, for both parts of fsdp.

@@ -1,4 +1,4 @@
-"""Rows whose tokens are split over devices: the numbers of one device, even work, one compilation."""
+"""Rows whose tokens are split over devices have the numbers of one device, even work, and one compilation."""
 
 import functools
 
@@ -29,7 +29,7 @@ SEGMENTS = np.stack([row(96, each) for each in ([96], [20, 30], [16] * 6, [], [1
 
 
 def on_parts(attention, parts):
-    """Attention of whole rows whose parts lie on devices."""
+    """Returns attention of whole rows whose parts lie on devices."""
 
     def of_rows(q, k, v, segments):
         out = attention(*(fold(x, parts) for x in (q, k, v)), segments)
@@ -50,13 +50,13 @@ def exchanged(block, parts):
     return functools.partial(attention_of_parts, functools.partial(block_attention, block=block), parts)
 
 
-# Blocks of 6 tokens (8 devices) and 12 are padded to 8 and 16. 2 key-value heads on 4 devices are not split.
+# Blocks of 6 tokens (8 devices) and 12 are padded to 8 and 16. Two key-value heads on 4 devices are not split.
 @pytest.mark.parametrize(
     ("mesh", "attention"),
     [
         (MeshConfig(1, context=8), gathered),
         (MeshConfig(2, 2, context=2), gathered),
-        (MeshConfig(1, context=8), exchanged),  # a query head each, of two key-value heads
+        (MeshConfig(1, context=8), exchanged),  # one query head each, of two key-value heads
         (MeshConfig(1, 4, context=2), exchanged),
         (MeshConfig(1, 2, context=3), exchanged),  # 4 query heads: 2 each, and zeros on the third device
         *(
@@ -144,7 +144,10 @@ def test_gradients_and_metrics_do_not_depend_on_the_parts(mesh, options, alone):
 
 
 def long_batch():
-    """One sequence fills a row, another ends in the middle of a block, and short ones fill a third row."""
+    """Returns a batch.
+
+    One sequence fills a row, another ends in the middle of a block, and short ones fill a third row.
+    """
     rng = np.random.default_rng(3)
     lengths = [(8, 40), (5, 28), *[(3, 5)] * 6]
     sequences = [

@@ -1,6 +1,6 @@
-"""A mixture of experts on meshes of several shapes: the same gradients, metrics and log-probabilities.
+"""A mixture of experts on meshes of several shapes has the same gradients, metrics and log-probabilities.
 
-The metrics are those of the router and of the update: test_step_sharding.py measures the mismatch on meshes.
+The metrics are those of the router and of the update. test_step_sharding.py measures the mismatch on meshes.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def batch(routed):
     if routed == "to the same":  # one device computes nearly all, in several rounds
         same = np.tile(np.uint8([1, 2, 3]), CONFIG.num_layers)
         return packed._replace(routes=np.broadcast_to(same, (*SHAPE, len(same))))
-    # Each token's experts are distinct; every third token is free.
+    # Each token's experts are distinct, and every third token is free.
     routes = 1 + np.argsort(rng.random((*SHAPE, CONFIG.num_layers, CONFIG.num_experts)), axis=-1)[..., :3]
     routes[rng.random(SHAPE) < 1 / 3] = 0
     return packed._replace(routes=routes.reshape(*SHAPE, -1).astype(np.uint8))
@@ -58,7 +58,7 @@ def batch(routed):
 
 @functools.cache
 def keep_gradient():
-    """An optimizer whose state is the gradient itself."""
+    """Returns an optimizer whose state is the gradient itself."""
     return inject_learning_rate(lambda rate: optax.trace(decay=0.0), 1.0)
 
 
@@ -93,7 +93,7 @@ def alone(routed, balance):
     [
         (MeshConfig(2, 1, expert=4), {"routed": "to the same"}),
         (MeshConfig(1, 2, expert=2, context=2), {"routed": True, "remat": "blocks"}),
-        # A micro-batch's balance is of its own tokens, and each copy of the weights has a part of them.
+        # A micro-batch's balance covers its own tokens, and each copy of the weights has a part of them.
         (MeshConfig(1, 2, replica=2, expert=2), {"balance": 0.0, "remat": "dots"}),
         *(
             pytest.param(mesh, options, marks=pytest.mark.harness)

@@ -1,4 +1,4 @@
-"""The sum over devices of a weight's gradient, in float32 and in the dtype of the products."""
+"""Tests of the sum over devices of a weight's gradient, in float32 and in the dtype of the products."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,10 @@ ROWS, TOKENS, WIDTH, INNER = 8, 4, 16, 32
 
 @pytest.fixture(scope="module")
 def gradients():
-    """The exact gradient of a weight whose rows of x lie on eight devices, and the two that devices add up."""
+    """Returns a weight's exact gradient and two sums by devices, wide and narrow.
+
+    The rows of x lie on eight devices.
+    """
     mesh = make_mesh(MeshConfig(8))
     rng = np.random.default_rng(0)
     shapes = (ROWS, TOKENS, WIDTH), (WIDTH, INNER), (ROWS, TOKENS, INNER)
@@ -42,7 +45,7 @@ def test_a_sum_in_float32_is_rounded_once(gradients):
 
 
 def test_a_narrow_sum_rounds_the_part_of_each_device(gradients):
-    """The error stays under a unit in the last place of the largest sum, and is not that of one rounding."""
+    """The narrow sum differs from the wide one. Its error stays below a unit in the last place of the largest sum."""
     exact, wide, narrow = gradients
     assert (narrow != wide).any()
     assert np.abs(narrow - exact).max() <= 2.0**-7 * np.abs(exact).max()

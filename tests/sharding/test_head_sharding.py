@@ -1,4 +1,4 @@
-"""The head on a table split over devices: same numbers, and only a chunk of it is gathered at a time."""
+"""The head on a table that is split over devices has the same numbers. Only a chunk of it is gathered at a time."""
 
 import re
 
@@ -68,7 +68,7 @@ def test_ids_are_found_in_every_shard_without_gathering_logits(tp):
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     for x, y in zip((*found, *grads), (*scores, *expected_grads), strict=True):
         np.testing.assert_allclose(x, y, atol=5e-6, rtol=1e-5)
-    # What is gathered is the width of a chunk of the table, as without ids.
+    # The gathered part has the width of a chunk of the table, the same as without ids.
     text = compiled.as_text()
     assert re.findall(r"= \w+\[([\d,]+)\][^=]* all-gather", text) == [f"1,{CHUNK},{D}"] * 2
     assert not re.findall(r"all-to-all|collective-permute", text)

@@ -1,4 +1,4 @@
-"""The step on adapters on meshes of several shapes: the same gradients, and adapters that lie as their weights do."""
+"""The step on adapters has the same gradients on meshes of several shapes, and adapters lie like their weights."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""A sharded state in the host's memory: each device its shards, steps of the same bits, and nothing stays behind."""
+"""With a sharded state in the host's memory, each device has its shards, steps keep their bits, and nothing is left."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The injected rate on eight devices: its sharding is kept and a run compiles once."""
+"""The injected rate on eight devices keeps its sharding, and a run compiles once."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def mesh():
 
 
 def sharded(mesh, tx, dtype):
-    """Parameters over both axes, moments like them, everything else replicated."""
+    """Returns parameters and moments that are split over both axes, with everything else replicated."""
     split = NamedSharding(mesh, PartitionSpec("fsdp", "tensor"))
     params = {"w": jax.device_put(jnp.ones((8, 4), dtype), split)}
     shapes = jax.eval_shape(tx.init, params)
@@ -36,7 +36,7 @@ def sharded(mesh, tx, dtype):
 
 
 def run(tx, params, state, shardings, rates, extra):
-    """One step for each pair of a rate to set (None: leave it) and extra arguments."""
+    """Runs a step for each pair of a rate to set (None leaves it) and extra arguments."""
     traces = []
 
     def update(params, state, extra):

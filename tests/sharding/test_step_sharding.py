@@ -1,4 +1,4 @@
-"""The same step on meshes of several shapes: gradients, metrics, placement, collectives, one compilation."""
+"""The same step runs on meshes of several shapes: gradients, metrics, placement, collectives, one compilation."""
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +112,7 @@ def test_only_the_sum_of_gradients_crosses_replicas():
 
 def test_noise_is_that_of_each_replicas_micro_batches():
     """On one device the two replicas' parts of a micro-batch are micro-batches of their own."""
-    _, step, state = build(2, 2, gradient_keeper(), replica=2, remat="blocks")  # a program that is here already
+    _, step, state = build(2, 2, gradient_keeper(), replica=2, remat="blocks")  # this program exists already
     found = step(state, batch(), 0.1, True, True)[1]["optimizer/grad_noise"]
     m, b, t = shape()
     parted = jax.tree.map(lambda x: x.reshape(2 * m, b // 2, t) if x.ndim else 2 * x, batch())

@@ -1,4 +1,4 @@
-"""The step with the sampler's likeliest tokens: the same on several meshes as on one device.
+"""The step with the sampler's likeliest tokens is the same on several meshes as on one device.
 
 test_context_sharding.py has one form of it in the suite.
 """

@@ -1,4 +1,4 @@
-"""The maker of toy bases on a short fit, and the fitted base that the quickstart and the tests start from."""
+"""Tests of the maker of toy bases on a short fit, and of the fitted base of the quickstart and the tests."""
 
 import jax.numpy as jnp
 import make_toy_base
@@ -21,7 +21,7 @@ SHORT = ["--steps", "80", "--settle-steps", "0", "--batch-size", "8", "--learnin
 
 
 def demonstration_loss(module, params, seed=9):
-    """Mean negative log-probability of the response tokens of 64 demonstrations (nats)."""
+    """Returns the mean negative log-probability of the response tokens of 64 demonstrations (nats)."""
     config = ToyBaseConfig(batch_size=64, scratchpad_rate=0.5, wrong_direct_rate=0.0, wrong_digit_rate=0.0)
     rng = np.random.default_rng(seed)
     tokens, lengths = module.demonstration_batch(rng, config, settled=True)
@@ -55,7 +55,7 @@ def test_a_short_fit_learns_and_is_a_directory_that_loads(task, module, tmp_path
 
 
 def test_the_committed_base_is_a_whole_fit_of_the_toy():
-    """It knows the scratchpads that it practised: their tokens are all but sure."""
+    """The base knows the scratchpads that it practised: their tokens are nearly sure."""
     policy = read_config(TOY_BASE)
     assert policy == toy_config()
     assert load_tokenizer(TOY_BASE).eos_token_id == policy.eos_token_id == 14

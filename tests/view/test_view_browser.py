@@ -1,4 +1,4 @@
-"""The page of a token dump in a real Chromium: what it shows, selects and answers to a pointer, dark and light."""
+"""Tests of the page of a token dump in a real Chromium: contents, selections and the pointer, dark and light."""
 
 import dataclasses
 import json
@@ -22,7 +22,10 @@ ROLLOUT = [[None, -1.5, -0.5, -1.0, -0.1875], [None, -0.25, -1.125, -1.0], [None
 
 
 def write_page(tmp_path):
-    """A page whose log-ratios are 0.5, 0, -1 and 0.0625; 0, 0.125 and no number; 0."""
+    """Writes a page and returns its address.
+
+    Its log-ratios are 0.5, 0, -1, 0.0625, then 0, 0.125 and no number, then 0.
+    """
     mask = [[False, True, False, True, True], [False, True, True, True], [False, True]]
     advantage = [[None, 1.0, None, 1.0, 1.0], [None, -1.0, -1.0, -1.0], [None, 0.0]]
     version = [[None, 3, None, 3, 4], [None, 4, 4, 4], [None, 4]]
@@ -54,7 +57,7 @@ def chromium():
 
 @pytest.fixture
 def opened(chromium):
-    """A function that opens a page; at the end no page may have said anything on the console or asked a network."""
+    """Yields a function that opens a page. At the end no page may have written to the console or used a network."""
     said, contexts = [], []
 
     def open_page(address, **options):
@@ -78,7 +81,7 @@ def opened(chromium):
 
 
 def card(page):
-    """The lines of the open card, by their names."""
+    """Returns the lines of the open card by their names."""
     rows = page.locator("#card table").first.locator("tr")
     return dict(row.locator("td").all_inner_texts() for row in rows.all())
 
@@ -286,7 +289,7 @@ def test_dark_and_light_follow_the_system(tmp_path, opened):
 
 
 def contrast(*colours):
-    """The ratio of the luminances of two colours, as WCAG defines it."""
+    """Returns the ratio of the luminances of two colours, as WCAG defines it."""
 
     def luminance(colour):
         parts = [int(part) / 255 for part in colour.split("(")[1].rstrip(")").split(",")[:3]]

@@ -1,4 +1,4 @@
-"""The page of a token dump or run: its numbers against ones worked out by hand, and what it says of broken dumps."""
+"""Tests of the page of a token dump or run: its numbers against ones by hand, and its words on broken dumps."""
 
 import dataclasses
 import json
@@ -19,11 +19,11 @@ from rljax.mismatch import mismatch_metrics
 from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
 from rljax.view.measure import choose_columns, measure
 
-K3 = [math.exp(-0.25) - 1 + 0.25, math.exp(0.5) - 1.5 + math.exp(-1)]  # of the two sequences of ``small_dump``
+K3 = [math.exp(-0.25) - 1 + 0.25, math.exp(0.5) - 1.5 + math.exp(-1)]  # for the two sequences of ``small_dump``
 
 
 def viewed(tmp_path, source, *words):
-    """The data of the page of a source."""
+    """Returns the data of the page of a source."""
     status, out, err = outcome(main, [source, "-o", tmp_path / "page.html", *words])
     assert (status, out.strip()) == (0, str(tmp_path / "page.html")), err
     return page_data(tmp_path / "page.html")
@@ -85,7 +85,10 @@ def test_the_metrics_are_those_of_a_comparison():
 
 
 def values_dump():
-    """Two turns of one and two tokens: log-ratios ln 3, then ln 0.5 and 0, with two likeliest tokens at each."""
+    """Returns a dump of turns of one and two tokens, with log-ratios ln 3, then ln 0.5 and 0.
+
+    Each has two likeliest tokens.
+    """
     ids = np.asarray([[-1, -1], [6, 3], [-1, -1], [9, 3], [3, 4]], np.int32)
     nothing = [-np.inf, -np.inf]
     logprobs = np.log([[1, 1], [0.5, 0.25], [1, 1], [0.5, 0.5], [0.5, 0.25]]).astype(np.float32)
@@ -107,7 +110,7 @@ def test_rank_entropy_turn_and_alternatives_are_there(tmp_path):
     tokens = dump["tokens"]
     tops = tokens["tops"]["rollout"]
     assert (tops["k"], tops["of"]) == (1, 2)
-    assert numbers(tops["rank"]) == [0, 2, 0, 1, 3]  # the last is none of the two
+    assert numbers(tops["rank"]) == [0, 2, 0, 1, 3]  # the last token is none of the two
     assert numbers(tops["ids"]) == [2**32 - 1, 6, 2**32 - 1, 9, 3]
     np.testing.assert_equal(numbers(tokens["values"]["turn"]), [math.nan, 1, 0, 2, 2])
     np.testing.assert_equal(numbers(tokens["values"]["after"]), [math.nan, math.nan, math.nan, 1, 2])
@@ -178,7 +181,7 @@ def test_a_large_dump_is_cut_to_what_contributes_most(tmp_path):
     )
     assert sum(dump["counts"]["value"]) == 3
     (dump,) = viewed(tmp_path, path, "--max-tokens", "1")["dumps"]
-    assert dump["lengths"] == [4]  # one is always shown
+    assert dump["lengths"] == [4]  # one sequence is always shown
 
 
 def test_roles_choose_the_columns():
