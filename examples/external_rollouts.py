@@ -27,7 +27,7 @@ from rljax.sharding import MeshConfig, make_mesh
 
 
 def rows_of(group, problem, prompt, responses, tokenizer, reward):
-    """Returns one row for each response to a problem; rows with one ``group`` are compared with each other."""
+    """Returns one row for each response to a problem. Rows with one ``group`` are compared with each other."""
     for response in responses:
         versions = np.concatenate([np.full(span.end - span.start, span.version) for span in response.versions])
         text = tokenizer.decode(response.token_ids)
@@ -44,7 +44,7 @@ def rows_of(group, problem, prompt, responses, tokenizer, reward):
 
 
 def use_newest_policy(run, engine, version, mesh):
-    """Gives the engine the newest checkpoint of the run, if it is newer than ``version``; returns its version."""
+    """Gives the engine the newest checkpoint of the run unless it has that ``version``. Returns its version."""
     try:
         policy = find_policy(run)
         if policy.step != version:
@@ -91,7 +91,7 @@ def ask_server(url, prompts, count, sampling, seed):
 
 
 def ask(url, content=None, headers=None):
-    """Returns the reply of the trainer, a JSON object; None: it has no room. Ends if nothing answers for 5 minutes."""
+    """Returns the trainer's reply, a JSON object, or None if it has no room. Ends if nothing answers for 5 minutes."""
     for _ in range(600):
         try:
             with urllib.request.urlopen(urllib.request.Request(url, content, headers or {})) as reply:
@@ -114,7 +114,7 @@ def wait_for_room(place, groups):
 
 
 def send(place, name, rows):
-    """Sends rows to the trainer, again while it has no room; or writes them into a file by a rename."""
+    """Sends rows to the trainer, again while it has no room, or writes them into a file by a rename."""
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     if "://" not in place:
         partial = Path(place) / f"{name}.partial"

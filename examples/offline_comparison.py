@@ -27,7 +27,7 @@ PROMPT, RESPONSE, VOCABULARY = 4, 60, 64  # tokens, tokens, ids
 
 
 def make_files(directory: Path, sequences: int = 32, seed: int = 0) -> tuple[str, str]:
-    """Writes a dump of a trainer and a dump of a rollout engine; returns ``FILE#COLUMN`` of each."""
+    """Writes a dump of a trainer and a dump of a rollout engine. Returns ``FILE#COLUMN`` of each."""
     rng = np.random.default_rng(seed)
     exact = jnp.asarray(rng.normal(0.0, 3.0, (sequences, RESPONSE, VOCABULARY)), jnp.float32)
     rounded = exact.astype(jnp.bfloat16).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""The benchmark of the host runs, and its modelled step is the step of the compiled report."""
+"""The host's benchmark runs, and its modelled step is the step of the compiled report."""
 
 import json
 from pathlib import Path

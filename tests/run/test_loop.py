@@ -199,8 +199,7 @@ def test_rows_by_hand(whole):
     assert run.saved == [3, 4]
     for row in run.rows:
         assert row["reward/mean"] == 0.5
-        # Sums have three or four digits, and the end token. So a batch's two right answers have 3 to 5 tokens each,
-        # beside answers of eight.
+        # Sums have three or four digits, and the end token. A right answer has 4 or 5 tokens, and a wrong one eight.
         assert 6.0 <= row["response_length/mean"] <= 6.5
         assert row["response_length/max"] == 8.0
         assert row["response_length/truncated_fraction"] == 0.0
