@@ -21,8 +21,8 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.cudnn import CAPABILITY
 from rljax.policy.experts import round_size
 from rljax.policy.flash import block_attention
-from rljax.policy.head import vocabulary_chunks
-from rljax.policy.kernels import Kernels, compiled_for_hopper, exchanges_heads
+from rljax.policy.head import MAX_STORED, vocabulary_chunks
+from rljax.policy.kernels import Kernels, compiled_for_hopper, exchanges_heads, is_one_cpu
 from rljax.policy.lora import TrainedParams
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.run.config import Config
@@ -65,6 +65,8 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     if policy.num_experts:
         block += experts_bytes(part, places, mesh.shape["expert"], itemsize)
     head = head_bytes(policy, mesh, places, itemsize)
+    if is_one_cpu(mesh) and places * policy.vocab_size <= MAX_STORED:
+        head += places * policy.vocab_size * _FLOAT32
     return {
         "batch": micro * places * _BATCH_BYTES,
         "kept for the backward pass": kept * policy.num_layers,

@@ -1,9 +1,8 @@
 """Log-probabilities and entropies of tokens from hidden states, without [n, v] logits in memory.
 
 Forward and backward pass go through the vocabulary in chunks with a running maximum (online log-sum-exp). They keep no
-logits. Only on a CPU, the logits of a vocabulary of one chunk are kept. Values of tokens are float32 and never rounded
-to the input dtype. A chunk takes an equal part of every vocabulary shard, so a table that is split over ``tp`` is never
-gathered.
+logits. Only a CPU keeps the logits of few tokens. Values of tokens are float32 and never rounded to the input dtype. A
+chunk takes an equal part of every vocabulary shard, so a table that is split over ``tp`` is never gathered.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from rljax.sharding import axis_size, constrain, gradient_sum_dtype
 
 # The vocabulary of Qwen is 151,936 = 16 x 9,496. A vocabulary of up to this size is one chunk.
 MAX_CHUNK = 9_496
+MAX_STORED = 2**27
+"""The largest number of logits that a CPU keeps for the backward pass (512 MiB). More are computed again there."""
 _Chunk = tuple[Array, Array, Array | None]  # rows [c, d], their indices [c], and their logits [n, c] if they are kept
 
 
@@ -203,8 +204,8 @@ def _token_logprobs(hidden: Array, table: Array, targets: Array, ids: Array | No
 def _token_logprobs_fwd(
     hidden: Array, table: Array, targets: Array, ids: Array | None, static: _Static
 ) -> tuple[TokenScores, tuple[Any, ...]]:
-    # The logits of several chunks would take too much memory, so the backward pass computes them again.
-    scores, lse, logits = _forward(hidden, table, targets, ids, static, keep=static.stored and static.chunks == 1)
+    keep = static.stored and targets.size * table.shape[0] <= MAX_STORED
+    scores, lse, logits = _forward(hidden, table, targets, ids, static, keep=keep)
     return scores, (hidden, table, targets, ids, scores.entropy, lse, logits)
 
 

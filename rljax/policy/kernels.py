@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
 from rljax.policy.config import PolicyConfig, PolicyOptions
@@ -25,7 +25,7 @@ class Kernels(NamedTuple):
     parts: int = 1  # the number of devices that share a row; above 1, ``attention`` takes rows of ``context.fold``
     # The largest number of blocks that are compiled one by one, not as a loop, if the backward pass recomputes nothing.
     unrolled: int = 0
-    # Whether the head keeps the logits of a vocabulary of one chunk for the backward pass, and looks up targets there.
+    # Whether the head looks up targets in the logits, and keeps few logits (``head.MAX_STORED``) for the backward pass.
     stored_logits: bool = False
 
 
@@ -51,6 +51,14 @@ def exchanges_heads(config: PolicyConfig, mesh: Any) -> bool:
     return heads_of_device(mesh.shape["context"], *heads) is not None
 
 
+def is_one_cpu(mesh: Any) -> bool:
+    """Whether the mesh, which may have no devices, is a CPU and nothing else.
+
+    The devices may exist only for compilation, on a machine that has only a CPU. Several CPU devices are simulated.
+    """
+    return not isinstance(mesh, AbstractMesh) and mesh.devices.size == 1 and mesh.devices.flat[0].platform == "cpu"
+
+
 def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mesh: Mesh) -> Kernels:
     """Chooses the implementations that ``policy.attention`` and ``policy.experts`` mean on the devices of the mesh.
 
@@ -69,9 +77,7 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     attention = choose_attention(options.attention, device, dtype, config.head_dim, parts)
     inner = config.expert_size // mesh.shape["tp"]
     experts = choose_experts(options.experts, device, dtype, (config.hidden_size, inner))
-    # The devices of the mesh may exist only for compilation, on a machine that has only a CPU. A CPU is one device:
-    # several of them are simulated, and compile for longer.
-    on_cpu = device.platform == "cpu" and mesh.devices.size == 1
+    on_cpu = is_one_cpu(mesh)
     return Kernels(attention, experts, parts, MAX_UNROLLED if on_cpu else 0, on_cpu)
 
 

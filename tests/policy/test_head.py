@@ -131,12 +131,32 @@ def test_temperature_zero_is_refused():
         token_logprobs(hidden, table, targets, temperature=0.0)
 
 
-@pytest.mark.parametrize(("max_chunk", "stored", "products"), [(60, True, 3), (12, True, 4), (60, False, 4)])
-def test_stored_logits_of_one_chunk_are_computed_once(max_chunk, stored, products):
+@pytest.mark.parametrize(
+    ("tokens", "max_chunk", "stored", "products"),
+    [(5, 60, True, 3), (5, 12, True, 3), (5, 12, False, 4), (2**27 // 60 + 1, 12, True, 4)],
+    ids=["one chunk", "five chunks", "not stored", "too many"],
+)
+def test_few_stored_logits_are_computed_once(tokens, max_chunk, stored, products):
     """The products are the logits, the gradients of both operands, and the logits in the backward pass."""
-    hidden, table, targets = (jnp.asarray(x) for x in example())
 
-    def loss(hidden, table):
+    def loss(hidden, table, targets):
         return jnp.sum(token_logprobs(hidden, table, targets, max_chunk=max_chunk, stored=stored).logprobs)
 
-    assert str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(hidden, table)).count("dot_general[") == products
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((tokens, 8), (60, 8))]
+    targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    assert str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(*shapes, targets)).count("dot_general[") == products
+
+
+@pytest.mark.parametrize("max_chunk", [60, 12])
+def test_stored_logits_change_no_gradient(max_chunk):
+    hidden, table, targets = (jnp.asarray(x) for x in example())
+
+    def gradient(stored):
+        def loss(hidden, table):
+            scores = token_logprobs(hidden, table, targets, max_chunk=max_chunk, stored=stored)
+            return jnp.sum(scores.logprobs + 0.5 * scores.entropy)
+
+        return jax.grad(loss, (0, 1))(hidden, table)
+
+    for ours, expected in zip(gradient(True), gradient(False), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-7)
