@@ -1,4 +1,4 @@
-"""The sentences of the package and of the pages must be plain English; these patterns find those that are not."""
+"""Each sentence in a program or a page is plain English. These patterns betray sentences that are not."""
 
 import ast
 import io
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODULES = sorted((ROOT / "rljax").rglob("*.py"))
+FOLDERS = ("rljax", "tests", "experiments", "tools", "examples", "launch")
+MODULES = sorted(module for folder in FOLDERS for module in (ROOT / folder).rglob("*.py"))
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
 LONGEST = 40  # words in a sentence, at most
 
