@@ -36,7 +36,7 @@ from rljax.mismatch import mismatch_metrics
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import FAMILIES, QWEN3
 from rljax.policy.hf import save_params
-from rljax.policy.layers import MLP, Attention, Block, apply_rotary, linear, param
+from rljax.policy.layers import MLP, Attention, Block, linear, param
 from rljax.policy.lora import LoraConfig
 from rljax.policy.model import Params, cast_params
 from rljax.policy.peft import save_adapters
@@ -104,13 +104,13 @@ class AttentionBeside(Attention):
             for part, leaf in adapters_of(rngs, getattr(self, name)[...].shape, rank, inputs).items():
                 setattr(self, f"{name}_{part}", leaf)
 
-    def __call__(self, x: Any, rotary: Any, attention_fn: Any) -> Any:
+    def __call__(self, x: Any, rotate: Any, attention_fn: Any) -> Any:
         """Computes attention with the adapters' products added."""
         q = beside("btd,dhk->bthk", x, self.query[...], self.query_a[...], self.query_b[...])
         k = beside("btd,dgk->btgk", x, self.key[...], self.key_a[...], self.key_b[...])
         v = beside("btd,dgk->btgk", x, self.value[...], self.value_a[...], self.value_b[...])
         q, k = self.query_norm(q), self.key_norm(k)
-        mixed, carry = attention_fn(apply_rotary(q, rotary), apply_rotary(k, rotary), v)
+        mixed, carry = attention_fn(rotate(q), rotate(k), v)
         return beside("bthk,hkd->btd", mixed, self.output[...], self.output_a[...], self.output_b[...]), carry
 
 

@@ -15,6 +15,7 @@ from rljax.policy.config import PolicyConfig, PolicyOptions
 from rljax.policy.context import device_heads, heads_of_device
 from rljax.policy.cudnn import CAPABILITY, CUDNN
 from rljax.policy.grouped import IN_BLOCKS, Grouped, choose_experts
+from rljax.policy.rotary import Rotate, rotate, rotate_by_product
 
 
 class Kernels(NamedTuple):
@@ -27,6 +28,7 @@ class Kernels(NamedTuple):
     unrolled: int = 0
     # Whether the head looks up targets in the logits, and keeps few logits (``head.MAX_STORED``) for the backward pass.
     stored_logits: bool = False
+    rotate: Rotate = rotate  # the rotary embedding
 
 
 ON_ANY_BACKEND = Kernels()
@@ -78,7 +80,8 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     inner = config.expert_size // mesh.shape["tp"]
     experts = choose_experts(options.experts, device, dtype, (config.hidden_size, inner))
     on_cpu = is_one_cpu(mesh)
-    return Kernels(attention, experts, parts, MAX_UNROLLED if on_cpu else 0, on_cpu)
+    turns = rotate_by_product if device.platform == "tpu" and dtype == "bfloat16" else rotate
+    return Kernels(attention, experts, parts, MAX_UNROLLED if on_cpu else 0, on_cpu, turns)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The parts of a block: parameters with their description, products, norms, rotary embeddings, attention, SwiGLU.
+"""The parts of a block: parameters with their description, products, norms, attention, SwiGLU.
 
 Each parameter is described in one place, by ``param(rngs, shape, logical axes, initializer, name in the file)``.
 Abstract shapes, shardings, initial values and the layout of checkpoints all derive from this description.
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
@@ -204,26 +203,6 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale[...], self.eps)
 
 
-def rotary_tables(
-    positions: Int[Array, "b t"], head_dim: int, theta: float
-) -> tuple[Float[Array, "b t k"], Float[Array, "b t k"]]:
-    """Computes float32 cosines and sines of the rotary embedding, in the half-split form of transformers."""
-    # Transformers computes the frequencies in float32. At a long range, their last bit changes the angle visibly.
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies = jnp.asarray(np.float32(1.0) / np.float32(theta) ** exponents)
-    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
-    angles = jnp.concatenate([angles, angles], axis=-1)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def apply_rotary(x: Float[Array, "b t h k"], tables: tuple[Array, Array]) -> Float[Array, "b t h k"]:
-    """Rotates heads in float32. The result has the dtype of ``x``."""
-    cos, sin = (table[:, :, None, :] for table in tables)
-    x32 = x.astype(jnp.float32)
-    first, second = jnp.split(x32, 2, axis=-1)
-    return (x32 * cos + jnp.concatenate([-second, first], axis=-1) * sin).astype(x.dtype)
-
-
 class Attention(nnx.Module):
     """The projections of grouped-query attention, optionally with biases or with norms of each head's query and key."""
 
@@ -245,8 +224,13 @@ class Attention(nnx.Module):
             self.query_norm = RMSNorm(k, c.rms_norm_eps, rngs, "self_attn.q_norm.weight")
             self.key_norm = RMSNorm(k, c.rms_norm_eps, rngs, "self_attn.k_norm.weight")
 
-    def __call__(self, x: Array, rotary: tuple[Array, Array], attention_fn: Callable[..., Any]) -> tuple[Array, Any]:
-        """Computes attention of ``x`` [b, t, d]: the output [b, t, d] and the carry of ``attention_fn``."""
+    def __call__(
+        self, x: Array, rotate: Callable[[Array], Array], attention_fn: Callable[..., Any]
+    ) -> tuple[Array, Any]:
+        """Computes attention of ``x`` [b, t, d]: the output [b, t, d] and the carry of ``attention_fn``.
+
+        ``rotate`` applies the rotary embedding to queries or keys [b, t, h, k].
+        """
         specs = ("btd,dhk->bthk", "btd,dgk->btgk", "btd,dgk->btgk")
         biases = (self.query_bias[...], self.key_bias[...], self.value_bias[...]) if self.bias else ()
         q, k, v = linear(specs, x, (self.query[...], self.key[...], self.value[...]), biases)
@@ -254,7 +238,7 @@ class Attention(nnx.Module):
         q = constrain(q, "rows", "tokens", "act_heads", "head_dim")
         if self.norms:
             q, k = tap("query_norm", self.query_norm(q)), tap("key_norm", self.key_norm(k))
-        q, k = tap("query_rope", apply_rotary(q, rotary)), tap("key_rope", apply_rotary(k, rotary))
+        q, k = tap("query_rope", rotate(q)), tap("key_rope", rotate(k))
         mixed, carry = attention_fn(q, k, v)
         mixed = tap("attention", mixed)
         return tap("attention_output", linear(("bthk,hkd->btd",), mixed, (self.output[...],))[0]), carry
@@ -289,11 +273,11 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs, "post_attention_layernorm.weight")
 
     def __call__(
-        self, x: Array, rotary: tuple[Array, Array], attention_fn: Callable[..., Any], routing: Routing | None
+        self, x: Array, rotate: Callable[[Array], Array], attention_fn: Callable[..., Any], routing: Routing | None
     ) -> tuple[Array, Any, BlockStats]:
         """Returns the output for ``x`` [b, t, d], the carry of ``attention_fn``, and measurements of the forward."""
         normed = tap("attention_norm", all_tokens(self.attention_norm(x)))
-        mixed, carry = self.attention(normed, rotary, attention_fn)
+        mixed, carry = self.attention(normed, rotate, attention_fn)
         x = tap("attention_residual", x + split_tokens(mixed))
         fed, inside, router = self.mlp(tap("mlp_norm", all_tokens(self.mlp_norm(x))), routing)
         x = tap("residual", split_tokens(x + split_tokens(tap("mlp", fed))))

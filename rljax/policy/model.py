@@ -32,9 +32,9 @@ from rljax.policy.layers import (
     all_tokens,
     param,
     rms_norm,
-    rotary_tables,
     split_tokens,
 )
+from rljax.policy.rotary import Rotate, rotary_tables, rotate
 from rljax.policy.taps import Substitutes, Values, record_layers, recording_layer, substitutes_of_layers, tap
 from rljax.sharding import constrain, tree_shardings
 
@@ -189,6 +189,7 @@ def run_blocks(
     routing: Routing | None = None,
     remat: Remat = "none",
     unrolled: int = 0,
+    rotate: Rotate = rotate,
 ) -> tuple[Float[Array, "b t d"], Any, ForwardStats]:
     """Scans the blocks over ``x`` and applies the final norm.
 
@@ -200,6 +201,7 @@ def run_blocks(
       routing: The input of the routers of a policy with experts. Its choices have a leading layers axis.
       remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
       unrolled: The value of ``Kernels.unrolled``.
+      rotate: The implementation of the rotary embedding.
 
     Returns:
       The hidden states in the dtype of ``x``, the carry, and the measurements of the forward.
@@ -207,7 +209,10 @@ def run_blocks(
     graphdef = _declaration(config).block
     if config.num_experts and routing is None:
         routing = Routing()
-    rotary = rotary_tables(positions, config.head_dim, config.rope_theta)
+    tables = rotary_tables(positions, config.head_dim, config.rope_theta)
+
+    def at_positions(heads: Array) -> Array:
+        return rotate(heads, tables)
 
     def body(
         state: tuple[Array, Any], layer: tuple[Any, Array, Any, Substitutes]
@@ -216,7 +221,7 @@ def run_blocks(
         block = nnx.merge(graphdef, layer[0])
         routed = None if routing is None else routing._replace(choices=layer[2])
         with recording_layer(layer[3]) as recorded:
-            x, carry, stats = block(x, rotary, functools.partial(attention_fn, carry, layer[1]), routed)
+            x, carry, stats = block(x, at_positions, functools.partial(attention_fn, carry, layer[1]), routed)
         return (x, carry), (stats, recorded)
 
     if remat != "none":
@@ -288,6 +293,6 @@ def hidden_states(
     routing = None
     if config.num_experts:
         routing = Routing(segment_ids > 0, None if choices is None else jnp.moveaxis(choices, 2, 0), kernels.grouped)
-    how: dict[str, Any] = {"remat": remat, "unrolled": kernels.unrolled}
+    how: dict[str, Any] = {"remat": remat, "unrolled": kernels.unrolled, "rotate": kernels.rotate}
     hidden, _, stats = run_blocks(params, config, x, positions, attention_fn, routing=routing, **how)
     return hidden, stats

@@ -10,6 +10,7 @@ import pytest
 from rljax.policy.config import DEFAULTS, PolicyConfig
 from rljax.policy.kernels import MAX_UNROLLED, Kernels, choose_kernels
 from rljax.policy.model import hidden_states, init_params
+from rljax.policy.rotary import rotate, rotate_by_product
 from rljax.sharding import MESH_AXES
 
 CONFIG = PolicyConfig(16, 8, 16, 3, 2, 1, 4, tie_word_embeddings=True)
@@ -52,3 +53,19 @@ def test_only_a_cpu_gets_forms_for_cpus(devices, unrolled, stored):
     shape = dict.fromkeys(MESH_AXES, 1)
     kernels = choose_kernels(DEFAULTS, CONFIG, "float32", SimpleNamespace(devices=np.array(devices), shape=shape))
     assert (kernels.unrolled, kernels.stored_logits) == (unrolled, stored)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "expected"),
+    [
+        (V5P, "bfloat16", rotate_by_product),
+        (V5P, "float16", rotate),
+        (H100, "bfloat16", rotate),
+        (CPU, "bfloat16", rotate),
+    ],
+    ids=["TPU", "TPU float16", "H100", "CPU"],
+)
+def test_only_a_tpu_rotates_by_a_product(device, dtype, expected):
+    shape = dict.fromkeys(MESH_AXES, 1)
+    mesh = SimpleNamespace(devices=np.array([device]), shape=shape)
+    assert choose_kernels(DEFAULTS, CONFIG, dtype, mesh).rotate is expected

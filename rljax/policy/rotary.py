@@ -1,0 +1,65 @@
+"""Rotary position embeddings of queries and keys, in the half-split form of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+Tables = tuple[Float[Array, "b t k"], Float[Array, "b t k"]]
+"""The cosines and the sines of a row's angles, float32. Both halves of the last axis are equal."""
+Rotate = Callable[[Float[Array, "b t h k"], Tables], Float[Array, "b t h k"]]
+
+
+def rotary_tables(positions: Int[Array, "b t"], head_dim: int, theta: float) -> Tables:
+    """Computes the cosines and sines of ``positions``. ``theta`` is the base of the frequencies."""
+    # Transformers computes the frequencies in float32. At a long range, their last bit changes the angle visibly.
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = jnp.asarray(np.float32(1.0) / np.float32(theta) ** exponents)
+    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Float[Array, "b t h k"], tables: Tables) -> Float[Array, "b t h k"]:
+    """Rotates heads in float32. The result has the dtype of ``x``."""
+    wide = x.astype(jnp.float32)
+    first, second = jnp.split(wide, 2, axis=-1)
+    return _sum(wide, jnp.concatenate([-second, first], axis=-1), *tables).astype(x.dtype)
+
+
+@jax.custom_vjp
+def rotate_by_product(x: Float[Array, "b t h k"], tables: Tables) -> Float[Array, "b t h k"]:
+    """Rotates bfloat16 heads like :func:`rotate`, to the bit. A product with a matrix exchanges their halves.
+
+    XLA's TPU compiler copies float32 heads three times to exchange halves without a product. The matrix has the values
+    0, 1 and -1, so its product is exact. The tables get no gradient.
+    """
+    return _rotated_by_product(x, *tables)
+
+
+def _rotated_by_product(x: Array, cos: Array, sin: Array) -> Array:
+    half = x.shape[-1] // 2
+    zero, one = np.zeros((half, half)), np.eye(half)
+    turn = jnp.asarray(np.block([[zero, one], [-one, zero]]), x.dtype)
+    turned = jnp.einsum("bthk,kl->bthl", x, turn, preferred_element_type=jnp.float32)
+    return _sum(x.astype(jnp.float32), turned, cos, sin).astype(x.dtype)
+
+
+def _sum(x: Array, turned: Array, cos: Array, sin: Array) -> Array:
+    return x * cos[:, :, None, :] + turned * sin[:, :, None, :]
+
+
+def _rotate_fwd(x: Array, tables: Tables) -> tuple[Array, Tables]:
+    return rotate_by_product(x, tables), tables
+
+
+def _rotate_bwd(tables: Tables, cotangent: Array) -> tuple[Array, None]:
+    cos, sin = tables
+    return _rotated_by_product(cotangent, cos, -sin), None  # the transpose of a rotation turns back
+
+
+rotate_by_product.defvjp(_rotate_fwd, _rotate_bwd)
