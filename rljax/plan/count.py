@@ -211,6 +211,9 @@ class _Counter:
             return round(ratio * sum(operands))
         if one.opcode == "copy-start":
             return _main_memory(one.arrays)  # (to, from, context)
+        if one.opcode == "slice-start":
+            source, part, *_ = one.arrays  # ((from), to, context)
+            return sum(part.bytes for place in (source, part) if place.memory_space == 0)
         if one.opcode in _SLICES:
             return 2 * _main_memory(one.arrays) + sum(operands[1:])
         if one.opcode == "dynamic-update-slice":

@@ -122,6 +122,24 @@ def compiled(f, *shapes):
     return jax.jit(f).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()
 
 
+SLICED = """\
+HloModule sliced, is_scheduled=true
+
+ENTRY %main (x: s8[4096]) -> s8[1024] {
+  %x = s8[4096]{0} parameter(0)
+  %start = ((s8[4096]{0}), s8[1024]{0:S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[1024:2048]}
+  %first = s8[1024]{0:S(1)} slice-done(%start)
+  %other = ((s8[4096]{0}), s8[1024]{0}, s32[]{:S(2)}) slice-start(%x), slice={[2048:3072]}
+  ROOT %second = s8[1024]{0} slice-done(%other)
+}
+"""
+
+
+def test_a_slice_that_starts_early_moves_only_its_part():
+    """The first slice is read into the chip's own memory. The second is read and written in the main memory."""
+    assert count_program(parse_module(SLICED), 1).step.memory_bytes == 1024 + 2 * 1024
+
+
 def test_products_in_loops_that_xla_compiles_here():
     """Five rows go through 7 layers, forward and backward, with 3 products a layer."""
 
