@@ -21,7 +21,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.cudnn import CAPABILITY
 from rljax.policy.experts import round_size
 from rljax.policy.flash import block_attention
-from rljax.policy.head import MAX_STORED, vocabulary_chunks
+from rljax.policy.head import are_few_logits, vocabulary_chunks
 from rljax.policy.kernels import Kernels, compiled_for_hopper, exchanges_heads, is_one_cpu
 from rljax.policy.lora import TrainedParams
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
@@ -65,7 +65,7 @@ def working_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, 
     if policy.num_experts:
         block += experts_bytes(part, places, mesh.shape["expert"], itemsize)
     head = head_bytes(policy, mesh, places, itemsize)
-    if is_one_cpu(mesh) and places * policy.vocab_size <= MAX_STORED:
+    if is_one_cpu(mesh) and are_few_logits(places, policy.vocab_size):
         head += places * policy.vocab_size * _FLOAT32
     return {
         "batch": micro * places * _BATCH_BYTES,

@@ -65,6 +65,11 @@ def vocabulary_chunks(vocab_size: int, max_chunk: int = MAX_CHUNK) -> int:
     return next((c for c in range(smallest, min(vocab_size, 4 * smallest) + 1) if vocab_size % c == 0), 1)
 
 
+def are_few_logits(tokens: int, vocab_size: int) -> bool:
+    """Whether a CPU keeps the logits of this number of tokens for the backward pass."""
+    return tokens * vocab_size <= MAX_STORED
+
+
 def matmul_precision(dtype: Any) -> str | None:
     """Returns "highest" for float32, whose products accelerators would round to fewer bits, and else the default."""
     return "highest" if jnp.dtype(dtype) == jnp.float32 else None
@@ -204,7 +209,7 @@ def _token_logprobs(hidden: Array, table: Array, targets: Array, ids: Array | No
 def _token_logprobs_fwd(
     hidden: Array, table: Array, targets: Array, ids: Array | None, static: _Static
 ) -> tuple[TokenScores, tuple[Any, ...]]:
-    keep = static.stored and targets.size * table.shape[0] <= MAX_STORED
+    keep = static.stored and are_few_logits(targets.size, table.shape[0])
     scores, lse, logits = _forward(hidden, table, targets, ids, static, keep=keep)
     return scores, (hidden, table, targets, ids, scores.entropy, lse, logits)
 

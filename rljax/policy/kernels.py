@@ -80,8 +80,8 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     inner = config.expert_size // mesh.shape["tp"]
     experts = choose_experts(options.experts, device, dtype, (config.hidden_size, inner))
     on_cpu = is_one_cpu(mesh)
-    turns = rotate_by_product if device.platform == "tpu" and dtype == "bfloat16" else rotate
-    return Kernels(attention, experts, parts, MAX_UNROLLED if on_cpu else 0, on_cpu, turns)
+    rotary = rotate_by_product if device.platform == "tpu" and dtype == "bfloat16" else rotate
+    return Kernels(attention, experts, parts, MAX_UNROLLED if on_cpu else 0, on_cpu, rotary)
 
 
 @contextlib.contextmanager

@@ -63,6 +63,16 @@ def test_with_adapters_only_their_weights_have_a_gradient():
     assert at_work == max(head, block + 2 * 3 * 16 * 48)
 
 
+@pytest.mark.parametrize(("vocab_size", "is_stored"), [(2**21, True), (2**22, False)], ids=["2^27", "2^28"])
+def test_a_cpu_keeps_up_to_2_to_the_27_logits(vocab_size, is_stored):
+    """A row has 64 tokens. The mesh without devices is planned as cards, which keep no logits."""
+    policy = dataclasses.replace(POLICY, vocab_size=vocab_size)
+    one = changed(config(), mesh={"fsdp": 1, "tp": 1}, packing={"row_tokens": 64, "rows_per_micro_batch": 1})
+    meshes = make_mesh(MeshConfig(1, 1)), shape_mesh(MeshConfig(1, 1))
+    cpu, card = (working_bytes(one, policy, mesh)["at work in a micro-batch"] for mesh in meshes)
+    assert cpu == (head_bytes(policy, meshes[0], 64, 2) + 4 * 64 * vocab_size if is_stored else card)
+
+
 def test_other_remats_keep_more_or_none():
     policies = ("offload", "blocks", "dots", "none")
     kept = [kept_by_a_block(POLICY, 2, 64, config(remat=remat)) for remat in policies]
