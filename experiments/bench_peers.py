@@ -13,22 +13,32 @@ on, the file also has the ratio's exact 95% interval.
 whose package is missing has an error in its row. ``rljax=PATH`` runs rljax on the jax of that environment. The result
 is written after each case, and a case that is in the file already is not measured again. So the program can run in
 pieces: first ``--rounds 0`` to compile, then another number of rounds with the same ``--programs`` to measure.
+
+    python experiments/bench_peers.py --platform cuda --rounds 10 --limit-s 100 --json peers_card.json
+
+This measures Qwen3-0.6B's shape on one NVIDIA GPU. The sides compile beside each other. Then each makes its weights and
+its steps alone, in one block, and its process ends, so that the next has all of the card's memory. A ratio is of the
+medians, and its range goes from the fastest step over the slowest of rljax to the reverse. Each step waits for the
+updated weights. ``peak_bytes`` counts all arrays of the process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import platform
 import re
+import select
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,33 +67,70 @@ CASES = {
     "vocabulary 151,936, blocks recomputed": Case(remat=True, **LARGE),
     "vocabulary 151,936, bfloat16": Case(dtype="bfloat16", **LARGE),
 }
+QWEN3 = {"width": 1024, "layers": 28, "vocab": 151_936, "head_dim": 128}  # Qwen3-0.6B
+ON_CARD = QWEN3 | {"remat": True, "dtype": "bfloat16", "card": True}
+CARD_CASES = {
+    "Qwen3-0.6B, 4 x 2,304 tokens": Case(sequences=4, tokens=2304, **ON_CARD),
+    "Qwen3-0.6B, 8 recorded lengths": Case(tokens=0, scale=56, recorded=8, **ON_CARD),
+    "Qwen3-0.6B, 1 x 8,192 tokens": Case(sequences=1, tokens=8192, **ON_CARD),
+}
+SIDES = {
+    "cpu": [side for side in peer_steps.SIDES if side != peer_steps.PACKED],
+    "cuda": [OWN, "tunix", "maxtext", peer_steps.PACKED],
+}
+"""The sides of a platform, unless ``--sides`` names others."""
+ENVIRONMENTS = {
+    "cpu": {"JAX_PLATFORMS": "cpu"},
+    "cuda": {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+}
 
 
 class Worker:
     """The process of one side."""
 
-    def __init__(self, side: str, interpreter: str, programs: str):
-        """Starts the process. ``programs`` is the directory of compiled programs."""
+    def __init__(self, side: str, interpreter: str, programs: str, environment: dict[str, str], logs: Path | None):
+        """Starts the process.
+
+        Args:
+          side: The name of the side.
+          interpreter: The Python of its package.
+          programs: The directory of compiled programs.
+          environment: The variables that choose the platform.
+          logs: The directory for what the process prints; None to drop it.
+        """
+        log = logs / f"{re.sub('[^a-z]+', '_', side)}.txt" if logs else Path(os.devnull)
         here = Path(__file__).resolve()
         paths = os.pathsep.join([str(here.parents[1]), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)
-        self._process = subprocess.Popen(
-            [interpreter, "-W", "ignore", str(here.with_name("peer_steps.py")), side],
-            env=os.environ
-            | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": programs}
-            | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "ENABLE_DISTRIBUTED_INIT": "0"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        with log.open("a") as errors:
+            self._process = subprocess.Popen(
+                [interpreter, "-W", "ignore", str(here.with_name("peer_steps.py")), side],
+                env=os.environ
+                | environment
+                | {"PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": programs}
+                | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "ENABLE_DISTRIBUTED_INIT": "0"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
 
     def ask(self, **message: Any) -> dict[str, Any]:
         """Sends a message and returns the answer."""
-        pipes = self._process.stdin, self._process.stdout
-        if None in pipes or self._process.poll() is not None:
-            return {"error": "its process has ended"}
-        print(json.dumps(message), file=pipes[0], flush=True)
-        answer = pipes[1].readline()  # type: ignore[union-attr]
+        self.send(**message)
+        return self.receive()
+
+    def send(self, **message: Any) -> None:
+        """Sends a message, unless the process has ended."""
+        with contextlib.suppress(BrokenPipeError):  # there will be no answer, either
+            print(json.dumps(message), file=self._process.stdin, flush=True)
+
+    def receive(self, limit_s: float | None = None) -> dict[str, Any]:
+        """Returns the answer to a message. A process that takes more than ``limit_s`` seconds is killed."""
+        assert self._process.stdout is not None  # it is a pipe
+        if not select.select([self._process.stdout], [], [], limit_s)[0]:
+            self.end()
+            return {"error": f"it took more than {limit_s:.0f} s"}
+        answer = self._process.stdout.readline()
         return json.loads(answer) if answer else {"error": "its process has ended"}
 
     def end(self) -> None:
@@ -120,12 +167,68 @@ def compare(case: Case, workers: dict[str, Worker], rounds: int, compiled: dict[
     return {"case": case._asdict(), "sides": sides}
 
 
+def time_alone(worker: Worker, rounds: int, limit_s: float) -> dict[str, Any]:
+    """Times the steps of a side whose process then ends. The first two steps are not timed.
+
+    Returns the seconds, the norm of the first step, and the most bytes in use on the card; or an error instead.
+    """
+    end = time.monotonic() + limit_s
+    steps = []
+    for _ in range(2 + rounds):
+        worker.send(run=True)
+        steps.append(worker.receive(max(1.0, end - time.monotonic())))
+        if "error" in steps[-1]:
+            break
+    worker.end()
+    if "error" in steps[-1]:
+        return {"error": steps[-1]["error"]}
+    return steps[-1] | {"norm": steps[0]["norm"], "seconds": [step["seconds"] for step in steps[2:]]}
+
+
+def compare_on_card(
+    cases: dict[str, Case], start: Callable[[], dict[str, Worker]], rounds: int, limit_s: float
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Compiles the steps of all sides of some cases beside each other, then times one side after the other.
+
+    Yields the name and the result of each case. A side that fails or takes too long has an error instead of times.
+    ``start`` starts the processes of a case.
+    """
+    workers = {name: start() for name in cases}
+    try:
+        for name, case in cases.items():
+            for worker in workers[name].values():
+                worker.send(compile=case._asdict())
+        end = time.monotonic() + limit_s
+        facts = {
+            name: {side: worker.receive(max(1.0, end - time.monotonic())) for side, worker in workers[name].items()}
+            for name in cases
+        }
+        for name, sides in facts.items():
+            for side, of_side in sides.items():
+                if "error" not in of_side:
+                    of_side |= time_alone(workers[name][side], rounds, limit_s)
+            add_ratios(sides)
+            yield name, {"case": cases[name]._asdict(), "sides": sides}
+    finally:
+        for worker in [one for each in workers.values() for one in each.values()]:
+            worker.end()
+
+
+def add_ratios(sides: dict[str, Any]) -> None:
+    """Adds the ratio of the medians, and its range, to the facts of each side that has times."""
+    ours = sides[OWN].get("seconds")
+    for facts in sides.values() if ours else ():
+        if theirs := facts.get("seconds"):
+            facts["ratio"] = statistics.median(theirs) / statistics.median(ours)
+            facts["range"] = [min(theirs) / max(ours), max(theirs) / min(ours)]
+
+
 def row(name: str, side: str, facts: dict[str, Any]) -> str:
     """Returns a row of the table."""
     if "error" in facts:
         return f"| {name} | {side} | {facts['error']} | | | | | |"
     times = "| | "
-    if "seconds" in facts:
+    if "ratio" in facts:
         low, high = facts["range"]
         times = f"{statistics.median(facts['seconds']) * 1e3:.0f} | {facts['ratio']:.2f} | {low:.2f} - {high:.2f}"
     size = f"{facts['temporary_bytes'] / 2**20:.0f}" if "temporary_bytes" in facts else ""
@@ -146,47 +249,88 @@ def command_of(arguments: Sequence[str]) -> str:
     return f"python experiments/bench_peers.py {shlex.join(named)}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
+def parser_of_options() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", action="append", default=[], metavar="SIDE=PATH", help="interpreter of a package")
-    parser.add_argument("--sides", nargs="+", default=list(peer_steps.SIDES), choices=peer_steps.SIDES, metavar="SIDE")
+    parser.add_argument("--platform", choices=ENVIRONMENTS, default="cpu", help="where the sides run (cpu)")
+    parser.add_argument("--sides", nargs="+", choices=peer_steps.SIDES, metavar="SIDE", help="sides to run")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="names of cases to run (all)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each side (7); 0: only compile")
     parser.add_argument("--programs", help="directory for compiled programs, which later runs need not compile")
     parser.add_argument("--again", action="store_true", help="measure cases that are in the file already")
     parser.add_argument("--json", type=Path, help="JSON file for the result")
-    options = parser.parse_args(arguments)
+    card = parser.add_argument_group("only with --platform cuda")
+    card.add_argument("--limit-s", type=float, default=120, help="seconds for compilation, and for a side's turn (120)")
+    card.add_argument("--together", type=int, default=1, help="cases whose programs are compiled together (1)")
+    card.add_argument("--compile-alone", action="store_true", help="one compiler at a time, which tunes undisturbed")
+    card.add_argument("--logs", type=Path, help="directory for what the sides print")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser_of_options().parse_args(arguments)
+    on_card = options.platform == "cuda"
     interpreters = dict(pair.split("=", 1) for pair in options.python)
-    chosen = {name: case for name, case in CASES.items() if not options.only or name in options.only}
+    chosen = {
+        name: case
+        for name, case in (CARD_CASES if on_card else CASES).items()
+        if not options.only or name in options.only
+    }
     kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
     results: dict[str, Any] = kept.get("cases", {})
-    names = list(dict.fromkeys([OWN, *options.sides]))
+    names = list(dict.fromkeys([OWN, *(options.sides or SIDES[options.platform])]))
+    wanted = "seconds" if options.rounds else "norm"
+
+    def missing(name: str) -> bool:
+        found = results.get(name, {"sides": {}})["sides"]
+        return options.again or not all({wanted, "error"} & set(found.get(side, ())) for side in names)
+
+    def keep(name: str, one: dict[str, Any]) -> None:
+        """Prints the rows of a case, and writes it."""
+        found = results.get(name, {"sides": {}})["sides"]
+        results[name] = one | {"sides": found | one["sides"]}
+        for side in names:
+            print(row(name, side, one["sides"][side]), flush=True)
+        if "mismatch_s" in one["sides"][OWN]:
+            print(mismatch_row(name, one["sides"][OWN]), flush=True)
+        norms = [facts["norm"] for facts in one["sides"].values() if "error" not in facts]
+        is_float32 = one["case"]["dtype"] == "float32"
+        if is_float32 and not all(math.isclose(norm, norms[0], rel_tol=1e-3) for norm in norms):
+            raise RuntimeError(f"the sides compute different gradients: norms {norms}")
+        if options.json:
+            machine = f"{platform.machine()}, {os.cpu_count()} cores"
+            report = {"command": command_of(arguments), "machine": machine, "cases": results}
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
     with tempfile.TemporaryDirectory() as empty:
         programs = str(options.programs or empty)
-        workers = {n: Worker(n, interpreters.get(n.split()[0].strip(","), sys.executable), programs) for n in names}
+        if options.logs:
+            options.logs.mkdir(parents=True, exist_ok=True)
+        environment = dict(ENVIRONMENTS[options.platform])
+        if options.compile_alone:
+            environment[peer_steps.LOCK] = str(Path(empty) / "lock")
+
+        def start() -> dict[str, Worker]:
+            pythons = {name: interpreters.get(name.split()[0].strip(","), sys.executable) for name in names}
+            return {name: Worker(name, python, programs, environment, options.logs) for name, python in pythons.items()}
+
         print("| case | side | ms | side / rljax | from - to | temporaries MiB | compiled, core-s | gradient's norm |")
         print("|---|---|---|---|---|---|---|---|", flush=True)
-        for name, case in tqdm(chosen.items(), disable=not sys.stderr.isatty()):
+        todo = {name: case for name, case in chosen.items() if missing(name)}
+        if on_card:
+            for i in range(0, len(todo), options.together):
+                group = dict(list(todo.items())[i : i + options.together])
+                for name, one in compare_on_card(group, start, options.rounds, options.limit_s):
+                    keep(name, one)
+            return 0
+        workers = start()
+        for name, case in tqdm(todo.items(), disable=not sys.stderr.isatty()):
+            of_program = ("compile_core_s", "compile_s", "temporary_bytes")
             found = results.get(name, {"sides": {}})["sides"]
-            wanted = "seconds" if options.rounds else "norm"
-            if not options.again and all({wanted, "error"} & set(found.get(side, ())) for side in names):
-                continue
-            of_program = ("compile_core_s", "temporary_bytes")
             compiled = {side: {k: facts[k] for k in of_program if k in facts} for side, facts in found.items()}
-            one = compare(case, workers, options.rounds, compiled)
-            results[name] = one | {"sides": found | one["sides"]}
-            for side in names:
-                print(row(name, side, one["sides"][side]), flush=True)
-            if "mismatch_s" in one["sides"][OWN]:
-                print(mismatch_row(name, one["sides"][OWN]), flush=True)
-            norms = [facts["norm"] for facts in one["sides"].values() if "error" not in facts]
-            if case.dtype == "float32" and not all(math.isclose(norm, norms[0], rel_tol=1e-3) for norm in norms):
-                raise RuntimeError(f"the sides compute different gradients: norms {norms}")
-            if options.json:
-                machine = f"{platform.machine()}, {os.cpu_count()} cores"
-                report = {"command": command_of(arguments), "machine": machine, "cases": results}
-                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            keep(name, compare(case, workers, options.rounds, compiled))
         for worker in workers.values():
             worker.end()
     return 0

@@ -13,7 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from peer_steps import CLIP, DECAY, EPSILON, RATE, Built, Case, compiled_facts, first_weights, packed, padded
+from peer_steps import (
+    CLIP,
+    DECAY,
+    EPSILON,
+    RATE,
+    Built,
+    Case,
+    compiled_facts,
+    first_weights,
+    host_weights,
+    packed,
+    padded,
+)
 
 KERNELS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 """The names of attention's projections in rljax, and in tunix and EasyDeL."""
@@ -57,7 +69,7 @@ def tunix(case: Case, *, learner: bool = True) -> Built:
         embed_dim=case.width,
         hidden_dim=3 * case.width,
         num_heads=case.heads[0],
-        head_dim=64,
+        head_dim=case.head_dim,
         num_kv_heads=case.heads[1],
         rope_theta=1_000_000,
         norm_eps=1e-6,
@@ -65,15 +77,6 @@ def tunix(case: Case, *, learner: bool = True) -> Built:
         dtype=jnp.dtype(case.dtype),
         param_dtype=jnp.float32,
         remat_config=RematConfig.DECODER if case.remat else RematConfig.NONE,
-    )
-    with mesh:
-        model = Qwen3(shape, rngs=nnx.Rngs(0))
-    _give_to_tunix(model, first_weights(case))
-    trainer = Trainer(
-        model=model,
-        optimizer=optimizer(),
-        training_config=TrainingConfig(eval_every_n_steps=10**9, max_steps=10**9),
-        custom_checkpoint_metadata_fn=dict,
     )
     config = GRPOConfig(num_generations=2, num_iterations=1, beta=0.0, loss_agg_mode="token-mean")
     config.temperature = 1.0
@@ -88,13 +91,29 @@ def tunix(case: Case, *, learner: bool = True) -> Built:
         return -jnp.sum(example.advantages[:, None] * ratio * mask) / jnp.sum(mask), {}
 
     loss = function_registry.get_policy_loss_fn(config.policy_loss_fn) if learner else plain
-    trainer.with_loss_fn(lambda model, example: loss(model, example, algo_config=config, **special), has_aux=True)
-    trainer.with_gen_model_input_fn(lambda example: {"example": example})
+
+    def trainer_of(params: Any) -> Any:
+        model = Qwen3(shape, rngs=nnx.Rngs(0))
+        _give_to_tunix(model, params)
+        trainer = Trainer(
+            model=model,
+            optimizer=optimizer(),
+            training_config=TrainingConfig(eval_every_n_steps=10**9, max_steps=10**9),
+            custom_checkpoint_metadata_fn=dict,
+        )
+        trainer.with_loss_fn(lambda model, example: loss(model, example, algo_config=config, **special), has_aux=True)
+        trainer.with_gen_model_input_fn(lambda example: {"example": example})
+        return trainer
+
     arrays = {name: jnp.asarray(x) for name, x in padded(case).items()}
     example = TrainExample(**arrays, ref_per_token_logps=None, old_per_token_logps=None)
-    step = nnx.jit(trainer.create_train_step_fn(), donate_argnames=("optimizer",))
+    if case.card:
+        run, facts = _tunix_on_card(trainer_of, case, mesh, example)
+        return Built(run, facts | shape_of(arrays))
     with mesh:
-        facts = compiled_facts(lambda: step.lower(trainer.model, trainer.optimizer, example))
+        trainer = trainer_of(first_weights(case))
+        step = nnx.jit(trainer.create_train_step_fn(), donate_argnames=("optimizer",))
+        facts = compiled_facts(lambda: step.lower(trainer.model, trainer.optimizer, example))[1]
         cached = trainer.jit_train_and_eval_step(cache_nnx_graph=True)[0]
 
     def run() -> float:
@@ -104,6 +123,55 @@ def tunix(case: Case, *, learner: bool = True) -> Built:
         return float(norm)
 
     return Built(run, facts | shape_of(arrays))
+
+
+def _tunix_on_card(trainer_of: Any, case: Case, mesh: Any, example: Any) -> tuple[Any, dict[str, Any]]:
+    """Compiles tunix's step from shapes, as a function of its arrays alone, all of which are donated.
+
+    So no Python code of ``nnx`` runs in a step, and the state can be made later.
+    """
+    from flax import nnx
+
+    made = {}
+    placed = whole(mesh)
+
+    def build(params: Any) -> Any:
+        trainer = trainer_of(params)
+        made["graph"], state = nnx.split((trainer.model, trainer.optimizer))
+        made["step"] = trainer.create_train_step_fn()
+        return state
+
+    def train_step(state: Any, example: Any) -> Any:
+        model, optimizer = nnx.merge(made["graph"], state)
+        norm = made["step"](model, optimizer, example)[2]
+        return nnx.state((model, optimizer)), norm
+
+    with mesh:
+        shapes = on_mesh(jax.eval_shape(build, host_weights(case)), mesh)
+        lowered = on_mesh(example, mesh)
+        step = jax.jit(train_step, donate_argnums=0, out_shardings=placed)
+        compiled, facts = compiled_facts(lambda: step.lower(shapes, lowered))
+    state = None
+
+    def run() -> float:
+        nonlocal state
+        if state is None:
+            with mesh:
+                state = jax.jit(build, donate_argnums=0, out_shardings=placed)(first_weights(case))
+        state, norm = jax.block_until_ready(compiled(state, example))
+        return float(norm)
+
+    return run, facts
+
+
+def whole(mesh: Any) -> Any:
+    """Returns the sharding of an array that is not split over the mesh."""
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+
+def on_mesh(tree: Any, mesh: Any) -> Any:
+    """Returns the shapes of arrays, each whole on the mesh."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole(mesh)), tree)
 
 
 def _give_to_tunix(model: Any, params: Any) -> None:
@@ -147,7 +215,7 @@ def easydel(case: Case) -> Built:
         num_hidden_layers=case.layers,
         num_attention_heads=case.heads[0],
         num_key_value_heads=case.heads[1],
-        head_dim=64,
+        head_dim=case.head_dim,
         rope_theta=1_000_000.0,
         rms_norm_eps=1e-6,
         tie_word_embeddings=True,
@@ -177,7 +245,7 @@ def easydel(case: Case) -> Built:
 
     step = jax.jit(train, donate_argnums=0)
     with model.mesh:
-        facts = compiled_facts(lambda: step.lower(state, batch))
+        facts = compiled_facts(lambda: step.lower(state, batch))[1]
 
     def run() -> float:
         nonlocal state
@@ -188,22 +256,35 @@ def easydel(case: Case) -> Built:
     return Built(run, facts | shape_of(batch))
 
 
-def maxtext(case: Case) -> Built:
-    """Builds MaxText's ``train_step``: cross-entropy on packed rows. It measures no entropy."""
+def maxtext(case: Case, *, attention: str | None = None) -> Built:
+    """Builds MaxText's ``train_step``: cross-entropy on packed rows. It measures no entropy.
+
+    Args:
+      case: The shape of the policy and of the batch.
+      attention: The kernel on a card; "flash" is a Triton kernel that keeps packed sequences apart. None stands for
+        cuDNN's, which does not: each sequence then has a row of its own. On the CPU it is always ``dot_product``.
+    """
     import maxtext
     from flax.core.spmd import logical_axis_rules
     from maxtext.configs import pyconfig
     from maxtext.trainers.pre_train import train, train_compile
 
-    rows = packed(case)
+    rows = packed(case, alone=case.card and attention is None)
+    on_gpu = jax.devices()[0].platform == "gpu"
     batch, length = rows.tokens.shape[1:]
     settings = {
         **{"run_name": "peers", "base_output_directory": "/tmp", "enable_checkpointing": "false"},
-        **{"dataset_type": "synthetic", "hardware": "cpu", "skip_jax_distributed_system": "true"},
+        **{"dataset_type": "synthetic", "hardware": "gpu" if on_gpu else "cpu", "skip_jax_distributed_system": "true"},
         **{"decoder_block": "qwen3", "use_qk_norm": "true", "logits_via_embedding": "true"},
         **{"normalize_embedding_logits": "false", "enable_dropout": "false", "mlp_activations": "['silu','linear']"},
-        **{"attention": "dot_product", "scan_layers": "false", "remat_policy": "full" if case.remat else "minimal"},
-        **{"base_emb_dim": case.width, "base_mlp_dim": 3 * case.width, "head_dim": 64, "vocab_size": case.vocab},
+        **{"attention": (attention or "cudnn_flash_jax") if on_gpu else "dot_product"},
+        **{"scan_layers": str(case.card).lower(), "remat_policy": "full" if case.remat else "minimal"},
+        **{
+            "base_emb_dim": case.width,
+            "base_mlp_dim": 3 * case.width,
+            "head_dim": case.head_dim,
+            "vocab_size": case.vocab,
+        },
         **{"base_num_query_heads": case.heads[0], "base_num_kv_heads": case.heads[1]},
         **{"base_num_decoder_layers": case.layers, "normalization_layer_epsilon": 1e-6, "rope_max_timescale": 1000000},
         **{"per_device_batch_size": batch, "max_target_length": length, "packing": "true"},
@@ -234,39 +315,42 @@ def maxtext(case: Case) -> Built:
 
     step = jax.jit(train_step, donate_argnums=0)
     with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
-        state = _state_of_maxtext(abstract, first_weights(case))
-        facts = compiled_facts(lambda: step.lower(state, data))
+        given = (
+            on_mesh((abstract, data), mesh) if case.card else (_state_of_maxtext(abstract, first_weights(case)), data)
+        )
+        compiled, facts = compiled_facts(lambda: step.lower(*given))
+    state = None if case.card else given[0]
 
     def run() -> float:
         nonlocal state
         with jax.set_mesh(mesh), logical_axis_rules(config.logical_axis_rules):
-            state, metrics = jax.block_until_ready(step(state, data))
+            if state is None:
+                state = _state_of_maxtext(abstract, first_weights(case), scanned=True)
+            state, metrics = jax.block_until_ready((compiled if case.card else step)(state, data))
         return float(metrics["scalar"]["learning/raw_grad_norm"])
 
     return Built(run, facts | {"rows": batch, "row_tokens": length})
 
 
-def _state_of_maxtext(abstract: Any, params: Any) -> Any:
-    """Returns the first state of MaxText, with our weights and moments of zero."""
+def _state_of_maxtext(abstract: Any, params: Any, *, scanned: bool = False) -> Any:
+    """Returns the first state of MaxText, with our weights and moments of zero.
+
+    The axis of scanned layers is MaxText's second one.
+    """
     given = {
         "token_embedder/embedding": params["embed"],
         "decoder/decoder_norm/scale": params["final_norm"]["scale"],
     }
-    norms = {"pre_self_attention_layer_norm": "attention_norm", "post_self_attention_layer_norm": "mlp_norm"}
-    attention = {"query": "query", "key": "key", "value": "value", "out": "output"}
-    for i in range(len(params["layers"]["mlp_norm"]["scale"])):
-        ours, layer = layer_of(params, i), f"decoder/layers_{i}"
-        given |= {f"{layer}/{theirs}/scale": ours[name]["scale"] for theirs, name in norms.items()}
-        mlp = {"wi_0": "gate", "wi_1": "up", "wo": "down"}
-        given |= {f"{layer}/mlp/{theirs}/kernel": ours["mlp"][name] for theirs, name in mlp.items()}
-        given |= {f"{layer}/self_attention/{theirs}/kernel": ours["attention"][n] for theirs, n in attention.items()}
-        for name in ("query_norm", "key_norm"):
-            given[f"{layer}/self_attention/{name}/scale"] = ours["attention"][name]["scale"]
+    if scanned:
+        given |= _block_of_maxtext("decoder/layers", jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), params["layers"]))
+    else:
+        for i in range(len(params["layers"]["mlp_norm"]["scale"])):
+            given |= _block_of_maxtext(f"decoder/layers_{i}", layer_of(params, i))
 
     def leaf(path: tuple[Any, ...], shape: Any) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
         if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
-            return jax.random.key(0)
+            return jnp.broadcast_to(jax.random.key(0), shape.shape)
         weights = given.pop(name.removeprefix("model/"), None) if name.startswith("model/") else None
         return jnp.zeros(shape.shape, shape.dtype) if weights is None else weights.reshape(shape.shape)
 
@@ -274,3 +358,16 @@ def _state_of_maxtext(abstract: Any, params: Any) -> Any:
     if given:
         raise RuntimeError(f"MaxText has no weights of the names {sorted(given)}")
     return state
+
+
+def _block_of_maxtext(layer: str, ours: Any) -> dict[str, jax.Array]:
+    """Returns the weights of one of our blocks by their names in MaxText."""
+    norms = {"pre_self_attention_layer_norm": "attention_norm", "post_self_attention_layer_norm": "mlp_norm"}
+    attention = {"query": "query", "key": "key", "value": "value", "out": "output"}
+    mlp = {"wi_0": "gate", "wi_1": "up", "wo": "down"}
+    given = {f"{layer}/{theirs}/scale": ours[name]["scale"] for theirs, name in norms.items()}
+    given |= {f"{layer}/mlp/{theirs}/kernel": ours["mlp"][name] for theirs, name in mlp.items()}
+    given |= {f"{layer}/self_attention/{theirs}/kernel": ours["attention"][n] for theirs, n in attention.items()}
+    for name in ("query_norm", "key_norm"):
+        given[f"{layer}/self_attention/{name}/scale"] = ours["attention"][name]["scale"]
+    return given

@@ -1,14 +1,18 @@
 """The training steps that ``bench_peers.py`` compares, one side in each process.
 
-The process reads one JSON object a line: ``{"build": {...}}`` prepares and compiles the step of a ``Case``, and
-``{"run": true}`` makes one step. It answers each with one JSON object. All sides get the same tokens, advantages and
+The process reads one JSON object a line: ``{"build": {...}}`` compiles the step of a ``Case`` and makes two steps, and
+``{"run": true}`` makes one step. ``{"compile": {...}}`` only compiles, and the first step after it makes the weights
+and moments. The process answers each with one JSON object. All sides get the same tokens, advantages and
 first weights, and a peer's side is in ``peer_sides.py``. Every advantage is 1, which makes the loss the mean of -log p.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import json
+import os
 import statistics
 import sys
 import time
@@ -18,6 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+PACKED = "maxtext, packed"  # packed rows on a card, where "maxtext" gives each sequence a row
+LOCK = "RLJAX_BENCH_COMPILE_LOCK"
+"""The environment variable with the path of a file. The process that locks it compiles; the others wait."""
 RATE, CLIP, DECAY, EPSILON = 1e-6, 1.0, 0.01, 1e-8
 SCALE = 4
 PROMPT = 8
@@ -35,20 +42,24 @@ class Case(NamedTuple):
     layers: int = 4
     vocab: int = 4096
     sequences: int = 8
-    tokens: int = 256  # the length of each sequence, or 0 for the recorded lengths times ``SCALE``
+    tokens: int = 256  # the length of each sequence, or 0 for the recorded lengths times ``scale``
     remat: bool = False
     dtype: str = "float32"
+    head_dim: int = 64
+    scale: int = SCALE
+    recorded: int = len(RECORDED)  # how many of the recorded lengths are taken
+    card: bool = False  # whether the peers take the settings for a GPU
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The query heads and the key-value heads, of 64 elements."""
+        """The query heads and the key-value heads."""
         return self.width // 64, max(1, self.width // 128)
 
     def lengths(self) -> list[tuple[int, int]]:
         """Returns the tokens of each prompt and response."""
         if self.tokens:
             return [(self.tokens // 8, self.tokens - self.tokens // 8)] * self.sequences
-        return [(SCALE * PROMPT, SCALE * response) for response in RECORDED]
+        return [(self.scale * PROMPT, self.scale * response) for response in RECORDED[: self.recorded]]
 
 
 class Sequence(NamedTuple):
@@ -61,7 +72,7 @@ class Sequence(NamedTuple):
 class Built(NamedTuple):
     """A step that is ready to run."""
 
-    run: Callable[[], float]  # a function that makes a step and returns the norm of the gradient
+    run: Callable[[], float]  # makes a step, first the state if there is none; returns the norm of the gradient
     facts: dict[str, Any]  # seconds of compilation, bytes of temporaries, versions
 
 
@@ -94,12 +105,13 @@ def policy_of(case: Case) -> Any:
     """Returns the configuration of a tied Qwen3 policy of the case's shape."""
     from rljax.policy.config import PolicyConfig
 
-    shape = (case.vocab, case.width, 3 * case.width, case.layers, *case.heads, 64)
+    shape = (case.vocab, case.width, 3 * case.width, case.layers, *case.heads, case.head_dim)
     return PolicyConfig(*shape, rope_theta=1_000_000.0, rms_norm_eps=1e-6, tie_word_embeddings=True)
 
 
-def first_weights(case: Case) -> Any:
-    """Returns the first weights, which are the same on all sides."""
+@functools.lru_cache(maxsize=1)
+def host_weights(case: Case) -> Any:
+    """Returns the first weights, which are the same on all sides, as arrays of the host."""
     rng, (heads, kv_heads) = np.random.default_rng(1), case.heads
 
     def matrices(*shape: int) -> np.ndarray:
@@ -108,31 +120,33 @@ def first_weights(case: Case) -> Any:
     def norm(*shape: int) -> dict[str, np.ndarray]:
         return {"scale": np.ones(shape, np.float32)}
 
-    block, inner = (case.layers, case.width), 3 * case.width
+    block, inner, dim = (case.layers, case.width), 3 * case.width, case.head_dim
     heads_of = {"query": heads, "key": kv_heads, "value": kv_heads}
-    attention = {name: matrices(*block, n, 64) for name, n in heads_of.items()}
-    attention |= {"output": matrices(case.layers, heads, 64, case.width)}
-    attention |= {name: norm(case.layers, 64) for name in ("query_norm", "key_norm")}
+    attention = {name: matrices(*block, n, dim) for name, n in heads_of.items()}
+    attention |= {"output": matrices(case.layers, heads, dim, case.width)}
+    attention |= {name: norm(case.layers, dim) for name in ("query_norm", "key_norm")}
     mlp = {
         "gate": matrices(*block, inner),
         "up": matrices(*block, inner),
         "down": matrices(case.layers, inner, case.width),
     }
     layers = {"attention": attention, "attention_norm": norm(*block), "mlp": mlp, "mlp_norm": norm(*block)}
-    weights = {"embed": matrices(case.vocab, case.width), "final_norm": norm(case.width), "layers": layers}
-    return jax_arrays(weights)
+    return {"embed": matrices(case.vocab, case.width), "final_norm": norm(case.width), "layers": layers}
 
 
-def jax_arrays(tree: Any) -> Any:
-    """Returns the arrays as arrays of JAX."""
+def first_weights(case: Case) -> Any:
+    """Returns the first weights as arrays of JAX."""
     import jax
 
-    return jax.tree.map(jax.numpy.asarray, tree)
+    return jax.tree.map(jax.numpy.asarray, host_weights(case))
 
 
-def packed(case: Case) -> Any:
-    """Returns the sequences packed in rows as long as the longest, [1, rows, tokens]."""
-    from rljax.trainer.packing import TrainSequence, pack
+def packed(case: Case, *, alone: bool = False) -> Any:
+    """Returns the sequences packed in rows as long as the longest, [1, rows, tokens].
+
+    With ``alone`` each sequence has a row of its own. Such rows have no values except the arrays of tokens.
+    """
+    from rljax.trainer.packing import PackedBatch, TrainSequence, pack
     from rljax.trainer.rows import first_fit
 
     sequences = [
@@ -140,27 +154,39 @@ def packed(case: Case) -> Any:
         for s in sequences_of(case)
     ]
     each = [sum(n) for n in case.lengths()]
+    if alone:
+        one_row = [pack([s], row_tokens=max(each), rows_per_micro_batch=1, micro_batches=1) for s in sequences]
+        parts = zip(*one_row, strict=True)
+        return PackedBatch(*(np.concatenate(part, 1) if np.ndim(part[0]) else None for part in parts))
     rows = len(first_fit(each, sorted(range(len(each)), key=lambda i: -each[i]), max(each)))
     return pack(sequences, row_tokens=max(each), rows_per_micro_batch=rows, micro_batches=1)
 
 
-def compiled_facts(lower: Callable[[], Any]) -> dict[str, Any]:
-    """Traces and compiles a step. Returns the seconds of all cores that it took, and the bytes of temporaries.
+def compiled_facts(lower: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """Traces and compiles a step.
 
-    The seconds are absent if the compiled program was in the directory of programs.
+    Returns the executable, and its facts: the seconds of all cores and of the clock, and the bytes of temporaries. The
+    seconds are absent if the compiled program was in the directory of programs.
     """
     import jax
 
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
-    began = time.process_time()
-    compiled = lower().compile()
-    seconds = time.process_time() - began
+    before = np.array([time.process_time(), time.perf_counter()])
+    lowered = lower()
+    with contextlib.ExitStack() as stack:
+        if LOCK in os.environ:
+            waited = time.perf_counter()
+            file = stack.enter_context(open(os.environ[LOCK], "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            before[1] += time.perf_counter() - waited
+        compiled = lowered.compile()
+    seconds, wall = (float(x) for x in np.array([time.process_time(), time.perf_counter()]) - before)
     analysis = getattr(compiled, "compiled", compiled).memory_analysis()
     facts = {"temporary_bytes": analysis.temp_size_in_bytes, "jax": jax.__version__}
     if any(event.endswith("/cache_hits") for event in events):
-        return facts
-    return facts | {"compile_core_s": seconds}
+        return compiled, facts
+    return compiled, facts | {"compile_core_s": seconds, "compile_s": wall}
 
 
 def rljax(case: Case, *, mismatch: bool = True) -> Built:
@@ -187,16 +213,18 @@ def rljax(case: Case, *, mismatch: bool = True) -> Built:
         batch_shape=batch.tokens.shape,
         diagnosis=DiagnosisConfig() if mismatch else None,
     )
-    facts = compiled_facts(step.lower)
-    state = create_state(first_weights(case), policy, tx, mesh, dynamic_scale=False)
+    facts = compiled_facts(step.lower)[1]
+    state = None
 
     def run() -> float:
         nonlocal state
+        if state is None:
+            state = create_state(first_weights(case), policy, tx, mesh, dynamic_scale=False)
         state, metrics, _ = jax.block_until_ready(step(state, batch, RATE, True))
         return float(metrics["optimizer/grad_norm"])
 
     _, rows, tokens = batch.tokens.shape
-    if mismatch:
+    if mismatch and not case.card:
         facts |= mismatch_alone(case)
     return Built(run, facts | {"rows": rows, "row_tokens": tokens})
 
@@ -242,14 +270,31 @@ SIDES: dict[str, Callable[[Case], Built]] = {
     "tunix": functools.partial(peer, "tunix"),
     "tunix, log-probabilities alone": functools.partial(peer, "tunix", learner=False),
     "maxtext": functools.partial(peer, "maxtext"),
+    PACKED: functools.partial(peer, "maxtext", attention="flash"),
     "easydel": functools.partial(peer, "easydel"),
 }
 """The sides by name. The first word of a name is the package whose environment it needs."""
 
 
+def device_kind() -> dict[str, str]:
+    """Returns the name of the device that computes."""
+    import jax
+
+    return {"device": jax.devices()[0].device_kind}
+
+
+def memory_of_card() -> dict[str, int]:
+    """Returns the most bytes that were in use on a card; nothing on the CPU."""
+    import jax
+
+    statistics_of = jax.devices()[0].memory_stats() or {}
+    return {"peak_bytes": statistics_of["peak_bytes_in_use"]} if "peak_bytes_in_use" in statistics_of else {}
+
+
 def serve(side: str) -> None:
     """Answers the lines of the standard input until it ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # packages may print
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # packages may print
     built: Built | None = None
     for line in sys.stdin:
         message = json.loads(line)
@@ -259,10 +304,15 @@ def serve(side: str) -> None:
                 built = SIDES[side](Case(**message["build"]))
                 answer = built.facts | {"norm": built.run()}
                 built.run()  # tunix compiles a second time
+            elif "compile" in message:
+                case = Case(**message["compile"])
+                host_weights(case)  # so that a turn on the card does not wait for them
+                built = SIDES[side](case)
+                answer = built.facts | device_kind()
             elif built is not None:
                 began = time.perf_counter()
-                built.run()
-                answer = {"seconds": time.perf_counter() - began}
+                norm = built.run()
+                answer = {"seconds": time.perf_counter() - began, "norm": norm} | memory_of_card()
         except Exception as error:  # a peer may fail in any way; the report shows the error
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         print(json.dumps(answer), file=answers, flush=True)
