@@ -277,10 +277,13 @@ SIDES: dict[str, Callable[[Case], Built]] = {
 
 
 def device_kind() -> dict[str, str]:
-    """Returns the name of the device that computes."""
+    """Returns the name of the device that computes. Raises RuntimeError if it is a CPU instead of the wanted card."""
     import jax
 
-    return {"device": jax.devices()[0].device_kind}
+    device = jax.devices()[0]
+    if os.environ.get("JAX_PLATFORMS", "").startswith("cuda") and device.platform != "gpu":
+        raise RuntimeError(f"JAX finds no GPU, only {device.device_kind}")
+    return {"device": device.device_kind}
 
 
 def memory_of_card() -> dict[str, int]:
@@ -306,9 +309,10 @@ def serve(side: str) -> None:
                 built.run()  # tunix compiles a second time
             elif "compile" in message:
                 case = Case(**message["compile"])
+                kind = device_kind()
                 host_weights(case)  # so that a turn on the card does not wait for them
                 built = SIDES[side](case)
-                answer = built.facts | device_kind()
+                answer = built.facts | kind
             elif built is not None:
                 began = time.perf_counter()
                 norm = built.run()
