@@ -19,7 +19,8 @@ pieces: first ``--rounds 0`` to compile, then another number of rounds with the 
 This measures Qwen3-0.6B's shape on one NVIDIA GPU. The sides compile beside each other. Then each makes its weights and
 its steps alone, in one block, and its process ends, so that the next has all of the card's memory. A ratio is of the
 medians, and its range goes from the fastest step over the slowest of rljax to the reverse. Each step waits for the
-updated weights. ``peak_bytes`` counts all arrays of the process.
+updated weights. ``peak_bytes`` counts all arrays of the process. No GPU has run this part yet: its
+programs were compiled for an H100, and small cases ran on a CPU.
 """
 
 from __future__ import annotations
