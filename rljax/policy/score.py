@@ -93,11 +93,18 @@ def packed_logprobs(
 ) -> Scores:
     """Computes the log-probability of each token given the tokens before it in its segment, and the entropy there.
 
-    ``hidden_states`` describes the arguments that are not below.
-
     Args:
+      params: The pytree of parameters, in the compute dtype.
+      config: The shapes of the policy.
+      tokens: The token ids of packed rows.
+      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
+      positions: The position 0, 1, 2, ... of each token inside its segment.
       temperature: The temperature of the scored distribution, positive.
       lm_head_dtype: The dtype of the operands of the LM head's products. None: the dtypes of hidden states and table.
+      remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
+      kernels: The implementations of the forward pass.
+      choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free
+        everywhere.
       top_ids: The ids of k more tokens to score at each position; -1 where there are fewer. None: no others.
       cut: Whether the scored distributions are cut to ``top_ids`` and normalised over them. A token without any of them
         has log-probability and entropy 0.

@@ -84,9 +84,9 @@ class Queue:
         return min(self._group, self.left) * self._batch.unit if self.left else self._batch.slots
 
     def admitted(self, free: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yields the arguments of ``admit`` for each group of units that starts now in the ``free`` slots, int [f].
+        """Yields the last five arguments of ``admit`` for each group of units that starts now.
 
-        They are the last five arguments of ``admit``. A group that is too small is filled up.
+        ``free`` are the indices of the free slots, int [f]. A group that is too small is filled up.
         """
         while self.left and len(free) >= self.enough:
             first, group = len(self._units) - self.left, self._group
@@ -170,7 +170,8 @@ def prefill(
 ) -> tuple[Float[Array, "g s d"], Cache, ForwardStats]:
     """Returns the hidden states of prompts after the final norm, their keys and values, and the forward's statistics.
 
-    The arguments are those of ``admit``. ``cache_dtype`` is the dtype of the returned keys and values.
+    The ``prompts`` are padded on the left, and ``lengths`` has the number of tokens of each. ``cache_dtype`` is the
+    dtype of the returned keys and values.
     """
     group, width = prompts.shape
     index = jnp.arange(width)

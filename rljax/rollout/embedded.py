@@ -152,18 +152,22 @@ class JaxEngine(RolloutEngine):
     ):
         """Builds the engine; ``publish`` must be called before ``generate``.
 
-        ``RolloutConfig`` describes ``weight_quantization``, ``kv_cache_dtype``, ``decode_tokens`` and ``inject``.
-
         Args:
+          config: The shapes of the policy.
           dtype: The rollout dtype. The engine computes in it, and weights and cache have it unless they have 8 bits.
           max_prompt_tokens: The length that prompts are padded to, so that the number of compilations stays small.
           mesh: The trainer's mesh. Weights stay sharded as they are there.
           lm_head_dtype: The dtype of the LM head and of its logits, or None for ``dtype``.
+          weight_quantization: The 8-bit format that the matrices of the blocks are rounded to, or none.
+          kv_cache_dtype: The 8-bit format of cached keys and values. auto: the rollout dtype.
           with_routes: Whether responses report the experts of their tokens. The policy must be a mixture of experts.
+          decode_tokens: The most tokens whose keys and values are in memory at once, on all devices together. 0: as
+            many as fit into the free memory of the devices.
           step_prompts: The number of prompts of a step. Requests for fewer are padded, so that they share compilations.
             0: no request is padded.
           max_tokens: The most tokens of a trajectory of several turns, its prompt included. 0: ``max_prompt_tokens``
             plus the longest response of the request.
+          inject: The mismatch that is put into the rollouts on purpose. None: no mismatch is put in.
         """
         self._config, self._cache_dtype = config, CACHES.get(kv_cache_dtype) or jnp.dtype(dtype)
         self._decode_tokens, self._step_prompts = decode_tokens, step_prompts

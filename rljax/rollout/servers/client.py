@@ -56,9 +56,15 @@ class ServerClient:
     ) -> None:
         """Sends nothing yet. Every server is down until it is opened. The soft limit of file descriptors is raised.
 
-        ``urls`` have the form ``http://host:port``. They may be empty if servers join later. ``api_key_file`` and
-        ``router`` are those of ``RolloutConfig``. It raises ValueError if a URL stands twice, has another form or holds
-        a password, or the key file cannot be used.
+        Args:
+          urls: The addresses of the servers, ``http://host:port``. There may be none yet if servers join later.
+          wire: The form of the servers' requests and replies.
+          limits: The limits on time and on outstanding requests. None: their defaults.
+          api_key_file: The file with the key that the servers ask for. None: $RLJAX_API_KEY_FILE, or no key.
+          router: The address of a router that passes rollouts on to the servers, or None.
+
+        Raises:
+          ValueError: A URL stands twice, has another form or holds a password, or the key file cannot be used.
         """
         key_file = find_key_file(api_key_file)
         headers = {} if key_file is None else {"Authorization": f"Bearer {read_api_key(key_file)}"}
