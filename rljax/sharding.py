@@ -160,15 +160,22 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool] | None:
+_TPU_OPTIONS = {
+    "xla_tpu_enable_windowed_einsum_for_all_gather": False,
+    "xla_tpu_spmd_threshold_for_allgather_cse": 1_000_000,
+}
+
+
+def compiler_options(mesh: Mesh) -> dict[str, bool | int] | None:
     """Returns the options of XLA for a program that gathers weights on the mesh's devices, or None for its defaults.
 
-    A TPU's compiler by default splits the gather of a weight and the product with it into four steps. Each step reads
-    and writes the sum of the products in float32. The option makes it gather a weight before the product.
-    docs/compile.md counts the memory traffic of both.
+    They are for TPUs. By default the compiler splits the gather of a weight and the product with it into four steps.
+    Each step reads and writes the sum of the products in float32. The first option makes it gather a weight before the
+    product. The compiler also gathers a weight again for a product that many operations separate from the first one.
+    The second option lifts the limit on their number. docs/compile.md counts what both save.
     """
     is_tpu = mesh.devices.flat[0].platform == "tpu"
-    return {"xla_tpu_enable_windowed_einsum_for_all_gather": False} if is_tpu else None
+    return dict(_TPU_OPTIONS) if is_tpu else None
 
 
 def put(tree: Any, sharding: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import AttentionName, choose_kernel
@@ -123,7 +122,8 @@ def splash_attention(
     heads = head_axes(k)
 
     def rows(*arrays: Array) -> tuple[Array]:
-        return (lax.map(lambda row: _splash_row(row, block, interpret), arrays),)
+        # Around a single row vmap leaves no loop, and XLA need not copy the kernel's log-sum-exps to read them.
+        return (jax.vmap(lambda *row: _splash_row(row, block, interpret))(*arrays),)
 
     run = on_each_device(rows, (heads, heads, heads, ("rows", "tokens")), (heads,), rows=q.shape[0])
     return run(*arrays)[0][:, :t]

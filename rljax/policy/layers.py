@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.fusion import opaque
+from rljax.policy.fusion import features_last, opaque
 from rljax.policy.grouped import IN_BLOCKS, Grouped
 from rljax.policy.taps import tap
 from rljax.sharding import axis_size, constrain, gradient_sum_dtype
@@ -259,7 +259,7 @@ class MLP(nnx.Module):
         del routing
         gate, up = linear(("btd,df->btf",) * 2, x, (self.gate[...], self.up[...]))
         # The backward pass reads both for their gradients, and for the product if it is computed again.
-        gate, up = opaque(tap("gate", gate), constrain(tap("up", up), "rows", "tokens", "act_mlp"))
+        gate, up = features_last(*opaque(tap("gate", gate), constrain(tap("up", up), "rows", "tokens", "act_mlp")))
         product = tap("activation", jax.nn.silu(gate) * up)
         return linear(("btf,fd->btd",), product, (self.down[...],))[0], largest(product), None
 

@@ -1,0 +1,47 @@
+"""What ``rljax.policy.fusion`` tells the compilers of the platforms."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rljax.policy.fusion import features_last, opaque
+
+GATE = jnp.arange(24.0).reshape(2, 3, 4)
+
+
+def product(gate: jax.Array, up: jax.Array) -> jax.Array:
+    gate, up = features_last(gate, up)
+    return jnp.sum(jnp.sin(gate) * up)
+
+
+def lowered_for(platform: str) -> str:
+    return jax.jit(jax.grad(product, (0, 1))).trace(GATE, GATE).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_a_tpu_keeps_the_features_of_a_token_together():
+    # Both arrays and both gradients have the layout in which the last axis varies fastest.
+    layouts = re.findall(r"@LayoutConstraint.*result_layouts = \[dense<\[(.*?)\]>", lowered_for("tpu"))
+    assert layouts == ["2, 1, 0"] * 4
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_other_platforms_choose_their_layouts(platform: str):
+    assert "LayoutConstraint" not in lowered_for(platform)
+
+
+@pytest.mark.parametrize("hint", [opaque, features_last])
+def test_a_hint_changes_no_value_and_no_gradient(hint):
+    def hinted(gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate, up = hint(gate, up)
+        return jnp.sum(jnp.sin(gate) * up)
+
+    for got, expected in zip(hint(GATE, 2 * GATE), (GATE, 2 * GATE), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    gradients = jax.grad(hinted, (0, 1))(GATE, 2 * GATE)
+    np.testing.assert_allclose(gradients[0], 2 * GATE * jnp.cos(GATE), rtol=1e-6)
+    np.testing.assert_allclose(gradients[1], jnp.sin(GATE), rtol=1e-6)
