@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 from peer_program import ROW_TOKENS, compile_peer
 
 from rljax.plan.machines import Machine, topology_devices
@@ -36,7 +37,7 @@ def lower_maxtext(model_name: str, machine: Machine, words: list[str]) -> jax.st
     from jax.sharding import AxisType, Mesh
     from maxtext.configs import pyconfig
     from maxtext.trainers.pre_train import train, train_compile
-    from maxtext.utils import maxtext_utils, sharding
+    from maxtext.utils import max_utils, maxtext_utils, sharding
 
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")  # train_compile sets it, too
     topology, slices = TOPOLOGIES[machine.name]
@@ -45,9 +46,15 @@ def lower_maxtext(model_name: str, machine: Machine, words: list[str]) -> jax.st
         **{"run_name": "compile", "base_output_directory": "/tmp", "enable_checkpointing": "false"},
         **{"dataset_type": "synthetic", "per_device_batch_size": 1, "max_target_length": ROW_TOKENS},
     }
+    if slices > 1:  # the hosts share the weights, as rljax's do
+        settings |= {"dcn_data_parallelism": 1, "dcn_fsdp_parallelism": slices}
     base = str(Path(maxtext.__file__).parent / "configs/base.yml")
     config = pyconfig.initialize(["", base, *(f"{key}={value}" for key, value in settings.items()), *words])
-    grid = maxtext_utils.create_device_mesh(config, devices)
+    if slices > 1:  # MaxText asks devices for their slices, and these have one; they stand host after host
+        inside = max_utils.fill_unspecified_mesh_axes(config.ici_parallelism.copy(), len(devices) // slices, "ICI")
+        grid = np.reshape(devices, np.multiply(inside, config.dcn_parallelism))
+    else:
+        grid = maxtext_utils.create_device_mesh(config, devices)
     mesh = Mesh(grid, config.mesh_axes, axis_types=(AxisType.Auto,) * len(config.mesh_axes))
     arguments, named, state, _, model = train_compile.get_shaped_inputs(mesh, config)
     parameters, state = sharding.maybe_update_params_sharding_with_opt(config, state)
