@@ -1,4 +1,4 @@
-"""What ``rljax.policy.fusion`` tells the compilers of the platforms."""
+"""Hints to XLA of ``rljax.policy.fusion``: they change layouts and no values."""
 
 from __future__ import annotations
 
