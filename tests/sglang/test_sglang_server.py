@@ -164,6 +164,13 @@ def test_a_cache_that_is_not_flushed_is_out_of_band(served, opened):
     engine.publish(served.policy.moved(4), 2)
 
 
+def test_an_update_waits_for_a_request_that_is_still_ending(served, opened):
+    """SGLang refuses to flush its cache meanwhile, and answers 400."""
+    engine = opened()
+    served.break_updates("busy", "2")
+    assert engine.publish(served.policy.moved(4), 1)["publish/verified_tensors"] == 24
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

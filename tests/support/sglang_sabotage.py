@@ -2,16 +2,20 @@
 
 The file that ``$RLJAX_TEST_FAULT`` names holds the fault of the next updates and the name of a tensor. A third word is
 the only worker that has the fault. The faults are: ``skip`` leaves the tensor out, ``flip`` changes one bit of it, and
-``unflushed`` keeps the prefix cache. ``slow`` and a number make each forward take so many seconds longer. ``off`` is no
-fault.
+``unflushed`` keeps the prefix cache. ``busy`` and a number make so many flushes of the cache impossible, as if a
+request were still under way. ``slow`` and a number make each forward take so many seconds longer. ``off`` is no fault.
 """
 
+import dataclasses
+import itertools
 import os
 import time
 from pathlib import Path
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+FLUSHES = itertools.count()
 
 
 def fault() -> list[str]:
@@ -41,7 +45,10 @@ def update(original, updater, *args, **kwargs):
 
 
 def flush(original, manager, request, success, message):
-    return (success, message) if fault()[0] == "unflushed" else original(manager, request, success, message)
+    how, *words = fault()
+    if how == "busy" and next(FLUSHES) < int(words[0]):
+        manager = dataclasses.replace(manager, flush_cache=lambda **_: False)
+    return (success, message) if how == "unflushed" else original(manager, request, success, message)
 
 
 def forward(original, *args, **kwargs):

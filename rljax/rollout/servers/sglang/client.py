@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from operator import itemgetter
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 GENERATE = "/generate"
 # SGLang's modes of a pause by ``RolloutConfig.update``. retract: keys and values of held responses are computed again.
 _PAUSES = {"keep": "retract", "abort": "abort"}
+_UNFLUSHED = "the cache was not flushed"  # what SGLang says after it has loaded weights while a request was under way
+_UNFLUSHED_S = (0.05, 0.2, 1.0)  # how long to wait before the update is tried again (seconds)
 _ANSWER = "rljax"  # The key of the plugin's answer in a reply of /weights_checker.
 
 
@@ -195,7 +198,7 @@ class SglangBackend(Backend):
         try:
             if in_flight != "wait":
                 client.call(url, "POST", "/pause_generation", timeout_s=UPDATE_S, json={"mode": _PAUSES[in_flight]})
-            answer = client.call(url, "POST", "/update_weights_from_disk", timeout_s=UPDATE_S, json=update)
+            answer = _update(client, url, update)
             if answer.get("success") is not True:
                 raise RuntimeError(f"{url} did not load {version.tag}: {str(answer)[:300]}")
             client.call(url, "POST", "/continue_generation", json={})  # another client may have paused it, too
@@ -203,6 +206,22 @@ class SglangBackend(Backend):
             # The server may hold half of the weights, which must not sample.
             ask_if_there(client, url, "POST", "/pause_generation", json={"mode": "retract"})
             raise
+
+
+def _update(client: ServerClient, url: str, update: Mapping[str, Any]) -> Any:
+    """Makes the server load a version. A server that could not flush its cache is paused, and loads the version again.
+
+    SGLang sends the last token of a response before its scheduler has ended the request. Until then it cannot flush.
+    """
+    for seconds in _UNFLUSHED_S:
+        try:
+            return client.call(url, "POST", "/update_weights_from_disk", timeout_s=UPDATE_S, json=update)
+        except ServerRefusedError as error:
+            if _UNFLUSHED not in str(error):
+                raise
+        client.call(url, "POST", "/pause_generation", timeout_s=UPDATE_S, json={"mode": "retract"})
+        time.sleep(seconds)
+    return client.call(url, "POST", "/update_weights_from_disk", timeout_s=UPDATE_S, json=update)
 
 
 def _is_paused(client: ServerClient, url: str) -> bool:
