@@ -39,7 +39,7 @@ from rljax.rollout.build import make_engine
 from rljax.rollout.engine import Samples
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import ROLLOUTS, ServerConfig, start, vllm_python
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.sums import array_checksum
@@ -130,6 +130,9 @@ class Proxy:
             try:
                 head, body = await read_message(reader)
                 path = head.split(b" ")[1].decode()
+                if path == ROLLOUTS:  # It is hidden, so that each sample has a reply of its own.
+                    writer.write(message(404, b"{}"))
+                    return
                 fault = ""
                 if self._left and path.endswith(("/generate", "/completions")):
                     self._left, self.planted, fault = self._left - 1, self.planted + 1, self._fault
