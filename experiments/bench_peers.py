@@ -16,11 +16,11 @@ pieces: first ``--rounds 0`` to compile, then another number of rounds with the 
 
     python experiments/bench_peers.py --platform cuda --rounds 10 --limit-s 100 --json peers_card.json
 
-This measures Qwen3-0.6B's shape on one NVIDIA GPU. The sides compile beside each other. Then each makes its weights and
-its steps alone, in one block, and its process ends, so that the next has all of the card's memory. A ratio is of the
-medians, and its range goes from the fastest step over the slowest of rljax to the reverse. Each step waits for the
-updated weights. ``peak_bytes`` counts all arrays of the process. No GPU has run this part yet: its
-programs were compiled for an H100, and small cases ran on a CPU.
+This measures Qwen3-0.6B's shape on one NVIDIA GPU. The sides compile at the same time. Then each side makes its weights
+and all of its steps, and its process ends, so that the next side has all of the card's memory. A ratio is that of the
+median times. Its range begins with the side's fastest step over the slowest step of rljax, and ends with the side's
+slowest step over the fastest step of rljax. ``peak_bytes`` are the most bytes that the process had on the card. No GPU
+has run this part yet: its programs were compiled for an H100, and small cases ran on a CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,32 +187,41 @@ def time_alone(worker: Worker, rounds: int, limit_s: float) -> dict[str, Any]:
 
 
 def compare_on_card(
-    cases: dict[str, Case], start: Callable[[], dict[str, Worker]], rounds: int, limit_s: float
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Compiles the steps of all sides of some cases beside each other, then times one side after the other.
+    case: Case, workers: dict[str, Worker], rounds: int, limit_s: float, *, alone: bool = False
+) -> dict[str, Any]:
+    """Compiles the steps of all sides of a case, then times one side after the other.
 
-    Yields the name and the result of each case. A side that fails or takes too long has an error instead of times.
-    ``start`` starts the processes of a case.
+    A side that fails or takes too long has an error instead of times.
+
+    Args:
+      case: The shape of the policy and of the batch.
+      workers: The process of each side, which has ended when this function returns.
+      rounds: The number of timed steps of each side.
+      limit_s: The longest time to compile a side, and the longest time of its steps (seconds).
+      alone: Whether only one side compiles at a time.
+
+    Returns:
+      The case, and the facts of each side.
     """
-    workers = {name: start() for name in cases}
     try:
-        for name, case in cases.items():
-            for worker in workers[name].values():
+        sides: dict[str, Any] = {}
+        if not alone:
+            for worker in workers.values():
                 worker.send(compile=case._asdict())
         end = time.monotonic() + limit_s
-        facts = {
-            name: {side: worker.receive(max(1.0, end - time.monotonic())) for side, worker in workers[name].items()}
-            for name in cases
-        }
-        for name, sides in facts.items():
-            for side, of_side in sides.items():
-                if "error" not in of_side:
-                    of_side |= time_alone(workers[name][side], rounds, limit_s)
-            add_ratios(sides)
-            yield name, {"case": cases[name]._asdict(), "sides": sides}
+        for side, worker in workers.items():
+            if alone:
+                worker.send(compile=case._asdict())
+                end = time.monotonic() + limit_s
+            sides[side] = worker.receive(max(1.0, end - time.monotonic()))
+        for side, facts in sides.items():
+            if "error" not in facts:
+                facts |= time_alone(workers[side], rounds, limit_s)
     finally:
-        for worker in [one for each in workers.values() for one in each.values()]:
+        for worker in workers.values():
             worker.end()
+    add_ratios(sides)
+    return {"case": case._asdict(), "sides": sides}
 
 
 def add_ratios(sides: dict[str, Any]) -> None:
@@ -263,7 +272,6 @@ def parser_of_options() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, help="JSON file for the result")
     card = parser.add_argument_group("only with --platform cuda")
     card.add_argument("--limit-s", type=float, default=120, help="seconds for compilation, and for a side's turn (120)")
-    card.add_argument("--together", type=int, default=1, help="cases whose programs are compiled together (1)")
     card.add_argument("--compile-alone", action="store_true", help="one compiler at a time, which tunes undisturbed")
     card.add_argument("--logs", type=Path, help="directory for what the sides print")
     return parser
@@ -309,9 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         programs = str(options.programs or empty)
         if options.logs:
             options.logs.mkdir(parents=True, exist_ok=True)
-        environment = dict(ENVIRONMENTS[options.platform])
-        if options.compile_alone:
-            environment[peer_steps.LOCK] = str(Path(empty) / "lock")
+        environment = ENVIRONMENTS[options.platform]
 
         def start() -> dict[str, Worker]:
             pythons = {name: interpreters.get(name.split()[0].strip(","), sys.executable) for name in names}
@@ -321,10 +327,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("|---|---|---|---|---|---|---|---|", flush=True)
         todo = {name: case for name, case in chosen.items() if missing(name)}
         if on_card:
-            for i in range(0, len(todo), options.together):
-                group = dict(list(todo.items())[i : i + options.together])
-                for name, one in compare_on_card(group, start, options.rounds, options.limit_s):
-                    keep(name, one)
+            for name, case in todo.items():
+                of_card = options.rounds, options.limit_s
+                keep(name, compare_on_card(case, start(), *of_card, alone=options.compile_alone))
             return 0
         workers = start()
         for name, case in tqdm(todo.items(), disable=not sys.stderr.isatty()):

@@ -8,8 +8,6 @@ first weights, and a peer's side is in ``peer_sides.py``. Every advantage is 1, 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import json
 import os
@@ -23,8 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 PACKED = "maxtext, packed"  # packed rows on a card, where "maxtext" gives each sequence a row
-LOCK = "RLJAX_BENCH_COMPILE_LOCK"
-"""The environment variable with the path of a file. The process that locks it compiles; the others wait."""
 RATE, CLIP, DECAY, EPSILON = 1e-6, 1.0, 0.01, 1e-8
 SCALE = 4
 PROMPT = 8
@@ -144,7 +140,7 @@ def first_weights(case: Case) -> Any:
 def packed(case: Case, *, alone: bool = False) -> Any:
     """Returns the sequences packed in rows as long as the longest, [1, rows, tokens].
 
-    With ``alone`` each sequence has a row of its own. Such rows have no values except the arrays of tokens.
+    With ``alone`` each sequence has a row of its own. The fields that are no arrays of tokens are then None.
     """
     from rljax.trainer.packing import PackedBatch, TrainSequence, pack
     from rljax.trainer.rows import first_fit
@@ -173,14 +169,7 @@ def compiled_facts(lower: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
     events: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     before = np.array([time.process_time(), time.perf_counter()])
-    lowered = lower()
-    with contextlib.ExitStack() as stack:
-        if LOCK in os.environ:
-            waited = time.perf_counter()
-            file = stack.enter_context(open(os.environ[LOCK], "w"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-            before[1] += time.perf_counter() - waited
-        compiled = lowered.compile()
+    compiled = lower().compile()
     seconds, wall = (float(x) for x in np.array([time.process_time(), time.perf_counter()]) - before)
     analysis = getattr(compiled, "compiled", compiled).memory_analysis()
     facts = {"temporary_bytes": analysis.temp_size_in_bytes, "jax": jax.__version__}

@@ -82,10 +82,11 @@ class Card(Clock):
         self.ended = True
 
 
-def test_sides_on_a_card_have_the_ratio_of_medians_or_an_error():
+@pytest.mark.parametrize("alone", [False, True])
+def test_sides_on_a_card_have_the_ratio_of_medians_or_an_error(alone):
     workers = {"rljax": Card(9, 9, 1.0, 2.0, 4.0), "tunix": Card(9, 9, 3.0, 4.0, 5.0), "maxtext": Card(9, 9)}
-    (_, one), *rest = bench_peers.compare_on_card({"case": peer_steps.Case()}, lambda: workers, 3, 60)
-    assert not rest
+    one = bench_peers.compare_on_card(peer_steps.Case(), workers, 3, 60, alone=alone)
+    assert all(worker.ended for worker in workers.values())
     tunix = one["sides"]["tunix"]
     assert tunix == {
         "compile_s": 9.0,
