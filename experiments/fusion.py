@@ -1,4 +1,4 @@
-"""Counts what `rljax.policy.fusion.opaque` saves: parts of Qwen3-4B are compiled with and without it, but not run.
+"""Counts what `rljax.policy.hints.opaque` saves: parts of Qwen3-4B are compiled with and without it, but not run.
 
     PYTHONPATH=. .venv-compile/bin/python experiments/fusion.py h100:1x8 tpu:v5p:2x2x4 --json benchmarks/fusion.json
 

@@ -18,8 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.fusion import features_last, opaque
 from rljax.policy.grouped import IN_BLOCKS, Grouped
+from rljax.policy.hints import features_last, opaque
 from rljax.policy.taps import tap
 from rljax.sharding import axis_size, constrain, gradient_sum_dtype
 
