@@ -1,6 +1,6 @@
 """Makes the problems of the search for a subject with the package reasoning-gym.
 
-    pip install 'rljax[gym,train]'
+    pip install '.[gym,train]'
     python experiments/subject_data.py runs/subject-data
 
 OUT gets FAMILY.jsonl and FAMILY-held.jsonl for training and evaluation, and base-N.jsonl, on which base N is fitted.

@@ -32,6 +32,7 @@ prepare_environment() {
     if [ "$extra" = test ]; then
       install_cpu_torch
     fi
+    remove_former_name "$RLJAX_BIN/python" "$rljax_repo"
     "$RLJAX_BIN/python" -m pip install -qq --progress-bar off -e "$rljax_repo[$extra]"
     if [ "$extra" = test ]; then
       install_gym

@@ -57,12 +57,14 @@ import importlib.metadata, pathlib, sys, tomllib
 import rljax, xxhash, zstandard
 repo, group = pathlib.Path(sys.argv[1]).resolve(), sys.argv[2]
 wanted = tomllib.loads((repo / "pyproject.toml").read_text())["project"]["entry-points"][group]["rljax"]
-installed = [point.value for point in importlib.metadata.entry_points(group=group, name="rljax")]
-sys.exit(installed != [wanted] or pathlib.Path(rljax.__file__).resolve().parents[1] != repo)
+found = importlib.metadata.entry_points(group=group, name="rljax")
+installed = [(point.dist.name, point.value) for point in found]
+sys.exit(installed != [("rljax-llm", wanted)] or pathlib.Path(rljax.__file__).resolve().parents[1] != repo)
 '
   (cd / && "$venv/bin/python" -c "$is_here" "$repo" "$1") 2>/dev/null && return
   local needs
   mapfile -t needs < <("$venv/bin/python" "$repo/launch/plugin_needs.py")
+  remove_former_name "$venv/bin/python" "$repo" >>"$log" 2>&1 || failed
   waited "installing rljax's plugin (without its dependencies)" \
     "$venv/bin/python" -m pip install --no-deps -e "$repo" || failed
   waited "installing what the plugin needs besides" "$venv/bin/python" -m pip install "${needs[@]}" || failed

@@ -1,4 +1,5 @@
-# Sourced by the scripts that make a virtual environment: the search for the interpreter to make it with.
+# Sourced by the scripts that make a virtual environment: the search for the interpreter to make it with, and the
+# removal of what an older checkout installed.
 
 # first_python MINOR CANDIDATE...: prints the first that runs and is Python 3.MINOR or newer, up to 3.13; status 1 if
 # none is.
@@ -13,6 +14,14 @@ first_python() {
     fi
   done
   return 1
+}
+
+# remove_former_name PYTHON REPO: removes the distribution rljax from PYTHON's environment, and its metadata from the
+# checkout. The distribution rljax-llm had this name, which another project has on the package index. Beside the new
+# one it would register the plugins of servers twice.
+remove_former_name() {
+  rm -rf "$2/rljax.egg-info"
+  "$1" -m pip uninstall -qq --yes rljax
 }
 
 # find_python MINOR [NAMED]: prints NAMED where it is given and fits. Otherwise prints the first fitting interpreter on

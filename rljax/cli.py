@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rljax.errors import ConfigError, run_cli
+from rljax.errors import ConfigError, install_words, run_cli
 
 
 class Command(NamedTuple):
@@ -74,7 +74,7 @@ def load(name: str, command: Command) -> Any:
         missing = (error.name or "").partition(".")[0]
         if missing in ("", "rljax"):
             raise
-        remedy = "which is not installed: pip install 'rljax[train]'"
+        remedy = f"which is not installed: {install_words('train')}"
         raise ConfigError(f"rljax {name} needs the package {missing}, {remedy}") from error
 
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         print(help_text())
         return 0 if argv else 2
     if argv[0] == "--version":
-        print(importlib.metadata.version("rljax"))
+        print(importlib.metadata.version("rljax-llm"))
         return 0
     if argv[0] == COMPLETION:
         print_completion(argv[1] if len(argv) > 1 else "")

@@ -44,6 +44,11 @@ def caller_errors(*more: type[Exception]) -> Iterator[None]:
         raise ConfigError(error) from error
 
 
+def install_words(extra: str) -> str:
+    """Returns how to install an extra of rljax, which no package index has: from a checkout or a wheel."""
+    return f"pip install '.[{extra}]' in a checkout of rljax, or 'WHEEL[{extra}]' with its wheel"
+
+
 class ServerError(RuntimeError):
     """A failure of a server."""
 

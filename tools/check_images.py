@@ -39,7 +39,7 @@ CUDA_GIB = 8
 VLLM_PYTHON = 12  # the image's is 3.12
 SHOWN = r"(jax|vllm|torch|triton|cuda-toolkit)$|jax-cuda|nvidia-(cudnn|nccl)-"
 # Distributions in the local vLLM's environment that no vLLM image has.
-NOT_IN_IMAGE = ("rljax", "zstandard", "xxhash")
+NOT_IN_IMAGE = ("rljax-llm", "zstandard", "xxhash")
 
 
 class Failed(Exception):

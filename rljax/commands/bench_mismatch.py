@@ -72,7 +72,8 @@ from rljax.run.options import parse_arguments
 from rljax.weights.format import weights_hash
 
 FORMAT = 1
-PACKAGES = ("rljax", "jax", "jaxlib", "numpy", "torch", "transformers")
+PACKAGES = {"rljax": "rljax-llm"} | {name: name for name in ("jax", "jaxlib", "numpy", "torch", "transformers")}
+"""The packages whose versions bench.json holds, with the names of their distributions."""
 FIXED = ("prompts", "sequences", "batch_size", "floors", "reference", "sample", "seed")
 """The settings that all rows of one bench.json share."""
 
@@ -169,7 +170,7 @@ def document_of(options: Arguments, argv: Sequence[str], directory: str) -> dict
         },
         "commands": [shlex.join(["rljax", "bench-mismatch", *(without_places("=".join(each)) for each in parts)])],
         "machine": machine(),
-        "versions": {name: version(name) for name in PACKAGES if importlib.util.find_spec(name)},
+        "versions": {name: version(named) for name, named in PACKAGES.items() if importlib.util.find_spec(name)},
         "settings": settings,
         "tokens": {},
         "running": [],

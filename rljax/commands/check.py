@@ -42,6 +42,7 @@ from rljax.commands import check_run as whole
 from rljax.commands import check_step as training
 from rljax.distributed.files import write_whole
 from rljax.distributed.processes import unused_gpus
+from rljax.errors import install_words
 from rljax.plan.dry_run import in_units
 from rljax.policy.attention import choose_attention, find_implementation
 from rljax.policy.config import AttentionName, PolicyConfig
@@ -63,9 +64,9 @@ _LIMITS = {"vllm": 360.0, "attention": 240.0, "step": 240.0}
 _LIMIT_S = 120.0
 _ON_ACCELERATOR = ("attention", "leak", "head", "step")
 _REMEDIES = {
-    DEVICE: "reinstall jax for this machine (pip install 'rljax[gpu]' or 'jax[tpu]'), and look at its driver",
+    DEVICE: "reinstall jax for this machine (jax[cuda12] or jax[tpu]), and look at its driver",
     "driver": "update the driver of this machine",
-    "packages": "pip install 'rljax[train]', or 'rljax[gpu]' for NVIDIA GPUs",
+    "packages": install_words("train") + "; the extra gpu for NVIDIA GPUs",
     "compiler": "install gcc and python3-dev (Debian, Ubuntu) or gcc and python3-devel (Red Hat)",
     "shm": "start the container with --ipc=host or --shm-size, or set rollout.transfer_dir",
     "collective": "NCCL_DEBUG=INFO names the link that fails; start containers with --ipc=host",

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from rljax.commands.plain_options import read_words
-from rljax.errors import ConfigError, caller_errors, print_end
+from rljax.errors import ConfigError, caller_errors, install_words, print_end
 from rljax.record.text_tables import cell, text_table
 from rljax.record.training_logs import STEP_COLUMNS, LengthLog, read_lengths
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
@@ -251,7 +251,7 @@ def pictures() -> ModuleType:
         return importlib.import_module("rljax.commands.replay_picture")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        raise ConfigError(f"--picture needs the package {missing}: pip install 'rljax[replay]'") from error
+        raise ConfigError(f"--picture needs the package {missing}: {install_words('replay')}") from error
 
 
 def main(argv: Sequence[str]) -> int:

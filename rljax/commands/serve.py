@@ -4,7 +4,7 @@
     rljax serve sglang MODEL --dtype bfloat16 -- --mem-fraction-static 0.8
 
 It runs in the server's own environment, beside vLLM or SGLang. There it needs only the standard library and rljax,
-installed with ``pip install --no-deps rljax zstandard xxhash``.
+installed with ``pip install --no-deps . zstandard xxhash`` in a checkout.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ def make(name: str, options: dict[str, Any], seed: int, size: int) -> list[dict[
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ValueError(f"reasoning_gym:{name} needs reasoning-gym ({error}): pip install 'rljax[gym]'") from error
+        from rljax.errors import install_words
+
+        raise ValueError(f"reasoning_gym:{name} needs reasoning-gym ({error}): {install_words('gym')}") from error
     from tqdm import tqdm
 
     if name in CHANGING:

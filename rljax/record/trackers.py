@@ -26,7 +26,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from rljax.distributed.files import write_whole
-from rljax.errors import OwnedError, parse_json
+from rljax.errors import OwnedError, install_words, parse_json
 from rljax.record.rows import NONFINITE_KEYS, Row
 
 SHIPPED: Mapping[str, str] = {
@@ -47,7 +47,7 @@ class RecordConfig:
     trackers: tuple[str, ...] = ()
     """Trackers that get the configuration, each row, report.png and the summary: wandb, trackio, mlflow, or
     ``package.module:Class`` of your own. Each of the three needs the extra of its name, as in
-    ``pip install 'rljax[trackio]'``."""
+    ``pip install '.[trackio]'`` in a checkout."""
     project: str = "rljax"
     """Project of the trackers that the run belongs to. MLflow calls it an experiment."""
     run_name: str = ""
@@ -269,7 +269,7 @@ def _find(kind: str) -> MakeTracker:
     if kind in SHIPPED:
         found = importlib.util.find_spec(kind)
         if found is None or found.origin is None:  # a folder of this name, such as wandb's own, is not a package
-            raise ValueError(f"record.trackers: {kind} is not installed: pip install 'rljax[{kind}]'")
+            raise ValueError(f"record.trackers: {kind} is not installed: {install_words(kind)}")
     try:
         tracker = pkgutil.resolve_name(SHIPPED.get(kind, kind))
         if (check := getattr(tracker, "check", None)) is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from rljax.errors import ConfigError, parse_json
+from rljax.errors import ConfigError, install_words, parse_json
 
 # Name of the mean response length, and names of the share of truncated responses in the same log. A column matches
 # when it ends in such a name.
@@ -172,8 +172,8 @@ def event_files(path: Path) -> ModuleType:
     try:
         from rljax.record import event_files as module
     except ModuleNotFoundError as error:
-        message = f"{path}: an event file of TensorBoard needs the package tensorboardX: pip install 'rljax[replay]'"
-        raise MissingPackageError(message) from error
+        needs = f"an event file of TensorBoard needs the package tensorboardX: {install_words('replay')}"
+        raise MissingPackageError(f"{path}: {needs}") from error
     return module
 
 

@@ -12,12 +12,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rljax.errors import install_words
 from rljax.rewards.final_answer import last_boxes, last_tag
 
 try:
     import reasoning_gym
 except ImportError as error:
-    raise ImportError(f"it needs reasoning-gym ({error}): pip install 'rljax[gym]'") from error
+    raise ImportError(f"it needs reasoning-gym ({error}): {install_words('gym')}") from error
 
 EXECUTING = frozenset(
     {

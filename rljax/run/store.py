@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from rljax.errors import ConfigError, OwnedError
+from rljax.errors import ConfigError, OwnedError, install_words
 from rljax.run.config import Config
 from rljax.run.directory import check_same_run, saved_steps
 from rljax.run.stop import StopRequest
@@ -63,7 +63,7 @@ class Store:
     def __init__(self, url: str) -> None:
         """Makes the client, and sends nothing yet. Raises StoreError if no installed library knows such URLs."""
         self.url = url.rstrip("/")
-        with self._told("cannot be opened (pip install 'rljax[store]' for s3://, gcsfs for gs://)"):
+        with self._told(f"cannot be opened ({install_words('store')}; gcsfs for gs://)"):
             self._fs, self._root = open_store(self.url)
 
     def begin(self) -> None:

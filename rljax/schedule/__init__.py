@@ -43,7 +43,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name not in ("jax", "jaxlib", "optax"):
             raise
-        message = f"{__name__}.{name} needs {error.name}, which is not installed: pip install 'rljax[optax]'."
+        remedy = "pip install '.[optax]' in a checkout of rljax, or 'WHEEL[optax]' with its wheel"
+        message = f"{__name__}.{name} needs {error.name}, which is not installed: {remedy}"
         raise ModuleNotFoundError(message, name=error.name) from error
     value = globals()[name] = getattr(module, name)
     return value

@@ -265,7 +265,7 @@ def test_the_machine_is_checked_for_what_vllm_needs(with_gpu, monkeypatch):
     packages = check_machine.check_packages()
     assert packages["problems"][0] == "jax has no plugin for CUDA"
     assert packages["problems"][-1] == "in vLLM's environment vllm is missing"
-    assert packages["remedy"].startswith("pip install 'rljax[gpu]'")
+    assert packages["remedy"].startswith("pip install '.[gpu]'")
     assert re.search(r"^vllm_driver=(\d+)$", (ROOT / "launch/machine.sh").read_text(), re.MULTILINE)[1] == "580"
 
 

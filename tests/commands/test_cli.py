@@ -69,7 +69,8 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "rljax.commands.compare", raising=False)
     status, _, err = outcome(cli.main, ["compare", "--help"])
     assert status == 2
-    assert err == "error: rljax compare needs the package tqdm, which is not installed: pip install 'rljax[train]'\n"
+    remedy = "pip install '.[train]' in a checkout of rljax, or 'WHEEL[train]' with its wheel"
+    assert err == f"error: rljax compare needs the package tqdm, which is not installed: {remedy}\n"
 
 
 def test_the_shell_completes_commands_and_options(tmp_path):

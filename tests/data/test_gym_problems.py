@@ -66,7 +66,7 @@ def test_its_tasks_have_the_strict_reward():
 
 def test_a_missing_library_is_said_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match=r"reasoning_gym:lcm needs reasoning-gym .*: pip install 'rljax\[gym\]'"):
+    with pytest.raises(ValueError, match=r"reasoning_gym:lcm needs reasoning-gym .*: pip install '\.\[gym\]'"):
         gym_maker.make("lcm", {}, 0, 1)
 
 

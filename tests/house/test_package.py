@@ -21,7 +21,7 @@ LOADED = """
 import importlib.metadata as metadata, json, pathlib, sys
 import rljax.schedule
 package = pathlib.Path(rljax.schedule.__file__).parents[1]
-scripts = metadata.distribution("rljax").entry_points.select(group="console_scripts")
+scripts = metadata.distribution("rljax-llm").entry_points.select(group="console_scripts")
 print(json.dumps([str(package), (package / "py.typed").is_file(), sorted(s.name for s in scripts)]))
 assert not {"jax", "optax", "torch", "flax"} & set(sys.modules)
 for script in scripts:
@@ -48,6 +48,37 @@ def built(tmp_path_factory):
     (wheel,) = (here / "dist").glob("*.whl")
     (sdist,) = (here / "dist").glob("*.tar.gz")
     return wheel, sdist
+
+
+# The words of an installation end where a sentence goes on with "in".
+BY_NAME = re.compile(r"pip3? +install\b(?:(?! in )[^|&;`\n])*?(?<![\w./$-])rljax(-llm)?(?![\w./-])")
+PAGES = ("*.md", "*.py", "*.sh", "*.sbatch", "*.yaml", "*.toml", "*Dockerfile")
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("pip install rljax", True),
+        ("pip install 'rljax[train,gym]'", True),
+        ("python -m pip install --upgrade rljax-llm", True),
+        ("pip install '.[train]' in a checkout of rljax", False),
+        ("pip install -e '.[train]' && rljax train quickstart", False),
+        ('pip install -e "$rljax_repo[$extra]"', False),
+        ("`pip install '.[gym]'` brings rljax's tasks", False),
+    ],
+)
+def test_an_installation_by_name_is_recognized(line, is_found):
+    assert bool(BY_NAME.search(line)) == is_found
+
+
+def test_nothing_installs_rljax_by_name():
+    """The name rljax is another project's on the package index, and rljax-llm is not published."""
+    listed = run("git", "ls-files", *PAGES, cwd=ROOT).split()
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in listed if not name.startswith("tests/")}
+    assert "README.md" in texts
+    # A command stands on one line, except that a page may break it after "pip install".
+    searched = {name: BY_NAME.search(text.replace("install\n", "install ")) for name, text in texts.items()}
+    assert {name: match[0] for name, match in searched.items() if match} == {}
 
 
 def test_twine_accepts_both(built):
@@ -105,7 +136,7 @@ def test_an_extra_brings_what_its_half_needs(built):
     assert by_extra["torch"] == {"torch"}
     assert by_extra["replay"] == {"matplotlib", "tensorboardX"}
     assert {"jax", "optax", "flax", "transformers"} <= by_extra["train"]
-    assert {"rljax", "jax"} == by_extra["gpu"]
+    assert {"rljax-llm", "jax"} == by_extra["gpu"]
 
 
 def test_the_wheel_installs_and_its_commands_load(installed, tmp_path):

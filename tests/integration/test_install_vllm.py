@@ -12,12 +12,19 @@ GROUP = "vllm.general_plugins"
 CURRENT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]["rljax"]
 
 
-@pytest.mark.parametrize(("entry", "installs"), [(CURRENT, False), ("rljax.moved_since:register", True)])
-def test_an_outdated_entry_point_is_installed_again(entry, installs, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "entry", "installs"),
+    [
+        ("rljax-llm", CURRENT, False),
+        ("rljax-llm", "rljax.moved_since:register", True),
+        ("rljax", CURRENT, True),  # the former name of the distribution
+    ],
+)
+def test_an_outdated_entry_point_is_installed_again(name, entry, installs, tmp_path):
     """The interpreter is a script. It notes each command that it is to run with -m, and sees one installed rljax."""
-    metadata = tmp_path / "site" / "rljax-0.1.0.dist-info"
+    metadata = tmp_path / "site" / f"{name.replace('-', '_')}-0.1.0.dist-info"
     metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: rljax\nVersion: 0.1.0\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
     (metadata / "entry_points.txt").write_text(f"[{GROUP}]\nrljax = {entry}\n")
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
@@ -35,4 +42,5 @@ def test_an_outdated_entry_point_is_installed_again(entry, installs, tmp_path):
     )
     noted = (tmp_path / "calls").read_text() if (tmp_path / "calls").exists() else ""
     besides = "-m pip install zstandard>=0.23,<1 xxhash>=3.5,<5\n"
-    assert noted == (f"-m pip install --no-deps -e {ROOT}\n{besides}" if installs else "")
+    removes = "-m pip uninstall -qq --yes rljax\n"
+    assert noted == (f"{removes}-m pip install --no-deps -e {ROOT}\n{besides}" if installs else "")

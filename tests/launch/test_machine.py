@@ -229,10 +229,10 @@ def test_what_the_plugin_needs_is_listed_once():
         [sys.executable, "launch/plugin_needs.py"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
     )
     assert printed.stdout.splitlines() == EXTRAS["plugin"]
-    assert "rljax[plugin]" in EXTRAS["train"]
+    assert "rljax-llm[plugin]" in EXTRAS["train"]
     for name in ("launch/installing.sh", "launch/kubernetes/server.Dockerfile", "launch/tpu.sh"):
         assert "launch/plugin_needs.py" in (ROOT / name).read_text(), name
     written = [path for path in Path(ROOT / "launch").rglob("*") if path.is_file() and "zstandard>" in path.read_text()]
     assert written == []
     told = (ROOT / "rljax/commands/serve.py").read_text()
-    assert f"pip install --no-deps rljax {' '.join(sorted(PARTS, reverse=True))}" in told
+    assert f"pip install --no-deps . {' '.join(sorted(PARTS, reverse=True))}" in told

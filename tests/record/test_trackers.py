@@ -216,7 +216,7 @@ def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(SHIPPED, "absent_tracker", "planted_trackers:Kept")
     (tmp_path / "absent_tracker").mkdir()  # such a folder, like the one that wandb makes, is no package
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"absent_tracker is not installed: pip install 'rljax\[absent_tracker\]'"):
+    with pytest.raises(ValueError, match=r"absent_tracker is not installed: pip install '\.\[absent_tracker\]'"):
         Trackers(RecordConfig(trackers=("absent_tracker",)))
 
 

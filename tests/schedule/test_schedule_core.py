@@ -71,7 +71,8 @@ def test_what_needs_optax_says_how_to_install_it(name):
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"ModuleNotFoundError: rljax.schedule.{name} needs ")
-    assert last.endswith("which is not installed: pip install 'rljax[optax]'.")
+    remedy = "pip install '.[optax]' in a checkout of rljax, or 'WHEEL[optax]' with its wheel"
+    assert last.endswith(f"which is not installed: {remedy}")
 
 
 def test_an_unknown_name_is_an_attribute_error():
