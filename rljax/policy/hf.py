@@ -10,10 +10,12 @@ import functools
 import itertools
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,12 @@ from rljax.sharding import fetch
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _HEAD, _TABLE, _ROWS = "lm_head.weight", "model.embed_tokens.weight", 4096
+CHUNK_BYTES = 2**29
+"""The most bytes that are transposed and copied to the host at once, unless one layer is larger."""
+
+_THREADS = min(8, os.cpu_count() or 1)
 _DTYPES = ("F16", "BF16", "F32", "F64")
+Label = TypeVar("Label")
 _SIDE_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
@@ -70,11 +77,35 @@ class Leaf(NamedTuple):
         firsts = (bounds[cut][0] for cut in cuts)
         return tuple(slice(s.start * n, s.stop * n) for s, n in zip(firsts, widths, strict=True))
 
-    def to_hf(self, part: np.ndarray) -> np.ndarray:
-        """Converts a slice, or a rectangle of one, to the layout of the file."""
-        if not self.inputs:
-            return np.ascontiguousarray(part if self.inputs is None else part.reshape(-1))
-        return np.ascontiguousarray(part.reshape(math.prod(part.shape[: self.inputs]), -1).T)
+    def file_chunks(
+        self, part: jax.Array, names: np.ndarray, dtype: Any, chunk_bytes: int
+    ) -> Iterator[tuple[np.ndarray, jax.Array]]:
+        r"""Yields the tensors of ``part`` with their names, in the layout of the file, a chunk of them at a time.
+
+        The devices cast and transpose a chunk. If several processes hold ``part``, all of them must take all chunks.
+
+        Args:
+          part: The parameter, or a rectangle of it.
+          names: The names of the tensors in ``part``; their shape is the shape of its leading axes.
+          dtype: The dtype of the chunks.
+          chunk_bytes: The most bytes of a chunk, unless one layer is larger. With several processes a chunk is a layer.
+
+        Yields:
+          The names of one chunk, and an array of shape (names, rows, columns), or (names, \*shape) for a parameter
+          that is not transposed.
+        """
+        layout = functools.partial(_file_layout, stacked=self.stacked, inputs=self.inputs, dtype=jnp.dtype(dtype))
+        layers = part.shape[0] if self.stacked else 1
+        step = (
+            max(1, chunk_bytes * layers // (part.size * jnp.dtype(dtype).itemsize)) if part.is_fully_addressable else 1
+        )
+        if layers <= step:
+            yield np.ravel(names), layout(part)
+            return
+        for start in range(0, layers, step):
+            taken = min(step, layers - start)
+            # The copy of the layers has a program of its own: fused with the transposition it is slow on a CPU.
+            yield np.ravel(names[start : start + taken]), layout(_layers(part, np.int32(start), taken))
 
     def read(self, sources: Mapping[str, Any], dtype: Any, index: Any) -> np.ndarray:
         """Reads the part ``index`` of the parameter from the opened tensors of the files, by name."""
@@ -82,14 +113,48 @@ class Leaf(NamedTuple):
         bounds = [slice(*s.indices(n)) for s, n in zip(index[self.stacked :], self.shape, strict=True)]
         sizes = [bound.stop - bound.start for bound in bounds]
         result = np.empty((names.size, *sizes), dtype)
-        for whole, name in zip(result, np.ravel(names), strict=True):
+
+        def fill(whole: np.ndarray, name: str) -> None:
             part = sources[name][self.hf_slices(bounds)]
             # One copy casts the part and brings it into the layout of the policy.
             if self.inputs is None:
                 np.copyto(whole, part, casting="unsafe")
             else:
                 np.copyto(whole.reshape(part.shape[::-1]), part.T, casting="unsafe")
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(fill, result, np.ravel(names)))
         return result.reshape(*np.shape(names), *sizes)
+
+
+def on_host_ahead(chunks: Iterable[tuple[Label, jax.Array]]) -> Iterator[tuple[Label, np.ndarray]]:
+    """Yields labelled arrays on the host. The devices make and copy the next one while the caller uses the last."""
+    waiting: list[tuple[Label, jax.Array]] = []
+    for label, chunk in chunks:
+        if chunk.is_fully_addressable:
+            chunk.copy_to_host_async()
+        waiting.append((label, chunk))
+        if len(waiting) > 1:
+            label, chunk = waiting.pop(0)
+            yield label, fetch(chunk)
+    for label, chunk in waiting:
+        yield label, fetch(chunk)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _layers(layers: jax.Array, start: Any, number: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(layers, start, number)
+
+
+@functools.partial(jax.jit, static_argnames=("stacked", "inputs", "dtype"))
+def _file_layout(layers: jax.Array, stacked: int, inputs: int | None, dtype: Any) -> jax.Array:
+    """Casts layers to ``dtype`` and transposes them to the layout of the file; ``inputs`` as in ``HFTensor.inputs``."""
+    cast, shape = layers.astype(dtype), layers.shape[stacked:]
+    if inputs is None:
+        return cast.reshape(-1, *shape)
+    if not inputs:
+        return cast.reshape(-1, math.prod(shape))
+    return jnp.swapaxes(cast.reshape(-1, math.prod(shape[:inputs]), math.prod(shape[inputs:])), 1, 2)
 
 
 def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], HFTensor]) -> Iterator[Leaf]:
@@ -224,34 +289,25 @@ def read_leaves(
     return unflatten_dict(params)
 
 
-def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields ``(HF name, array)`` in a fixed order, in ``dtype``. One leaf at a time is on the host.
+def hf_tensors(
+    params: Params, config: PolicyConfig, dtype: Any, *, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields ``(HF name, array)`` in a fixed order, in ``dtype``. Two chunks at a time are on the host.
 
     If several processes hold the parameters, all of them must take all tensors, which are gathered layer by layer. A
     tied head is not yielded, because the file has no tensor for it.
     """
-    leaves = flatten_dict(params)
-    for leaf in policy_leaves(config):
-        parts = _host_parts(jnp.asarray(leaves[leaf.path]), leaf.stacked, jnp.dtype(dtype))
-        for name, part in zip(np.ravel(leaf.names), parts, strict=True):
-            yield name, leaf.to_hf(part)
+    return host_tensors(params, policy_leaves(config), dtype, chunk_bytes)
 
 
-def _host_parts(leaf: jax.Array, stacked: int, dtype: Any) -> Iterator[np.ndarray]:
-    """Yields the slices of a parameter over its ``stacked`` leading axes, on the host. With 0: the parameter itself."""
-    if leaf.is_fully_addressable:
-        yield from np.asarray(leaf.astype(dtype)).reshape(-1, *leaf.shape[stacked:])
-    elif not stacked:
-        yield fetch(leaf.astype(dtype))
-    else:
-        for index in range(leaf.shape[0]):
-            layer = fetch(_layer(leaf, np.int32(index), dtype))
-            yield from layer.reshape(-1, *leaf.shape[stacked:])
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _layer(leaf: jax.Array, index: Any, dtype: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False).astype(dtype)
+def host_tensors(
+    params: Params, leaves: Iterable[Leaf], dtype: Any, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields ``(HF name, array)`` of the parameters ``leaves``, as :func:`hf_tensors` does."""
+    flat = flatten_dict(params)
+    chunks = (leaf.file_chunks(jnp.asarray(flat[leaf.path]), leaf.names, dtype, chunk_bytes) for leaf in leaves)
+    for names, chunk in on_host_ahead(itertools.chain.from_iterable(chunks)):
+        yield from zip(names, chunk, strict=True)
 
 
 def _shard_plan(config: PolicyConfig, itemsize: int, max_shard_bytes: int) -> list[list[str]]:

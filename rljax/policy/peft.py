@@ -7,17 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
 
 from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import leaves_of, open_tensors, read_leaves
+from rljax.policy.hf import host_tensors, leaves_of, open_tensors, read_leaves
 from rljax.policy.lora import LoraConfig, abstract_adapters, stored_adapters
 from rljax.policy.model import Params
-from rljax.sharding import fetch
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -56,12 +53,10 @@ def save_adapters(
     The directory is created if it is missing. ``adapters`` has the structure of ``abstract_adapters``. ``base`` is the
     name or path of the base model, which adapter_config.json records.
     """
-    out, flat = Path(directory), flatten_dict(adapters)
+    out = Path(directory)
     out.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, np.ndarray] = {}
-    for leaf in leaves_of(abstract_adapters(config, lora), stored_adapters(config, lora)):
-        whole = np.asarray(fetch(flat[leaf.path]), np.float32)
-        tensors |= {name: leaf.to_hf(part) for name, part in zip(leaf.names, whole, strict=True)}
+    leaves = leaves_of(abstract_adapters(config, lora), stored_adapters(config, lora))
+    tensors = dict(host_tensors(adapters, leaves, jnp.float32))
     with replacing(out / WEIGHTS_NAME) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
     settings = _FIXED | {

@@ -13,7 +13,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import policy_leaves
+from rljax.policy.hf import CHUNK_BYTES, on_host_ahead, policy_leaves
 from rljax.policy.model import Params
 from rljax.sharding import fetch
 from rljax.weights.format import Checksum, Region
@@ -24,26 +24,33 @@ from rljax.weights.writer import Part
 def hf_parts(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[Part]:
     """Yields the parts of the HF tensors that the devices of this process hold, in ``dtype``.
 
-    One leaf at a time is cast. If a part has several copies, only one process yields it. So the parts of all processes
-    together cover each tensor once. All processes that hold the parameters must make this call.
+    Two chunks at a time are on the host. If a part has several copies, only one process yields it. So the parts of all
+    processes together cover each tensor once. All processes that hold the parameters must make this call.
     """
-    leaves = flatten_dict(params)
+    for (names, shape, region), chunk in on_host_ahead(_shard_chunks(params, config, dtype)):
+        for name, part in zip(names, chunk, strict=True):
+            yield Part(name, shape, region, part)
+
+
+def _shard_chunks(
+    params: Params, config: PolicyConfig, dtype: Any
+) -> Iterator[tuple[tuple[np.ndarray, tuple[int, ...], Region], jax.Array]]:
+    """Yields chunks of this process's shards. A label has the names, the shape of a whole tensor, and the region."""
+    flat = flatten_dict(params)
     for leaf in policy_leaves(config):
-        cast = jnp.asarray(leaves[leaf.path]).astype(dtype)
-        for shard in cast.addressable_shards:
+        whole = jnp.asarray(flat[leaf.path])
+        for shard in whole.addressable_shards:
             if shard.replica_id:
                 continue
-            bounds = [slice(*s.indices(n)) for s, n in zip(shard.index, cast.shape, strict=True)]
-            names = leaf.names[tuple(bounds[: leaf.stacked])]
-            content = np.asarray(shard.data)
+            bounds = [slice(*s.indices(n)) for s, n in zip(shard.index, whole.shape, strict=True)]
             *rows, columns = leaf.hf_slices(bounds[leaf.stacked :])
             row = rows[0] if rows else slice(0, 1)
             region = Region(
                 row.start, row.stop - row.start, columns.start, columns.stop - columns.start, leaf.hf_shape[-1]
             )
-            parts = content.reshape(-1, *content.shape[leaf.stacked :])
-            for name, part in zip(np.ravel(names), parts, strict=True):
-                yield Part(str(name), leaf.hf_shape, region, leaf.to_hf(part))
+            of_shard = np.asarray(leaf.names[tuple(bounds[: leaf.stacked])], object)
+            for names, chunk in leaf.file_chunks(shard.data, of_shard, dtype, CHUNK_BYTES):
+                yield (names, leaf.hf_shape, region), chunk
 
 
 def hf_checksums(params: Params, config: PolicyConfig, dtype: Any) -> dict[str, Checksum]:
