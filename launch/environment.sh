@@ -10,7 +10,7 @@ source "$rljax_repo/launch/python.sh"
 
 rljax_python() {
   find_python 11 "${RLJAX_PYTHON:-}" && return
-  echo "error: ${RLJAX_PYTHON:+RLJAX_PYTHON is $RLJAX_PYTHON, but }rljax needs Python 3.11, 3.12 or 3.13" >&2
+  echo "error: ${RLJAX_PYTHON:+RLJAX_PYTHON is $RLJAX_PYTHON, but }rljax needs Python 3.11, 3.12 or 3.13: $python_remedy, and name it in RLJAX_PYTHON if it is not on the PATH" >&2
   return 1
 }
 
@@ -27,7 +27,7 @@ prepare_environment() {
   else
     python="$(rljax_python)"
     echo "== making the environment $venv with $("$python" --version) (a minute or two)"
-    [ -x "$RLJAX_BIN/python" ] || "$python" -m venv "$venv"
+    make_environment "$python" "$venv"
     "$RLJAX_BIN/python" -m pip install -qq --upgrade pip
     if [ "$extra" = test ]; then
       install_cpu_torch
@@ -40,7 +40,11 @@ prepare_environment() {
     touch "$stamp"
     echo "== installed: $("$RLJAX_BIN/python" -m pip list 2>/dev/null | awk '$1 ~ /^(jax|flax|optax|orbax-checkpoint|grain|transformers|torch)$/ {printf "%s %s, ", $1, $2}')"
   fi
-  # Compiled programs are kept, so that a second run starts at once.
+  keep_compiled
+}
+
+# keep_compiled: compiled programs are kept, so that a second run starts at once.
+keep_compiled() {
   export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$rljax_repo/.cache/jax}"
   export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0.5}"
   export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="${JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES:--1}"
@@ -51,7 +55,7 @@ own_environment() {
   local venv="$1"
   shift
   [ ! -e "$venv/.ready" ] || return 0
-  [ -x "$venv/bin/python" ] || "$(rljax_python)" -m venv "$venv"
+  make_environment "$(rljax_python)" "$venv"
   "$venv/bin/python" -m pip install --quiet "$@"
   touch "$venv/.ready"
 }
@@ -65,6 +69,7 @@ trainer_extra() {
 prepare_trainer_environment() {
   if [ -n "${RLJAX_VENV:-}" ] && [ -x "$RLJAX_VENV/bin/python" ]; then
     RLJAX_BIN="$(cd "$RLJAX_VENV/bin" && pwd)"
+    keep_compiled
   else
     prepare_environment "$(trainer_extra)"
   fi

@@ -37,9 +37,9 @@ if [[ "$(cat "$marker" 2>/dev/null || true)" == "$stamp" ]]; then
   exit
 fi
 if [[ ! -x "$venv/bin/python" ]]; then
-  python="$(find_python 12 "${PYTHON:-}")" || die "no Python 3.12 or 3.13 found; name one with PYTHON=/path/to/python"
+  python="$(find_python 12 "${PYTHON:-}")" || die "no Python 3.12 or 3.13 found: $python_remedy, and name it with PYTHON=/path/to/python"
   say "new environment $venv ($("$python" --version 2>&1))"
-  "$python" -m venv "$venv"
+  make_environment "$python" "$venv" || exit 1
 fi
 rm -f "$marker"
 : >"$log"

@@ -30,7 +30,7 @@ spec="${RLJAX_SGLANG_SPEC:-sglang>=0.5.23,<0.5.24}"
 if [[ ! -x "$venv/bin/python" ]]; then
   python="$(server_python)"
   say "new environment $venv ($("$python" --version 2>&1))"
-  "$python" -m venv "$venv"
+  make_environment "$python" "$venv" || exit 1
 fi
 pip=("$venv/bin/python" -m pip install)
 

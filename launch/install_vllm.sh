@@ -68,7 +68,7 @@ esac
 if [[ ! -x "$venv/bin/python" ]]; then
   python="$(server_python)"
   say "new environment $venv ($("$python" --version 2>&1))"
-  "$python" -m venv "$venv"
+  make_environment "$python" "$venv" || exit 1
 fi
 
 [[ "$kind" == cpu ]] || check_compiler "$venv/bin/python" || exit 1

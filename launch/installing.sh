@@ -20,7 +20,7 @@ trap 'say "interrupted; run it again to go on"; exit 130' INT TERM
 
 server_python() {
   find_python 11 "${PYTHON:-}" ||
-    die "no Python 3.11, 3.12 or 3.13 found; name one with PYTHON=/path/to/python"
+    die "no Python 3.11, 3.12 or 3.13 found: $python_remedy, and name it with PYTHON=/path/to/python"
 }
 
 # waited TITLE COMMAND...: runs it with its output in the log and says every 15 seconds that it goes on.

@@ -31,6 +31,8 @@ done
 
 source launch/environment.sh
 prepare_environment train
+# Its model is so small that a CPU trains it, on machines with GPUs, too.
+export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
 if [ "$engine" = jax ]; then
   echo "== training"
   exec "$RLJAX_BIN/python" -m rljax.train configs/quickstart.yaml "$@"

@@ -116,7 +116,7 @@ fi
 
 source "$here/launch/environment.sh"
 source "$here/launch/served.sh"
-[[ "$engine" != vllm ]] || check_driver || exit 2
+[[ "$engine" != vllm ]] || check_driver "$($dry_run && echo warning)" || exit 2
 prepare_trainer_environment
 python="$RLJAX_BIN/python"
 # One process trains here, also in a step of Slurm or of Open MPI, of which JAX would take one GPU.

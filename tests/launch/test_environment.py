@@ -49,6 +49,34 @@ def test_a_version_that_is_too_old_is_not_taken(machine):
     assert search(path, str(sys.version_info.minor + 1)) == (1, "")
 
 
+def make_environment(python, venv):
+    script = f'source {ROOT}/launch/python.sh; make_environment "$@"'
+    done = subprocess.run(["bash", "-c", script, "-", python, venv], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr
+
+
+def test_half_an_environment_is_removed(tmp_path):
+    """Debian without python3-venv makes the interpreter's link and then fails, and later has the package."""
+    venv = tmp_path / "venv"
+    venv.mkdir()
+    (venv / "install.log").touch()  # the scripts' own file
+    half = 'if [ "$1" = -m ]; then mkdir -p "$3/bin" && ln -s /bin/true "$3/bin/python"; exit 1; fi; echo 3.11'
+    status, said = make_environment(str(program(tmp_path / "python3.11", half)), str(venv))
+    assert status == 1
+    assert "install python3.11-venv (Debian, Ubuntu)" in said
+    assert [path.name for path in venv.iterdir()] == ["install.log"]
+    whole = 'mkdir -p "$3/bin" && ln -s /bin/true "$3/bin/python"'
+    assert make_environment(str(program(tmp_path / "mended", whole)), str(venv)) == (0, "")
+    assert make_environment("never called", str(venv)) == (0, "")
+
+
+def test_an_environment_without_pip_is_named_and_kept(tmp_path):
+    python = program(tmp_path / "venv/bin/python", "exit 1")
+    status, said = make_environment("never called", str(tmp_path / "venv"))
+    assert (status, python.exists()) == (1, True)
+    assert f"{tmp_path}/venv has no pip" in said
+
+
 SEARCHING = ["launch/environment.sh", "launch/installing.sh", "launch/install_compilers.sh", "tools/test_peers.sh"]
 
 

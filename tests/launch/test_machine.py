@@ -14,6 +14,7 @@ from programs import program
 from toy_runs import ROOT
 
 from rljax.distributed.processes import start_processes, unused_gpus
+from rljax.errors import ConfigError
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 PARTS = {part.split(">")[0].split("[")[0] for part in EXTRAS["plugin"]}
@@ -72,6 +73,17 @@ def test_a_driver_below_580_is_refused(gpu_machine, driver, status):
     assert (f"the NVIDIA driver is {driver}, but vLLM (CUDA 13) needs 580 or newer" in said) == bool(status)
 
 
+def test_other_ways_than_a_new_driver_are_named_and_taken(gpu_machine):
+    path = gpu_machine("570.195.03")
+    said = function("check_driver", PATH=path)[1]
+    for way in ("cuda-compat-13-0", "VLLM_ENABLE_CUDA_COMPATIBILITY=1", "RLJAX_VLLM_SPEC", "--rollout.engine jax"):
+        assert way in said
+    assert function("check_driver", "warning", PATH=path) == (0, said.replace("error:", "warning:"))
+    for way in ("VLLM_ENABLE_CUDA_COMPATIBILITY", "RLJAX_VLLM_SPEC", "RLJAX_VLLM_VENV"):
+        assert function("check_driver", PATH=path, **{way: "1"}) == (0, "")
+    assert function("check_driver", PATH=path, VLLM_ENABLE_CUDA_COMPATIBILITY="0")[0] == 1
+
+
 def test_the_installer_refuses_an_old_driver_at_once(gpu_machine, tmp_path):
     status, said = install(tmp_path / "venv", PATH=gpu_machine("550.54.15"))
     assert status == 1
@@ -102,7 +114,7 @@ def test_a_missing_compiler_and_header_are_named(tmp_path):
     status, said = function("check_compiler", str(python), CC="no-such-compiler")
     assert status == 1
     assert f"the C compiler of CC=no-such-compiler and {tmp_path}/include/Python.h is not here" in said
-    assert "install gcc and python3-dev" in said
+    assert f"install gcc and python{tmp_path}/include-dev" in said  # the planted interpreter always says this
     (tmp_path / "include").mkdir()
     (tmp_path / "include/Python.h").touch()
     program(tmp_path / "cc", "exit 0")
@@ -222,6 +234,25 @@ def test_gpus_that_nobody_uses_are_named(used, environment, said, tmp_path, monk
         (tmp_path / name).touch()
     line = unused_gpus(used, tmp_path)
     assert line == said or line.startswith(said)
+
+
+def test_a_plugin_for_cuda_that_finds_no_gpu_is_an_error(tmp_path, monkeypatch):
+    """Without the plugin a line says that JAX trains on the CPU; with it something on the machine is wrong."""
+    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "dev").mkdir()
+    for number in range(2):
+        (tmp_path / f"dev/nvidia{number}").touch()
+    assert "this process trains on 0 of the 2 GPUs" in unused_gpus(0, tmp_path / "dev")
+    (tmp_path / "jax_cuda12_plugin").mkdir()
+    (tmp_path / "jax_cuda12_plugin/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"JAX finds none of the 2 GPUs .* LD_LIBRARY_PATH"):
+        unused_gpus(0, tmp_path / "dev")
+    assert "this process trains on 1 of the 2 GPUs" in unused_gpus(1, tmp_path / "dev")
+    for asked in ("cpu", "cpu,cuda"):
+        monkeypatch.setenv("JAX_PLATFORMS", asked)
+        assert unused_gpus(0, tmp_path / "dev") is None
 
 
 def test_what_the_plugin_needs_is_listed_once():

@@ -131,7 +131,7 @@ def test_training_is_a_unit_that_starts_again(host):
     assert values["ExecStart"] == f"{host}/rljax/.venv/bin/python -m rljax.train /shared/config.yaml --run.steps 3"
     assert (values["Restart"], values["RestartPreventExitStatus"]) == ("on-failure", "2 3")
     assert values["KillMode"] == "mixed"  # SIGTERM goes only to the program
-    assert values["Environment"] == "PYTHONUNBUFFERED=1 "
+    assert values["Environment"] == f"PYTHONUNBUFFERED=1 JAX_COMPILATION_CACHE_DIR={host}/rljax/.cache/jax "
     told = (host / "systemctl").read_text().splitlines()
     assert told == ["daemon-reload", "enable rljax-train", "restart rljax-train"]
 
@@ -142,7 +142,7 @@ def test_a_server_binds_to_its_own_address_and_has_the_key(host):
     address = re.search(r"--host=(\S+)", values["ExecStart"])[1]
     assert re.fullmatch(r"[\d.]+|[\da-f:]+", address)
     assert values["ExecStart"].endswith("--port=8000 --timeout=3600 --dtype=bfloat16")
-    assert values["Environment"] == f"PYTHONUNBUFFERED=1 RLJAX_API_KEY_FILE={host}/.rljax.key"
+    assert values["Environment"].endswith(f" RLJAX_API_KEY_FILE={host}/.rljax.key")
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
