@@ -42,7 +42,7 @@ from rljax.commands import check_run as whole
 from rljax.commands import check_step as training
 from rljax.distributed.files import write_whole
 from rljax.distributed.processes import unused_gpus
-from rljax.errors import install_words
+from rljax.errors import ConfigError, install_words
 from rljax.plan.dry_run import in_units
 from rljax.policy.attention import choose_attention, find_implementation
 from rljax.policy.config import AttentionName, PolicyConfig
@@ -160,7 +160,10 @@ def group(name: str) -> str:
 def describe_device() -> Found:
     """Returns the devices, their drivers and the versions of JAX."""
     device = jax.devices()[0]
-    unused = unused_gpus(jax.local_device_count() if device.platform == "gpu" else 0)
+    try:
+        unused = unused_gpus(jax.local_device_count() if device.platform == "gpu" else 0)
+    except ConfigError as error:
+        unused = str(error)
     return {
         "kind": device.device_kind,
         "platform": device.platform,
@@ -189,10 +192,12 @@ def run_part(part: Callable[[], Found]) -> Found:
     return found | {"seconds": round(time.perf_counter() - start, 2)}
 
 
-def run_parts(parts: Parts, arguments: Arguments) -> dict[str, Found]:
+def run_parts(
+    parts: Parts, arguments: Arguments, keep: Callable[[dict[str, Found]], object] = lambda found: None
+) -> dict[str, Found]:
     """Runs the parts and returns their findings by name. With ``--separate`` each group has a process of its own.
 
-    On a CPU without --tiny the kernels and the step are skipped, because they would take hours there.
+    ``keep`` is called with all findings so far after each part, so that a program that is killed leaves them. On a CPU without --tiny the kernels and the step are skipped, because they would take hours there.
     """
     found: dict[str, Found] = {}
     end = time.monotonic() + arguments.limit_s
@@ -215,6 +220,7 @@ def run_parts(parts: Parts, arguments: Arguments) -> dict[str, Found]:
                 results = ((name, run_part(part)) for name, part in members.items())
             for name, result in results:
                 found[name] = judged(name, result)
+                keep(found)
                 bar.update(1)
     return {name: found[name] for name in parts}
 
@@ -239,8 +245,8 @@ def run_apart(parts: Parts, limit_s: float) -> Iterator[tuple[str, Found]]:
     results, sender = context.Pipe(duplex=False)
     left, end = dict(parts), time.monotonic() + limit_s
     reason = f"not done within {limit_s:.0f} s"
-    with tempfile.NamedTemporaryFile() as log:
-        child = context.Process(target=send_findings, args=(parts, sender, log.name))
+    with tempfile.TemporaryDirectory() as cache, tempfile.NamedTemporaryFile() as log:
+        child = context.Process(target=send_findings, args=(parts, sender, log.name, cache))
         child.start()
         sender.close()
         try:
@@ -258,8 +264,14 @@ def run_apart(parts: Parts, limit_s: float) -> Iterator[tuple[str, Found]]:
     yield from ((name, {"error": f"{reason}: {words}"}) for name in left)
 
 
-def send_findings(parts: Parts, sender: Connection, log: str) -> None:
-    """Runs parts in this process and sends the findings of each. The process's output goes to the file ``log``."""
+def send_findings(parts: Parts, sender: Connection, log: str, cache: str) -> None:
+    """Runs parts in this process and sends the findings of each. The process's output goes to the file ``log``.
+
+    Compiled programs are kept in the directory ``cache`` unless JAX has another one. Otherwise a measured step would be
+    compiled twice: for its memory, and by its first call.
+    """
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", cache)
     sink = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
@@ -322,20 +334,26 @@ def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(Arguments, argv, prog="rljax check", description=__doc__ or "")
     parts = make_parts(arguments)
     began = time.monotonic()
-    found = run_parts({name: part for name, part in parts.items() if wanted(name, arguments.only)}, arguments)
+
+    def keep(found: dict[str, Found]) -> Path | None:
+        path = arguments.json
+        if path is None and not arguments.tiny:
+            path = Path(f"accelerator_{slug(found[DEVICE].get('kind', 'unknown'))}.json")
+        if path is not None:
+            failed = [name for name, one in found.items() if one["status"] == "failed"]
+            document = {"command": shlex.join(["rljax", "check", *argv]), "parts": found, "failed": failed}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(document, indent=1) + "\n")
+        return path
+
+    found = run_parts({name: part for name, part in parts.items() if wanted(name, arguments.only)}, arguments, keep)
     counts = Counter(one["status"] for one in found.values())
     failed = [name for name, one in found.items() if one["status"] == "failed"]
     width = max(map(len, found))
     print("\n".join(f"{name:<{width}}  {line(name, one)}" for name, one in found.items()))
     said_of_all = ", ".join(f"{counts[status]} {status}" for status in ("ok", "failed", "skipped"))
     print(f"{said_of_all} in {time.monotonic() - began:.0f} s")
-    path = arguments.json
-    if path is None and not arguments.tiny:
-        path = Path(f"accelerator_{slug(found[DEVICE].get('kind', 'unknown'))}.json")
-    if path is not None:
-        document = {"command": shlex.join(["rljax", "check", *argv]), "parts": found, "failed": failed}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(document, indent=1) + "\n")
+    if path := keep(found):
         print(f"written to {path}; send it to the developers of rljax")
     return 1 if failed else 0
 
