@@ -197,7 +197,8 @@ def run_parts(
 ) -> dict[str, Found]:
     """Runs the parts and returns their findings by name. With ``--separate`` each group has a process of its own.
 
-    ``keep`` is called with all findings so far after each part, so that a program that is killed leaves them. On a CPU without --tiny the kernels and the step are skipped, because they would take hours there.
+    ``keep`` is called with all findings so far after each part, so that a program that is killed leaves them. On a CPU
+    without --tiny the kernels and the step are skipped, because they would take hours there.
     """
     found: dict[str, Found] = {}
     end = time.monotonic() + arguments.limit_s

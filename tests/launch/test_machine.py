@@ -194,9 +194,16 @@ def test_servers_have_the_form_of_the_configuration(script):
 
 
 def test_one_machine_refuses_an_old_driver(gpu_machine):
-    process = start("launch/single_node.sh", PATH=gpu_machine("535.183.01"))
-    assert "needs 580 or newer" in process.communicate(timeout=60)[1]
-    assert process.returncode == 2
+    path = gpu_machine("535.183.01")
+    command = ["bash", str(ROOT / "launch/single_node.sh"), "configs/quickstart.yaml"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RLJAX_VLLM")}
+    done = subprocess.run(command, env=environment | {"PATH": path}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the NVIDIA driver is 535.183.01")
+    with start("launch/single_node.sh", PATH=path) as process:
+        assert process.stderr.readline().startswith("warning: the NVIDIA driver is 535.183.01")
+        assert process.stdout.readline().startswith("server 0: ")
+        process.kill()
 
 
 @pytest.mark.parametrize("step", [SLURM_STEP, OPEN_MPI], ids=["slurm", "open-mpi"])
