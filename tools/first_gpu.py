@@ -1,0 +1,451 @@
+"""Measures on one NVIDIA GPU what rljax states without one, within a few minutes and without a network.
+
+    python tools/first_gpu.py --fetch .whl             # with a package index: fetches wheels for the GPU machine
+    bash tools/first_gpu.sh --json first_gpu.json      # on the GPU machine, which has torch and JAX for CUDA
+    python tools/first_gpu.py --tiny --json tiny.json  # tiny shapes on a CPU; their speeds mean nothing
+
+Each section is a process of its own with a deadline. The sections run in the order of their value. The JSON file is
+written again after each section, so a program that is killed leaves what it measured. A section that this machine
+cannot run says why; that is not an error. ``--model DIR`` compares engines on real weights instead of random ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from rljax.distributed.files import memory_directory, write_whole
+from rljax.errors import ConfigError, run_cli
+
+ROOT = Path(__file__).parents[1]
+TOY = ROOT / "configs/toy-base"
+MODEL = "Qwen/Qwen3-0.6B"
+DTYPES = ("bfloat16", "float16")
+GIB = 2**30
+NEEDED = (  # packages of rljax[train] that a machine with torch and JAX for CUDA often lacks
+    *("pydantic>=2.12,<3", "tyro>=1.0,<2", "msgspec>=0.19,<1", "zstandard>=0.23,<1", "tensorboardX>=2.6.4,<3"),
+    *("grain>=0.2.18,<0.3", "math-verify>=0.9,<0.10", "starlette>=0.46,<2", "uvicorn>=0.30,<1"),
+)
+PRESENT = frozenset(  # packages that such a machine has, although one of NEEDED depends on them
+    [
+        *("absl_py", "anyio", "click", "cloudpickle", "etils", "fsspec", "h11", "idna", "markdown_it_py", "mdurl"),
+        *("mpmath", "numpy", "packaging", "protobuf", "pygments", "rich", "sympy", "typing_extensions", "zipp"),
+    ]
+)
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+
+Found = dict[str, Any]
+
+
+class Size(NamedTuple):
+    """The sizes of all sections."""
+
+    tiny: bool
+    pinned_bytes: int  # the size of one array in pinned host memory
+    row_tokens: int  # the tokens of a row of the measured attention
+    repeats: int  # the repetitions of a timed kernel
+    steps: int  # the timed steps of a training step
+    sequences: int  # the sequences that are scored by several engines
+    length: int  # the tokens of each of them
+    new_tokens: int  # the tokens of a sampled response
+    places: tuple[int, ...]  # the numbers of responses that are decoded together
+
+
+FULL = Size(False, 18 * GIB, 9216, 5, 4, 8, 256, 256, (8, 64, 256))
+TINY = Size(True, 2**20, 1152, 2, 1, 2, 24, 8, (2, 4))
+
+
+class Section(NamedTuple):
+    """One part of the measurement."""
+
+    run: Callable[[Size, Path | None], Found]
+    deadline_s: float
+    environment: tuple[tuple[str, str], ...] = ()  # further variables of the process
+
+
+def policy_of(size: Size) -> Any:
+    """Returns the shape of Qwen3-0.6B, or a tiny one."""
+    from rljax.commands import check
+    from rljax.policy.hub import KNOWN_SHAPES
+
+    return check.TINY if size.tiny else KNOWN_SHAPES[MODEL]
+
+
+def seconds_of(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Returns the seconds of a call, with the work that it left on the devices, and its result."""
+    import jax
+
+    began = time.perf_counter()
+    result = jax.block_until_ready(run())
+    return time.perf_counter() - began, result
+
+
+def versions(size: Size, model: Path | None) -> Found:
+    """Says what the machine is: devices, driver, packages, and what rljax misses."""
+    import jax
+
+    from rljax.commands.check_machine import nvidia_smi
+
+    names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "transformers", "numpy", "triton")
+    here = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            here[name] = importlib.metadata.version(name)
+    device = jax.devices()[0]
+    return {
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "gpu": nvidia_smi("name,driver_version,memory.total"),
+        "device": {"kind": device.device_kind, "platform": device.platform, "count": jax.device_count()},
+        "device_memory": (device.memory_stats() or {}).get("bytes_limit"),
+        "packages": here,
+        "shm_bytes_free": shutil.disk_usage(memory_directory()).free,
+        "variables": {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_"))},
+    }
+
+
+def pinned(size: Size, model: Path | None) -> Found:
+    """Fills pinned host memory with up to four arrays, and says how much XLA gave."""
+    import jax
+    import jax.numpy as jnp
+
+    from rljax.sharding import HOST_MEMORY
+
+    device = jax.devices()[0]
+    if HOST_MEMORY not in {memory.kind for memory in device.addressable_memories()}:
+        return {"skipped": f"the device has no {HOST_MEMORY}"}
+    where = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_MEMORY)
+    on_device = jnp.ones(size.pinned_bytes // 4, jnp.float32)
+    allocator = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
+    kept, found = [], {"array_bytes": size.pinned_bytes, "arrays": 0, "allocator": allocator}
+    for _ in range(4):
+        try:
+            took, array = seconds_of(lambda: jax.device_put(on_device, where))
+        except jax.errors.JaxRuntimeError as error:
+            return found | {"limit_reached": str(error)[:300]}
+        kept.append(array)
+        found |= {"arrays": len(kept), "last_bytes_per_s": size.pinned_bytes / took}
+    return found
+
+
+def kernels(size: Size, model: Path | None) -> Found:
+    """Measures attention and the head against float32, and looks for leaks between packed sequences."""
+    import jax
+
+    from rljax.commands import check_kernels as check
+    from rljax.policy.attention import choose_attention, find_implementation
+    from rljax.policy.head import MAX_CHUNK
+
+    policy, device, found = policy_of(size), jax.devices()[0], {}
+    for dtype in DTYPES:
+        for name in dict.fromkeys((find_implementation("auto", device, dtype, policy.head_dim), "xla")):
+            attention = choose_attention(name, device, dtype, policy.head_dim)
+            given = (attention, size.row_tokens, dtype, policy)
+            yield_to(found, f"attention {name} {dtype}", check.check_attention, *given, size.repeats)
+            yield_to(found, f"leak {name} {dtype}", check.check_leak, *given)
+        rows, chunk = (64, 128) if size.tiny else (2048, MAX_CHUNK)
+        yield_to(found, f"head {dtype}", check.check_head, rows, dtype, policy, size.repeats, chunk)
+    return found
+
+
+def yield_to(found: Found, name: str, run: Callable[..., Found], *words: Any) -> None:
+    """Stores the result of ``run``, or its error, under ``name``, and prints all findings so far for the parent."""
+    try:
+        found[name] = run(*words)
+    except Exception as error:  # of any kind: the other measurements go on
+        found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+    print(json.dumps(found), flush=True)
+
+
+def step(size: Size, model: Path | None, *, dtype: str, remat: str) -> Found:
+    """Compiles and times a training step; compares the planned, compiled and used memory."""
+    from rljax.commands import check_step as check
+
+    shape = check.TINY if size.tiny else check.StepSize()
+    return check.check_step(MODEL, policy_of(size), dtype, size.steps, shape, remat)
+
+
+def publish(size: Size, model: Path | None) -> Found:
+    """Times the parts of a publish: transposition, copy, files, checksums; then offload and a checkpoint."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from rljax.commands import check_step as check
+    from rljax.policy.hf import hf_tensors
+    from rljax.policy.published import hf_checksums
+    from rljax.run.checkpoint import Checkpointer
+    from rljax.sharding import has_host_memory, make_mesh, on_devices, on_host
+    from rljax.weights.publish_config import PublishConfig
+    from rljax.weights.store import open_weight_directory
+
+    policy, dtype, found = policy_of(size), jnp.bfloat16, {}
+    mesh = make_mesh(check.Config().mesh)
+    config = check.step_config(check.TINY, "bfloat16", "none")
+    state = check.random_state(config, policy, mesh)
+    size_bytes = sum(leaf.size for leaf in jax.tree.leaves(state.params)) * 2
+
+    def rate(name: str, run: Callable[[], Any]) -> None:
+        run()  # compiles
+        found[name] = {"bytes": size_bytes, "bytes_per_s": size_bytes / seconds_of(run)[0]}
+
+    cast = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+    rate("cast on the device", lambda: cast(state.params))
+    rate("copy to the host", lambda: jax.device_get(cast(state.params)))
+    rate("tensors of the files on the host", lambda: [None for _ in hf_tensors(state.params, policy, dtype)])
+    rate("checksums", lambda: hf_checksums(state.params, policy, dtype))
+    tensors = {name: np.array(array) for name, array in hf_tensors(state.params, policy, dtype)}
+    sums = hf_checksums(state.params, policy, dtype)
+    with tempfile.TemporaryDirectory(dir=memory_directory()) as folder:
+
+        def write_alone() -> None:
+            for number, array in enumerate(tensors.values()):
+                array.tofile(f"{folder}/{number}")
+
+        rate("write the same bytes", write_alone)
+        for store in ("shared", "directory"):
+            with contextlib.closing(open_weight_directory(PublishConfig(store=store), folder)) as versions:
+                numbers = iter(range(1, 100))
+
+                def write(versions: Any = versions, numbers: Iterator[int] = numbers) -> None:
+                    versions.write(hf_tensors(state.params, policy, dtype), next(numbers), sums)
+                    versions.drop_old()
+
+                rate(f"publish, {store}", write)
+        written = found["write the same bytes"]["bytes_per_s"]
+        found["publish over writing"] = {
+            store: found[f"publish, {store}"]["bytes_per_s"] / written for store in ("shared", "directory")
+        }
+    print(json.dumps(found), flush=True)
+    if has_host_memory(mesh):
+        took, state = seconds_of(lambda: on_host(state))
+        back, state = seconds_of(lambda: on_devices(state))
+        found["offload"] = {
+            "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+            "away_s": took,
+            "back_s": back,
+        }
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Checkpointer(folder)) as checkpoints:
+        began = time.perf_counter()
+        checkpoints.save(1, state, {"step": 1})
+        stall = time.perf_counter() - began
+        checkpoints.wait()
+        found["checkpoint"] = {"stall_s": stall, "complete_s": time.perf_counter() - began}
+    return found
+
+
+def make_model(directory: Path, policy: Any) -> None:
+    """Writes a model with random weights and the toy's tokenizer."""
+    from rljax.policy.hf import save_params
+    from rljax.policy.model import init_params
+
+    save_params(directory, init_params(policy, 0), policy, "bfloat16", side_files_from=TOY)
+
+
+def engines(size: Size, model: Path | None) -> Found:
+    """Compares log-probabilities of the same tokens: decode, prefill and Hugging Face's forward against the trainer."""
+    import numpy as np
+
+    from rljax.compare.scorers import score_column
+    from rljax.mismatch import mismatch_metrics
+    from rljax.policy.families import read_config
+    from rljax.record.token_dumps import TokenDump
+
+    found: Found = {"weights": str(model) if model else "random"}
+    with tempfile.TemporaryDirectory() as folder:
+        if model is None:
+            model = Path(folder)
+            make_model(model, policy_of(size))
+        rng, vocabulary = np.random.default_rng(0), read_config(model).vocab_size
+        ids = tuple(rng.integers(3, vocabulary, size.length, dtype=np.int32) for _ in range(size.sequences))
+        masks = tuple(np.arange(size.length) >= size.length // 4 for _ in ids)
+        dump = TokenDump(tuple(map(str, range(len(ids)))), ids, masks)
+        score = functools.partial(score_column, dump=dump, model=model, batch_size=size.sequences)
+
+        def compare(spec: str, trainer: Any) -> Found:
+            began = time.perf_counter()
+            other = np.nan_to_num(np.stack(score(spec)[0]))
+            return mismatch_metrics(trainer, other, np.stack(masks)) | {"seconds": time.perf_counter() - began}
+
+        for dtype in DTYPES:
+            trainer = np.nan_to_num(np.stack(score(f"jax:{dtype}")[0]))
+            for kind in ("jax-decode", "jax-prefill", "hf"):
+                yield_to(found, f"{kind} {dtype}", compare, f"{kind}:{dtype}", trainer)
+    return found
+
+
+def rollouts(size: Size, model: Path | None) -> Found:
+    """Times the embedded engine at several numbers of places."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from rljax.policy.model import init_params
+    from rljax.rollout.embedded import JaxEngine
+    from rljax.rollout.types import SamplingParams
+    from rljax.sharding import MeshConfig, make_mesh
+
+    def sample(engine: JaxEngine, prompts: Sequence[np.ndarray]) -> Found:
+        for seed in (0, 1):  # the first call compiles
+            began = time.perf_counter()
+            responses = list(engine.generate(prompts, 1, SamplingParams(size.new_tokens), seed=seed))
+            took, tokens = time.perf_counter() - began, sum(one.length for one in responses)
+        return {"tokens": tokens, "seconds": took, "tokens_per_s": tokens / took}
+
+    policy, prompt, found = policy_of(size), 64 if not size.tiny else 8, {}
+    params, mesh, rng = init_params(policy, 0), make_mesh(MeshConfig()), np.random.default_rng(0)
+    for places in size.places:
+        prompts = [rng.integers(3, policy.vocab_size, prompt, dtype=np.int32) for _ in range(places)]
+        room = places * (prompt + size.new_tokens)
+        engine = JaxEngine(policy, jnp.bfloat16, prompt, mesh=mesh, decode_tokens=room)
+
+        engine.publish(params, 0)
+        yield_to(found, f"{places} places", sample, engine, prompts)
+    return found
+
+
+def exact(size: Size, model: Path | None) -> Found:
+    """Trains two steps with the exact engine, whose mismatch must be 0."""
+    small = ("--data.batch-size", "2", "--rollout.group-size", "4", "--packing.row-tokens", "64", "--eval.every", "0")
+    more = ("--packing.rows-per-micro-batch", "2", "--diagnosis.grad-noise-every", "0", "--run.steps", "2")
+    found: Found = {}
+    for dtype in DTYPES:
+        with tempfile.TemporaryDirectory() as folder:
+            options = ("--rollout.engine", "exact", "--rollout.dtype", dtype, "--precision.compute-dtype", dtype)
+            words = ["quickstart", *options, *small, *more, "--rollout.max-response-tokens", "12", "--run.dir", folder]
+            done = subprocess.run([sys.executable, "-m", "rljax.train", *words], capture_output=True, text=True)
+            rows = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+        largest = [row["mismatch/logprob_abs_diff_max"] for row in rows]
+        found[dtype] = {"status": done.returncode, "logprob_abs_diff_max": largest}
+        print(json.dumps(found), flush=True)
+    return found
+
+
+def beside_tunix(size: Size, model: Path | None) -> Found:
+    """Times the training step beside tunix's, if tunix is installed."""
+    if importlib.util.find_spec("tunix") is None:
+        return {"skipped": "tunix is not installed here"}
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--platform", "cuda", "--sides", "tunix", "--rounds", "5", "--json", f"{folder}/peers.json"]
+        program = [sys.executable, str(ROOT / "experiments/bench_peers.py"), *words]
+        done = subprocess.run([*program, "--only", "Qwen3-0.6B, 4 x 2,304 tokens"], capture_output=True, text=True)
+        file = Path(folder, "peers.json")
+        return json.loads(file.read_text()) if file.exists() else {"error": done.stderr[-500:]}
+
+
+SECTIONS: dict[str, Section] = {
+    "versions": Section(versions, 40),
+    "pinned memory": Section(pinned, 60),
+    "pinned memory, platform allocator": Section(pinned, 60, (("XLA_PYTHON_CLIENT_ALLOCATOR", "platform"),)),
+    "kernels": Section(kernels, 120),
+    "step bfloat16": Section(functools.partial(step, dtype="bfloat16", remat="none"), 90),
+    "step float16": Section(functools.partial(step, dtype="float16", remat="none"), 90),
+    "publish": Section(publish, 90),
+    "engines": Section(engines, 120),
+    "rollouts": Section(rollouts, 90),
+    "exact": Section(exact, 60),
+    "step bfloat16, remat blocks": Section(functools.partial(step, dtype="bfloat16", remat="blocks"), 90),
+    "step beside tunix": Section(beside_tunix, 90),
+}
+
+
+def run_section(name: str, limit_s: float, options: argparse.Namespace, cache: str) -> Found:
+    """Runs a section in a process of its own, and returns what it found or why it found nothing."""
+    section, began = SECTIONS[name], time.perf_counter()
+    words = [sys.executable, __file__, "--section", name]
+    words += ["--tiny"] if options.tiny else []
+    words += ["--model", str(options.model)] if options.model else []
+    defaults = {"JAX_COMPILATION_CACHE_DIR": cache, "XLA_CLIENT_MEM_FRACTION": "0.9", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    environment = defaults | dict(os.environ) | dict(section.environment) | {"PYTHONPATH": path}
+    try:
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=limit_s)
+        out, err, status = done.stdout, done.stderr, "ok" if done.returncode == 0 else "failed"
+    except subprocess.TimeoutExpired as error:
+        out, err = ((text or b"").decode(errors="replace") for text in (error.stdout, error.stderr))
+        status = f"not done within {limit_s:.0f} s"
+    numbers: Found = {}
+    for line in reversed(out.splitlines()):
+        with contextlib.suppress(ValueError):
+            numbers = json.loads(line)
+            break
+    if "skipped" in numbers:
+        status = "skipped"
+    found = {"status": status, "seconds": round(time.perf_counter() - began, 1), "numbers": numbers}
+    return found if status in ("ok", "skipped") else found | {"error": err[-1500:]}
+
+
+def fetch(directory: Path) -> int:
+    """Downloads the wheels that the GPU machine lacks, for Python 3.12 on x86-64, and builds rljax's own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, "-m", "pip", "-qq"]
+    platforms = [word for name in PLATFORMS for word in ("--platform", name)]
+    only = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", *platforms]
+    subprocess.run([*pip, "download", *only, "-d", str(directory), *NEEDED], check=True)
+    for wheel in directory.glob("*.whl"):
+        if wheel.name.partition("-")[0].lower() in PRESENT:
+            wheel.unlink()
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(directory), str(ROOT)], check=True)
+    names = sorted(path.name for path in directory.glob("*.whl"))
+    total = sum(path.stat().st_size for path in directory.glob("*.whl"))
+    print("\n".join(names), f"\n{len(names)} wheels, {total / 2**20:.1f} MiB in {directory}")
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the sections, or one of them, or fetches the wheels; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path("first_gpu.json"), help="file for the result")
+    parser.add_argument("--limit-s", type=float, default=480.0, help="longest time of all sections (default: 480)")
+    parser.add_argument("--only", nargs="+", default=[], choices=list(SECTIONS), help="sections to run", metavar="NAME")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory with real weights for the section engines")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the program on a CPU")
+    parser.add_argument("--fetch", type=Path, metavar="DIR", help="only fetch the wheels for the GPU machine into DIR")
+    parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.fetch:
+        return fetch(options.fetch)
+    if options.model and not (options.model / "config.json").is_file():
+        raise ConfigError(f"--model: {options.model} has no config.json")
+    if options.section:
+        numbers = SECTIONS[options.section].run(TINY if options.tiny else FULL, options.model)
+        print(json.dumps(numbers), flush=True)
+        return 0
+    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    document: Found = {"command": shlex.join(["python", "tools/first_gpu.py", *argv]), "commit": commit.strip()}
+    document["sections"], end = {}, time.monotonic() + options.limit_s
+    wanted = options.only or list(SECTIONS)
+    with tempfile.TemporaryDirectory() as cache, tqdm(wanted, unit="section", file=sys.stderr) as bar:
+        for name in bar:
+            bar.set_postfix_str(name)
+            limit_s = min(SECTIONS[name].deadline_s, end - time.monotonic())
+            late = {"status": "skipped", "seconds": 0.0, "numbers": {"skipped": "no time is left"}}
+            document["sections"][name] = run_section(name, limit_s, options, cache) if limit_s > 5 else late
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(options.json, json.dumps(document, indent=1) + "\n")
+    width = max(map(len, wanted))
+    for name, found in document["sections"].items():
+        print(f"{name:<{width}}  {found['status']}, {found['seconds']:.0f} s {found['numbers'].get('skipped', '')}")
+    print(f"written to {options.json}")
+    return int(any(found["status"] == "failed" for found in document["sections"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(run_cli(main))
