@@ -85,6 +85,11 @@ else
     waited "removing what the CPU build cannot use" \
       "$venv/bin/python" -m pip uninstall -y torchvision torchaudio torchcodec triton || explain_and_die
   fi
+  if [[ "$kind" == gpu ]]; then
+    # Where nvcc is, FlashInfer would fetch and compile its kernels at each server's start.
+    waited "fetching kernels of FlashInfer" "$venv/bin/python" -m vllm.entrypoints.cli.main download-kernels ||
+      say "kernels are not fetched; a server on a machine without network may need them; see $log"
+  fi
   "$venv/bin/python" -c 'import torch, vllm' >>"$log" 2>&1 || { tail -n 15 "$log" >&2; die "vllm does not import; see $log"; }
   echo "$spec" >"$marker"
 fi

@@ -30,6 +30,7 @@ from rljax.distributed.ownership import Ownership
 from rljax.distributed.processes import Processes, start_processes, unused_gpus
 from rljax.errors import ConfigError, OwnedError, caller_errors, full_disk_errors, run_cli, writing
 from rljax.plan.dry_run import check_shapes, dry_run, lacks_at_start
+from rljax.policy.attention import find_implementation
 from rljax.policy.families import read_config
 from rljax.policy.hub import model_directory
 from rljax.policy.kernels import choose_kernels
@@ -174,6 +175,10 @@ def read_inputs(config: Config) -> Inputs:
         check_offload(config, mesh)
         for line in lacks_at_start(config, policy, mesh):
             log.warning(line)
+        device = mesh.devices.flat[0]
+        here = (device, config.precision.compute_dtype, policy.head_dim)
+        if device.platform == "gpu" and find_implementation(config.policy.attention, *here) == "xla":
+            log.warning("attention is XLA's on %s, several times slower than cuDNN's kernel", device.device_kind)
         # This call refuses kernels that the devices lack.
         choose_kernels(config.policy, policy, config.precision.compute_dtype, mesh)
     return Inputs(config, policy, tokenizer, mesh)

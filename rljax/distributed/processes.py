@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from rljax.distributed.files import free_memory
 from rljax.distributed.liveness import WAITING, Liveness
 from rljax.distributed.messages import SMALL_BYTES, Request, broadcast, pack_request, unpack_request
 from rljax.errors import ConfigError, StartAgainError, exit_status, print_end
@@ -35,6 +36,10 @@ TIMED = (PACK, UPDATE, SAVE)
 """The names of the work whose duration is compared between processes."""
 STOP = "stop"
 """The name of the act that ends the run."""
+
+PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""XLA's limit on pinned memory of the host, 64 by default (GiB). A checkpoint on a GPU goes through such memory."""
+_PINNED_SHARE = 0.8  # of the free memory
 
 _REQUESTS = "rljax/act/"
 _KEPT = 8  # The announcements in the store. No process is further behind, because each step waits for all processes.
@@ -300,7 +305,8 @@ def start_processes(
 ) -> Processes:
     """Returns the processes of this run, after starting ``jax.distributed`` if there are several.
 
-    Call it before anything asks for devices. By default JAX finds the first three values in the cluster's environment.
+    It also raises XLA's limit on the pinned memory of the host, unless the environment has one. Call it before anything
+    asks for devices. By default JAX finds the first three values in the cluster's environment.
 
     Args:
       count: The number of processes; 0 means as the cluster says, and 1 a single process.
@@ -314,6 +320,8 @@ def start_processes(
       StartAgainError: The other processes did not connect in time.
       RuntimeError: The three options are given, but this program uses its devices already.
     """
+    if free := free_memory():
+        os.environ.setdefault(PINNED_LIMIT, str(max(1, int(_PINNED_SHARE * free / 2**30))))
     is_set = (count > 1, index >= 0, bool(coordinator))
     limits: dict[str, Any] = {"heartbeat_s": heartbeat_s, "stuck_s": stuck_s}
     alone = count == 1 or (count == 0 and _is_only_task())

@@ -201,6 +201,8 @@ def _why_not_cudnn(device: Any, dtype: Any, head_dim: int) -> str | None:
     found, least = (tuple(map(int, text.split("."))) for text in (device.compute_capability, CAPABILITY))
     if found < least:
         return f"needs compute capability {CAPABILITY}, got {device.compute_capability} ({device.device_kind})"
+    if found[0] == 12:  # RTX 50 and RTX PRO 6000
+        return f"is not known to have a backward pass for packed rows on {device.device_kind} (compute capability 12)"
     if jnp.dtype(dtype).itemsize != 2:
         return f"needs bfloat16 or float16, got {jnp.dtype(dtype)}"
     if head_dim % 8 or head_dim > 256:

@@ -133,6 +133,8 @@ class Checkpointer:
         Raises NotWrittenError if this checkpoint or the one before could not be written.
         """
         self.wait()
+        if self._best is not None:  # each save under way holds a copy of the state in pinned memory of the host
+            self._best.wait()
         self._clear_incomplete()  # the threads of a failed save may write after its error
         place = self._directory / str(step)
         if place.is_symlink() or place.is_file():
@@ -166,6 +168,7 @@ class Checkpointer:
                 best._set_aside(other, error)
         for later in [other for other in best.all_steps() if other >= step]:
             best._manager.delete(later)
+        self.wait()  # as in save: one copy of the state at a time
         best.save(step, state, host | {ACCURACY: accuracy})
         return True
 

@@ -12,6 +12,7 @@ CPU = jax.devices("cpu")[0]
 H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
 B200 = SimpleNamespace(platform="gpu", device_kind="NVIDIA B200", compute_capability="10.0")
 A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
+RTX5090 = SimpleNamespace(platform="gpu", device_kind="NVIDIA GeForce RTX 5090", compute_capability="12.0")
 V5P = SimpleNamespace(platform="tpu", device_kind="TPU v5")
 
 
@@ -27,6 +28,7 @@ def test_each_is_given_where_it_runs():
     [
         (CPU, "bfloat16", 128),
         (A100, "bfloat16", 128),
+        (RTX5090, "bfloat16", 128),
         (H100, "float32", 128),
         (V5P, "float16", 128),
         (V5P, "bfloat16", 64),

@@ -68,3 +68,28 @@ def test_nothing_is_made_when_no_best_is_asked_for(tmp_path):
     checkpointer.save(1, state(1), {})
     checkpointer.close()
     assert not (tmp_path / BEST).exists()
+
+
+def test_one_copy_of_the_state_is_on_its_way_at_a_time(tmp_path, monkeypatch):
+    """On a GPU each save under way holds the whole state in pinned memory of the host."""
+    manager, under_way, saves = ocp.CheckpointManager, set(), []
+    save, wait = manager.save, manager.wait_until_finished
+
+    def saving(self, *words, **more):
+        assert not under_way - {self.directory.name}
+        under_way.add(self.directory.name)
+        saves.append(self.directory.name)
+        return save(self, *words, **more)
+
+    def waiting(self):
+        wait(self)
+        under_way.discard(self.directory.name)
+
+    monkeypatch.setattr(manager, "save", saving)
+    monkeypatch.setattr(manager, "wait_until_finished", waiting)
+    checkpointer = Checkpointer(tmp_path / "checkpoints")
+    for step in (1, 2):
+        checkpointer.save(step, state(step), {})
+        checkpointer.save_best(step, step / 10, state(step), {})
+    checkpointer.close()
+    assert saves == ["checkpoints", BEST, "checkpoints", BEST]
