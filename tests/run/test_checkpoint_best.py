@@ -77,9 +77,10 @@ def test_one_copy_of_the_state_is_on_its_way_at_a_time(tmp_path, monkeypatch):
 
     def saving(self, *words, **more):
         assert not under_way - {self.directory.name}
-        under_way.add(self.directory.name)
         saves.append(self.directory.name)
-        return save(self, *words, **more)
+        saved = save(self, *words, **more)  # first waits for the save before
+        under_way.add(self.directory.name)
+        return saved
 
     def waiting(self):
         wait(self)
