@@ -1,9 +1,10 @@
-"""Measures the cost of a publish by size and by changed share: writing, pulling, applying and checking.
+"""Measures the cost of a publish by size and by changed share, from the trainer's arrays to a server's mirror.
 
-Each round does everything once in turn: the version as a delta, the same version dense, and a plain copy of the same
-number of bytes in memory. The rounds of one size share the state of the machine, so their ratios are meaningful. The
-time on a link is not measured: it is the bytes over the link's rate, and is shown beside the measurements. The seconds
-of the processor (all threads) are shown, too, because other programs change them less.
+Each round does everything once in turn: the tensors in the layout of the files, the version as a delta, the same
+version dense, and a plain copy of the same number of bytes in memory. The rounds of one size share the state of the
+machine, so their ratios are meaningful. The time on a link is not measured: it is the bytes over the link's rate, and
+is shown beside the measurements. The seconds of the processor (all threads) are shown, too, because other programs
+change them less.
 
     python tools/bench_publish.py                                # a table
     python tools/bench_publish.py --output benchmarks/publish.json
@@ -24,15 +25,21 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
 from rljax.distributed.files import memory_directory
 from rljax.errors import ConfigError, run_cli
+from rljax.policy.config import PolicyConfig
+from rljax.policy.hf import hf_tensors
+from rljax.policy.model import Params, abstract_params
 from rljax.weights.format import Base, TensorRecord, Version, write_version
 from rljax.weights.mirror import Mirror
 from rljax.weights.pull import pull
@@ -41,7 +48,6 @@ from rljax.weights.sums import array_checksum, bits_of, changed_checksum
 from rljax.weights.writer import PartWriter, WrittenFiles, whole_parts
 
 GIGABIT = 125e6  # bytes in a second
-Tensors = dict[str, np.ndarray]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,29 +84,37 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def weights(size: float, rng: np.random.Generator) -> Tensors:
-    """Returns ``size`` GB of bfloat16 weights, distributed like trained ones, in tensors of up to 64 MB."""
-    rows, width = 4096, 8192
-    noise = (0.02 * rng.standard_normal((rows, width), np.float32)).astype(ml_dtypes.bfloat16)
-    left, tensors = int(size * 1e9 / 2), {}
-    while left > 0:
-        count = min(rows, math.ceil(left / width))
-        tensors[f"tensor.{len(tensors)}"] = np.roll(noise[:count], len(tensors), axis=1)
-        left -= count * width
-    return tensors
+def policy_of(size: float) -> PolicyConfig:
+    """Returns a policy with about ``size`` GB of bfloat16 weights, in tensors of 2 to 6 MB and a table of 64 MB."""
+    shape = PolicyConfig(32_768, 1024, 3072, 1, 16, 8, 128, tie_word_embeddings=True)
+    one, two = (count_parameters(replace(shape, num_layers=layers)) for layers in (1, 2))
+    return replace(shape, num_layers=max(1, 1 + round((size * 1e9 / 2 - one) / (two - one))))
 
 
-def changed(tensors: Tensors, share: float, rng: np.random.Generator) -> Tensors:
-    """Returns the next version, in which ``share`` of the elements have another lowest bit.
+def count_parameters(policy: PolicyConfig) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_params(policy)))
+
+
+def weights(policy: PolicyConfig, rng: np.random.Generator) -> Params:
+    """Returns the trainer's weights: float32 on the devices, distributed like trained ones, exact in bfloat16."""
+    noise = (0.02 * rng.standard_normal(2**25, np.float32)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(np.resize(noise, math.prod(leaf.shape)).reshape(leaf.shape)), abstract_params(policy)
+    )
+
+
+def changed(params: Params, share: float, rng: np.random.Generator) -> Params:
+    """Returns the next version, in which ``share`` of the elements have another lowest bit in bfloat16.
 
     One step at a low rate changes weights in this way.
     """
-    flips = rng.random(next(iter(tensors.values())).shape) < share
-    new = {}
-    for name, array in tensors.items():
-        bits = bits_of(array) ^ flips[: len(array)]
-        new[name] = bits.view(array.dtype)
-    return new
+    flips = np.where(rng.random(2**25) < share, np.uint32(1 << 16), np.uint32(0))
+
+    def flipped(leaf: jax.Array) -> jax.Array:
+        bits = np.asarray(leaf).view(np.uint32) ^ np.resize(flips, leaf.size).reshape(leaf.shape)
+        return jnp.asarray(bits.view(np.float32))
+
+    return jax.tree.map(flipped, params)
 
 
 @contextmanager
@@ -123,8 +137,10 @@ def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
     """Returns the seconds of each part, and the bytes."""
     rng = np.random.default_rng(0)
     root, mirror = directory / "weights", Mirror(directory / "mirror")
-    old = weights(size, rng)
-    new = changed(old, share, rng)
+    policy = policy_of(size)
+    params_old = weights(policy, rng)
+    params_new = changed(params_old, share, rng)
+    old, new = (dict(hf_tensors(params, policy, jnp.bfloat16)) for params in (params_old, params_new))
     sums_old = {name: array_checksum(array) for name, array in old.items()}
     sums_new = {name: after(sums_old[name], old[name], new[name]) for name in old}
     writer, seconds = PartWriter(whole_parts), dict[str, float]()
@@ -144,6 +160,9 @@ def one_round(directory: Path, size: float, share: float) -> dict[str, float]:
     write_version(root / "v1-1", first)
     pull(source, "v1-1", mirror)
 
+    with measured("tensors_s"):
+        for _ in hf_tensors(params_new, policy, jnp.bfloat16):
+            pass
     with measured("compare_and_encode_s"):
         taken = writer.collect(new.items())
     has_delta = taken.delta_bytes is not None and taken.delta_bytes < taken.dense_bytes
@@ -185,6 +204,7 @@ def summary(size: float, share: float, rounds: Sequence[dict[str, float]]) -> di
     """Returns the medians of the rounds, and the ratios that matter."""
     case = {"gigabytes": size, "changed": share}
     case |= {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    case["tensors_over_plain_copy"] = case["tensors_s"] / case["plain_copy_s"]
     case["write_dense_over_plain_copy"] = case["write_dense_s"] / case["plain_copy_s"]
     # Checks are shown separately: of all bits in a dense pull, of the mirror and the new bits in a delta.
     case["pull_dense_unchecked_s"] = case["pull_dense_s"] - case["pull_dense_checks_s"]
@@ -206,9 +226,9 @@ def summary(size: float, share: float, rounds: Sequence[dict[str, float]]) -> di
 
 def table(cases: Sequence[dict[str, float]]) -> str:
     delta, dense = "delta/dense bytes  encode   write    pull  checks", "dense: write    pull  checks    rest"
-    lines = [f"   GB  changed  {delta} | {dense} |   copy | delta/dense at 1 Gbit/s | pull/copy: time    CPU"]
+    lines = [f"   GB  changed tensors  {delta} | {dense} |   copy | delta/dense at 1 Gbit/s | pull/copy: time    CPU"]
     for case in cases:
-        shown = [f"{case['gigabytes']:5.2f} {case['changed']:8.3f}"]
+        shown = [f"{case['gigabytes']:5.2f} {case['changed']:8.3f} {case['tensors_s']:7.2f}"]
         if "delta_bytes" in case:
             shown.append(f"{case['delta_bytes_over_dense']:17.4f}")
             names = ("compare_and_encode_s", "write_delta_s", "pull_delta_s", "pull_delta_checks_s")
