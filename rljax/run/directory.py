@@ -63,11 +63,40 @@ def own_directory(run_dir: Path) -> Iterator[Ownership]:
 
 
 def check_owner(owner: Ownership) -> None:
-    """Raises OwnedError if another process took the directory over, as it may after a long pause of the heartbeat."""
+    """Raises OwnedError if the run directory does not belong to this process any more.
+
+    Another process took it over, as it may after a long pause of the heartbeat. Or somebody moved or removed the
+    directory or the record of its owner.
+    """
+    run_dir = owner.path.parent
     with contextlib.suppress(OSError):
-        other = read(owner.path)
-        if other not in (None, owner.record):
+        if (folder := owner.folder()) != run_dir:
+            what = "was removed" if folder is None else f"was moved to {folder}"
+            raise OwnedError(f"{run_dir} {what} while the run went on")
+        if not owner.has_record():
+            raise OwnedError(f"{owner.path} was removed while the run went on, so another run may take the directory")
+        if (other := read(owner.path)) not in (None, owner.record):
             raise OwnedError(f"{owner.path} was taken over by {other}; this process leaves the run to it")
+
+
+def what_is_saved(owner: Ownership) -> str:
+    """Returns what is saved of a run whose directory was moved or removed, and where, as the end of a line.
+
+    It is "" if another process owns the directory now.
+    """
+    try:
+        folder = owner.folder()
+        if folder == owner.path.parent and owner.has_record():
+            return ""
+        if folder is None:
+            return ": its rows and checkpoints are gone, and nothing of the run is saved"
+        path, steps = folder / "metrics.jsonl", saved_steps(folder)
+        rows = path.read_bytes().count(b"\n") if path.exists() else 0
+    except OSError as error:
+        return f": what is saved there cannot be read ({error})"
+    newest = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
+    end = "no run can go on from there" if steps and rows < steps[-1] else f"run.dir = {folder} goes on from there"
+    return f": {folder} has {rows} rows and {newest}; {end}"
 
 
 def prepare_directory(config: Config, run_dir: Path) -> None:

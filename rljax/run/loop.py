@@ -112,11 +112,15 @@ def train(
     except StoppedWaitingError as error:
         print(f"step {progress.step + 1} is given up: {error}", file=sys.stderr)
         _save_newest(parts, newest, record)
-    except OwnedError:  # the run is another process's now: nothing more is written into it
+    except OwnedError:  # the run is another process's now, or gone: nothing more is written into it
+        checkpointer.abandon()
         raise
-    except BaseException:
+    except BaseException as error:
         try:
             said = _save_newest(parts, newest, record)
+        except OwnedError as lost:  # the first error is a consequence
+            checkpointer.abandon()
+            raise lost from error
         except Exception as second:
             why = " ".join(str(second).split())
             said = f"step {progress.step} could not be saved: {why}; {_last_checkpoint(checkpointer)}"

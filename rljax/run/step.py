@@ -162,6 +162,7 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
         with parts.batches.paused(params, version + 1, timers, drains=parts.evaluation.is_due(step)):
             with timers.phase("publish"):
                 row |= parts.engine.publish(params, version + 1)
+            parts.check_owner()
             write_rollouts(config, step, version, rollouts, sequences, updated.trainer, parts.tokenizer)
 
             # 8
