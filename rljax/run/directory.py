@@ -24,7 +24,7 @@ MAY_DIFFER = (
     *("run.processes", "run.process_id", "run.coordinator", "run.heartbeat_s", "run.stuck_s"),
     *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
     "record.",
-    *("eval.every", "eval.at_start", "checkpoint.", "model.path", "data.reward_workers"),
+    *("eval.", "checkpoint.", "model.path", "data.reward_workers"),
     *("data.check_answers", "rollout.urls"),
     *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
     *("rollout.offload_state", "rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
@@ -94,6 +94,8 @@ def what_is_saved(owner: Ownership) -> str:
         rows = path.read_bytes().count(b"\n") if path.exists() else 0
     except OSError as error:
         return f": what is saved there cannot be read ({error})"
+    if not rows and not steps:
+        return f": {folder} has no rows and no checkpoint, and nothing of the run is saved"
     newest = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
     end = "no run can go on from there" if steps and rows < steps[-1] else f"run.dir = {folder} goes on from there"
     return f": {folder} has {rows} rows and {newest}; {end}"
@@ -189,11 +191,25 @@ def check_same_run(config: Config, run_dir: Path, url: str = "", may_differ: tup
         return
     settings = (recorded_config(run_dir), config)
     old, new = (dict(dotted(dataclasses.asdict(each))) for each in settings)
-    known = MAY_DIFFER + may_differ
-    free = tuple(key for key in known if key != "run.steps" or config.schedule.kind not in ("linear", "cosine"))
-    leaves = (key for key, value in new.items() if not isinstance(value, dict))
-    differing = [key for key in leaves if new[key] != old[key] and not key.startswith(free)]
-    if differing:
+    leaves = [key for key, value in new.items() if not isinstance(value, dict) and new[key] != old[key]]
+    free = MAY_DIFFER + may_differ
+    if differing := [key for key in leaves if not key.startswith(free) or _is_bound(key, *settings)]:
         changes = ", ".join(f"{key} ({old[key]} there, {new[key]} now)" for key in differing)
         place, key = (url, "checkpoint.upload") if url else (run_dir, "run.dir")
+        if not url and run_dir != Path(config.run.dir):
+            key = "run.fork" if config.run.fork else "run.resume"
         raise ConfigError(f"{place} holds a run with other settings: {changes}; give another {key}")
+
+
+def _is_bound(key: str, recorded: Config, config: Config) -> bool:
+    """Returns whether a key of ``MAY_DIFFER`` may not differ in this run, because here it changes its numbers."""
+    if key == "run.steps":
+        return config.schedule.kind in ("linear", "cosine")
+    if not key.startswith("eval."):
+        return False
+    # The embedded engines have room for the longest response, and sums of another shape may be rounded otherwise.
+    engine = config.rollout.engine
+    is_shaped = engine == "exact" or (engine == "jax" and config.rollout.environment is not None)
+    has_shape = is_shaped and key == "eval.max_response_tokens"
+    is_longer = recorded.max_engine_tokens != config.max_engine_tokens
+    return config.schedule.metric.startswith("eval/") or (has_shape and is_longer)
