@@ -94,10 +94,11 @@ class Ownership:
         if not self._released.is_set():
             self._released.set()
             self._thread.join()
-            os.close(self._folder)
             with contextlib.suppress(OSError):
-                if self.is_current():
-                    self.path.unlink()
+                path = (self.folder() or self.path.parent) / self.path.name
+                if read(path) == self.record:
+                    path.unlink()
+            os.close(self._folder)
 
     def __enter__(self) -> Ownership:
         return self

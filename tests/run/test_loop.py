@@ -227,6 +227,18 @@ def test_a_run_stopped_and_resumed_has_the_same_rows(go, whole):
     jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
 
 
+def test_an_evaluation_added_at_a_resume_changes_no_other_number(go, whole):
+    first = go(stop_after=2, eval={"every": 0})
+    second = go(last_row=first.rows[-1], eval={"every": 1, "n": 2, "temperature": 1.0, "seed": 3})
+    assert all("eval/toy/accuracy" in row for row in second.rows)
+    rows, others = (
+        [{key: row[key] for key in row if not key.startswith("eval/")} for row in without_clock(rows)]
+        for rows in (first.rows + second.rows, whole.rows)
+    )
+    assert rows == others
+    jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
+
+
 def test_a_guard_warns_and_stops_saved(go, capsys):
     run = go(guard={"warn": ("reward/mean < 0.6",), "stop": ("response_length/mean > 1 for 2",)})
     assert (len(run.rows), run.saved) == (2, [2])

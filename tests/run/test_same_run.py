@@ -210,8 +210,8 @@ def test_an_evaluation_may_be_added_changed_and_removed(tmp_path, evaluation, ma
     [
         ({"schedule": {"metric": "eval/toy/accuracy"}}, {"n": 4, "temperature": 1.0}, "eval.n"),
         ({"schedule": {"metric": "eval/toy/accuracy"}}, {"every": 7}, "eval.every"),
-        ({"rollout": {"engine": "exact"}}, {"max_response_tokens": 3000}, "eval.max_response_tokens"),
-        ({"rollout": {"environment": "a.b:C"}}, {"max_response_tokens": 3000}, "eval.max_response_tokens"),
+        ({"rollout": {"engine": "exact"}}, {"max_response_tokens": 30000}, "eval.max_response_tokens"),
+        ({"rollout": {"environment": "a.b:C"}}, {"max_response_tokens": 30000}, "eval.max_response_tokens"),
     ],
 )
 def test_an_evaluation_that_changes_the_training_is_refused(tmp_path, changes, evaluation, key):
