@@ -75,7 +75,7 @@ def check_owner(owner: Ownership) -> None:
             raise OwnedError(f"{run_dir} {what} while the run went on")
         if not owner.has_record():
             raise OwnedError(f"{owner.path} was removed while the run went on, so another run may take the directory")
-        if (other := read(owner.path)) not in (None, owner.record):
+        if not owner.is_current() and (other := read(owner.path)) is not None:
             raise OwnedError(f"{owner.path} was taken over by {other}; this process leaves the run to it")
 
 
