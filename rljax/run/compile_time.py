@@ -12,9 +12,9 @@ class _Sum:
         self.seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._add)
 
-    def _add(self, event: str, seconds: float, **_: object) -> None:
+    def _add(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _EVENT:
-            self.seconds += seconds
+            self.seconds += duration_secs
 
 
 _sum = functools.cache(_Sum)

@@ -199,7 +199,7 @@ def test_package_files_above_level_0_are_empty(module):
         assert MODULES[module].read_bytes() == b""
 
 
-def test_the_package_itself_imports_nothing_and_knows_its_version():
+def test_the_package_imports_nothing_and_knows_its_version():
     """It says the version of the installed distribution, or that it is not installed."""
     shown = "import sys; before = set(sys.modules); import rljax; assert set(sys.modules) - before == {'rljax'}; "
     for options, expected in (((), version(rljax.DISTRIBUTION)), (("-S",), "0+unknown")):

@@ -102,7 +102,7 @@ def complete_while(words, run_dir, act):
         actor.join()
 
 
-def test_a_run_whose_directory_is_moved_says_where_it_is_and_goes_on_there(toy_base, tmp_path):
+def test_a_run_in_a_moved_directory_says_where_and_goes_on_there(toy_base, tmp_path):
     run_dir, moved = tmp_path / "run", tmp_path / "moved"
     status, output = complete_while(tiny(toy_base, run_dir, 400), run_dir, lambda: run_dir.rename(moved))
     assert status == 2
@@ -116,7 +116,7 @@ def test_a_run_whose_directory_is_moved_says_where_it_is_and_goes_on_there(toy_b
     assert [row["step"] for row in comparable(moved)] == list(range(1, rows + 2))
 
 
-def test_a_run_whose_directory_is_removed_ends_with_an_error(toy_base, tmp_path):
+def test_a_run_in_a_removed_directory_ends_with_an_error(toy_base, tmp_path):
     run_dir = tmp_path / "run"
     status, output = complete_while(
         tiny(toy_base, run_dir, 400, "--rollout.dump-every", "1"),
@@ -131,7 +131,7 @@ def test_a_run_whose_directory_is_removed_ends_with_an_error(toy_base, tmp_path)
     assert not (run_dir / "rollouts").exists()
 
 
-def test_a_run_whose_rows_are_removed_writes_them_again_and_stops_saved(toy_base, tmp_path):
+def test_removed_rows_are_written_again_and_the_run_is_saved(toy_base, tmp_path):
     run_dir = tmp_path / "run"
     status, output = complete_while(tiny(toy_base, run_dir, 400), run_dir, lambda: (run_dir / "metrics.jsonl").unlink())
     assert status == 2

@@ -227,7 +227,7 @@ def test_a_run_stopped_and_resumed_has_the_same_rows(go, whole):
     jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
 
 
-def test_an_evaluation_added_at_a_resume_changes_no_other_number(go, whole):
+def test_an_evaluation_added_at_a_resume_changes_no_number(go, whole):
     first = go(stop_after=2, eval={"every": 0})
     second = go(last_row=first.rows[-1], eval={"every": 1, "n": 2, "temperature": 1.0, "seed": 3})
     assert all("eval/toy/accuracy" in row for row in second.rows)

@@ -1,4 +1,4 @@
-"""What a resume, a resume into another directory and a fork compare with the run that they go on from."""
+"""A resume, a resume into another directory and a fork compare data and settings with those of the run before."""
 
 import contextlib
 import dataclasses
@@ -163,7 +163,7 @@ def test_other_extra_info_is_refused_by_name(base, tmp_path, extra):
     assert resumed(config, tmp_path, host) == 3
 
 
-def test_a_checkpoint_of_an_older_rljax_is_resumed_with_one_line(base, tmp_path, capsys):
+def test_a_checkpoint_of_an_older_rljax_is_resumed_with_a_line(base, tmp_path, capsys):
     """At commit a478350f the fingerprint of the data was of prompts and answers alone."""
     host = saved(settings(base), tmp_path)
     host["fingerprints"] = {"problems": host["fingerprints"]["problems"]}

@@ -228,7 +228,7 @@ PLAIN_USES = {
 
 @pytest.mark.parametrize("name", PLAIN_USES)
 @pytest.mark.parametrize("jitted", [False, True])
-def test_a_schedule_with_a_state_cannot_be_a_function_of_the_count(name, jitted):
+def test_a_schedule_with_a_state_is_no_function_of_the_count(name, jitted):
     def train_once():
         params = {"w": jnp.ones(2)}
         tx = PLAIN_USES[name](length_triggered_schedule(1e-3))
