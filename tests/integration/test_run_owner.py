@@ -102,7 +102,7 @@ def complete_while(words, run_dir, act):
         actor.join()
 
 
-def test_a_run_in_a_moved_directory_says_where_and_goes_on_there(toy_base, tmp_path):
+def test_a_run_in_a_moved_directory_goes_on_there(toy_base, tmp_path):
     run_dir, moved = tmp_path / "run", tmp_path / "moved"
     status, output = complete_while(tiny(toy_base, run_dir, 400), run_dir, lambda: run_dir.rename(moved))
     assert status == 2
