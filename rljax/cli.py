@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import rljax
 from rljax.errors import ConfigError, install_words, run_cli
 
 
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         print(help_text())
         return 0 if argv else 2
     if argv[0] == "--version":
-        print(importlib.metadata.version("rljax-llm"))
+        print(rljax.__version__)
         return 0
     if argv[0] == COMPLETION:
         print_completion(argv[1] if len(argv) > 1 else "")

@@ -42,7 +42,7 @@ from rljax.run.acts import Restore, make_shared_engine
 from rljax.run.build import Inputs, load_problems, look_at_data
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, dotted, load_config
-from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows
+from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows, what_is_saved
 from rljax.run.loop import train
 from rljax.run.stop import StopRequest
 from rljax.run.store import start_from_store, uploading
@@ -210,7 +210,7 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
         stack.callback(engine.close)
         parts, state, progress = Restore(processes, stack).start(inputs, engine, problems, stop)
         with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
-            recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1)
+            recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1, compiles=True)
         stack.callback(recorder.close)
         write_config(config, run_dir)
         trackers.start(run_dir, *settings_of(config), stop.left_s)
@@ -221,8 +221,10 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
             last_row = next(reversed(recorded_rows(run_dir)), None)
             try:
                 train(parts, state, progress, recorder, last_row)
+                parts.check_owner()
+                recorder.sync()
             except OwnedError as error:
-                raise ConfigError(error) from error
+                raise ConfigError(f"{error}{what_is_saved(owner)}") from error
     with full_disk_errors(), writing(run_dir):
         finish(run_dir)
     for line in progress.stopped_by:

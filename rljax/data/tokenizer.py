@@ -177,6 +177,22 @@ class Tokenizer:
         special = {key for key, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         return next((token for token in self.encode(ending).tolist() if token in special), None)
 
+    def facts(self) -> dict[str, Any]:
+        """Returns what decides the tokens of a run, as JSON: under ``tokenizer`` ids and texts, and ``chat_template``.
+
+        Files that differ only in their form, such as the order of keys, or in a padding token, have equal facts.
+        """
+        parts = json.loads(self._tokenizer.to_str())
+        names = ("normalizer", "pre_tokenizer", "model", "decoder", "added_tokens")
+        ids = self._tokenizer.encode("").ids  # what is put around a text with special tokens
+        template = (self._chat_template or "").replace("\r\n", "\n").removesuffix("\n")
+        used = {key: token for key, token in self._named.items() if re.search(rf"\b{re.escape(key)}\b", template)}
+        splits = self._tokenizer.encode_special_tokens
+        return {
+            "tokenizer": [{name: _without_unset(parts.get(name)) for name in names}, ids, splits, self.eos_token_id],
+            "chat_template": [template, used],
+        }
+
     def save(self, directory: str | Path) -> None:
         """Writes the tokenizer's files into a Hugging Face directory."""
         Path(directory).mkdir(parents=True, exist_ok=True)
@@ -278,6 +294,13 @@ def _read_chat_template(directory: Path, config: Mapping[str, Any]) -> tuple[str
         several = {one["name"]: one["template"] for one in template}
         return several.get("default"), () if "default" in several else tuple(several)
     return template, ()
+
+
+def _without_unset(value: Any) -> Any:
+    """Returns a JSON value without the keys that are null or false, which a newer library may write."""
+    if isinstance(value, dict):
+        return {key: _without_unset(each) for key, each in value.items() if each is not None and each is not False}
+    return [_without_unset(each) for each in value] if isinstance(value, list) else value
 
 
 def _read_json(file: Path) -> dict[str, Any]:

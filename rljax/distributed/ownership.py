@@ -28,6 +28,7 @@ STALE_S = 60.0
 SILENT_S = 900.0
 _POLL_S = 1.0  # The time between two looks at a heartbeat.
 _SETTLE_S = 0.5  # The time after a take-over until the record is read again.
+_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -54,6 +55,7 @@ class Ownership:
 
     def __init__(self, path: Path, record: Record, heartbeat_s: float) -> None:
         self.path, self.record, self._heartbeat_s = path, record, heartbeat_s
+        self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="rljax-heartbeat", daemon=True)
         self._thread.start()
@@ -62,14 +64,41 @@ class Ownership:
         """Returns whether no other process has taken the path over. Raises OSError if the record cannot be read."""
         return read(self.path) == self.record
 
+    def has_record(self) -> bool:
+        """Returns whether a record is at the path. It looks twice, because one may be put aside for a moment.
+
+        Raises OSError if the record cannot be read.
+        """
+        for pause_s in (0.0, _SETTLE_S):
+            time.sleep(pause_s)
+            if read(self.path) is not None:
+                return True
+        return False
+
+    def folder(self) -> Path | None:
+        """Returns where the folder of the record is now, which may have been moved; None if it was removed.
+
+        Raises OSError if the file system does not say. It must not be called after :meth:`release`.
+        """
+        for find in (lambda: self.path.parent, Path(f"/proc/self/fd/{self._folder}").readlink):
+            try:
+                if os.path.samestat((place := find()).stat(), os.fstat(self._folder)):
+                    return place
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
+        return None
+
     def release(self) -> None:
         """Ends the heartbeat and removes the record if it is still this one. It may be called twice."""
         if not self._released.is_set():
             self._released.set()
             self._thread.join()
             with contextlib.suppress(OSError):
-                if self.is_current():
-                    self.path.unlink()
+                path = (self.folder() or self.path.parent) / self.path.name
+                if read(path) == self.record:
+                    path.unlink()
+            os.close(self._folder)
 
     def __enter__(self) -> Ownership:
         return self

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from rljax.distributed.files import write_durably
-from rljax.errors import writing
+from rljax.errors import NotWrittenError, writing
 from rljax.mismatch.histogram import bin_edges
 from rljax.record.rows import NONFINITE_KEYS, Row, is_accuracy, read_lines
 from rljax.record.text_tables import cell
@@ -45,6 +45,8 @@ class Recorder:
     part before the ``/``. On a terminal a progress bar shows reward, length, rate and mismatch. Elsewhere a plain line
     is printed every 10 steps or 30 seconds, at the first and the last step, and at every evaluation.
 
+    With ``compiles`` a line says that the first step compiles, and a second line how long that step took.
+
     Rows on disk of the step ``first_step`` (1-based) and later are removed. Raises RuntimeError if the record on disk
     is damaged, or its earlier steps are not exactly 1 .. first_step - 1.
     """
@@ -57,16 +59,19 @@ class Recorder:
         first_step: int = 1,
         tensorboard: bool = True,
         progress: bool = True,
+        compiles: bool = False,
     ) -> None:
         directory = Path(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / "metrics.jsonl"
-        _keep_steps_before(path, first_step)
+        self._path = directory / "metrics.jsonl"
+        _keep_steps_before(self._path, first_step)
         self._next_step = first_step
-        self._file = path.open("ab", buffering=0)
-        self._reports: list[_TensorBoard | _Console] = []
+        self._open()
+        self._reports: list[_TensorBoard | _FirstStep | _Console] = []
         if tensorboard:
             self._reports.append(_TensorBoard(directory / "tb", first_step))
+        if compiles and first_step <= total_steps:
+            self._reports.append(_FirstStep(first_step))
         if progress:
             self._reports.append(_Console(total_steps, first_step))
 
@@ -82,6 +87,8 @@ class Recorder:
           ValueError: The row belongs to another step, or has the key ``nonfinite_keys``.
           TypeError: A value is not a scalar.
           OSError: The row cannot be written. The file then has nothing of it, and the caller may try again.
+          NotWrittenError: Somebody removed, replaced or changed the file. A file that was removed is written again,
+            without the row, and the caller may try again.
         """
         values = {key: _to_python(key, value) for key, value in row.items()}
         if values.get("step") != self._next_step:
@@ -92,19 +99,43 @@ class Recorder:
             report.show(values, histograms or {})
 
     def sync(self) -> None:
-        """Waits until every row is on the disk, so that a checkpoint can rely on it."""
+        """Waits until every row is on the disk, so that a checkpoint can rely on it. Raises NotWrittenError."""
+        self._check_file()
         os.fsync(self._file.fileno())
+
+    def _open(self) -> None:
+        self._file = self._path.open("a+b", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
 
     def _append(self, line: bytes) -> None:
         """Writes a line in one call, so that a killed process leaves at most one incomplete line, the last."""
-        size = os.fstat(self._file.fileno()).st_size
+        self._check_file()
         try:
             with writing(self._file.name):
                 if self._file.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            self._file.truncate(size)
+            self._file.truncate(self._size)
             raise
+        self._size += len(line)
+
+    def _check_file(self) -> None:
+        """Raises NotWrittenError if the file is no longer the one that this recorder wrote."""
+        own, last = os.fstat(self._file.fileno()), self._next_step - 1
+        try:
+            is_own = os.path.samestat(os.stat(self._path), own)
+        except FileNotFoundError:
+            self._file.seek(0)
+            write_durably(self._path, self._file.read())
+            self._file.close()
+            self._open()
+            said = f"was removed while the run went on; its rows up to step {last} are written again"
+            raise NotWrittenError(f"{self._path} {said}") from None
+        if not is_own or own.st_size != self._size:
+            said = (
+                "was replaced by another file" if not is_own else f"has {own.st_size} bytes, {self._size} were written"
+            )
+            raise NotWrittenError(f"{self._path} {said} while the run went on: rows up to step {last} may be lost")
 
     def close(self) -> None:
         """Flushes and closes everything; a second call does nothing."""
@@ -225,6 +256,19 @@ def _span(steps: Sequence[int]) -> str:
     breaks = [after for before, after in itertools.pairwise(steps) if after != before + 1]
     out_of_order = f" with a break before step {breaks[0]}" if breaks else ""
     return f"{len(steps)} rows from step {steps[0]} to {steps[-1]}{out_of_order}"
+
+
+class _FirstStep:
+    def __init__(self, step: int) -> None:
+        self._step, self._start = step, time.monotonic()
+        print(f"compiling step {step}; the steps after it are faster", file=sys.stderr, flush=True)
+
+    def show(self, row: Row, _: Mapping[str, np.ndarray]) -> None:
+        if row["step"] == self._step:
+            tqdm.write(f"compiled; step {self._step} took {time.monotonic() - self._start:.1f} s", file=sys.stderr)
+
+    def close(self) -> None:
+        pass
 
 
 class _Console:

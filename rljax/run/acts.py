@@ -341,8 +341,8 @@ class Save(Act[FollowerState], Checkpointer):
             return super().save_best(step, accuracy, state, host)
 
     def close(self) -> None:
-        """Waits for the files to be complete. Does nothing after an act has failed."""
-        if self.processes.are_together:
+        """Waits for the files to be complete. Does nothing after an act has failed, or if the run was abandoned."""
+        if self.processes.are_together and not self.is_abandoned:
             with self.lead("close"):
                 super().close()
 

@@ -70,7 +70,8 @@ class Problems:
     """The problems of a run."""
 
     stream: PromptStream  # the training problems in their order
-    fingerprint: str  # the checksum of their prompts and answers, in the order of the data
+    # The checksums, in the order of the data, of prompts and answers ("problems"), and of the rest ("extra_info").
+    fingerprints: dict[str, str]
     evaluation: dict[str, Sequence[Problem]]  # the problems to evaluate on by the name of their dataset
     tallies: Sequence[Tally] = ()  # the counts of each data set that was read from a file
     prompts: Sequence[np.ndarray] = ()  # the token ids of some training prompts, int32 [s] each
@@ -96,11 +97,13 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
             f"{tally.unanswered} have no right answer, {tally.too_long} have more than {limit} tokens{remedy}"
         )
     stream = PromptStream(training, data.batch_size, config.run.seed)
-    fingerprint = json_checksum([[problem["prompt"], problem["answer"]] for problem in training])
+    texts = [[problem["prompt"], problem["answer"]] for problem in training]
+    rest = [{key: problem[key] for key in problem if key not in ("prompt", "answer")} for problem in training]
+    prints = {"problems": json_checksum(texts), "extra_info": json_checksum(rest)}
     tallies = [] if data.task in TOYS else [tally]
     prompts = [tokenizer.encode(problem["prompt"]) for problem in itertools.islice(training, PROBED_PROMPTS)]
     if not config.eval.is_wanted:
-        return Problems(stream, fingerprint, {}, tallies, prompts)
+        return Problems(stream, prints, {}, tallies, prompts)
     datasets = evaluation_datasets(config.eval.datasets, data, tokenizer)
     for name, problems in datasets.items():
         check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
@@ -108,7 +111,7 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
             tallies.append(Tally(f"eval {name}", problems, len(problems), too_long=0))
     if not datasets:
         print("warning: nothing is evaluated: eval.datasets is empty", file=sys.stderr)
-    return Problems(stream, fingerprint, datasets, tallies, prompts)
+    return Problems(stream, prints, datasets, tallies, prompts)
 
 
 def look_at_data(config: Config, problems: Problems) -> str:
@@ -269,6 +272,7 @@ def build(
     limit = evaluated.max_response_tokens or config.rollout.max_response_tokens
     of_evaluation = SamplingParams(limit, evaluated.temperature, stops)
     evaluator = Sampler(source, of_evaluation, evaluated.n)
+    of_tokens = {name: json_checksum(facts) for name, facts in tokenizer.facts().items()}
     return RunParts(
         config=config,
         policy=policy,
@@ -282,7 +286,7 @@ def build(
         guard=Guard(config.guard),
         skipped=SkippedUpdates(config.guard.max_skipped_updates, config.loss.mini_batches * config.loss.epochs),
         checkpointer=checkpointer,
-        fingerprints={"problems": problems.fingerprint} | trainer.fingerprints,
+        fingerprints=of_tokens | problems.fingerprints | trainer.fingerprints,
         stop=stop,
         weights=trainer.weights,
     )

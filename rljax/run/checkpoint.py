@@ -13,6 +13,7 @@ import gc
 import json
 import logging
 import math
+import os
 import shutil
 import sys
 import time
@@ -38,7 +39,7 @@ ARRAYS, SELF = "array_checksums", "sha256"
 
 # These words stand in an error when a whole checkpoint cannot be read just now.
 NOT_DAMAGE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE")
-_LOGGERS = ("absl", "asyncio", "concurrent.futures")  # orbax and its event loops log to these
+_LOGGERS = ("asyncio", "concurrent.futures")  # the event loops of orbax log to these
 ROOM = 0.5  # the share of the free memory that a copy of the state may take while it is written
 _GIVEN_UP_S = 0.2  # the time that is waited for abandoned reads to end in their own threads
 
@@ -98,6 +99,8 @@ class Checkpointer:
 
         self._ocp, self._directory, self._free_memory = ocp, Path(directory).absolute(), free_memory
         self._best: Checkpointer | None = None
+        self.is_abandoned = False
+        logging.getLogger("absl").addFilter(_is_not_of_orbax)  # it raises the errors that its threads log
         if not read_only:
             # Orbax would do this in a thread that its close() does not wait for; it fails when the process ends.
             self._clear_incomplete()
@@ -249,8 +252,20 @@ class Checkpointer:
             self._manager.wait_until_finished()
         _give_back()
 
+    def abandon(self) -> None:
+        """Ends the save under way, whether it fails or not. ``close`` then does nothing, and no save may follow.
+
+        It is for a directory that does not belong to this process any more.
+        """
+        self.is_abandoned = True
+        if jax.process_count() == 1:  # the end of a save of several processes needs all of them
+            with _quiet(), contextlib.suppress(Exception):
+                self._manager.close()
+
     def close(self) -> None:
         """Waits until the files are complete, and releases the directory."""
+        if self.is_abandoned:
+            return
         with contextlib.ExitStack() as stack:
             stack.callback(self._manager.close)
             stack.callback(self.wait)
@@ -331,9 +346,14 @@ class Checkpointer:
             with _quiet(), contextlib.suppress(Exception):
                 self._manager.close()
             self._clear_incomplete()
-            self._manager = self._ocp.CheckpointManager(self._directory, options=self._options)
+            if self._directory.parent.exists():
+                self._manager = self._ocp.CheckpointManager(self._directory, options=self._options)
             said = f"{self._place(step)} could not be written, those before it are kept: {_one_line(error)}"
             raise NotWrittenError(said) from error
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 def _one_line(error: Exception) -> str:

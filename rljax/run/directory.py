@@ -24,7 +24,7 @@ MAY_DIFFER = (
     *("run.processes", "run.process_id", "run.coordinator", "run.heartbeat_s", "run.stuck_s"),
     *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
     "record.",
-    *("eval.every", "eval.at_start", "checkpoint.", "model.path", "data.reward_workers"),
+    *("eval.", "checkpoint.", "model.path", "data.reward_workers"),
     *("data.check_answers", "rollout.urls"),
     *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
     *("rollout.offload_state", "rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
@@ -63,11 +63,42 @@ def own_directory(run_dir: Path) -> Iterator[Ownership]:
 
 
 def check_owner(owner: Ownership) -> None:
-    """Raises OwnedError if another process took the directory over, as it may after a long pause of the heartbeat."""
+    """Raises OwnedError if the run directory does not belong to this process any more.
+
+    Another process took it over, as it may after a long pause of the heartbeat. Or somebody moved or removed the
+    directory or the record of its owner.
+    """
+    run_dir = owner.path.parent
     with contextlib.suppress(OSError):
-        other = read(owner.path)
-        if other not in (None, owner.record):
+        if (folder := owner.folder()) != run_dir:
+            what = "was removed" if folder is None else f"was moved to {folder}"
+            raise OwnedError(f"{run_dir} {what} while the run went on")
+        if not owner.has_record():
+            raise OwnedError(f"{owner.path} was removed while the run went on, so another run may take the directory")
+        if not owner.is_current() and (other := read(owner.path)) is not None:
             raise OwnedError(f"{owner.path} was taken over by {other}; this process leaves the run to it")
+
+
+def what_is_saved(owner: Ownership) -> str:
+    """Returns what is saved of a run whose directory was moved or removed, and where, as the end of a line.
+
+    It is "" if another process owns the directory now.
+    """
+    try:
+        folder = owner.folder()
+        if folder == owner.path.parent and owner.has_record():
+            return ""
+        if folder is None:
+            return ": its rows and checkpoints are gone, and nothing of the run is saved"
+        path, steps = folder / "metrics.jsonl", saved_steps(folder)
+        rows = path.read_bytes().count(b"\n") if path.exists() else 0
+    except OSError as error:
+        return f": what is saved there cannot be read ({error})"
+    if not rows and not steps:
+        return f": {folder} has no rows and no checkpoint, and nothing of the run is saved"
+    newest = f"the checkpoint of step {steps[-1]}" if steps else "no checkpoint"
+    end = "no run can go on from there" if steps and rows < steps[-1] else f"run.dir = {folder} goes on from there"
+    return f": {folder} has {rows} rows and {newest}; {end}"
 
 
 def prepare_directory(config: Config, run_dir: Path) -> None:
@@ -160,11 +191,25 @@ def check_same_run(config: Config, run_dir: Path, url: str = "", may_differ: tup
         return
     settings = (recorded_config(run_dir), config)
     old, new = (dict(dotted(dataclasses.asdict(each))) for each in settings)
-    known = MAY_DIFFER + may_differ
-    free = tuple(key for key in known if key != "run.steps" or config.schedule.kind not in ("linear", "cosine"))
-    leaves = (key for key, value in new.items() if not isinstance(value, dict))
-    differing = [key for key in leaves if new[key] != old[key] and not key.startswith(free)]
-    if differing:
+    leaves = [key for key, value in new.items() if not isinstance(value, dict) and new[key] != old[key]]
+    free = MAY_DIFFER + may_differ
+    if differing := [key for key in leaves if not key.startswith(free) or _is_bound(key, *settings)]:
         changes = ", ".join(f"{key} ({old[key]} there, {new[key]} now)" for key in differing)
         place, key = (url, "checkpoint.upload") if url else (run_dir, "run.dir")
+        if not url and run_dir != Path(config.run.dir):
+            key = "run.fork" if config.run.fork else "run.resume"
         raise ConfigError(f"{place} holds a run with other settings: {changes}; give another {key}")
+
+
+def _is_bound(key: str, recorded: Config, config: Config) -> bool:
+    """Returns whether a key of ``MAY_DIFFER`` may not differ in this run, because here it changes its numbers."""
+    if key == "run.steps":
+        return config.schedule.kind in ("linear", "cosine")
+    if not key.startswith("eval."):
+        return False
+    # The embedded engines have room for the longest response, and sums of another shape may be rounded otherwise.
+    engine = config.rollout.engine
+    is_shaped = engine == "exact" or (engine == "jax" and config.rollout.environment is not None)
+    has_shape = is_shaped and key == "eval.max_response_tokens"
+    is_longer = recorded.max_engine_tokens != config.max_engine_tokens
+    return config.schedule.metric.startswith("eval/") or (has_shape and is_longer)

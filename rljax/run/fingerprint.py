@@ -16,6 +16,9 @@ from rljax.policy.config import PolicyConfig
 from rljax.sharding import fetch, on_devices
 from rljax.weights.sums import mixed
 
+OF_DATA = ("tokenizer", "chat_template", "problems", "extra_info")
+"""The keys of fingerprints that every run has. A checkpoint of an older rljax lacks some of them."""
+
 
 def array_checksums(tree: Any) -> dict[str, str]:
     """Computes a checksum of each array of a pytree, the same for any sharding.
@@ -38,8 +41,12 @@ def array_forms(tree: Any) -> dict[str, str]:
 
 
 def json_checksum(value: Any) -> str:
-    """Computes the SHA-256 of a JSON value in its canonical form: sorted keys, no spaces."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    """Computes the SHA-256 of a JSON value in its canonical form: sorted keys, no spaces.
+
+    Values that JSON does not know, such as the dates of a Parquet file, count by their texts.
+    """
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @jax.jit
@@ -71,17 +78,21 @@ def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> N
 
 
 def check_fingerprints(recorded: dict[str, str], now: dict[str, str], names: dict[str, str]) -> None:
-    """Raises ValueError if the frozen weights or the training problems differ from those of the checkpoint.
+    """Raises ValueError if frozen weights, tokenizer, template or problems differ from those of the checkpoint.
 
-    All dictionaries have the keys ``reference``, ``base`` and ``problems``, or some of them. ``recorded`` and ``now``
-    hold checksums; a checkpoint of an older rljax has none. ``names`` holds the path or task for the message.
+    All dictionaries have the keys ``reference``, ``base`` and ``OF_DATA``, or some of them. ``recorded`` and ``now``
+    hold checksums; a checkpoint of an older rljax has not all. ``names`` holds the path or task for the message.
     """
+    began = "the run began with"
     model = "has other weights than before: give the model that the run began with as model.path"
     faults = {
         "reference": f"the reference policy of loss.kl {model}",
         "base": f"the frozen model under the adapters {model}",
-        "problems": "the training problems or their order are not those before: put back the data that the run began "
-        "with",
+        "tokenizer": f"the tokenizer reads or writes texts otherwise than before: put back the tokenizer that {began}",
+        "chat_template": f"the chat template is not the one before: put back the template that {began}",
+        "problems": f"the training problems or their order are not those before: put back the data that {began}",
+        "extra_info": "the extra_info of the training problems, or another entry for the reward, is not as before: put "
+        f"back the data that {began}",
     }
     for kind, fault in faults.items():
         if kind in recorded and kind in now and recorded[kind] != now[kind]:

@@ -23,12 +23,17 @@ from rljax.run.timers import StepProfiler
 from rljax.trainer.state import TrainState
 
 
+def _begin_step(parts: RunParts, newest: NewestStep) -> None:
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(newest.state)) // jax.process_count()
+    parts.stop.begin_step(newest.row.get("time/step_s"), parts.checkpointer, size)
+
+
 def _record_step(parts: RunParts, newest: NewestStep, record: Recorder) -> list[str]:
     """Records the newest finished step, and returns the warnings of the guard about its row."""
     parts.check_owner()
     record.write(newest.row, newest.histograms)
     newest.is_recorded = True
-    parts.stop.begin_step(newest.row.get("time/step_s"), parts.checkpointer)
+    _begin_step(parts, newest)
     parts.skipped.observe(newest.row)
     try:
         with caller_errors():
@@ -98,7 +103,7 @@ def train(
     """
     config, checkpointer = parts.config, parts.checkpointer
     newest = NewestStep(state, progress, parts.state_dict(progress), last_row or {})
-    parts.stop.begin_step(newest.row.get("time/step_s"), checkpointer)
+    _begin_step(parts, newest)
     parts.skipped.start(int(state.skipped_updates), int(state.loss_scale.overflows))
     try:
         parts.engine.publish(parts.weights(state.params), progress.policy_version)
@@ -112,11 +117,15 @@ def train(
     except StoppedWaitingError as error:
         print(f"step {progress.step + 1} is given up: {error}", file=sys.stderr)
         _save_newest(parts, newest, record)
-    except OwnedError:  # the run is another process's now: nothing more is written into it
+    except OwnedError:  # the run is another process's now, or gone: nothing more is written into it
+        checkpointer.abandon()
         raise
-    except BaseException:
+    except BaseException as error:
         try:
             said = _save_newest(parts, newest, record)
+        except OwnedError as lost:  # the first error is a consequence
+            checkpointer.abandon()
+            raise lost from error
         except Exception as second:
             why = " ".join(str(second).split())
             said = f"step {progress.step} could not be saved: {why}; {_last_checkpoint(checkpointer)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from rljax.rollout.engine import RolloutEngine
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.evaluation import Evaluation
-from rljax.run.fingerprint import check_fingerprints, check_policy, policy_record
+from rljax.run.fingerprint import OF_DATA, check_fingerprints, check_policy, policy_record
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches
 from rljax.run.rate import RateController, load_fork, observed_value, schedule_row
@@ -77,12 +78,17 @@ class RunParts:
     def load_state_dict(self, host: dict[str, Any]) -> Progress:
         """Restores the parts from the JSON part of a checkpoint; returns the progress of the run at that step.
 
-        Raises ValueError if the checkpoint belongs to another policy, other frozen weights or other training data.
+        Raises ValueError if the checkpoint belongs to another policy, other frozen weights, another tokenizer or
+        template, or other training data.
         """
         check_policy(host["policy"], self.policy, self.config.model.path)
         model, data = self.config.model.path, self.config.data
-        names = {"reference": model, "base": model, "problems": data.path or data.task}
-        check_fingerprints(host.get("fingerprints", {}), self.fingerprints, names)
+        source, recorded = data.path or data.task, host.get("fingerprints", {})
+        names = dict.fromkeys(self.fingerprints, model) | {"problems": source, "extra_info": source}
+        check_fingerprints(recorded, self.fingerprints, names)
+        if unknown := ", ".join(kind for kind in OF_DATA if kind not in recorded):
+            said = f"the checkpoint of step {host['step']} does not say with which it was trained: {unknown}"
+            print(f"warning: {said}; an older rljax saved it, so they are not compared", file=sys.stderr)
         self.batches.load_state_dict(host["data"])
         if Path(self.config.run.fork).name == str(host["step"]):
             load_fork(self.controller, host["schedule"], self.config.schedule)
@@ -162,6 +168,7 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
         with parts.batches.paused(params, version + 1, timers, drains=parts.evaluation.is_due(step)):
             with timers.phase("publish"):
                 row |= parts.engine.publish(params, version + 1)
+            parts.check_owner()
             write_rollouts(config, step, version, rollouts, sequences, updated.trainer, parts.tokenizer)
 
             # 8

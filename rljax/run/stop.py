@@ -13,6 +13,10 @@ from typing import Any
 
 from rljax.distributed.processes import ALONE, Processes
 from rljax.run.checkpoint import Checkpointer
+from rljax.run.compile_time import compiled_s
+
+# The time that the first save is expected to take: a start in seconds, and the speed of a common disk.
+_SAVE_S, _SAVE_BYTES_PER_S = 1.0, 3e8
 
 
 class StopRequest:
@@ -34,6 +38,7 @@ class StopRequest:
         self._grace_s, self._asked_at, self._processes = grace_s, 0.0, processes
         self._began = time.monotonic()
         self._step_s: float | None = None
+        self._state_bytes, self._compiled_s = 0, math.inf
         self._checkpointer: Checkpointer | None = None
         self._previous: dict[int, Any] = {}
         self._place = "starting"
@@ -63,11 +68,21 @@ class StopRequest:
         if not self.is_requested():
             return False
         save_s = None if self._checkpointer is None else self._checkpointer.last_save_s()
+        if save_s is None:
+            save_s = _SAVE_S + self._state_bytes / _SAVE_BYTES_PER_S
         return remaining_s(self._step_s, time.monotonic() - self._began, save_s) > self.left_s()
 
-    def begin_step(self, last_step_s: float | None, checkpointer: Checkpointer) -> None:
-        """Records that a step begins. The step before took ``last_step_s`` seconds (None: not known)."""
+    def begin_step(self, last_step_s: float | None, checkpointer: Checkpointer, state_bytes: int = 0) -> None:
+        """Records that a step begins. The step before took ``last_step_s`` seconds (None: not known).
+
+        What compiled in that step is not expected to compile again. ``state_bytes`` is the size of what this process
+        saves. It gives the expected time of the first save.
+        """
+        compiled = compiled_s()
+        if last_step_s is not None:
+            last_step_s = max(last_step_s - max(compiled - self._compiled_s, 0.0), 0.0)
         self._began, self._step_s, self._checkpointer = time.monotonic(), last_step_s, checkpointer
+        self._state_bytes, self._compiled_s = state_bytes, compiled
 
     def at(self, place: str) -> None:
         """Records that the run has come to ``place``, a phase of a step."""

@@ -3,7 +3,6 @@
 They decide as ``SurgeTracker`` and ``LengthTriggeredLR`` do on every stream. This module needs jax and optax.
 """
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from rljax.schedule.arguments import as_float, as_int, as_share, check_kind
 from rljax.schedule.length_decay import DENOMINATOR, decay_rates, scaled_multiplier
 from rljax.schedule.surge import SMALLEST_LENGTH, SurgeConfig
 
@@ -41,9 +41,7 @@ def length_decay_schedule(
       ValueError: An argument is out of range.
     """
     rates = np.asarray(decay_rates(init_value, decay_factor, floor_ratio), np.float32)
-    if decay_period is not None and operator.index(decay_period) < 1:
-        raise ValueError(f"decay_period must be at least 1 or None, got decay_period = {decay_period}.")
-    period = _INT32_MAX if decay_period is None else min(decay_period, _INT32_MAX)
+    period = _INT32_MAX if decay_period is None else min(as_int("decay_period", decay_period, 1), _INT32_MAX)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(count, jnp.int32)
@@ -87,13 +85,15 @@ def update_surge_state(
     It decides exactly as ``SurgeTracker.update`` does. Both numbers have shape () and are cast to float32. ``config``
     is fixed at trace time. On the step of the call ``surge_step == step`` in the result.
 
+    A compiled graph cannot warn. A length that is not finite and positive is only counted, in ``ignored``.
+
     Raises:
-      ValueError: An argument is not a scalar.
+      ValueError: An argument is not a scalar, or a Python or numpy share is not in [0, 1].
     """
-    value = jnp.asarray(length, jnp.float32)
-    truncated = jnp.asarray(0.0 if truncated_fraction is None else truncated_fraction, jnp.float32)
-    if value.shape or truncated.shape:
-        raise ValueError(f"length and truncated_fraction must be scalars, got {value.shape} and {truncated.shape}.")
+    value = _as_float32("length", length)
+    if truncated_fraction is not None and not isinstance(truncated_fraction, jax.Array):
+        as_share("truncated_fraction", truncated_fraction)
+    truncated = _as_float32("truncated_fraction", 0.0 if truncated_fraction is None else truncated_fraction)
     usable = jnp.isfinite(value) & (value >= SMALLEST_LENGTH)
     waits = state.surge_step == 0
     # The window if this length counts. The baseline depends only on the older lengths, so it serves both tests.
@@ -124,6 +124,15 @@ def update_surge_state(
     )
 
 
+def _as_float32(name: str, value: jax.typing.ArrayLike) -> jax.Array:
+    """Returns a number as float32, shape (). Raises ValueError if it is not a scalar or is a boolean."""
+    if not isinstance(value, jax.Array):
+        as_float(name, value)
+    elif value.shape or value.dtype == jnp.bool_:
+        raise ValueError(f"{name}: scalars are expected, got {value.dtype}{list(value.shape)}.")
+    return jnp.asarray(value, jnp.float32)
+
+
 def _baseline(config: SurgeConfig, lengths: jax.Array, seen: jax.Array) -> jax.Array:
     ranks = jnp.asarray([config.baseline_rank(n) for n in range(config.window + 1)], jnp.int32)
     is_set = jnp.arange(config.window, dtype=jnp.int32) >= config.window - seen
@@ -145,10 +154,14 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
     """The stateful schedule that ``length_triggered_schedule`` builds."""
 
     def __init__(self, config: SurgeConfig, multiplier: float, rates: tuple[float, ...]) -> None:
-        self._config = config
+        check_kind("config", config, SurgeConfig)
+        self._config, self._multiplier = config, multiplier
         self._rates = np.asarray(rates, np.float32)
         whole, self._part = divmod(scaled_multiplier(multiplier), DENOMINATOR)
         self._whole = min(whole, _INT32_MAX)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._rates[0]:g}, multiplier={self._multiplier:g}, floor={self._rates[-1]:g})"
 
     def init(self) -> LengthTriggeredState:
         """Returns the state before the first update."""
@@ -165,8 +178,9 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
         The scalars are ``response_length`` and optionally ``truncated_fraction``.
 
         Raises:
-          ValueError: ``response_length`` is missing.
+          ValueError: ``response_length`` is missing, or ``state`` is not a state of this schedule.
         """
+        _check_state(state)
         if extra_args.get("response_length") is None:
             raise ValueError(
                 "the length-triggered schedule needs response_length=, the mean response length of this batch, "
@@ -187,13 +201,28 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
         )
 
     def __call__(self, state: LengthTriggeredState, **extra_args: Any) -> jax.Array:
-        """Returns the rate of the update whose batch is described; the initial rate without ``response_length``."""
+        """Returns the rate of the update whose batch is described; the initial rate without ``response_length``.
+
+        Raises:
+          ValueError: ``state`` is not a state of this schedule. So optax calls a schedule of the count.
+        """
+        _check_state(state)
         # inject_hyperparams reads the rate before it updates the state, so this method observes the new batch as well.
         if extra_args.get("response_length") is None:
             return _look_up(self._rates, jnp.zeros([], jnp.int32))
         state = self.update(state, **extra_args)
         decays = state.surge.step // jnp.maximum(state.decay_period, 1)
         return _look_up(self._rates, jnp.where(state.decay_period == 0, 0, decays))
+
+
+def _check_state(state: Any) -> None:
+    """Raises ValueError, with the right use, if an optimizer calls the schedule with its count."""
+    if not isinstance(state, LengthTriggeredState):
+        raise ValueError(
+            "the length-triggered schedule has a state and is no function of the count, but it was called with "
+            f"{state!r:.60}: build the optimizer as inject_learning_rate(optax.adamw, length_triggered_schedule(rate)) "
+            "and call its update with response_length=."
+        )
 
 
 def length_triggered_schedule(
@@ -208,7 +237,8 @@ def length_triggered_schedule(
 
     The optimizer's ``update`` then takes ``response_length=``, the mean response length of the batch (tokens, shape
     ()), and optionally ``truncated_fraction=`` (shape ()), once per update. ``optax.MultiSteps`` passes on only the
-    arguments of the last mini-batch of each group: pass the mean over the group there.
+    arguments of the last mini-batch of each group: pass the mean over the group there. A compiled graph cannot warn
+    about lengths that are not finite and positive. Their count is in the state, as ``surge.ignored``.
 
     Args:
       init_value: The rate until the first decay, positive.

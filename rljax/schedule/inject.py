@@ -1,5 +1,6 @@
 """A learning rate in the optimizer state, with functions that read and write it without recompiling."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from rljax.schedule.arguments import as_float
+from rljax.schedule.length_decay import LengthTriggeredLR
 
 _RATE = "learning_rate"
 _InjectState = (optax.InjectHyperparamsState, optax.schedules.InjectStatefulHyperparamsState)
@@ -47,8 +51,19 @@ def inject_learning_rate(
       A gradient transformation that passes extra arguments on. Its updates and its state keep their dtypes.
 
     Raises:
-      ValueError: The number is not a finite, non-negative scalar.
+      ValueError: The number is not a finite, non-negative scalar, ``make_optimizer`` is no function, or
+        ``learning_rate`` is a controller of the host.
     """
+    if not callable(make_optimizer):
+        raise ValueError(
+            "make_optimizer must be a function of the learning rate, such as optax.adamw or lambda rate: "
+            f"optax.adamw(rate, b2=0.95), got a value of type {type(make_optimizer).__name__}."
+        )
+    if isinstance(learning_rate, LengthTriggeredLR) or learning_rate is LengthTriggeredLR:
+        raise ValueError(
+            f"learning_rate must be a number or a schedule, got {learning_rate!r}, which is a controller of the host: "
+            "inject a number, and write each result of its step with set_learning_rate."
+        )
 
     rate: Any
     if isinstance(learning_rate, optax.schedules.StatefulSchedule):
@@ -152,11 +167,12 @@ def get_learning_rate(opt_state: Any) -> jax.Array:
 
 
 def _checked(value: Any) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        rate = np.asarray(value, np.float32)
-    if rate.shape or not 0.0 <= rate < np.inf:
+    rate = np.float32(np.nan)
+    with np.errstate(over="ignore"), contextlib.suppress(ValueError):
+        rate = np.float32(as_float("learning_rate", value))
+    if not 0.0 <= rate < np.inf:
         raise ValueError(f"the learning rate must be a finite, non-negative scalar, got {value!r}.")
-    return rate
+    return np.asarray(rate)
 
 
 def _cast_like(tree: Any, like: Any) -> Any:

@@ -9,18 +9,20 @@ lengths: ``LengthTriggeredLR`` on the host, ``length_triggered_schedule`` in an 
 
 import functools
 import math
-import operator
+import warnings
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from rljax.schedule.arguments import as_float, as_int, as_step, check_keys, check_kind
 from rljax.schedule.surge import SurgeTracker
 
 # The multiplier is read to nine decimals, so that its fractional part can be summed in int32.
 DENOMINATOR = 10**9
 # The longest rate table. With a factor so close to 1 that more decays would follow, the rate stays at the last entry.
 _MAX_DECAYS = 2**16
+SILENT_STEPS = 20  # the steps without a usable length after which one warning is given
 
 
 def decay_period_from_surge(surge_step: int, multiplier: float = 1.8) -> int:
@@ -36,10 +38,8 @@ def decay_period_from_surge(surge_step: int, multiplier: float = 1.8) -> int:
     Raises:
       ValueError: An argument is out of range.
     """
-    if surge_step < 1:
-        raise ValueError(f"surge_step must be at least 1, got surge_step = {surge_step}.")
-    scaled = scaled_multiplier(multiplier)
-    return (2 * operator.index(surge_step) * scaled + DENOMINATOR) // (2 * DENOMINATOR)
+    step = as_int("surge_step", surge_step, 1)
+    return (2 * step * scaled_multiplier(multiplier) + DENOMINATOR) // (2 * DENOMINATOR)
 
 
 class LengthTriggeredLR:
@@ -73,7 +73,12 @@ class LengthTriggeredLR:
         scaled_multiplier(multiplier)
         self._multiplier, self._decay_factor, self._floor_ratio = multiplier, decay_factor, floor_ratio
         self.tracker = SurgeTracker() if tracker is None else tracker
+        check_kind("tracker", self.tracker, SurgeTracker, ": give SurgeTracker(config)")
         self.decay_period = self._period_of_call()
+
+    def __repr__(self) -> str:
+        state = f"learning_rate={self.learning_rate:g}, step={self.tracker.step}, decay_period={self.decay_period}"
+        return f"{type(self).__name__}({self._rates[0]:g}, {state})"
 
     @property
     def surge_step(self) -> int | None:
@@ -109,9 +114,23 @@ class LengthTriggeredLR:
 
         Returns:
           The rate for this very update.
+
+        Warns:
+          RuntimeWarning: 20 lengths so far were not finite and positive. The warning comes once.
+
+        Raises:
+          ValueError: An argument is not a scalar, or the share is not in [0, 1].
         """
+        ignored = self.tracker.ignored
         if self.tracker.update(length, truncated_fraction):
             self.decay_period = self._period_of_call()
+        if ignored < SILENT_STEPS == self.tracker.ignored:
+            warnings.warn(
+                f"{SILENT_STEPS} of {self.tracker.step} mean response lengths were not finite and positive, such as "
+                f"{float(length)}: they are ignored, and the surge cannot be seen in them",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return self.learning_rate
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,12 +141,15 @@ class LengthTriggeredLR:
         """Continues from the result of ``state_dict()``. A period that was set is kept, even if the multiplier differs.
 
         Raises:
-          ValueError: A key is missing or unknown.
+          ValueError: A key is missing or unknown, or a value is not of the form that ``state_dict`` writes. Nothing is
+            loaded then.
         """
-        if set(state) != {"tracker", "decay_period"}:
-            raise ValueError(f"the state must have the keys ['decay_period', 'tracker'], got {sorted(state)}.")
+        check_keys(state, {"decay_period", "tracker"})
+        period = as_step("decay_period", state["decay_period"])
+        if period is None and isinstance(state["tracker"], dict) and state["tracker"].get("surge_step") is not None:
+            raise ValueError(f"decay_period must be a period after the call of a surge, got decay_period = {period}.")
         self.tracker.load_state_dict(state["tracker"])
-        self.decay_period = state["decay_period"]
+        self.decay_period = period
 
     def _rate_at(self, rates: tuple[float, ...], step: int) -> float:
         decays = 0 if self.decay_period is None else step // self.decay_period
@@ -142,6 +164,9 @@ class OfController:
     """A scheduler or a callback of another library, with the state of the controller inside it."""
 
     _controller: LengthTriggeredLR
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(step={self.tracker.step}, decay_period={self.decay_period})"
 
     @property
     def tracker(self) -> SurgeTracker:
@@ -161,7 +186,7 @@ class OfController:
 
 def scaled_multiplier(multiplier: float) -> int:
     """Returns the multiplier in units of ``1 / DENOMINATOR``; raises ValueError if it is not finite or below 1."""
-    if not 1.0 <= multiplier < math.inf:
+    if not 1.0 <= as_float("multiplier", multiplier) < math.inf:
         raise ValueError(f"multiplier must be finite and at least 1, got multiplier = {multiplier}.")
     return round(Fraction(repr(float(multiplier))) * DENOMINATOR)
 
@@ -171,11 +196,11 @@ def decay_rates(init_value: float, decay_factor: float, floor_ratio: float) -> t
 
     Raises ValueError if an argument is out of range.
     """
-    if not 0.0 < init_value < math.inf:
+    if not 0.0 < as_float("init_value", init_value) < math.inf:
         raise ValueError(f"init_value must be finite and positive, got init_value = {init_value}.")
-    if not 0.0 < decay_factor < 1.0:
+    if not 0.0 < as_float("decay_factor", decay_factor) < 1.0:
         raise ValueError(f"decay_factor must be in (0, 1), got decay_factor = {decay_factor}.")
-    if not 0.0 <= floor_ratio <= 1.0:
+    if not 0.0 <= as_float("floor_ratio", floor_ratio) <= 1.0:
         raise ValueError(f"floor_ratio must be in [0, 1], got floor_ratio = {floor_ratio}.")
     floor = init_value * floor_ratio
     rates = [init_value]

@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from rljax.schedule.arguments import as_float, as_int, as_share, as_step, check_keys, check_kind
+
 # A backend may flush anything below the smallest normal float32 to zero, so such a length is ignored.
 SMALLEST_LENGTH = float(np.finfo(np.float32).tiny)
 
@@ -57,6 +59,14 @@ class SurgeConfig:
     """Step at which the tracker calls although no surge was found. None: it waits forever."""
 
     def __post_init__(self) -> None:
+        for name in ("ratio", "baseline_quantile", "held_ratio", "max_truncated"):
+            as_float(name, getattr(self, name))
+        if self.capped_ratio is not None:
+            as_float("capped_ratio", self.capped_ratio)
+        for name in ("window", "smooth", "persistence", "warmup"):
+            as_int(name, getattr(self, name), -math.inf)
+        if self.max_wait is not None:
+            as_int("max_wait", self.max_wait, -math.inf)
         if not 1.0 < self.ratio < math.inf:
             raise ValueError(f"ratio must be finite and above 1, got ratio = {self.ratio}.")
         if not 0.0 <= self.baseline_quantile <= 1.0:
@@ -106,6 +116,7 @@ class SurgeTracker:
     """
 
     def __init__(self, config: SurgeConfig = SurgeConfig()) -> None:
+        check_kind("config", config, SurgeConfig)
         self.config = config
         self._ratio = np.float32(config.ratio)
         self._held_ratio = np.float32(config.held_ratio)
@@ -119,6 +130,10 @@ class SurgeTracker:
         self.held_out = 0
         self.smoothed: float | None = None
         self.baseline: float | None = None
+
+    def __repr__(self) -> str:
+        counts = f"surge_step={self.surge_step}, ignored={self.ignored}, held_out={self.held_out}"
+        return f"{type(self).__name__}(step={self.step}, {counts})"
 
     @property
     def crossing_step(self) -> int | None:
@@ -137,12 +152,11 @@ class SurgeTracker:
           True on the step of the call, False on every other step.
 
         Raises:
-          ValueError: An argument is not a scalar.
+          ValueError: An argument is not a scalar, or the share is not in [0, 1].
         """
         value = _as_float32("length", length)
-        truncated = truncated_fraction is not None and bool(
-            _as_float32("truncated_fraction", truncated_fraction) > self._max_truncated
-        )
+        with np.errstate(over="ignore"):
+            truncated = bool(np.float32(as_share("truncated_fraction", truncated_fraction)) > self._max_truncated)
         self.step += 1
         called = self._observe(value, truncated)
         if not called and self.surge_step is None and self.step >= (self.config.max_wait or math.inf):
@@ -207,23 +221,26 @@ class SurgeTracker:
         """Continues from the result of ``state_dict()``. With a narrower window, only the newest lengths count.
 
         Raises:
-          ValueError: A key is missing or unknown.
+          ValueError: A key is missing or unknown, or a value is not of the form that ``state_dict`` writes. Nothing is
+            loaded then.
         """
-        if set(state) != set(self.state_dict()):
-            raise ValueError(f"the state must have the keys {sorted(self.state_dict())}, got {sorted(state)}.")
-        self.step = int(state["step"])
-        self._lengths = collections.deque(
-            (float(np.float32(length)) for length in state["lengths"]), maxlen=self.config.window
-        )
-        self._crossing_since = state["crossing_since"]
-        self.surge_step = state["surge_step"]
-        self.ignored = int(state["ignored"])
-        self.held_out = int(state["held_out"])
+        check_keys(state, set(self.state_dict()))
+        step, ignored, held_out = (as_int(key, state[key]) for key in ("step", "ignored", "held_out"))
+        crossing_since, surge_step = (as_step(key, state[key]) for key in ("crossing_since", "surge_step"))
+        for key in ("crossing_since", "surge_step", "ignored", "held_out"):
+            if (state[key] or 0) > step:
+                raise ValueError(f"{key} must be at most step = {step}, got {key} = {state[key]}.")
+        if not isinstance(state["lengths"], list | tuple | np.ndarray):
+            raise ValueError(f"lengths must be a list of numbers, got lengths = {state['lengths']!r:.100}.")
+        lengths = [float(_as_float32("lengths", length)) for length in state["lengths"]]
+        if not all(SMALLEST_LENGTH <= length < math.inf for length in lengths):
+            raise ValueError(f"lengths must be finite and positive, got lengths = {lengths!r:.100}.")
+        self.step, self.ignored, self.held_out = step, ignored, held_out
+        self._crossing_since, self.surge_step = crossing_since, surge_step
+        self._lengths = collections.deque(lengths, maxlen=self.config.window)
         self.smoothed = self.baseline = None
 
 
 def _as_float32(name: str, value: Any) -> np.float32:
-    if value is None or np.ndim(value) != 0:
-        raise ValueError(f"{name} must be a scalar, got {value!r}.")
     with np.errstate(over="ignore"):
-        return np.float32(value)
+        return np.float32(as_float(name, value))

@@ -4,13 +4,15 @@ This module needs torch. ``LengthTriggeredCallback`` needs transformers as well,
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 from torch.optim.lr_scheduler import LRScheduler
 
-from rljax.schedule.length_decay import LengthTriggeredLR, OfController
+from rljax.schedule.arguments import as_float, as_int, check_keys
+from rljax.schedule.length_decay import SILENT_STEPS, LengthTriggeredLR, OfController
 from rljax.schedule.surge import SurgeTracker
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LengthTriggeredCallback", "LengthTriggeredScheduler", "mean_over_ranks"]
 
-_STATE_KEYS = ("base_lrs", "controller", "last_epoch", "last_lr", "step_count")
+_STATE_KEYS = {"base_lrs", "controller", "last_epoch", "last_lr", "step_count"}
 
 
 class LengthTriggeredScheduler(OfController, LRScheduler):
@@ -76,6 +78,16 @@ class LengthTriggeredScheduler(OfController, LRScheduler):
             self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
         return rates
 
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Counts an update.
+
+        Warns:
+          RuntimeWarning: ``observe`` was never called in the first 20 updates. The warning comes once.
+        """
+        super().step(*args, **kwargs)
+        if self._step_count == SILENT_STEPS + 1 and not self.tracker.step:  # torch counts the construction, too
+            warnings.warn(never_observed("observe() was not called"), RuntimeWarning, stacklevel=2)
+
     def get_lr(self) -> list[float]:  # type: ignore[override]
         """Returns the rate of each parameter group for the last observed batch."""
         return [self._controller.rate_from(float(rate)) for rate in self.base_lrs]
@@ -94,15 +106,19 @@ class LengthTriggeredScheduler(OfController, LRScheduler):
         """Continues from the result of ``state_dict()``. Like torch's own schedulers, it writes no rate.
 
         Raises:
-          ValueError: A key is missing or unknown.
+          ValueError: A key is missing or unknown, a value is not of the form that ``state_dict`` writes, or the state
+            is of another number of parameter groups. Nothing is loaded then.
         """
-        if set(state_dict) != set(_STATE_KEYS):
-            raise ValueError(f"the state must have the keys {list(_STATE_KEYS)}, got {sorted(state_dict)}.")
+        check_keys(state_dict, _STATE_KEYS)
+        groups = len(self.optimizer.param_groups)
+        base_lrs, last_lr = (_rates(key, state_dict[key], groups) for key in ("base_lrs", "last_lr"))
+        last_epoch, count = (
+            as_int("last_epoch", state_dict["last_epoch"], -1),
+            as_int("step_count", state_dict["step_count"]),
+        )
         self._controller.load_state_dict(state_dict["controller"])
-        self.base_lrs = list(state_dict["base_lrs"])
-        self.last_epoch = state_dict["last_epoch"]
-        self._last_lr = list(state_dict["last_lr"])
-        self._step_count = state_dict["step_count"]
+        self.base_lrs, self._last_lr = [*base_lrs], [*last_lr]
+        self.last_epoch, self._step_count = last_epoch, count
 
 
 def mean_over_ranks(
@@ -134,6 +150,21 @@ def mean_over_ranks(
         distributed.all_reduce(sums, group=group)
     total, responses = sums.tolist()
     return total / responses if responses else float("nan")
+
+
+def never_observed(reason: str) -> str:
+    """Returns the warning of a scheduler or a callback that has seen no length in ``SILENT_STEPS`` updates."""
+    return f"{reason} in the first {SILENT_STEPS} updates: without response lengths the learning rate never decays"
+
+
+def _rates(key: str, rates: Any, groups: int) -> list[float]:
+    """Returns the rates of a state, one for each parameter group. Raises ValueError if they are not that."""
+    if not isinstance(rates, list | tuple) or len(rates) != groups:
+        raise ValueError(f"{key} must be a list of {groups} rates, one a parameter group, got {key} = {rates!r:.100}.")
+    values = [as_float(key, rate) for rate in rates]
+    if not all(0.0 <= value < float("inf") for value in values):
+        raise ValueError(f"{key} must be finite and not negative, got {key} = {rates!r:.100}.")
+    return values
 
 
 def write_rate(group: dict[str, Any], rate: float) -> None:

@@ -1,12 +1,14 @@
 """The length-triggered learning rate as a callback of ``transformers.Trainer`` and of TRL's trainers."""
 
+import warnings
 from typing import Any
 
 from transformers import TrainerCallback
 
-from rljax.schedule.length_decay import LengthTriggeredLR, OfController
+from rljax.schedule.arguments import as_int
+from rljax.schedule.length_decay import SILENT_STEPS, LengthTriggeredLR, OfController
 from rljax.schedule.surge import SurgeTracker
-from rljax.schedule.torch import write_rate
+from rljax.schedule.torch import never_observed, write_rate
 
 
 class LengthTriggeredCallback(OfController, TrainerCallback):
@@ -49,7 +51,7 @@ class LengthTriggeredCallback(OfController, TrainerCallback):
         Raises:
           ValueError: An argument is out of range.
         """
-        if updates_per_batch is not None and updates_per_batch < 1:
+        if updates_per_batch is not None and as_int("updates_per_batch", updates_per_batch, float("-inf")) < 1:
             raise ValueError(f"updates_per_batch must be at least 1 or None, got {updates_per_batch}.")
         self._controller = LengthTriggeredLR(
             1.0, tracker=tracker, multiplier=multiplier, decay_factor=decay_factor, floor_ratio=floor_ratio
@@ -58,6 +60,7 @@ class LengthTriggeredCallback(OfController, TrainerCallback):
         self._updates_per_batch = updates_per_batch
         self._start = self._controller.state_dict()
         self._first_update = 0  # the first update on the last observed batch
+        self._unseen = 0  # the number of logs without a length, before the first one with a length
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Starts with no lengths, or reads the lengths of a resumed run from its log."""
@@ -89,8 +92,17 @@ class LengthTriggeredCallback(OfController, TrainerCallback):
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Observes the length in the log, if there is one."""
+        """Observes the length in the log, if there is one.
+
+        Warns:
+          RuntimeWarning: The first 20 logs have no length. The warning comes once.
+        """
         self._observe(logs or {}, state.global_step)
+        self._unseen += not self.tracker.step
+        if self._unseen == SILENT_STEPS and not self.tracker.step:
+            keys = ", ".join(sorted(logs or {}))
+            reason = f"no log had the key {self._length_key} (length_key; the last one has {keys})"
+            warnings.warn(never_observed(reason), RuntimeWarning, stacklevel=2)
 
     def _observe(self, logs: dict[str, Any], update: int) -> None:
         if self._length_key not in logs:

@@ -42,8 +42,9 @@ def test_each_command_has_a_program_that_explains_itself(name, capsys):
     assert f"rljax {name}" in out
 
 
-def test_the_command_as_a_process_explains_a_program():
-    words = [sys.executable, "-m", "rljax.cli", "evaluate", "--help"]
+@pytest.mark.parametrize("module", ["rljax", "rljax.cli"])
+def test_the_command_as_a_process_explains_a_program(module):
+    words = [sys.executable, "-m", module, "evaluate", "--help"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert "rljax evaluate" in done.stdout

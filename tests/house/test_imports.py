@@ -9,9 +9,12 @@ import ast
 import functools
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+import rljax
 
 ROOT = Path(__file__).parents[2]
 
@@ -192,8 +195,17 @@ def test_other_rooms_do_not_read_the_inside_of_mismatch():
 
 @pytest.mark.parametrize("module", [name for name in MODULES if MODULES[name].name == "__init__.py"])
 def test_package_files_above_level_0_are_empty(module):
-    if module not in LEVEL_0:
+    if module and module not in LEVEL_0:
         assert MODULES[module].read_bytes() == b""
+
+
+def test_the_package_imports_nothing_and_knows_its_version():
+    """It says the version of the installed distribution, or that it is not installed."""
+    shown = "import sys; before = set(sys.modules); import rljax; assert set(sys.modules) - before == {'rljax'}; "
+    for options, expected in (((), version(rljax.DISTRIBUTION)), (("-S",), "0+unknown")):
+        words = [sys.executable, *options, "-c", f"{shown}print(rljax.__version__)"]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        assert (done.stdout, done.stderr) == (f"{expected}\n", "")
 
 
 def brought_in(module: str) -> set[str]:

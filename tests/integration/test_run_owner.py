@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
+import threading
 import time
 
 import pytest
 from toy_runs import TIMEOUT, comparable, complete, start, tiny, wait_for_rows
 
 from rljax.distributed.ownership import claim, read
+from rljax.run.directory import saved_steps
 
 pytestmark = pytest.mark.slow
 
@@ -80,3 +83,61 @@ def test_a_refused_run_leaves_the_directory_as_it_was(is_new, tmp_path):
     assert (status, len(output.splitlines())) == (2, 1)
     assert run_dir.exists() != is_new
     assert is_new or list(run_dir.iterdir()) == []
+
+
+def complete_while(words, run_dir, act):
+    """Trains to the end in this process, and calls ``act`` once the run has written three rows."""
+
+    def wait_and_act():
+        path, deadline = run_dir / "metrics.jsonl", time.monotonic() + TIMEOUT
+        while time.monotonic() < deadline and not (path.exists() and path.read_bytes().count(b"\n") >= 3):
+            time.sleep(0.005)
+        act()
+
+    actor = threading.Thread(target=wait_and_act)
+    actor.start()
+    try:
+        return complete(words)
+    finally:
+        actor.join()
+
+
+def test_a_run_in_a_moved_directory_goes_on_there(toy_base, tmp_path):
+    run_dir, moved = tmp_path / "run", tmp_path / "moved"
+    status, output = complete_while(tiny(toy_base, run_dir, 400), run_dir, lambda: run_dir.rename(moved))
+    assert status == 2
+    last = output.strip().splitlines()[-1]
+    assert last.startswith(f"error: {run_dir} was moved to {moved} while the run went on: {moved} has ")
+    rows, saved = len(comparable(moved)), max(saved_steps(moved), default=0)
+    newest = f"the checkpoint of step {saved}" if saved else "no checkpoint"
+    assert last.endswith(f"{moved} has {rows} rows and {newest}; run.dir = {moved} goes on from there")
+    status, output = complete(tiny(toy_base, moved, rows + 1))
+    assert status == 0, output
+    assert [row["step"] for row in comparable(moved)] == list(range(1, rows + 2))
+
+
+def test_a_run_in_a_removed_directory_ends_with_an_error(toy_base, tmp_path):
+    run_dir = tmp_path / "run"
+    status, output = complete_while(
+        tiny(toy_base, run_dir, 400, "--rollout.dump-every", "1"),
+        run_dir,
+        lambda: shutil.rmtree(run_dir.rename(tmp_path / "old"), ignore_errors=True),
+    )
+    assert status == 2
+    (last,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert last.startswith(f"error: {run_dir} was ")
+    assert "while the run went on" in last
+    assert not (run_dir / "metrics.jsonl").exists()
+    assert not (run_dir / "rollouts").exists()
+
+
+def test_removed_rows_are_written_again_and_the_run_is_saved(toy_base, tmp_path):
+    run_dir = tmp_path / "run"
+    status, output = complete_while(tiny(toy_base, run_dir, 400), run_dir, lambda: (run_dir / "metrics.jsonl").unlink())
+    assert status == 2
+    rows = len(comparable(run_dir))
+    assert f"step {rows} is saved; the same command goes on from there" in output
+    assert "metrics.jsonl was removed while the run went on; its rows up to step " in output.splitlines()[-1]
+    status, output = complete(tiny(toy_base, run_dir, rows + 1))
+    assert status == 0, output
+    assert [row["step"] for row in comparable(run_dir)] == list(range(1, rows + 2))

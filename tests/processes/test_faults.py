@@ -1,6 +1,7 @@
 """A planted fault in one of several processes must end all of them in time, and the run must go on afterwards."""
 
 import json
+import shutil
 import signal
 import time
 
@@ -186,3 +187,19 @@ def test_a_process_lost_during_a_save_keeps_the_last_one(alone, toy_base, tmp_pa
     for path in complete:
         assert json.loads((path / "_CHECKPOINT_METADATA").read_text())["commit_timestamp_nsecs"]
     goes_on(toy_base, run_dir, alone, tmp_path)
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+@pytest.mark.parametrize("every", ["0", "1"])
+def test_a_lost_run_directory_ends_all_with_one_line(every, is_removed, toy_base, tmp_path):
+    """With ``every`` at 1 a save is under way when the directory goes."""
+    run_dir, moved = tmp_path / "run", tmp_path / "moved"
+    long = tiny(toy_base, run_dir, 400, *FLOAT32, *TINY, "--checkpoint.every", every)
+    with Run(long, 2, tmp_path / "first", heartbeat_s=HEARTBEAT_S) as run:
+        run.wait_for_rows(run_dir, 3)
+        run_dir.rename(moved)
+        if is_removed:
+            shutil.rmtree(moved, ignore_errors=True)
+        assert run.wait(timeout=120) == [2, 2], run.printed()
+        (line,) = [line for line in run.printed()[0].splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {run_dir} was {'' if is_removed else f'moved to {moved} '}")

@@ -227,6 +227,18 @@ def test_a_run_stopped_and_resumed_has_the_same_rows(go, whole):
     jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
 
 
+def test_an_evaluation_added_at_a_resume_changes_no_number(go, whole):
+    first = go(stop_after=2, eval={"every": 0})
+    second = go(last_row=first.rows[-1], eval={"every": 1, "n": 2, "temperature": 1.0, "seed": 3})
+    assert all("eval/toy/accuracy" in row for row in second.rows)
+    rows, others = (
+        [{key: row[key] for key in row if not key.startswith("eval/")} for row in without_clock(rows)]
+        for rows in (first.rows + second.rows, whole.rows)
+    )
+    assert rows == others
+    jax.tree.map(np.testing.assert_array_equal, second.after, whole.after)
+
+
 def test_a_guard_warns_and_stops_saved(go, capsys):
     run = go(guard={"warn": ("reward/mean < 0.6",), "stop": ("response_length/mean > 1 for 2",)})
     assert (len(run.rows), run.saved) == (2, [2])
@@ -347,13 +359,42 @@ def test_a_stop_with_time_to_spare_finishes_the_step(go, capsys, tmp_path):
     assert "\nstopping after this step (once more to stop at once)\n" in capsys.readouterr().err
 
 
+def test_a_stop_before_the_first_save_finishes_the_step(go, capsys):
+    """The time of the first save is expected from the size of the state: 1 s and a moment here."""
+    run = go(engine=asked_to_stop(step=3), grace_s=600.0, eval={"every": 0}, checkpoint={"every": 0})
+    assert (len(run.rows), run.saved) == (3, [3])
+    assert "\nstopping after this step (once more to stop at once)\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("last_step_s", "compiled", "size", "gives_up"),
+    [
+        (0.0, 0.0, 2e9, False),  # the save takes 1 s and 2 GB at 0.3 GB/s, 7.7 s
+        (0.0, 0.0, 3e9, True),  # 11 s
+        (100.0, 0.0, 0, True),
+        (100.0, 95.0, 0, False),  # the step takes 5 s, because nothing compiles again
+        (100.0, 85.0, 0, True),
+        (None, 0.0, 0, True),
+    ],
+)
+def test_what_a_step_and_the_first_save_are_expected_to_take(tmp_path, last_step_s, compiled, size, gives_up):
+    """The grace is 10 s, of which a slow machine may use 2 s before the question."""
+    stop = StopRequest(10.0)
+    with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
+        stop.begin_step(None, checkpointer)
+        jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile_duration", compiled)
+        stop.begin_step(last_step_s, checkpointer, int(size))
+        stop.request(signal.SIGTERM)
+        assert stop.gives_up() == gives_up
+
+
 @pytest.mark.parametrize("every", [1, 0])
 def test_a_stop_without_time_gives_the_step_up(go, capsys, every):
-    """Either no time is left, or no save was made yet, so that nothing is known of its time."""
+    """No time is left, before the first save and after it."""
     changes = {"eval": {"every": 0}, "checkpoint": {"every": every}}
     whole = go("whole", **changes)
     engine = asked_to_stop(step=3)
-    first = go(engine=engine, grace_s=0.0 if every else 600.0, **changes)
+    first = go(engine=engine, **changes)
     assert (len(first.rows), first.saved[-1], first.progress.step) == (2, 2, 2)
     said = capsys.readouterr().err
     assert "\nstopping without what is still sampled, which is not expected within run.grace_s = " in said

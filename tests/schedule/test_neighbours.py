@@ -68,6 +68,7 @@ def test_changes_and_rates_agree_with_the_controller(multiplier):
     assert 5 < called < 20
 
 
+@pytest.mark.filterwarnings("ignore:20 of .* mean response lengths")
 @pytest.mark.parametrize("max_wait", [None, 1, 30, 45, 61])
 def test_runs_of_missing_steps_change_no_outcome(max_wait):
     config, called = dataclasses.replace(SMALL, max_wait=max_wait), 0

@@ -1,0 +1,148 @@
+"""A run whose directory, owner or rows are moved, removed or replaced while it goes on."""
+
+import contextlib
+import os
+import shutil
+
+import pytest
+
+from rljax.distributed.ownership import claim
+from rljax.errors import NotWrittenError, OwnedError
+from rljax.record.rows import read_rows
+from rljax.record.writers import Recorder
+from rljax.run.directory import check_owner, own_directory, what_is_saved
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run with 5 rows and the checkpoint of step 4."""
+    path = tmp_path / "run"
+    (path / "checkpoints" / "4").mkdir(parents=True)
+    (path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 6)))
+    return path
+
+
+def lost(owner):
+    """Returns the line that ends a run, in two parts."""
+    with pytest.raises(OwnedError) as caught:
+        check_owner(owner)
+    return str(caught.value), what_is_saved(owner)
+
+
+def test_a_directory_of_ones_own_is_ones_own(run_dir):
+    with own_directory(run_dir) as owner:
+        check_owner(owner)
+        assert owner.folder() == run_dir
+
+
+def test_a_removed_directory(run_dir):
+    with own_directory(run_dir) as owner:
+        shutil.rmtree(run_dir)
+        gone = ": its rows and checkpoints are gone, and nothing of the run is saved"
+        assert lost(owner) == (f"{run_dir} was removed while the run went on", gone)
+        run_dir.mkdir()
+        assert lost(owner) == (f"{run_dir} was removed while the run went on", gone)
+        with claim(run_dir / "owner.json"):  # of a run that began there
+            assert lost(owner) == (f"{run_dir} was removed while the run went on", gone)
+    assert run_dir.exists()
+
+
+def test_a_moved_directory(run_dir, tmp_path):
+    with own_directory(run_dir) as owner:
+        moved = run_dir.rename(tmp_path / "moved")
+        saved = f": {moved} has 5 rows and the checkpoint of step 4; run.dir = {moved} goes on from there"
+        assert lost(owner) == (f"{run_dir} was moved to {moved} while the run went on", saved)
+        shutil.copytree(moved, run_dir)  # the record of the owner is copied, too
+        assert lost(owner) == (f"{run_dir} was moved to {moved} while the run went on", saved)
+        shutil.rmtree(run_dir)
+        run_dir.write_text("a file")
+        assert lost(owner) == (f"{run_dir} was moved to {moved} while the run went on", saved)
+        (moved / "metrics.jsonl").unlink()
+        assert lost(owner)[1] == f": {moved} has 0 rows and the checkpoint of step 4; no run can go on from there"
+        shutil.rmtree(moved / "checkpoints")
+        assert lost(owner)[1] == f": {moved} has no rows and no checkpoint, and nothing of the run is saved"
+
+
+def test_a_removed_record_of_the_owner(run_dir):
+    with own_directory(run_dir) as owner:
+        (run_dir / "owner.json").unlink()
+        what, saved = lost(owner)
+        assert what == f"{run_dir}/owner.json was removed while the run went on, so another run may take the directory"
+        assert saved == f": {run_dir} has 5 rows and the checkpoint of step 4; run.dir = {run_dir} goes on from there"
+        with claim(run_dir / "owner.json"):
+            what, saved = lost(owner)
+            assert "was taken over by process" in what
+            assert saved == ""
+
+
+def test_no_folder_stays_open_after_the_release(run_dir):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with own_directory(run_dir):
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- the rows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    """A recorder that wrote two rows."""
+    made = Recorder(tmp_path, 9, tensorboard=False, progress=False)
+    with contextlib.closing(made):
+        made.write({"step": 1, "x": 0.5})
+        made.write({"step": 2})
+        yield made
+
+
+@pytest.mark.parametrize("find", [lambda recorder: recorder.write({"step": 3}), lambda recorder: recorder.sync()])
+def test_removed_rows_are_written_again(tmp_path, recorder, find):
+    path = tmp_path / "metrics.jsonl"
+    path.unlink()
+    said = f"{path} was removed while the run went on; its rows up to step 2 are written again"
+    with pytest.raises(NotWrittenError, match=said):
+        find(recorder)
+    assert read_rows(path) == [{"step": 1, "x": 0.5}, {"step": 2}]
+    recorder.write({"step": 3})
+    recorder.sync()
+    assert read_rows(path)[2:] == [{"step": 3}]
+
+
+def replace(path):
+    path.with_name("copy").write_bytes(path.read_bytes())
+    path.with_name("copy").replace(path)
+
+
+CHANGES = {
+    "was replaced by another file": replace,
+    "has 0 bytes, 34 were written": lambda path: os.truncate(path, 0),
+    "has 35 bytes, 34 were written": lambda path: path.open("ab").write(b"\n"),
+}
+
+
+@pytest.mark.parametrize("said", CHANGES)
+def test_changed_rows_end_the_run_and_are_left_as_they_are(tmp_path, recorder, said):
+    path = tmp_path / "metrics.jsonl"
+    CHANGES[said](path)
+    before = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(NotWrittenError, match=f"{path} {said} while the run went on: rows up to step 2 may be los"):
+            recorder.write({"step": 3})
+    assert path.read_bytes() == before
+
+
+def test_the_first_step_is_said_to_compile(tmp_path, capsys):
+    """A run that goes on from step 3 compiles again; the line comes before the row, and once."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    recorder = Recorder(tmp_path, 9, first_step=3, tensorboard=False, progress=False, compiles=True)
+    assert capsys.readouterr().err == "compiling step 3; the steps after it are faster\n"
+    with contextlib.closing(recorder):
+        recorder.write({"step": 3})
+        assert capsys.readouterr().err.startswith("compiled; step 3 took 0.")
+        recorder.write({"step": 4})
+        assert capsys.readouterr().err == ""
+    contextlib.closing(
+        Recorder(tmp_path, 4, first_step=5, tensorboard=False, progress=False, compiles=True)
+    ).thing.close()
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,233 @@
+"""A resume, a resume into another directory and a fork compare data and settings with those of the run before."""
+
+import contextlib
+import dataclasses
+import json
+import shutil
+
+import pytest
+import tokenizers
+from scripted_engine import ScriptedEngine
+from toy_problems import load_once
+from toy_runs import TOY_BASE
+
+from rljax.data.prompts import DataConfig
+from rljax.data.tokenizer import load_tokenizer
+from rljax.errors import ConfigError
+from rljax.policy.config import toy_config
+from rljax.rollout.types import RolloutConfig
+from rljax.run.build import build, load_problems
+from rljax.run.checkpoint import Checkpointer
+from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
+from rljax.run.config_file import config_to_yaml
+from rljax.run.directory import FORK_MAY_DIFFER, check_same_run
+from rljax.run.step import Progress
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.packing import PackingConfig
+
+POLICY, MESH = toy_config(), make_mesh(MeshConfig(1, 1))
+
+
+def settings(base, **data):
+    return Config(
+        model=ModelConfig(path=str(base)),
+        data=DataConfig(batch_size=2, max_prompt_tokens=64, **data),
+        rollout=RolloutConfig(group_size=2, max_response_tokens=8),
+        packing=PackingConfig(row_tokens=80, rows_per_micro_batch=2),
+        eval=EvalConfig(every=0),
+    )
+
+
+@contextlib.contextmanager
+def parts_of(config, tmp_path):
+    """Yields the parts of a run with the tokenizer of its model."""
+    tokenizer = load_tokenizer(config.model.path)
+    problems = load_problems(config, tokenizer) if config.data.path else load_once(config, tokenizer)
+    engine = ScriptedEngine(tokenizer, lambda prompt, sample, seed: "1$")
+    with contextlib.closing(Checkpointer(tmp_path / "checkpoints")) as checkpointer:
+        parts = build(config, POLICY, tokenizer, MESH, engine, checkpointer, problems)
+        with contextlib.closing(parts.source):
+            yield parts
+
+
+def saved(config, tmp_path):
+    with parts_of(config, tmp_path) as parts:
+        return json.loads(json.dumps(parts.state_dict(Progress(step=3))))
+
+
+def resumed(config, tmp_path, host):
+    with parts_of(config, tmp_path) as parts:
+        return parts.load_state_dict(host).step
+
+
+@pytest.fixture
+def base(tmp_path):
+    return shutil.copytree(TOY_BASE, tmp_path / "base")
+
+
+def rewrite(path, change):
+    """Changes the JSON of a file."""
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def exchange(content):
+    vocab = content["model"]["vocab"]
+    vocab["1"], vocab["7"] = vocab["7"], vocab["1"]
+
+
+OTHER_TOKENIZERS = {
+    "ids exchanged": exchange,
+    "a normalizer": lambda content: content.update(normalizer={"type": "Lowercase"}),
+    "a token added": lambda content: content["added_tokens"].append(
+        {**content["added_tokens"][0], "id": len(content["model"]["vocab"]), "content": "<more>"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TOKENIZERS)
+def test_another_tokenizer_is_refused_by_name(base, tmp_path, name):
+    host = saved(settings(base), tmp_path)
+    other = shutil.copytree(base, tmp_path / "other")
+    rewrite(other / "tokenizer.json", OTHER_TOKENIZERS[name])
+    line = f"^{other}: the tokenizer reads or writes texts otherwise than before: put back the tokenizer that the run "
+    with pytest.raises(ValueError, match=line):
+        resumed(settings(other), tmp_path, host)
+
+
+def sort_keys(path):
+    path.write_text(json.dumps(json.loads(path.read_text()), sort_keys=True, indent=7, ensure_ascii=True))
+
+
+def save_again(path):
+    tokenizers.Tokenizer.from_file(str(path)).save(str(path), pretty=False)
+
+
+def save_with_limits(path):
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding()
+    tokenizer.save(str(path))
+
+
+@pytest.mark.parametrize("write", [sort_keys, save_again, save_with_limits])
+def test_a_tokenizer_of_another_form_is_the_same(base, tmp_path, capsys, write):
+    host = saved(settings(base), tmp_path)
+    other = shutil.copytree(base, tmp_path / "other")
+    write(other / "tokenizer.json")
+    assert (other / "tokenizer.json").read_bytes() != (base / "tokenizer.json").read_bytes()
+    assert resumed(settings(other), tmp_path, host) == 3
+    assert capsys.readouterr().err == ""
+
+
+def set_template(directory, text, place="tokenizer_config.json", **tokens):
+    rewrite(directory / "tokenizer_config.json", lambda content: content.update({"chat_template": text} | tokens))
+    if place == "chat_template.jinja":
+        rewrite(directory / "tokenizer_config.json", lambda content: content.pop("chat_template"))
+        (directory / place).write_text(text + "\n")
+
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+
+
+def test_another_chat_template_is_refused_by_name(base, tmp_path):
+    """The prompts of the toy are plain texts, so only the template differs."""
+    set_template(base, TEMPLATE)
+    host = saved(settings(base), tmp_path)
+    set_template(base, TEMPLATE, place="chat_template.jinja")
+    assert resumed(settings(base), tmp_path, host) == 3
+    set_template(base, TEMPLATE + " ")
+    (base / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=f"^{base}: the chat template is not the one before: put back the template"):
+        resumed(settings(base), tmp_path, host)
+
+
+def problems_file(path, **extra):
+    rows = [{"prompt": f"{100 + i}+{200 + i}=", "answer": str(300 + 2 * i), "extra_info": {"i": i}} for i in range(4)]
+    rows[2] |= extra
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"task": "file", "path": str(path), "reward": "addition"}
+
+
+@pytest.mark.parametrize("extra", [{"extra_info": {"i": 3}}, {"extra_info": None}, {"data_source": "another"}])
+def test_other_extra_info_is_refused_by_name(base, tmp_path, extra):
+    host = saved(settings(base, **problems_file(tmp_path / "p.jsonl")), tmp_path)
+    config = settings(base, **problems_file(tmp_path / "p.jsonl", **extra))
+    with pytest.raises(ValueError, match=r"p.jsonl: the extra_info of the training problems, or another entry for the"):
+        resumed(config, tmp_path, host)
+    config = settings(base, **problems_file(tmp_path / "p.jsonl", answer="1"))
+    with pytest.raises(ValueError, match=r"p.jsonl: the training problems or their order are not those before: put "):
+        resumed(config, tmp_path, host)
+    config = settings(base, **problems_file(tmp_path / "p.jsonl"))
+    assert resumed(config, tmp_path, host) == 3
+
+
+def test_a_checkpoint_of_an_older_rljax_is_resumed_with_a_line(base, tmp_path, capsys):
+    """At commit a478350f the fingerprint of the data was of prompts and answers alone."""
+    host = saved(settings(base), tmp_path)
+    host["fingerprints"] = {"problems": host["fingerprints"]["problems"]}
+    assert resumed(settings(base), tmp_path, host) == 3
+    assert capsys.readouterr().err == (
+        "warning: the checkpoint of step 3 does not say with which it was trained: tokenizer, chat_template, "
+        "extra_info; an older rljax saved it, so they are not compared\n"
+    )
+
+
+# ---- settings of the evaluation --------------------------------------------------------------------------------------
+
+
+def recorded(tmp_path, **changes):
+    config = changed(Config(run=RunConfig(dir=str(tmp_path))), **changes)
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
+    return config
+
+
+def changed(config, **changes):
+    parts = {name: dataclasses.replace(getattr(config, name), **values) for name, values in changes.items()}
+    return dataclasses.replace(config, **parts)
+
+
+EVALUATIONS = [
+    {"every": 5, "datasets": ("toy", "toy_swaps")},
+    {"every": 0},
+    {"n": 4, "temperature": 1.0, "pass_k": (1, 2), "seed": 3},
+    {"max_response_tokens": 3000},
+]
+
+
+@pytest.mark.parametrize("evaluation", EVALUATIONS, ids=str)
+@pytest.mark.parametrize("may_differ", [(), FORK_MAY_DIFFER])
+def test_an_evaluation_may_be_added_changed_and_removed(tmp_path, evaluation, may_differ):
+    config = recorded(tmp_path)
+    check_same_run(changed(config, eval=evaluation), tmp_path, may_differ=may_differ)
+    config = recorded(tmp_path, eval=evaluation)
+    check_same_run(changed(config, eval=dataclasses.asdict(EvalConfig())), tmp_path, may_differ=may_differ)
+
+
+@pytest.mark.parametrize(
+    ("changes", "evaluation", "key"),
+    [
+        ({"schedule": {"metric": "eval/toy/accuracy"}}, {"n": 4, "temperature": 1.0}, "eval.n"),
+        ({"schedule": {"metric": "eval/toy/accuracy"}}, {"every": 7}, "eval.every"),
+        ({"rollout": {"engine": "exact"}}, {"max_response_tokens": 30000}, "eval.max_response_tokens"),
+        ({"rollout": {"environment": "a.b:C"}}, {"max_response_tokens": 30000}, "eval.max_response_tokens"),
+    ],
+)
+def test_an_evaluation_that_changes_the_training_is_refused(tmp_path, changes, evaluation, key):
+    config = recorded(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=rf"holds a run with other settings: {key} \("):
+        check_same_run(changed(config, eval=evaluation), tmp_path)
+    shorter = {"max_response_tokens": 5} if "rollout" in changes else {}
+    check_same_run(changed(config, eval=shorter), tmp_path)
+
+
+def test_a_refusal_names_the_setting_that_gave_the_other_run(tmp_path):
+    config = changed(recorded(tmp_path), rollout={"temperature": 0.5})
+    for run, key in (
+        ({}, "run.dir"),
+        ({"dir": "new", "resume": str(tmp_path)}, "run.resume"),
+        ({"dir": "new", "fork": f"{tmp_path}/checkpoints/3"}, "run.fork"),
+    ):
+        with pytest.raises(ConfigError, match=rf"rollout.temperature \(1.0 there, 0.5 now\); give another {key}$"):
+            check_same_run(changed(config, run=run), tmp_path)
