@@ -40,7 +40,7 @@ from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
 from rljax.run.directory import recorded_config
 from rljax.run.episodes import Episodes
-from rljax.run.evaluation import summarize_scores
+from rljax.run.evaluation import all_failed_line, summarize_scores
 from rljax.run.sampling import Sampler, Scored, Source
 from rljax.run.single_turn import SingleTurn
 from rljax.run.training import load_merged, wanted_state
@@ -279,6 +279,8 @@ def main(argv: Sequence[str]) -> int:
                 scored.append(one._replace(response=response))
                 bar.update()
         errors = source.pop_metrics()["reward/errors"]
+    if line := all_failed_line(errors, total):
+        print(f"warning: {line}", file=sys.stderr)
     if arguments.out is not None:
         write_responses(Path(arguments.out), problems, scored)
     where = {"step": policy.step} if policy.run is not None else {}
