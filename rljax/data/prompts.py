@@ -63,7 +63,7 @@ class DataConfig:
     """A Parquet file in verl's format, or a JSONL file with ``prompt`` and ``answer``."""
     reward: str | None = None
     """The function that scores a response: addition, swaps, math, reasoning_gym, reasoning_gym_library, or your own as
-    ``package.module:function``. None: the reward of the task; math if ``task`` is file."""
+    ``package.module:function`` or ``FILE.py:function``. None: the reward of the task; math if ``task`` is file."""
     reward_workers: int | None = None
     """The number of processes that score responses. 0: score in the trainer's process. None: 0 for the toy tasks,
     otherwise chosen by the number of CPU cores."""

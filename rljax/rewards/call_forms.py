@@ -173,7 +173,7 @@ def _form_of(parameters: Mapping[str, inspect.Parameter]) -> FormName | None:
         return None if "prompt" in names else "trl"  # AReaL's functions take one prompt
     if names & _VERL_BATCH:
         return "verl_batch"
-    if names & {"solution_str", "ground_truth"}:
+    if names & (_VERL - {"extra_info"}):
         return "verl"
     return "rljax" if takes_three and _is_neutral(places) else None
 
