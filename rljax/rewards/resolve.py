@@ -24,8 +24,7 @@ SHIPPED: Mapping[str, str] = {
 }
 # These shipped rewards take microseconds and cannot hang, so they need no worker process.
 CHEAP = frozenset({"addition", "swaps"})
-LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest finite float32, and so the largest size of a reward."""
+_LARGEST = (2 - 2**-23) * 2.0**127  # the largest finite float32
 
 
 def resolve_reward(path: str) -> RewardFunction:
@@ -67,6 +66,11 @@ def reward_of(path: str, problem: Mapping[str, Any], response: str, truncated: b
     return _resolved(path)(problem, response, truncated)
 
 
+def is_reward(value: Any) -> bool:
+    """Returns whether a number can be a reward: it is not NaN, and float32 can hold it."""
+    return bool(abs(value) <= _LARGEST)
+
+
 def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
     """Returns whether a function can be called with these arguments, as far as its signature tells."""
     try:
@@ -89,4 +93,4 @@ def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, tru
         raise
     except BaseException as error:  # a user's reward may raise anything, SystemExit included
         return None, user_code.located(error)
-    return (value, None) if abs(value) <= LARGEST else (None, f"the reward is {value}, not a finite float32")
+    return (value, None) if is_reward(value) else (None, f"the reward is {value}, not a finite float32")

@@ -66,7 +66,10 @@ def test_a_dotted_path_is_the_function_itself(name, reward):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("", "reward '' is none of addition, math, reasoning_gym, reasoning_gym_library, swaps, package.module:function"),
+        (
+            "",
+            "reward '' is none of addition, math, reasoning_gym, reasoning_gym_library, swaps, package.module:function",
+        ),
         ("maths", "reward 'maths' is none of addition, math, reasoning_gym, reasoning_gym_library, swaps, package."),
         ("named_rewards.three", "is none of"),
         (":three", "is not of the form package.module:name or FILE.py:name"),
@@ -76,7 +79,10 @@ def test_a_dotted_path_is_the_function_itself(name, reward):
         ("raising_rewards:f", "cannot be imported: RuntimeError: two lines (/"),
         ("named_rewards:missing", "module 'named_rewards' has no attribute 'missing'"),
         ("named_rewards:CONSTANT", "'named_rewards:CONSTANT' is int, not a function"),
-        ("named_rewards:two", "takes (problem, response); a reward takes (problem, response, truncated), verl's (data_"),
+        (
+            "named_rewards:two",
+            "takes (problem, response); a reward takes (problem, response, truncated), verl's (data_",
+        ),
         ("named_rewards:four", "takes (problem, response, truncated, scale); a reward takes (problem, response, trunc"),
     ],
 )

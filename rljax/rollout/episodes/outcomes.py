@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rljax.rewards.resolve import LARGEST
+from rljax.rewards.resolve import is_reward
 from rljax.rollout.episodes.environment import Reply
 
 Failure = Literal["raised", "timeout", "died", "bad_reply"]
@@ -58,7 +58,7 @@ def check_outcome(method: str, value: Any, limit: int) -> Outcome:
 
 
 def _reward(value: Any) -> float:
-    if not isinstance(value, numbers.Real) or not abs(value) <= LARGEST:
+    if not isinstance(value, numbers.Real) or not is_reward(value):
         raise ValueError(f"reward must return a finite float32, got {_named(value)}")
     return float(value)
 
