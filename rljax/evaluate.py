@@ -95,8 +95,8 @@ class Arguments:
     reward_timeout_s: float = 10.0
     """The longest time to score one response (seconds)."""
     environment: str | None = None
-    """The environment of trajectories of several turns, as in ``rollout.environment``. It replaces ``reward``. None: the
-    policy answers each problem once."""
+    """The environment of trajectories of several turns, as in ``rollout.environment``. It replaces ``reward``. None:
+    the policy answers each problem once."""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """The limits of trajectories with an environment, as in ``rollout.episode``."""
     chat_template: bool | Literal["auto"] = "auto"

@@ -61,8 +61,8 @@ def compute_advantages(
 
     Returns:
       The advantages, float32. They are exactly 0 in a group of rewards that are equal but for rounding, except under
-      "reinforce", and where the reward is NaN. Under "optimal_token" they are the returns from which ``optimal_token_advantages`` subtracts its
-      baselines.
+      "reinforce", and where the reward is NaN. Under "optimal_token" they are the returns from which
+      ``optimal_token_advantages`` subtracts its baselines.
 
     Raises:
       ValueError: A group has fewer than two responses under an estimator that compares them, the shapes are wrong,

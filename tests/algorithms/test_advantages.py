@@ -149,7 +149,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "grpo", "grpo_no_std", "optimal_token"])
-def test_rewards_that_are_equal_but_for_rounding_give_exactly_nothing(estimator):
+def test_rewards_equal_but_for_rounding_give_exactly_nothing(estimator):
     rewards = np.array(EQUAL + DIFFERENT, np.float64)
     expected = [False] * len(EQUAL) + [True] * len(DIFFERENT)
     assert groups_with_signal(rewards).tolist() == expected

@@ -63,7 +63,7 @@ FAILING = rows([1.0, 1.0, 0.999, 1.0, 1.0, 1.0, 1.0], "reward/error_fraction")
 
 
 @pytest.mark.parametrize(("stop", "stopping"), [((), [6, 7]), (("reward/error_fraction > 1",), [])])
-def test_every_reward_that_fails_three_times_stops_a_run_by_default(stop, stopping):
+def test_three_steps_of_failing_rewards_stop_a_run_by_default(stop, stopping):
     guard = Guard(GuardConfig(stop=stop))
     told = {row["step"]: guard.check(row)[1] for row in FAILING}
     assert [step for step, lines in told.items() if lines] == stopping

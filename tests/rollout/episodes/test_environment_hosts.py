@@ -50,7 +50,8 @@ class Env:
         return await act()
 
     async def reward(self):
-        return {"nan": float("nan"), "text": "1.0", "large": 1e39, "huge": -(10**400)}.get(self.problem.get("reward"), self.turns / 4)
+        wrong = {"nan": float("nan"), "text": "1.0", "large": 1e39, "huge": -(10**400)}
+        return wrong.get(self.problem.get("reward"), self.turns / 4)
 
     async def do_raise(self):
         raise ValueError("no\\nsuch")
