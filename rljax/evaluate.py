@@ -40,7 +40,7 @@ from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
 from rljax.run.directory import recorded_config
 from rljax.run.episodes import Episodes
-from rljax.run.evaluation import summarize_scores
+from rljax.run.evaluation import all_failed_line, summarize_scores
 from rljax.run.sampling import Sampler, Scored, Source
 from rljax.run.single_turn import SingleTurn
 from rljax.run.training import load_merged, wanted_state
@@ -95,8 +95,8 @@ class Arguments:
     reward_timeout_s: float = 10.0
     """The longest time to score one response (seconds)."""
     environment: str | None = None
-    """The environment of trajectories of several turns, package.module:Class, as in ``rollout.environment``. It
-    replaces ``reward``. None: the policy answers each problem once."""
+    """The environment of trajectories of several turns, as in ``rollout.environment``. It replaces ``reward``. None:
+    the policy answers each problem once."""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """The limits of trajectories with an environment, as in ``rollout.episode``."""
     chat_template: bool | Literal["auto"] = "auto"
@@ -279,6 +279,8 @@ def main(argv: Sequence[str]) -> int:
                 scored.append(one._replace(response=response))
                 bar.update()
         errors = source.pop_metrics()["reward/errors"]
+    if line := all_failed_line(errors, total):
+        print(f"warning: {line}", file=sys.stderr)
     if arguments.out is not None:
         write_responses(Path(arguments.out), problems, scored)
     where = {"step": policy.step} if policy.run is not None else {}

@@ -15,6 +15,9 @@ from rljax.errors import check_at_least, check_choices, check_finite
 Estimator = Literal["rloo", "grpo", "grpo_no_std", "reinforce", "optimal_token"]
 
 STD_EPSILON = 1e-6  # added to a group's standard deviation, as verl does; TRL adds 1e-4
+# Rewards that differ by at most two units in the last place of float32, relative to the largest of them, are equal.
+# The absolute bound is for rewards of 0 that are left over from a difference in float64, such as 0.1 + 0.2 - 0.3.
+_ROUNDING, _LEFT_OVER = 2.0**-22, 2.0**-40
 ENERGY_EPSILON = 1e-8  # added to the summed energies of a place, as verl does
 
 
@@ -57,9 +60,9 @@ def compute_advantages(
       max_response_tokens: The limit on the length of a response.
 
     Returns:
-      The advantages, float32. They are exactly 0 in a group of equal rewards, except under "reinforce", and where the
-      reward is NaN. Under "optimal_token" they are the returns from which ``optimal_token_advantages`` subtracts its
-      baselines.
+      The advantages, float32. They are exactly 0 in a group of rewards that are equal but for rounding, except under
+      "reinforce", and where the reward is NaN. Under "optimal_token" they are the returns from which
+      ``optimal_token_advantages`` subtracts its baselines.
 
     Raises:
       ValueError: A group has fewer than two responses under an estimator that compares them, the shapes are wrong,
@@ -76,7 +79,8 @@ def compute_advantages(
     if config.estimator == "reinforce":
         known = ~np.isnan(rewards)
         mean = rewards.mean() if known.all() else rewards[known].sum() / max(known.sum(), 1)
-        return np.where(known, rewards - mean, 0.0).astype(np.float32)
+        differs = groups_with_signal(np.insert(rewards, 0, mean, axis=1))[:, None]
+        return np.where(known & differs, rewards - mean, 0.0).astype(np.float32)
     estimate = rloo if config.estimator == "rloo" else partial(grpo, divide_by_std=config.estimator == "grpo")
     return _by_group(rewards, estimate)
 
@@ -177,23 +181,26 @@ def overlong_penalty(
 def groups_with_signal(rewards: Float[np.ndarray, "b g"]) -> Bool[np.ndarray, " b"]:
     """Marks groups whose rewards differ ("rejection sampling" of arXiv 2602.01826 drops the others).
 
-    NaN rewards of failed responses are ignored.
+    Rewards that are equal but for rounding do not differ: by at most 2**-22 of the largest size among them, or by at
+    most 2**-40. NaN rewards of failed responses are ignored.
     """
-    rewards = np.asarray(rewards)
-    return np.asarray(np.fmin.reduce(rewards, axis=1) < np.fmax.reduce(rewards, axis=1))
+    rewards = np.asarray(rewards, np.float64)
+    low, high = np.fmin.reduce(rewards, axis=1), np.fmax.reduce(rewards, axis=1)
+    bound = np.maximum(_ROUNDING * np.fmax(np.abs(low), np.abs(high)), _LEFT_OVER)
+    return np.asarray(high - low > bound)
 
 
 def groups_with_loss(advantages: Float[np.ndarray, "b g"]) -> Bool[np.ndarray, " b"]:
     """Marks groups that carry loss, because some advantage is not 0.
 
     For an estimator that compares the responses of a group, these are the groups whose rewards differ, penalty
-    included. Under "reinforce", a group of equal rewards carries loss unless they equal the mean of the batch.
+    included. Under "reinforce", a group carries no loss if its rewards and the mean of the batch are all equal.
     """
     return np.any(np.asarray(advantages) != 0, axis=1)
 
 
 def _centered(rewards: Float[np.ndarray, "b g"]) -> Float[np.ndarray, "b g"]:
-    """Returns rewards minus the mean of their group, float64. Equal rewards give exactly 0, without rounding."""
+    """Returns rewards minus the mean of their group, float64. Groups without signal give exactly 0."""
     rewards = np.asarray(rewards, np.float64)
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise ValueError(f"rewards must be [b, g] with g at least 2, got shape {rewards.shape}")

@@ -41,7 +41,7 @@ from rljax.data.files import (
 )
 from rljax.data.forms import FormName
 from rljax.data.gym_problems import task_names
-from rljax.data.prompts import FILE_REWARD, prompt_key, render_prompt, template_arguments
+from rljax.data.prompts import FILE_REWARD, prompt_key, rendered, template_arguments
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
@@ -358,7 +358,7 @@ def main(argv: Sequence[str]) -> int:
         given = arguments.template_arguments
         selection = read_distinct(source, arguments.form, tally)
         for problem in selection.problems:
-            problem["prompt"] = render_prompt(problem["prompt"], tokenizer, arguments.template, given)
+            problem |= rendered(problem, tokenizer, arguments.template, given)
     if tokenizer is not None and arguments.max_prompt_tokens is not None:
         drop_long(selection, tokenizer, arguments.max_prompt_tokens, tally)
     tally.problems = selection.problems

@@ -63,7 +63,7 @@ class DataConfig:
     """A Parquet file in verl's format, or a JSONL file with ``prompt`` and ``answer``."""
     reward: str | None = None
     """The function that scores a response: addition, swaps, math, reasoning_gym, reasoning_gym_library, or your own as
-    ``package.module:function``. None: the reward of the task; math if ``task`` is file."""
+    ``package.module:function`` or ``FILE.py:function``. None: the reward of the task; math if ``task`` is file."""
     reward_workers: int | None = None
     """The number of processes that score responses. 0: score in the trainer's process. None: 0 for the toy tasks,
     otherwise chosen by the number of CPU cores."""
@@ -226,10 +226,7 @@ def _problems(
             tally.rows = len(read)
     else:
         read = read_problems(source) if tally is None else (problem for _, problem in answered_rows(source, tally))
-    return [
-        problem | {"prompt": render_prompt(problem["prompt"], tokenizer, config.chat_template, arguments)}
-        for problem in read
-    ]
+    return [rendered(problem, tokenizer, config.chat_template, arguments) for problem in read]
 
 
 def _gym_problems(names: Sequence[str], split: str, config: DataConfig) -> list[Problem]:
@@ -240,6 +237,18 @@ def _gym_problems(names: Sequence[str], split: str, config: DataConfig) -> list[
     for problem in problems if config.task_instruction else ():
         problem["prompt"][0]["content"] += f"\n\n{config.task_instruction}"
     return problems
+
+
+def rendered(
+    problem: Problem, tokenizer: Tokenizer | None, chat_template: ChatTemplate, arguments: Mapping[str, Any]
+) -> Problem:
+    """Returns a problem with the text of its prompt to tokenise; ``raw_prompt`` keeps a prompt that was another.
+
+    Raises the errors of ``render_prompt``.
+    """
+    raw = problem["prompt"]
+    text = render_prompt(raw, tokenizer, chat_template, arguments)
+    return problem | {"prompt": text} | ({} if text == raw else {"raw_prompt": raw})
 
 
 def render_prompt(

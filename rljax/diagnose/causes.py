@@ -23,6 +23,7 @@ CAUSES: Mapping[str, tuple[str, str]] = {
     "other_weights": ("weights", "one side holds other weights: a stale layer, a stale version, a missing adapter"),
     "not_comparable": ("settings", "the two columns cannot be compared"),
     "missing_numbers": ("settings", "log-probabilities are missing or not finite on one side"),
+    "failed_rewards": ("settings", "no response can be scored; the mismatch is not the cause"),
     "mismatch_growth": ("optimisation", "the mismatch grows with training"),
     "high_rate": ("optimisation", "the learning rate is too high; the mismatch is not the cause"),
     "entropy_collapse": ("optimisation", "the policy lost its entropy; the mismatch is not the cause"),
@@ -68,6 +69,14 @@ def _comparable(facts: Facts) -> Iterator[Finding]:
         if one.threshold.signal == "nonfinite_count" and one.is_crossed:
             steps = f"{one.steps} of {one.measured} steps have tokens without a finite number on one side"
             yield Finding("missing_numbers", SURE, steps)
+
+
+def _unscored(facts: Facts) -> Iterator[Finding]:
+    """Yields a finding if no response of a step could be scored."""
+    if facts.course is not None and facts.course.largest.get("error_fraction", 0.0) >= 1.0:
+        lasts = facts.course.last["error_fraction"] >= 1.0
+        which = "the last steps" if lasts else "some steps"
+        yield Finding("failed_rewards", SURE if lasts else POSSIBLE, f"no response of {which} could be scored")
 
 
 def _stale_tokens(tokens: TokenFacts, origin: str) -> Iterator[Finding]:
@@ -355,6 +364,7 @@ def _rounding(facts: Facts) -> Iterator[Finding]:
 
 RULES = (
     _comparable,
+    _unscored,
     _after_environment,
     _extreme,
     _stale,

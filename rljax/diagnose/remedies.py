@@ -168,6 +168,12 @@ _KL = Remedy(
     "one more forward a step, and the frozen weights in memory",
     "arXiv 2402.03300; not measured here",
 )
+_REWARD = Remedy(
+    "a reward function or environment that does not fail; the log of the run names its error",
+    "--data.reward, --rollout.environment",
+    "none",
+    "rljax's page rewards, where it runs",
+)
 _GUARD = Remedy(
     "a guard that ends the run before its state is lost",
     '--guard.stop "reward/mean < FLOOR for 20"',
@@ -189,6 +195,7 @@ REMEDIES: Mapping[str, tuple[Remedy, ...]] = {
     "other_weights": (_COMPARE, _LAYERS),
     "not_comparable": (_COMPARE,),
     "missing_numbers": (_LOOK,),
+    "failed_rewards": (_REWARD,),
     "entropy_collapse": (_REFILL, _CLIP_HIGH, _KL, _TENTH),
     "high_rate": (_TENTH, _DECAY, _GUARD),
     "cannot_tell": (_EXACT, _LAYERS),

@@ -60,6 +60,7 @@ NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "staleness": ("rollout/staleness",),
         "reference_kl": ("policy/reference_kl",),
         "signal": ("reward/groups_with_signal",),
+        "error_fraction": ("reward/error_fraction",),
     },
     "verl": {
         "reward": ("critic/score/mean", "critic/rewards/mean"),

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from rljax import user_code
 from rljax.distributed.files import write_whole
 from rljax.errors import OwnedError, install_words, parse_json
 from rljax.record.rows import NONFINITE_KEYS, Row
@@ -271,7 +272,7 @@ def _find(kind: str) -> MakeTracker:
         if found is None or found.origin is None:  # a folder of this name, such as wandb's own, is not a package
             raise ValueError(f"record.trackers: {kind} is not installed: {install_words(kind)}")
     try:
-        tracker = pkgutil.resolve_name(SHIPPED.get(kind, kind))
+        tracker = pkgutil.resolve_name(SHIPPED[kind]) if kind in SHIPPED else user_code.load(kind)
         if (check := getattr(tracker, "check", None)) is not None:
             check()
     except Exception as error:  # a user's module may raise anything

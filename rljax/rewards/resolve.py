@@ -1,12 +1,16 @@
-"""Finds a reward by name: a shipped reward, or a user's ``package.module:function``."""
+"""Finds a reward by name: a shipped reward, or a person's own function of one of several forms."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from rljax import user_code
+from rljax.rewards.call_forms import NamedReward
+from rljax.user_code import describe as describe
 
 RewardFunction = Callable[[Any, str, bool], float]  # (problem, decoded response, truncated) -> reward
 Verdict = tuple[float, None] | tuple[None, str]  # (reward, None), or (None, reason)
@@ -20,30 +24,51 @@ SHIPPED: Mapping[str, str] = {
 }
 # These shipped rewards take microseconds and cannot hang, so they need no worker process.
 CHEAP = frozenset({"addition", "swaps"})
+_LARGEST = (2 - 2**-23) * 2.0**127  # the largest finite float32
 
 
 def resolve_reward(path: str) -> RewardFunction:
-    """Returns the reward of a name: a key of ``SHIPPED``, or ``package.module:function``.
+    """Returns the reward of a name: a key of ``SHIPPED``, ``package.module:function``, or ``FILE.py:function``.
 
-    Its signature is ``function(problem: dict, response: str, truncated: bool) -> float``.
+    It is called as ``function(problem: dict, response: str, truncated: bool) -> float``. A person's function may have
+    another form of ``rljax.rewards.call_forms``, or be a class that is made without arguments.
 
     Raises:
-      ValueError: The name has another form, there is no such module or function, or it does not accept these arguments.
+      ValueError: The name has another form, there is no such module or function, or its parameters have no known form.
     """
-    full = SHIPPED.get(path, path)
-    if "" in full.partition(":"):
+    if path in SHIPPED:
+        shipped: RewardFunction = pkgutil.resolve_name(SHIPPED[path])
+        return shipped
+    if ":" not in path:
         names = ", ".join(sorted(SHIPPED))
-        raise ValueError(f"reward {path!r} is neither one of {names} nor of the form package.module:function")
-    try:
-        reward = pkgutil.resolve_name(full)
-    except Exception as error:  # a user's module may raise anything
-        raise ValueError(f"reward {path!r}: cannot import {full}: {describe(error)}") from error
+        raise ValueError(f"reward {path!r} is none of {names}, package.module:function or FILE.py:function")
+    reward = user_code.find(path, "reward")
+    if inspect.isclass(reward) and accepts(reward):
+        try:
+            reward = reward()
+        except Exception as error:  # a person's class may raise anything
+            raise ValueError(f"reward {path!r} cannot be made: {user_code.located(error)}") from error
     if not callable(reward):
         raise ValueError(f"reward {path!r} is {type(reward).__name__}, not a function")
-    if not accepts(reward, {}, "", False):
-        expected, got = "(problem, response, truncated)", inspect.signature(reward)
-        raise ValueError(f"reward {path!r} must take three arguments {expected}, but it takes {got}")
-    return reward
+    try:
+        return NamedReward(reward)
+    except ValueError as error:
+        raise ValueError(f"reward {path!r} {error}") from error
+
+
+@functools.cache
+def _resolved(path: str) -> RewardFunction:
+    return resolve_reward(path)
+
+
+def reward_of(path: str, problem: Mapping[str, Any], response: str, truncated: bool) -> float:
+    """Returns the reward of one response. Raises the errors of ``resolve_reward`` and of the reward."""
+    return _resolved(path)(problem, response, truncated)
+
+
+def is_reward(value: Any) -> bool:
+    """Returns whether a number can be a reward: it is not NaN, and float32 can hold it."""
+    return bool(abs(value) <= _LARGEST)
 
 
 def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
@@ -67,14 +92,5 @@ def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, tru
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's reward may raise anything, SystemExit included
-        return None, describe(error)
-    return (value, None) if math.isfinite(value) else (None, f"the reward is {value}")
-
-
-def describe(error: BaseException) -> str:
-    """Describes an exception in one line of at most 300 characters."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # a user's exception may fail in str()
-        text = ""
-    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
+        return None, user_code.located(error)
+    return (value, None) if is_reward(value) else (None, f"the reward is {value}, not a finite float32")

@@ -67,9 +67,18 @@ class Evaluation:
             scored = list(self._sampler.scored(problems, self._config.seed))
             result = summarize_scores(scored, n=self._config.n, pass_k=self._config.pass_k)
             # The counts are taken here, so that these failures are not counted among the failures of rollouts.
-            result["reward_errors"] = self._sampler.source.pop_metrics()["reward/errors"]
+            errors = result["reward_errors"] = self._sampler.source.pop_metrics()["reward/errors"]
+            if line := all_failed_line(errors, len(scored)):
+                print(f"\nwarning: evaluation of {name}: {line}", file=sys.stderr)
             row |= {f"eval/{name}/{key}": value for key, value in result.items()}
         return row
+
+
+def all_failed_line(errors: int, responses: int) -> str:
+    """Returns a line about an evaluation in which no response could be scored; "" for any other."""
+    if errors < responses:
+        return ""
+    return f"none of the {responses} responses could be scored, so the accuracy says nothing"
 
 
 def summarize_scores(scored: Sequence[Scored], *, n: int, pass_k: Sequence[int] = ()) -> dict[str, float]:

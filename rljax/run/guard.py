@@ -16,6 +16,7 @@ _RULE = re.compile(rf"\s*(?P<metric>\S+)\s*(?P<sign>[<>])\s*(?P<bound>{_NUMBER})
 
 # Metrics that only some rows have: evaluations, and buckets that may be empty.
 OCCASIONAL = ("eval/", "mismatch_position/", "mismatch_entropy/", "mismatch_staleness/", "optimizer/grad_noise")
+ERRORS = "reward/error_fraction"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ def parse_rule(text: str) -> Rule:
     return Rule(text, match["metric"], match["sign"] == ">", float(match["bound"]), int(match["steps"] or 1))
 
 
+EVERY_REWARD_FAILS = Rule(f"{ERRORS} = 1 for 3", ERRORS, above=True, bound=math.nextafter(1.0, 0.0), steps=3)
+"""The stop rule of every run without a stop rule of its own for this metric."""
+
+
 @dataclass(frozen=True)
 class GuardConfig:
     """The rules on the metrics of a run. A value that is not a number counts as beyond every bound."""
@@ -50,7 +55,8 @@ class GuardConfig:
     warn: tuple[str, ...] = ()
     """Rules of the form "METRIC > NUMBER [for STEPS]" (or <). A line is printed when a rule becomes true."""
     stop: tuple[str, ...] = ()
-    """Rules of the same form that end the run after the step. The state is saved, and the exit status is 3."""
+    """Rules of the same form that end the run after the step. The state is saved, and the exit status is 3. Without a
+    rule for ``reward/error_fraction`` a run ends so when it is 1 in three steps in a row: no response can be scored."""
     max_skipped_updates: int = 10
     """Number of updates in a row with gradients that are not finite that ends the run, saved, with exit status 3. A
     line names the last checkpoint from before them. An update without a response that carries loss does not count. 0:
@@ -68,6 +74,8 @@ class Guard:
     def __init__(self, config: GuardConfig):
         self._rules = [(parse_rule(text), False) for text in config.warn]
         self._rules += [(parse_rule(text), True) for text in config.stop]
+        if not any(is_stop and rule.metric == ERRORS for rule, is_stop in self._rules):
+            self._rules.append((EVERY_REWARD_FAILS, True))
         self._streaks: dict[str, int] = {}
 
     def check(self, row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -77,7 +85,7 @@ class Guard:
         """
         warnings, stops = [], []
         for rule, is_stop in self._rules:
-            if rule.metric not in row and not rule.metric.startswith(OCCASIONAL):
+            if rule.metric not in row and not rule.metric.startswith(OCCASIONAL) and rule is not EVERY_REWARD_FAILS:
                 raise ValueError(f"guard: {unknown_metric(rule.metric, row)}")
             value = row.get(rule.metric)
             beyond = rule.metric in row and rule.is_beyond(value)

@@ -164,7 +164,8 @@ class Sampler:
             [[one.response for one in group] for group in groups],
             np.asarray([[one.reward for one in group] for group in groups], np.float32),
         )
-        row: Row = {**self.source.pop_metrics(), **begun.metrics}
+        counts = self.source.pop_metrics()
+        row: Row = {**counts, "reward/error_fraction": counts["reward/errors"] / len(by_place), **begun.metrics}
         if self._counts_mixed:
             row["rollout/mixed_fraction"] = mixed_fraction(rollouts)
         return Sampled(rollouts, row)

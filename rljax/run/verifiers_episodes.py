@@ -17,6 +17,7 @@ import numpy as np
 from rljax.data.prompts import Problem, template_arguments
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
+from rljax.rewards.resolve import is_reward
 from rljax.rollout.engine import RolloutEngine, check_wanted
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.recorder import Recorder
@@ -212,6 +213,8 @@ class VerifiersEpisodes:
         if failure is None and len(rows) > self._config.max_rows:
             failure = "rows"
             error = f"it has {len(rows)} rows of tokens, more than rollout.episode.max_rows = {self._config.max_rows}"
+        if failure is None and ended.reward is not None and not is_reward(ended.reward):
+            failure, error = "unscored", f"the reward is {ended.reward}, not a finite float32"
         if failure is None and not rows:
             failure, error = "environment", "it ended without a turn"
         for name, key in _TOOLS.items():

@@ -127,3 +127,48 @@ def test_mistakes_are_quoted():
         AdvantageConfig(overlong_buffer_tokens=-1)
     with pytest.raises(ValueError, match="overlong_factor must be finite and not negative, got nan"):
         AdvantageConfig(overlong_factor=float("nan"))
+
+
+SUM = np.float32(0.3)
+STEP = np.float32(2.0**-25)  # one unit in the last place of float32 at 0.3
+EQUAL = [
+    [0.3, 0.1 + 0.2, 0.3, 0.3],
+    [SUM, SUM + STEP, SUM + 2 * STEP, SUM],  # 2**-22 of 0.3 is 2.4 units in the last place
+    [1.0, 1.0 + 2.0**-22, 1.0, 1.0],
+    [-1.0, -1.0 - 2.0**-22, -1.0, np.nan],
+    [0.0, 0.1 + 0.2 - 0.3, 0.0, 0.0],
+    [0.0, 2.0**-40, 0.0, 0.0],
+]
+DIFFERENT = [
+    [SUM, SUM + 3 * STEP, SUM, SUM],
+    [1.0, 1.0 + 3 * 2.0**-23, 1.0, 1.0],
+    [0.0, 2.0**-39, 0.0, 0.0],
+    [1e-6, 2e-6, 1e-6, 1e-6],
+    [-(2.0**-22), 2.0**-22, 0.0, 0.0],
+]
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "grpo_no_std", "optimal_token"])
+def test_rewards_equal_but_for_rounding_give_exactly_nothing(estimator):
+    rewards = np.array(EQUAL + DIFFERENT, np.float64)
+    expected = [False] * len(EQUAL) + [True] * len(DIFFERENT)
+    assert groups_with_signal(rewards).tolist() == expected
+    assert groups_with_loss(advantages(rewards, estimator)).tolist() == expected
+    assert not advantages(EQUAL, estimator).any()
+    centered = np.array(DIFFERENT) - np.mean(DIFFERENT, axis=1, keepdims=True)
+    np.testing.assert_array_equal(advantages(DIFFERENT, "grpo_no_std"), centered.astype(np.float32))
+
+
+def test_a_penalty_that_only_rounds_gives_nothing():
+    """In float32, 0.3 less the penalty 0.1 at half of the buffer is not 0.2 to the bit."""
+    rewards = np.array([[0.3, 0.2]], np.float32)
+    fields = {"overlong_buffer_tokens": 20, "overlong_factor": 0.2}
+    assert np.ptp(rewards.astype(np.float64) - [[0.1, 0.0]]) > 0
+    assert not advantages(rewards, lengths=[[90, 9]], **fields).any()
+    assert advantages(rewards, lengths=[[91, 9]], **fields).any()
+
+
+def test_a_batch_that_only_rounds_gives_nothing_under_reinforce():
+    assert not advantages(EQUAL[:2], "reinforce").any()
+    result = advantages([EQUAL[0], [1.0, 0.0, 1.0, 1.0]], "reinforce")  # the batch's mean is 0.525
+    np.testing.assert_allclose(result, [[-0.225] * 4, [0.475, -0.525, 0.475, 0.475]], rtol=1e-6)

@@ -53,6 +53,16 @@ def test_extreme_tokens_after_an_environment_are_the_cause():
 
 
 @pytest.mark.parametrize(
+    ("fractions", "cause"),
+    [([1.0] * 4, "failed_rewards"), ([0.0, 0.5, 0.999], "healthy"), ([0.1, 1.0] + [0.1] * 20, "cannot_tell")],
+)
+def test_a_log_whose_rewards_fail_is_not_healthy(fractions, cause):
+    row = {"mismatch/k3_kl": 1e-4, "mismatch/logprob_abs_diff_mean": 0.01, "reward/mean": 0.0}
+    log = read_signals([row | {"step": i, "reward/error_fraction": one} for i, one in enumerate(fractions, 1)])
+    assert judge_cause(Facts(read_course(log), None, []))[0] == cause
+
+
+@pytest.mark.parametrize(
     ("near", "far", "steps"),
     [
         (0.001, 0.0, 10),  # one token

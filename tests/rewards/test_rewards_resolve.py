@@ -66,20 +66,24 @@ def test_a_dotted_path_is_the_function_itself(name, reward):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("", "reward '' is neither one of addition, math, reasoning_gym, reasoning_gym_library, swaps nor of the form"),
-        ("maths", "reward 'maths' is neither one of addition, math, reasoning_gym, reasoning_gym_library, swaps nor "),
-        ("named_rewards.three", "is neither one of"),
-        (":three", "is neither one of"),
-        ("nowhere.at_all:three", "cannot import nowhere.at_all:three: ModuleNotFoundError: No module named 'nowhere'"),
         (
-            "broken_rewards:f",
-            "cannot import broken_rewards:f: ModuleNotFoundError: No module named 'nothing_of_that_name'",
+            "",
+            "reward '' is none of addition, math, reasoning_gym, reasoning_gym_library, swaps, package.module:function",
         ),
-        ("raising_rewards:f", "cannot import raising_rewards:f: RuntimeError: two lines"),
+        ("maths", "reward 'maths' is none of addition, math, reasoning_gym, reasoning_gym_library, swaps, package."),
+        ("named_rewards.three", "is none of"),
+        (":three", "is not of the form package.module:name or FILE.py:name"),
+        ("nowhere.at_all:three", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        ("broken_rewards:f", "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_that_name' (/"),
+        ("raising_rewards:f", "raising_rewards.py:1)"),
+        ("raising_rewards:f", "cannot be imported: RuntimeError: two lines (/"),
         ("named_rewards:missing", "module 'named_rewards' has no attribute 'missing'"),
         ("named_rewards:CONSTANT", "'named_rewards:CONSTANT' is int, not a function"),
-        ("named_rewards:two", "must take three arguments (problem, response, truncated), but it takes (problem, resp"),
-        ("named_rewards:four", "must take three arguments (problem, response, truncated), but it takes (problem, resp"),
+        (
+            "named_rewards:two",
+            "takes (problem, response); a reward takes (problem, response, truncated), verl's (data_",
+        ),
+        ("named_rewards:four", "takes (problem, response, truncated, scale); a reward takes (problem, response, trunc"),
     ],
 )
 def test_what_is_no_reward_is_said_in_one_line(path, message):

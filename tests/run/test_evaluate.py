@@ -118,7 +118,7 @@ def breaks(problem, response, truncated):
     return float(problem["answer"] == response)
 
 
-def test_an_evaluation_counts_its_own_errors(tokenizer):
+def test_an_evaluation_counts_its_own_errors(tokenizer, capsys):
     engine = ScriptedEngine(tokenizer, list(RESPONSES))
     with RewardPool(f"{__name__}:breaks", 0) as pool:
         pool.submit(PROBLEMS[0], "44", False)
@@ -133,6 +133,7 @@ def test_an_evaluation_counts_its_own_errors(tokenizer):
     assert row["eval/a/reward_errors"] == row["eval/b/reward_errors"] == 1
     assert row["eval/a/accuracy"] == row["eval/b/accuracy"] == pytest.approx(1 / 3)
     assert row["eval/b/pass@1"] == pytest.approx(1 / 3)
+    assert "could be scored" not in capsys.readouterr().err
     assert set(row) == {
         f"eval/{name}/{key}"
         for name in "ab"

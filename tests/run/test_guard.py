@@ -59,6 +59,18 @@ def test_the_bound_itself_is_allowed():
     assert len(guard.check({"step": 3, "a": 0.5})[1]) == 1
 
 
+FAILING = rows([1.0, 1.0, 0.999, 1.0, 1.0, 1.0, 1.0], "reward/error_fraction")
+
+
+@pytest.mark.parametrize(("stop", "stopping"), [((), [6, 7]), (("reward/error_fraction > 1",), [])])
+def test_three_steps_of_failing_rewards_stop_a_run_by_default(stop, stopping):
+    guard = Guard(GuardConfig(stop=stop))
+    told = {row["step"]: guard.check(row)[1] for row in FAILING}
+    assert [step for step, lines in told.items() if lines] == stopping
+    if not stop:
+        assert told[6] == ["step 6: reward/error_fraction = 1 (reward/error_fraction = 1 for 3)"]
+
+
 def test_an_unknown_metric_is_named_with_the_nearest():
     guard = Guard(GuardConfig(warn=("mismatch/k3 > 1",)))
     with pytest.raises(ValueError, match=r"no row has a metric 'mismatch/k3'; did you mean mismatch/k3_kl\?"):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 import shutil
 import signal
 import threading
@@ -249,6 +250,24 @@ def test_a_guard_warns_and_stops_saved(go, capsys):
         f"training {TOY_BASE} for 4 steps into {run.directory}\n"
         "\nwarning: guard: step 1: reward/mean = 0.5 (reward/mean < 0.6)\n"
     )
+
+
+def fails(problem, response, truncated):
+    raise LookupError("no such key")
+
+
+def test_a_run_whose_every_reward_fails_stops_saved(go, capsys, caplog):
+    failing = {"data": {"reward": f"{__name__}:fails", "reward_workers": 0}}
+    first = go(**failing)
+    assert [row["reward/error_fraction"] for row in first.rows] == [1.0, 1.0, 1.0]
+    assert first.saved == [3]
+    assert first.progress.stopped_by == ["step 3: reward/error_fraction = 1 (reward/error_fraction = 1 for 3)"]
+    said = caplog.records[0].getMessage()
+    assert re.fullmatch(r"a response could .* earns 0: LookupError: no such key \(.*test_loop\.py:\d+\)", said)
+    assert "warning: evaluation of toy: none of the 200 responses could be scored" in capsys.readouterr().err
+    second = go(last_row=first.rows[-1], run={"steps": 5})
+    assert [row["reward/error_fraction"] for row in second.rows] == [0.0, 0.0]
+    assert not second.progress.stopped_by
 
 
 SKIPPING = {"run": {"steps": 8}, "guard": {"max_skipped_updates": 3}, "eval": {"every": 0}}

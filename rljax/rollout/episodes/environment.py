@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from rljax.rewards.resolve import accepts, describe
+from rljax import user_code
+from rljax.rewards.resolve import accepts
 
 Content = str | Sequence[Mapping[str, str]] | None
 """The writing of an environment: a text that is taken as it stands, or chat messages, or nothing."""
@@ -29,7 +29,7 @@ class Reply:
 
 
 class Environment(Protocol):
-    """One trajectory's environment. ``rollout.environment`` names the class as ``package.module:Class``.
+    """One trajectory's environment. ``rollout.environment`` names its class.
 
     Each trajectory has an instance of its own, made without arguments. Thousands of instances share one asyncio loop.
     So a method must await slow work and never block.
@@ -57,18 +57,13 @@ _FORMS = {"reset": "reset(self, problem)", "step": "step(self, response, truncat
 
 
 def find_environment(path: str) -> type[Environment]:
-    """Returns the class of an environment by its name ``package.module:Class``.
+    """Returns the class of an environment by its name ``package.module:Class`` or ``FILE.py:Class``.
 
     Raises:
       ValueError: The name has another form, the class cannot be imported, it needs arguments, or it lacks one of the
         three methods.
     """
-    if "" in path.partition(":"):
-        raise ValueError(f"environment {path!r} is not of the form package.module:Class")
-    try:
-        found: Any = pkgutil.resolve_name(path)
-    except Exception as error:  # a user's module may raise anything
-        raise ValueError(f"environment {path!r} cannot be imported: {describe(error)}") from error
+    found = user_code.find(path, "environment")
     if not inspect.isclass(found):
         raise ValueError(f"environment {path!r} is {type(found).__name__}, not a class")
     if not accepts(found):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rljax.rewards.resolve import is_reward
 from rljax.rollout.episodes.environment import Reply
 
 Failure = Literal["raised", "timeout", "died", "bad_reply"]
@@ -58,8 +58,8 @@ def check_outcome(method: str, value: Any, limit: int) -> Outcome:
 
 
 def _reward(value: Any) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise ValueError(f"reward must return a finite number, got {_named(value)}")
+    if not isinstance(value, numbers.Real) or not is_reward(value):
+        raise ValueError(f"reward must return a finite float32, got {_named(value)}")
     return float(value)
 
 

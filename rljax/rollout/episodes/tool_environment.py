@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from rljax.rewards.resolve import CHEAP, SHIPPED, resolve_reward
+from rljax.rewards.resolve import CHEAP, resolve_reward
 from rljax.rollout.episodes.environment import Content, Reply
 from rljax.rollout.episodes.tool_calls import ToolCall, parse_tool_calls
 from rljax.rollout.episodes.tools import ToolResult, call_tool, refuse_call
@@ -20,7 +20,7 @@ class ToolEnvironment:
     calls, ``write`` for another form of replies, and ``reward`` for another score.
 
     Attributes:
-      tools: A mapping of the names that the policy uses to functions ``package.module:function``.
+      tools: A mapping of the names that the policy uses to functions, as for ``call_tool``.
       tag: The word in the tags around a call; see ``parse_tool_calls``.
       scored_by: The name of the reward that scores the final answer, as for ``data.reward``.
       max_calls: The most calls of one turn. Further calls are answered by an error.
@@ -53,7 +53,7 @@ class ToolEnvironment:
         arguments = (dict(self.problem), self.answer, self.truncated)
         if self.scored_by in CHEAP:
             return resolve_reward(self.scored_by)(*arguments)
-        result = await call_tool(SHIPPED.get(self.scored_by, self.scored_by), arguments, counted=False)
+        result = await call_tool("rljax.rewards.resolve:reward_of", (self.scored_by, *arguments), counted=False)
         if result.failure is not None:
             raise RuntimeError(result.text)
         return float(result.text)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import pkgutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from rljax.rewards.resolve import describe
+from rljax import user_code
 from rljax.rewards.worker import answer_requests
 from rljax.rollout.episodes.outcomes import clip
 
@@ -45,7 +44,9 @@ _count_refused: Callable[[], None] | None = None
 
 
 async def call_tool(path: str, arguments: Arguments, *, counted: bool = True) -> ToolResult:
-    """Calls a tool, a plain function ``package.module:function``, and returns its result as text.
+    """Calls a tool, a plain function, and returns its result as text.
+
+    ``path`` is its name: ``package.module:function`` or ``FILE.py:function``.
 
     In a run the function is called in a process of its own. The time that the call waits for a free process does not
     count as time of the environment. Outside a run, as in a test of an environment, it is called in this process,
@@ -93,7 +94,7 @@ def import_function(path: str) -> str | None:
     try:
         _function(path)
     except BaseException as error:  # a person's module may raise anything
-        return describe(error)
+        return user_code.describe(error)
     return None
 
 
@@ -115,16 +116,14 @@ def run_function(path: str, arguments: Arguments, longest: int) -> ToolResult:
     except MemoryError:
         return ToolResult("error: the tool ran out of memory", "died")
     except BaseException as error:  # a person's tool may raise anything, SystemExit included
-        return ToolResult(f"error: {describe(error)}", "error")
+        return ToolResult(f"error: {user_code.describe(error)}", "error")
 
 
 def _function(path: str) -> Callable[..., Any]:
-    if "" in path.partition(":"):
-        raise ValueError(f"tool {path!r} is not of the form package.module:function")
-    found = pkgutil.resolve_name(path)
+    found = user_code.find(path, "tool")
     if not callable(found):
         raise ValueError(f"tool {path!r} is {type(found).__name__}, not a function")
-    return found
+    return cast(Callable[..., Any], found)
 
 
 def _written(value: Any) -> str:

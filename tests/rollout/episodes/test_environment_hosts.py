@@ -50,7 +50,8 @@ class Env:
         return await act()
 
     async def reward(self):
-        return {"nan": float("nan"), "text": "1.0"}.get(self.problem.get("reward"), self.turns / 4)
+        wrong = {"nan": float("nan"), "text": "1.0", "large": 1e39, "huge": -(10**400)}
+        return wrong.get(self.problem.get("reward"), self.turns / 4)
 
     async def do_raise(self):
         raise ValueError("no\\nsuch")
@@ -226,13 +227,13 @@ def test_a_failure_costs_one_trajectory_alone(response, failure, message, caplog
     assert record.getMessage() == f"environment persons_environments:Env, trajectory bad: {message}"
 
 
-@pytest.mark.parametrize("reward", ["nan", "text"])
-def test_a_reward_that_is_no_finite_number_is_refused(reward):
+@pytest.mark.parametrize("reward", ["nan", "text", "large", "huge"])
+def test_a_reward_that_is_no_finite_float32_is_refused(reward):
     with hosts_of() as hosts:
         hosts.reset("a", {"reward": reward}).result(60)
         outcome = hosts.reward("a").result(60)
         assert outcome.failure == "bad_reply"
-        assert outcome.message.startswith("reward must return a finite number, got ")
+        assert outcome.message.startswith("reward must return a finite float32, got ")
         assert counts(hosts) == {"env_errors": 1}
 
 

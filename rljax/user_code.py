@@ -1,0 +1,118 @@
+"""Finds functions and classes of a person's own code by name, and describes the errors of that code in one line."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import pkgutil
+import re
+import sys
+import sysconfig
+import traceback
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_MODULE = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
+_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+(\.\w+)*)", re.DOTALL)
+_OURS = os.path.join(os.path.dirname(__file__), "")
+_PYTHONS = sysconfig.get_path("stdlib")
+_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_LONGEST = 300  # characters of the text of an error
+
+
+def find(path: str, kind: str) -> Any:
+    """Returns the object of a person's code with the name ``package.module:name`` or ``FILE.py:name``.
+
+    Modules of the current directory are found, however the program was started. ``kind`` is the word for such an object
+    in messages.
+
+    Raises:
+      ValueError: The name has another form, there is no such file, module or object, or its import fails.
+    """
+    if not (_MODULE.fullmatch(path) or _FILE.fullmatch(path)):
+        raise ValueError(f"{kind} {path!r} is not of the form package.module:name or FILE.py:name")
+    try:
+        return load(path)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a person's module may raise anything, SystemExit included
+        raise ValueError(f"{kind} {path!r} cannot be imported: {located(error)}") from error
+
+
+def load(path: str) -> Any:
+    """Returns the object with a name as for ``find``. Raises whatever the import raises."""
+    match = _FILE.fullmatch(path)
+    if match is None:
+        with _searched(os.getcwd()):
+            return pkgutil.resolve_name(path)
+    module = _load_file(Path(match["file"]).expanduser().resolve())
+    try:
+        return functools.reduce(getattr, match["name"].split("."), module)
+    except AttributeError:
+        known = ", ".join(name for name in vars(module) if not name.startswith("_"))
+        raise AttributeError(f"{module.__file__} has no {match['name']}, only: {known or 'nothing'}") from None
+
+
+def _load_file(file: Path) -> ModuleType:
+    """Imports a file once, under a name that no other module has. Its directory is searched for what it imports."""
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    name = f"{file.stem}_{zlib.crc32(os.fsencode(file)):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        with _searched(str(file.parent)):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextmanager
+def _searched(directory: str) -> Iterator[None]:
+    """Searches a directory for modules: first in the block, and last after it, where it hides no installed module."""
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path.remove(directory)
+        if directory not in sys.path:
+            sys.path.append(directory)
+
+
+def describe(error: BaseException) -> str:
+    """Describes an exception in one line of at most 300 characters."""
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # a user's exception may fail in str()
+        text = ""
+    return f"{type(error).__name__}: {text}"[:_LONGEST] if text else type(error).__name__
+
+
+def located(error: BaseException) -> str:
+    """Describes an exception in one line, with the file and line of the person's code that was reached last.
+
+    An error inside an installed package is found where the person's code called it.
+    """
+    frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    places = [place for place in frames if not _is_ours_or_pythons(place[0])]
+    if not places:
+        return describe(error)
+    own = [place for place in places if not place[0].startswith(_PACKAGES)]
+    file, line = (own or [place for place in places if place[0] == places[0][0]])[-1]
+    near = os.path.relpath(file)
+    return f"{describe(error)} ({file if near.startswith('..') else near}:{line})"
+
+
+def _is_ours_or_pythons(file: str) -> bool:
+    return file.startswith((_OURS, "<")) or (file.startswith(_PYTHONS) and not file.startswith(_PACKAGES))

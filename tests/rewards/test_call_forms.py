@@ -1,0 +1,217 @@
+"""Reward functions of other frameworks are told by their parameters' names, and get what their framework gives."""
+
+import functools
+
+import pytest
+
+from rljax.rewards.call_forms import NamedReward
+
+MESSAGES = [{"role": "user", "content": "2+5"}]
+CHAT = {
+    "prompt": "<user>2+5<assistant>",
+    "raw_prompt": MESSAGES,
+    "answer": "7",
+    "data_source": "sums",
+    "extra_info": {"split": "train", "answer": "2+5=7", "level": 3},
+}
+PLAIN = {"prompt": "2+5=", "answer": "7", "data_source": "", "extra_info": {}}
+GOT = {}
+
+
+def noted(**values):
+    GOT.clear()
+    GOT.update(values)
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    noted(**locals())
+    return {"score": 0.5, "acc": True}
+
+
+def verl_open(data_source, **kwargs):
+    noted(data_source=data_source, **kwargs)
+    return True
+
+
+def gsm8k(solution_str, ground_truth, method="strict", format_score=0.0, score=1.0):
+    noted(**locals())
+    return 0.25
+
+
+def math_dapo(solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index=None):
+    noted(**locals())
+    return {"score": -1.0, "acc": False, "pred": "8"}
+
+
+def skyrl(output, ground_truth, extra_info=None):
+    noted(**locals())
+    return 1
+
+
+def positional(solution_str, ground_truth, /):
+    noted(**locals())
+    return (True, "why")
+
+
+def batch(data_sources, solution_strs, ground_truths, extra_infos):
+    noted(**locals())
+    return [0.5]
+
+
+def trl(completions, **columns):
+    noted(completions=completions, **columns)
+    return [0.5]
+
+
+def trl_three(prompts, completions, answer):
+    noted(**locals())
+    return [1]
+
+
+def trl_column(completions, level, **kwargs):
+    noted(level=level)
+    return [0.5]
+
+
+def openrlhf(queries, prompts, labels, **kwargs):
+    noted(**locals())
+    return {"rewards": [0.75], "scores": [1.0], "extra_logs": {}}
+
+
+async def slow(solution_str, ground_truth):
+    return 0.5
+
+
+class Exact:
+    def __call__(self, completions, solution, **kwargs):
+        return [float(completions[0][0]["content"] == solution[0])]
+
+
+def without_wraps(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+EXTRA = CHAT["extra_info"]
+OF_VERL = {"data_source": "sums", "solution_str": "8", "ground_truth": "7", "extra_info": EXTRA}
+SAID = [[{"role": "assistant", "content": "8"}]]
+
+
+@pytest.mark.parametrize(
+    ("function", "problem", "got", "reward"),
+    [
+        (verl, CHAT, OF_VERL, 0.5),
+        (without_wraps(verl), CHAT, OF_VERL, 0.5),
+        (verl_open, CHAT, OF_VERL, 1.0),
+        (
+            gsm8k,
+            CHAT,
+            {"solution_str": "8", "ground_truth": "7", "method": "strict", "format_score": 0.0, "score": 1.0},
+            0.25,
+        ),
+        (
+            functools.partial(gsm8k, method="flexible"),
+            PLAIN,
+            {"solution_str": "8", "ground_truth": "7", "method": "flexible", "format_score": 0.0, "score": 1.0},
+            0.25,
+        ),
+        (
+            math_dapo,
+            CHAT,
+            {"solution_str": "8", "ground_truth": "7", "strict_box_verify": False, "pause_tokens_index": None},
+            -1.0,
+        ),
+        (skyrl, CHAT, {"output": "8", "ground_truth": "7", "extra_info": EXTRA}, 1.0),
+        (positional, CHAT, {"solution_str": "8", "ground_truth": "7"}, 1.0),
+        (batch, CHAT, {f"{name}s": [value] for name, value in OF_VERL.items()}, 0.5),
+        (trl_three, CHAT, {"prompts": [MESSAGES], "completions": SAID, "answer": ["7"]}, 1.0),
+        (trl_three, PLAIN, {"prompts": ["2+5="], "completions": ["8"], "answer": ["7"]}, 1.0),
+        (trl_column, CHAT, {"level": [3]}, 0.5),
+        (
+            openrlhf,
+            CHAT,
+            {
+                "queries": ["<user>2+5<assistant>8"],
+                "prompts": ["<user>2+5<assistant>"],
+                "labels": ["7"],
+                "kwargs": {},
+            },
+            0.75,
+        ),
+    ],
+)
+def test_a_reward_gets_what_its_framework_gives(function, problem, got, reward):
+    assert NamedReward(function)(problem, "8", False) == reward
+    assert got == GOT
+
+
+def test_columns_of_trl_are_lists_of_one_without_the_prompt():
+    assert NamedReward(trl)(CHAT, "8", False) == 0.5
+    assert GOT["prompts"] == [MESSAGES]
+    assert GOT["completions"] == SAID
+    assert GOT["answer"] == GOT["ground_truth"] == GOT["solution"] == ["7"]
+    assert (GOT["level"], GOT["split"], GOT["data_source"]) == ([3], ["train"], ["sums"])
+    assert not {"prompt", "raw_prompt"} & set(GOT)
+
+
+def test_a_class_and_an_async_function_are_called():
+    assert NamedReward(Exact())(CHAT, "7", False) == 1.0
+    assert NamedReward(slow)(CHAT, "7", False) == 0.5
+
+
+@pytest.mark.parametrize("names", ["problem, response, truncated", "example, text, cut", "a, b, c", "p, r, t=False"])
+@pytest.mark.parametrize("more", ["", ", scale=2.0, **options"])
+def test_three_neutral_names_are_rljaxs_form(names, more):
+    first, second, third = (name.partition("=")[0] for name in names.split(", "))
+    reward = eval(f"lambda {names}{more}: ({first}['answer'] == {second}) - 3 * {third}")
+    assert NamedReward(reward)(PLAIN, "7", False) == 1.0
+    assert NamedReward(reward)(PLAIN, "8", True) == -3.0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "lacking"),
+    [
+        ("args, sample, **kwargs", "args, sample"),
+        ("prompt, completion, answer, state", "state"),
+        ("prompt, completions, prompt_ids, completion_ids, answer, **kwargs", "completion_ids, prompt_ids"),
+        ("completions, trainer_state, **kwargs", "trainer_state"),
+        ("data_source, solution_str, ground_truth, extra_info, reward_router_address", "reward_router_address"),
+        ("problem, response, ground_truth", "problem"),
+        ("response, output, ground_truth", "output, response"),
+        ("prompt, completion, answer, state=None", ""),
+        ("prompt, response, answer", ""),
+        ("problem, completion, answer", ""),
+        ("question, text, label", ""),
+        ("response, answer, threshold", ""),
+        ("problem, response, metadata", ""),
+        ("problem, response, threshold=0.5", ""),
+        ("completion, answer, **kwargs", ""),
+        ("*args, **kwargs", ""),
+        ("problem, response", ""),
+    ],
+)
+def test_what_is_not_recognised_shows_the_three_forms(parameters, lacking):
+    with pytest.raises(ValueError, match="takes ") as refused:
+        NamedReward(eval(f"lambda {parameters}: 0.0"))
+    why = f", but {lacking} cannot be given" if lacking else ""
+    assert str(refused.value) == (
+        f"takes ({parameters}){why}; a reward takes (problem, response, truncated), verl's (data_source, solution_str, "
+        "ground_truth, extra_info) or TRL's (prompts, completions, **columns)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (lambda completions, **columns: [None], "it returned None, so it does not apply to this row"),
+        (lambda completions, **columns: [1.0, 0.0], "it returned 2 rewards for a list of one response"),
+        (lambda completions, nums, **columns: [1.0], "it needs the column 'nums', but the row has only answer, ground"),
+        (lambda solution_str, ground_truth: {"acc": 1}, "it returned a dict without 'score', with acc"),
+        (lambda problem, response, truncated: None, "it returned None, so it does not apply to this row"),
+    ],
+)
+def test_what_is_no_reward_raises(reward, said):
+    with pytest.raises(ValueError, match=said):
+        NamedReward(reward)(CHAT, "8", False)
