@@ -20,6 +20,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from rljax.data.encoding import prompt_ids, say_prefix
 from rljax.data.gym_problems import task_names
 from rljax.data.prompts import TOYS, DataConfig, Problem, evaluation_datasets, task_reward, template_arguments
 from rljax.data.tokenizer import load_tokenizer
@@ -243,7 +244,8 @@ def main(argv: Sequence[str]) -> int:
         task = arguments.dataset if task_names(arguments.dataset) else "toy"
         data = DataConfig(task, **{name: getattr(arguments, name) for name in shared})
         ((name, problems),) = evaluation_datasets([arguments.dataset], data, tokenizer).items()
-        prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
+        say_prefix(problems, tokenizer)
+        prompt_tokens = max(len(prompt_ids(problem, tokenizer)) for problem in problems)
         toy = TOYS.get(arguments.dataset)
         toy_limit = toy.max_response_tokens if toy else None
         wanted = toy_limit if arguments.max_response_tokens is None else arguments.max_response_tokens

@@ -28,6 +28,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
+from rljax.data.encoding import prompt_ids, say_prefix
 from rljax.data.files import (
     PASS_RATE,
     Problem,
@@ -41,7 +42,7 @@ from rljax.data.files import (
 )
 from rljax.data.forms import FormName
 from rljax.data.gym_problems import task_names
-from rljax.data.prompts import FILE_REWARD, prompt_key, render_prompt, template_arguments
+from rljax.data.prompts import FILE_REWARD, prompt_key, render_problem, template_arguments
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
@@ -226,7 +227,7 @@ def read_distinct(path: Path, form: FormName | None, tally: Tally) -> Selection:
 
 def drop_long(selection: Selection, tokenizer: Tokenizer, limit: int, tally: Tally) -> None:
     """Keeps problems whose rendered prompts have at most ``limit`` tokens, and counts the others in ``tally``."""
-    lengths = [len(tokenizer.encode(p["prompt"])) for p in tqdm(selection.problems, desc="counting", unit="prompt")]
+    lengths = [len(prompt_ids(p, tokenizer)) for p in tqdm(selection.problems, desc="counting", unit="prompt")]
     kept = [length <= limit for length in lengths]
     tally.too_long = kept.count(False)
     selection.keep("prompt length", kept, max_prompt_tokens=limit, longest=max(lengths))
@@ -270,7 +271,7 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
     with caller_errors():
         policy = find_policy(str(arguments.model))
         pool = RewardPool(arguments.reward, arguments.reward_workers, arguments.reward_timeout_s)
-        prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
+        prompt_tokens = max(len(prompt_ids(problem, tokenizer)) for problem in problems)
         limit = response_limit(arguments.max_response_tokens, policy.config, prompt_tokens)
     names = ("model", "samples", "temperature", "reward", "seed", "chat_template")
     settings = {name: getattr(arguments, name) for name in names} | {"max_response_tokens": limit}
@@ -357,8 +358,10 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = None if arguments.model is None else load_tokenizer(find_policy(arguments.model).hf_path)
         given = arguments.template_arguments
         selection = read_distinct(source, arguments.form, tally)
-        for problem in selection.problems:
-            problem["prompt"] = render_prompt(problem["prompt"], tokenizer, arguments.template, given)
+        template = arguments.template
+        selection.problems = [render_problem(each, tokenizer, template, given) for each in selection.problems]
+        if tokenizer is not None:
+            say_prefix(selection.problems, tokenizer)
     if tokenizer is not None and arguments.max_prompt_tokens is not None:
         drop_long(selection, tokenizer, arguments.max_prompt_tokens, tally)
     tally.problems = selection.problems

@@ -16,6 +16,7 @@ import numpy as np
 
 from rljax.data import gym_problems as gym
 from rljax.data import toy, toy_calculator, toy_swaps
+from rljax.data.encoding import TEMPLATED
 from rljax.data.files import Problem, Tally, answered_rows, prompt_text, read_problems
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import check_at_least
@@ -226,10 +227,7 @@ def _problems(
             tally.rows = len(read)
     else:
         read = read_problems(source) if tally is None else (problem for _, problem in answered_rows(source, tally))
-    return [
-        problem | {"prompt": render_prompt(problem["prompt"], tokenizer, config.chat_template, arguments)}
-        for problem in read
-    ]
+    return [render_problem(problem, tokenizer, config.chat_template, arguments) for problem in read]
 
 
 def _gym_problems(names: Sequence[str], split: str, config: DataConfig) -> list[Problem]:
@@ -240,6 +238,29 @@ def _gym_problems(names: Sequence[str], split: str, config: DataConfig) -> list[
     for problem in problems if config.task_instruction else ():
         problem["prompt"][0]["content"] += f"\n\n{config.task_instruction}"
     return problems
+
+
+def render_problem(
+    problem: Problem,
+    tokenizer: Tokenizer | None,
+    chat_template: ChatTemplate,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> Problem:
+    """Returns a problem whose prompt is the text to tokenise, with ``TEMPLATED`` if the chat template wrote it.
+
+    The other arguments, and the errors, are those of ``render_prompt``.
+    """
+    text = render_prompt(problem["prompt"], tokenizer, chat_template, arguments)
+    is_templated = tokenizer is not None and _takes_template(problem["prompt"], tokenizer, chat_template)
+    return problem | {"prompt": text} | ({TEMPLATED: True} if is_templated else {})
+
+
+def _takes_template(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, chat_template: ChatTemplate) -> bool:
+    return _is_chat(prompt, chat_template) and tokenizer.has_chat_template
+
+
+def _is_chat(prompt: str | list[dict[str, str]], chat_template: ChatTemplate) -> bool:
+    return chat_template is True or (chat_template == "auto" and not isinstance(prompt, str))
 
 
 def render_prompt(
@@ -256,8 +277,8 @@ def render_prompt(
     Raises:
       ValueError: ``chat_template`` is True, or there are arguments, but no template is applied.
     """
-    is_chat = chat_template is True or (chat_template == "auto" and not isinstance(prompt, str))
-    if is_chat and tokenizer is not None and tokenizer.has_chat_template:
+    is_chat = _is_chat(prompt, chat_template)
+    if tokenizer is not None and _takes_template(prompt, tokenizer, chat_template):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return tokenizer.render_chat(messages, **arguments)
     missing = "the tokenizer has none" if tokenizer is None else tokenizer.missing_template
@@ -279,39 +300,6 @@ def prompt_key(text: str) -> bytes:
 def distinct_prompts(problems: Sequence[Problem]) -> int:
     """Returns the number of different prompts of problems with rendered prompts."""
     return len({prompt_key(problem["prompt"]) for problem in problems})
-
-
-def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> None:
-    """Raises ValueError, with counts, if a prompt has more than ``limit`` tokens; ``remedy`` ends the message."""
-    lengths = _lengths(problems, tokenizer)
-    if max(lengths) > limit:
-        raise _too_long(lengths, limit, remedy)
-
-
-def drop_long(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> Sequence[Problem]:
-    """Returns the problems whose prompts have at most ``limit`` tokens.
-
-    Raises:
-      ValueError: No problem is left. The message has the counts and ends with ``remedy``.
-    """
-    lengths = _lengths(problems, tokenizer)
-    if max(lengths) <= limit:
-        return problems
-    if min(lengths) > limit:
-        raise _too_long(lengths, limit, remedy)
-    return [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
-
-
-def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer) -> list[int]:
-    return [len(tokenizer.encode(problem["prompt"])) for problem in problems]
-
-
-def _too_long(lengths: Sequence[int], limit: int, remedy: str) -> ValueError:
-    too_long = sum(length > limit for length in lengths)
-    return ValueError(
-        f"data.max_prompt_tokens = {limit}, but a prompt has {max(lengths)} tokens, and {too_long} of "
-        f"{len(lengths)} are longer{remedy}"
-    )
 
 
 class PromptStream:

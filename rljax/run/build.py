@@ -13,14 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from rljax.data.encoding import check_lengths, drop_long, prompt_ids, say_prefix
 from rljax.data.files import Tally
 from rljax.data.prompts import (
     TOYS,
     VERIFIERS,
     Problem,
     PromptStream,
-    check_lengths,
-    drop_long,
     evaluation_datasets,
     fraction_of,
     template_arguments,
@@ -98,10 +97,11 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     stream = PromptStream(training, data.batch_size, config.run.seed)
     fingerprint = json_checksum([[problem["prompt"], problem["answer"]] for problem in training])
     tallies = [] if data.task in TOYS else [tally]
-    prompts = [tokenizer.encode(problem["prompt"]) for problem in itertools.islice(training, PROBED_PROMPTS)]
+    prompts = [prompt_ids(problem, tokenizer) for problem in itertools.islice(training, PROBED_PROMPTS)]
+    datasets = evaluation_datasets(config.eval.datasets, data, tokenizer) if config.eval.is_wanted else {}
+    say_prefix(itertools.chain(training, *datasets.values()), tokenizer)
     if not config.eval.is_wanted:
         return Problems(stream, fingerprint, {}, tallies, prompts)
-    datasets = evaluation_datasets(config.eval.datasets, data, tokenizer)
     for name, problems in datasets.items():
         check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
         if name not in TOYS:

@@ -1,0 +1,67 @@
+"""The token ids of rendered prompts: what the tokenizer puts before plain texts, and how long prompts are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rljax.data.files import Problem
+from rljax.data.tokenizer import Tokenizer
+
+TEMPLATED = "templated"  # the key of problems whose prompt a chat template wrote; its value is true
+
+
+def prompt_ids(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the token ids of a problem's rendered prompt, int32 [s].
+
+    The special tokens that the tokenizer puts before a text are before it, unless the chat template wrote the prompt.
+    """
+    text = problem["prompt"]
+    return tokenizer.encode(text) if problem.get(TEMPLATED) else tokenizer.encode_prompt(text)
+
+
+def say_prefix(problems: Iterable[Problem], tokenizer: Tokenizer) -> None:
+    """Says in one line on stderr which special tokens begin the prompts that are plain texts, if there are any."""
+    texts = [problem["prompt"] for problem in problems if not problem.get(TEMPLATED)] if tokenizer.prefix else []
+    if not texts:
+        return
+    named = " ".join(tokenizer.pieces(tokenizer.prefix))
+    twice = sum(text.startswith(tokenizer.pieces(tokenizer.prefix[:1])[0]) for text in texts)
+    also = f"; {twice} of {len(texts)} texts begin with it themselves, and have it twice" if twice else ""
+    line = f"prompts that are plain texts begin with {named}, which the tokenizer puts before a text{also}"
+    print(line, file=sys.stderr)
+
+
+def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> None:
+    """Raises ValueError, with counts, if a prompt has more than ``limit`` tokens; ``remedy`` ends the message."""
+    lengths = _lengths(problems, tokenizer)
+    if max(lengths) > limit:
+        raise _too_long(lengths, limit, remedy)
+
+
+def drop_long(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> Sequence[Problem]:
+    """Returns the problems whose prompts have at most ``limit`` tokens.
+
+    Raises:
+      ValueError: No problem is left. The message has the counts and ends with ``remedy``.
+    """
+    lengths = _lengths(problems, tokenizer)
+    if max(lengths) <= limit:
+        return problems
+    if min(lengths) > limit:
+        raise _too_long(lengths, limit, remedy)
+    return [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
+
+
+def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer) -> list[int]:
+    return [len(prompt_ids(problem, tokenizer)) for problem in problems]
+
+
+def _too_long(lengths: Sequence[int], limit: int, remedy: str) -> ValueError:
+    too_long = sum(length > limit for length in lengths)
+    return ValueError(
+        f"data.max_prompt_tokens = {limit}, but a prompt has {max(lengths)} tokens, and {too_long} of "
+        f"{len(lengths)} are longer{remedy}"
+    )
