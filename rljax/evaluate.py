@@ -39,6 +39,7 @@ from rljax.rollout.types import SERVED, RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
 from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
+from rljax.run.data_check import refuse_placeholders
 from rljax.run.directory import recorded_config
 from rljax.run.episodes import Episodes
 from rljax.run.evaluation import summarize_scores
@@ -69,6 +70,10 @@ class Arguments:
     """Settings of a reasoning-gym task, as in ``data.task_options``."""
     task_instruction: str = ""
     """A text that follows each question of a reasoning-gym task, as in ``data.task_instruction``."""
+    prompt_key: str = ""
+    """The key of the prompt in the rows of the file, as in ``data.prompt_key``."""
+    answer_key: str = ""
+    """The key of the right answer in the rows of the file, as in ``data.answer_key``."""
     n: int = 1
     """Responses per problem. The accuracy is their mean (avg@n)."""
     pass_k: tuple[int, ...] = ()
@@ -240,6 +245,8 @@ def main(argv: Sequence[str]) -> int:
             "chat_template_kwargs",
             "task_options",
             "task_instruction",
+            "prompt_key",
+            "answer_key",
         )
         task = arguments.dataset if task_names(arguments.dataset) else "toy"
         data = DataConfig(task, **{name: getattr(arguments, name) for name in shared})
@@ -255,6 +262,7 @@ def main(argv: Sequence[str]) -> int:
             scorer = EnvironmentHosts(arguments.environment, arguments.episode)
         else:
             function = arguments.reward or task_reward(arguments.dataset)
+            refuse_placeholders(problems, function, arguments.dataset)
             scorer = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
     sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
     names = ("engine", "urls", "api_key_file", "dtype")

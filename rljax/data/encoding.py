@@ -1,9 +1,9 @@
-"""The token ids of rendered prompts: what the tokenizer puts before plain texts, and how long prompts are."""
+"""The token ids of rendered prompts, and what the tokenizer puts before plain texts."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -32,36 +32,3 @@ def say_prefix(problems: Iterable[Problem], tokenizer: Tokenizer) -> None:
     also = f"; {twice} of {len(texts)} texts begin with it themselves, and have it twice" if twice else ""
     line = f"prompts that are plain texts begin with {named}, which the tokenizer puts before a text{also}"
     print(line, file=sys.stderr)
-
-
-def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> None:
-    """Raises ValueError, with counts, if a prompt has more than ``limit`` tokens; ``remedy`` ends the message."""
-    lengths = _lengths(problems, tokenizer)
-    if max(lengths) > limit:
-        raise _too_long(lengths, limit, remedy)
-
-
-def drop_long(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> Sequence[Problem]:
-    """Returns the problems whose prompts have at most ``limit`` tokens.
-
-    Raises:
-      ValueError: No problem is left. The message has the counts and ends with ``remedy``.
-    """
-    lengths = _lengths(problems, tokenizer)
-    if max(lengths) <= limit:
-        return problems
-    if min(lengths) > limit:
-        raise _too_long(lengths, limit, remedy)
-    return [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
-
-
-def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer) -> list[int]:
-    return [len(prompt_ids(problem, tokenizer)) for problem in problems]
-
-
-def _too_long(lengths: Sequence[int], limit: int, remedy: str) -> ValueError:
-    too_long = sum(length > limit for length in lengths)
-    return ValueError(
-        f"data.max_prompt_tokens = {limit}, but a prompt has {max(lengths)} tokens, and {too_long} of "
-        f"{len(lengths)} are longer{remedy}"
-    )

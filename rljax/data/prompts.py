@@ -16,8 +16,9 @@ import numpy as np
 
 from rljax.data import gym_problems as gym
 from rljax.data import toy, toy_calculator, toy_swaps
-from rljax.data.encoding import TEMPLATED
+from rljax.data.encoding import TEMPLATED, prompt_ids
 from rljax.data.files import Problem, Tally, answered_rows, prompt_text, read_problems
+from rljax.data.forms import OwnKeys
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import check_at_least
 
@@ -61,7 +62,12 @@ class DataConfig:
     """A text that follows each question of a reasoning-gym task after an empty line. Use it to say where the answer
     goes."""
     path: str | None = None
-    """A Parquet file in verl's format, or a JSONL file with ``prompt`` and ``answer``."""
+    """A Parquet file in verl's format, or a JSONL, JSON or CSV file with ``prompt`` and ``answer``."""
+    prompt_key: str = ""
+    """The key of the prompt in the rows of ``path``. A dot leads into a nested record: ``extra_info.question``. An
+    evaluation file uses it in the rows that have it. Empty: the keys of a row tell it."""
+    answer_key: str = ""
+    """The key of the right answer in the rows of ``path``, as ``prompt_key`` is the key of the prompt."""
     reward: str | None = None
     """The function that scores a response: addition, swaps, math, reasoning_gym, reasoning_gym_library, or your own as
     ``package.module:function``. None: the reward of the task; math if ``task`` is file."""
@@ -226,7 +232,11 @@ def _problems(
         if tally is not None:
             tally.rows = len(read)
     else:
-        read = read_problems(source) if tally is None else (problem for _, problem in answered_rows(source, tally))
+        form = OwnKeys(config.prompt_key, config.answer_key, optional=split == "eval" and config.task == "file")
+        if tally is None:
+            read = read_problems(source, form)
+        else:
+            read = (problem for _, problem in answered_rows(source, tally, form))
     return [render_problem(problem, tokenizer, config.chat_template, arguments) for problem in read]
 
 
@@ -300,6 +310,39 @@ def prompt_key(text: str) -> bytes:
 def distinct_prompts(problems: Sequence[Problem]) -> int:
     """Returns the number of different prompts of problems with rendered prompts."""
     return len({prompt_key(problem["prompt"]) for problem in problems})
+
+
+def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> None:
+    """Raises ValueError, with counts, if a prompt has more than ``limit`` tokens; ``remedy`` ends the message."""
+    lengths = _lengths(problems, tokenizer)
+    if max(lengths) > limit:
+        raise _too_long(lengths, limit, remedy)
+
+
+def drop_long(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> Sequence[Problem]:
+    """Returns the problems whose prompts have at most ``limit`` tokens.
+
+    Raises:
+      ValueError: No problem is left. The message has the counts and ends with ``remedy``.
+    """
+    lengths = _lengths(problems, tokenizer)
+    if max(lengths) <= limit:
+        return problems
+    if min(lengths) > limit:
+        raise _too_long(lengths, limit, remedy)
+    return [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
+
+
+def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer) -> list[int]:
+    return [len(prompt_ids(problem, tokenizer)) for problem in problems]
+
+
+def _too_long(lengths: Sequence[int], limit: int, remedy: str) -> ValueError:
+    too_long = sum(length > limit for length in lengths)
+    return ValueError(
+        f"data.max_prompt_tokens = {limit}, but a prompt has {max(lengths)} tokens, and {too_long} of "
+        f"{len(lengths)} are longer{remedy}"
+    )
 
 
 class PromptStream:

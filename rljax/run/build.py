@@ -13,13 +13,15 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.data.encoding import check_lengths, drop_long, prompt_ids, say_prefix
-from rljax.data.files import Tally
+from rljax.data.encoding import prompt_ids, say_prefix
+from rljax.data.files import Tally, right_answers
 from rljax.data.prompts import (
     TOYS,
     VERIFIERS,
     Problem,
     PromptStream,
+    check_lengths,
+    drop_long,
     evaluation_datasets,
     fraction_of,
     template_arguments,
@@ -35,7 +37,7 @@ from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
-from rljax.run.data_check import check_answers, short, table
+from rljax.run.data_check import check_answers, refuse_placeholders, short, table
 from rljax.run.episodes import Episodes
 from rljax.run.evaluation import Evaluation
 from rljax.run.external import make_external_batches
@@ -95,7 +97,7 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
             f"{tally.unanswered} have no right answer, {tally.too_long} have more than {limit} tokens{remedy}"
         )
     stream = PromptStream(training, data.batch_size, config.run.seed)
-    fingerprint = json_checksum([[problem["prompt"], problem["answer"]] for problem in training])
+    fingerprint = json_checksum([[problem["prompt"], right_answers(problem)] for problem in training])
     tallies = [] if data.task in TOYS else [tally]
     prompts = [prompt_ids(problem, tokenizer) for problem in itertools.islice(training, PROBED_PROMPTS)]
     datasets = evaluation_datasets(config.eval.datasets, data, tokenizer) if config.eval.is_wanted else {}
@@ -119,6 +121,8 @@ def look_at_data(config: Config, problems: Problems) -> str:
     if not problems.tallies or config.rollout.environment is not None:
         return ""
     data = config.data
+    for tally in problems.tallies:
+        refuse_placeholders(tally.problems, data.reward_name, tally.name)
     found = check_answers(
         [tally.problems for tally in problems.tallies],
         data.reward_name,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import wait
@@ -10,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from rljax.data.files import Problem, Tally
+from rljax.data.files import Problem, Tally, right_answers
+from rljax.data.gym_problems import REWARD as _GYM
 from rljax.data.prompts import distinct_prompts
 from rljax.rewards.pool import RewardPool
 from rljax.rewards.resolve import CHEAP, SHIPPED
@@ -22,6 +25,13 @@ TOLERATED = 0.01
 
 _EXAMPLES = 3
 _TRIALS = 8
+_CONTROLS = 64  # the most problems to which the right answer of another problem is given
+_MARGIN = 0.05  # a share of the controls; a reward that prefers the own answers in fewer does not tell them apart
+_SAME = 1e-6  # two rewards that differ by no more, relative to the larger one, are equal but for rounding
+# Texts that stand where no answer is known, in lower case.
+_PLACEHOLDERS = frozenset(
+    ("n/a", "n.a.", "na", "#n/a", "<na>", "none", "nan", "null", "nil", "tbd", "unknown", "?", "-", "--", "[]", "{}")
+)
 # The ways to write an answer as a response. A reward of the user's own may read any of them.
 _WRITTEN = {
     "math": ("Answer: {}",),
@@ -39,6 +49,8 @@ class AnswerCheck(NamedTuple):
     checked: int = 0  # the number of right answers scored
     failed: Sequence[Problem] = ()  # the problems whose right answer gets no reward
     reason: str = ""  # the reason why the answers could not be checked; "" if they were, or need not be
+    placeholders: int = 0  # the number of all right answers that are placeholders, such as N/A
+    control: str = ""  # what a reward does that cannot tell right answers from those of other problems; "" if it can
 
 
 def check_answers(
@@ -58,12 +70,30 @@ def check_answers(
     Raises:
       ValueError: There is no such reward.
     """
+    found = [0 if reward.startswith(_GYM) else sum(map(is_placeholder, problems)) for problems in sets]
     if not count:
-        return [AnswerCheck() for _ in sets]
+        return [AnswerCheck(placeholders=number) for number in found]
     deadline = time.monotonic() + LONGEST_S
     workers = 0 if reward in CHEAP else None if workers is None else max(1, workers)
     with RewardPool(reward, workers, timeout_s) as pool:
-        return [_check(pool, problems, reward, count, seed, deadline) for problems in sets]
+        checks = [_check(pool, problems, reward, count, seed, deadline) for problems in sets]
+    return [check._replace(placeholders=number) for check, number in zip(checks, found, strict=True)]
+
+
+def is_placeholder(problem: Problem) -> bool:
+    """Returns whether the right answer of a problem is a text that stands where no answer is known, such as N/A."""
+    answers = right_answers(problem)
+    each = [answers] if isinstance(answers, str) else answers
+    return all(answer.strip().lower() in _PLACEHOLDERS for answer in each)
+
+
+def refuse_placeholders(problems: Sequence[Problem], reward: str, name: str) -> None:
+    """Raises ValueError if a shipped reward would judge by placeholders alone; ``name`` is the data set."""
+    if reward in SHIPPED and len(problems) and all(map(is_placeholder, problems)):
+        raise ValueError(
+            f"{name}: no row has a right answer; all {len(problems)} hold a placeholder, such as "
+            f"{short(problems[0]['answer'])}: name the key of the answers as answer_key, or give a reward of your own"
+        )
 
 
 def _check(
@@ -74,26 +104,79 @@ def _check(
     chosen = [problem for problem in (problems[int(i)] for i in order) if problem["answer"]]
     if not chosen:
         return AnswerCheck(reason="no right answer is known")
+    others = _others(chosen[:_CONTROLS])
     try:
         ways = _WRITTEN.get(reward, _ANY_WAY)
         trials = {way: _score(pool, chosen[:_TRIALS], way, deadline) for way in ways}
-        best = max(ways, key=lambda way: sum(value > 0.0 for value in trials[way]))
+        is_asked = any(map(any, trials.values()))
+        controls = {way: _score(pool, chosen[:_TRIALS], way, deadline, others) if is_asked else [] for way in ways}
+        best = max(ways, key=lambda way: (_margin(trials[way], controls[way])[0], sum(trials[way])))
         rewards = trials[best] + _score(pool, chosen[_TRIALS:], best, deadline)
+        more = chosen[_TRIALS:_CONTROLS] if controls[best] else []
+        control = controls[best] + _score(pool, more, best, deadline, others[_TRIALS:])
     except RuntimeError as error:  # no worker can be started
         return AnswerCheck(reason=str(error))
     raised = pool.pop_metrics()["reward/errors"]
     if not rewards:
         return AnswerCheck(reason=f"no answer was scored within {LONGEST_S:g} s")
-    failed = [problem for problem, value in zip(chosen, rewards, strict=False) if value <= 0.0]
+    is_blind = _is_blind(rewards, control)
+    floor = 0.0 if is_blind or not control else statistics.median(control)
+    failed = [problem for problem, value in zip(chosen, rewards, strict=False) if value <= floor]
     if len(failed) == len(rewards) and reward not in SHIPPED:
         errors = f"; it failed {raised} times" if raised else ""
         return AnswerCheck(reason=f"{reward} rewards no right answer in any tried form{errors}")
-    return AnswerCheck(len(rewards), failed)
+    return AnswerCheck(len(rewards), failed, control=_blindness(reward, rewards, control) if is_blind else "")
 
 
-def _score(pool: RewardPool, problems: Sequence[Problem], way: str, deadline: float) -> list[float]:
-    """Returns the rewards of the right answers of problems, up to the first one that misses the deadline."""
-    futures = [pool.submit(problem, way.format(problem["answer"]), False) for problem in problems]
+def _others(problems: Sequence[Problem]) -> list[str]:
+    """Returns for each problem the right answer of another one; none if all answers are the same."""
+    texts = [" ".join(problem["answer"].split()).lower() for problem in problems]
+    different = dict(zip(texts, (problem["answer"] for problem in problems), strict=True))
+    if len(different) < 2:
+        return []
+    places = {text: place for place, text in enumerate(different)}
+    answers = list(different.values())
+    # Neighbours in the list of different answers; the step varies, so that no answer has always the same control.
+    steps = (1 + i % (len(answers) - 1) for i in range(len(problems)))
+    return [answers[(places[text] + step) % len(answers)] for text, step in zip(texts, steps, strict=True)]
+
+
+def _margin(own: Sequence[float], other: Sequence[float]) -> tuple[int, int]:
+    """Returns how many more own answers than others get the higher reward, and how many pairs have a higher one."""
+    pairs = [(a, b) for a, b in zip(own, other, strict=False) if abs(a - b) > _SAME * max(abs(a), abs(b))]
+    return sum(1 if a > b else -1 for a, b in pairs), len(pairs)
+
+
+def _is_blind(own: Sequence[float], other: Sequence[float]) -> bool:
+    """Returns whether a reward gives right answers about as much as the right answers of other problems.
+
+    One that prefers some of the own answers, and never another one, is blind only if it does so in very few problems.
+    Where it prefers others as well, chance alone moves the margin by the root of the number of such pairs.
+    """
+    margin, differing = _margin(own, other)
+    chance = 2.0 * math.sqrt(differing) if margin < differing else 0.0
+    return bool(other) and margin <= max(_MARGIN * len(other), chance)
+
+
+def _blindness(reward: str, own: Sequence[float], other: Sequence[float]) -> str:
+    means = [f"{statistics.fmean(values[: len(other)]):.3g}" for values in (own, other)]
+    return (
+        f"{reward} gives right answers {means[0]} on average and the right answers of other problems {means[1]}: it "
+        "does not tell them apart, which is right only for a reward that needs no answer"
+    )
+
+
+def _score(
+    pool: RewardPool, problems: Sequence[Problem], way: str, deadline: float, answers: Sequence[str] | None = None
+) -> list[float]:
+    """Returns the rewards of ``answers`` to problems, up to the first one that misses the deadline.
+
+    ``answers`` None: the right answers of the problems.
+    """
+    given = [problem["answer"] for problem in problems] if answers is None else answers
+    futures = [
+        pool.submit(problem, way.format(answer), False) for problem, answer in zip(problems, given, strict=False)
+    ]
     rewards = []
     for future in tqdm(futures, desc="checking answers", unit="answer", delay=2.0, leave=False, disable=None):
         if not wait([future], deadline - time.monotonic()).done:
@@ -115,6 +198,12 @@ def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> st
         too_long = "-" if tally.too_long is None else tally.too_long
         fails = f"{len(check.failed)} of {check.checked}" if check.checked else "not checked"
         lines.append([str(cell) for cell in (tally.name, tally.rows, tally.unanswered, too_long, repeats, fails)])
+        if check.placeholders:
+            shown = short(next(problem["answer"] for problem in tally.problems if is_placeholder(problem)))
+            notes.append(
+                f"{tally.name}: {check.placeholders} of {len(tally.problems)} right answers are placeholders, such as "
+                f"{shown}, and are used as they are"
+            )
         if check.reason:
             notes.append(f"{tally.name}: the right answers could not be checked: {check.reason}")
         notes += [
@@ -128,6 +217,7 @@ def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> st
     for first, *others in lines:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         rows.append("  ".join([first.ljust(widths[0]), *cells]))
+    rows[:0] = [f"warning: {tally.name}: {check.control}" for tally, check in tallies if check.control]
     if any(len(check.failed) > TOLERATED * check.checked for _, check in tallies):
         rows.insert(0, "warning: right answers get no reward when they are given as the response")
     return "\n".join([*rows, *notes])
