@@ -147,7 +147,8 @@ def as_alternatives(value: Any) -> Alternatives | None:
             parsed = json.loads(value)
         except (ValueError, RecursionError):
             return None
-    if not isinstance(parsed, list) or not parsed or not all(isinstance(one, str) for one in parsed):
+    is_texts = isinstance(parsed, list) and all(isinstance(one, str) for one in parsed)
+    if not is_texts or (not parsed and parsed is not value):
         return None
     return Alternatives(tuple(one for one in parsed if one.strip()))
 
@@ -181,8 +182,10 @@ def _answer(row: Mapping[str, Any], path: str, form: Form) -> Any:
         nested = _record(value)
         truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
         if key == "reward_model":
-            truth = row.get("answer") if truth is None else as_alternatives(truth) or truth
+            return row.get("answer") if truth is None else as_alternatives(truth) or truth
         return truth
+    if path.lower() == "reward_model.ground_truth":
+        return as_alternatives(value) or value
     if key == "solutions" or (key == "solution" and isinstance(value, list)):
         several = as_alternatives(value)
         if several is not None:
@@ -236,11 +239,12 @@ def _shown(answer: Any) -> str:
 
 def _agree(one: Any, other: Any) -> bool:
     """Returns whether two right answers are the same text or number, or share an alternative."""
-    texts, others = (
-        [each.strip() for each in answer.answers] if isinstance(answer, Alternatives) else [str(answer).strip()]
-        for answer in (one, other)
-    )
-    return any(a == b or _number(a) == _number(b) for a in texts for b in others)
+    return any(a == b or _number(a) == _number(b) for a in _texts(one) for b in _texts(other))
+
+
+def _texts(answer: Any) -> list[str]:
+    several = answer.answers if isinstance(answer, Alternatives) else answer
+    return [str(each).strip() for each in (several if isinstance(several, list | tuple) else [several])]
 
 
 def _number(text: str) -> float | str:
@@ -312,7 +316,7 @@ def _present(keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
 
 def _named(keys: Sequence[str], name: str) -> str:
     """Returns the key with this name, in any case; an empty string if there is none."""
-    return name if name in keys else next((key for key in keys if key.lower() == name), "")
+    return name if name in keys else next((key for key in keys if key.lower() == name.lower()), "")
 
 
 def _from_json(value: Any, opening: str) -> Any:

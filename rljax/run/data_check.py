@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import NamedTuple
@@ -104,65 +105,68 @@ def _check(
     chosen = [problem for problem in (problems[int(i)] for i in order) if problem["answer"]]
     if not chosen:
         return AnswerCheck(reason="no right answer is known")
-    others = _others(chosen[:_CONTROLS])
     try:
         ways = _WRITTEN.get(reward, _ANY_WAY)
         trials = {way: _score(pool, chosen[:_TRIALS], way, deadline) for way in ways}
         is_asked = any(map(any, trials.values()))
-        controls = {way: _score(pool, chosen[:_TRIALS], way, deadline, others) if is_asked else [] for way in ways}
-        best = max(ways, key=lambda way: (_margin(trials[way], controls[way])[0], sum(trials[way])))
+        tried = {way: _control(pool, chosen[:_TRIALS], trials[way], way, deadline) if is_asked else [] for way in ways}
+        best = max(ways, key=lambda way: (_margin(tried[way])[0], sum(trials[way])))
         rewards = trials[best] + _score(pool, chosen[_TRIALS:], best, deadline)
-        more = chosen[_TRIALS:_CONTROLS] if controls[best] else []
-        control = controls[best] + _score(pool, more, best, deadline, others[_TRIALS:])
+        pairs = _control(pool, chosen[:_CONTROLS], rewards, best, deadline) if is_asked else []
     except RuntimeError as error:  # no worker can be started
         return AnswerCheck(reason=str(error))
     raised = pool.pop_metrics()["reward/errors"]
     if not rewards:
         return AnswerCheck(reason=f"no answer was scored within {LONGEST_S:g} s")
-    is_blind = _is_blind(rewards, control)
-    floor = 0.0 if is_blind or not control else statistics.median(control)
+    is_blind = _is_blind(pairs)
+    floor = statistics.median(other for _, other in pairs) if pairs and not is_blind else 0.0
     failed = [problem for problem, value in zip(chosen, rewards, strict=False) if value <= floor]
     if len(failed) == len(rewards) and reward not in SHIPPED:
         errors = f"; it failed {raised} times" if raised else ""
         return AnswerCheck(reason=f"{reward} rewards no right answer in any tried form{errors}")
-    return AnswerCheck(len(rewards), failed, control=_blindness(reward, rewards, control) if is_blind else "")
+    return AnswerCheck(len(rewards), failed, control=_blindness(reward, pairs) if is_blind else "")
 
 
-def _others(problems: Sequence[Problem]) -> list[str]:
-    """Returns for each problem the right answer of another one; none if all answers are the same."""
-    texts = [" ".join(problem["answer"].split()).lower() for problem in problems]
-    different = dict(zip(texts, (problem["answer"] for problem in problems), strict=True))
-    if len(different) < 2:
-        return []
-    places = {text: place for place, text in enumerate(different)}
-    answers = list(different.values())
-    # Neighbours in the list of different answers; the step varies, so that no answer has always the same control.
-    steps = (1 + i % (len(answers) - 1) for i in range(len(problems)))
-    return [answers[(places[text] + step) % len(answers)] for text, step in zip(texts, steps, strict=True)]
+def _control(
+    pool: RewardPool, problems: Sequence[Problem], own: Sequence[float], way: str, deadline: float
+) -> list[tuple[float, float]]:
+    """Returns pairs of rewards: ``own``, of a problem's right answer, and the reward of another problem's right answer.
+
+    Each answer is given as often as it is right, so that a reward which ignores the problems has two equal means. A
+    problem whose answer would be given its equal is left out, and there is no pair if all answers are equal.
+    """
+    texts = [" ".join(problem["answer"].split()).lower() for problem in problems[: len(own)]]
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    shift = max([*Counter(texts).values(), len(texts) // 2])
+    turned = [(i, order[(place + shift) % len(order)]) for place, i in enumerate(order)]
+    chosen = [(i, j) for i, j in turned if texts[i] != texts[j]]
+    answers = [problems[j]["answer"] for _, j in chosen]
+    others = _score(pool, [problems[i] for i, _ in chosen], way, deadline, answers)
+    return [(own[i], other) for (i, _), other in zip(chosen, others, strict=False)]
 
 
-def _margin(own: Sequence[float], other: Sequence[float]) -> tuple[int, int]:
-    """Returns how many more own answers than others get the higher reward, and how many pairs have a higher one."""
-    pairs = [(a, b) for a, b in zip(own, other, strict=False) if abs(a - b) > _SAME * max(abs(a), abs(b))]
-    return sum(1 if a > b else -1 for a, b in pairs), len(pairs)
+def _margin(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:
+    """Returns how many more own answers than others get the higher reward, and in how many pairs one is higher."""
+    signs = [1 if a > b else -1 for a, b in pairs if abs(a - b) > _SAME * max(abs(a), abs(b))]
+    return sum(signs), len(signs)
 
 
-def _is_blind(own: Sequence[float], other: Sequence[float]) -> bool:
+def _is_blind(pairs: Sequence[tuple[float, float]]) -> bool:
     """Returns whether a reward gives right answers about as much as the right answers of other problems.
 
     One that prefers some of the own answers, and never another one, is blind only if it does so in very few problems.
     Where it prefers others as well, chance alone moves the margin by the root of the number of such pairs.
     """
-    margin, differing = _margin(own, other)
+    margin, differing = _margin(pairs)
     chance = 2.0 * math.sqrt(differing) if margin < differing else 0.0
-    return bool(other) and margin <= max(_MARGIN * len(other), chance)
+    return bool(pairs) and margin <= max(_MARGIN * len(pairs), chance)
 
 
-def _blindness(reward: str, own: Sequence[float], other: Sequence[float]) -> str:
-    means = [f"{statistics.fmean(values[: len(other)]):.3g}" for values in (own, other)]
+def _blindness(reward: str, pairs: Sequence[tuple[float, float]]) -> str:
+    own, other = (f"{statistics.fmean(values):.3g}" for values in zip(*pairs, strict=True))
     return (
-        f"{reward} gives right answers {means[0]} on average and the right answers of other problems {means[1]}: it "
-        "does not tell them apart, which is right only for a reward that needs no answer"
+        f"{reward} gives right answers {own} on average and the right answers of other problems {other}: it does not "
+        "tell them apart, which is right only for a reward that needs no answer"
     )
 
 
