@@ -121,6 +121,8 @@ class Arguments:
         check_at_least(self, 1, "batch_size")
         if (self.engine in SERVED) != bool(self.urls):
             raise ValueError("urls are needed with engine = vllm or sglang, and only there")
+        if (self.prompt_key or self.answer_key) and (self.dataset in TOYS or task_names(self.dataset)):
+            raise ValueError(f"prompt_key and answer_key are for files, but the dataset is {self.dataset}")
         if self.best and self.step is not None:
             raise ValueError("best and step name two checkpoints: give one")
         if self.environment is not None and self.reward is not None:

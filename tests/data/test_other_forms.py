@@ -74,7 +74,10 @@ def test_alternatives_of_worked_solutions():
             {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "answer": "4"},
             "the prompt has a part of type image_url",
         ),
-        ({"prompt": [{"role": "user", "content": ["1+1?"]}], "answer": "4"}, "the prompt must be text or a list of messages"),
+        (
+            {"prompt": [{"role": "user", "content": ["1+1?"]}], "answer": "4"},
+            "the prompt must be text or a list of messages",
+        ),
     ],
 )
 def test_what_cannot_be_told_is_refused(row, message):

@@ -127,7 +127,7 @@ def test_evaluate_and_compare_begin_prompts_in_the_same_way(model, tmp_path):
     assert load_tokenizer(TOY_BASE).prefix == ()
 
 
-def test_tasks_of_reasoning_gym_are_plain_texts_without_a_template(model, monkeypatch):
+def test_tasks_of_reasoning_gym_begin_in_the_same_way(model, monkeypatch):
     made = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}]
     monkeypatch.setattr("rljax.data.gym_problems.gym_problems", lambda *args, **settings: made)
     tokenizer = load_tokenizer(model)
