@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rljax.data.encoding import prompt_ids
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.evaluate import find_policy
@@ -149,7 +150,7 @@ def main():
         if engine is not None:
             version = use_newest_policy(wanted.run, engine, version, mesh)
         chosen = [problems[i] for i in range(first, first + wanted.at_once)]
-        prompts = [tokenizer.encode(problem["prompt"]) for problem in chosen]
+        prompts = [prompt_ids(problem, tokenizer) for problem in chosen]
         groups = [[] for _ in chosen]
         if engine is None:
             responses = ask_server(wanted.server, prompts, wanted.group_size, sampling, first)

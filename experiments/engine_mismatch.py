@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rljax.data.encoding import prompt_ids
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import caller_errors, run_cli
@@ -111,7 +112,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Measures the three tables and prints each row when it is ready."""
     policy, tokenizer = read_config(options.path), load_tokenizer(options.path)
     params, mesh = load_params(options.path, policy), make_mesh(MeshConfig())
-    prompts = [tokenizer.encode(problem["prompt"]) for problem in addition_problems("eval", options.problems)]
+    prompts = [prompt_ids(problem, tokenizer) for problem in addition_problems("eval", options.problems)]
     toy = Toy(prompts, policy.stop_token_ids or (tokenizer.eos_token_id,))
     longest = max(map(len, prompts))
     scorers = {dtype: make_scorer(policy, dtype) for dtype in ("bfloat16", "float32")}

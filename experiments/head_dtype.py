@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rljax.data.encoding import prompt_ids
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import caller_errors, run_cli
@@ -81,7 +82,7 @@ def measure(options: argparse.Namespace, engine: str, dtype: str, head: str) -> 
     """Measures the mismatch of one engine's samples, by the dtype of the trainer's head."""
     policy, tokenizer = read_config(options.path), load_tokenizer(options.path)
     params = load_params(options.path, policy)
-    prompts = [tokenizer.encode(problem["prompt"]) for problem in addition_problems("eval", options.problems)]
+    prompts = [prompt_ids(problem, tokenizer) for problem in addition_problems("eval", options.problems)]
     longest = max(map(len, prompts)) + options.max_response_tokens
     sampling = SamplingParams(options.max_response_tokens, 1.0, policy.stop_token_ids or (tokenizer.eos_token_id,))
     with opened(engine, options.path, dtype, head, params, longest) as made:

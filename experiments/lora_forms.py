@@ -28,6 +28,7 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from rljax.data.encoding import prompt_ids
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import caller_errors, run_cli
@@ -221,7 +222,7 @@ def sample(
 ) -> tuple[list[np.ndarray], list[int], Scored]:
     """Returns the sampled sequences, the lengths of their prompts, and the engine's log-probabilities."""
     problems = addition_problems("eval", arguments.problems)
-    texts = [np.asarray(tokenizer.encode(problem["prompt"]), np.int32) for problem in problems]
+    texts = [np.asarray(prompt_ids(problem, tokenizer), np.int32) for problem in problems]
     engine = JaxEngine(config, dtype, max(map(len, texts)), mesh=make_mesh(MeshConfig(1, 1)))
     engine.publish(merged, 0)
     sampling = SamplingParams(36, 1.0, (tokenizer.eos_token_id,))

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
+from rljax.data.encoding import prompt_ids
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import caller_errors, run_cli
@@ -125,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         policy, tokenizer = read_config(arguments.path), load_tokenizer(arguments.path)
         mesh = make_mesh(MeshConfig())
         params = load_params(arguments.path, policy, param_shardings(policy, mesh))
-    prompts = [tokenizer.encode(p["prompt"]) for p in addition_problems("eval", arguments.problems)]
+    prompts = [prompt_ids(p, tokenizer) for p in addition_problems("eval", arguments.problems)]
     stops = policy.stop_token_ids or (tokenizer.eos_token_id,)
     exact = make_exact(arguments, policy, mesh, max(map(len, prompts)))
     print(

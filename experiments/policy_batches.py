@@ -11,6 +11,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from rljax.algorithms.advantages import rloo
+from rljax.data.encoding import prompt_ids
 from rljax.data.prompts import training_problems
 from rljax.data.tokenizer import load_tokenizer
 from rljax.evaluate import Policy
@@ -43,7 +44,7 @@ class Sampler:
         problems = training_problems(settings.data, tokenizer)
         chosen = np.random.default_rng(seed).integers(len(problems), size=(batches, settings.data.batch_size))
         self._problems = [[problems[int(i)] for i in row] for row in chosen]
-        self._prompts = [[tokenizer.encode(problem["prompt"]) for problem in row] for row in self._problems]
+        self._prompts = [[prompt_ids(problem, tokenizer) for problem in row] for row in self._problems]
         rollout = settings.rollout
         stops = policy.config.stop_token_ids or (tokenizer.eos_token_id,)
         self._sampling = SamplingParams(rollout.max_response_tokens, rollout.temperature, stops)

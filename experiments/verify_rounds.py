@@ -31,6 +31,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rljax.data.encoding import prompt_ids
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import VerificationError, run_cli
@@ -130,7 +131,7 @@ class Probes:
         self._client = OneByOne(client) if options.alone else client
         form = ServerForm(kv_cache=options.kv_cache_dtype)
         info = ServerInfo(self._url, vocab_size=policy.vocab_size, block_size=BLOCK_SIZE, form=form)
-        prompts = [tokenizer.encode(problem["prompt"]) for problem in addition_problems("train", 64)]
+        prompts = [prompt_ids(problem, tokenizer) for problem in addition_problems("train", 64)]
         of_run = prompts if kind == "prompts of the run" else ()
         config = VerifyConfig(prompts=options.prompts, rounded_prompts=options.prompts, rounds=options.looks)
         configs = [dataclasses.replace(config, seed=seed) for seed in range(options.verifiers)]

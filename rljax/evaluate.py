@@ -20,6 +20,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+from rljax.data.encoding import prompt_ids, say_prefix
 from rljax.data.gym_problems import task_names
 from rljax.data.prompts import TOYS, DataConfig, Problem, evaluation_datasets, task_reward, template_arguments
 from rljax.data.tokenizer import load_tokenizer
@@ -38,6 +39,7 @@ from rljax.rollout.types import SERVED, RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
 from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
+from rljax.run.data_check import refuse_placeholders
 from rljax.run.directory import recorded_config
 from rljax.run.episodes import Episodes
 from rljax.run.evaluation import all_failed_line, summarize_scores
@@ -68,6 +70,10 @@ class Arguments:
     """Settings of a reasoning-gym task, as in ``data.task_options``."""
     task_instruction: str = ""
     """A text that follows each question of a reasoning-gym task, as in ``data.task_instruction``."""
+    prompt_key: str = ""
+    """The key of the prompt in the rows of the file, as in ``data.prompt_key``."""
+    answer_key: str = ""
+    """The key of the right answer in the rows of the file, as in ``data.answer_key``."""
     n: int = 1
     """Responses per problem. The accuracy is their mean (avg@n)."""
     pass_k: tuple[int, ...] = ()
@@ -115,6 +121,8 @@ class Arguments:
         check_at_least(self, 1, "batch_size")
         if (self.engine in SERVED) != bool(self.urls):
             raise ValueError("urls are needed with engine = vllm or sglang, and only there")
+        if (self.prompt_key or self.answer_key) and (self.dataset in TOYS or task_names(self.dataset)):
+            raise ValueError(f"prompt_key and answer_key are for files, but the dataset is {self.dataset}")
         if self.best and self.step is not None:
             raise ValueError("best and step name two checkpoints: give one")
         if self.environment is not None and self.reward is not None:
@@ -239,11 +247,14 @@ def main(argv: Sequence[str]) -> int:
             "chat_template_kwargs",
             "task_options",
             "task_instruction",
+            "prompt_key",
+            "answer_key",
         )
         task = arguments.dataset if task_names(arguments.dataset) else "toy"
         data = DataConfig(task, **{name: getattr(arguments, name) for name in shared})
         ((name, problems),) = evaluation_datasets([arguments.dataset], data, tokenizer).items()
-        prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
+        say_prefix(problems, tokenizer)
+        prompt_tokens = max(len(prompt_ids(problem, tokenizer)) for problem in problems)
         toy = TOYS.get(arguments.dataset)
         toy_limit = toy.max_response_tokens if toy else None
         wanted = toy_limit if arguments.max_response_tokens is None else arguments.max_response_tokens
@@ -253,6 +264,7 @@ def main(argv: Sequence[str]) -> int:
             scorer = EnvironmentHosts(arguments.environment, arguments.episode)
         else:
             function = arguments.reward or task_reward(arguments.dataset)
+            refuse_placeholders(problems, function, arguments.dataset)
             scorer = RewardPool(function, arguments.reward_workers, arguments.reward_timeout_s)
     sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
     names = ("engine", "urls", "api_key_file", "dtype")

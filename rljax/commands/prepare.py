@@ -28,7 +28,9 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
+from rljax.data.encoding import prompt_ids, say_prefix
 from rljax.data.files import (
+    FILE_SUFFIXES,
     PASS_RATE,
     Problem,
     Row,
@@ -39,21 +41,20 @@ from rljax.data.files import (
     read_rows,
     write_rows,
 )
-from rljax.data.forms import FormName
+from rljax.data.forms import Form, FormName, OwnKeys
 from rljax.data.gym_problems import task_names
-from rljax.data.prompts import FILE_REWARD, prompt_key, rendered, template_arguments
+from rljax.data.prompts import FILE_REWARD, prompt_key, render_problem, template_arguments
+from rljax.data.scores import Scores
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import RolloutConfig, SamplingParams
-from rljax.run.data_check import check_answers, table
+from rljax.run.data_check import check_answers, refuse_placeholders, table
 from rljax.run.evaluation import SOLVED
 from rljax.run.options import parse_arguments
 from rljax.run.sampling import Sampler
 from rljax.run.single_turn import SingleTurn
-
-FILE_SUFFIXES = (".parquet", ".jsonl", ".json")
 
 _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 
@@ -63,9 +64,11 @@ class Arguments:
     """The arguments of the preparation.
 
     Attributes:
-      source: A Parquet, JSONL or JSON file, or a data set of the hub.
+      source: A Parquet, JSONL, JSON or CSV file, or a data set of the hub.
       out: The Parquet file to write.
       form: The form of the source; None: the keys of a row tell it.
+      prompt_key: The key of the prompt, as in ``data.prompt_key``.
+      answer_key: The key of the right answer, as in ``data.answer_key``.
       model: A model, a run directory or a checkpoint. Its tokenizer counts, and its policy or a served copy is sampled.
       max_prompt_tokens: The longest prompt that is kept (tokens, the chat template included); None: any length.
       chat_template: The value of ``data.chat_template`` in the training run.
@@ -92,6 +95,8 @@ class Arguments:
     source: tyro.conf.Positional[str]
     out: tyro.conf.Positional[Path]
     form: FormName | None = None
+    prompt_key: str = ""
+    answer_key: str = ""
     model: str | None = None
     max_prompt_tokens: int | None = None
     chat_template: Literal["auto", "true", "false"] = "auto"
@@ -128,6 +133,8 @@ class Arguments:
             raise ConfigError(
                 f"pass rates must be 0 <= min <= max <= 1, got {self.min_pass_rate} and {self.max_pass_rate}"
             )
+        if self.form is not None and self.own_form != self.form:
+            raise ConfigError("--form names the keys already: leave out --prompt-key and --answer-key")
         if self.samples == 1 or (self.samples and not self.temperature > 0.0):
             raise ConfigError("a pass rate needs at least 2 samples and a positive temperature")
         if not self.samples and (self.min_pass_rate, self.max_pass_rate) != (0.0, 1.0):
@@ -139,6 +146,12 @@ class Arguments:
     def engine_name(self) -> Literal["jax", "vllm"]:
         """The engine: ``engine``, or vllm if there are ``urls``, else jax."""
         return self.engine or ("vllm" if self.urls else "jax")
+
+    @property
+    def own_form(self) -> Form:
+        """The form of the source, or the keys that are named instead of one."""
+        keys = OwnKeys(self.prompt_key, self.answer_key)
+        return keys if any(keys) else self.form
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -203,7 +216,7 @@ def find_source(source: str) -> Path:
         raise ConfigError(f"{source} is not a local file and the Hugging Face hub does not give it: {error}") from error
 
 
-def read_distinct(path: Path, form: FormName | None, tally: Tally) -> Selection:
+def read_distinct(path: Path, form: Form, tally: Tally) -> Selection:
     """Reads the first row of each prompt, by ``prompt_key``, and counts rows and repeats in ``tally``."""
     seen: dict[bytes, str] = {}
     selection, contradicting = Selection([], []), 0
@@ -226,43 +239,10 @@ def read_distinct(path: Path, form: FormName | None, tally: Tally) -> Selection:
 
 def drop_long(selection: Selection, tokenizer: Tokenizer, limit: int, tally: Tally) -> None:
     """Keeps problems whose rendered prompts have at most ``limit`` tokens, and counts the others in ``tally``."""
-    lengths = [len(tokenizer.encode(p["prompt"])) for p in tqdm(selection.problems, desc="counting", unit="prompt")]
+    lengths = [len(prompt_ids(p, tokenizer)) for p in tqdm(selection.problems, desc="counting", unit="prompt")]
     kept = [length <= limit for length in lengths]
     tally.too_long = kept.count(False)
     selection.keep("prompt length", kept, max_prompt_tokens=limit, longest=max(lengths))
-
-
-class Scores:
-    """The rewards of each problem's responses, in a JSONL file that survives an interruption."""
-
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        """Reads the scores so far. Raises ConfigError if they come from other settings."""
-        self._path, self.rewards = path, dict[str, list[float]]()
-        if path.is_file():
-            text = path.read_text(encoding="utf-8")
-            whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
-            lines = [json.loads(line) for line in whole.splitlines()]
-            if lines:
-                self._check(lines[0], settings)
-                self.rewards = {line["key"]: line["rewards"] for line in lines[1:]}
-                path.write_text(whole, encoding="utf-8")
-                return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
-
-    def add(self, key: str, rewards: list[float]) -> None:
-        """Writes one problem's rewards."""
-        self.rewards[key] = rewards
-        with self._path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps({"key": key, "rewards": rewards}) + "\n")
-
-    def _check(self, there: dict[str, Any], now: dict[str, Any]) -> None:
-        differing = [f"{key} ({there.get(key)} there, {now[key]} now)" for key in now if there.get(key) != now[key]]
-        if differing:
-            raise ConfigError(
-                f"{self._path} was scored with other settings: {', '.join(differing)}; "
-                "delete it or give another --scores"
-            )
 
 
 def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer: Tokenizer) -> Scores:
@@ -270,7 +250,7 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
     with caller_errors():
         policy = find_policy(str(arguments.model))
         pool = RewardPool(arguments.reward, arguments.reward_workers, arguments.reward_timeout_s)
-        prompt_tokens = max(len(tokenizer.encode(problem["prompt"])) for problem in problems)
+        prompt_tokens = max(len(prompt_ids(problem, tokenizer)) for problem in problems)
         limit = response_limit(arguments.max_response_tokens, policy.config, prompt_tokens)
     names = ("model", "samples", "temperature", "reward", "seed", "chat_template")
     settings = {name: getattr(arguments, name) for name in names} | {"max_response_tokens": limit}
@@ -356,9 +336,11 @@ def main(argv: Sequence[str]) -> int:
         tally = Tally(source.name)
         tokenizer = None if arguments.model is None else load_tokenizer(find_policy(arguments.model).hf_path)
         given = arguments.template_arguments
-        selection = read_distinct(source, arguments.form, tally)
-        for problem in selection.problems:
-            problem |= rendered(problem, tokenizer, arguments.template, given)
+        selection = read_distinct(source, arguments.own_form, tally)
+        template = arguments.template
+        selection.problems = [render_problem(each, tokenizer, template, given) for each in selection.problems]
+        if tokenizer is not None:
+            say_prefix(selection.problems, tokenizer)
     if tokenizer is not None and arguments.max_prompt_tokens is not None:
         drop_long(selection, tokenizer, arguments.max_prompt_tokens, tally)
     tally.problems = selection.problems
@@ -377,7 +359,7 @@ def main(argv: Sequence[str]) -> int:
     }
     held = arguments.out.with_name(f"{arguments.out.stem}-held.parquet")
     for path, rows in [(arguments.out, selection.rows)] + ([(held, eval_rows)] if eval_rows else []):
-        write_rows(path, rows, like=source, provenance=provenance, form=arguments.form)
+        write_rows(path, rows, like=source, provenance=provenance, form=arguments.own_form)
         print(f"wrote {len(rows)} problems to {path}")
     return 0
 
@@ -385,6 +367,7 @@ def main(argv: Sequence[str]) -> int:
 def look_at(tally: Tally, arguments: Arguments) -> list[str]:
     """Checks the right answers, prints the table of counts, and returns its lines."""
     with caller_errors():
+        refuse_placeholders(tally.problems, arguments.reward, arguments.source)
         (check,) = check_answers(
             [tally.problems],
             arguments.reward,

@@ -128,7 +128,7 @@ def toy_prompts(count: int, model: str | Path) -> TokenDump:
     if count < 1:
         raise ValueError(f"the number of toy prompts must be at least 1, got {count}")
     tokenizer, problems = load_tokenizer(model), addition_problems("eval", count)
-    prompts = [tokenizer.encode(problem["prompt"]).tolist() for problem in problems]
+    prompts = [tokenizer.encode_prompt(problem["prompt"]).tolist() for problem in problems]
     return make_dump([f"held/{i}" for i in range(count)], prompts, [[False] * len(ids) for ids in prompts], {})
 
 

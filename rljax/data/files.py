@@ -1,13 +1,14 @@
-"""Reads and writes files of problems: Parquet in the form that verl reads, or JSONL.
+"""Reads and writes files of problems: Parquet in the form that verl reads, JSONL, JSON or CSV.
 
 A row has a ``prompt``, which is a text or a list of chat messages ``{"role", "content"}``. Its right answer is
 ``reward_model.ground_truth`` or ``answer``. Published data sets have other keys (``rljax.data.forms``). The reward also
-gets ``data_source`` and ``extra_info``. The metadata of a written file has a JSON object under ``rljax.problems`` with
-the source file and the filters.
+gets ``data_source``, ``extra_info``, and ``alternatives`` if a row has several right answers. The metadata of a written
+file has a JSON object under ``rljax.problems`` with the source file and the filters.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +19,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rljax.data.forms import FormName, NoAnswerError, find_keys, take
+from rljax.data.forms import Alternatives, Form, NoAnswerError, as_alternatives, take, unread_keys
 from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
 
 FORMAT_VERSION = 1
 PASS_RATE = "pass_rate"
+ALTERNATIVES = "alternatives"  # the key of all right answers of a problem that has several; ``answer`` is the first
+FILE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 _KEY = b"rljax.problems"
 _BATCH_ROWS = 8192
 _CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -50,7 +53,7 @@ class Tally:
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
-    """Yields (number, row) of a Parquet, JSONL or JSON file. Numbers count from 1; in JSONL they are line numbers.
+    """Yields (number, row) of a file of problems. Numbers count from 1; in JSONL and CSV they are line numbers.
 
     Raises:
       ValueError: The file does not exist or has another form, or a line is not a JSON object. The message is one line.
@@ -62,6 +65,8 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
         yield from json_lines(path)
     elif path.suffix == ".json":
         yield from _json_array(path)
+    elif path.suffix == ".csv":
+        yield from _csv_rows(path)
     elif path.suffix == ".parquet":
         number = 0
         with _open_parquet(path) as file:
@@ -74,14 +79,14 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
                 reason = " ".join(str(error).split())
                 raise ValueError(f"{path} cannot be read after row {number}: {reason}") from error
     else:
-        raise ValueError(f"{path}: problems are read from .parquet, .jsonl or .json files")
+        raise ValueError(f"{path}: problems are read from .parquet, .jsonl, .json or .csv files")
 
 
-def parse_row(row: Mapping[str, Any], where: str, form: FormName | None = None) -> Problem:
+def parse_row(row: Mapping[str, Any], where: str, form: Form = None) -> Problem:
     """Reads the problem of a row: ``prompt`` (text or messages), ``answer`` (text), ``data_source``, ``extra_info``.
 
-    ``where``, the file and row number, begins each message. ``form`` is a key of ``FORMS``; None: the row's keys tell
-    it.
+    A row with several right answers has them under ``ALTERNATIVES``, too. ``where``, the file and row number, begins
+    each message. ``form`` is a key of ``FORMS``, or the keys that the user names; None: the row's keys tell it.
 
     Raises:
       NoAnswerError: The right answer is empty.
@@ -89,9 +94,16 @@ def parse_row(row: Mapping[str, Any], where: str, form: FormName | None = None) 
     """
     prompt, answer = take(row, form, where)
     prompt = _parse_prompt(prompt, where)
+    several = list(answer.answers) if isinstance(answer, Alternatives) else []
+    if several:
+        answer = several[0]
+    elif isinstance(answer, list):
+        answer = json.dumps(answer, ensure_ascii=False, default=str)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"{where}: the right answer must be text or a number, got {type(answer).__name__}")
-    problem = {"prompt": prompt, "answer": str(answer), "data_source": str(row.get("data_source") or "")}
+    problem: Problem = {"prompt": prompt, "answer": str(answer), "data_source": str(row.get("data_source") or "")}
+    if len(several) > 1:
+        problem[ALTERNATIVES] = several
     for key, value in problem.items():
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -101,7 +113,7 @@ def parse_row(row: Mapping[str, Any], where: str, form: FormName | None = None) 
     return problem | {"extra_info": row.get("extra_info") or {}}
 
 
-def read_problems(path: str | Path, form: FormName | None = None) -> tuple[Problem, ...]:
+def read_problems(path: str | Path, form: Form = None) -> tuple[Problem, ...]:
     """Reads and checks all problems of a file.
 
     Raises:
@@ -114,7 +126,7 @@ def read_problems(path: str | Path, form: FormName | None = None) -> tuple[Probl
 
 
 def answered_rows(
-    path: str | Path, tally: Tally, form: FormName | None = None, rows: Iterable[tuple[int, Row]] | None = None
+    path: str | Path, tally: Tally, form: Form = None, rows: Iterable[tuple[int, Row]] | None = None
 ) -> Iterator[tuple[Row, Problem]]:
     """Yields each row of a file and its problem; rows whose right answer is empty are only counted.
 
@@ -133,10 +145,16 @@ def answered_rows(
             first = first or error
             tally.unanswered += 1
             continue
-        tally.unread.update(find_keys(tuple(row), form).unread)
+        tally.unread.update(unread_keys(row, form))
         yield row, problem
     if tally.rows == tally.unanswered:
         raise first or ValueError(f"{path} holds no problems")
+
+
+def right_answers(problem: Problem) -> str | list[str]:
+    """Returns the right answer of a problem, or all of them if it has several."""
+    answers: str | list[str] = problem.get(ALTERNATIVES) or problem["answer"]
+    return answers
 
 
 def prompt_text(prompt: str | list[dict[str, str]]) -> str:
@@ -150,7 +168,7 @@ def write_rows(
     *,
     like: str | Path,
     provenance: Mapping[str, Any],
-    form: FormName | None = None,
+    form: Form = None,
 ) -> None:
     """Writes rows as Parquet in verl's form; an interrupted write leaves no file.
 
@@ -222,12 +240,34 @@ def _json_array(path: Path) -> Iterator[tuple[int, Row]]:
     yield from enumerate(rows, 1)
 
 
+def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Yields (line number, row) of a CSV file with commas, whose first row names the columns. Each value is a text."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        number = 1
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                raise ValueError("two columns have the same name")
+            number = reader.line_num + 1
+            for values in reader:
+                if values and len(values) != len(names):
+                    raise ValueError(f"expected {len(names)} values, one for each column, got {len(values)}")
+                if values:
+                    yield number, dict(zip(names, values, strict=True))
+                number = reader.line_num + 1
+        except (csv.Error, UnicodeDecodeError, ValueError) as error:
+            reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error
+            raise ValueError(f"{path}:{number}: {reason}") from error
+
+
 def _parse_prompt(prompt: Any, where: str) -> str | list[dict[str, str]]:
     parsed: str | list[dict[str, str]]
     if isinstance(prompt, str):
         parsed = prompt
     elif isinstance(prompt, list) and all(_is_message(message) for message in prompt):
-        parsed = [{"role": message["role"], "content": message["content"]} for message in prompt]
+        with naming(where):
+            parsed = [{"role": message["role"], "content": _content_text(message["content"])} for message in prompt]
     else:
         raise ValueError(f"{where}: the prompt must be text or a list of messages with role and content")
     if not prompt_text(parsed).strip():
@@ -239,7 +279,21 @@ def _is_message(value: Any) -> bool:
     match value:
         case {"role": str(), "content": str()}:
             return True
+        case {"role": str(), "content": [*parts]}:
+            return bool(parts) and all(isinstance(part, dict) and isinstance(part.get("type"), str) for part in parts)
     return False
+
+
+def _content_text(content: str | list[dict[str, Any]]) -> str:
+    """Returns the text of a message. Raises ValueError if it has a part that is not text, such as an image."""
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part["type"] != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"the prompt has a part of type {part['type']}; only parts of type text, with text, are read"
+            )
+    return "".join(part["text"] for part in content)
 
 
 def _canonical(problem: Problem, *, chat: bool) -> Row:
@@ -249,5 +303,12 @@ def _canonical(problem: Problem, *, chat: bool) -> Row:
     return {
         "data_source": problem["data_source"],
         "prompt": prompt,
-        "reward_model": {"ground_truth": problem["answer"], "style": "rule"},
+        "reward_model": {"ground_truth": _written_truth(problem), "style": "rule"},
     }
+
+
+def _written_truth(problem: Problem) -> str:
+    """Returns the text from which the right answers of a problem are read again."""
+    several = problem.get(ALTERNATIVES, [problem["answer"]])
+    is_plain = len(several) == 1 and as_alternatives(several[0]) is None
+    return problem["answer"] if is_plain else json.dumps(several, ensure_ascii=False)

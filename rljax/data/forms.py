@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,11 @@ FormName = Literal[
     "openr1-math",
 ]
 
-_PROMPTS = ("prompt", "problem", "question", "messages")
-_ANSWERS = ("reward_model", "answer", "solution")
+_PROMPTS = ("prompt", "problem", "question", "messages", "instruction")
+# The keys of right answers without their working. A row may have several of them if they agree.
+_SHORT = ("reward_model", "answer", "ground_truth", "label", "expected_answer", "final_answer", "verification_info")
+_WORKED = ("solution", "solutions")  # the keys of worked answers, which count where no short answer is
+_NESTED = ("reward_model", "verification_info")  # the keys of records whose ``ground_truth`` is the answer
 # The keys of the prompt and of the answer; the first of them that a row has counts. Case does not matter.
 FORMS: Mapping[FormName, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plain": (("prompt",), ("answer",)),
@@ -42,6 +46,8 @@ FORMS: Mapping[FormName, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 _LAST_LINE = re.compile(r"^[ \t]*####[ \t]*(\S.*?)\s*\Z", re.MULTILINE)
+_FORMULA = re.compile(r"\$[^$]+\$|\$\$[^$]+\$\$|\\\[.+\\\]|\\\(.+\\\)", re.DOTALL)
+_WORDS = re.compile(r"(?<!\\)\b[^\W\d_]{2,}[,;:]?\s+[^\W\d_]{2,}")  # two words side by side: a sentence
 _NO_ANSWERS = ("proof", "notfound")  # NuminaMath's marks for a problem without a short answer
 _READ = ("data_source", "extra_info")
 
@@ -50,56 +56,101 @@ class NoAnswerError(ValueError):
     """An error of a row whose right answer is empty. The message names the row."""
 
 
+class OwnKeys(NamedTuple):
+    """The keys of a row that the user names. A dot leads into a nested record: ``extra_info.answer``."""
+
+    prompt: str = ""  # the key of the prompt; "": the row's keys tell it
+    answer: str = ""  # the key of the right answer; "": the row's keys tell it
+    optional: bool = False  # whether a key that a row lacks is ignored in that row
+
+
+Form = FormName | OwnKeys | None  # None: the row's keys tell the form
+
+
+class Alternatives(NamedTuple):
+    """Several right answers, each of which is enough."""
+
+    answers: tuple[str, ...]
+
+
 class Keys(NamedTuple):
     """The keys of a row that are read."""
 
     prompt: str  # the key of the prompt; "" if there is none
-    answer: str  # the key of the right answer; "" if there is none
+    answers: tuple[str, ...]  # the keys of the right answer; the answers under them must agree
     unread: tuple[str, ...]  # the keys that nothing reads
 
 
 @functools.lru_cache(maxsize=256)
-def find_keys(keys: tuple[str, ...], form: FormName | None = None) -> Keys:
+def find_keys(keys: tuple[str, ...], form: Form = None) -> Keys:
     """Finds the keys of a row that hold prompt and answer. ``form`` None: the keys themselves tell the form.
 
     Raises:
       ValueError: The keys do not fit the form, or do not tell it.
     """
-    prompts, answers = (_PROMPTS, _ANSWERS) if form is None else FORMS[form]
-    found = [_named(keys, name) for name in prompts]
-    if form is None and not found[0] and found[1] and found[2]:
-        raise ValueError(f"both {found[1]} and {found[2]} may be the prompt: name a form; the keys are {_list(keys)}")
-    prompt = next(filter(None, found), "")
-    answer = next(filter(None, (_named(keys, name) for name in answers)), "")
-    if form is not None and not (prompt and answer):
-        wanted = f"{' or '.join(prompts)}, and {' or '.join(answers)}"
-        raise ValueError(f"a row of the form {form} has {wanted}; the keys are {_list(keys)}")
-    return Keys(prompt, answer, tuple(key for key in keys if key not in (prompt, answer, *_READ)))
+    own = form if isinstance(form, OwnKeys) else OwnKeys()
+    if isinstance(form, str):
+        prompt, *others = [*_present(keys, FORMS[form][0]), ""]
+        answers = _present(keys, FORMS[form][1])[:1]
+        if not (prompt and answers):
+            wanted = f"{' or '.join(FORMS[form][0])}, and {' or '.join(FORMS[form][1])}"
+            raise ValueError(f"a row of the form {form} has {wanted}; the keys are {_list(keys)}")
+    else:
+        prompt, *others = [own.prompt] if own.prompt else [*_present(keys, _PROMPTS), ""]
+        if [prompt.lower(), *map(str.lower, others[:1])] == ["problem", "question"]:
+            raise ValueError(
+                f"both {prompt} and {others[0]} may be the prompt: name one as prompt_key; the keys are {_list(keys)}"
+            )
+        answers = (own.answer,) if own.answer else _answer_keys(keys, prompt)
+    input_key = _named(keys, "input") if _leaf(prompt) == "instruction" else ""
+    read = {*(_top(keys, path) for path in (prompt, *answers)), input_key, *_READ}
+    return Keys(prompt, answers, tuple(key for key in keys if key not in read))
 
 
-def take(row: Mapping[str, Any], form: FormName | None, where: str) -> tuple[Any, Any]:
+def unread_keys(row: Mapping[str, Any], form: Form) -> tuple[str, ...]:
+    """Returns the keys of a row that nothing reads. Raises ValueError as ``find_keys`` does."""
+    return find_keys(tuple(row), _in_row(form, row)).unread
+
+
+def take(row: Mapping[str, Any], form: Form, where: str) -> tuple[Any, Any]:
     """Returns (prompt, right answer) of a row as they are written there. ``form`` None: the row's keys tell its form.
+
+    Several right answers are ``Alternatives``.
 
     Raises:
       NoAnswerError: The right answer is empty.
-      ValueError: The row has no prompt or no key for the answer, or its keys do not fit. ``where`` begins the message.
+      ValueError: The row has no prompt or no key for the answer, its keys do not fit, or two keys hold different right
+        answers. ``where`` begins the message.
     """
     with naming(where):
+        form = _in_row(form, row)
         keys = find_keys(tuple(row), form)
-    prompt = _from_json(row.get(keys.prompt), "[")
-    if keys.prompt.lower() == "messages" and isinstance(prompt, list):
-        while prompt and isinstance(prompt[-1], Mapping) and prompt[-1].get("role") == "assistant":
-            prompt = prompt[:-1]
-    if not prompt:
-        raise ValueError(
-            f"{where}: the prompt is empty ({', '.join(_PROMPTS[:3])}, or messages); the keys are {_list(row)}"
+        prompt = _prompt(row, keys.prompt)
+        if not prompt:
+            named = f"under {keys.prompt}" if keys.prompt else f"({', '.join(_PROMPTS[:-1])} or {_PROMPTS[-1]})"
+            raise ValueError(f"the prompt is empty {named}; the keys are {_list(row)}; prompt_key names another")
+        found = {key: answer for key in keys.answers if not _is_empty(answer := _answer(row, key, form))}
+        _check_agree(found)
+    if not found:
+        raise (NoAnswerError if keys.answers else ValueError)(
+            f"{where}: no right answer (reward_model.ground_truth, or answer); the keys are {_list(row)}; "
+            "answer_key names another"
         )
-    answer = _answer(row, keys.answer, form)
-    if answer is None or answer != answer or not str(answer).strip():  # a table may have NaN for a missing value
-        raise (NoAnswerError if keys.answer else ValueError)(
-            f"{where}: no right answer (reward_model.ground_truth, or answer); the keys are {_list(row)}"
-        )
-    return prompt, answer
+    return prompt, next(iter(found.values()))
+
+
+def as_alternatives(value: Any) -> Alternatives | None:
+    """Returns the right answers in a list of texts, or in its JSON text; None for any other value."""
+    parsed = value
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            parsed = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    is_texts = isinstance(parsed, list) and all(isinstance(one, str) for one in parsed)
+    if not is_texts or (not parsed and parsed is not value):
+        return None
+    return Alternatives(tuple(one for one in parsed if one.strip()))
 
 
 def last_box(text: str) -> str | None:
@@ -114,20 +165,40 @@ def last_box(text: str) -> str | None:
     return None
 
 
-def _answer(row: Mapping[str, Any], key: str, form: FormName | None) -> Any:
-    """Returns the right answer under ``key``, without the text that surrounds it in some forms."""
-    value = row.get(key)
-    if key.lower() == "reward_model":
-        nested = _from_json(value, "{")
+def _prompt(row: Mapping[str, Any], path: str) -> Any:
+    """Returns the prompt under a key or path; chats lose the answers at their end, instructions get their input."""
+    prompt = _from_json(_value(row, path), "[") if path else None
+    if _leaf(path) == "messages" and isinstance(prompt, list):
+        while prompt and isinstance(prompt[-1], Mapping) and prompt[-1].get("role") == "assistant":
+            prompt = prompt[:-1]
+    given = row.get(_named(tuple(row), "input")) if _leaf(path) == "instruction" else None
+    return f"{prompt}\n\n{given}" if prompt and isinstance(given, str) and given.strip() else prompt
+
+
+def _answer(row: Mapping[str, Any], path: str, form: Form) -> Any:
+    """Returns the right answer under a key or path, without the text that surrounds it in some forms."""
+    value, key = _value(row, path), _leaf(path)
+    if key in _NESTED:
+        nested = _record(value)
         truth = nested.get("ground_truth") if isinstance(nested, Mapping) else None
-        return row.get("answer") if truth is None else truth
+        if key == "reward_model":
+            return row.get("answer") if truth is None else as_alternatives(truth) or truth
+        return truth
+    if path.lower() == "reward_model.ground_truth":
+        return as_alternatives(value) or value
+    if key == "solutions" or (key == "solution" and isinstance(value, list)):
+        several = as_alternatives(value)
+        if several is not None:
+            return Alternatives(tuple(answer for one in several.answers if (answer := _without_working(one))))
     if not isinstance(value, str):
         return value
-    if key.lower() == "solution":
+    if key in _WORKED:
         is_answer = "llama8b_solve_rate" in row or form == "big-math"
-        boxed = last_box(value)
-        return value if boxed is None and is_answer else boxed
-    if form == "gsm8k" or (form is None and _named(tuple(row), "question")):
+        found = last_box(value) if is_answer else _without_working(value)
+        return value if found is None and is_answer else found
+    if key == "output":
+        return last_box(value) or value
+    if form == "gsm8k" or (not isinstance(form, str) and _named(tuple(row), "question")):
         ending = _LAST_LINE.search(value)
         return ending[1] if ending else value
     if form == "numinamath" or "question_type" in row:
@@ -135,9 +206,117 @@ def _answer(row: Mapping[str, Any], key: str, form: FormName | None) -> Any:
     return value
 
 
+def _without_working(text: str) -> str | None:
+    """Returns the last box, or the text behind ``####``, or else a text that is one formula; None for other texts."""
+    boxed, ending = last_box(text), _LAST_LINE.search(text)
+    if boxed is not None or ending:
+        return boxed if boxed is not None else ending[1]  # type: ignore[index]
+    stripped = text.strip()
+    is_formula = _FORMULA.fullmatch(stripped) or ("\n" not in stripped and not _WORDS.search(stripped))
+    return stripped if is_formula else None
+
+
+def _is_empty(answer: Any) -> bool:
+    """Returns whether there is no right answer; a table may have NaN for a missing value."""
+    if isinstance(answer, Alternatives):
+        return not answer.answers
+    return answer is None or answer != answer or not str(answer).strip()
+
+
+def _check_agree(found: Mapping[str, Any]) -> None:
+    """Raises ValueError if two keys of a row hold different right answers."""
+    for first, other in itertools.pairwise(found):
+        if not _agree(found[first], found[other]):
+            raise ValueError(
+                f"{first} and {other} hold different right answers, {_shown(found[first])} and "
+                f"{_shown(found[other])}: name one of the keys as answer_key"
+            )
+
+
+def _shown(answer: Any) -> str:
+    return f"{list(answer.answers) if isinstance(answer, Alternatives) else answer!r:.60}"
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Returns whether two right answers are the same text or number, or share an alternative."""
+    return any(a == b or _number(a) == _number(b) for a in _texts(one) for b in _texts(other))
+
+
+def _texts(answer: Any) -> list[str]:
+    several = answer.answers if isinstance(answer, Alternatives) else answer
+    return [str(each).strip() for each in (several if isinstance(several, list | tuple) else [several])]
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _answer_keys(keys: tuple[str, ...], prompt: str) -> tuple[str, ...]:
+    """Returns the keys of a row that hold its right answer."""
+    short, worked = _present(keys, _SHORT), _present(keys, _WORKED)[:1]
+    if short:
+        return short if _leaf(short[0]) in ("reward_model", "answer") else short + worked
+    return worked or (_present(keys, ("output",)) if _leaf(prompt) == "instruction" else ())
+
+
+def _in_row(form: Form, row: Mapping[str, Any]) -> Form:
+    """Returns ``form``, without the optional keys that a row lacks."""
+    if not isinstance(form, OwnKeys) or not form.optional:
+        return form
+    prompt, answer = (path if path and _found(row, path)[0] else "" for path in (form.prompt, form.answer))
+    return OwnKeys(prompt, answer)
+
+
+def _value(row: Mapping[str, Any], path: str) -> Any:
+    """Returns the value under a key or path. Raises ValueError if the row lacks it."""
+    is_there, value = _found(row, path)
+    if not is_there:
+        raise ValueError(f"there is no {path}; the keys are {_list(row)}")
+    return value
+
+
+def _found(row: Mapping[str, Any], path: str) -> tuple[bool, Any]:
+    """Returns whether a row has a key or path, and its value."""
+    if key := _named(tuple(row), path):
+        return True, row[key]
+    value: Any = row
+    for part in path.split("."):
+        value = _record(value)
+        key = _named(tuple(value), part) if isinstance(value, Mapping) else ""
+        if not key:
+            return False, None
+        value = value[key]
+    return True, value
+
+
+def _record(value: Any) -> Any:
+    """Returns a record that is written as the text of JSON, or as a Parquet map; any other value as it is."""
+    if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        return dict(value)
+    return _from_json(value, "{")
+
+
+def _leaf(path: str) -> str:
+    """Returns the last name of a path, in lower case."""
+    return path.rpartition(".")[2].lower()
+
+
+def _top(keys: Sequence[str], path: str) -> str:
+    """Returns the key of a row in which a path begins."""
+    return _named(keys, path) or _named(keys, path.partition(".")[0])
+
+
+def _present(keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the keys with these names, in the order of ``names``."""
+    return tuple(filter(None, (_named(keys, name) for name in names)))
+
+
 def _named(keys: Sequence[str], name: str) -> str:
     """Returns the key with this name, in any case; an empty string if there is none."""
-    return name if name in keys else next((key for key in keys if key.lower() == name), "")
+    return name if name in keys else next((key for key in keys if key.lower() == name.lower()), "")
 
 
 def _from_json(value: Any, opening: str) -> Any:

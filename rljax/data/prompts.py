@@ -16,7 +16,9 @@ import numpy as np
 
 from rljax.data import gym_problems as gym
 from rljax.data import toy, toy_calculator, toy_swaps
+from rljax.data.encoding import RAW_PROMPT, TEMPLATED, prompt_ids
 from rljax.data.files import Problem, Tally, answered_rows, prompt_text, read_problems
+from rljax.data.forms import OwnKeys
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import check_at_least
 
@@ -60,7 +62,12 @@ class DataConfig:
     """A text that follows each question of a reasoning-gym task after an empty line. Use it to say where the answer
     goes."""
     path: str | None = None
-    """A Parquet file in verl's format, or a JSONL file with ``prompt`` and ``answer``."""
+    """A Parquet file in verl's format, or a JSONL, JSON or CSV file with ``prompt`` and ``answer``."""
+    prompt_key: str = ""
+    """The key of the prompt in the rows of ``path``. A dot leads into a nested record: ``extra_info.question``. An
+    evaluation file uses it in the rows that have it. Empty: the keys of a row tell it."""
+    answer_key: str = ""
+    """The key of the right answer in the rows of ``path``, as ``prompt_key`` is the key of the prompt."""
     reward: str | None = None
     """The function that scores a response: addition, swaps, math, reasoning_gym, reasoning_gym_library, or your own as
     ``package.module:function`` or ``FILE.py:function``. None: the reward of the task; math if ``task`` is file."""
@@ -225,8 +232,12 @@ def _problems(
         if tally is not None:
             tally.rows = len(read)
     else:
-        read = read_problems(source) if tally is None else (problem for _, problem in answered_rows(source, tally))
-    return [rendered(problem, tokenizer, config.chat_template, arguments) for problem in read]
+        form = OwnKeys(config.prompt_key, config.answer_key, optional=split == "eval" and config.task == "file")
+        if tally is None:
+            read = read_problems(source, form)
+        else:
+            read = (problem for _, problem in answered_rows(source, tally, form))
+    return [render_problem(problem, tokenizer, config.chat_template, arguments) for problem in read]
 
 
 def _gym_problems(names: Sequence[str], split: str, config: DataConfig) -> list[Problem]:
@@ -239,16 +250,30 @@ def _gym_problems(names: Sequence[str], split: str, config: DataConfig) -> list[
     return problems
 
 
-def rendered(
-    problem: Problem, tokenizer: Tokenizer | None, chat_template: ChatTemplate, arguments: Mapping[str, Any]
+def render_problem(
+    problem: Problem,
+    tokenizer: Tokenizer | None,
+    chat_template: ChatTemplate,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> Problem:
-    """Returns a problem with the text of its prompt to tokenise; ``raw_prompt`` keeps a prompt that was another.
+    """Returns a problem whose prompt is the text to tokenise, with ``TEMPLATED`` if the chat template wrote it.
 
-    Raises the errors of ``render_prompt``.
+    ``RAW_PROMPT`` keeps a prompt that had another form.
+    The other arguments, and the errors, are those of ``render_prompt``.
     """
     raw = problem["prompt"]
     text = render_prompt(raw, tokenizer, chat_template, arguments)
-    return problem | {"prompt": text} | ({} if text == raw else {"raw_prompt": raw})
+    is_templated = tokenizer is not None and _takes_template(raw, tokenizer, chat_template)
+    kept = {} if text == raw else {RAW_PROMPT: raw}
+    return problem | {"prompt": text} | kept | ({TEMPLATED: True} if is_templated else {})
+
+
+def _takes_template(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, chat_template: ChatTemplate) -> bool:
+    return _is_chat(prompt, chat_template) and tokenizer.has_chat_template
+
+
+def _is_chat(prompt: str | list[dict[str, str]], chat_template: ChatTemplate) -> bool:
+    return chat_template is True or (chat_template == "auto" and not isinstance(prompt, str))
 
 
 def render_prompt(
@@ -265,8 +290,8 @@ def render_prompt(
     Raises:
       ValueError: ``chat_template`` is True, or there are arguments, but no template is applied.
     """
-    is_chat = chat_template is True or (chat_template == "auto" and not isinstance(prompt, str))
-    if is_chat and tokenizer is not None and tokenizer.has_chat_template:
+    is_chat = _is_chat(prompt, chat_template)
+    if tokenizer is not None and _takes_template(prompt, tokenizer, chat_template):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return tokenizer.render_chat(messages, **arguments)
     missing = "the tokenizer has none" if tokenizer is None else tokenizer.missing_template
@@ -312,7 +337,7 @@ def drop_long(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, rem
 
 
 def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer) -> list[int]:
-    return [len(tokenizer.encode(problem["prompt"])) for problem in problems]
+    return [len(prompt_ids(problem, tokenizer)) for problem in problems]
 
 
 def _too_long(lengths: Sequence[int], limit: int, remedy: str) -> ValueError:

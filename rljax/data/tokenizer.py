@@ -24,6 +24,8 @@ from rljax.errors import naming, parse_json
 # Rendered templates are searched for the answer, so its words must occur nowhere else in them.
 _SHORT_CHAT = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "the-answer"})
 
+_NO_ID = 2**32 - 1  # an id that no vocabulary has; it marks the place of a text among special tokens
+
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -66,6 +68,24 @@ class Tokenizer:
         """Returns the token ids of a text, int32 [t], without special tokens. Raises ValueError if it is no UTF-8."""
         text.encode()
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Returns the token ids of a prompt that no chat template wrote, int32 [t], with the ``prefix`` before them.
+
+        Raises ValueError if the text is no UTF-8.
+        """
+        ids = self.encode(text)
+        return np.concatenate([np.asarray(self.prefix, np.int32), ids]) if self.prefix else ids
+
+    @functools.cached_property
+    def prefix(self) -> tuple[int, ...]:
+        """The special tokens that the tokenizer puts before a text, such as a BOS. Tokens behind it are left out."""
+        processor = self._tokenizer.post_processor
+        if processor is None:
+            return ()
+        word = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": _NO_ID}, "a")).encode("a")
+        ids = processor.process(word).ids
+        return tuple(ids[: ids.index(_NO_ID)]) if _NO_ID in ids else ()
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of token ids without special tokens."""

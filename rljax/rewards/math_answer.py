@@ -47,17 +47,17 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 def math_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> float:
     """Returns 1.0 if the final answer of a response is right, else 0.0.
 
-    The right ``"answer"`` of the problem is LaTeX or plain text. The response is decoded text without special tokens. A
-    truncated one has no final answer.
+    The right ``"answer"`` of the problem is LaTeX or plain text. If the problem has ``"alternatives"``, any of them is
+    right. The response is decoded text without special tokens. A truncated one has no final answer.
 
     Raises:
       ValueError: The problem has no right answer.
     """
-    truth = str(problem["answer"]).strip()
-    if not truth:
+    truths = [str(truth).strip() for truth in problem.get("alternatives") or [problem["answer"]]]
+    if not all(truths):
         raise ValueError("the problem's answer is empty")
     stated = None if truncated else final_answer(response)
-    return 0.0 if stated is None else float(same_answer(truth, stated))
+    return 0.0 if stated is None else float(any(same_answer(truth, stated) for truth in truths))
 
 
 def same_answer(truth: str, stated: str) -> bool:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.data.files import Tally
+from rljax.data.encoding import RAW_PROMPT, TEMPLATED, prompt_ids, say_prefix
+from rljax.data.files import ALTERNATIVES, Tally, right_answers
 from rljax.data.prompts import (
     TOYS,
     VERIFIERS,
@@ -36,7 +37,7 @@ from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.types import SamplingParams
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
-from rljax.run.data_check import check_answers, short, table
+from rljax.run.data_check import check_answers, refuse_placeholders, short, table
 from rljax.run.episodes import Episodes
 from rljax.run.evaluation import Evaluation
 from rljax.run.external import make_external_batches
@@ -97,14 +98,22 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
             f"{tally.unanswered} have no right answer, {tally.too_long} have more than {limit} tokens{remedy}"
         )
     stream = PromptStream(training, data.batch_size, config.run.seed)
-    texts = [[problem["prompt"], problem["answer"]] for problem in training]
-    rest = [{key: problem[key] for key in problem if key not in ("prompt", "answer")} for problem in training]
+    texts = [[problem["prompt"], right_answers(problem)] for problem in training]
+    own = (
+        "prompt",
+        "answer",
+        ALTERNATIVES,
+        TEMPLATED,
+        RAW_PROMPT,
+    )  # what they hold follows from the prompt and the template
+    rest = [{key: problem[key] for key in problem if key not in own} for problem in training]
     prints = {"problems": json_checksum(texts), "extra_info": json_checksum(rest)}
     tallies = [] if data.task in TOYS else [tally]
-    prompts = [tokenizer.encode(problem["prompt"]) for problem in itertools.islice(training, PROBED_PROMPTS)]
+    prompts = [prompt_ids(problem, tokenizer) for problem in itertools.islice(training, PROBED_PROMPTS)]
+    datasets = evaluation_datasets(config.eval.datasets, data, tokenizer) if config.eval.is_wanted else {}
+    say_prefix(itertools.chain(training, *datasets.values()), tokenizer)
     if not config.eval.is_wanted:
         return Problems(stream, prints, {}, tallies, prompts)
-    datasets = evaluation_datasets(config.eval.datasets, data, tokenizer)
     for name, problems in datasets.items():
         check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
         if name not in TOYS:
@@ -122,6 +131,8 @@ def look_at_data(config: Config, problems: Problems) -> str:
     if not problems.tallies or config.rollout.environment is not None:
         return ""
     data = config.data
+    for tally in problems.tallies:
+        refuse_placeholders(tally.problems, data.reward_name, tally.name)
     found = check_answers(
         [tally.problems for tally in problems.tallies],
         data.reward_name,

@@ -158,6 +158,8 @@ class Config:
     record: RecordConfig = field(default_factory=RecordConfig)
 
     def __post_init__(self) -> None:
+        if (self.data.prompt_key or self.data.answer_key) and self.data.task != "file" and not self.eval.datasets:
+            raise ValueError("data.prompt_key and data.answer_key are for files, but the run reads none")
         size, parts = self.data.batch_size, self.loss.mini_batches
         if size % parts:
             raise ValueError(f"data.batch_size = {size} does not divide into loss.mini_batches = {parts}")

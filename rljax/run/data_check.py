@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import NamedTuple
@@ -10,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from rljax.data.files import Problem, Tally
+from rljax.data.files import Problem, Tally, right_answers
+from rljax.data.gym_problems import REWARD as _GYM
 from rljax.data.prompts import distinct_prompts
 from rljax.rewards.pool import RewardPool
 from rljax.rewards.resolve import CHEAP, SHIPPED
@@ -22,6 +26,13 @@ TOLERATED = 0.01
 
 _EXAMPLES = 3
 _TRIALS = 8
+_CONTROLS = 64  # the most problems to which the right answer of another problem is given
+_MARGIN = 0.05  # a share of the controls; a reward that prefers the own answers in fewer does not tell them apart
+_SAME = 1e-6  # two rewards that differ by no more, relative to the larger one, are equal but for rounding
+# Texts that stand where no answer is known, in lower case.
+_PLACEHOLDERS = frozenset(
+    ("n/a", "n.a.", "na", "#n/a", "<na>", "none", "nan", "null", "nil", "tbd", "unknown", "?", "-", "--", "[]", "{}")
+)
 # The ways to write an answer as a response. A reward of the user's own may read any of them.
 _WRITTEN = {
     "math": ("Answer: {}",),
@@ -39,6 +50,8 @@ class AnswerCheck(NamedTuple):
     checked: int = 0  # the number of right answers scored
     failed: Sequence[Problem] = ()  # the problems whose right answer gets no reward
     reason: str = ""  # the reason why the answers could not be checked; "" if they were, or need not be
+    placeholders: int = 0  # the number of all right answers that are placeholders, such as N/A
+    control: str = ""  # what a reward does that cannot tell right answers from those of other problems; "" if it can
 
 
 def check_answers(
@@ -58,12 +71,30 @@ def check_answers(
     Raises:
       ValueError: There is no such reward.
     """
+    found = [0 if reward.startswith(_GYM) else sum(map(is_placeholder, problems)) for problems in sets]
     if not count:
-        return [AnswerCheck() for _ in sets]
+        return [AnswerCheck(placeholders=number) for number in found]
     deadline = time.monotonic() + LONGEST_S
     workers = 0 if reward in CHEAP else None if workers is None else max(1, workers)
     with RewardPool(reward, workers, timeout_s) as pool:
-        return [_check(pool, problems, reward, count, seed, deadline) for problems in sets]
+        checks = [_check(pool, problems, reward, count, seed, deadline) for problems in sets]
+    return [check._replace(placeholders=number) for check, number in zip(checks, found, strict=True)]
+
+
+def is_placeholder(problem: Problem) -> bool:
+    """Returns whether the right answer of a problem is a text that stands where no answer is known, such as N/A."""
+    answers = right_answers(problem)
+    each = [answers] if isinstance(answers, str) else answers
+    return all(answer.strip().lower() in _PLACEHOLDERS for answer in each)
+
+
+def refuse_placeholders(problems: Sequence[Problem], reward: str, name: str) -> None:
+    """Raises ValueError if a shipped reward would judge by placeholders alone; ``name`` is the data set."""
+    if reward in SHIPPED and len(problems) and all(map(is_placeholder, problems)):
+        raise ValueError(
+            f"{name}: no row has a right answer; all {len(problems)} hold a placeholder, such as "
+            f"{short(problems[0]['answer'])}: name the key of the answers as answer_key, or give a reward of your own"
+        )
 
 
 def _check(
@@ -77,23 +108,79 @@ def _check(
     try:
         ways = _WRITTEN.get(reward, _ANY_WAY)
         trials = {way: _score(pool, chosen[:_TRIALS], way, deadline) for way in ways}
-        best = max(ways, key=lambda way: sum(value > 0.0 for value in trials[way]))
+        is_asked = any(map(any, trials.values()))
+        tried = {way: _control(pool, chosen[:_TRIALS], trials[way], way, deadline) if is_asked else [] for way in ways}
+        best = max(ways, key=lambda way: (_margin(tried[way])[0], sum(trials[way])))
         rewards = trials[best] + _score(pool, chosen[_TRIALS:], best, deadline)
+        pairs = _control(pool, chosen[:_CONTROLS], rewards, best, deadline) if is_asked else []
     except RuntimeError as error:  # no worker can be started
         return AnswerCheck(reason=str(error))
     raised = pool.pop_metrics()["reward/errors"]
     if not rewards:
         return AnswerCheck(reason=f"no answer was scored within {LONGEST_S:g} s")
-    failed = [problem for problem, value in zip(chosen, rewards, strict=False) if value <= 0.0]
+    is_blind = _is_blind(pairs)
+    floor = statistics.median(other for _, other in pairs) if pairs and not is_blind else 0.0
+    failed = [problem for problem, value in zip(chosen, rewards, strict=False) if value <= floor]
     if len(failed) == len(rewards) and reward not in SHIPPED:
         errors = f"; it failed {raised} times" if raised else ""
         return AnswerCheck(reason=f"{reward} rewards no right answer in any tried form{errors}")
-    return AnswerCheck(len(rewards), failed)
+    return AnswerCheck(len(rewards), failed, control=_blindness(reward, pairs) if is_blind else "")
 
 
-def _score(pool: RewardPool, problems: Sequence[Problem], way: str, deadline: float) -> list[float]:
-    """Returns the rewards of the right answers of problems, up to the first one that misses the deadline."""
-    futures = [pool.submit(problem, way.format(problem["answer"]), False) for problem in problems]
+def _control(
+    pool: RewardPool, problems: Sequence[Problem], own: Sequence[float], way: str, deadline: float
+) -> list[tuple[float, float]]:
+    """Returns pairs of rewards: ``own``, of a problem's right answer, and the reward of another problem's right answer.
+
+    Each answer is given as often as it is right, so that a reward which ignores the problems has two equal means. A
+    problem whose answer would be given its equal is left out, and there is no pair if all answers are equal.
+    """
+    texts = [" ".join(problem["answer"].split()).lower() for problem in problems[: len(own)]]
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    shift = max([*Counter(texts).values(), len(texts) // 2])
+    turned = [(i, order[(place + shift) % len(order)]) for place, i in enumerate(order)]
+    chosen = [(i, j) for i, j in turned if texts[i] != texts[j]]
+    answers = [problems[j]["answer"] for _, j in chosen]
+    others = _score(pool, [problems[i] for i, _ in chosen], way, deadline, answers)
+    return [(own[i], other) for (i, _), other in zip(chosen, others, strict=False)]
+
+
+def _margin(pairs: Sequence[tuple[float, float]]) -> tuple[int, int]:
+    """Returns how many more own answers than others get the higher reward, and in how many pairs one is higher."""
+    signs = [1 if a > b else -1 for a, b in pairs if abs(a - b) > _SAME * max(abs(a), abs(b))]
+    return sum(signs), len(signs)
+
+
+def _is_blind(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Returns whether a reward gives right answers about as much as the right answers of other problems.
+
+    One that prefers some of the own answers, and never another one, is blind only if it does so in very few problems.
+    Where it prefers others as well, chance alone moves the margin by the root of the number of such pairs.
+    """
+    margin, differing = _margin(pairs)
+    chance = 2.0 * math.sqrt(differing) if margin < differing else 0.0
+    return bool(pairs) and margin <= max(_MARGIN * len(pairs), chance)
+
+
+def _blindness(reward: str, pairs: Sequence[tuple[float, float]]) -> str:
+    own, other = (f"{statistics.fmean(values):.3g}" for values in zip(*pairs, strict=True))
+    return (
+        f"{reward} gives right answers {own} on average and the right answers of other problems {other}: it does not "
+        "tell them apart, which is right only for a reward that needs no answer"
+    )
+
+
+def _score(
+    pool: RewardPool, problems: Sequence[Problem], way: str, deadline: float, answers: Sequence[str] | None = None
+) -> list[float]:
+    """Returns the rewards of ``answers`` to problems, up to the first one that misses the deadline.
+
+    ``answers`` None: the right answers of the problems.
+    """
+    given = [problem["answer"] for problem in problems] if answers is None else answers
+    futures = [
+        pool.submit(problem, way.format(answer), False) for problem, answer in zip(problems, given, strict=False)
+    ]
     rewards = []
     for future in tqdm(futures, desc="checking answers", unit="answer", delay=2.0, leave=False, disable=None):
         if not wait([future], deadline - time.monotonic()).done:
@@ -115,6 +202,12 @@ def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> st
         too_long = "-" if tally.too_long is None else tally.too_long
         fails = f"{len(check.failed)} of {check.checked}" if check.checked else "not checked"
         lines.append([str(cell) for cell in (tally.name, tally.rows, tally.unanswered, too_long, repeats, fails)])
+        if check.placeholders:
+            shown = short(next(problem["answer"] for problem in tally.problems if is_placeholder(problem)))
+            notes.append(
+                f"{tally.name}: {check.placeholders} of {len(tally.problems)} right answers are placeholders, such as "
+                f"{shown}, and are used as they are"
+            )
         if check.reason:
             notes.append(f"{tally.name}: the right answers could not be checked: {check.reason}")
         notes += [
@@ -128,6 +221,7 @@ def table(tallies: Sequence[tuple[Tally, AnswerCheck]], limit: int | None) -> st
     for first, *others in lines:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         rows.append("  ".join([first.ljust(widths[0]), *cells]))
+    rows[:0] = [f"warning: {tally.name}: {check.control}" for tally, check in tallies if check.control]
     if any(len(check.failed) > TOLERATED * check.checked for _, check in tallies):
         rows.insert(0, "warning: right answers get no reward when they are given as the response")
     return "\n".join([*rows, *notes])

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rljax.data.prompts import Problem
+from rljax.data.encoding import prompt_ids
+from rljax.data.files import Problem
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
 from rljax.rollout.engine import RolloutEngine, check_wanted
@@ -115,7 +116,7 @@ class _Batch:
         self._all, self._n, self._seed = episodes, n, seed
         self._room = params.max_response_tokens
         self._params = dataclasses.replace(params, max_response_tokens=episodes.config.turn_tokens(self._room))
-        self.prompts = [episodes.tokenizer.encode(problem["prompt"]) for problem in problems]
+        self.prompts = [prompt_ids(problem, episodes.tokenizer) for problem in problems]
         self.metrics: Row = {}
         self._episodes = [
             _Episode(i * n + j, next(episodes.numbers), problem, Recorder(self.prompts[i]))
@@ -195,11 +196,13 @@ class _Batch:
         if prompt is not None:
             tokenizer, arguments = self._all.tokenizer, self._all.template_arguments
             try:
-                text = prompt if isinstance(prompt, str) else tokenizer.render_chat(prompt, **arguments)
+                if isinstance(prompt, str):
+                    tokens = tokenizer.encode_prompt(prompt)
+                else:
+                    tokens = tokenizer.encode(tokenizer.render_chat(prompt, **arguments))
             except ValueError as error:
                 self._fail(episode, _REFUSED, str(error))
                 return
-            tokens = tokenizer.encode(text)
             longest = self._all.max_prompt_tokens
             if not 1 <= len(tokens) <= longest:
                 got = f"the environment gave a prompt of {len(tokens)} tokens"

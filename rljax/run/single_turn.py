@@ -8,7 +8,8 @@ from concurrent.futures import Future, wait
 
 import numpy as np
 
-from rljax.data.prompts import Problem
+from rljax.data.encoding import prompt_ids
+from rljax.data.files import Problem
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
 from rljax.rewards.pool import RewardPool
@@ -31,7 +32,7 @@ class SingleTurn:
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
         """Begins to sample ``n`` responses to each problem. Raises the errors of ``Source.begin``."""
-        prompts = [self._tokenizer.encode(problem["prompt"]) for problem in problems]
+        prompts = [prompt_ids(problem, self._tokenizer) for problem in problems]
         samples = self._engine.generate(prompts, n, params, seed=seed)
         stop = self._tokenizer.template_stop
         responses = samples.responses if stop is None else count_missed_stops(samples.responses, stop, samples.metrics)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rljax.data.encoding import TEMPLATED, prompt_ids
 from rljax.data.prompts import Problem, template_arguments
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
@@ -109,7 +110,8 @@ def verifiers_problems(config: Config) -> list[Problem]:
         raise ValueError(f"rollout.environment = {config.rollout.environment} has no task")
     # A task whose environment opens the chat has no text before that.
     return [
-        {"prompt": task["text"] or f"task {i}", "answer": task["identity"], TASK: i} for i, task in enumerate(tasks)
+        {"prompt": task["text"] or f"task {i}", "answer": task["identity"], TASK: i, TEMPLATED: task["templated"]}
+        for i, task in enumerate(tasks)
     ]
 
 
@@ -141,7 +143,7 @@ class VerifiersEpisodes:
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
         """Begins ``n`` trajectories of each problem. Raises the errors of ``Source.begin``."""
-        prompts = [self._tokenizer.encode(problem["prompt"]) for problem in problems]
+        prompts = [prompt_ids(problem, self._tokenizer) for problem in problems]
         metrics: Row = {}
         return Begun(prompts, self._scored(problems, prompts, n, params, seed, metrics), metrics)
 

@@ -13,6 +13,7 @@ from toy_runs import TOY_BASE, outcome, tiny
 from rljax import evaluate, train
 from rljax.commands import prepare
 from rljax.data.files import parse_row, read_problems, read_provenance, read_rows, write_rows
+from rljax.rewards.math_answer import math_reward
 
 DATA = Path(__file__).parents[1] / "data"
 GOOD = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
@@ -51,7 +52,8 @@ def test_every_form_reads_to_the_same_problems(tmp_path):
         ({"prompt": "1+1=", "reward_model": {"style": "rule"}}, "no right answer"),
         ({"prompt": "1+1=", "answer": " "}, "no right answer"),
         ({"prompt": "1+1=", "answer": math.nan}, "no right answer"),
-        ({"prompt": "1+1=", "answer": ["2"]}, "the right answer must be text or a number, got list"),
+        ({"prompt": "1+1=", "answer": {"x": 2}}, "the right answer must be text or a number, got dict"),
+        ({"prompt": "1+1=", "reward_model": {"ground_truth": [" "]}}, "no right answer"),
         ({"prompt": "1+1=", "answer": True}, "the right answer must be text or a number, got bool"),
         ({"answer": "2"}, "the prompt is empty"),
         ({"prompt": " \n", "answer": "2"}, "the prompt is empty"),
@@ -109,7 +111,13 @@ def test_rows_of_parquet_are_counted_from_one(tmp_path):
         ("bad.jsonl", "{", r"bad.jsonl:1: not JSON"),
         ("list.jsonl", "[1]", "list.jsonl:1: expected a JSON object, got list"),
         ("empty.jsonl", "\n", "empty.jsonl holds no problems"),
-        ("x.csv", "a,b", r"x.csv: problems are read from .parquet, .jsonl or .json files"),
+        ("x.tsv", "a,b", r"x.tsv: problems are read from .parquet, .jsonl, .json or .csv files"),
+        ("x.csv", "prompt,answer\n", r"x.csv holds no problems"),
+        ("x.csv", "prompt;answer\n1+1=;2\n", r"x.csv: row 2: the prompt is empty .*; the keys are prompt;answer;"),
+        ("x.csv", 'prompt,answer\n"a\nb",1\n\nc\n', r"x.csv:5: expected 2 values, one for each column, got 1"),
+        ("x.csv", "prompt,answer\na,1,2\n", r"x.csv:2: expected 2 values, one for each column, got 3"),
+        ("x.csv", "prompt,prompt\na,1\n", r"x.csv:1: two columns have the same name"),
+        ("x.csv", 'prompt,answer\n"a,1\n', r"x.csv:2: unexpected end of data"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(name, content, message, tmp_path):
@@ -165,3 +173,35 @@ def test_texts_among_chats_become_chats(tmp_path):
     write_rows(tmp_path / "out.parquet", [row for _, row in read_rows(source)], like=source, provenance={})
     prompts = [problem["prompt"] for problem in read_problems(tmp_path / "out.parquet")]
     assert prompts == [[{"role": "user", "content": text}] for text in ("1+1=", "2+2=")]
+
+
+def test_a_csv_file_is_read_as_text(tmp_path):
+    path = tmp_path / "x.csv"
+    rows = '\ufeff,question,label\r\n0,"What is\n""1""?",007\r\n\r\n1,a,"1,5"\r\n'
+    path.write_text(rows, encoding="utf-8", newline="")
+    assert [(p["prompt"], p["answer"]) for p in read_problems(path)] == [('What is\n"1"?', "007"), ("a", "1,5")]
+    assert [number for number, _ in read_rows(path)] == [2, 5]
+
+
+def test_several_right_answers_survive_a_written_file(tmp_path):
+    truths = [["3", "x=3"], '["3", "x=3"]', ["65"], '["65"]', [1, 2], "[1, 2]", "[]", ["[", ""]]
+    rows = [{"prompt": f"p{i}", "reward_model": {"ground_truth": truth}} for i, truth in enumerate(truths)]
+    rows.append({"prompt": "p", "answer": ["a", "b"]})
+    path, out = written(tmp_path / "x.jsonl", rows), tmp_path / "out.parquet"
+    problems = read_problems(path)
+    assert [problem["answer"] for problem in problems] == [
+        *("3", "3", "65", "65", "[1, 2]", "[1, 2]", "[]", "[", '["a", "b"]'),
+    ]
+    assert [problem.get("alternatives") for problem in problems] == [["3", "x=3"]] * 2 + [None] * 7
+    write_rows(out, rows, like=path, provenance={})
+    assert read_problems(out) == problems
+    for problem, response, reward in ((0, "x=3", 1), (1, "3", 1), (1, "4", 0), (2, "65", 1), (4, "[1, 2]", 1)):
+        assert math_reward(problems[problem], f"\\boxed{{{response}}}", False) == reward
+
+
+def test_a_parquet_map_is_a_record(tmp_path):
+    kind = pa.map_(pa.string(), pa.string())
+    truth = pa.array([[("ground_truth", "7"), ("style", "rule")]], kind)
+    pq.write_table(pa.table({"prompt": ["a?"], "reward_model": truth}), tmp_path / "x.parquet")
+    (problem,) = read_problems(tmp_path / "x.parquet")
+    assert problem["answer"] == "7"

@@ -1,6 +1,7 @@
 """Tests of the look at a data set before a run: right answers that fail, counts, and data that is never refused."""
 
 import json
+import re
 
 import pytest
 from toy_runs import TOY_BASE, complete, tiny
@@ -8,7 +9,7 @@ from toy_runs import TOY_BASE, complete, tiny
 from rljax.data.files import Tally
 from rljax.run.data_check import AnswerCheck, check_answers, table
 
-REWARDS = """
+REWARDS = r"""
 import os, sys, time
 
 def needs_tests(problem, response, truncated):
@@ -16,6 +17,27 @@ def needs_tests(problem, response, truncated):
 
 def sleeps(problem, response, truncated):
     time.sleep(60)
+
+def misled(problem, response, truncated):
+    return 1.0 if response == str(truncated) else 0.1
+
+def longer(problem, response, truncated):
+    return len(response) / 100
+
+def boxed(problem, response, truncated):
+    return 1.0 if response == "\\boxed{" + problem["answer"] + "}" else 0.1
+
+def half(problem, response, truncated):
+    return 1.0 if response == problem["answer"] and "\n" not in response else 0.5
+
+def partial(problem, response, truncated):
+    return 0.9 + 0.1 * (response == problem["answer"])
+
+def penalty(problem, response, truncated):
+    return 0.0 if response == problem["answer"] else -1.0
+
+def near(problem, response, truncated):
+    return 1 / (1 + abs(float(response) - float(problem["answer"])))
 
 def tagged(problem, response, truncated):
     return 1.0 if response == f"<answer>{problem['answer']}</answer>" else -1.0
@@ -65,6 +87,55 @@ def test_a_reward_of_ones_own_may_want_another_form(own):
 def test_a_reward_that_cannot_be_asked_is_said(own, reward, reason):
     found = check("1", "2", reward=f"rewards_of_mine:{reward}", timeout_s=0.2)
     assert found == AnswerCheck(reason=f"rewards_of_mine:{reason}")
+
+
+NUMBERS = [str(i * i % 61) for i in range(24)]
+WORDS = ["yes"] * 9 + ["no"] * 3
+
+
+@pytest.mark.parametrize("answers", [NUMBERS, WORDS])
+@pytest.mark.parametrize("reward", ["misled", "longer"])
+def test_a_reward_that_cannot_tell_answers_apart_is_said(own, reward, answers):
+    found = check(*answers, reward=f"rewards_of_mine:{reward}", workers=0)
+    said = re.fullmatch(
+        r"(\S+) gives right answers (\S+) on average and .* of other problems (\S+): it does.*", found.control
+    )
+    assert said[1] == f"rewards_of_mine:{reward}"
+    assert said[2] == said[3]
+    assert (said[2] == "0.1") == (reward == "misled")
+    lines = table([(Tally("x", problems(*answers), rows=12, too_long=0), found)], None).splitlines()
+    assert lines[0] == f"warning: x: {found.control}"
+
+
+@pytest.mark.parametrize("answers", [NUMBERS, WORDS, ["5", "6"], ["5"] * 9, ["5"]])
+@pytest.mark.parametrize("reward", ["boxed", "partial", "near", "penalty"])
+def test_a_reward_that_tells_answers_apart_is_not_accused(own, reward, answers):
+    found = check(*answers, reward=f"rewards_of_mine:{reward}", workers=0)
+    assert found.control == ""
+    if reward == "penalty" and len(set(answers)) == 1:  # no answer of another problem shows that 0 is the best
+        assert "rewards no right answer" in found.reason
+    elif reward != "near" or "yes" not in answers:
+        assert (found.checked, list(found.failed)) == (len(answers), [])
+
+
+@pytest.mark.parametrize("answers", [NUMBERS, WORDS, ["7"] * 5, ["1/2"], ["[1, 2]", "[2, 1]"]])
+def test_math_is_not_accused(answers):
+    found = check(*answers, reward="math")
+    assert (found.checked, list(found.failed), found.control) == (len(answers), [], "")
+
+
+def test_an_answer_that_gets_no_more_than_others_fails(own):
+    found = check("5", "6", "7", "a\nb", reward="rewards_of_mine:half", workers=0)
+    assert [problem["answer"] for problem in found.failed] == ["a\nb"]
+
+
+def test_placeholders_are_counted_and_kept():
+    answers = ["4", "N/A", "n/a", "None", "nan", "NULL", "?", "-", "[]", "{}", "0", "no", "undefined"]
+    found = check(*answers, reward="math", count=0)
+    assert found.placeholders == 9
+    lines = table([(Tally("x", problems(*answers), rows=13, too_long=0), found)], None).splitlines()
+    assert lines[-1] == "x: 9 of 13 right answers are placeholders, such as 'N/A', and are used as they are"
+    assert check("None", reward="reasoning_gym", count=0).placeholders == 0
 
 
 def test_the_time_of_the_check_is_bounded(own, monkeypatch):
@@ -127,6 +198,11 @@ def test_a_run_leaves_out_what_it_cannot_use_and_says_so(tmp_path):
             [row | {"answer": "a\nb"} for row in GOOD],
             "math",
             "the response, such as 'a b'; choose another reward",
+        ),
+        (
+            [GOOD[0] | {"answer": ""}, *(row | {"answer": "N/A"} for row in GOOD)],
+            "math",
+            "x.jsonl: no row has a right answer; all 6 hold a placeholder, such as 'N/A'",
         ),
         ([row | {"answer": None} for row in GOOD], "math", "x.jsonl: row 1: no right answer"),
     ],

@@ -3,7 +3,9 @@
 import counting_environments as environments
 import numpy as np
 import pytest
+import tokenizers
 
+from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import build_tokenizer
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.engine import RolloutEngine, Samples
@@ -45,9 +47,9 @@ def hosts_of(environment, **limits):
     return EnvironmentHosts(f"counting_environments:{environment.__name__}", EpisodeConfig(**limits))
 
 
-def sample(problems, environment, engine, *, n=1, params=PARAMS, stop=None, limits=None, **config):
+def sample(problems, environment, engine, *, n=1, params=PARAMS, stop=None, limits=None, tokenizer=TOKENIZER, **config):
     hosts = hosts_of(environment, **(limits or {}))
-    source = Episodes(engine, TOKENIZER, hosts, EpisodeConfig(**config), max_prompt_tokens=8, stop=stop)
+    source = Episodes(engine, tokenizer, hosts, EpisodeConfig(**config), max_prompt_tokens=8, stop=stop)
     try:
         return Sampler(source, params, n).sample(problems, 1)
     finally:
@@ -79,6 +81,23 @@ def test_tokens_and_masks_recounted():
     assert first[0] == TOKENIZER.encode("1+1=").tolist()
     assert second[0] == first[2] + turn + text
     assert third[0] == second[0] + turn + text
+
+
+def test_only_first_prompts_begin_with_the_prefix(tmp_path):
+    TOKENIZER.save(tmp_path)
+    file, pad = tmp_path / "tokenizer.json", TOKENIZER.pad_token_id
+    made = tokenizers.Tokenizer.from_file(str(file))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="_ $A", pair="$A $B", special_tokens=[("_", pad)]
+    )
+    made.save(str(file))
+    engine = Scripted()
+    problems = [problem("1+1=", "1"), problem("2+2=", "3", opening="9=")]
+    rollouts, _ = sample(problems, environments.Doubling, engine, tokenizer=load_tokenizer(tmp_path))
+    first, *_ = engine.asked
+    assert first == [[pad, *TOKENIZER.encode("1+1=")], [pad, *TOKENIZER.encode("9=")]]
+    for (response,) in rollouts.responses:
+        assert pad not in response.token_ids
 
 
 def test_limits_end_a_trajectory():

@@ -71,7 +71,7 @@ def model_context(settings: Mapping[str, Any], url: str, temperature: float) -> 
 
 
 def first_prompts(environment: Any, settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-    """Returns the text of the first prompt and the identity of each task.
+    """Returns the text of the first prompt, whether the chat template wrote it, and the identity of each task.
 
     The text is empty if the environment itself writes the first message later. An endless taskset gives its first
     ``limit`` tasks.
@@ -85,7 +85,8 @@ def first_prompts(environment: Any, settings: Mapping[str, Any], limit: int) -> 
             messages.append({"role": "user", "content": data.prompt})
         else:
             messages += [{"role": each.role, "content": each.content} for each in data.prompt or []]
-        found.append({"text": renderer.text(messages) if messages else "", "identity": task.key})
+        text = renderer.text(messages) if messages else ""
+        found.append({"text": text, "identity": task.key, "templated": renderer.has_template})
     return found
 
 

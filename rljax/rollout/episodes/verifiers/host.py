@@ -140,7 +140,8 @@ class VerifiersHost:
 def read_tasks(settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
     """Returns the text of the first prompt (``text``) and the ``identity`` of each task.
 
-    An endless taskset gives its first ``limit`` tasks. Raises ValueError if the environment cannot be loaded.
+    ``templated`` says whether the chat template wrote the text. An endless taskset gives its first ``limit`` tasks.
+    Raises ValueError if the environment cannot be loaded.
     """
     process = _Process({**settings, "tasks": limit}, is_told="tasks")
     process.close()

@@ -45,7 +45,11 @@ class AppendingConfig(BaseRendererConfig):
 
 
 class AppendingRenderer:
-    """The renderer that ``renderers`` loads by its import path."""
+    """The renderer that ``renderers`` loads by its import path.
+
+    Attributes:
+      has_template: Whether the chat template writes the texts.
+    """
 
     config_class = AppendingConfig
     supports_tools = True
@@ -54,15 +58,15 @@ class AppendingRenderer:
     def __init__(self, tokenizer: Any, config: AppendingConfig) -> None:
         """Reads the trainer's tokenizer from ``config.directory``. The argument ``tokenizer`` is not used."""
         self._config, self._tokenizer = config, load(config.directory)
-        self._has_template = config.chat_template and self._tokenizer.has_chat_template
+        self.has_template = config.chat_template and self._tokenizer.has_chat_template
         self._parse = tagged_calls if config.parser is None else imported(config.parser)
 
     def render(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, add_generation_prompt: bool = False
     ) -> RenderedTokens:
         """Returns the tokens of a whole chat up to the beginning of the next answer."""
-        ids = self._tokenizer.encode(self.text(messages, tools)).tolist()
-        return _rendered(ids, 0, messages)
+        encode = self._tokenizer.encode if self.has_template else self._tokenizer.encode_prompt
+        return _rendered(encode(self.text(messages, tools)).tolist(), 0, messages)
 
     def render_ids(self, messages: Sequence[Message], **arguments: Any) -> list[int]:
         """Returns the token ids of ``render``."""
@@ -108,7 +112,7 @@ class AppendingRenderer:
 
         Raises ValueError if the template refuses the messages, or a message has parts that are not text.
         """
-        if not self._has_template:
+        if not self.has_template:
             return "".join(content_text(message) for message in messages)
         known = {"tools": list(tools)} if tools else {}
         return self._tokenizer.render_chat(messages, **self._config.arguments, **known)
@@ -116,7 +120,7 @@ class AppendingRenderer:
     def _reply(self, new_messages: Sequence[Message], tools: Sequence[Any] | None, *, ended: bool) -> str:
         """Returns the text between the end of an answer, which the policy may have ``ended``, and the next answer."""
         texts = [{**message, "content": content_text(message)} for message in new_messages]
-        if not self._has_template:
+        if not self.has_template:
             return "".join(message["content"] for message in texts)
         known = {"tools": list(tools)} if tools else {}
         return self._tokenizer.render_reply(texts, ended=ended, **self._config.arguments, **known)

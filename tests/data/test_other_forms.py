@@ -1,0 +1,136 @@
+"""Tests of the keys that other frameworks' data sets have, and of the keys that a user names."""
+
+import json
+
+import pytest
+from toy_runs import TOY_BASE, complete, outcome, tiny
+
+from rljax import evaluate
+from rljax.commands import prepare
+from rljax.data.files import parse_row, read_problems
+from rljax.data.forms import OwnKeys
+from rljax.data.prompts import DataConfig, evaluation_datasets, training_problems
+from rljax.run.config import Config
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+ANSWERED = {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "answer"),
+    [
+        ({"prompt": CHAT, "label": 4}, CHAT, "4"),
+        ({"question": "q", "ground_truth": "4"}, "q", "4"),
+        ({"problem": "q", "expected_answer": "4", "generated_solution": "\\boxed{5}"}, "q", "4"),
+        ({"question": "q", "final_answer": "4", "r1_solution_1": "x"}, "q", "4"),
+        ({"prompt": "q", "verification_info": '{"ground_truth": "4"}', "metadata": "{}"}, "q", "4"),
+        ({"prompt": "q", "verification_info": {"ground_truth": 4}}, "q", "4"),
+        ({"prompt": "q", "solutions": ["so \\boxed{4}"], "task": "math"}, "q", "4"),
+        ({"prompt": "q", "solution": "$4$"}, "q", "$4$"),
+        ({"prompt": "q", "solution": "x = 4"}, "q", "x = 4"),
+        ({"prompt": "q", "solution": "It is so.\n#### 4"}, "q", "4"),
+        ({"instruction": "add", "input": "1 3", "output": "4"}, "add\n\n1 3", "4"),
+        ({"instruction": "add", "input": "", "output": "it is \\boxed{4}"}, "add", "4"),
+        ({"messages": [*CHAT, ANSWERED], "expected_answer": "4"}, CHAT, "4"),
+        (
+            {
+                "prompt": [
+                    {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]}
+                ],
+                "answer": "4",
+            },
+            CHAT,
+            "4",
+        ),
+        ({"prompt": "q", "answer": "4", "label": 4.0, "ground_truth": None}, "q", "4"),
+        ({"prompt": "q", "reward_model": {"ground_truth": ["3", "4"]}, "answer": "4"}, "q", "3"),
+        ({"prompt": "q", "final_answer": ["4"], "solution": ["so \\boxed{4}"]}, "q", '["4"]'),
+    ],
+)
+def test_keys_of_other_frameworks_are_read(row, prompt, answer):
+    problem = parse_row(row, "x")
+    assert (problem["prompt"], problem["answer"]) == (prompt, answer)
+
+
+def test_alternatives_of_worked_solutions():
+    problem = parse_row({"prompt": "q", "solutions": ["so \\boxed{4}", "so it is", "\\boxed{2^2}"]}, "x")
+    assert (problem["answer"], problem["alternatives"]) == ("4", ["4", "2^2"])
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "q", "answer": "4", "label": "5"}, "answer and label hold different right answers, '4' and '5'"),
+        (
+            {"prompt": "q", "label": "5", "solution": "\\boxed{4}"},
+            "label and solution hold different right answers, '5' and '4'",
+        ),
+        (
+            {"prompt": "q", "reward_model": {"ground_truth": ["3", "5"]}, "answer": "4"},
+            r"reward_model and answer hold different right answers, \['3', '5'\] and '4'",
+        ),
+        ({"prompt": "q", "solution": "It is clear."}, "no right answer .*; the keys are prompt, solution"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "answer": "4"},
+            "the prompt has a part of type image_url",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": ["1+1?"]}], "answer": "4"},
+            "the prompt must be text or a list of messages",
+        ),
+    ],
+)
+def test_what_cannot_be_told_is_refused(row, message):
+    with pytest.raises(ValueError, match=f"^x: row 17: {message}"):
+        parse_row(row, "x: row 17")
+
+
+NESTED = {"input": "q", "meta": '{"Sol": "4"}', "answer": "5"}
+
+
+def test_own_keys_may_lead_into_records():
+    problem = parse_row(NESTED, "x", OwnKeys("input", "meta.sol"))
+    assert (problem["prompt"], problem["answer"]) == ("q", "4")
+    assert parse_row(NESTED, "x", OwnKeys("input"))["answer"] == "5"
+    assert parse_row({"problem": "a", "question": "b", "answer": 1}, "x", OwnKeys("problem"))["prompt"] == "a"
+    assert parse_row({"a.b": "q", "answer": 1}, "x", OwnKeys("a.b"))["prompt"] == "q"
+    listed = {"prompt": "q", "reward_model": {"ground_truth": ["3", "4"]}, "answer": "5"}
+    assert parse_row(listed, "x", OwnKeys("", "reward_model.ground_truth"))["alternatives"] == ["3", "4"]
+    for missing in ("meta.x", "sol", "answer.x"):
+        with pytest.raises(ValueError, match=rf"^x: row 17: there is no {missing}; the keys are input, meta, answer$"):
+            parse_row(NESTED, "x: row 17", OwnKeys("input", missing))
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_own_keys_hold_for_evaluations_that_have_them(tmp_path):
+    path, other = write(tmp_path / "x.jsonl", NESTED), write(tmp_path / "y.jsonl", {"problem": "p", "answer": "6"})
+    config = DataConfig(task="file", path=path, prompt_key="input", answer_key="meta.sol")
+    assert [problem["answer"] for problem in training_problems(config)] == ["4"]
+    found = evaluation_datasets([path, other], config)
+    assert [(p["prompt"], p["answer"]) for (p,) in found.values()] == [("q", "4"), ("p", "6")]
+    with pytest.raises(
+        ValueError, match=r"data\.prompt_key and data\.answer_key are for files, but the run reads none"
+    ):
+        Config(data=DataConfig(prompt_key="input"))
+
+
+def test_each_command_takes_the_keys(tmp_path):
+    rows = [{"input": f"{i}+1=", "meta": {"sol": i + 1}} for i in range(4)]
+    path, out = write(tmp_path / "x.jsonl", *rows), tmp_path / "out.parquet"
+    keys = ["--prompt-key", "input", "--answer-key", "meta.sol"]
+    status, _, error = outcome(prepare.main, [path, out, *keys, "--reward", "addition"])
+    assert status == 0, error
+    assert [(p["prompt"], p["answer"]) for p in read_problems(out)] == [(f"{i}+1=", str(i + 1)) for i in range(4)]
+    words = ["--path", TOY_BASE, "--dataset", path, *keys, "--reward", "addition", "--max-response-tokens", "4"]
+    status, shown, error = outcome(evaluate.main, words)
+    assert status == 0, error
+    assert json.loads(shown)["problems"] == 4
+    write(tmp_path / "y.jsonl", *rows, {"input": "1+1="})
+    data = ["--data.task", "file", "--data.path", str(tmp_path / "y.jsonl"), "--data.prompt-key", "input"]
+    status, error = complete(tiny(TOY_BASE, tmp_path / "run", 1, *data, "--data.answer-key", "meta.sol"))
+    assert status == 2
+    assert "y.jsonl: row 5: there is no meta.sol; the keys are input" in error
