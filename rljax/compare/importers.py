@@ -18,7 +18,8 @@ import numpy as np
 
 from rljax.data.files import Row, json_lines
 from rljax.errors import parse_json
-from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, parquet_rows, read_dump
+from rljax.record.parquet_files import parquet_rows
+from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump
 
 PRIME_RL_SCHEMA = 1
 """The ``schema_version`` of prime-rl's token export that this module reads."""

@@ -39,7 +39,7 @@ DOORS = {
     "orbax": {"run.checkpoint"},
     "fsspec": {"weights.source"},
     "grain": {"data.prompts"},
-    "pyarrow": {"data.files", "record.token_dumps"},
+    "pyarrow": {"data.files", "record.parquet_files", "record.token_dumps"},
     "safetensors": {
         "policy.hf",
         "policy.peft",
