@@ -144,7 +144,7 @@ def test_a_damaged_page_of_trajectories_or_problems_is_refused(tmp_path):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"prompt": ["unique text"]}), path, compression=None, write_page_checksum=True)
     path.write_bytes(path.read_bytes().replace(b"unique text", b"Unique text", 1))
-    with pytest.raises(ValueError, match="cannot be read after row 0: .*CRC"):
+    with pytest.raises(ValueError, match=r"cannot be read after row 0: .*CRC"):
         list(read_rows(path))
 
 
