@@ -11,7 +11,6 @@ import csv
 import functools
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rljax.errors import ConfigError, parse_json
+from rljax.record.console_logs import console_rows
 
 # Name of the mean response length, and names of the share of truncated responses in the same log. A column matches
 # when it ends in such a name.
@@ -45,11 +45,6 @@ MAX_STEPS = 1_000_000
 NOT_TRAINING = {"eval", "evaluation", "val", "validation", "test"}
 # A row may have its metrics in an object with one of these names. The names of the columns leave this name out.
 WRAPPERS = {"data", "metrics", "log", "logs", "payload"}
-# The step in a line of console output: ``step:3 - `` of verl, ``rollout 3: {`` and ``perf 3: {`` of slime and Miles.
-_CONSOLE_STEP = re.compile(r"\bstep:(\d+) - |\b(?:rollout|perf) (\d+): \{")
-# A name and its number: ``- name:1.5``, ``'name': 1.5``, ``'name': '1.5'``, ``'name': np.float64(1.5)``.
-_CONSOLE_VALUE = re.compile(r"""(?: - |['"])([\w./@-]+)['"]?: ?['"]?(?:[\w.]+\()?(-?\d[\d.]*(?:e[+-]?\d+)?|nan)\b""")
-
 Rows = list[dict[str, Any]]
 Columns = TypeVar("Columns", bound=tuple[Any, ...])
 
@@ -190,16 +185,6 @@ def read_text_log(path: Path) -> Rows:
         if kind in (".log", ".txt", ".out") and (rows := console_rows(path)):
             return rows
         raise
-
-
-def console_rows(path: Path) -> Rows:
-    """Reads the metrics in the console output of verl, TRL, slime or Miles: one row for each line that has any."""
-    rows: Rows = []
-    for line in path.read_text("utf-8", errors="replace").splitlines():
-        step = _CONSOLE_STEP.search(line)
-        if values := dict(_CONSOLE_VALUE.findall(line)):
-            rows.append(values | ({"step": step[1] or step[2]} if step else {}))
-    return rows
 
 
 def csv_rows(path: Path) -> Rows:
