@@ -36,7 +36,7 @@ _UNCLOSED = re.compile(rf"\{{(?P<pairs>(?:{_PAIR},)*)\s*(?:{_BEGUN_PAIR})?$")
 
 
 class _Progress(NamedTuple):
-    """What the text of a record holds up to its end."""
+    """The values of a record in the text up to some place."""
 
     values: int  # the values before the last one
     is_whole: bool  # whether the text may end here

@@ -280,11 +280,6 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(np.argmin(np.append(a[:shorter] == b[:shorter], False)))
 
 
-def run_dumps(run_dir: Path) -> list[Path]:
-    """Returns the token dumps of a run, the oldest first."""
-    return sorted((run_dir / "rollouts").glob("step_*.parquet"))
-
-
 def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     """Writes a dump and returns its path. An older file of this name is replaced once the new one is complete.
 

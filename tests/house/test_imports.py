@@ -76,7 +76,6 @@ DOORS = {
         "run.options",
         "commands.bench_mismatch",
         "commands.compare",
-        "commands.diagnose",
         "commands.export",
         "commands.plot",
         "commands.prepare",
