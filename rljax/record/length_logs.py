@@ -59,8 +59,8 @@ def read_lengths(path: Path, column: str | None = None, truncated_column: str | 
     rows, chosen = read_log(path, choose)
     if column is None and (others := varying_lengths(rows, chosen[0][0])):
         raise ConfigError(
-            f"column {chosen[0][0]!r} is constant, as a padded width is, and {', '.join(map(repr, others))} is not: "
-            f"choose one with --column, for example --column {shlex.quote(others[0])}"
+            f"column {chosen[0][0]!r} has one number in most rows, as a padded width has, beside lengths that vary: "
+            f"choose one with --column {' or --column '.join(map(shlex.quote, [*others, chosen[0][0]]))}"
         )
     column, truncated_column = chosen[0][0], chosen[-1][1]
     step_column = choose_step_column(rows, column)
@@ -88,8 +88,9 @@ def varying_lengths(rows: Rows, column: str) -> list[str]:
     varying = []
     for name in columns_of(same):
         words = set(re.split(r"[^a-z]+", name.lower()))
+        is_of_run = name.rpartition(" - ")[0] == column.rpartition(" - ")[0]
         is_length = not _OF_RESPONSES.isdisjoint(words) and not _LENGTHS.isdisjoint(words)
         numbers = {other for row in same if math.isfinite(other := number_of(row.get(name)))}
-        if is_length and _NOT_MEANS.isdisjoint(words) and 2 * len(numbers) > count:
+        if is_of_run and is_length and _NOT_MEANS.isdisjoint(words) and 2 * len(numbers) > count:
             varying.append(name)
     return varying

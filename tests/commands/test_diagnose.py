@@ -130,7 +130,7 @@ SUMMARY = {"_step": 60, "_runtime": 9.0, "_timestamp": 1.0, "response_length/mea
         ("x.parquet", None, f"is the completions of TRL, {TEXTS}"),
     ],
 )
-def test_what_is_neither_a_log_nor_tokens_is_named_by_each_command(tmp_path, monkeypatch, name, content, said):
+def test_what_is_neither_log_nor_tokens_is_named(tmp_path, monkeypatch, name, content, said):
     monkeypatch.chdir(tmp_path)
     path = Path("data", name)
     path.parent.mkdir()

@@ -165,14 +165,14 @@ def test_a_padded_length_is_refused_beside_the_true_one(tool, capsys, tmp_path, 
     rows = [{"step": i, "response_length": n, "response_tokens": 4000 + i, "x": i} for i, n in enumerate(padded, 1)]
     log = write_jsonl(tmp_path / "log.jsonl", rows)
     message = refused(tool, log)
-    assert "column 'response_length' is constant, as a padded width is, and 'response_tokens' is not" in message
-    assert "--column response_tokens" in message
+    assert "column 'response_length' has one number in most rows, as a padded width has" in message
+    assert "choose one with --column response_tokens or --column response_length" in message
     assert "60 steps of 'response_tokens'" in run(tool, capsys, tmp_path, log, "--column", "response_tokens")[0]
     assert "60 steps of 'response_length'" in run(tool, capsys, tmp_path, log, "--column", "response_length")[0]
 
 
 def test_a_length_at_its_limit_is_no_padded_length(tool, capsys, tmp_path):
-    """Where all responses are cut, prompts vary, and so may the time for each token."""
+    """Prompts vary although all responses are cut, and so does the time of a token."""
     rows = [
         {"step": i, "completions/mean_length": 256, "completions/mean_terminated_length": 0, "prompt_length/mean": i}
         | {"timing/response_tokens": i, "completions/max_length": 256 + i}

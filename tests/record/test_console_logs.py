@@ -69,7 +69,7 @@ def cut_at_words(line, width):
 
 @pytest.mark.parametrize("wrap", [cut, cut_without_spaces, cut_at_words])
 @pytest.mark.parametrize("form", FORMS)
-def test_no_width_of_a_terminal_changes_a_number_or_loses_one(tmp_path, form, wrap):
+def test_no_width_of_a_terminal_changes_a_number(tmp_path, form, wrap):
     lines = [line for step in range(1, 4) for line in (f"INFO 10:00:01 step {step} begins", FORMS[form](step), BAR)]
     whole = read(tmp_path / "x.log", lines)
     assert [row["response_length/mean"] for row in whole] == pytest.approx(
@@ -108,7 +108,7 @@ def test_lines_that_certainly_belong_together_are_joined(tmp_path, lines, found)
     assert read(tmp_path / "x.log", lines) == found
 
 
-def test_a_last_number_is_joined_only_where_other_lines_show_the_width(tmp_path):
+def test_a_last_number_is_joined_if_the_width_is_known(tmp_path):
     long, short = "step:1 - a/b:1.5 - c/d:25", "step:2 - a/b:1.5 - c/d:31"
     with pytest.raises(ConfigError, match="lines 1 and 2 seem to be one line that was wrapped"):
         read(tmp_path / "x.log", [long, "00.5", short])

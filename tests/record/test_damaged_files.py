@@ -65,7 +65,7 @@ def test_damage_is_named_by_its_record_and_the_step_before(events, place, said):
 
 
 @pytest.mark.parametrize("left", [1, 11, 12, 30])
-def test_a_file_that_ends_inside_its_last_record_is_read_up_to_there(events, capsys, left):
+def test_a_file_is_read_up_to_a_cut_record(events, capsys, left):
     whole = events.read_bytes()
     events.write_bytes(whole[: list(starts(whole))[-1] + left])
     rows = list(scalar_rows(events))
@@ -148,7 +148,7 @@ def test_a_damaged_page_of_trajectories_or_problems_is_refused(tmp_path):
         list(read_rows(path))
 
 
-def test_no_thread_of_arrow_aborts_a_process_that_has_read_a_file(tmp_path):
+def test_no_thread_of_arrow_aborts_a_process(tmp_path):
     """A table that Arrow reads through a file of Python aborts one process in ten when its interpreter ends."""
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"step": [1] * 64, "completion": [f"It is {i} " * 100 for i in range(64)]}), path)
