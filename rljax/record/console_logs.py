@@ -125,16 +125,14 @@ def _record(
     are added to ``joined``, and so are doubtful places. Raises ConfigError if a record is cut and its next line does
     not fit.
     """
-    text = _COLOUR.sub("", line)
-    start = _start(text)
-    progress = None if start is None else _progress(text, start)
-    last = place
+    text, last = _COLOUR.sub("", line), place
+    if (start := _start(text)) is None or (progress := _progress(text, start)) is None:
+        return line, last
     for at in range(place, len(lines) - 1):
         after = _COLOUR.sub("", lines[at + 1])
-        if start is None or progress is None or progress.is_closed or at >= last + _LONGEST_VALUE:
-            break
         is_end_of_name = text.endswith(("_", "/")) and after.startswith("step:")  # of training/global_step, for example
-        if not after.strip() or (_start(after) is not None and not is_end_of_name):
+        is_other = not after.strip() or (_start(after) is not None and not is_end_of_name)
+        if is_other or progress.is_closed or at >= last + _LONGEST_VALUE:
             break
         longer = max((text + after, f"{text} {after}"), key=lambda option: _progress(option, start) or _NOTHING)
         found = _progress(longer, start)

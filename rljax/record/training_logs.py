@@ -65,8 +65,8 @@ def read_log(path: Path, choose: Callable[[list[str]], Columns]) -> tuple[Rows, 
     Raises:
       ConfigError: There is no such log, or the logs of several runs.
     """
-    if path.is_file() and (kind := foreign_kind(path)):
-        raise ConfigError(f"{path} is {kind}")
+    if path.is_file() and (foreign := foreign_kind(path)):
+        raise ConfigError(f"{path} is {foreign}")
     reason: ConfigError | None = None
     for kind in find_logs(path) if path.is_dir() else iter([[[path]]]):
         logs: list[tuple[Path, Rows, Columns]] = []
@@ -87,8 +87,8 @@ def read_log(path: Path, choose: Callable[[list[str]], Columns]) -> tuple[Rows, 
                 names = ", ".join(str(file) for file, *_ in logs)
                 raise ConfigError(f"{path} has the logs of several runs; name them one by one: {names}")
             return [row for _, rows, _ in logs for row in rows], [chosen for *_, chosen in logs]
-    if path.is_dir() and (kind := foreign_kind(path)):
-        raise ConfigError(f"{path} is {kind}") from reason
+    if path.is_dir() and (foreign := foreign_kind(path)):
+        raise ConfigError(f"{path} is {foreign}") from reason
     raise reason or ConfigError(f"{path}: neither metrics.jsonl nor a TensorBoard event file in it")
 
 
