@@ -71,6 +71,8 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
                     for row in batch.to_pylist():
                         number += 1
                         yield number, row
+                if number != file.metadata.num_rows:
+                    raise ValueError(f"the file says that it has {file.metadata.num_rows}")
             except (pa.ArrowException, OSError, ArithmeticError, ValueError) as error:
                 reason = " ".join(str(error).split())
                 raise ValueError(f"{path} cannot be read after row {number}: {reason}") from error

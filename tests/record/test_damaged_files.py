@@ -148,6 +148,17 @@ def test_a_damaged_page_of_trajectories_or_problems_is_refused(tmp_path):
         list(read_rows(path))
 
 
+def test_a_table_does_not_end_before_its_last_row(tmp_path):
+    """Arrow gives no row and no error where the header of a page says that the page is another kind."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), path, use_dictionary=False, write_page_checksum=True)
+    whole = bytearray(path.read_bytes())
+    whole[5] ^= 4  # the kind of the first page, a varint behind its tag
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match="cannot be read after row 0: the file says that it has 2"):
+        list(read_rows(path))
+
+
 def test_no_thread_of_arrow_aborts_a_process(tmp_path):
     """A table that Arrow reads through a file of Python aborts one process in ten when its interpreter ends."""
     path = tmp_path / "x.parquet"
