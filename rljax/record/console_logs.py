@@ -23,13 +23,14 @@ _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _NUMBER = r"-?(?:\d+(?:\.\d+)?(?:e[+-]?\d+)?|nan|inf)"
 # One of verl's items, which " - " separates, and the beginning of one.
 _ITEM = re.compile(rf"[^\s:][^:]*: ?(?:{_NUMBER}|[\w.]+\({_NUMBER}\)|None|True|False)\s*")
-_BEGUN_ITEM = re.compile(r"[^:]*(?:: ?[-+.\w]*(?:\([-+.\w]*\)?)?)?(?: -)?\s*")
-_QUOTED = r"""(?:'[^']*'|"[^"]*")"""
-_PAIR = rf"\s*{_QUOTED}\s*:\s*(?:{_QUOTED}|[-+.\w]+(?:\([^(){{}}]*\))?)\s*"
-_BEGUN = r"""(?:'[^']*|"[^"]*)"""
-_BEGUN_PAIR = rf"(?:{_BEGUN}|{_QUOTED}\s*(?::\s*(?:{_QUOTED}|{_BEGUN}|[-+.\w]*(?:\([^(){{}}]*\)?)?)\s*)?)"
+_BEGUN_ITEM = re.compile(r"[^:]*+(?:: ?[-+.\w]*+(?:\([-+.\w]*+\)?)?(?: -)?\s*)?")
+_QUOTED = r"""(?:'[^']*+'|"[^"]*+")"""
+_PAIR = rf"\s*+{_QUOTED}\s*+:\s*+(?:{_QUOTED}|[-+.\w]++(?:\([^(){{}}]*+\))?)\s*+"
+_BEGUN = r"""(?:'[^']*+|"[^"]*+)"""
+_BEGUN_PAIR = rf"(?:{_BEGUN}|{_QUOTED}\s*+(?::\s*+(?:{_QUOTED}|{_BEGUN}|[-+.\w]*+(?:\([^(){{}}]*+\)?)?)\s*+)?)"
 _OPENING = re.compile(r"""\{(?=['"]|\s*$)""")
 _LONGEST_VALUE = 4  # the most lines of a name with its number
+_MOST_LINES = 500  # the most lines of a record
 _LOST_SPACES = 2  # the most spaces that a copy of a line may lack at its ends
 _DICTIONARY = re.compile(rf"\{{(?P<pairs>(?:{_PAIR},)*)(?:{_PAIR})?\}}")
 _UNCLOSED = re.compile(rf"\{{(?P<pairs>(?:{_PAIR},)*)\s*(?:{_BEGUN_PAIR})?$")
@@ -74,9 +75,10 @@ def _whole_lines(path: Path) -> list[str]:
     at its length. If they were wrapped at another length, or it is as long as the longest one, it is unsure.
     """
     lines = path.read_text("utf-8", errors="replace").splitlines()
-    widths = _join(path, lines, set()).widths
-    joined = _join(path, lines, widths)
-    longest = max(map(len, lines), default=0)
+    joined = _join(path, lines, set())
+    widths, longest = joined.widths, max(map(len, lines), default=0)
+    if widths and joined.doubtful:
+        joined = _join(path, lines, widths)
     for place in joined.doubtful:
         if widths or len(lines[place]) == longest:
             raise _wrapped(path, place)
@@ -132,7 +134,7 @@ def _record(
         after = _COLOUR.sub("", lines[at + 1])
         is_end_of_name = text.endswith(("_", "/")) and after.startswith("step:")  # of training/global_step, for example
         is_other = not after.strip() or (_start(after) is not None and not is_end_of_name)
-        if is_other or progress.is_closed or at >= last + _LONGEST_VALUE:
+        if is_other or progress.is_closed or at >= min(last + _LONGEST_VALUE, place + _MOST_LINES):
             break
         longer = max((text + after, f"{text} {after}"), key=lambda option: _progress(option, start) or _NOTHING)
         found = _progress(longer, start)
