@@ -45,10 +45,10 @@ def compare(out: Path, *words: str) -> None:
 
 def drop_last_id(tokens: Path, last_id: int) -> None:
     """Removes sequences with the last id of the vocabulary, because SGLang 0.5.23 reads it as 0."""
-    table = pq.read_table(tokens)
+    table = pq.read_table(tokens, page_checksum_verification=True)
     kept = [last_id not in ids for ids in table["token_ids"].to_pylist()]
     print(f"{kept.count(False)} of {len(kept)} sequences hold token {last_id} and are left out", file=sys.stderr)
-    pq.write_table(table.filter(pa.array(kept)), tokens)
+    pq.write_table(table.filter(pa.array(kept)), tokens, write_page_checksum=True)
 
 
 def columns_of(out: Path) -> set[str]:

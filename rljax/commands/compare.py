@@ -16,6 +16,7 @@ the program still saves and reports the columns that are complete.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -40,6 +41,7 @@ from rljax.compare.report import Comparison, check_logprobs, compare_columns, to
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import name_columns, score_column, split_spec
 from rljax.data.prompts import TOYS
+from rljax.distributed.files import filled_directory
 from rljax.errors import ConfigError, caller_errors
 from rljax.policy.hub import model_directory
 from rljax.record.token_dumps import OTHER_RUNS, SECOND_RUN, TokenDump, write_dump
@@ -262,6 +264,14 @@ def plot_matrix(axes: Axes, comparison: Comparison) -> None:
 def main(argv: Sequence[str]) -> int:
     """Compares the columns, writes the report, and returns the exit status."""
     options = parse(argv)
+    with contextlib.ExitStack() as stack:
+        with caller_errors():
+            stack.enter_context(filled_directory(options.out))
+        return run(options)
+
+
+def run(options: Arguments) -> int:
+    """Does the comparison in the directory OUT, which exists, and returns the exit status."""
     stopped: KeyboardInterrupt | ConfigError | None = None
     with caller_errors():
         if options.model is not None:
@@ -273,9 +283,9 @@ def main(argv: Sequence[str]) -> int:
         if options.sample is not None:
             split_sampler(options.sample)
         columns = {} if options.layers else name_columns(options.scorer)
-        options.out.mkdir(parents=True, exist_ok=True)
         dump = sequences(options)
-        write_dump(options.out / "tokens.parquet", dump)
+        if options.sample is not None:
+            write_dump(options.out / "tokens.parquet", dump)
         if options.layers:
             return run_layers(dump, options)
         check_logprobs(dump, set(dump.logprobs).intersection(options.columns or dump.logprobs))
@@ -297,7 +307,7 @@ def main(argv: Sequence[str]) -> int:
     if stopped is None and options.distributions:
         pairs, dump = distributions(dump, options, columns)
         comparison = dataclasses.replace(comparison, distributions=pairs)
-        write_dump(options.out / "tokens.parquet", dump)
+    write_dump(options.out / "tokens.parquet", dump)
     (options.out / "report.md").write_text(to_markdown(comparison), encoding="utf-8")
     (options.json or options.out / "report.json").write_text(to_json(comparison), encoding="utf-8")
     plot_comparison(comparison, options.picture or options.out / "report.png")

@@ -14,7 +14,7 @@ from rljax.compare.layers.tracers import check_traced, open_tracer
 from rljax.compare.scorers import check_vocabulary
 from rljax.errors import ConfigError
 from rljax.policy.config import SIZES, PolicyConfig
-from rljax.record.token_dumps import TokenDump
+from rljax.record.token_dumps import TokenDump, write_dump
 
 if TYPE_CHECKING:
     from rljax.commands.compare import Arguments
@@ -53,6 +53,7 @@ def run_layers(dump: TokenDump, options: Arguments) -> int:
                 _check_alike(spec, tested.config, scorers[0], reference.config)
                 comparison = compare_layers(reference, tested, tokens)
             judged.append((comparison, judge_layers(comparison)))
+    write_dump(out / "tokens.parquet", dump)
     (out / "layers.md").write_text(layers_markdown(judged), encoding="utf-8")
     (options.json or out / "layers.json").write_text(layers_json(judged), encoding="utf-8")
     plot_layers(judged, options.picture or out / "layers.png")

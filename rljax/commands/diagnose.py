@@ -15,72 +15,91 @@ SOURCE cannot be read.
 
 from __future__ import annotations
 
-import contextlib
+import importlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
-import tyro
 
-from rljax.compare.importers import read_tokens
-from rljax.compare.report import finite_json
+from rljax.commands.plain_options import read_words
 from rljax.diagnose.course import Course, read_course
 from rljax.diagnose.evidence import Declared, Facts
 from rljax.diagnose.page import diagnose, to_text
 from rljax.diagnose.signals import Log, choose_signals, read_signals
 from rljax.diagnose.thresholds import cross
-from rljax.diagnose.token_facts import TokenFacts, read_facts
 from rljax.errors import ConfigError, caller_errors
-from rljax.record.token_dumps import TokenDump, run_dumps
-from rljax.record.training_logs import read_log
-from rljax.run.config import Config
-from rljax.run.directory import recorded_config
-from rljax.run.options import parse_arguments
+from rljax.record.rows import finite_json, run_dumps
+from rljax.record.training_logs import MissingPackageError, read_log
+
+if TYPE_CHECKING:
+    from rljax.diagnose.token_facts import TokenFacts
+    from rljax.record.token_dumps import TokenDump
+    from rljax.run.config import Config
 
 
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of the diagnosis."""
 
-    source: tyro.conf.Positional[Path]
-    """The run directory, the log or the token dump."""
     tokens: Path | None = None
     """A token dump of the same run, which adds to the log."""
     trainer: str | None = None
     """The column of the dump that a trainer computed."""
-    rollout: Annotated[str | None, tyro.conf.arg(aliases=("--engine",))] = None
-    """The column of the dump that a rollout engine computed."""
+    rollout: str | None = None
+    """The column of the dump that a rollout engine computed. --engine is the same."""
     json: Path | None = None
     """The file for the diagnosis as JSON; - prints it in the place of the page."""
 
 
-def read_source(given: Arguments) -> tuple[Log | None, TokenDump | None, Config | None]:
+def needed(module: str, source: Path) -> ModuleType:
+    """Returns a module that token files or run directories need. Raises MissingPackageError if a package is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        message = f"{source}: a token file or a run directory needs the package {missing}: pip install 'rljax[train]'"
+        raise MissingPackageError(message) from error
+
+
+def read_tokens(path: Path) -> TokenDump:
+    """Reads a token file. Raises ConfigError or ValueError if it cannot be read."""
+    dump: TokenDump = needed("rljax.compare.importers", path).read_tokens(path)
+    return dump
+
+
+def read_source(source: Path, tokens: Path | None) -> tuple[Log | None, TokenDump | None, Config | None]:
     """Reads the log, the token dump and the configuration that the arguments name. Each is None if there is none.
 
     Raises ConfigError or ValueError if neither a log nor a dump can be read.
     """
-    source, dump, config = given.source, None, None
+    dump, config = None, None
     if not source.exists():
         raise ConfigError(f"{source}: no such file or directory")
-    if given.tokens is not None:
-        dump = read_tokens(given.tokens)
+    if tokens is not None:
+        dump = read_tokens(tokens)
     elif source.is_dir() and (files := run_dumps(source)):
         dump = read_tokens(files[-1])
     if source.is_dir() and (source / "config.yaml").is_file() and (source / "metrics.jsonl").is_file():
-        config = recorded_config(source)
+        config = needed("rljax.run.directory", source).recorded_config(source)
     try:
         rows, _ = read_log(source, lambda columns: tuple(choose_signals(columns)[1].values()))
         return read_signals(rows), dump, config
-    except ConfigError:
+    except ConfigError as reason:
         if dump is not None or source.is_dir():
             raise
         if source.suffix == ".parquet":
             return None, read_tokens(source), None
-        with contextlib.suppress(ValueError):
+        try:
             dump = read_tokens(source)
-        if dump is None or not dump.logprobs:
+        except MissingPackageError as missing:
+            raise ConfigError(f"{reason}; or is it a token file? {missing}") from missing
+        except ValueError:
+            raise reason from None
+        if not dump.logprobs:
             raise
         return None, dump, None
 
@@ -115,7 +134,9 @@ def facts_of(log: Log | None, dump: TokenDump | None, config: Config | None) -> 
     """Gathers the facts for the diagnosis from the log, the dump and the configuration."""
     course: Course | None = read_course(log) if log is not None else None
     temperature = config.rollout.temperature if config is not None else 1.0
-    tokens = read_facts(dump, temperature) if dump is not None and len(dump.logprobs) > 1 else None
+    tokens: TokenFacts | None = None
+    if dump is not None and len(dump.logprobs) > 1:
+        tokens = importlib.import_module("rljax.diagnose.token_facts").read_facts(dump, temperature)
     if log is not None and course is not None and course.gap_name:
         crossings = cross(log.signals, log.steps)
     elif tokens is not None:
@@ -127,11 +148,13 @@ def facts_of(log: Log | None, dump: TokenDump | None, config: Config | None) -> 
 
 def main(argv: Sequence[str]) -> int:
     """Diagnoses the source, prints the page or the JSON, and returns the exit status."""
-    given = parse_arguments(Arguments, argv, prog="rljax diagnose", description=__doc__ or "")
+    words = [re.sub(r"^--engine(?==|$)", "--rollout", word) for word in argv]
+    named = {"paths": "SOURCE", "prog": "rljax diagnose", "description": __doc__ or ""}
+    (source,), given = read_words(Arguments, words, most=1, **named)
     with caller_errors():
-        log, dump, config = read_source(given)
+        log, dump, config = read_source(source, given.tokens)
         dump = with_roles(dump, given) if dump is not None else None
-        found = diagnose(str(given.source), facts_of(log, dump, config), log)
+        found = diagnose(str(source), facts_of(log, dump, config), log)
         text = finite_json(found)
         if given.json == Path("-"):
             print(text, end="")

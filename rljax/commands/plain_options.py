@@ -26,8 +26,10 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def read_words(kind: type[T], words: Sequence[str], *, paths: str, prog: str, description: str) -> tuple[list[Path], T]:
-    """Reads the paths (at least one) and the options of a command line.
+def read_words(
+    kind: type[T], words: Sequence[str], *, paths: str, prog: str, description: str, most: int | None = None
+) -> tuple[list[Path], T]:
+    """Reads the paths (at least one, and at most ``most``) and the options of a command line.
 
     ``kind`` is a dataclass whose fields are the options, with defaults, documented by the strings below them.
     ``--help`` prints the options below ``description`` and leaves with status 0. It calls the paths ``paths``.
@@ -38,7 +40,7 @@ def read_words(kind: type[T], words: Sequence[str], *, paths: str, prog: str, de
     parser = _Parser(
         prog=prog,
         description=description,
-        usage=f"{prog} {paths} [{paths} ...] [options]",
+        usage=f"{prog} {paths} {'' if most == 1 else f'[{paths} ...] '}[options]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -63,6 +65,8 @@ def read_words(kind: type[T], words: Sequence[str], *, paths: str, prog: str, de
     given_paths = values.pop("paths")
     if not given_paths:
         raise ConfigError(f"expected at least one {paths}")
+    if most is not None and len(given_paths) > most:
+        raise ConfigError(f"expected at most {most} {paths}, got {len(given_paths)}")
     try:
         return given_paths, kind(**values)
     except ValueError as error:

@@ -22,8 +22,9 @@ from matplotlib.figure import Figure
 from rljax.errors import ConfigError, caller_errors
 from rljax.record import panel_style as style
 from rljax.record.figure import PANELS, SMOOTH, Panel, PanelGrid, Run, plot_grid, plot_report, read_runs
-from rljax.record.rows import Row, collapse_step, trailing_mean
-from rljax.record.token_dumps import TokenDump, read_dump, run_dumps
+from rljax.record.foreign_files import foreign_kind
+from rljax.record.rows import Row, collapse_step, run_dumps, trailing_mean
+from rljax.record.token_dumps import TokenDump, read_dump
 from rljax.run.options import parse_arguments
 
 _EDGE_SHARE = 10  # one in so many rows is the beginning of a run, and one in so many its end
@@ -225,6 +226,11 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("expected at least one run directory")
     if given.figure is not None and given.figure not in FIGURES:
         raise ConfigError(f"--figure: expected one of {', '.join(FIGURES)}, got {given.figure}")
+    with caller_errors():
+        for path in given.runs:
+            if path.is_file():
+                kind = foreign_kind(path) or "a file: give the directory of a run, which has a metrics.jsonl"
+                raise ConfigError(f"{path} is {kind}; rljax replay LOG --picture FILE draws other logs")
     name = f"figure_{given.figure}.png" if given.figure else "report.png"
     out = given.out or (given.runs[0] / name if len(given.runs) == 1 else Path(name))
     labels = given.labels.split(",") if given.labels else None

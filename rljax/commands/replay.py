@@ -20,6 +20,8 @@ import dataclasses
 import importlib
 import json
 import math
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +30,9 @@ from typing import Any
 
 from rljax.commands.plain_options import read_words
 from rljax.errors import ConfigError, caller_errors, install_words, print_end
+from rljax.record.length_logs import LengthLog, read_lengths
 from rljax.record.text_tables import cell, text_table
-from rljax.record.training_logs import STEP_COLUMNS, LengthLog, read_lengths
+from rljax.record.training_logs import STEP_COLUMNS
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
 from rljax.schedule.neighbours import Outcome, RateLaw, largest_ratio, neighbours_of, replay_rule
 
@@ -109,6 +112,15 @@ def verdict(outcome: Outcome) -> str:
         return f"no surge in {len(outcome.rates)} steps"
     how = "by max_wait" if outcome.crossing_step is None else f"crossing since step {outcome.crossing_step}"
     return f"surge called at step {outcome.surge_step} ({how}), decay period {outcome.decay_period}"
+
+
+def run_note(result: Replay) -> str:
+    """Returns the line that says which of several runs in one file is replayed; empty if the file has one run."""
+    if not result.log.other_runs:
+        return ""
+    others = " or ".join(f"--column {shlex.quote(name)}" for name in result.log.other_runs)
+    count = len(result.log.other_runs) + 1
+    return f"{result.path} has {count} runs: {result.log.column!r} is replayed; choose another with {others}"
 
 
 def step_note(log: LengthLog) -> str:
@@ -222,6 +234,7 @@ def log_numbers(result: Replay) -> dict[str, Any]:
         "log": str(result.path),
         "error": None,
         "length_column": log.column,
+        "other_runs": log.other_runs,
         "truncated_column": log.truncated_column,
         "step_column": log.step_column,
         "steps": len(log.lengths),
@@ -263,7 +276,9 @@ def main(argv: Sequence[str]) -> int:
     found: dict[Path, Replay | str] = {}
     for path in paths:
         try:
-            found[path] = replay_log(path, options)
+            found[path] = result = replay_log(path, options)
+            if note := run_note(result):
+                print(note, file=sys.stderr)
         except ConfigError as error:
             print_end(error)
             found[path] = str(error)

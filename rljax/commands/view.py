@@ -32,7 +32,7 @@ from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.distributed.files import write_whole
 from rljax.errors import ConfigError, caller_errors
 from rljax.policy.hub import model_directory
-from rljax.record.token_dumps import run_dumps
+from rljax.record.rows import run_dumps
 from rljax.run.config import Config
 from rljax.run.directory import recorded_config
 from rljax.run.options import parse_arguments

@@ -18,7 +18,9 @@ import numpy as np
 
 from rljax.data.files import Row, json_lines
 from rljax.errors import parse_json
-from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, parquet_rows, read_dump
+from rljax.record.foreign_files import TRL_TEXTS, foreign_kind
+from rljax.record.parquet_files import parquet_file, parquet_rows
+from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump
 
 PRIME_RL_SCHEMA = 1
 """The ``schema_version`` of prime-rl's token export that this module reads."""
@@ -43,6 +45,10 @@ def read_tokens(path: str | os.PathLike[str]) -> TokenDump:
     Raises ValueError if the file is a pickle, damaged, or of an unknown kind; the message names the line.
     """
     place = Path(path)
+    if place.is_dir() and any(place.rglob("rank_*.jsonl")):
+        return read_prime_rl(place)
+    if kind := foreign_kind(place):
+        raise ValueError(f"{place} is {kind}")
     if place.is_dir():
         return read_prime_rl(place)
     with place.open("rb") as file:
@@ -230,6 +236,9 @@ def _nemo_rl_sequence(record: Row, number: int) -> TokenDump:
 
 def _read_parquet(place: Path) -> TokenDump:
     """Reads a token dump, or the rollouts that Miles writes with ``--save-rollout-format parquet``."""
+    with parquet_file(place) as file:
+        if {"prompt", "completion"} <= set(file.schema_arrow.names):
+            raise ValueError(f"{place} is {TRL_TEXTS}")
     rows = parquet_rows(place, ("tokens", "response_length", "loss_mask", "rollout_log_probs"))
     if not rows or not {"tokens", "response_length"} <= set(rows[0]):
         return read_dump(place)

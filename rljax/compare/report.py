@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from rljax.mismatch import mismatch_metrics, read_tokens
 from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position
 from rljax.mismatch.turns import mismatch_by_turn
 from rljax.record.dump_turns import turns_of
+from rljax.record.rows import finite_json
 from rljax.record.text_tables import text_table
 from rljax.record.token_arrays import to_rows
 from rljax.record.token_dumps import ABOVE_ZERO, OTHER_RUNS, PLACES, ColumnSource, TokenDump
@@ -149,12 +149,6 @@ def to_json(comparison: Comparison) -> str:
     columns = {name: source.document() for name, source in comparison.columns.items()}
     plain = {"passed": comparison.passed, **dataclasses.asdict(comparison), "columns": columns}
     return finite_json(plain)
-
-
-def finite_json(plain: Any) -> str:
-    """Formats plain values as JSON; numbers that are not finite become null."""
-    finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
-    return json.dumps(finite, indent=1, allow_nan=False) + "\n"
 
 
 def to_markdown(comparison: Comparison) -> str:

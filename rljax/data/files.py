@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from rljax.data.forms import Alternatives, Form, NoAnswerError, as_alternatives, take, unread_keys
 from rljax.distributed.files import replacing
 from rljax.errors import naming, parse_json
+from rljax.record.parquet_files import parquet_file
 
 FORMAT_VERSION = 1
 PASS_RATE = "pass_rate"
@@ -69,12 +70,14 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
         yield from _csv_rows(path)
     elif path.suffix == ".parquet":
         number = 0
-        with _open_parquet(path) as file:
+        with parquet_file(path) as file:
             try:
                 for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                     for row in batch.to_pylist():
                         number += 1
                         yield number, row
+                if number != file.metadata.num_rows:
+                    raise ValueError(f"the file says that it has {file.metadata.num_rows}")
             except (pa.ArrowException, OSError, ArithmeticError, ValueError) as error:
                 reason = " ".join(str(error).split())
                 raise ValueError(f"{path} cannot be read after row {number}: {reason}") from error
@@ -183,7 +186,7 @@ def write_rows(
     path, rows = Path(path), list(rows)
     schema = None
     if Path(like).suffix == ".parquet":
-        with _open_parquet(Path(like)) as file:
+        with parquet_file(like) as file:
             schema = file.schema_arrow
     if schema is None or form is not None or "prompt" not in schema.names:
         problems = [parse_row(row, "a row to write", form) for row in rows]
@@ -196,21 +199,14 @@ def write_rows(
     schema = schema.with_metadata({**(schema.metadata or {}), _KEY: document})
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), partial)
+        pq.write_table(pa.Table.from_pylist(rows, schema=schema), partial, write_page_checksum=True)
 
 
 def read_provenance(path: str | Path) -> dict[str, Any] | None:
     """Reads the provenance that ``write_rows`` stored, or None. Raises ValueError if the file is not Parquet."""
-    with _open_parquet(Path(path)) as file:
+    with parquet_file(path) as file:
         metadata = file.schema_arrow.metadata or {}
     return json.loads(metadata[_KEY]) if _KEY in metadata else None
-
-
-def _open_parquet(path: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path)
-    except (OSError, pa.ArrowException, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}") from error
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Row]]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from rljax.diagnose.course import Course
 from rljax.diagnose.evidence import BEYOND, CONFIDENCES, DTYPES, EFFECTS, LIKELY, POSSIBLE, SURE, Facts, Finding
-from rljax.diagnose.token_facts import TokenFacts
+
+if TYPE_CHECKING:
+    from rljax.diagnose.token_facts import TokenFacts
 
 CAUSES: Mapping[str, tuple[str, str]] = {
     "healthy": ("none", "nothing is wrong with the mismatch"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rljax.diagnose.course import Course
 from rljax.diagnose.thresholds import Crossing
-from rljax.diagnose.token_facts import TokenFacts
+
+if TYPE_CHECKING:
+    from rljax.diagnose.token_facts import TokenFacts
 
 SURE, LIKELY, POSSIBLE = "sure", "likely", "possible"
 CONFIDENCES = (SURE, LIKELY, POSSIBLE)

@@ -7,13 +7,13 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rljax.compare.report import finite_json
 from rljax.diagnose.answers import answers, to_measure
 from rljax.diagnose.causes import CAUSES, judge_cause
 from rljax.diagnose.course import GAPS
 from rljax.diagnose.evidence import Facts
 from rljax.diagnose.remedies import REMEDIES
 from rljax.diagnose.signals import Log
+from rljax.record.rows import finite_json
 
 WIDTH = 110
 SHOWN = (*GAPS, "reward", "length", "entropy", "grad_norm", "learning_rate", "staleness")

@@ -33,6 +33,22 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     partial.replace(path)
 
 
+@contextlib.contextmanager
+def filled_directory(path: Path) -> Iterator[None]:
+    """Makes a directory and its parents, and removes the new ones that are still empty when the block ends.
+
+    Raises OSError if the directory cannot be made.
+    """
+    new = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            for each in new:
+                each.rmdir()
+
+
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     """Writes a file, which appears whole by a rename; text is encoded as UTF-8. Raises OSError."""
     with replacing(path) as partial:

@@ -1,14 +1,18 @@
 """Training-inference mismatch: the difference between two engines' log-probabilities of the same tokens, and remedies.
 
 The package needs only jax and numpy. Every function takes numpy arrays (float64 on the host) or jax arrays, also under
-jit.
+jit. jax is imported when a function is first used.
 """
 
-from rljax.mismatch.correction import importance_weights, rejection_mask
-from rljax.mismatch.metrics import mismatch_metrics, mismatch_statistics
-from rljax.mismatch.names import framework_metrics
-from rljax.mismatch.statistics import Statistics, merge, zeros
-from rljax.mismatch.tokens import read_sequences, read_tokens
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rljax.mismatch.correction import importance_weights, rejection_mask
+    from rljax.mismatch.metrics import mismatch_metrics, mismatch_statistics
+    from rljax.mismatch.names import framework_metrics
+    from rljax.mismatch.statistics import Statistics, merge, zeros
+    from rljax.mismatch.tokens import read_sequences, read_tokens
 
 __all__ = [
     "Statistics",
@@ -22,3 +26,27 @@ __all__ = [
     "rejection_mask",
     "zeros",
 ]
+
+_MODULES = {
+    "Statistics": "statistics",
+    "framework_metrics": "names",
+    "importance_weights": "correction",
+    "merge": "statistics",
+    "mismatch_metrics": "metrics",
+    "mismatch_statistics": "metrics",
+    "read_sequences": "tokens",
+    "read_tokens": "tokens",
+    "rejection_mask": "correction",
+    "zeros": "statistics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

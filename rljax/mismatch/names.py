@@ -1,7 +1,8 @@
 """The mismatch metrics of other frameworks: their names, their formulas, and the same numbers from our statistics.
 
 Each entry gives the number that the framework would report for the whole batch at once. Several frameworks average over
-micro-batches or ranks of unequal size. Their number depends on how the batch was cut; ours does not. In the formulas,
+micro-batches or ranks of unequal size. Their number depends on how the batch was cut; ours does not. The names need no
+jax, which is imported for the numbers. In the formulas,
 lr = trainer - rollout on response tokens, <.> is the mean over tokens, and mean_i is the mean over sequences.
 """
 
@@ -9,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rljax.mismatch.accurate import RATIO_BOUND
-from rljax.mismatch.arrays import scalars
-from rljax.mismatch.metrics import finalize_mismatch, largest_log_ratio
-from rljax.mismatch.statistics import Statistics
+if TYPE_CHECKING:
+    from rljax.mismatch.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,13 @@ def _std(square: str, mean: str) -> Callable[[Statistics], Any]:
 
 def _mean_ratio(statistics: Statistics) -> Any:
     return statistics.xp.where(statistics["token_count"] > 0, 1 + statistics.mean("ratio_minus_one"), 0)
+
+
+def _largest_ratio(statistics: Statistics) -> Any:
+    from rljax.mismatch.accurate import RATIO_BOUND
+    from rljax.mismatch.metrics import largest_log_ratio
+
+    return statistics.xp.exp(statistics.xp.minimum(largest_log_ratio(statistics), RATIO_BOUND))
 
 
 _STD = "standard deviation (n - 1) over tokens of abs({})"
@@ -108,11 +114,7 @@ _ROWS: dict[str, tuple[tuple[str, str, str | Callable[[Statistics], Any]], ...]]
         ("sampler_trainer/prob_diff_mean", "<abs(exp(trainer) - exp(rollout))>", "prob_abs_diff_mean"),
         ("sampler_trainer/prob_diff_max", "max abs(exp(trainer) - exp(rollout))", "prob_abs_diff_max"),
         ("sampler_trainer/probs_pearson_corr", "correlation of the two probabilities", "pearson_corr"),
-        (
-            "sampler_trainer/mult_prob_error_max",
-            "max exp(min(abs(lr), 20))",
-            lambda s: s.xp.exp(s.xp.minimum(largest_log_ratio(s), RATIO_BOUND)),
-        ),
+        ("sampler_trainer/mult_prob_error_max", "max exp(min(abs(lr), 20))", _largest_ratio),
     ),
     "torchtitan": (
         ("bit_wise/logprob_diff/mean", "<lr> (signed)", _mean("log_ratio")),
@@ -145,6 +147,9 @@ def framework_metrics(statistics: Statistics, framework: str) -> dict[str, Any]:
 
     Raises ValueError if the framework is not one of FRAMEWORKS.
     """
+    from rljax.mismatch.arrays import scalars
+    from rljax.mismatch.metrics import finalize_mismatch
+
     if framework not in FRAMEWORKS:
         raise ValueError(f"framework must be one of {FRAMEWORKS}, got {framework!r}")
     ours = finalize_mismatch(statistics)

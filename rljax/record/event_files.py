@@ -1,36 +1,53 @@
 """Reads the numbers of TensorBoard event files. It needs the package tensorboardX."""
 
+import itertools
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
 from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
 
 from rljax.errors import ConfigError
 
 # The formats of a number in the bytes of a tensor, by the number of its dtype.
 TENSOR_FORMATS = {1: "<f", 2: "<d", 3: "<i", 4: "<B", 5: "<h", 6: "<b", 9: "<q", 17: "<H", 19: "<e", 22: "<I", 23: "<Q"}
 BFLOAT16 = 14
+_DAMAGED = "not a TensorBoard event file, or a damaged one:"
 
 
 def events_of(path: Path) -> Iterator[event_pb2.Event]:
-    """Yields the events of an event file, whose records are a length, a checksum, the event and a checksum.
+    """Yields the events of an event file, whose records are a length, its checksum, the event and its checksum.
 
-    An incomplete last record is left out. Raises ConfigError if the file is damaged.
+    A file may end inside its last record if its writer was killed. A line on stderr then names the last whole record.
+    Raises ConfigError if a checksum is wrong or a record is not an event; the message names the record.
     """
-    data, start = path.read_bytes(), 0
-    while start + 12 <= len(data):
-        (size,) = struct.unpack_from("<Q", data, start)
-        record = data[start + 12 : start + 12 + size]
-        if len(record) < size:
-            return  # the program that wrote the file ended inside the last record
+    data, start, step = path.read_bytes(), 0, "no step"
+    for number in itertools.count(1):
+        head, body = data[start : start + 12], start + 12
+        end = body + int.from_bytes(head[:8], "little")
+        if len(head) == 12 and not _is_whole(head):
+            raise ConfigError(f"{path}: {_DAMAGED} the length of record {number} is wrong, after {step}")
+        if len(head) < 12 or end + 4 > len(data):
+            if head:
+                print(f"{path} ends inside record {number}: read up to {step}", file=sys.stderr)
+            return
+        if not _is_whole(data[body : end + 4]):
+            raise ConfigError(f"{path}: {_DAMAGED} the checksum of record {number} is wrong, after {step}")
         try:
-            yield event_pb2.Event.FromString(record)
+            event = event_pb2.Event.FromString(data[body:end])
         except DecodeError as error:
-            raise ConfigError(f"{path}: not a TensorBoard event file, or a damaged one") from error
-        start += 12 + size + 4
+            raise ConfigError(f"{path}: {_DAMAGED} record {number} is not an event, after {step}") from error
+        yield event
+        start, step = end + 4, f"step {event.step}"
+
+
+def _is_whole(content: bytes) -> bool:
+    """Returns whether the last four bytes are the checksum of those before them."""
+    return masked_crc32c(content[:-4]) == int.from_bytes(content[-4:], "little")
 
 
 def first_time(path: Path) -> float:

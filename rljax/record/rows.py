@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from rljax.distributed.files import write_whole
 from rljax.errors import parse_json
 from rljax.record.text_tables import cell
 
@@ -112,6 +111,17 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
+def finite_json(plain: Any) -> str:
+    """Formats plain values as JSON; numbers that are not finite become null."""
+    finite = json.loads(json.dumps(plain), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=1, allow_nan=False) + "\n"
+
+
+def run_dumps(run_dir: Path) -> list[Path]:
+    """Returns the token dumps of a run, the oldest first."""
+    return sorted((run_dir / "rollouts").glob("step_*.parquet"))
+
+
 def trailing_mean(values: Sequence[float | None], window: int = SMOOTH_STEPS) -> np.ndarray:
     """Computes trailing means over ``window`` values, float64 [n]; missing and non-finite values count as 0."""
     series = np.asarray([value if value is not None and np.isfinite(value) else 0.0 for value in values], np.float64)
@@ -127,6 +137,8 @@ def collapse_step(accuracy: np.ndarray) -> int | None:
 
 def write_summary(run_dir: str | os.PathLike[str], summary: Mapping[str, Any]) -> Path:
     """Writes ``summary.json``, which appears whole by a rename, and returns its path."""
+    from rljax.distributed.files import write_whole  # needs msgspec, which a reader of logs may lack
+
     path = Path(run_dir) / "summary.json"
     write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return path

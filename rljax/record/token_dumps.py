@@ -6,22 +6,23 @@ log-probability **of** ``token_ids[t]`` given everything before it (nats), or Na
 reported its k likeliest tokens, ``top_ids`` and ``top_logprobs`` are lists of k numbers for each token. Further
 numbers of the tokens are in columns ``values/<name>``, ``list<float32>``. The likeliest tokens of another column are in
 ``top_ids/<column>`` and ``top_logprobs/<column>``. The schema's metadata has a JSON object under ``rljax.dump``:
-``version``, ``columns`` (the source of each column) and ``sampling`` (how the tokens were sampled). Reading a dump
-executes nothing in it.
+``version``, ``columns`` (the source of each column) and ``sampling`` (how the tokens were sampled). Each page has a
+checksum, and ``rljax.dump.crc32`` in the metadata covers that object and the names of the columns. Older files have
+neither. Reading a dump executes nothing in it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import os
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,6 +30,7 @@ import pyarrow.parquet as pq
 
 from rljax.distributed.files import replacing
 from rljax.errors import parse_json
+from rljax.record.parquet_files import parquet_file
 from rljax.record.token_arrays import to_float32, to_int32, to_mask
 
 FORMAT_VERSION = 1
@@ -49,7 +51,7 @@ OTHER_RUNS = {"shape": SECOND_RUN, "mesh": "@mesh", "remat": "@remat"}
 ABOVE_ZERO = 1e-5
 """The largest log-probability (nats) that rounding explains."""
 
-_KEY = b"rljax.dump"
+_KEY, _SUM = b"rljax.dump", b"rljax.dump.crc32"
 _PREFIX = "logprobs/"
 _VALUES = "values/"
 _SOURCE_TEXTS = ("engine", "dtype", "weights_hash", "role")
@@ -278,11 +280,6 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(np.argmin(np.append(a[:shorter] == b[:shorter], False)))
 
 
-def run_dumps(run_dir: Path) -> list[Path]:
-    """Returns the token dumps of a run, the oldest first."""
-    return sorted((run_dir / "rollouts").glob("step_*.parquet"))
-
-
 def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     """Writes a dump and returns its path. An older file of this name is replaced once the new one is complete.
 
@@ -293,7 +290,8 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     columns = (dump.token_ids, dump.response_mask, *dump.logprobs.values())
     sources = {name: source.document() for name, source in dump.sources.items()}
     note = {"version": FORMAT_VERSION, "columns": sources, "sampling": dict(dump.sampling)}
-    schema = pa.schema(_types(dump.logprobs), {_KEY: json.dumps(note, sort_keys=True)})
+    document = json.dumps(note, sort_keys=True).encode()
+    schema = pa.schema(_types(dump.logprobs))
     lists = map(_lists, columns, (kind.value_type for kind in schema.types[1:]))
     table = pa.table([pa.array(dump.sequence_ids, pa.string()), *lists], schema=schema)
     every = {"": (dump.top_ids, dump.top_logprobs)} | {f"/{name}": tops for name, tops in dump.other_tops.items()}
@@ -302,22 +300,26 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
             table = table.append_column(name + end, _nested(matrices, kind))
     for name, vectors in dump.values.items():
         table = table.append_column(_VALUES + name, _lists(vectors, pa.float32()))
+    table = table.replace_schema_metadata({_KEY: document, _SUM: _checksum(document, table)})
     with replacing(out) as partial:
         # Hardly any number occurs twice, so a dictionary would take most of the time and make the file larger.
-        pq.write_table(table, partial, compression="zstd", use_dictionary=False)
+        pq.write_table(table, partial, compression="zstd", use_dictionary=False, write_page_checksum=True)
     return out
 
 
 def read_dump(path: str | os.PathLike[str]) -> TokenDump:
     """Reads a dump that ``write_dump`` wrote.
 
-    Raises ValueError if the file is not a dump, has another version, or has columns of other types.
+    Raises ValueError if the file is not a dump, is damaged, has another version, or has columns of other types.
     """
-    with _parquet(path) as file:
-        table = pq.read_table(file)
+    with parquet_file(path) as file:
+        table = file.read()
     metadata = table.schema.metadata or {}
     if _KEY not in metadata:
         raise ValueError(f"{path} is a Parquet file but not a token dump: its metadata has no {_KEY.decode()!r}")
+    if metadata.get(_SUM, expected := _checksum(metadata[_KEY], table)) != expected:
+        cause = f"a program that changed them must remove {_SUM.decode()!r} from the metadata, else the file is damaged"
+        raise ValueError(f"{path}: the checksum of its column names and of {_KEY.decode()!r} is wrong: {cause}")
     try:
         note = parse_json(metadata[_KEY])
     except ValueError as error:
@@ -354,24 +356,9 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
         raise ValueError(f"{path}: {error}") from error
 
 
-def parquet_rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the rows of a Parquet file with the columns among ``columns`` that it has.
-
-    The list is empty if the file has none of them. Raises ValueError if the file is not a readable Parquet file.
-    """
-    with _parquet(path) as file:
-        names = [name for name in pq.read_schema(file).names if name in columns]
-        return pq.read_table(file, columns=names).to_pylist() if names else []
-
-
-@contextlib.contextmanager
-def _parquet(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a Parquet file, and turns the errors of reading it into ValueError."""
-    with Path(path).open("rb") as file:
-        try:
-            yield file
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"{path} is not a readable Parquet file: {error}") from error
+def _checksum(document: bytes, table: pa.Table) -> bytes:
+    """Returns the CRC-32 of the metadata and of the column names, which no checksum of a page covers."""
+    return f"{zlib.crc32(document + repr(table.column_names).encode()):08x}".encode()
 
 
 def _types(columns: Iterable[str]) -> dict[str, pa.DataType]:

@@ -8,17 +8,16 @@ import bisect
 import codecs
 import contextlib
 import csv
-import functools
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from rljax.errors import ConfigError, install_words, parse_json
+from rljax.record.console_logs import console_rows
+from rljax.record.foreign_files import foreign_kind
 
 # Name of the mean response length, and names of the share of truncated responses in the same log. A column matches
 # when it ends in such a name.
@@ -45,46 +44,12 @@ MAX_STEPS = 1_000_000
 NOT_TRAINING = {"eval", "evaluation", "val", "validation", "test"}
 # A row may have its metrics in an object with one of these names. The names of the columns leave this name out.
 WRAPPERS = {"data", "metrics", "log", "logs", "payload"}
-# The step in a line of console output: ``step:3 - `` of verl, ``rollout 3: {`` and ``perf 3: {`` of slime and Miles.
-_CONSOLE_STEP = re.compile(r"\bstep:(\d+) - |\b(?:rollout|perf) (\d+): \{")
-# A name and its number: ``- name:1.5``, ``'name': 1.5``, ``'name': '1.5'``, ``'name': np.float64(1.5)``.
-_CONSOLE_VALUE = re.compile(r"""(?: - |['"])([\w./@-]+)['"]?: ?['"]?(?:[\w.]+\()?(-?\d[\d.]*(?:e[+-]?\d+)?|nan)\b""")
-
 Rows = list[dict[str, Any]]
 Columns = TypeVar("Columns", bound=tuple[Any, ...])
 
 
 class MissingPackageError(ConfigError):
     """An error of a log whose form needs a package that is not installed."""
-
-
-@dataclass(frozen=True)
-class LengthLog:
-    """The response lengths in a log."""
-
-    column: str  # the length column
-    truncated_column: str | None  # the column with the share of truncated responses
-    step_column: str | None  # the column that numbers the steps; None: each row with a length is a step
-    columns: list[str]  # the names of all columns of the log
-    lengths: list[float]  # the length of each step 1, 2, ... (tokens); NaN where a step has none
-    truncated: list[float]  # the share of truncated responses of each step; NaN where a step has none
-
-
-def read_lengths(path: Path, column: str | None = None, truncated_column: str | None = None) -> LengthLog:
-    """Reads the response lengths of a log, a file or a directory that contains it, with the names of their columns.
-
-    The columns are those of the length and of the share of truncated responses. None means a column of a known name.
-
-    Raises:
-      ConfigError: The log cannot be read, or it has no length.
-      OSError: A file cannot be opened.
-    """
-    choose = functools.partial(choose_columns, column=column, truncated_column=truncated_column)
-    rows, chosen = read_log(path, choose)
-    column, truncated_column = chosen[0][0], chosen[-1][1]
-    step_column = choose_step_column(rows, column)
-    lengths, truncated = series(rows, column, truncated_column, step_column)
-    return LengthLog(column, truncated_column, step_column, columns_of(rows), lengths, truncated)
 
 
 def read_log(path: Path, choose: Callable[[list[str]], Columns]) -> tuple[Rows, list[Columns]]:
@@ -100,6 +65,8 @@ def read_log(path: Path, choose: Callable[[list[str]], Columns]) -> tuple[Rows, 
     Raises:
       ConfigError: There is no such log, or the logs of several runs.
     """
+    if path.is_file() and (foreign := foreign_kind(path)):
+        raise ConfigError(f"{path} is {foreign}")
     reason: ConfigError | None = None
     for kind in find_logs(path) if path.is_dir() else iter([[[path]]]):
         logs: list[tuple[Path, Rows, Columns]] = []
@@ -120,6 +87,8 @@ def read_log(path: Path, choose: Callable[[list[str]], Columns]) -> tuple[Rows, 
                 names = ", ".join(str(file) for file, *_ in logs)
                 raise ConfigError(f"{path} has the logs of several runs; name them one by one: {names}")
             return [row for _, rows, _ in logs for row in rows], [chosen for *_, chosen in logs]
+    if path.is_dir() and (foreign := foreign_kind(path)):
+        raise ConfigError(f"{path} is {foreign}") from reason
     raise reason or ConfigError(f"{path}: neither metrics.jsonl nor a TensorBoard event file in it")
 
 
@@ -190,16 +159,6 @@ def read_text_log(path: Path) -> Rows:
         if kind in (".log", ".txt", ".out") and (rows := console_rows(path)):
             return rows
         raise
-
-
-def console_rows(path: Path) -> Rows:
-    """Reads the metrics in the console output of verl, TRL, slime or Miles: one row for each line that has any."""
-    rows: Rows = []
-    for line in path.read_text("utf-8", errors="replace").splitlines():
-        step = _CONSOLE_STEP.search(line)
-        if values := dict(_CONSOLE_VALUE.findall(line)):
-            rows.append(values | ({"step": step[1] or step[2]} if step else {}))
-    return rows
 
 
 def csv_rows(path: Path) -> Rows:

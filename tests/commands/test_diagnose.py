@@ -5,11 +5,16 @@ import gzip
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from toy_runs import outcome
 
+from rljax.commands import compare, plot, replay, view
 from rljax.commands.diagnose import declared_of, main
 from rljax.compare.importers import read_tokens
 from rljax.diagnose.causes import CAUSES
@@ -104,6 +109,88 @@ def test_the_form_of_a_server_is_declared():
     sources = dict(dump.sources) | {"rollout": dataclasses.replace(dump.sources["rollout"], form="fp8_e5m2 cache")}
     dump = dataclasses.replace(dump, sources=sources)
     assert declared_of(None, dump, read_facts(dump)).forms == "fp8_e5m2 cache"
+
+
+TEXTS = "a log of texts and scores without token ids and log-probabilities"
+SUMMARY = {"_step": 60, "_runtime": 9.0, "_timestamp": 1.0, "response_length/mean": 90, "reward/mean": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("wandb-summary.json", {"reward/mean": 0.5}, "is a summary of W&B: it has only the last value of each metric"),
+        ("x.json", SUMMARY, "is a summary of W&B: it has only the last value of each metric and is no log. Export"),
+        ("x.jsonl", {"reward/mean": 0.5, "_wandb": {}}, "is a summary of W&B"),
+        (
+            "1.jsonl",
+            {"input": "1+1=", "output": "2", "gts": "2", "score": 1.0},
+            f"is the rollout data of verl, {TEXTS}",
+        ),
+        ("completions_00001.parquet", None, f"is the completions of TRL, {TEXTS}"),
+        ("x.parquet", None, f"is the completions of TRL, {TEXTS}"),
+    ],
+)
+def test_what_is_neither_log_nor_tokens_is_named(tmp_path, monkeypatch, name, content, said):
+    monkeypatch.chdir(tmp_path)
+    path = Path("data", name)
+    path.parent.mkdir()
+    if content is None:
+        pq.write_table(pa.table({"prompt": ["1+1="], "completion": ["2"], "reward": [1.0]}), path)
+    else:
+        path.write_text(json.dumps(content) + "\n")
+    by_columns = name == "x.parquet"  # only what reads tokens opens it
+    commands = [main, view.main, compare.main, *([] if by_columns else [replay.main, plot.main])]
+    for command in commands:
+        status, _, err = outcome(command, [path])
+        assert (status, err.count("\n")) == (2, 1)
+        assert f"{path} {said}" in err
+    if "texts" in said and not by_columns:
+        for command in commands[:-1]:
+            assert said in outcome(command, ["data"])[2]
+    assert [each.name for each in tmp_path.iterdir()] == ["data"]
+    assert [each.name for each in path.parent.iterdir()] == [name]
+
+
+def test_a_folder_with_texts_beside_its_log_is_read(tmp_path, log):
+    (tmp_path / "run").mkdir()
+    log("healthy").rename(tmp_path / "run" / "history.jsonl")
+    (tmp_path / "run" / "1.jsonl").write_text('{"input": "1+1=", "output": "2"}\n')
+    assert outcome(main, [tmp_path / "run"])[0] == 0
+
+
+def test_a_log_needs_numpy_alone(log):
+    """A fresh interpreter reads a log without the packages of training, and names the one that a token file needs."""
+    heavy = (
+        "jax",
+        "jaxlib",
+        "pyarrow",
+        "transformers",
+        "torch",
+        "tyro",
+        "pydantic",
+        "yaml",
+        "msgspec",
+        "httpx",
+        "tqdm",
+    )
+    program = f"""
+import sys
+sys.modules |= dict.fromkeys({heavy!r})
+from rljax.cli import cli
+print([name for name in {heavy!r} if sys.modules[name] is not None])
+sys.exit(cli())
+"""
+
+    def said(*words):
+        command = [sys.executable, "-c", program, "diagnose", *map(str, words)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr
+
+    status, out, err = said(log("healthy"))
+    assert (status, err, out.splitlines()[0]) == (0, "", "[]")
+    status, _, err = said(LOGS / "healthy.parquet")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "a token file or a run directory needs the package" in err
 
 
 @pytest.mark.parametrize(

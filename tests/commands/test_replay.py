@@ -15,6 +15,7 @@ from toy_runs import outcome
 
 from rljax.commands import replay
 
+RecordWriter = pytest.importorskip("tensorboardX.record_writer").RecordWriter
 SummaryWriter = pytest.importorskip("tensorboardX").SummaryWriter
 Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
 Summary = pytest.importorskip("tensorboardX.proto.summary_pb2").Summary
@@ -157,6 +158,41 @@ def test_rows_of_nan_and_null_are_one_line(tool, capsys, tmp_path):
         rows[index]["response_length/mean"] = bad
     lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
     assert lines[1:3] == ["4 of them have no finite, positive length: they count as steps, but are not used", CALL]
+
+
+@pytest.mark.parametrize("padded", [[7000] * 60, [7000] * 40 + [6990] * 20])
+def test_a_padded_length_is_refused_beside_the_true_one(tool, capsys, tmp_path, padded):
+    rows = [{"step": i, "response_length": n, "response_tokens": 4000 + i, "x": i} for i, n in enumerate(padded, 1)]
+    log = write_jsonl(tmp_path / "log.jsonl", rows)
+    message = refused(tool, log)
+    assert "column 'response_length' has one number in most rows, as a padded width has" in message
+    assert "choose one with --column response_tokens or --column response_length" in message
+    assert "60 steps of 'response_tokens'" in run(tool, capsys, tmp_path, log, "--column", "response_tokens")[0]
+    assert "60 steps of 'response_length'" in run(tool, capsys, tmp_path, log, "--column", "response_length")[0]
+
+
+def test_a_length_at_its_limit_is_no_padded_length(tool, capsys, tmp_path):
+    """Prompts vary although all responses are cut, and so does the time of a token."""
+    rows = [
+        {"step": i, "completions/mean_length": 256, "completions/mean_terminated_length": 0, "prompt_length/mean": i}
+        | {"timing/response_tokens": i, "completions/max_length": 256 + i}
+        for i in range(1, 60)
+    ]
+    lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
+    assert lines[0] == "59 steps of 'completions/mean_length'"
+
+
+def test_a_file_with_two_runs_says_which_is_replayed(tool, tmp_path):
+    names = [f"{run} - {LENGTH}" for run in ("run a", "run-b")]
+    cells = "".join(f"{step},{length},1.0,{3 + step}\n" for step, length in enumerate(LENGTHS, 1))
+    (tmp_path / "x.csv").write_text(f'"Step","{names[0]}","{names[0]}__MIN","{names[1]}"\n{cells}')
+    status, out, err = outcome(tool.main, [tmp_path / "x.csv", "--json", "-"])
+    assert (status, err.count("\n")) == (0, 1)
+    assert f"x.csv has 2 runs: {names[0]!r} is replayed; choose another with --column '{names[1]}'" in err
+    (log,) = json.loads(out)["logs"]
+    assert (log["length_column"], log["other_runs"]) == (names[0], [names[1]])
+    _, _, err = outcome(tool.main, [tmp_path / "x.csv", "--column", names[1]])
+    assert f"{names[1]!r} is replayed" in err
 
 
 def test_without_a_step_column_rows_are_steps(tool, capsys, tmp_path):
@@ -351,11 +387,11 @@ def test_a_directory_with_the_length_in_another_file(tool, capsys, tmp_path):
 )
 def test_tensors_of_every_dtype(tool, capsys, tmp_path, tensor):
     path = tmp_path / "events.out.tfevents.1"
-    with path.open("wb") as file:
-        for step, length in enumerate(LENGTHS, 1):
-            value = Summary.Value(tag=LENGTH, tensor=TensorProto(**tensor(length)))
-            record = Event(step=step, summary=Summary(value=[value])).SerializeToString()
-            file.write(struct.pack("<QI", len(record), 0) + record + bytes(4))
+    file = RecordWriter(str(path))
+    for step, length in enumerate(LENGTHS, 1):
+        value = Summary.Value(tag=LENGTH, tensor=TensorProto(**tensor(length)))
+        file.write(Event(step=step, summary=Summary(value=[value])).SerializeToString())
+    file.close()
     assert CALL in run(tool, capsys, tmp_path, path)
 
 

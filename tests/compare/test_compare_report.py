@@ -164,6 +164,19 @@ def test_the_program_scores_reports_and_draws(model, tmp_path, capsys):
     assert (tmp_path / "out" / "report.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_a_failed_comparison_leaves_no_directory(tmp_path, capsys):
+    (tmp_path / "x.jsonl").write_text('{"token_ids": [1, 2], "response_mask": [0, 1]}\n')
+    for words, message in (
+        ([], "needs at least two columns"),
+        (["--trainer", "x"], "no column 'x'"),
+        (["--scorer", "vllm:http://127.0.0.1:1"], "127.0.0.1:1"),
+    ):
+        arguments = [str(tmp_path / "x.jsonl"), "--out", str(tmp_path / "deep" / "out"), *words]
+        assert run_cli(compare.main, arguments) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+        assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
 def floors_of(model, tmp_path, *words):
     """Compares two scorers; returns the names of the columns, the additional floors and the report."""
     ids = np.random.default_rng(0).integers(0, 16, (4, 20))

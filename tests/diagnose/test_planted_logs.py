@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 
 def found(source, tokens=None):
-    log, dump, config = diagnose.read_source(diagnose.Arguments(source, tokens=tokens))
+    log, dump, config = diagnose.read_source(source, tokens)
     return diagnosis(source.name, diagnose.facts_of(log, dump, config), log)
 
 

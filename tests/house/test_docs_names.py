@@ -12,7 +12,7 @@ FOLDERS = "rljax|tools|experiments|launch|configs|tests|examples|benchmarks"
 # In a page of docs/, a path that begins with "docs/" belongs to another project.
 IN_README = f"{FOLDERS}|docs"
 PLACEHOLDER = re.compile(r"NAME|FILE|\$")
-METADATA_KEYS = {"rljax.dump", "rljax.problems"}  # keys of Parquet files, not modules
+METADATA_KEYS = {"rljax.dump", "rljax.dump.crc32", "rljax.problems"}  # keys of Parquet files, not modules
 
 
 def expanded(path):

@@ -42,7 +42,7 @@ DOORS = {
     "orbax": {"run.checkpoint"},
     "fsspec": {"weights.source"},
     "grain": {"data.prompts"},
-    "pyarrow": {"data.files", "record.token_dumps"},
+    "pyarrow": {"data.files", "record.parquet_files", "record.token_dumps"},
     "safetensors": {
         "policy.hf",
         "policy.peft",
@@ -79,7 +79,6 @@ DOORS = {
         "run.options",
         "commands.bench_mismatch",
         "commands.compare",
-        "commands.diagnose",
         "commands.export",
         "commands.plot",
         "commands.prepare",

@@ -9,7 +9,8 @@ from process_runs import FLOAT32, TINY, assert_two_processes_do_as_one
 from toy_runs import ROOT, comparable, complete, outcome, start, tiny, wait_for_rows
 
 from rljax import evaluate
-from rljax.record.token_dumps import read_dump, run_dumps
+from rljax.record.rows import run_dumps
+from rljax.record.token_dumps import read_dump
 
 pytestmark = pytest.mark.slow
 

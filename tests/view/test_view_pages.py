@@ -292,7 +292,7 @@ def test_a_broken_dump_of_a_run_is_named_and_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.parquet", b"PAR1 and no more", "x.parquet is not a readable Parquet file"),
+        ("x.parquet", b"PAR1 and no more", "x.parquet cannot be read as Parquet"),
         ("x.jsonl", b'{"token_ids": [1], "response_mask": [1]}\n', "the dump has no column of log-probabilities"),
         ("x.jsonl", b'{"token_ids": [1], "response_mask": [1], "logprobs": {"a": [1, 2]}}\n', "x.jsonl:1: "),
         ("x.pt", b"\x80\x04", "x.pt is a pickle"),

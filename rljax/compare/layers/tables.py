@@ -10,7 +10,8 @@ import numpy as np
 from rljax.compare.layers.differences import Difference, LayerComparison
 from rljax.compare.layers.findings import LayerVerdict
 from rljax.compare.layers.operations import IN_BLOCK
-from rljax.compare.report import finite_json, markdown_table
+from rljax.compare.report import markdown_table
+from rljax.record.rows import finite_json
 from rljax.record.text_tables import text_table
 
 Judged = tuple[LayerComparison, LayerVerdict]

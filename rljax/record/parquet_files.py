@@ -1,0 +1,52 @@
+"""Opens Parquet files so that damage is an error, and so that no thread of Arrow disturbs the end of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+@contextlib.contextmanager
+def parquet_file(path: str | os.PathLike[str]) -> Iterator[pq.ParquetFile]:
+    """Opens a Parquet file. The checksums of its pages are verified when they are read; not every file has them.
+
+    Arrow opens the file itself. From a file of Python its threads would get memory that they free with the lock of the
+    interpreter, and that aborts the process if the interpreter ends meanwhile.
+
+    Raises:
+      OSError: The file cannot be opened.
+      ValueError: It is not a Parquet file, or it is damaged; errors of Arrow in the block become this error, too.
+    """
+    Path(path).open("rb").close()  # an OSError of Python names the file
+    try:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        rows = sum(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+        if rows != file.metadata.num_rows:
+            raise ValueError(f"its row groups have {rows} rows, and its footer says {file.metadata.num_rows}")
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    with file:
+        try:
+            yield file
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(path, error) from error
+
+
+def parquet_rows(path: str | os.PathLike[str], columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the rows of a Parquet file with the columns among ``columns`` that it has.
+
+    The list is empty if the file has none of them. Raises OSError or ValueError if the file cannot be read.
+    """
+    with parquet_file(path) as file:
+        names = [name for name in file.schema_arrow.names if name in columns]
+        return file.read(names).to_pylist() if names else []
+
+
+def _unreadable(path: str | os.PathLike[str], error: Exception) -> ValueError:
+    return ValueError(f"{path} cannot be read as Parquet: {' '.join(str(error).split())}")

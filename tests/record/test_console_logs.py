@@ -1,0 +1,142 @@
+"""Console output is read as it was printed, also where a terminal has wrapped its lines."""
+
+import json
+import random
+import textwrap
+
+import pytest
+
+from rljax.errors import ConfigError
+from rljax.record.console_logs import console_rows
+
+NAMES = (
+    "critic/score/mean",
+    "actor/lr",
+    "actor/ppo_kl",
+    "response_length/mean",
+    "response_length/max",
+    "rollout_corr/rollout_is_catastrophic_token_fraction",
+    "timing_s/step",
+)
+
+
+def numbers(step):
+    """Returns the numbers of a step, with digits and exponents of every length."""
+    draw = random.Random(step)
+    values = (draw.random(), 1e-06, -3.25e-07 * draw.randint(0, 9), draw.uniform(90, 3000), draw.randint(90, 3000))
+    return dict(zip(NAMES, (*values, draw.random(), round(draw.uniform(1, 300), 1)), strict=True))
+
+
+def verl(step, form="{}", front="(TaskRunner pid=222265) "):
+    items = {"training/global_step": step} | {name: form.format(repr(value)) for name, value in numbers(step).items()}
+    return f"{front}step:{step} - " + " - ".join(f"{name}:{value}" for name, value in items.items())
+
+
+def slime(step):
+    return (
+        f"\x1b[36m(RolloutManager pid=12345)\x1b[0m [2026-01-02 10:00:00] data.py:99 - perf {step}: {numbers(step)!r}"
+    )
+
+
+BAR = "Training Progress:   4%|#         | 1/24 [01:10<3:00:00, 212.4s/it]"
+FORMS = {
+    "verl": verl,
+    "verl with numpy": lambda step: verl(step, "np.float64({})", ""),
+    "verl after a bar": lambda step: verl(step, front=BAR),
+    "slime": slime,
+    "trl": lambda step: repr(numbers(step)),
+    "trl of transformers 5": lambda step: repr({name: f"{value:.4g}" for name, value in numbers(step).items()}),
+    "jsonl among other lines": lambda step: json.dumps({"step": step} | numbers(step)),
+}
+
+
+def read(path, lines):
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return [{name: float(value) for name, value in row.items()} for row in console_rows(path)]
+
+
+def cut(line, width):
+    return [line[start : start + width] for start in range(0, len(line), width)]
+
+
+def cut_without_spaces(line, width):
+    return [piece.strip() for piece in cut(line, width)]
+
+
+def cut_at_words(line, width):
+    return textwrap.wrap(line, width, break_on_hyphens=False)
+
+
+@pytest.mark.parametrize("wrap", [cut, cut_without_spaces, cut_at_words])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_width_of_a_terminal_changes_a_number(tmp_path, form, wrap):
+    lines = [line for step in range(1, 4) for line in (f"INFO 10:00:01 step {step} begins", FORMS[form](step), BAR)]
+    whole = read(tmp_path / "x.log", lines)
+    assert [row["response_length/mean"] for row in whole] == pytest.approx(
+        [numbers(step)["response_length/mean"] for step in range(1, 4)], rel=1e-3
+    )
+    for width in range(60, 421, 3):
+        wrapped = [piece for line in lines for piece in wrap(line, width)]
+        try:
+            assert read(tmp_path / "x.log", wrapped) == whole, f"width {width}"
+        except ConfigError as error:
+            assert "wrapped" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("lines", "found"),
+    [
+        (
+            ["step:1 - response_length/mean:126", "7.02 - response_length/max:3072.0"],
+            [{"response_length/mean": 1267.02, "response_length/max": 3072.0, "step": 1}],
+        ),
+        (
+            ["perf 0: {'rollout/response_len/mean': 277", "3.71, 'rollout/truncated_ratio': 0.46}"],
+            [{"rollout/response_len/mean": 2773.71, "rollout/truncated_ratio": 0.46, "step": 0}],
+        ),
+        (
+            ["{'loss': '0.1', 'completions/mean_length': '12", "7.5', 'completions/clipped_ratio': '0'}"],
+            [{"loss": 0.1, "completions/mean_length": 127.5, "completions/clipped_ratio": 0}],
+        ),
+        # The name training/global_step is cut before a word that begins a line of verl.
+        (["step:1 - training/global_", "step:1 - a/b:2.5"], [{"training/global_step": 1, "a/b": 2.5, "step": 1}]),
+        # The end of a run that was killed, in its second piece.
+        (["step:1 - a/b:12", "7.5 - respo"], [{"a/b": 127.5, "step": 1}]),
+    ],
+)
+def test_lines_that_certainly_belong_together_are_joined(tmp_path, lines, found):
+    assert read(tmp_path / "x.log", lines) == found
+
+
+def test_a_last_number_is_joined_if_the_width_is_known(tmp_path):
+    long, short = "step:1 - a/b:1.5 - c/d:25", "step:2 - a/b:1.5 - c/d:31"
+    with pytest.raises(ConfigError, match="lines 1 and 2 seem to be one line that was wrapped"):
+        read(tmp_path / "x.log", [long, "00.5", short])
+    rows = read(tmp_path / "x.log", [long, "00.5", short, " - e/f:2.0"])
+    assert [row["c/d"] for row in rows] == [2500.5, 31.0]
+
+
+def test_a_piece_that_fits_nowhere_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="lines 2 and 3 seem to be one line that was wrapped"):
+        read(tmp_path / "x.log", ["hello", "step:1 - a/b:1 - response_le", "[09:00] ngth/mean:5 - c/d:1"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_lines_that_are_whole_stay_as_they_are(tmp_path, form):
+    """Bars, time stamps, numbers alone, other metrics, a cut end and a resumed run change no row."""
+    steps = [FORMS[form](step) for step in range(1, 6)]
+    whole = read(tmp_path / "x.log", steps)
+    other = ["2026-01-02 10:00:00,123 - INFO - x - y", "12", "", "Traceback (most recent call last):", "- lr", BAR]
+    assert read(tmp_path / "x.log", [line for step in steps for line in (step, *other)]) == whole
+    assert read(tmp_path / "x.log", [f"2026-01-02T10:00:00Z {step}" for step in steps]) == whole
+    killed = [*steps[:3], steps[3][: steps[3].index("actor/ppo_kl") - 2], *other, *steps[2:]]
+    rows = read(tmp_path / "x.log", killed)
+    assert [*rows[:3], *rows[4:]] == [*whole[:3], *whole[2:]]
+    assert rows[3].items() <= whole[3].items()
+    (tmp_path / "x.log").write_bytes("\r\n".join(steps).encode())
+    assert [{name: float(value) for name, value in row.items()} for row in console_rows(tmp_path / "x.log")] == whole
+
+
+def test_a_printed_configuration_stays_as_it_is(tmp_path):
+    printed = ["(pid=1) {'actor': {'lr': 1e-06,", "(pid=1)            'epochs': 1},", "(pid=1)  'seed': 7}"]
+    assert read(tmp_path / "x.log", printed) == [{"lr": 1e-06}, {"epochs": 1}, {"seed": 7}]

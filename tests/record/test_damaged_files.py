@@ -1,0 +1,169 @@
+"""Damaged event files and token dumps are refused: no flipped bit changes a number or loses a row in silence."""
+
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rljax.data.files import read_rows
+from rljax.errors import ConfigError
+from rljax.record.event_files import scalar_rows
+from rljax.record.token_dumps import ColumnSource, dump_of_responses, read_dump, write_dump
+
+SummaryWriter = pytest.importorskip("tensorboardX").SummaryWriter
+
+
+def flipped(whole, draw):
+    """Returns the bytes with one bit flipped."""
+    damaged = bytearray(whole)
+    damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+    return bytes(damaged)
+
+
+@pytest.fixture
+def events(tmp_path):
+    """An event file of ten steps with one number each, in eleven records: the first one is the version of the form."""
+    with SummaryWriter(str(tmp_path / "tb")) as writer:
+        for step in range(1, 11):
+            writer.add_scalar("response_length/mean", 100.0 + step, step)
+    (path,) = (tmp_path / "tb").iterdir()
+    return path
+
+
+def starts(whole):
+    """Yields where each record begins. The parts are a length of 8 bytes, a checksum, the event and a checksum."""
+    start = 0
+    while start < len(whole):
+        yield start
+        start += 8 + 4 + int.from_bytes(whole[start : start + 8], "little") + 4
+
+
+def test_every_flipped_bit_of_an_event_file_is_refused(events):
+    whole, draw = events.read_bytes(), random.Random(0)
+    for _ in range(200):
+        events.write_bytes(flipped(whole, draw))
+        with pytest.raises(ConfigError, match=r"tfevents\S+: not a TensorBoard event file, or a damaged one: the "):
+            list(scalar_rows(events))
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [(3, "the length of record 7 is wrong, after step 5"), (20, "the checksum of record 7 is wrong, after step 5")],
+)
+def test_damage_is_named_by_its_record_and_the_step_before(events, place, said):
+    whole = bytearray(events.read_bytes())
+    whole[list(starts(whole))[6] + place] ^= 16
+    events.write_bytes(whole)
+    with pytest.raises(ConfigError, match=said):
+        list(scalar_rows(events))
+
+
+@pytest.mark.parametrize("left", [1, 11, 12, 30])
+def test_a_file_is_read_up_to_a_cut_record(events, capsys, left):
+    whole = events.read_bytes()
+    events.write_bytes(whole[: list(starts(whole))[-1] + left])
+    rows = list(scalar_rows(events))
+    assert rows == [{"step": step, "response_length/mean": 100.0 + step} for step in range(1, 10)]
+    assert capsys.readouterr().err == f"{events} ends inside record 11: read up to step 9\n"
+
+
+def test_bytes_that_are_no_event_are_refused(events):
+    masked_crc32c = pytest.importorskip("tensorboardX.record_writer").masked_crc32c
+    parts = [part + masked_crc32c(part).to_bytes(4, "little") for part in ((2).to_bytes(8, "little"), b"\xff\xff")]
+    events.write_bytes(b"".join(parts))
+    with pytest.raises(ConfigError, match="record 1 is not an event, after no step"):
+        list(scalar_rows(events))
+
+
+def small_dump():
+    """Returns a dump of two responses with every kind of column."""
+    tokens = [np.asarray([7, 2], np.int32), np.asarray([4], np.int32)]
+    numbers = [np.asarray([-0.1, -0.7], np.float32), np.zeros(1, np.float32)]
+    tops = [(np.asarray([[7, 3], [2, 9]], np.int32), -np.ones((2, 2), np.float32))]
+    tops += [(np.asarray([[4, 5]], np.int32), -np.ones((1, 2), np.float32))]
+    prompts = [np.asarray([5], np.int32), np.asarray([6, 8], np.int32)]
+    sources = {"rollout": ColumnSource("vllm", "bfloat16", "sha256:12", 0.7, "rollout")}
+    sampling = {"temperature": 0.7}
+    columns, values = {"rollout": numbers}, {"advantage": numbers}
+    return dump_of_responses(["a", "b"], prompts, tokens, columns, sources, sampling, tops, values)
+
+
+def contents(dump):
+    """Returns every name and number of a dump, in a form that can be compared."""
+    columns = {**dump.logprobs, **dump.values, "ids": dump.token_ids, "mask": dump.response_mask}
+    columns |= {"top_ids": dump.top_ids, "top_logprobs": dump.top_logprobs}
+    bits = {name: [each.tobytes() for each in arrays] for name, arrays in columns.items()}
+    return dump.sequence_ids, dump.sources, dump.sampling, bits
+
+
+def test_no_flipped_bit_changes_a_dump_in_silence(tmp_path):
+    path, expected = tmp_path / "x.parquet", contents(small_dump())
+    whole, draw, refused = write_dump(path, small_dump()).read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        path.write_bytes(flipped(whole, draw))
+        try:
+            assert contents(read_dump(path)) == expected
+        except ValueError:
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place", "said"),
+    [
+        # The footer's numbers are varints of twice the value: two rows are the byte 4, before the list of row groups.
+        (rb"\x16\x04\x19", 1, "its row groups have 2 rows, and its footer says 0"),
+        (rb"top_ids", 0, "the checksum of its column names and of 'rljax.dump' is wrong"),
+        (rb'bfloat16", "engine', 1, "the checksum of its column names and of 'rljax.dump' is wrong"),
+    ],
+)
+def test_what_no_page_covers_is_checked(tmp_path, pattern, place, said):
+    path = write_dump(tmp_path / "x.parquet", small_dump())
+    whole = bytearray(path.read_bytes())
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    whole[footer + re.search(pattern, whole[footer:]).start() + place] ^= 4
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match=said):
+        read_dump(path)
+
+
+def test_a_dump_without_checksums_is_read(tmp_path):
+    table = pq.read_table(write_dump(tmp_path / "x.parquet", small_dump()))
+    note = {"rljax.dump": table.schema.metadata[b"rljax.dump"]}
+    pq.write_table(table.replace_schema_metadata(note), tmp_path / "old.parquet")
+    assert contents(read_dump(tmp_path / "old.parquet")) == contents(small_dump())
+
+
+def test_a_damaged_page_of_trajectories_or_problems_is_refused(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"prompt": ["unique text"]}), path, compression=None, write_page_checksum=True)
+    path.write_bytes(path.read_bytes().replace(b"unique text", b"Unique text", 1))
+    with pytest.raises(ValueError, match=r"cannot be read after row 0: .*CRC"):
+        list(read_rows(path))
+
+
+def test_a_table_does_not_end_before_its_last_row(tmp_path):
+    """Arrow gives no row and no error where the header of a page says that the page is another kind."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), path, use_dictionary=False, write_page_checksum=True)
+    whole = bytearray(path.read_bytes())
+    whole[5] ^= 4  # the kind of the first page, a varint behind its tag
+    path.write_bytes(whole)
+    with pytest.raises(ValueError, match="cannot be read after row 0: the file says that it has 2"):
+        list(read_rows(path))
+
+
+def test_no_thread_of_arrow_aborts_a_process(tmp_path):
+    """A table that Arrow reads through a file of Python aborts one process in ten when its interpreter ends."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"step": [1] * 64, "completion": [f"It is {i} " * 100 for i in range(64)]}), path)
+    words = f"from rljax.record.parquet_files import parquet_rows; parquet_rows({str(path)!r}, ('step', 'completion'))"
+    root = Path(__file__).parents[2]
+    for _ in range(6):
+        assert subprocess.run([sys.executable, "-c", words], cwd=root, timeout=60).returncode == 0
