@@ -12,9 +12,10 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 KEY_FILE = "RLJAX_API_KEY_FILE"
 """The environment variable that names the key file if no setting does."""
@@ -23,6 +24,8 @@ Message = MutableMapping[str, Any]
 App = Callable[[Message, Any, Any], Awaitable[None]]
 
 _UNAUTHORIZED = b'{"error": "this server wants a key: Authorization: Bearer KEY"}'
+_WEB_PAGE = b'{"error": "requests of web pages (Origin) are refused"}'
+_OTHER_HOST = b'{"error": "the Host of a request must be a loopback address or localhost, because there is no key"}'
 
 
 def private_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -153,17 +156,52 @@ class RequireKey:
         if kind == "lifespan" or (kind == "http" and scope["path"] == "/health") or self._allows(scope):
             await self._app(scope, receive, send)
         elif kind == "http":
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(_UNAUTHORIZED)).encode())]
-            headers.append((b"www-authenticate", b"Bearer"))
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": _UNAUTHORIZED})
+            await _refuse(send, 401, _UNAUTHORIZED, [(b"www-authenticate", b"Bearer")])
         else:
             await send({"type": "websocket.close", "code": 1008})
 
     def _allows(self, scope: Message) -> bool:
         """Returns whether the request has the key. Hashes are compared, so that the time reveals nothing of the key."""
-        values = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
+        values = _values(scope, b"authorization")
         return len(values) == 1 and hmac.compare_digest(_digest(values[0]), self._expected)
+
+
+class RefuseWebPages:
+    """ASGI middleware that answers 403 to the requests that web pages make, for a server of HTTP alone.
+
+    A browser sends such a request with the header ``Origin``. A page whose own name was made to point to this machine
+    sends none, but its name is in ``Host``.
+    """
+
+    def __init__(self, app: App, host: str | None) -> None:
+        """Sets the address that the server is bound to, which ``Host`` may name. None: ``Host`` is not looked at."""
+        self._app, self._host = app, host
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        """Handles one request, or the start and end of the server."""
+        if scope["type"] == "http" and _values(scope, b"origin"):
+            await _refuse(send, 403, _WEB_PAGE)
+        elif scope["type"] == "http" and self._host is not None and not self._names_us(_values(scope, b"host")):
+            await _refuse(send, 403, _OTHER_HOST)
+        else:
+            await self._app(scope, receive, send)
+
+    def _names_us(self, hosts: list[bytes]) -> bool:
+        try:
+            name = urlsplit(f"//{hosts[0].decode('ascii')}").hostname if len(hosts) == 1 else None
+            return name in ("localhost", self._host) or ipaddress.ip_address(name or "").is_loopback
+        except ValueError:
+            return False
+
+
+async def _refuse(send: Any, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _values(scope: Message, wanted: bytes) -> list[bytes]:
+    return [value for name, value in scope.get("headers", ()) if name.lower() == wanted]
 
 
 def _digest(value: bytes) -> bytes:
