@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 KEY_FILE = "RLJAX_API_KEY_FILE"
 """The environment variable that names the key file if no setting does."""
 
+_OWN_KEY = "~/.rljax.key"
+
 Message = MutableMapping[str, Any]
 App = Callable[[Message, Any, Any], Awaitable[None]]
 
@@ -100,6 +102,15 @@ def find_key_file(path: str | os.PathLike[str] | None) -> Path | None:
     """Returns ``path``, or else the file that ``$RLJAX_API_KEY_FILE`` names. None means that no key is used."""
     named = path or os.environ.get(KEY_FILE)
     return Path(named).absolute() if named else None
+
+
+def find_own_key_file(path: str | os.PathLike[str] | None) -> Path | None:
+    """Returns the key file of a client: :func:`find_key_file`, or else the user's own, if that exists.
+
+    The user's own is ``~/.rljax.key``. ``launch/vllm_server.sh`` and ``launch/sglang_server.sh`` make it.
+    """
+    own = Path(os.path.expanduser(_OWN_KEY))
+    return find_key_file(path) or (own if own.exists() else None)
 
 
 def read_api_key(path: Path) -> str:

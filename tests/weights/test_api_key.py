@@ -146,6 +146,22 @@ def test_the_client_brings_the_key_on_every_path(fake, key_file, monkeypatch):
     assert vectors[0][1] == np.float32(-0.125)
 
 
+def test_the_client_finds_the_users_own_key(fake, key_file, monkeypatch, tmp_path):
+    """The launchers of single servers make ~/.rljax.key. A key that is named comes before it."""
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    with pytest.raises((ServerRefusedError, ValueError), match="401"):
+        connect([fake.url])
+    key_file.rename(tmp_path / "home/.rljax.key")
+    connect([fake.url]).close()
+    other = tmp_path / "other"
+    other.touch(OWN)
+    other.write_text("another-key-of-some-length")
+    with pytest.raises((ServerRefusedError, ValueError), match="401"):
+        connect([fake.url], api_key_file=str(other))
+
+
 def test_without_the_key_one_line_says_what_to_set(fake, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     other = tmp_path / "other"
