@@ -4,8 +4,8 @@ python examples/external_rollouts.py RUN_DIR http://127.0.0.1:PORT    sends grou
 python examples/external_rollouts.py RUN_DIR DIRECTORY                writes files of rows into a directory
 
 It samples with the embedded engine. The weights are those of the newest checkpoint in RUN_DIR, or the model's. With
---server URL it asks a vLLM server instead, to which the run publishes its weights (rollout.engine: vllm). Requests bring
-the key in the file that RLJAX_API_KEY_FILE names.
+--server URL it asks a vLLM server instead, to which the run publishes its weights (rollout.engine: vllm). If
+RLJAX_API_KEY_FILE names a file, requests bring the key in it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-# Sourced by the scripts that start servers: the key that they ask for, and the options that the configuration of a run
+# Sourced by the scripts that start a run's servers: the key that they ask for, and the options that the configuration
 # asks of each of them.
 
 # make_key FILE: writes a random key into FILE, for its owner alone, unless it is there.
@@ -7,16 +7,6 @@ make_key() {
   (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$1.$$" && mv -n "$1.$$" "$1") 2>/dev/null || true
   rm -f "$1.$$"
   [[ -s "$1" ]]
-}
-
-# own_key: where no key is named, has the server ask for the user's own, ~/.rljax.key, which rljax's programs bring.
-own_key() {
-  [[ -z "${RLJAX_API_KEY_FILE:-}" && " $* " != *" --api-key-file"* ]] || return 0
-  if make_key "$HOME/.rljax.key"; then
-    export RLJAX_API_KEY_FILE="$HOME/.rljax.key"
-  else
-    echo "warning: $HOME/.rljax.key cannot be written, so the server asks for no key: all users of this machine reach it" >&2
-  fi
 }
 
 # The keys whose values read_served reads, one a line, from `rljax config --show`.

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Serves MODEL with vLLM on loopback and a free port, waits for its health and prints the URL; Ctrl-C stops it. Another
-# address than loopback's must be a private one. The server asks for the key in --api-key-file or RLJAX_API_KEY_FILE, or
-# else for the user's own in ~/.rljax.key, which is made once and which the trainer finds by itself. A server that
-# another user starts than the one who trains needs a run with publish.readable_by, and a key file of each.
+# address than loopback's must be a private one, and needs the file of a key (openssl rand -hex 32), which the trainer
+# finds by rollout.api_key_file. On loopback the key is by default the user's own, ~/.rljax.key, which is made once and
+# which the trainer finds by itself. A server that another user starts than the one who trains needs
+# publish.readable_by in the run, and a key file of each.
 #
 #   bash launch/vllm_server.sh MODEL [--dtype bfloat16|float16|float32] [--head-dtype model|float32] [--port P]
 #                                    [--max-model-len N] [--max-logprobs N] [--log FILE] [--url-file FILE]
@@ -18,6 +19,4 @@ if [[ ! -x "$venv/bin/python" ]]; then
   echo "vllm_server: no vLLM environment at $venv; run: bash launch/install_vllm.sh" >&2
   exit 2
 fi
-source "$repo/launch/served.sh"
-own_key "$@"
 exec "$venv/bin/python" -m rljax.cli serve vllm "$@"

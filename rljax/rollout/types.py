@@ -171,7 +171,7 @@ class RolloutConfig:
     api_key_file: str | None = None
     """The file with the key that the servers ask for, readable only by its owner. None: the file that
     ``$RLJAX_API_KEY_FILE`` names. Where that is not set, servers are asked with the key in ``~/.rljax.key``, if it is
-    there (``launch/vllm_server.sh`` makes it)."""
+    there (``rljax serve`` makes it)."""
     limits: ClientLimits = field(default_factory=ClientLimits)
     """The limits of the client that talks to servers."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)

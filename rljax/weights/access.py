@@ -6,10 +6,12 @@ standard library, because the processes of vLLM and SGLang load it, too.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
 import os
+import secrets
 import socket
 import stat
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -104,13 +106,23 @@ def find_key_file(path: str | os.PathLike[str] | None) -> Path | None:
     return Path(named).absolute() if named else None
 
 
-def find_own_key_file(path: str | os.PathLike[str] | None) -> Path | None:
-    """Returns the key file of a client: :func:`find_key_file`, or else the user's own, if that exists.
-
-    The user's own is ``~/.rljax.key``. ``launch/vllm_server.sh`` and ``launch/sglang_server.sh`` make it.
-    """
+def find_client_key_file(path: str | os.PathLike[str] | None) -> Path | None:
+    """Returns the key file of a client: :func:`find_key_file`, or else the user's own, if there is one."""
     own = Path(os.path.expanduser(_OWN_KEY))
     return find_key_file(path) or (own if own.exists() else None)
+
+
+def make_own_key_file() -> Path:
+    """Returns the user's own key file, ``~/.rljax.key``, and makes it if there is none. Raises OSError."""
+    own = Path(os.path.expanduser(_OWN_KEY))
+    if not own.exists():
+        partial = own.with_name(f"{own.name}.{os.getpid()}")
+        with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):  # another program was faster
+            os.link(partial, own)
+        partial.unlink()
+    return own
 
 
 def read_api_key(path: Path) -> str:

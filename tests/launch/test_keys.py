@@ -36,22 +36,6 @@ def test_a_key_is_made_once_for_its_owner_alone(tmp_path):
     assert shell("make_key nowhere/key", tmp_path).returncode == 1
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_single_server_asks_for_the_users_own_key(tmp_path, kind):
-    program(tmp_path / "venv/bin/python", 'echo "${RLJAX_API_KEY_FILE:-none}"')
-    venv = {f"RLJAX_{kind.upper()}_VENV": str(tmp_path / "venv")}
-    start = f"bash {ROOT}/launch/{kind}_server.sh MODEL"
-    own = tmp_path / ".rljax.key"
-    assert shell(f"{start} --api-key-file mine", tmp_path, **venv).stdout == "none\n"
-    assert shell(start, tmp_path, RLJAX_API_KEY_FILE="/mine", **venv).stdout == "/mine\n"
-    assert not own.exists()
-    assert shell(start, tmp_path, **venv).stdout == f"{own}\n"
-    assert len(read_api_key(own)) == 64
-    done = shell(start, tmp_path, **venv, HOME=str(tmp_path / "none"))
-    assert done.stdout == "none\n"
-    assert "asks for no key: all users of this machine reach it" in done.stderr
-
-
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("launcher", ["single_node.sh", "slurm.sbatch"])
 def test_servers_and_trainer_of_a_run_get_one_key(tmp_path, launcher, own):
