@@ -14,7 +14,7 @@ import httpx
 import msgspec
 import pytest
 from external_rows import make_row
-from test_external_receiver import LIMITS, Served
+from served_receivers import LIMITS, Served
 
 from rljax.rollout.external.bodies import MOST_ROWS, make_reader
 from rljax.rollout.external.rows import RowLimits
@@ -106,7 +106,7 @@ SERVER = """
 import resource, sys, tempfile
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
-from test_external_receiver import Served
+from served_receivers import Served
 with Served(Path(tempfile.mkdtemp()) / "spool") as served:
     print(served.receiver.url, flush=True)
     sys.stdin.readline()
@@ -157,33 +157,16 @@ def test_web_pages_are_refused(guarded):
 
 MEMORY = """
 import resource, sys
-from test_receiver_limits import RUBBISH
-from test_external_receiver import LIMITS
+from served_receivers import LIMITS, rubbish
 from rljax.rollout.external.bodies import make_reader
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for kind, body in RUBBISH(2**24):
+for kind, body in rubbish(2**24):
     try:
         make_reader(LIMITS)(body, kind)
     except ValueError as error:
         print(error)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
-
-
-def rubbish(size):
-    """Yields the content type and the body of requests of about ``size`` bytes that hold no row."""
-    row = json.dumps(make_row("a", 1)).encode()
-    yield "application/msgpack", b"\xdd" + (MOST_ROWS - 1).to_bytes(4, "big") + b"\x80" * size
-    yield "application/msgpack", b"\xdd" + size.to_bytes(4, "big") + b"\x80" * size
-    yield "application/json", b"[" + b"{}," * (size // 3) + b"{}]"
-    yield "application/json", b"[" + row + b"," + b"{}," * (size // 3) + b"{}]"
-    yield "application/json", b"[" + row + b',{"reward": NaN},' + b"{}," * (size // 3) + b"{}]"
-    yield "application/json", b'{"group":' + b"[]," * (size // 3) + b"[]}"
-    yield "application/json", row[:-1] + b', "more": [' + b"{}," * (size // 3) + b"{}], 3}"
-    yield "application/jsonl", b"{}\n" * (size // 3)
-
-
-RUBBISH = rubbish
 
 
 def test_rubbish_takes_no_memory():

@@ -15,8 +15,8 @@ from msgspec import UNSET, UnsetType
 
 from rljax.rollout.external.rows import Row, RowLimits, lacking
 
-MOST_ROWS = 65_536
-"""The most rows of one request."""
+MOST_ROWS = 8192
+"""The most rows of one request. To check them takes a few seconds, in which other requests wait."""
 JSON, LINES, MSGPACK = "application/json", ("application/jsonl", "application/x-ndjson"), "application/msgpack"
 """The content types: JSON (one object, or an array), JSON lines, and msgpack (an array)."""
 

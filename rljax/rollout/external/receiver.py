@@ -28,7 +28,7 @@ from rljax.errors import naming
 from rljax.rollout.external.address import parse_address
 from rljax.rollout.external.bodies import JSON, LINES, MSGPACK, make_reader
 from rljax.rollout.external.queue import TrajectoryQueue
-from rljax.rollout.external.rows import RowLimits, read_trajectories
+from rljax.rollout.external.rows import RowLimits, Trajectory, read_trajectories
 from rljax.weights.access import KEY_FILE, RefuseWebPages, RequireKey, listen, serving_key
 from rljax.weights.http_limits import WAIT_S, limited_server
 
@@ -178,13 +178,13 @@ class Receiver:
     def _accept(self, body: bytearray, kind: str, key: str | None) -> dict[str, int]:
         """Checks the rows of a request, keeps them unless ``key`` was there before, and returns the answer."""
         digest = "" if key is None else hashlib.sha256(key.encode()).hexdigest()[:32]
+        refused = ""
         try:
-            rows = self._read(body, kind)
-            trajectories = read_trajectories(rows, "POST", self._limits)
-            self._queue.check_versions(trajectories, "POST")
-            lines = [msgspec.json.encode(row) for _, row in rows]
+            trajectories, lines = self._check(body, kind)
         except (ValueError, TypeError, OverflowError) as error:
-            raise RefusedError(400, " ".join(str(error).split())) from error
+            refused = " ".join(str(error).split())
+        if refused:  # not raised from the error, which keeps all that was decoded
+            raise RefusedError(400, refused)
 
         def is_wanted(before: int, after: int) -> bool:
             return digest not in self._keys and after <= max(self._max_groups, before)
@@ -205,7 +205,14 @@ class Receiver:
             raise RefusedError(
                 429, f"POST: {self._max_groups} groups wait for a step already; send the rows again later"
             )
-        return {"rows": len(rows)} | self._told()
+        return {"rows": len(lines)} | self._told()
+
+    def _check(self, body: bytearray, kind: str) -> tuple[list[Trajectory], list[bytes]]:
+        """Returns the trajectories of a body, and a line of JSON for each row. Raises ValueError if a row is wrong."""
+        rows = self._read(body, kind)
+        trajectories = read_trajectories(rows, "POST", self._limits)
+        self._queue.check_versions(trajectories, "POST")
+        return trajectories, [msgspec.json.encode(row) for _, row in rows]
 
     def _told(self) -> dict[str, int]:
         counts = self._queue.counts()

@@ -246,7 +246,7 @@ def _turns(row: Row, place: str, count: int, before: int) -> np.ndarray:
 
 def _logprobs(values: Any, what: str, sampled: np.ndarray) -> np.ndarray:
     """Returns the log-probabilities, float32 [t]. They are 0, and may be null in ``values``, where not ``sampled``."""
-    if isinstance(values, list | tuple):
+    if isinstance(values, list | tuple) and len(values) == len(sampled):
         values = [math.nan if value is None else value for value in values]
     array = _numbers(values, what, len(sampled))
     if array.dtype.kind not in "iuf":
