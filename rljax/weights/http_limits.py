@@ -43,7 +43,8 @@ class LimitedConnection(H11Protocol):
     """A connection that is closed where its client keeps the server waiting.
 
     The head of a request must come within ``WAIT_S`` seconds. So must the rest of a body that was answered unread. At
-    the limit of connections the one that has kept the server waiting for the longest time makes room for a new one.
+    the limit of connections a new one takes the place of the one whose request has been incomplete, without a further
+    byte of its body, for the longest time.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -58,13 +59,15 @@ class LimitedConnection(H11Protocol):
         self._close_in(WAIT_S)
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             others = (each for each in self.connections if isinstance(each, LimitedConnection) and each is not self)
-            waited_for = (each for each in others if each.keeps_waiting)
-            min(waited_for, key=lambda each: each._since, default=self).close()
+            incomplete = (each for each in others if each.conn.their_state in (h11.IDLE, h11.SEND_BODY))
+            min(incomplete, key=lambda each: each._since, default=self).close()
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes of the client."""
         super().data_received(data)
-        if not self.keeps_waiting:
+        if self.conn.their_state is h11.SEND_BODY:
+            self._since = self.loop.time()
+        if not self._keeps_waiting:
             self._close_in(None)
         elif self._timer is None:
             self._close_in(WAIT_S)
@@ -91,7 +94,7 @@ class LimitedConnection(H11Protocol):
         super().connection_lost(exc)
 
     @property
-    def keeps_waiting(self) -> bool:
+    def _keeps_waiting(self) -> bool:
         """Whether the server waits for the client, and no part of the application does."""
         is_answered = self.cycle is not None and self.cycle.response_complete
         return self.conn.their_state is h11.IDLE or (is_answered and self.conn.their_state is h11.SEND_BODY)

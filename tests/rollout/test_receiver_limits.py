@@ -115,7 +115,8 @@ with Served(Path(tempfile.mkdtemp()) / "spool") as served:
 """
 
 
-def test_strangers_do_not_take_the_files_of_the_process():
+@pytest.mark.parametrize("half", ["half a head", "half a body"])
+def test_strangers_do_not_take_the_files_of_the_process(half):
     """300 half requests meet a process that may open 200 files. It still opens 100, and answers."""
     pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", SERVER]
@@ -124,7 +125,7 @@ def test_strangers_do_not_take_the_files_of_the_process():
 
         def hold(_):
             connection = socket.create_connection((url.host, url.port), timeout=30)
-            connection.sendall(b"GET /policy HTTP/1.1\r\n")
+            connection.sendall(HALF[half])
             return connection
 
         with contextlib.ExitStack() as held, ThreadPoolExecutor(32) as pool:
