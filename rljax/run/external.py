@@ -92,7 +92,7 @@ class ExternalSampler:
         for group in groups:
             if any(not np.array_equal(one.prompt, group[0].prompt) for one in group):
                 found[MIXED].append(
-                    f"the trajectories of group {group[0].group} have different prompts; {MIXED_REMEDY}"
+                    f"the trajectories of group {group[0].group!r:.60} have different prompts; {MIXED_REMEDY}"
                 )
             for one in group:
                 for name, line in one.doubts.items():

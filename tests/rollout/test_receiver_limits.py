@@ -228,7 +228,7 @@ REFUSED = {
     "POST: row 2: logprobs at token 1: Expected": [make_row("a", 1), make_row("a", 1, logprobs=[-1, "x", -1])],
     "POST: row 1 lacks mask (or turns)": [{key: value for key, value in make_row("a", 1).items() if key != "mask"}],
     "POST: row 2: Expected `object`, got `int`": [make_row("a", 1), 3],
-    "POST: row 1: group: Expected": [make_row(["a"], 1)],
+    "POST: row 1: group: Expected": make_row(["a"], 1),
     "POST: row 1: token_ids must hold no booleans among numbers, got True at entry 1": [
         make_row("a", 1, token_ids=[3, True, 5])
     ],

@@ -142,14 +142,18 @@ def test_groups_with_old_rows_are_dropped_and_counted(place):
 
 
 def test_a_name_of_two_problems_is_counted_and_said_once(place, capsys):
-    """The client names its groups by their place in its batch, and loses a trajectory of the first batch."""
-    rows = [make_row(group, 1, prompt_ids=[step, 7]) for step in range(1, 5) for group in "aabb"]
+    """The client names its groups by their place in its batch, and loses a trajectory of the first batch.
+
+    A name with an escape character does not reach the terminal as it is.
+    """
+    names = ("a\x1b", "a\x1b", "b", "b")
+    rows = [make_row(group, 1, prompt_ids=[step, 7]) for step in range(1, 5) for group in names]
     write_file(place / "1.jsonl", rows[1:])
     batches = make_batches(make_config(place, max_staleness=9))
     assert [take(batches).row["rollout/mixed_prompts"] for _ in range(3)] == [1, 1, 1]
     lines = [line for line in capsys.readouterr().err.splitlines() if "different prompts" in line]
     (line,) = lines
-    assert line.startswith("warning: step 1: the trajectories of group a have different prompts; give each problem a")
+    assert line.startswith("warning: step 1: the trajectories of group 'a\\x1b' have different prompts; give each")
 
 
 def test_odd_rows_are_counted_and_said_once(place, capsys):

@@ -105,7 +105,8 @@ def _decode(decoder: Any, body: bytes | bytearray, place: str) -> Any:
         said, _, path = str(error).partition(" - at `")
         found = re.match(r"(?:key` in `)?\$(?:\[(\d+)\])?(?:\.(\w+))?(?:\[(\d+)\])?", path)
         row, column, entry = found.groups() if found else (None, None, None)
-        place += f": row {int(row) + 1}" if row else ""
+        if row or (column and "row" not in place):
+            place += f": row {int(row or 0) + 1}"
         place += f": {column}" if column else ""
         place += f" at token {entry}" if entry else ""
         raise ValueError(f"{place} {said}" if said.startswith("lacks") else f"{place}: {said}") from error
