@@ -4,11 +4,13 @@ python examples/external_rollouts.py RUN_DIR http://127.0.0.1:PORT    sends grou
 python examples/external_rollouts.py RUN_DIR DIRECTORY                writes files of rows into a directory
 
 It samples with the embedded engine. The weights are those of the newest checkpoint in RUN_DIR, or the model's. With
---server URL it asks a vLLM server instead, to which the run publishes its weights (rollout.engine: vllm).
+--server URL it asks a vLLM server instead, to which the run publishes its weights (rollout.engine: vllm). If
+RLJAX_API_KEY_FILE names a file, requests bring the key in it.
 """
 
 import argparse
 import json
+import os
 import time
 import urllib.error
 import urllib.request
@@ -93,9 +95,12 @@ def ask_server(url, prompts, count, sampling, seed):
 
 def ask(url, content=None, headers=None):
     """Returns the trainer's reply, a JSON object, or None if it has no room. Ends if nothing answers for 5 minutes."""
+    headers = dict(headers or {})
+    if "RLJAX_API_KEY_FILE" in os.environ:
+        headers["authorization"] = f"Bearer {Path(os.environ['RLJAX_API_KEY_FILE']).read_text().strip()}"
     for _ in range(600):
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, content, headers or {})) as reply:
+            with urllib.request.urlopen(urllib.request.Request(url, content, headers)) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
             if error.code == 429:

@@ -1,4 +1,13 @@
-# Sourced by the scripts that start a run's servers: the options that the configuration asks of each of them.
+# Sourced by the scripts that start a run's servers: the key that they ask for, and the options that the configuration
+# asks of each of them.
+
+# make_key FILE: writes a random key into FILE, for its owner alone, unless it is there.
+make_key() {
+  [[ ! -e "$1" ]] || return 0
+  (umask 077 && head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$1.$$" && mv -n "$1.$$" "$1") 2>/dev/null || true
+  rm -f "$1.$$"
+  [[ -s "$1" ]]
+}
 
 # The keys whose values read_served reads, one a line, from `rljax config --show`.
 served_keys=precision.lm_head_dtype,rollout.reported,rollout.server_form.weights,rollout.server_form.kv_cache,rollout.batch_invariant

@@ -19,8 +19,9 @@
 #   --help                        this text
 #
 # Without GPU options one server starts where vLLM puts it: on a machine without GPUs, on the CPU. The model, the dtypes
-# and the lengths are those of the configuration, and so is the key that the servers ask for (rollout.api_key_file). The
-# same command goes on with a run that was stopped (run.resume auto).
+# and the lengths are those of the configuration. So is the key that the servers ask for (rollout.api_key_file, or
+# RLJAX_API_KEY_FILE); where none is named it is RUN-servers/api_key, made once. The same command goes on with a run that
+# was stopped (run.resume auto).
 # Ctrl-C or SIGTERM lets the trainer finish its step, or give it up where run.grace_s is too short, and save; a second
 # one ends it at once. When the last server has
 # ended, the trainer saves its last finished step and this script ends with status 1. Servers write their logs beside the
@@ -130,9 +131,11 @@ settings="$("$python" -m rljax.cli config --show "$keys" "${pending[@]}")" || ex
 } <<<"$settings"
 ((longest >= 512)) || longest=512
 logs="$run_dir-servers"
+own_key_file="$logs/api_key"
+[[ "$key_file" != None ]] || key_file="${RLJAX_API_KEY_FILE:-$own_key_file}"
 
 server_command=(bash "$here/launch/${engine}_server.sh" "$model" --dtype "$dtype" --max-model-len "${max_len:-$longest}" --timeout "$server_wait" --follow-parent "${server_options[@]}")
-[[ "$key_file" == None ]] || server_command+=(--api-key-file "$key_file")
+server_command+=(--api-key-file "$key_file")
 memory_option=--gpu-memory-utilization
 [[ "$engine" == vllm ]] || memory_option=--mem-fraction-static
 [[ -z "$memory" ]] || server_args+=("$memory_option" "$memory")
@@ -143,6 +146,7 @@ trainer_env=()
 # Beside a server that has its share, JAX must not take three quarters of the GPU at once, and where they take turns it
 # must give back what it does not use.
 [[ -z "$memory" ]] || trainer_env+=("XLA_PYTHON_CLIENT_PREALLOCATE=${XLA_PYTHON_CLIENT_PREALLOCATE:-false}")
+trainer_env+=("RLJAX_API_KEY_FILE=$key_file")
 [[ "$colocated" != True ]] || trainer_env+=("XLA_PYTHON_CLIENT_ALLOCATOR=${XLA_PYTHON_CLIENT_ALLOCATOR:-platform}")
 
 # server_environment GPUS: sets server_env, what `env` is given before a server's command.
@@ -230,6 +234,7 @@ sys.exit(run_cli(main))
 PYTHON
 
 mkdir -p "$logs"
+[[ "$key_file" != "$own_key_file" ]] || make_key "$key_file" || die "$key_file cannot be written"
 for i in "${!groups[@]}"; do
   server_environment "${groups[i]}"
   env "${server_env[@]}" "${server_command[@]}" --log "$logs/$i.log" --url-file "$work/$i.url" \

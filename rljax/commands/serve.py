@@ -22,6 +22,7 @@ from typing import Any, TypeVar, get_args
 
 from rljax.errors import ConfigError, ServerFailedError
 from rljax.rollout.servers.process import Dtype, ServerConfig, ServerProcess
+from rljax.weights.access import find_key_file, make_own_key_file, private_address
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
     head_help = "The dtype in which the LM head computes; model is --dtype."
     parser.add_argument("--head-dtype", choices=("model", "float32"), help=head_help)
     parser.add_argument("--host", help="The address to bind: of loopback (default), or a private one with a key.")
-    key_help = "The file with the key that every route asks for (default: $RLJAX_API_KEY_FILE; needed beyond loopback)."
+    key_help = "The file with the key that every route asks for; needed beyond loopback. Default: $RLJAX_API_KEY_FILE, "
+    key_help += "or on loopback ~/.rljax.key, which is made and which rljax's other programs find."
     parser.add_argument("--api-key-file", type=Path, help=key_help)
     parser.add_argument("--port", type=int, help="The port; 0 takes a free one.")
     parser.add_argument("--max-model-len", type=int, help="The longest prompt plus response, in tokens.")
@@ -97,7 +99,7 @@ def serve(
         # Ctrl-C reaches the whole terminal group; the caller may want the server until it has saved.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        config = make(**options)
+        config = make(**_with_own_key(options))
     except ValueError as error:
         log.error("%s", error)
         return 2
@@ -117,3 +119,14 @@ def serve(
     except ServerFailedError as error:
         log.error("%s", error)
         return 1
+
+
+def _with_own_key(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options with the user's own key for a server on loopback, if no key is named."""
+    if find_key_file(options.get("api_key_file")) or not private_address(options.get("host", "127.0.0.1")).is_loopback:
+        return options
+    try:
+        return options | {"api_key_file": make_own_key_file()}
+    except OSError as error:
+        log.warning("the server asks for no key, so every user of this machine reaches it: %s", error)
+        return options

@@ -106,7 +106,10 @@ def check_room(directory: Path, version_bytes: int, setting: str) -> None:
 
 
 class OwnedDirectory:
-    """A new directory, ``root`` in ``parent``, that this process owns for one run and removes in :meth:`close`."""
+    """A new directory, ``root`` in ``parent``, that this process owns for one run and removes in :meth:`close`.
+
+    Only the user of this process can read it.
+    """
 
     def __init__(self, prefix: str, parent: str | os.PathLike[str] | None = None) -> None:
         """Makes a directory ``prefix*`` in ``parent``, after removing those whose owner is provably dead.
@@ -121,7 +124,6 @@ class OwnedDirectory:
             self._owner = claim(self.root / _OWNER)
         except OSError as error:
             raise RuntimeError(f"cannot write under {self.parent}: {error}") from error
-        self.root.chmod(0o755)  # the servers that read it may run as another user
 
     def close(self) -> None:
         """Removes the directory; may be called twice."""

@@ -170,7 +170,8 @@ class RolloutConfig:
     with --batch-invariant (``rljax serve vllm --batch-invariant``), and a server without it is refused."""
     api_key_file: str | None = None
     """The file with the key that the servers ask for, readable only by its owner. None: the file that
-    ``$RLJAX_API_KEY_FILE`` names, and no key where that is not set."""
+    ``$RLJAX_API_KEY_FILE`` names. Where that is not set, servers are asked with the key in ``~/.rljax.key``, if it is
+    there (``rljax serve`` makes it)."""
     limits: ClientLimits = field(default_factory=ClientLimits)
     """The limits of the client that talks to servers."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)

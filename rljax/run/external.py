@@ -24,6 +24,7 @@ from rljax.errors import StoppedWaitingError, caller_errors, parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
 from rljax.rollout.external.address import is_address
+from rljax.rollout.external.doubts import DOUBTS, MIXED, MIXED_REMEDY
 from rljax.rollout.external.files import TrajectoryFiles
 from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import RowLimits, Trajectory
@@ -49,6 +50,7 @@ class ExternalSampler:
     def __init__(self, queue: TrajectoryQueue, stop: StopRequest) -> None:
         """Takes nothing yet; ``stop`` ends a wait."""
         self._queue, self._stop = queue, stop
+        self._said: set[str] = set()  # the metrics of the doubts that were said
 
     def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
         """Waits for as many complete groups as there are ``problems``. Only the number of ``problems`` matters.
@@ -80,8 +82,26 @@ class ExternalSampler:
                 "rollout/failed_trajectories": int(np.isnan(rollouts.rewards).sum()),
                 "rollout/waiting_groups": counts.ready + counts.newer + counts.incomplete,
                 "time/wait_s": waited_s,
+                **self._count_doubts(batch.groups, step),
             },
         )
+
+    def _count_doubts(self, groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, int]:
+        """Returns how many trajectories and groups are odd, by the metric's name. The first of each kind is said."""
+        found: dict[str, list[str]] = {name: [] for name in DOUBTS}
+        for group in groups:
+            if any(not np.array_equal(one.prompt, group[0].prompt) for one in group):
+                found[MIXED].append(
+                    f"the trajectories of group {group[0].group!r:.60} have different prompts; {MIXED_REMEDY}"
+                )
+            for one in group:
+                for name, line in one.doubts.items():
+                    found[name].append(line)
+        for name, lines in found.items():
+            if lines and name not in self._said:
+                self._said.add(name)
+                print(f"warning: step {step}: {lines[0]} ({name}: {len(lines)})", file=sys.stderr)
+        return {name: len(lines) for name, lines in found.items()}
 
     def _waiting_line(self, count: int) -> str:
         (ready, newer, incomplete), dropped = self._queue.counts(), self._queue.dropped_rows

@@ -6,23 +6,30 @@ standard library, because the processes of vLLM and SGLang load it, too.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import ipaddress
 import os
+import secrets
 import socket
 import stat
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 KEY_FILE = "RLJAX_API_KEY_FILE"
 """The environment variable that names the key file if no setting does."""
+
+_OWN_KEY = "~/.rljax.key"
 
 Message = MutableMapping[str, Any]
 App = Callable[[Message, Any, Any], Awaitable[None]]
 
 _UNAUTHORIZED = b'{"error": "this server wants a key: Authorization: Bearer KEY"}'
+_WEB_PAGE = b'{"error": "requests of web pages (Origin) are refused"}'
+_OTHER_HOST = b'{"error": "the Host of a request must be a loopback address or localhost, because there is no key"}'
 
 
 def private_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -99,6 +106,25 @@ def find_key_file(path: str | os.PathLike[str] | None) -> Path | None:
     return Path(named).absolute() if named else None
 
 
+def find_client_key_file(path: str | os.PathLike[str] | None) -> Path | None:
+    """Returns the key file of a client: :func:`find_key_file`, or else the user's own, if there is one."""
+    own = Path(os.path.expanduser(_OWN_KEY))
+    return find_key_file(path) or (own if own.exists() else None)
+
+
+def make_own_key_file() -> Path:
+    """Returns the user's own key file, ``~/.rljax.key``, and makes it if there is none. Raises OSError."""
+    own = Path(os.path.expanduser(_OWN_KEY))
+    if not own.exists():
+        partial = own.with_name(f"{own.name}.{os.getpid()}")
+        with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):  # another program was faster
+            os.link(partial, own)
+        partial.unlink()
+    return own
+
+
 def read_api_key(path: Path) -> str:
     """Returns the key in ``path``: its text without white space at either end.
 
@@ -153,17 +179,52 @@ class RequireKey:
         if kind == "lifespan" or (kind == "http" and scope["path"] == "/health") or self._allows(scope):
             await self._app(scope, receive, send)
         elif kind == "http":
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(_UNAUTHORIZED)).encode())]
-            headers.append((b"www-authenticate", b"Bearer"))
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": _UNAUTHORIZED})
+            await _refuse(send, 401, _UNAUTHORIZED, [(b"www-authenticate", b"Bearer")])
         else:
             await send({"type": "websocket.close", "code": 1008})
 
     def _allows(self, scope: Message) -> bool:
         """Returns whether the request has the key. Hashes are compared, so that the time reveals nothing of the key."""
-        values = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
+        values = _values(scope, b"authorization")
         return len(values) == 1 and hmac.compare_digest(_digest(values[0]), self._expected)
+
+
+class RefuseWebPages:
+    """ASGI middleware that answers 403 to the requests that web pages make, for a server of HTTP alone.
+
+    A browser sends such a request with the header ``Origin``. A page whose own name was made to point to this machine
+    sends none, but its name is in ``Host``.
+    """
+
+    def __init__(self, app: App, host: str | None) -> None:
+        """Sets the address that the server is bound to, which ``Host`` may name. None: ``Host`` is not looked at."""
+        self._app, self._host = app, host
+
+    async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
+        """Handles one request, or the start and end of the server."""
+        if scope["type"] == "http" and _values(scope, b"origin"):
+            await _refuse(send, 403, _WEB_PAGE)
+        elif scope["type"] == "http" and self._host is not None and not self._names_us(_values(scope, b"host")):
+            await _refuse(send, 403, _OTHER_HOST)
+        else:
+            await self._app(scope, receive, send)
+
+    def _names_us(self, hosts: list[bytes]) -> bool:
+        try:
+            name = urlsplit(f"//{hosts[0].decode('ascii')}").hostname if len(hosts) == 1 else None
+            return name in ("localhost", self._host) or ipaddress.ip_address(name or "").is_loopback
+        except ValueError:
+            return False
+
+
+async def _refuse(send: Any, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    own = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*own, *headers]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _values(scope: Message, wanted: bytes) -> list[bytes]:
+    return [value for name, value in scope.get("headers", ()) if name.lower() == wanted]
 
 
 def _digest(value: bytes) -> bytes:

@@ -67,9 +67,9 @@ class Mirror:
     """
 
     def __init__(self, root: Path) -> None:
-        """Makes the directory ``root`` if there is none. Raises OSError."""
+        """Makes the directory ``root``, for this user only, if there is none. Raises OSError."""
         self.root, self.check_s = root, 0.0
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def locked(self, *, shared: bool = False) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rljax.errors import check_at_least, check_positive
+from rljax.weights.readers import check_readers
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,13 @@ class PublishConfig:
     port: int = 0
     """The port of ``store: http`` on process 0; 0 takes a free one. Process i has ``port`` + i."""
 
+    readable_by: str = "owner"
+    """The users who may read the weights on the disk. owner: the user of the run. group:NAME: also the members of this
+    group. all: every user of the machines that see the directory. Servers that run as another user need one of these,
+    unless they pull with ``store: http`` or from an object store."""
+
     def __post_init__(self) -> None:
+        check_readers(self.readable_by)
         if self.store not in ("shared", "directory", "http") and "://" not in self.store:
             raise ValueError(f"store must be shared, directory, http or a URL, got {self.store!r}")
         if self.store.startswith(("http://", "https://")):

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -24,12 +23,13 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from rljax.errors import caller_errors, run_cli
-from rljax.weights.access import KEY_FILE, RequireKey, listen, serving_key
+from rljax.weights.access import KEY_FILE, RefuseWebPages, RequireKey, listen, serving_key
+from rljax.weights.http_limits import limited_server
 
 _NAME = re.compile(r"(v\d+-\d+/)?[\w-]+\.(json|safetensors|txt)")
 
 
-def _make_app(root: Path) -> Starlette:
+def _make_app(root: Path, host: str) -> Starlette:
 
     async def file(request: Request) -> Response:
         name = request.path_params["name"]
@@ -40,8 +40,10 @@ def _make_app(root: Path) -> Starlette:
     async def health(_: Request) -> Response:
         return PlainTextResponse("ok\n")
 
-    locks = [Middleware(RequireKey)] if os.environ.get(KEY_FILE) else []
-    return Starlette(routes=[Route("/health", health), Route("/{name:path}", file)], middleware=locks)
+    has_key = bool(os.environ.get(KEY_FILE))
+    guards = [Middleware(RefuseWebPages, host=None if has_key else host)]
+    guards += [Middleware(RequireKey)] if has_key else []
+    return Starlette(routes=[Route("/health", health), Route("/{name:path}", file)], middleware=guards)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,12 +56,11 @@ def main(argv: Sequence[str]) -> int:
     wanted = parser.parse_args(argv)
     with caller_errors():
         serving_key(wanted.host, None, f"{KEY_FILE} must name a key file")
-        app = _make_app(wanted.directory)
+        app = _make_app(wanted.directory, wanted.host)
         listening, url = listen(wanted.host, wanted.port)
     threading.Thread(target=_end_with_the_caller, daemon=True).start()
     print(url, flush=True)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=60)
-    uvicorn.Server(config).run(sockets=[listening])
+    limited_server(app, keep_alive_s=60).run(sockets=[listening])
     return 0
 
 

@@ -16,6 +16,7 @@ from rljax.errors import NotWrittenError
 from rljax.weights.format import PREFIX, Base, Checksum, TensorRecord, Version, format_of, write_version
 from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
 from rljax.weights.publish_config import PublishConfig
+from rljax.weights.readers import let_read
 from rljax.weights.writer import PartWriter, StreamWriter, Writer, WrittenFiles, whole_parts
 
 PROBE = "probe.txt"
@@ -47,27 +48,36 @@ class WeightDirectory(OwnedDirectory):
         anchor_every: int = 16,
         make_outlet: Callable[[Path], Outlet] = Outlet,
         writer: Writer | None = None,
+        readable_by: str = "owner",
     ) -> None:
         """Makes the directory in ``parent``, or in this machine's memory, and the outlet of its versions.
 
         If the writer writes deltas, there is a dense version each ``anchor_every`` versions. ``make_outlet`` is a
         function from the new directory to its outlet. ``writer`` gets the tensors of :meth:`write`. None means a writer
-        of whole tensors of this process only.
+        of whole tensors of this process only. ``readable_by`` is ``PublishConfig.readable_by``.
 
         Raises:
-          RuntimeError: The directory cannot be written, or its outlet cannot be opened.
+          RuntimeError: The directory cannot be written or given to its readers, or its outlet cannot be opened.
+          ValueError: This machine has no group of the name in ``readable_by``.
         """
         super().__init__(PREFIX, parent)
         self.run_tag = self.root.name.removeprefix(PREFIX) + "."
         self._writer, self._anchor_every = writer or PartWriter(whole_parts), anchor_every
         self._chain: list[Version] = []  # from an anchor on, which is dense
-        self._count = 0
+        self._count, self._readable_by = 0, readable_by
         try:
             self._outlet = make_outlet(self.root)
         except BaseException:
             super().close()
             raise
         self.source = self._outlet.source
+        try:
+            let_read(self.root, readable_by)
+        except (OSError, ValueError) as error:
+            self.close()
+            if isinstance(error, ValueError):
+                raise
+            raise RuntimeError(f"publish.readable_by {readable_by}: {self.root}: {error.strerror}") from error
 
     def probe(self) -> tuple[Path, str]:
         """Writes a file into the directory and returns its path and text.
@@ -76,6 +86,7 @@ class WeightDirectory(OwnedDirectory):
         """
         path = self.root / PROBE
         path.write_text(self.run_tag)
+        let_read(path, self._readable_by)
         self._outlet.add(path)
         return path, self.run_tag
 
@@ -127,6 +138,7 @@ class WeightDirectory(OwnedDirectory):
                 format_of(files),
             )
             write_version(directory, version)
+            let_read(directory, self._readable_by)
             self._outlet.add(directory)
         except BaseException as error:
             shutil.rmtree(directory, ignore_errors=True)
@@ -185,14 +197,24 @@ def open_weight_directory(
     must bring.
 
     Raises:
-      RuntimeError: The directory cannot be written, the HTTP server does not start, or the store cannot be opened.
+      RuntimeError: The directory cannot be written or given to its readers, the HTTP server does not start, or the
+        store cannot be opened.
+      ValueError: This machine has no group of the name in ``publish.readable_by``.
     """
     store = publish.store
     if store == "shared":
-        return WeightDirectory(parent, make_outlet=lambda _: Outlet(""), writer=StreamWriter())
+        return WeightDirectory(
+            parent, make_outlet=lambda _: Outlet(""), writer=StreamWriter(), readable_by=publish.readable_by
+        )
     make_outlet: Callable[[Path], Outlet] = Outlet
     if store == "http":
         make_outlet = functools.partial(HttpOutlet, host=publish.host, port=publish.port, api_key_file=api_key_file)
     elif store != "directory":
         make_outlet = functools.partial(StoreOutlet, url=store)
-    return WeightDirectory(parent, anchor_every=publish.anchor_every, make_outlet=make_outlet, writer=writer)
+    return WeightDirectory(
+        parent,
+        anchor_every=publish.anchor_every,
+        make_outlet=make_outlet,
+        writer=writer,
+        readable_by=publish.readable_by,
+    )

@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 DOORS = {
     "httpx": {"rollout.servers.client", "rollout.servers.batches", "weights.source"},
     "starlette": {"weights.server", "rollout.external.receiver", "rollout.servers.vllm.endpoint"},
-    "uvicorn": {"weights.server", "rollout.external.receiver"},
+    "uvicorn": {"weights.http_limits"},
+    "h11": {"weights.http_limits"},
     "msgspec": {
         "rollout.servers.vllm.client",
         "rollout.servers.vllm.endpoint",
@@ -30,6 +31,7 @@ DOORS = {
         "rollout.servers.batches",
         "rollout.servers.wire",
         "rollout.external.receiver",
+        "rollout.external.bodies",
         "weights.format",
         "weights.delta",
         "weights.writer",

@@ -9,6 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
+import httpx
 import pytest
 from programs import program
 from small_disk import small_disk
@@ -19,7 +20,9 @@ from rljax.data.toy import build_tokenizer
 from rljax.policy.config import toy_config
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
+from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.run.directory import saved_steps
+from rljax.weights.access import read_api_key
 
 pytestmark = pytest.mark.slow
 
@@ -129,6 +132,18 @@ def launch(vllm_interpreter, fresh_base, tmp_path):
         process.wait(10)
 
 
+def assert_locked(processes, key_file):
+    """Checks that every kind of route of the server but /health asks for the key, which only the owner can read."""
+    (port,) = {line.split("--port ")[1].split()[0] for line in processes.values() if "bin/vllm serve " in line}
+    own = {"authorization": f"Bearer {read_api_key(key_file)}"}
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30, trust_env=False) as client:
+        for path in ("/pause", "/collective_rpc", "/init_weight_transfer_engine", "/v1/completions", ROLLOUTS):
+            assert client.post(path, json={}).status_code == 401, path
+        assert client.get("/weight_info").status_code == 401
+        assert client.get("/weight_info", headers=own).status_code == 200
+        assert client.get("/health").status_code == 200
+
+
 @pytest.mark.harness
 @pytest.mark.vllm
 def test_ctrl_c_saves_the_step_and_leaves_no_process(launch):
@@ -136,6 +151,7 @@ def test_ctrl_c_saves_the_step_and_leaves_no_process(launch):
     wait_for_rows(process, run_dir, 2)
     assert any("rljax.train" in line for line in marked(mark).values())
     assert any("bin/vllm serve " in line for line in marked(mark).values())
+    assert_locked(marked(mark), Path(f"{run_dir}-servers/api_key"))
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, output

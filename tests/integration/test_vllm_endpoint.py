@@ -1,6 +1,8 @@
 """The endpoint of rljax's plugin in a real server is compared with vLLM's own endpoint for token ids."""
 
 import asyncio
+import base64
+import json
 import urllib.request
 
 import httpx
@@ -82,6 +84,52 @@ def test_scores_of_a_prompt_are_those_of_vllms_endpoint(float32, prompts):
 def test_it_answers_to_post_alone(float32):
     assert httpx.get(float32.url + ROLLOUTS).status_code == 405
     assert httpx.post(float32.url + ROLLOUTS, json={"token_ids": [1]}).status_code == 400
+
+
+PLAIN = {"max_tokens": 2, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+
+
+def ask(url, token_ids=(3, 4, 5), **settings):
+    """Returns the status and the content of the reply to one response."""
+    body = [{"token_ids": list(token_ids), "sampling_params": PLAIN | settings}]
+    reply = httpx.post(url + ROLLOUTS, json=body, timeout=60)
+    number, status, content = reply.text.split(" ", 2)
+    assert (reply.status_code, number) == (200, "0")
+    return int(status), json.loads(content)
+
+
+WRONG = {
+    "negative id": {"token_ids": [-1]},
+    "id of the vocabulary's size": {"token_ids": [3, 256]},
+    "large id": {"token_ids": [10**6]},
+    "id beyond 64 bits": {"token_ids": [2**70]},
+    "seed beyond 64 bits": {"seed": 2**63},
+    "large seed": {"seed": 2**70},
+    "seed that is a text": {"seed": "1"},
+    "bias of no token": {"logit_bias": {"256": 1.0}},
+    "bias of a text": {"logit_bias": {"a": 1.0}},
+    "large bias": {"logit_bias": {"3": 1e300}},
+    "forced token": {"extra_args": {"rljax_tokens": [256]}},
+    "unknown key": {"evil": 1},
+    "stop token that is a text": {"stop_token_ids": ["a"]},
+    "tokens that are a number": {"allowed_token_ids": 3},
+}
+
+
+def test_what_would_end_the_engine_is_refused(float32):
+    """Each reply names what is wrong, and the server goes on. An empty request has a complete, empty reply."""
+    for name, settings in WRONG.items():
+        status, content = ask(float32.url, **settings)
+        assert status == 400, (name, content)
+        assert content["error"]["message"], name
+    for settings in ({"seed": -(2**63)}, {"seed": 2**63 - 1}, {"logit_bias": {"7": 100}}, {"token_ids": [255]}):
+        status, content = ask(float32.url, **settings)
+        assert status == 200, content
+    tokens = np.frombuffer(base64.b64decode(ask(float32.url, logit_bias={"7": 100})[1]["token_ids"]), "<i4")
+    assert tokens.tolist() == [7, 7]
+    empty = httpx.post(float32.url + ROLLOUTS, json=[], timeout=10)
+    assert (empty.status_code, empty.content) == (200, b"")
+    assert httpx.get(f"{float32.url}/health", timeout=10).status_code == 200
 
 
 def test_one_bad_request_does_not_harm_the_others(float32, prompts):

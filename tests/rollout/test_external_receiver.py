@@ -4,51 +4,12 @@ import json
 import time
 from collections import Counter
 
-import httpx
 import msgspec
 import pytest
 from external_rows import make_row
+from served_receivers import FACTS, Served
 
 from rljax.rollout.external import receiver as module
-from rljax.rollout.external.files import TrajectoryFiles
-from rljax.rollout.external.queue import TrajectoryQueue
-from rljax.rollout.external.receiver import Receiver
-from rljax.rollout.external.rows import RowLimits
-from rljax.rollout.types import SamplingParams
-
-LIMITS = RowLimits(16, 4, SamplingParams(8))
-FACTS = {"group_size": 2, "batch_size": 1, "max_staleness": 9}
-
-
-class Served:
-    """A receiver on a free port, its queue, and a client; ``max_groups`` is 2."""
-
-    def __init__(self, spool, url="http://127.0.0.1:0", **options):
-        spool.mkdir(exist_ok=True)
-        self.spool = spool
-        self.queue = TrajectoryQueue(TrajectoryFiles(spool, LIMITS), group_size=2, max_staleness=9)
-        self.queue.start(0, 0)
-        self.receiver = Receiver(url, spool, self.queue, LIMITS, max_groups=2, facts=FACTS, **options)
-
-    def __enter__(self):
-        self.receiver.start()
-        self.client = httpx.Client(base_url=self.receiver.url, timeout=20)
-        return self
-
-    def __exit__(self, *exception):
-        self.client.close()
-        self.receiver.close()
-
-    def post(self, *rows, **headers):
-        names = {name.replace("_", "-"): value for name, value in headers.items()}
-        return self.client.post("/trajectories", json=list(rows), headers=names)
-
-    def files(self):
-        return sorted(path.name for path in self.spool.iterdir())
-
-    def rewards(self, step=1):
-        batch = self.queue.take(1, step)
-        return batch and [[one.reward for one in group] for group in batch.groups]
 
 
 @pytest.fixture
@@ -75,7 +36,16 @@ def test_rows_come_as_json_lines_and_msgpack(served):
         reply = served.client.post("/trajectories", content=body, headers={"content-type": kind})
         assert reply.status_code == 200, reply.text
     assert [served.rewards(), served.rewards()] == [[[1, 2]], [[3, 4]]]
-    assert served.client.post("/trajectories", content=b"x", headers={"content-type": "text/csv"}).status_code == 400
+
+
+@pytest.mark.parametrize("kind", ["text/csv", "text/plain", "application/x-www-form-urlencoded", None])
+def test_a_content_type_is_demanded(served, kind):
+    """A page of another origin may send the forms' types and none without asking, and so never rows."""
+    body = json.dumps([make_row("a", 1)]).encode()
+    reply = served.client.post("/trajectories", content=body, headers={} if kind is None else {"content-type": kind})
+    assert reply.status_code == 415
+    assert "must be one of application/json, application/jsonl" in reply.text
+    assert served.queue.counts() == (0, 0, 0)
 
 
 def test_a_wrong_request_is_refused_and_not_kept(served):
@@ -92,10 +62,11 @@ def test_a_wrong_request_is_refused_and_not_kept(served):
         assert reply.status_code == 400
         assert said in reply.text
         assert reply.text.count("\n") == 1
-    for body in (b"{", b"\xff", b"[" * 100_000):
+    for body in (b"{", b"\xff", b'[{"group": ' + b"[" * 100_000):
         reply = served.client.post("/trajectories", content=body, headers={"content-type": "application/json"})
         assert reply.status_code == 400
-        assert "POST: not" in reply.text
+        assert reply.text.startswith("POST: ")
+        assert reply.text.count("\n") == 1
     assert served.files() == []
     assert served.queue.counts() == (0, 0, 0)
 
@@ -154,7 +125,8 @@ def test_a_request_that_is_too_large_is_refused(served, monkeypatch):
         yield b"x" * 99
         yield b"x" * 2
 
-    assert served.client.post("/trajectories", content=parts()).status_code == 413
+    kind = {"content-type": "application/json"}
+    assert served.client.post("/trajectories", content=parts(), headers=kind).status_code == 413
 
 
 def test_a_key_is_asked_for_where_there_is_one(tmp_path, monkeypatch):

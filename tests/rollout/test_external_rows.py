@@ -106,6 +106,36 @@ def test_a_row_without_a_column_is_refused(name):
     assert f"lacks {name}" in refusal(without(name))
 
 
+EIGHT = {"token_ids": [3] * 9, "mask": [True] * 8 + [False]}
+LONG = RowLimits(10, 3, SamplingParams(12, stop_token_ids=(9,)))
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "is_odd"),
+    [([0.0] * 9, True), ([0] * 8 + [-1], True), ([-2.5] * 9, True), ([-2.5] * 7 + [-2.0, 0], False)],
+)
+def test_equal_logprobs_of_many_tokens_are_odd(logprobs, is_odd):
+    (one,) = read(ROW | EIGHT | {"logprobs": logprobs}, limits=LONG)
+    assert list(one.doubts) == (["rollout/constant_logprobs"] if is_odd else [])
+    (few,) = read(ROW | {"logprobs": [0.0] * 4})
+    assert few.doubts == {}
+
+
+@pytest.mark.parametrize(
+    ("turns", "token"),
+    [([1, 1, 1, 1], 2), ([1, 1, 0, 1], 3), ([1, 1, 2, 2], None), ([1, 1, 0, 2], None), ([0, 0, 1, 1], None)],
+)
+def test_tokens_after_the_stop_token_of_a_turn_are_odd(turns, token):
+    (one,) = read(
+        without("mask") | {"token_ids": [3, 9, 5, 6], "turns": turns, "logprobs": [-1, -2, -3, -4]}, limits=LONG
+    )
+    if token is None:
+        assert one.doubts == {}
+    else:
+        said = f"FILE: row 1: token_ids goes on at token {token} after the stop token 9 of the same turn"
+        assert one.doubts["rollout/after_stop"].startswith(said)
+
+
 REFUSED = {
     "group": [("", "group must be"), (True, "group must be"), (None, "group must be")],
     "prompt_ids": [
@@ -121,6 +151,8 @@ REFUSED = {
         ([3, 4, 5, -1], "in 0 .. 9, got -1"),
         ([3, 4, 5, 6.5], "whole numbers only, got 6.5"),
         ([3, 4, 5, 2**70], "whole numbers"),
+        ([3, 4, True, 6], "no booleans among numbers, got True at entry 2"),
+        ([True] * 4, "whole numbers only, got True"),
     ],
     "mask": [
         ([True] * 3, "mask has 3 entries, expected 4"),
@@ -135,6 +167,9 @@ REFUSED = {
         ([-1, -1, 0, -1e300], "got -inf at token 3"),
         ([-1, 0.5, 0, -1], "at most 0 (nats), got 0.5 at token 1"),
         (["-1", -1, 0, -1], "numbers or null"),
+        ([-1, False, None, -1], "no booleans among numbers, got False at entry 1"),
+        ([-1, 0.0011, 0, -1], "at most 0 (nats), got 0.0011 at token 1"),
+        ([-1, -10001, 0, -1], "at least -10000 (nats), got -10001 at token 1"),
     ],
     "reward": [("1", "finite number"), (math.inf, "finite number"), (True, "finite number"), (1e300, "finite number")],
     "version": [

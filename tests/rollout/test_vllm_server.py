@@ -115,6 +115,7 @@ def test_a_server_whose_engine_died_is_ended(script, tmp_path):
     arguments = ["m", "--python", script(text), "--log", str(log), "--timeout", "30"]
     caller = subprocess.Popen(
         [sys.executable, *PROGRAM, *arguments],
+        env={**os.environ, "HOME": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -145,7 +146,8 @@ def test_nothing_outlives_a_caller_that_is_ended(script, tmp_path):
         for number in numbers:
             log = tmp_path / number.name
             arguments = ["m", "--python", script(HEALTHY), "--log", str(log), "--timeout", "30"]
-            caller = subprocess.Popen([sys.executable, *PROGRAM, *arguments], stdout=subprocess.PIPE, text=True)
+            home, pipe = {**os.environ, "HOME": str(tmp_path)}, subprocess.PIPE
+            caller = subprocess.Popen([sys.executable, *PROGRAM, *arguments], env=home, stdout=pipe, text=True)
             stack.callback(caller.kill)
             assert caller.stdout.readline().startswith("http://127.0.0.1:")
             callers[number], helpers[number] = caller, helper_of(log)

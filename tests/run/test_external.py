@@ -141,6 +141,35 @@ def test_groups_with_old_rows_are_dropped_and_counted(place):
     assert batches.state_dict()["trajectories"]["finished"] == {"1.jsonl": 4, "2.jsonl": 4}
 
 
+def test_a_name_of_two_problems_is_counted_and_said_once(place, capsys):
+    """The client names its groups by their place in its batch, and loses a trajectory of the first batch.
+
+    A name with an escape character does not reach the terminal as it is.
+    """
+    names = ("a\x1b", "a\x1b", "b", "b")
+    rows = [make_row(group, 1, prompt_ids=[step, 7]) for step in range(1, 5) for group in names]
+    write_file(place / "1.jsonl", rows[1:])
+    batches = make_batches(make_config(place, max_staleness=9))
+    assert [take(batches).row["rollout/mixed_prompts"] for _ in range(3)] == [1, 1, 1]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "different prompts" in line]
+    (line,) = lines
+    assert line.startswith("warning: step 1: the trajectories of group 'a\\x1b' have different prompts; give each")
+
+
+def test_odd_rows_are_counted_and_said_once(place, capsys):
+    eight = {"tokens": tuple(range(3, 11)), "logprobs": [-0.5] * 8}
+    varying = eight | {"logprobs": [-0.5] * 7 + [-0.25]}
+    for step in range(2):
+        rows = [make_row("a", 1, **eight), make_row("a", 2, **eight), make_row("b", 1, **varying), make_row("b", 1)]
+        write_file(place / f"{step}.jsonl", rows)
+    batches = make_batches(make_config(place, max_staleness=9))
+    assert [take(batches).row["rollout/constant_logprobs"] for _ in range(2)] == [2, 2]
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    (line,) = warned
+    assert f"step 1: {place}/0.jsonl: row 1: logprobs are -0.5 at all 8 sampled tokens; send" in line
+    assert line.endswith("(rollout/constant_logprobs: 2)")
+
+
 def test_a_resume_loses_no_row_and_uses_none_twice(place):
     """Rewards name the rows. After step 1 the first file is partly used, and the run goes on from there twice."""
     write_file(place / "1.jsonl", [make_row(g, r) for g, r in [("a", 0), ("b", 1), ("a", 2), ("c", 3)]])

@@ -146,6 +146,22 @@ def test_the_client_brings_the_key_on_every_path(fake, key_file, monkeypatch):
     assert vectors[0][1] == np.float32(-0.125)
 
 
+def test_the_client_finds_the_users_own_key(fake, key_file, monkeypatch, tmp_path):
+    """``rljax serve`` makes ~/.rljax.key. A key that is named comes before it."""
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    with pytest.raises((ServerRefusedError, ValueError), match="401"):
+        connect([fake.url])
+    key_file.rename(tmp_path / "home/.rljax.key")
+    connect([fake.url]).close()
+    other = tmp_path / "other"
+    other.touch(OWN)
+    other.write_text("another-key-of-some-length")
+    with pytest.raises((ServerRefusedError, ValueError), match="401"):
+        connect([fake.url], api_key_file=str(other))
+
+
 def test_without_the_key_one_line_says_what_to_set(fake, tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     other = tmp_path / "other"
@@ -213,6 +229,39 @@ def test_the_program_says_it_in_one_line(caplog):
     assert serve(ServerConfig, start, ServerConfig.kind, ["m", "--host", "0.0.0.0"]) == 2
     assert len(caplog.records) == 1
     assert "host must be a loopback or private address, got 0.0.0.0" in caplog.text
+
+
+def test_a_server_on_loopback_has_a_key_by_default(monkeypatch, tmp_path, caplog, key_file):
+    """The user's own key is made once. A key that is named comes before it, and another address needs one."""
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    asked = []
+
+    def make(**options):
+        config = ServerConfig(**options)
+        asked.append(config.api_key_file)
+        raise ValueError("that is all")
+
+    def key_of(*words):
+        assert serve(make, start, ServerConfig.kind, ["m", *words]) == 2
+        return asked.pop() if asked else None
+
+    own = tmp_path / ".rljax.key"
+    assert key_of("--api-key-file", str(key_file)) == key_file
+    assert key_of("--host", "10.0.0.7") is None
+    assert "host 10.0.0.7 is not loopback" in caplog.text
+    assert not own.exists()
+    assert key_of() == key_of("--host", "::1") == own
+    made = read_api_key(own)
+    assert len(made) == 64
+    assert key_of() == own
+    assert read_api_key(own) == made
+    monkeypatch.setenv(KEY_FILE, str(key_file))
+    assert key_of() == key_file
+    monkeypatch.delenv(KEY_FILE)
+    monkeypatch.setenv("HOME", str(tmp_path / "none"))
+    assert key_of() is None
+    assert "the server asks for no key, so every user of this machine reaches it" in caplog.text
 
 
 def test_health_is_asked_past_any_proxy(fake, monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import threading
 import time
 
@@ -79,6 +80,19 @@ def test_ranges_of_the_runs_files_and_nothing_else(tmp_path, served, content):
     ):
         assert httpx.get(f"{url}/{name}").status_code == 404, name
     assert httpx.post(f"{url}/{NAME}").status_code == 405
+
+
+def test_web_pages_and_half_requests_get_nothing(served, content):
+    """A page can send the header Origin, or a name of its own as the host, and a stranger the half of a request."""
+    url = httpx.URL(served().source)
+    assert httpx.get(f"{url}/{NAME}").status_code == 200
+    for headers in ({"origin": "http://localhost"}, {"host": "rebound.example.org"}):
+        assert httpx.get(f"{url}/{NAME}", headers=headers).status_code == 403
+    with socket.create_connection((url.host, url.port), timeout=20) as half:
+        began = time.monotonic()
+        half.sendall(b"GET / HTTP/1.1\r\n")
+        assert half.recv(1) == b""
+        assert time.monotonic() - began < 15
 
 
 def test_without_the_key_nothing_is_given(tmp_path, served, content, key_file, monkeypatch):

@@ -8,16 +8,14 @@ tells the newest policy version. docs/external_trajectories.md lists the answers
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -26,17 +24,19 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from rljax.distributed.files import write_durably
-from rljax.errors import naming, parse_json
+from rljax.errors import naming
 from rljax.rollout.external.address import parse_address
+from rljax.rollout.external.bodies import JSON, LINES, MSGPACK, make_reader
 from rljax.rollout.external.queue import TrajectoryQueue
-from rljax.rollout.external.rows import COLUMNS, Row, RowLimits, read_trajectories
-from rljax.weights.access import KEY_FILE, RequireKey, listen, serving_key
+from rljax.rollout.external.rows import RowLimits, Trajectory, read_trajectories
+from rljax.weights.access import KEY_FILE, RefuseWebPages, RequireKey, listen, serving_key
+from rljax.weights.http_limits import WAIT_S, limited_server
 
 MOST_BYTES = 64 * 2**20  # the largest request (bytes)
-_BODY_S = 60.0  # the longest time that a request may take to arrive (seconds)
-_AT_ONCE = 4  # the most requests that are in memory at the same time; further requests wait
+_SMALL_BYTES = 2**20  # the most bytes of a request that may arrive without one of the places for large requests
+_LARGE_AT_ONCE = 4  # the most large requests that are in memory at the same time; further ones wait
+_LEAST_RATE = 256 * 2**10  # the least rate at which a body must arrive, after ``WAIT_S`` (bytes a second)
 _START_S = 10.0  # the longest time that the server may take to start (seconds)
-_JSON, _LINES, _MSGPACK = ("application/json",), ("application/jsonl", "application/x-ndjson"), ("application/msgpack",)
 
 
 class RefusedError(ValueError):
@@ -86,7 +86,9 @@ class Receiver:
         self._max_groups, self._facts = max_groups, facts
         self._last = 0
         self._keys: dict[str, str] = {}  # the file of each request with an idempotency key, by the digest of the key
-        self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._read = make_reader(limits)
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
+        self._decoding = asyncio.Semaphore(1)
 
     def start(self) -> None:
         """Starts the server on a thread.
@@ -99,8 +101,7 @@ class Receiver:
             if digest:
                 self._keys[digest] = path.name
         self._socket, self.url = listen(self._host, self._port)
-        config = uvicorn.Config(self._application(), log_level="warning", access_log=False, timeout_graceful_shutdown=2)
-        self._server = uvicorn.Server(config)
+        self._server = limited_server(self._application())
         run = functools.partial(self._server.run, sockets=[self._socket])
         self._thread = threading.Thread(target=run, name="rljax-trajectories", daemon=True)
         self._thread.start()
@@ -118,40 +119,72 @@ class Receiver:
         self._socket.close()
 
     def _application(self) -> Starlette:
-        locks = [] if self._key_file is None else [Middleware(RequireKey, key_file=self._key_file)]
+        guards = [Middleware(RefuseWebPages, host=self._host if self._key_file is None else None)]
+        guards += [] if self._key_file is None else [Middleware(RequireKey, key_file=self._key_file)]
         routes = [
             Route("/trajectories", self._post, methods=["POST"]),
             Route("/policy", self._policy),
             Route("/health", _health),
         ]
-        return Starlette(routes=routes, middleware=locks)
+        return Starlette(routes=routes, middleware=guards)
 
     async def _policy(self, _: Request) -> Response:
         return JSONResponse(await run_in_threadpool(self._told))
 
     async def _post(self, request: Request) -> Response:
         key = request.headers.get("idempotency-key")
-        kind = request.headers.get("content-type", _JSON[0]).partition(";")[0].strip().lower()
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         try:
-            async with self._at_once:
-                body = await _body(request)
-                return JSONResponse(await run_in_threadpool(self._accept, body, kind, key))
+            if kind not in (JSON, *LINES, MSGPACK):
+                known = ", ".join((JSON, *LINES, MSGPACK))
+                raise RefusedError(415, f"POST: content-type must be one of {known}, got {kind[:60] or 'none'}")
+            async with contextlib.AsyncExitStack() as place:
+                body = await self._body(request, place)
+                async with self._decoding:
+                    return JSONResponse(await run_in_threadpool(self._accept, body, kind, key))
         except RefusedError as error:
             headers = {"retry-after": "1"} if error.status == 429 else {}
             return PlainTextResponse(f"{error}\n", error.status, headers=headers)
 
-    def _accept(self, body: bytes, kind: str, key: str | None) -> dict[str, int]:
+    async def _body(self, request: Request, place: contextlib.AsyncExitStack) -> bytearray:
+        """Returns the body of a request. A large one takes a place, which ``place`` gives back.
+
+        Raises RefusedError if the body is too large or too slow, or the client goes away.
+        """
+        too_large = RefusedError(413, f"POST: a request may have {MOST_BYTES} bytes at most; send fewer rows at a time")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > MOST_BYTES:
+            raise too_large
+        body, left, clock = bytearray(), WAIT_S, asyncio.get_running_loop().time
+        parts = aiter(request.stream())
+        try:
+            while True:
+                began = clock()
+                async with asyncio.timeout(left):
+                    part = await anext(parts, None)
+                if part is None:
+                    return body
+                left = min(WAIT_S, left - (clock() - began) + len(part) / _LEAST_RATE)
+                if len(body) <= _SMALL_BYTES < len(body) + len(part):
+                    await place.enter_async_context(self._large)
+                body += part
+                if len(body) > MOST_BYTES:
+                    raise too_large
+        except TimeoutError as error:
+            raise RefusedError(408, f"POST: the request kept this server waiting for {WAIT_S:g} s") from error
+        except ClientDisconnect as error:
+            raise RefusedError(400, "POST: the connection was closed") from error
+
+    def _accept(self, body: bytearray, kind: str, key: str | None) -> dict[str, int]:
         """Checks the rows of a request, keeps them unless ``key`` was there before, and returns the answer."""
         digest = "" if key is None else hashlib.sha256(key.encode()).hexdigest()[:32]
+        refused = ""
         try:
-            rows = _rows(body, kind)
-            trajectories = read_trajectories(rows, "POST", self._limits)
-            self._queue.check_versions(trajectories, "POST")
-            lines = [msgspec.json.encode({name: row[name] for name in COLUMNS if name in row}) for _, row in rows]
+            trajectories, lines = self._check(body, kind)
         except (ValueError, TypeError, OverflowError) as error:
-            raise RefusedError(400, " ".join(str(error).split())) from error
-        if not trajectories:
-            raise RefusedError(400, "POST: the request has no row")
+            refused = " ".join(str(error).split())
+        if refused:  # not raised from the error, which keeps all that was decoded
+            raise RefusedError(400, refused)
 
         def is_wanted(before: int, after: int) -> bool:
             return digest not in self._keys and after <= max(self._max_groups, before)
@@ -172,7 +205,14 @@ class Receiver:
             raise RefusedError(
                 429, f"POST: {self._max_groups} groups wait for a step already; send the rows again later"
             )
-        return {"rows": len(rows)} | self._told()
+        return {"rows": len(lines)} | self._told()
+
+    def _check(self, body: bytearray, kind: str) -> tuple[list[Trajectory], list[bytes]]:
+        """Returns the trajectories of a body, and a line of JSON for each row. Raises ValueError if a row is wrong."""
+        rows = self._read(body, kind)
+        trajectories = read_trajectories(rows, "POST", self._limits)
+        self._queue.check_versions(trajectories, "POST")
+        return trajectories, [msgspec.json.encode(row) for _, row in rows]
 
     def _told(self) -> dict[str, int]:
         counts = self._queue.counts()
@@ -187,46 +227,3 @@ class Receiver:
 
 async def _health(_: Request) -> Response:
     return PlainTextResponse("ok\n")
-
-
-async def _body(request: Request) -> bytes:
-    """Returns the body of a request. Raises RefusedError if it is too large or too slow, or the client goes away."""
-    too_large = RefusedError(413, f"POST: a request may have {MOST_BYTES} bytes at most; send fewer rows at a time")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > MOST_BYTES:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > MOST_BYTES:
-                    raise too_large
-    except TimeoutError as error:
-        raise RefusedError(408, f"POST: the request did not arrive within {_BODY_S:g} s") from error
-    except ClientDisconnect as error:
-        raise RefusedError(400, "POST: the connection was closed") from error
-    return bytes(body)
-
-
-def _rows(body: bytes, kind: str) -> Sequence[tuple[int, Row]]:
-    """Returns the rows of a request with their numbers, from 1. Raises ValueError if they cannot be read."""
-    if kind in _LINES:
-        lines = [line for line in body.split(b"\n") if line.strip()]
-        return [(number, _parse(line, f"POST: row {number}")) for number, line in enumerate(lines, 1)]
-    if kind in _MSGPACK:
-        try:
-            values: Any = msgspec.msgpack.decode(body)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"POST: not msgpack ({error})") from error
-    elif kind in _JSON:
-        values = _parse(body, "POST")
-    else:
-        known = ", ".join((*_JSON, *_LINES, *_MSGPACK))
-        raise ValueError(f"POST: content-type must be one of {known}, got {kind:.60}")
-    return list(enumerate(values if isinstance(values, list) else [values], 1))
-
-
-def _parse(text: bytes, place: str) -> Any:
-    with naming(place):
-        return parse_json(text)

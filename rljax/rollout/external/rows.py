@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rljax.errors import ReplyError
+from rljax.rollout.external.doubts import find_doubts
 from rljax.rollout.servers.tops import check_tops, make_tops
 from rljax.rollout.types import Response, SamplingParams, Tops, VersionSpan
 
 REQUIRED = ("prompt_ids", "token_ids", "logprobs", "reward", "version", "group")
 """The columns that each row has, besides one of ``mask`` and ``turns``."""
-COLUMNS = (*REQUIRED, "mask", "turns", "trajectory", "truncated", "top_ids", "top_logprobs")
-"""All columns that are read."""
 _LARGEST = 2**31 - 1  # token ids, turns and versions are int32
 _ROUNDING = 1e-4  # the largest log-probability above 0 that counts as rounding (nats); it is then taken as 0
+_LOWEST = -1e4  # the lowest log-probability that a sampled token can have (nats); vLLM writes -9999 for minus infinity
 _EACH = "expected {}, one for each of token_ids"
 
 Row = Mapping[str, Any]
@@ -47,6 +47,7 @@ class Trajectory(NamedTuple):
     response: Response  # the response, whose prompt_index and sample_index are 0 until a step takes it
     reward: float  # the reward, or NaN if the trajectory has failed
     rows: tuple[int, ...]  # the numbers of its rows in their file
+    doubts: dict[str, str]  # what is odd about it: a sentence that names the row, by the metric that counts it
 
     @property
     def oldest_version(self) -> int:
@@ -79,6 +80,12 @@ def read_trajectories(numbered: Iterable[tuple[int, Row]], where: str, limits: R
     return found
 
 
+def lacking(row: Row) -> str:
+    """Returns the names of the columns that a row lacks, with commas between them, or "" if it has all of them."""
+    missing = [name for name in REQUIRED if name not in row]
+    return ", ".join([*missing, *([] if "mask" in row or "turns" in row else ["mask (or turns)"])])
+
+
 def _keyed(numbered: Iterable[tuple[int, Row]], where: str) -> Iterator[tuple[tuple[str, str | None], int, Row]]:
     """Yields ((group, trajectory or None), number, row) for each row. Raises ValueError if a column is missing."""
     for number, row in numbered:
@@ -90,10 +97,8 @@ def _keyed(numbered: Iterable[tuple[int, Row]], where: str) -> Iterator[tuple[tu
                 f"{place} is one of a token dump (rollouts/step_*.parquet), which has no rewards, groups or prompts "
                 f"of their own: write rows with the columns {', '.join(REQUIRED)} and mask"
             )
-        missing = [name for name in REQUIRED if name not in row]
-        missing += [] if "mask" in row or "turns" in row else ["mask (or turns)"]
-        if missing:
-            raise ValueError(f"{place} lacks {', '.join(missing)}; it has {', '.join(map(str, row)) or 'no column'}")
+        if missing := lacking(row):
+            raise ValueError(f"{place} lacks {missing}; it has {', '.join(map(str, row)) or 'no column'}")
         trajectory = row.get("trajectory")
         group = _name(row["group"], f"{place}: group")
         yield (group, None if trajectory is None else _name(trajectory, f"{place}: trajectory")), number, row
@@ -110,15 +115,17 @@ def _read_trajectory(group: str, rows: Sequence[tuple[int, Row]], where: str, li
     if not np.array_equal(rewards, [rewards[0]] * len(rewards), equal_nan=True):
         raise ValueError(f"{place}: all rows of a trajectory have one reward, got {rewards}")
     prompts, responses, turn = [], [], 0
+    doubts: dict[str, str] = {}
     for i, (number, row) in enumerate(rows):
         prompt, response = _read_row(row, f"{where}: row {number}", limits, turn, is_first=i == 0)
         assert response.turns is not None
         turn = int(response.turns.max())
+        doubts = find_doubts(response, f"{where}: row {number}", limits.sampling.stop_token_ids) | doubts
         prompts.append(prompt)
         responses.append(response)
     further = tuple(replace(one, prompt=prompt) for one, prompt in zip(responses[1:], prompts[1:], strict=True))
     whole = replace(responses[0], truncated=responses[-1].truncated, further=further)
-    return Trajectory(group, prompts[0], whole, rewards[0], tuple(number for number, _ in rows))
+    return Trajectory(group, prompts[0], whole, rewards[0], tuple(number for number, _ in rows), doubts)
 
 
 def _read_row(
@@ -186,9 +193,18 @@ def _vector(values: Any, what: str, count: int | None = None) -> np.ndarray:
     return array
 
 
+def _numbers(values: Any, what: str, count: int | None = None) -> np.ndarray:
+    """Returns a list of numbers as :func:`_vector`. NumPy would take True among numbers for 1."""
+    array = _vector(values, what, count)
+    if array.dtype.kind != "b" and bool in set(map(type, values)):
+        position = next(i for i, value in enumerate(values) if isinstance(value, bool))
+        raise ValueError(f"{what} must hold no booleans among numbers, got {values[position]} at entry {position}")
+    return array
+
+
 def _integers(values: Any, what: str, *, count: int | None = None, below: int = _LARGEST) -> np.ndarray:
     """Returns a list as a vector, int32. Raises ValueError unless its entries are integers in 0 .. ``below`` - 1."""
-    array = _vector(values, what, count)
+    array = _numbers(values, what, count)
     if not array.size:
         return np.zeros(0, np.int32)
     if array.dtype.kind not in "iu":
@@ -230,9 +246,9 @@ def _turns(row: Row, place: str, count: int, before: int) -> np.ndarray:
 
 def _logprobs(values: Any, what: str, sampled: np.ndarray) -> np.ndarray:
     """Returns the log-probabilities, float32 [t]. They are 0, and may be null in ``values``, where not ``sampled``."""
-    if isinstance(values, list | tuple):
+    if isinstance(values, list | tuple) and len(values) == len(sampled):
         values = [math.nan if value is None else value for value in values]
-    array = _vector(values, what, len(sampled))
+    array = _numbers(values, what, len(sampled))
     if array.dtype.kind not in "iuf":
         raise ValueError(f"{what} must hold numbers or null, got {_first_other(values, float)}")
     with np.errstate(over="ignore"):
@@ -243,6 +259,9 @@ def _logprobs(values: Any, what: str, sampled: np.ndarray) -> np.ndarray:
     if array.max() > _ROUNDING:
         position = int(array.argmax())
         raise ValueError(f"{what} must be at most 0 (nats), got {array[position]:.6g} at token {position}")
+    if array.min() < _LOWEST:
+        position = int(array.argmin())
+        raise ValueError(f"{what} must be at least {_LOWEST:g} (nats), got {array[position]:.6g} at token {position}")
     return np.minimum(array, np.float32(0.0))
 
 
@@ -287,7 +306,7 @@ def _tops(
         raise ValueError(f"{place}: top_ids and top_logprobs must have equal lengths at each token")
     flat = {name: list(itertools.chain.from_iterable(parts)) for name, parts in lists.items()}
     ids = _integers(flat["top_ids"], f"{place}: top_ids", below=limits.vocab_size)
-    own = _vector(flat["top_logprobs"], f"{place}: top_logprobs")
+    own = _numbers(flat["top_logprobs"], f"{place}: top_logprobs")
     if own.dtype.kind not in "iuf" or np.isnan(own).any() or own.max(initial=0.0) > _ROUNDING:
         raise ValueError(f"{place}: top_logprobs must be numbers of at most 0 (nats)")
     tops = make_tops(counts["top_ids"], ids.tolist(), np.minimum(own, 0.0).tolist(), limits.sampling.reported)

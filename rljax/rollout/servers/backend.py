@@ -158,6 +158,7 @@ class Backend(Wire):
             client.call(url, "GET", self.version_route)
         handshake.find_route(client, url, self)
         unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
+        unread += ", and publish.readable_by where the server runs as another user"
         if files.source:
             unread = f"the server's machine cannot read weights from {files.source}"
         path, text = files.probe()

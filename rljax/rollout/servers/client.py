@@ -32,7 +32,7 @@ from rljax.rollout.servers.retries import Pauses, may_pass
 from rljax.rollout.servers.sources import Ask, RequestSource
 from rljax.rollout.servers.wire import Completion, Request, Wire, check_completion, join_parts, remaining_request
 from rljax.rollout.types import ClientLimits
-from rljax.weights.access import find_key_file, read_api_key
+from rljax.weights.access import find_client_key_file, read_api_key
 
 T = TypeVar("T")
 _TICK_S = 0.25  # The time between two yields to the caller of a stream (seconds).
@@ -60,13 +60,14 @@ class ServerClient:
           urls: The addresses of the servers, ``http://host:port``. There may be none yet if servers join later.
           wire: The form of the servers' requests and replies.
           limits: The limits on time and on outstanding requests. None: their defaults.
-          api_key_file: The file with the key that the servers ask for. None: $RLJAX_API_KEY_FILE, or no key.
+          api_key_file: The file with the key that the servers ask for. None: $RLJAX_API_KEY_FILE, or else ~/.rljax.key
+            if that exists, or no key.
           router: The address of a router that passes rollouts on to the servers, or None.
 
         Raises:
           ValueError: A URL stands twice, has another form or holds a password, or the key file cannot be used.
         """
-        key_file = find_key_file(api_key_file)
+        key_file = find_client_key_file(api_key_file)
         headers = {} if key_file is None else {"Authorization": f"Bearer {read_api_key(key_file)}"}
         for url in (*urls, *([router] if router else [])):
             check_url(url)

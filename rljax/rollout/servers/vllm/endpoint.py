@@ -28,7 +28,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from rljax.rollout.servers.vllm.server import ROLLOUTS
+from rljax.rollout.servers.vllm.server import FORCED_TOKENS, ROLLOUTS
 from rljax.weights.access import App, Message
 
 
@@ -88,11 +88,12 @@ class Rollouts:
         self._tasks[name] = tasks
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
-            for left in range(len(asked), 0, -1):
+            for _ in asked:
                 line = await lines.get()
                 if line is None:
                     return
-                await send({"type": "http.response.body", "body": line, "more_body": left > 1})
+                await send({"type": "http.response.body", "body": line, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
         finally:
             self._tasks.pop(name, None)
             for task in (*tasks, leaving):
@@ -120,9 +121,8 @@ def _start(number: int, sampling: Coroutine[Any, Any, _Reply], lines: asyncio.Qu
 
 async def _sample(engine: Any, asked: Asked) -> _Reply:
     """Samples one response. Returns its reply, or the error that vLLM would answer with."""
-    own = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True, "detokenize": False}
     try:
-        settings = SamplingParams(**{**asked.sampling_params, **own})
+        settings = _settings(asked, engine.model_config.get_vocab_size())
         sampling = engine.generate(tokens_input(asked.token_ids), settings, f"rollout-{uuid4().hex}")
         output = [output async for output in sampling][-1]
         if output.outputs[0].finish_reason == "error":
@@ -131,6 +131,31 @@ async def _sample(engine: Any, asked: Asked) -> _Reply:
     except Exception as error:
         answered = create_error_response(error)
         return int(answered.error.code), answered.model_dump()
+
+
+def _settings(asked: Asked, vocab_size: int) -> SamplingParams:
+    """Returns the sampling settings of one response.
+
+    Raises ValueError for values that vLLM does not check without a tokenizer. Some of them would end its engine.
+    """
+    own = {"output_kind": RequestOutputKind.FINAL_ONLY.value, "flat_logprobs": True, "detokenize": False}
+    if unknown := asked.sampling_params.keys() - set(SamplingParams.__struct_fields__):
+        raise ValueError(f"sampling_params has unknown keys: {', '.join(sorted(unknown))}")
+    try:
+        settings = msgspec.convert({**asked.sampling_params, **own}, SamplingParams, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"sampling_params: {error}") from error
+    forced = {"token_ids": asked.token_ids, "trace_decode_token_ids": settings.trace_decode_token_ids}
+    forced[FORCED_TOKENS] = (settings.extra_args or {}).get(FORCED_TOKENS)
+    for name, ids in forced.items():
+        if wrong := [token for token in ids or () if type(token) is not int or not 0 <= token < vocab_size]:
+            raise ValueError(f"{name} must be in 0 .. {vocab_size - 1}, got {wrong[0]!r:.60}")
+    if settings.seed is not None and not -(2**63) <= settings.seed < 2**63:
+        raise ValueError(f"seed must be a signed integer of 64 bits, got {settings.seed:.3e}")
+    for token, bias in (settings.logit_bias or {}).items():
+        if not -100 <= bias <= 100:
+            raise ValueError(f"logit_bias must be in -100 .. 100, got {bias} for token {token}")
+    return settings
 
 
 def as_reply(output: Any) -> dict[str, Any]:
