@@ -31,7 +31,7 @@ from rljax.diagnose.evidence import Declared, Facts
 from rljax.diagnose.page import diagnose, to_text
 from rljax.diagnose.signals import Log, choose_signals, read_signals
 from rljax.diagnose.thresholds import cross
-from rljax.errors import ConfigError, caller_errors
+from rljax.errors import ConfigError, caller_errors, install_words
 from rljax.record.rows import finite_json, run_dumps
 from rljax.record.training_logs import MissingPackageError, read_log
 
@@ -61,8 +61,8 @@ def needed(module: str, source: Path) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        message = f"{source}: a token file or a run directory needs the package {missing}: pip install 'rljax[train]'"
-        raise MissingPackageError(message) from error
+        needs = f"a token file or a run directory needs the package {missing}: {install_words('train')}"
+        raise MissingPackageError(f"{source}: {needs}") from error
 
 
 def read_tokens(path: Path) -> TokenDump:

@@ -99,13 +99,8 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
         )
     stream = PromptStream(training, data.batch_size, config.run.seed)
     texts = [[problem["prompt"], right_answers(problem)] for problem in training]
-    own = (
-        "prompt",
-        "answer",
-        ALTERNATIVES,
-        TEMPLATED,
-        RAW_PROMPT,
-    )  # what they hold follows from the prompt and the template
+    # Other entries compare the answers and the template, from which the last three follow.
+    own = ("prompt", "answer", ALTERNATIVES, TEMPLATED, RAW_PROMPT)
     rest = [{key: problem[key] for key in problem if key not in own} for problem in training]
     prints = {"problems": json_checksum(texts), "extra_info": json_checksum(rest)}
     tallies = [] if data.task in TOYS else [tally]
