@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from rljax.distributed.answering import answer_requests, tell_ready
+from rljax.distributed.frames import Frames
+from rljax.errors import describe
 
 RewardFunction = Callable[[Any, str, bool], float]  # (problem, decoded response, truncated) -> reward
 Verdict = tuple[float, None] | tuple[None, str]  # (reward, None), or (None, reason)
@@ -71,10 +76,11 @@ def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, tru
     return (value, None) if math.isfinite(value) else (None, f"the reward is {value}")
 
 
-def describe(error: BaseException) -> str:
-    """Describes an exception in one line of at most 300 characters."""
+def score_responses(frames: Frames, path: str) -> None:
+    """Scores responses in a child process with the reward ``path``; a request has the last arguments of ``score``."""
     try:
-        text = " ".join(str(error).split())
-    except Exception:  # a user's exception may fail in str()
-        text = ""
-    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
+        reward = resolve_reward(path)
+    except ValueError as error:
+        tell_ready(frames, str(error))
+    else:
+        answer_requests(frames, functools.partial(score, reward))

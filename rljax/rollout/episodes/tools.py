@@ -8,18 +8,28 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import pickle
 import pkgutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from rljax.rewards.resolve import describe
-from rljax.rewards.worker import answer_requests
+from rljax.distributed.answering import answer_requests
+from rljax.distributed.frames import Frames
+from rljax.errors import describe
 from rljax.rollout.episodes.outcomes import clip
 
 Arguments = Mapping[str, Any] | Sequence[Any]
 """The arguments of a tool: a mapping of names, or a sequence of values in their order."""
+
+
+@dataclass(frozen=True)
+class PackedArguments:
+    """The pickle of ``Arguments`` that another process made. Only the process that runs the tool may unpickle it."""
+
+    pickled: bytes
+
+
 ToolFailure = Literal["error", "timeout", "died"]
 _CHARS = 16384
 
@@ -76,8 +86,8 @@ def run_calls_by(runner: Runner, count_refused: Callable[[], None]) -> None:
     _runner, _count_refused = runner, count_refused
 
 
-def run_tools(connection: Connection) -> None:
-    """Answers the requests of a ``ToolPool`` until the parent closes the pipe.
+def run_tools(frames: Frames) -> None:
+    """Answers the requests of a ``ToolPool`` in a child process.
 
     A request holds the argument of ``import_function``, or the three arguments of ``run_function``.
     """
@@ -85,7 +95,7 @@ def run_tools(connection: Connection) -> None:
     def answer(*arguments: Any) -> Any:
         return run_function(*arguments) if len(arguments) > 1 else import_function(*arguments)
 
-    answer_requests(connection, answer)
+    answer_requests(frames, answer)
 
 
 def import_function(path: str) -> str | None:
@@ -97,7 +107,7 @@ def import_function(path: str) -> str | None:
     return None
 
 
-def run_function(path: str, arguments: Arguments, longest: int) -> ToolResult:
+def run_function(path: str, arguments: Arguments | PackedArguments, longest: int) -> ToolResult:
     """Calls the function ``path`` and returns its result as a text of at most ``longest`` characters.
 
     A result that is a text stays as it is. Any other result is written as JSON, or by ``str`` if JSON cannot hold it.
@@ -105,6 +115,8 @@ def run_function(path: str, arguments: Arguments, longest: int) -> ToolResult:
     """
     try:
         function = _function(path)
+        if isinstance(arguments, PackedArguments):
+            arguments = pickle.loads(arguments.pickled)
         value = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
