@@ -74,8 +74,8 @@ class Child:
           memory_gib: The memory limit of the process, in GiB.
           longest: The longest reply (bytes).
           files: The file descriptors that the process inherits.
-          on_unasked: A function that ``ask`` calls if the process had sent something before the request. The process is
-            then replaced, and the new one gets the request. The argument says what happened.
+          on_unasked: A function that ``ask`` calls if the process sent something before the request, or a second reply
+            to the request before it. The new process then gets the request. The argument says what happened.
         """
         self._title, self._files, self._longest, self._on_unasked = title, files, longest, on_unasked
         self._setup = pickle.dumps((sys.path, int(memory_gib * 2**30), program, pickle.dumps(settings)))
@@ -99,11 +99,15 @@ class Child:
             body = pickle.dumps((request, limit_s))
         except Exception as error:  # pickling runs a person's code
             raise NotSentError(describe(error)) from error
-        number = new_number()
+        last, self._last = self._last, new_number()
         deadline = time.monotonic() + limit_s
         try:
-            self.frames.send(number, body, limit_s)
-            return self._receive(number, deadline - time.monotonic(), form)
+            self.frames.send(self._last, body, limit_s)
+            answered, reply = self.frames.receive(deadline - time.monotonic())
+            if answered == self._last:
+                return decode(form, reply)
+            if answered != last:
+                raise FrameError("a reply to no request")
         except TimeoutError:
             self.replace()
             raise TimeoutError(f"no answer within {limit_s:g} s") from None
@@ -111,6 +115,8 @@ class Child:
             raise LostError(f"died ({self.replace()})") from None
         except FrameError as error:
             raise LostError(self.refuse(error)) from None
+        self._on_unasked(self.refuse("a second reply to a request"))
+        return self.ask(request, limit_s, form)  # A new process has no last request, so this is no loop.
 
     def wait_until_ready(self) -> None:
         """Waits until the process can answer. A process that died or spoke while idle is replaced first.
@@ -127,7 +133,8 @@ class Child:
             return
         for _ in range(_STARTS):
             try:
-                complaint = self._receive(0, _START_S, _READY)
+                number, body = self.frames.receive(_START_S)
+                complaint = decode(_READY, body) if number == 0 else "the process sent a reply while it started"
             except TimeoutError:
                 complaint = f"not ready within {_START_S:g} s"
             except (EOFError, OSError):
@@ -168,12 +175,6 @@ class Child:
             self._stopped = True
             self._kill()
 
-    def _receive(self, number: int, limit_s: float, form: msgspec.msgpack.Decoder[T]) -> T:
-        answered, body = self.frames.receive(limit_s)
-        if answered != number:
-            raise FrameError("a reply to another request")
-        return decode(form, body)
-
     def _kill(self) -> None:
         """Ends the process with everything that it has started."""
         if self._process.returncode is None:
@@ -190,13 +191,14 @@ class Child:
                 raise CancelledError
             ours, theirs = socket.socketpair()
             self.frames, self._ready = Frames(ours, self._longest), False
+            self._last: int | None = None  # the number of the last request
             with theirs:
                 # Without -P the files beside the program would hide other modules of the same names.
                 # The session is new so that only the trainer gets Ctrl-C of the terminal.
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", str(_PROGRAM)],
                     pass_fds=self._files,
-                    stdin=theirs,
+                    stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,  # a person's code may print a gigabyte for each response
                     start_new_session=True,
                 )

@@ -127,7 +127,7 @@ class RewardPool:
 
     def _settle(self, verdict: Verdict) -> float:
         value, complaint = verdict
-        return self._fail(complaint) if complaint is not None else value
+        return value if value is not None else self._fail(str(complaint))
 
     def _fail(self, complaint: str, *, timed_out: bool = False) -> float:
         """Counts a response that could not be scored, and returns its reward."""

@@ -140,10 +140,10 @@ class _Host:
                 self._settle(number, call, Outcome())
             self._environments.pop(number, None)
         else:
-            number, *arguments = arguments
+            number, *rest = arguments
             call = self._calls[number] = _Call(kind, request)
             token = _trajectory.set(number)
-            call.task = asyncio.get_running_loop().create_task(self._run_call(number, call, arguments))
+            call.task = asyncio.get_running_loop().create_task(self._run_call(number, call, rest))
             _trajectory.reset(token)
 
     def _stop(self, number: int) -> _Call | None:

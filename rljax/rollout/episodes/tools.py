@@ -115,9 +115,8 @@ def run_function(path: str, arguments: Arguments | PackedArguments, longest: int
     """
     try:
         function = _function(path)
-        if isinstance(arguments, PackedArguments):
-            arguments = pickle.loads(arguments.pickled)
-        value = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
+        given = pickle.loads(arguments.pickled) if isinstance(arguments, PackedArguments) else arguments
+        value = function(**given) if isinstance(given, Mapping) else function(*given)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
         text, cut = clip(_written(value), longest)
