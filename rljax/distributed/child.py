@@ -81,6 +81,7 @@ class Child:
         self._setup = pickle.dumps((sys.path, int(memory_gib * 2**30), program, pickle.dumps(settings)))
         self._lock = threading.Lock()
         self._stopped = self._ready = False
+        self._last: int | None = None  # the number of the last request to this process
         self.frames: Frames
         self._process: subprocess.Popen[bytes]
         self._start()
@@ -190,8 +191,7 @@ class Child:
             if self._stopped:
                 raise CancelledError
             ours, theirs = socket.socketpair()
-            self.frames, self._ready = Frames(ours, self._longest), False
-            self._last: int | None = None  # the number of the last request
+            self.frames, self._ready, self._last = Frames(ours, self._longest), False, None
             with theirs:
                 # Without -P the files beside the program would hide other modules of the same names.
                 # The session is new so that only the trainer gets Ctrl-C of the terminal.

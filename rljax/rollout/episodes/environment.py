@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from rljax.rewards.resolve import accepts, describe
+from rljax.errors import describe
+from rljax.rewards.resolve import accepts
 
 Content = str | Sequence[Mapping[str, str]] | None
 """The writing of an environment: a text that is taken as it stands, or chat messages, or nothing."""
