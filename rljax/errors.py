@@ -21,10 +21,23 @@ class ConfigError(ValueError):
     LONGEST = 2000  # characters
 
     def __init__(self, message: object) -> None:
-        line = " ".join(str(message).split())
-        shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+        shown = printable(str(message))
         half = self.LONGEST // 2
         super().__init__(shown if len(shown) <= self.LONGEST else f"{shown[:half]} ... {shown[-half:]}")
+
+
+def printable(text: str) -> str:
+    """Returns a text in one line, in which a letter that cannot be printed is written as its escape sequence."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in " ".join(text.split()))
+
+
+def describe(error: BaseException) -> str:
+    """Describes an exception in one printable line of at most 300 characters."""
+    try:
+        text = printable(str(error)[:3000])
+    except Exception:  # a user's exception may fail in str()
+        text = ""
+    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
 
 
 @contextmanager

@@ -17,12 +17,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rljax.errors import describe
+
 _MODULE = re.compile(r"\w+(\.\w+)*:\w+(\.\w+)*")
 _FILE = re.compile(r"(?P<file>.+\.py):(?P<name>\w+(\.\w+)*)", re.DOTALL)
 _OURS = os.path.join(os.path.dirname(__file__), "")
 _PYTHONS = sysconfig.get_path("stdlib")
 _PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-_LONGEST = 300  # characters of the text of an error
 
 
 def find(path: str, kind: str) -> Any:
@@ -88,15 +89,6 @@ def _searched(directory: str) -> Iterator[None]:
         sys.path.remove(directory)
         if directory not in sys.path:
             sys.path.append(directory)
-
-
-def describe(error: BaseException) -> str:
-    """Describes an exception in one line of at most 300 characters."""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # a user's exception may fail in str()
-        text = ""
-    return f"{type(error).__name__}: {text}"[:_LONGEST] if text else type(error).__name__
 
 
 def located(error: BaseException) -> str:

@@ -14,31 +14,21 @@ from typing import Any
 
 from rljax.errors import install_words
 from rljax.rewards.final_answer import last_boxes, last_tag
+from rljax.rewards.gym_grammar import is_formula, is_literal
 
 try:
     import reasoning_gym
 except ImportError as error:
     raise ImportError(f"it needs reasoning-gym ({error}): {install_words('gym')}") from error
 
-EXECUTING = frozenset(
-    {
-        *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication"),
-        *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
-    }
+FORMULAS = frozenset(
+    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 )
-"""The tasks whose scorers execute an answer as Python."""
+"""The tasks whose scorers execute an answer as a formula of sympy."""
+LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+"""The tasks whose scorers execute an answer with Python's ``eval``, unless it is a right answer as it stands."""
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
-# The functions that an answer to an executing scorer may call.
-_FUNCTIONS = frozenset(
-    {
-        *("Abs", "abs", "sqrt", "exp", "log", "ln", "sin", "cos", "tan", "cot", "sec", "csc"),
-        *("asin", "acos", "atan", "acot", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh"),
-    }
-)
-# An attribute, a comment or a line end before a bracket, or words that give a function another name.
-_UNSAFE = re.compile(r"\.\s*[^\W\d]|[#\\:]|\bfor\b")
-_CALL = re.compile(r"(\w+|[\])}\"'])\s*\(")
 
 
 def strict_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> float:
@@ -59,12 +49,12 @@ def strict_reward(problem: Mapping[str, Any], response: str, truncated: bool) ->
 def library_reward(problem: Mapping[str, Any], response: str, truncated: bool) -> float:
     """Returns the library's score of the answer in a response, from 0.0 to 1.0.
 
-    Some scorers give a part of 1.0 to an answer that contains the right one. The arguments and errors are the same as
-    for ``strict_reward``.
+    Some scorers give a part of 1.0 to an answer that contains the right one. An answer that an executing scorer must
+    not see gets 0.0. The arguments and errors are the same as for ``strict_reward``.
     """
     name, entry = _task(problem)
     answer = stated_answer(response)
-    if truncated or (name in EXECUTING and is_program(answer)):
+    if truncated or not _is_harmless(name, answer, entry):
         return 0.0
     score = float(_dataset(name, problem["extra_info"]["options"]).score_answer(answer=answer, entry=entry))
     return min(max(score, 0.0), 1.0)
@@ -86,13 +76,16 @@ def stated_answer(response: str) -> str:
     return box if box is not None else text.strip().rsplit("\n", 1)[-1].strip()
 
 
-def is_program(answer: str) -> bool:
-    """Returns whether an answer is more than a formula: it calls other functions or reads attributes.
+def _is_harmless(name: str, answer: str, entry: Mapping[str, Any]) -> bool:
+    """Returns whether the scorer of a task may see an answer. An executing scorer sees no more than it must.
 
-    Such an answer could do anything in a scorer that executes it.
+    It sees formulas or literals, and right answers. It would find every other answer wrong.
     """
-    is_unsafe = _UNSAFE.search(answer) is not None
-    return is_unsafe or any(called not in _FUNCTIONS for called in _CALL.findall(answer))
+    if name in FORMULAS:
+        return is_formula(answer)
+    if name in LITERALS:
+        return answer in entry["metadata"].get("valid_answers", [entry["answer"].strip()]) or is_literal(answer)
+    return True
 
 
 def _task(problem: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

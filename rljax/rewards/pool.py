@@ -10,11 +10,16 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from rljax.rewards.processes import NotSentError, WorkerDiedError, WorkerPool, WorkerProcess
-from rljax.rewards.resolve import CHEAP, Verdict, resolve_reward, score
-from rljax.rewards.worker import score_responses
+import msgspec
+
+from rljax.distributed.child import Child, ChildPool, LostError, NotSentError
+from rljax.errors import printable
+from rljax.rewards.resolve import CHEAP, Verdict, resolve_reward, score, score_responses
 
 log = logging.getLogger(__name__)
+
+_VERDICT = msgspec.msgpack.Decoder(tuple[float | None, str | None])
+_SHOWN = 300  # characters of a worker's text in a message
 
 
 class RewardPool:
@@ -56,8 +61,9 @@ class RewardPool:
         self._errors = self._timeouts = 0
         self._closed = False
         program = f"{score_responses.__module__}:{score_responses.__name__}"
-        make = functools.partial(WorkerProcess, "reward worker", program, (reward,), memory_gib)
-        self._workers = WorkerPool(make, workers)
+        start = (program, (reward,), memory_gib)
+        make = functools.partial(Child, "reward worker", *start, on_unasked=self._count_unasked)
+        self._workers = ChildPool(make, workers)
 
     def submit(self, problem: Mapping[str, Any], response: str, truncated: bool) -> Future[float]:
         """Starts to score one response.
@@ -79,7 +85,8 @@ class RewardPool:
     def pop_metrics(self) -> dict[str, int]:
         """Returns the counts since the last call.
 
-        ``reward/errors`` counts responses that could not be scored; ``reward/timeouts`` counts the late ones of them.
+        ``reward/errors`` counts responses that could not be scored, and workers that sent what nobody asked for.
+        ``reward/timeouts`` counts the late ones among the responses.
         """
         with self._lock:
             counts = {"reward/errors": self._errors, "reward/timeouts": self._timeouts}
@@ -97,24 +104,33 @@ class RewardPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _score(self, problem: Mapping[str, Any], response: str, truncated: bool, process: WorkerProcess) -> float:
+    def _score(self, problem: Mapping[str, Any], response: str, truncated: bool, worker: Child) -> float:
         try:
-            verdict = process.ask((problem, response, truncated), self._timeout_s)
+            value, complaint = worker.ask((problem, response, truncated), self._timeout_s, _VERDICT)
         except TimeoutError:
-            return self._settle((None, f"no reward within {self._timeout_s:g} s"), timed_out=True)
-        except WorkerDiedError as error:
-            return self._settle((None, f"the worker died ({error})"))
+            return self._fail(f"no reward within {self._timeout_s:g} s", timed_out=True)
+        except LostError as error:
+            return self._fail(f"the worker {error}")
         except NotSentError as error:
-            return self._settle((None, str(error)))
-        # After a memory error the memory may stay full, and the next response would fail, too.
-        if (verdict[1] or "").startswith(MemoryError.__name__):
-            process.replace()
-        return self._settle(verdict)
-
-    def _settle(self, verdict: Verdict, *, timed_out: bool = False) -> float:
-        value, complaint = verdict
-        if value is not None:
+            return self._fail(str(error))
+        if value is not None and math.isfinite(value):
             return value
+        # After a memory error the memory may stay full, and the next response would fail, too.
+        if (complaint or "").startswith(MemoryError.__name__):
+            worker.replace()
+        return self._fail(printable((complaint or "the worker sent no reward")[:_SHOWN]))
+
+    def _count_unasked(self, said: str) -> None:
+        with self._lock:
+            self._errors += 1
+        log.warning("a reward worker %s; the next response went to a new one", said)
+
+    def _settle(self, verdict: Verdict) -> float:
+        value, complaint = verdict
+        return value if value is not None else self._fail(str(complaint))
+
+    def _fail(self, complaint: str, *, timed_out: bool = False) -> float:
+        """Counts a response that could not be scored, and returns its reward."""
         with self._lock:
             first = self._errors == 0
             self._errors += 1

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rljax import user_code
+from rljax.distributed.answering import answer_requests, tell_ready
+from rljax.distributed.frames import Frames
 from rljax.rewards.call_forms import NamedReward
-from rljax.user_code import describe as describe
 
 RewardFunction = Callable[[Any, str, bool], float]  # (problem, decoded response, truncated) -> reward
 Verdict = tuple[float, None] | tuple[None, str]  # (reward, None), or (None, reason)
@@ -94,3 +95,13 @@ def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, tru
     except BaseException as error:  # a user's reward may raise anything, SystemExit included
         return None, user_code.located(error)
     return (value, None) if is_reward(value) else (None, f"the reward is {value}, not a finite float32")
+
+
+def score_responses(frames: Frames, path: str) -> None:
+    """Scores responses in a child process with the reward ``path``; a request has the last arguments of ``score``."""
+    try:
+        reward = resolve_reward(path)
+    except ValueError as error:
+        tell_ready(frames, str(error))
+    else:
+        answer_requests(frames, functools.partial(score, reward))

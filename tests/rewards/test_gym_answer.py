@@ -1,24 +1,33 @@
 """Tests of the rewards of reasoning-gym's tasks: the search for an answer, the strict score, and executed answers."""
 
+import ast
+import functools
 import inspect
 import random
 import re
+from pathlib import Path
 
 import pytest
 
 from rljax.data import gym_maker
 from rljax.data.gym_problems import right_answer
+from rljax.rewards.gym_grammar import is_formula
 from rljax.rewards.pool import RewardPool
 from rljax.run.data_check import check_answers
 
 factory = pytest.importorskip("reasoning_gym.factory")
 from rljax.rewards.gym_answer import (  # noqa: E402
-    EXECUTING,
-    is_program,
+    FORMULAS,
+    LITERALS,
     library_reward,
     stated_answer,
     strict_reward,
 )
+
+
+@functools.cache
+def entry_of(name, place):
+    return gym_maker.make(name, {}, 11, place + 1)[place]
 
 
 @pytest.fixture
@@ -27,7 +36,7 @@ def problem():
     state = random.getstate()
 
     def make(name, place=0):
-        entry = gym_maker.make(name, {}, 11, place + 1)[place]
+        entry = entry_of(name, place)
         facts = {"task": name, "options": "{}", "entry": entry}
         return {"prompt": entry["question"], "answer": right_answer(entry), "extra_info": facts}
 
@@ -54,26 +63,46 @@ def test_the_answer_in_a_response(response, answer):
     assert stated_answer(response) == answer
 
 
-@pytest.mark.parametrize(
-    ("answer", "program"),
-    [
-        ("(5 + 1)*(8/2) - 9**9**8", False),
-        ("x**2*sin(x)/2 + sqrt (x) + C", False),
-        ("['A', 'B', 'C']", False),
-        ("[[0, 1], [1, -0.5]]", False),
-        ("open('x')", True),
-        ("__import__('os')", True),
-        ("[].__class__", True),
-        ("(eval)('1')", True),
-        ("[eval][0]('1')", True),
-        ("[sqrt:=eval, sqrt('1')]", True),
-        ("[sqrt('1') for sqrt in [eval]]", True),
-        ("(eval # \n('1'))", True),
-        ("f(x)", True),
-    ],
-)
-def test_an_answer_is_a_formula_or_a_program(answer, program):
-    assert is_program(answer) == program
+EXECUTING = FORMULAS | LITERALS
+# Every call in the library that executes a text or gives one to sympy. The first nine execute an answer.
+RUN_TEXT = {
+    "algorithmic/binary_matrix.py: eval(answer)",
+    "algorithmic/spiral_matrix.py: eval(answer)",
+    "algorithmic/string_insertion.py: eval(answer)",
+    "games/n_queens.py: eval(answer)",
+    "games/countdown.py: parse_expr(answer)",
+    "games/puzzle24.py: parse_expr(answer)",
+    "algebra/simple_integration.py: sympy.parse_expr(answer, local_dict={var: x, 'C': sympy.Symbol('C')})",
+    "algebra/intermediate_integration.py: sympy.parse_expr(answer, local_dict={var: x, 'C': sympy.Symbol('C')})",
+    "algebra/polynomial_multiplication.py: sp.parse_expr(answer)",
+    "algebra/simple_integration.py: sympy.parse_expr(metadata['integrand'], local_dict={var: x})",
+    "algebra/intermediate_integration.py: sympy.parse_expr(metadata['integrand'], local_dict={var: x})",
+    "algebra/polynomial_multiplication.py: sp.parse_expr(entry['answer'])",
+    "algorithmic/number_sorting.py: eval(entry['answer'])",
+    "arithmetic/basic_arithmetic.py: eval(exp.replace('/', '//'))",
+    "arithmetic/bitwise_arithmetic.py: eval(problem)",
+    "arithmetic/bitwise_arithmetic.py: eval(problem_str)",
+    "arithmetic/gsm_symbolic/generators_00_49.py: eval(rng.choice(fractions))",
+    "arithmetic/gsm_symbolic/generators_50_99.py: eval(fraction)",
+    "code/codeio.py: exec(full_code, local_vars, local_vars)",
+    # a parser of its own
+    "logic/propositional_logic.py: parse_expr(expr)",
+    "logic/propositional_logic.py: parse_expr(expr[1:-1])",
+    "logic/propositional_logic.py: parse_expr(left_expr)",
+    "logic/propositional_logic.py: parse_expr(right_expr)",
+    "logic/propositional_logic.py: parse_expr(sub_expr)",
+}
+EXECUTORS = {"eval", "exec", "__import__", "import_module", "parse_expr", "sympify", "S", "Popen", "system"}
+
+
+def test_the_calls_of_the_library_that_execute_text_are_known():
+    found = set()
+    root = Path(factory.__file__).parent
+    for path in root.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in EXECUTORS:
+                found.add(f"{path.relative_to(root)}: {ast.unparse(call)}")
+    assert found == RUN_TEXT
 
 
 def test_the_tasks_that_execute_an_answer_are_known():
@@ -85,11 +114,105 @@ def test_the_tasks_that_execute_an_answer_are_known():
     assert executes == EXECUTING
 
 
-def test_a_program_is_never_executed(problem, tmp_path):
-    for name in EXECUTING - {"intermediate_integration"}:
-        response = f"<answer>[open({str(tmp_path / name)!r}, 'w'), 24][1]</answer>"
-        assert library_reward(problem(name), response, False) == 0.0
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "(5 + 1)*(8/2) - 1",
+        "x**2*sin(x)/2 + sqrt (x) + C",
+        "(\n1.5\n)",
+        "log(x, 10)",
+        "+".join(["1"] * 400),
+        "exp(x**9)",
+    ],
+)
+def test_a_formula(answer):
+    assert is_formula(answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        *("f(x)", "sqrt('1')", "sqrt(*x)", "log(x, base=2)", "(sqrt)(x)(y)", "eval(x)", "x.real", "1 .real", "x[0]"),
+        *("lambda x: x", "(x:=1)", "x if y else z", "x == y", "x!", "0.2[1]", "True", "None", "1j", "...", "b''"),
+        *("1 # x", "1 +\\\n1", "f'{x}'", "ｓqrt(x)", "x²", "{1}", "(1, 2)", "__name__", "", "2x", "x and y", "1@2"),
+        *("9**9**8", "exp(9**8*log(9))", "((9**99)**99)**99", "9**(1/(1/99999999))", "10**-99999999", "1e999"),
+        *("E**(9**8*log(9))", "(" * 4000 + ")" * 4000, "+".join(["1"] * 600), "x" * 5000, "\0", "\ud800"),
+    ],
+)
+def test_no_formula(answer):
+    assert not is_formula(answer)
+
+
+PROGRAMS = [
+    # The two of the first attack. %c writes a bracket without a bracket.
+    """Abs("open%c'FILE','w'%c" % (40, 41))""",
+    """Abs("open"+"+("[1]+"'FILE', 'w'"+"+)"[1])""",
+    "open('FILE', 'w')",
+    "[open('FILE', 'w'), 24][1]",
+    "sqrt(f\"{open('FILE', 'w')}\")",
+    "(lambda: open('FILE', 'w'))()",
+    "[sqrt := open, sqrt('FILE', 'w')]",
+    "[sqrt('FILE', 'w') for sqrt in [open]]",
+    "Abs(\"open('FILE', 'w')\")!",
+    "Abs(*[\"open('FILE', 'w')\"])",
+    "log(2, *[\"op\" \"en('FILE', 'w')\"])",
+    "open \\\n('FILE', 'w')",
+    "(open # sqrt\n('FILE', 'w'))",
+    "{open('FILE', 'w'): 1}",
+    "24 if open('FILE', 'w') else 24",
+    "ｏpen('FILE', 'w')",
+    "__builtins__['open']('FILE', 'w')",
+    "().__class__.__base__.__subclasses__() and open('FILE', 'w')",
+    "S(\"open('FILE', 'w')\")",
+    "Abs(b\"open('FILE', 'w')\".decode())",
+    "[Abs(S) for S in [\"open('FILE', 'w')\"]]",
+    "open('FILE', mode='w')",
+    "abs(4) + len(str(open('FILE', 'w')))",
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_is_never_executed(problem, tmp_path, program):
+    """Each program is run once by a scorer of the library first, so that it is known to be one."""
+    program = program.replace("FILE", str(tmp_path / "file"))
+    ran = False
+    for name in ("countdown", "binary_matrix"):
+        factory.create_dataset(name, size=1).score_answer(program, problem(name)["extra_info"]["entry"])
+        ran |= (tmp_path / "file").exists()
+    assert ran
+    (tmp_path / "file").unlink()
+    for name in EXECUTING:
+        one = problem(name)
+        for score in (library_reward, strict_reward):
+            assert score(one, f"<answer>{program}</answer>", False) == 0.0
+            assert score(one, f"<answer>{one['answer']} + {program}</answer>", False) == 0.0
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", sorted(LITERALS))
+@pytest.mark.parametrize("answer", ["oracle_answer", "[oracle_answer]", "entry['metadata']['solution']"])
+def test_the_names_of_a_scorer_are_worth_nothing(problem, name, answer):
+    assert library_reward(problem(name), f"<answer>{answer}</answer>", False) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("name", sorted(EXECUTING))
+def test_right_answers_and_literals_earn_what_the_library_gives(name, seed):
+    size = 6 if name == "intermediate_integration" else 20
+    entries = list(factory.create_dataset(name, seed=seed, size=size))
+    task = factory.create_dataset(name, seed=seed, size=1)
+    for entry in entries:
+        facts = {"extra_info": {"task": name, "options": "{}", "entry": entry}}
+        right = str(entry["answer"])
+        rows = [line.split() for line in right.split("\n")]
+        for answer in (right, str(rows), str(rows[0]), str(list(right)), right.replace(" ", ""), right + " + C"):
+            if "Integral" not in answer:
+                score = min(max(task.score_answer(answer, entry), 0.0), 1.0)
+                given = library_reward(facts, f"<answer>{answer}</answer>", False)
+                # Text that is no Python earns 0.01 from two scorers of the library.
+                assert given == score or (given, score) == (0.0, 0.01)
+                assert answer != right or given == score == strict_reward(facts, f"<answer>{answer}</answer>", False)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +267,12 @@ def test_right_answers_pass_their_own_check(problem):
 
 @pytest.mark.slow
 def test_an_endless_answer_is_a_timeout_and_junk_an_error(problem):
-    countdown, primes = problem("countdown"), problem("prime_factorization")
+    countdown, primes, integral = map(problem, ("countdown", "prime_factorization", "simple_integration"))
     with RewardPool("reasoning_gym", 1, timeout_s=1.0) as pool:
         assert pool.submit(countdown, countdown["answer"], False).result() == 1.0
         assert pool.submit(countdown, "9**9**8", False).result() == 0.0
+        assert pool.pop_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
+        assert pool.submit(integral, "(X+x+1)**40 * (x+2)**40", False).result() == 0.0
         assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
         assert pool.submit(primes, "zzz", False).result() == 0.0
         assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}

@@ -2,59 +2,71 @@
 
 from __future__ import annotations
 
-import logging
+import pickle
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from rljax.rewards.processes import WorkerProcess
+from rljax.distributed.child import Child, decode
+from rljax.distributed.frames import FrameError
 from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.host_messages import HOST_MESSAGE, HostMessage
+from rljax.rollout.episodes.outcomes import UTF8_BYTES
 from rljax.rollout.episodes.progress import ProgressBoard, StuckWatch
-
-log = logging.getLogger(__name__)
 
 _LOOK_S = 0.1
 _JOIN_S = 1.0
+_LONGEST = 1 << 26  # bytes of a message, apart from the text of a reply
 
 
 class HostLink:
-    """A host process that is replaced when it dies or is stuck."""
+    """A host process that is replaced when it dies, is stuck, or sends what nobody asked for."""
 
     def __init__(
         self,
         path: str,
         limits: EpisodeConfig,
-        on_message: Callable[..., None],
+        on_message: Callable[[int, HostMessage], None],
         on_death: Callable[[str, bool, int], None],
         on_broken: Callable[[str], None],
     ):
-        """Starts the process and the thread that receives. ``path`` is the name of the environment's class.
+        """Starts the process, whose environments have the class named ``path``. ``start`` makes it usable.
 
         Args:
-          on_message: A function that is called with the parts of each message of the process, on the receiving thread.
-          on_death: A function that is called when the process has ended. Later messages go to the next process. Its
-            arguments are the exit status in words, whether the process was ended because some code ran too long without
-            awaiting, and the number of the trajectory whose code ran at the end (0: none, or not known).
+          on_message: A function that is called with the number and the content of each message, on the receiving
+            thread. If it raises ``FrameError``, the process is ended.
+          on_death: A function that is called when the process has ended and the next one starts. It must call
+            ``renew``. Its arguments are the end in words, whether the process was ended because some code ran too long
+            without awaiting, and the number of the trajectory whose code ran at the end (0: none, or not known).
           on_broken: A function that is called with the reason if no process can be started.
         """
         self._board = ProgressBoard()
         self._limits = limits
         self._on_message, self._on_death, self._on_broken = on_message, on_death, on_broken
-        program = "rljax.rollout.episodes.host_worker:host_environments"
-        settings = (path, self._board.descriptor, limits)
-        self._process = WorkerProcess(
-            "process of environments", program, settings, limits.memory_gib, [self._board.descriptor]
+        self._process = Child(
+            "process of environments",
+            "rljax.rollout.episodes.host_worker:host_environments",
+            (path, self._board.descriptor, limits),
+            limits.memory_gib,
+            longest=_LONGEST + UTF8_BYTES * limits.max_reply_chars,
+            files=[self._board.descriptor],
         )
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread that calls the functions."""
         self._thread.start()
 
-    def send(self, message: bytes) -> None:
+    def send(self, number: int, message: bytes) -> None:
         """Sends a message that ``pack`` returned. It does not wait."""
-        self._outbox.put(message)
+        self._outbox.put((number, message))
+
+    def renew(self) -> None:
+        """Drops the messages that were not sent to the process that has ended. The next process gets later ones."""
+        self._outbox = queue.SimpleQueue()
 
     def close(self) -> None:
         """Ends the process."""
@@ -67,44 +79,50 @@ class HostLink:
         try:
             while True:
                 self._process.wait_until_ready()
-                sender = threading.Thread(target=self._send_all, args=(self._outbox,), daemon=True)
+                outbox = self._outbox
+                sender = threading.Thread(target=self._send_all, args=(outbox,), daemon=True)
                 sender.start()
-                stuck = self._receive_all()
+                said, stuck = self._receive_all()
                 self._process.kill()
-                # Messages that were not sent are lost with the process. New ones wait in a new queue from here on.
-                outbox, self._outbox = self._outbox, queue.SimpleQueue()
                 outbox.put(None)
                 sender.join(_JOIN_S)
                 running = self._board.read().running
-                self._on_death(self._process.replace(), stuck, running)
+                status = self._process.replace()
+                self._on_death(f"{said}, {status}" if said else status, stuck, running)
         except CancelledError:
             return
         except Exception as error:  # nobody else sees it, and a waiting caller must not wait for ever
             self._on_broken(str(error) or type(error).__name__)
 
-    def _receive_all(self) -> bool:
-        """Handles messages until the process has ended or is stuck. Returns whether it is stuck."""
+    def _receive_all(self) -> tuple[str, bool]:
+        """Handles messages until the process has ended, is stuck or has sent something wrong.
+
+        Returns what it sent, or "", and whether it is stuck.
+        """
         watch = StuckWatch(self._board, self._limits.busy_s, _LOOK_S)
-        connection = self._process.connection
+        frames = self._process.frames
         while True:
             try:
-                message = connection.recv() if connection.poll(_LOOK_S) else None
-            except Exception:  # the process has ended, or a person's code wrote into the pipe
-                return False
-            if message is not None:
-                self._on_message(*message)
+                number, body = frames.receive(_LOOK_S)
+                self._on_message(number, decode(HOST_MESSAGE, body))
+            except TimeoutError:
+                pass
+            except (EOFError, OSError):
+                return "", False
+            except FrameError as error:
+                return f"it sent {error}", False
             if watch.look():
-                return True
+                return "", True
 
-    def _send_all(self, outbox: queue.SimpleQueue[Any]) -> None:
-        connection = self._process.connection
+    def _send_all(self, outbox: queue.SimpleQueue[tuple[int, bytes] | None]) -> None:
+        frames = self._process.frames
         while (message := outbox.get()) is not None:
             try:
-                connection.send_bytes(message)
+                frames.send(*message)
             except OSError:  # the thread that receives sees the end, too
                 return
 
 
 def pack(*message: Any) -> bytes:
     """Packs a message to a host process. Raises an error of any type if a part of it cannot be pickled."""
-    return bytes(ForkingPickler.dumps(message))
+    return pickle.dumps(message)

@@ -1,18 +1,15 @@
 """The program of a host process: the environments of thousands of trajectories in one asyncio loop, without jax.
 
-``id`` is the number of a trajectory, ``request`` the number of a call of a tool. The parent sends:
+``id`` is the number of a trajectory. Each message of the parent is the pickle of one of these, and its frame has the
+number of a call of an environment or of a tool:
 
 - ``("reset", id, problem)``, ``("step", id, response, truncated)``, ``("reward", id)``: A method is to be called.
 - ``("end", id)``: The trajectory is to be forgotten.
-- ``("began", request)``: A process begins to run the tool.
-- ``("result", request, ToolResult)``: The tool has ended.
+- ``("began",)``: A process begins to run the tool.
+- ``("result", ToolResult)``: The tool has ended.
 
-This process sends:
-
-- ``("outcome", id, Outcome)``: A method has ended.
-- ``("tool", request, path, arguments, counted)``: A tool is to be run.
-- ``("drop", request)``: Its result is not needed any more.
-- ``("refused", 0)``: A call of a tool was refused, which the parent counts.
+This process sends the types of ``host_messages``. Every call of a method gets one ``CallEnded``, also if its trajectory
+is forgotten meanwhile.
 """
 
 from __future__ import annotations
@@ -21,38 +18,40 @@ import asyncio
 import gc
 import itertools
 import os
+import pickle
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from rljax.rewards.processes import end_followers
-from rljax.rewards.resolve import describe
-from rljax.rewards.worker import GRACE_S, end_by_alarm
+import msgspec
+
+from rljax.distributed.answering import GRACE_S, end_by_alarm, end_if_forked, tell_ready
+from rljax.distributed.frames import Frames
+from rljax.errors import describe
 from rljax.rollout.episodes import tools
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Environment, find_environment
+from rljax.rollout.episodes.host_messages import CallEnded, HostMessage, ToolAsked, ToolDropped, ToolRefused
 from rljax.rollout.episodes.outcomes import Outcome, check_outcome
 from rljax.rollout.episodes.progress import ProgressBoard
 from rljax.rollout.episodes.tools import Arguments, ToolResult
 
 TICK_S = 0.1
 _FULL = 0.5  # the share of the memory limit above which a process ends after a memory error
-_OWN = os.getpid()
 _trajectory: ContextVar[int] = ContextVar("trajectory", default=0)
 
 
-def host_environments(connection: Connection, path: str, descriptor: int, limits: EpisodeConfig) -> None:
-    """Runs the environments of class ``path`` until the parent closes the pipe."""
+def host_environments(frames: Frames, path: str, descriptor: int, limits: EpisodeConfig) -> None:
+    """Runs the environments of class ``path`` until the parent closes the socket."""
     try:
         make = find_environment(path)
     except ValueError as error:
-        connection.send(str(error))
+        tell_ready(frames, str(error))
         return
-    asyncio.run(_Host(connection, make, ProgressBoard(descriptor), limits).run())
+    asyncio.run(_Host(frames, make, ProgressBoard(descriptor), limits).run())
 
 
 @dataclass
@@ -60,6 +59,7 @@ class _Call:
     """A call of an environment under way."""
 
     method: str
+    number: int  # the number of the call
     task: asyncio.Task[None] | None = None
     used_s: float | None = None  # the time that the call has taken (seconds); None until its code has begun to run
     # The numbers of the tool calls that it waits for. Each value says whether a process runs the tool already.
@@ -72,8 +72,8 @@ class _Call:
 
 
 class _Host:
-    def __init__(self, connection: Connection, make: type[Environment], board: ProgressBoard, limits: EpisodeConfig):
-        self._connection, self._make, self._board, self._limits = connection, make, board, limits
+    def __init__(self, frames: Frames, make: type[Environment], board: ProgressBoard, limits: EpisodeConfig):
+        self._frames, self._make, self._board, self._limits = frames, make, board, limits
         self._environments: dict[int, Environment] = {}
         self._calls: dict[int, _Call] = {}
         # Calls of tools of an earlier process may still run, so their numbers must not be used again.
@@ -86,11 +86,11 @@ class _Host:
         make_task: Any = self._make_task  # its declared type is a protocol of a generic method
         loop.set_task_factory(make_task)
         loop.set_exception_handler(lambda loop, context: None)  # a person's forgotten task may fail
-        loop.add_reader(self._connection.fileno(), self._receive)
-        tools.run_calls_by(self._run_tool, lambda: self._send(("refused", 0)))
+        loop.add_reader(self._frames.fileno(), self._receive)
+        tools.run_calls_by(self._run_tool, lambda: self._send(0, ToolRefused()))
         end_by_alarm(self._limits.busy_s + GRACE_S)
         self._board.write(0)
-        self._connection.send(None)
+        tell_ready(self._frames)
         last = time.monotonic()
         tick_s = min(TICK_S, self._limits.call_timeout_s / 10)
         while True:
@@ -110,39 +110,49 @@ class _Host:
         if call.used_s > self._limits.call_timeout_s:
             self._stop(number)
             said = f"{call.method} took more than {self._limits.call_timeout_s:g} s"
-            self._settle(number, Outcome(None, "timeout", said))
+            self._settle(number, call, Outcome(None, "timeout", said))
 
     def _receive(self) -> None:
         try:
-            while self._connection.poll(0):
-                self._take(*self._connection.recv())
-        except (EOFError, ConnectionError):
-            _end_with_children()
+            while self._frames.look() != "quiet":
+                number, body = self._frames.receive()
+                try:
+                    message = pickle.loads(body)
+                except Exception as error:  # unpickling a problem runs a person's code
+                    self._send(number, CallEnded(Outcome(None, "raised", describe(error))))
+                else:
+                    self._take(number, *message)
+        except EOFError:
+            os._exit(1)  # The parent has ended. The process above ends what environments have started.
 
-    def _take(self, kind: str, number: int, *arguments: Any) -> None:
+    def _take(self, request: int, kind: str, *arguments: Any) -> None:
         if kind == "began":
-            call, _ = self._waiting.get(number, (None, None))
-            if call is not None and number in call.tools:
-                call.tools[number] = True
+            call, _ = self._waiting.get(request, (None, None))
+            if call is not None and request in call.tools:
+                call.tools[request] = True
         elif kind == "result":
-            _, future = self._waiting.get(number, (None, None))
+            _, future = self._waiting.get(request, (None, None))
             if future is not None and not future.done():
                 future.set_result(arguments[0])
         elif kind == "end":
-            self._stop(number)
+            (number,) = arguments
+            if (call := self._stop(number)) is not None:
+                self._settle(number, call, Outcome())
             self._environments.pop(number, None)
         else:
-            call = self._calls[number] = _Call(kind)
+            number, *rest = arguments
+            call = self._calls[number] = _Call(kind, request)
             token = _trajectory.set(number)
-            call.task = asyncio.get_running_loop().create_task(self._run_call(number, call, arguments))
+            call.task = asyncio.get_running_loop().create_task(self._run_call(number, call, rest))
             _trajectory.reset(token)
 
-    def _stop(self, number: int) -> None:
+    def _stop(self, number: int) -> _Call | None:
         call = self._calls.pop(number, None)
         if call is not None and call.task is not None:
             call.task.cancel()
+        return call
 
-    async def _run_call(self, number: int, call: _Call, arguments: tuple[Any, ...]) -> None:
+    async def _run_call(self, number: int, call: _Call, arguments: Sequence[Any]) -> None:
         call.used_s = 0.0
         memory_error = False
         try:
@@ -155,18 +165,18 @@ class _Host:
             outcome = Outcome(None, "raised", f"{call.method}: {describe(error)}")
         if self._calls.get(number) is call:
             del self._calls[number]
-            self._settle(number, outcome)
+            self._settle(number, call, outcome)
         if memory_error:
             self._make_room(number)
 
-    def _settle(self, number: int, outcome: Outcome) -> None:
+    def _settle(self, number: int, call: _Call, outcome: Outcome) -> None:
         if outcome.failure is not None:
             self._environments.pop(number, None)
-        self._send(("outcome", number, outcome))
+        self._send(call.number, CallEnded(outcome))
 
-    def _send(self, message: tuple[Any, ...]) -> None:
-        _end_if_forked()
-        self._connection.send(message)
+    def _send(self, number: int, message: HostMessage) -> None:
+        end_if_forked()
+        self._frames.send(number, msgspec.msgpack.encode(message))
 
     def _make_room(self, number: int) -> None:
         """Ends this process if its memory stays full without the environment that failed for lack of memory."""
@@ -180,7 +190,7 @@ class _Host:
         request = next(self._requests)
         call = self._calls.get(_trajectory.get())
         future = asyncio.get_running_loop().create_future()
-        self._send(("tool", request, path, arguments, counted))
+        self._send(request, ToolAsked(path, pickle.dumps(arguments), counted))
         self._waiting[request] = call, future
         if call is not None:
             call.tools[request] = False
@@ -191,7 +201,7 @@ class _Host:
             if call is not None:
                 del call.tools[request]
             if future.cancelled():
-                self._send(("drop", request))
+                self._send(request, ToolDropped())
 
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: Any
@@ -229,7 +239,7 @@ class _Noted(Coroutine[Any, Any, Any]):
         return self._coroutine.__await__()
 
     def _note_end(self) -> None:
-        _end_if_forked()
+        end_if_forked()
         self._board.write(0)
 
 
@@ -240,15 +250,3 @@ def _used_gib() -> float:
     except (OSError, ValueError):
         return float("inf")
     return int(line.split()[1]) / 2**20
-
-
-def _end_if_forked() -> None:
-    """Ends this process if it is a fork that an environment left behind. A fork must not answer for its parent."""
-    if os.getpid() != _OWN:
-        os._exit(1)
-
-
-def _end_with_children() -> NoReturn:
-    """Ends this process and all processes that environments have started. It is called once the parent has ended."""
-    end_followers(os.getpid())
-    os._exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -13,13 +14,16 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any
 
-from rljax.rewards.resolve import describe
+from rljax.distributed.child import new_number
+from rljax.distributed.frames import FrameError
+from rljax.errors import describe, printable
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import find_environment
 from rljax.rollout.episodes.host_link import HostLink, pack
-from rljax.rollout.episodes.outcomes import Outcome
+from rljax.rollout.episodes.host_messages import CallEnded, HostMessage, ToolAsked, ToolRefused
+from rljax.rollout.episodes.outcomes import LONGEST_MESSAGE, Outcome, check_outcome
 from rljax.rollout.episodes.tool_pool import ToolPool
-from rljax.rollout.episodes.tools import Arguments, ToolResult
+from rljax.rollout.episodes.tools import PackedArguments, ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ class _Trajectory:
     number: int  # the number of the trajectory in messages
     host: int  # the index of its host process
     method: str = ""  # the method that is being called; "" if none is
+    call: int = 0  # the number of that call
     future: Future[Outcome] | None = None  # the future of that call
     packed: bytes | None = None  # the message of ``reset``, until its outcome is known
     resent: bool = False  # whether that message was sent a second time, because the first process ended too early
@@ -76,12 +81,14 @@ class EnvironmentHosts:
           ValueError: The environment cannot be found or lacks a method.
         """
         find_environment(path)
-        self._path, self._busy_s = path, limits.busy_s
+        self._path, self._busy_s, self._max_chars = path, limits.busy_s, limits.max_reply_chars
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._by_key: dict[Hashable, _Trajectory] = {}
         self._by_number: dict[int, _Trajectory] = {}
         self._loads = [0] * limits.workers  # the trajectories of each process
+        # The calls that each process still has to answer, by their numbers. A trajectory may be forgotten meanwhile.
+        self._calls: list[dict[int, _Trajectory]] = [{} for _ in range(limits.workers)]
         self._counts: Counter[str] = Counter()
         self._broken: str | None = None
         self._closed = False
@@ -91,6 +98,8 @@ class EnvironmentHosts:
         for place in range(limits.workers):
             callbacks = (functools.partial(act, place) for act in (self._take, self._bury, self._give_up))
             self._hosts.append(HostLink(path, limits, *callbacks))
+        for link in self._hosts:
+            link.start()
 
     def reset(self, key: Hashable, problem: Mapping[str, Any]) -> Future[Outcome]:
         """Makes an environment for the trajectory ``key`` and resets it. A trajectory of the same key is ended first.
@@ -125,7 +134,7 @@ class EnvironmentHosts:
             self._loads[trajectory.host] -= 1
             future, trajectory.future = trajectory.future, None
             if trajectory.lost is None and not self._closed:
-                self._hosts[trajectory.host].send(pack("end", trajectory.number))
+                self._hosts[trajectory.host].send(0, pack("end", trajectory.number))
         if future is not None:
             future.cancel()
 
@@ -188,12 +197,18 @@ class EnvironmentHosts:
             if lost is None and broken is None:
                 trajectory.future = future
                 trajectory.packed = message if method == "reset" else None
-                self._hosts[trajectory.host].send(message)
+                self._send(trajectory, message)
         if broken is not None:
             future.set_exception(RuntimeError(broken))
         elif lost is not None:
             future.set_result(lost)
         return future
+
+    def _send(self, trajectory: _Trajectory, message: bytes) -> None:
+        """Sends a call to the process of a trajectory. The lock is held."""
+        trajectory.call = new_number()
+        self._calls[trajectory.host][trajectory.call] = trajectory
+        self._hosts[trajectory.host].send(trajectory.call, message)
 
     def _fail(self, trajectory: _Trajectory, outcome: Outcome) -> None:
         """Records that a trajectory has failed, counts it, and logs the first failure of its kind. The lock is held."""
@@ -205,47 +220,49 @@ class EnvironmentHosts:
         if self._counts[name] == 1:
             log.warning("environment %s, trajectory %s: %s", self._path, trajectory.key, outcome.message)
 
-    def _take(self, host: int, kind: str, number: int, *rest: Any) -> None:
-        if kind == "outcome":
-            self._settle(number, rest[0])
-        elif kind == "tool":
-            self._start_tool(self._hosts[host], self._tool_calls[host], number, *rest)
-        elif kind == "refused":
+    def _take(self, host: int, number: int, message: HostMessage) -> None:
+        if isinstance(message, CallEnded):
+            self._settle(host, number, message.outcome)
+        elif isinstance(message, ToolAsked):
+            self._start_tool(host, number, message)
+        elif isinstance(message, ToolRefused):
             self._tools.count_refused()
         elif future := self._tool_calls[host].pop(number, None):
             future.cancel()
 
-    def _settle(self, number: int, outcome: Outcome) -> None:
+    def _settle(self, host: int, number: int, outcome: Outcome) -> None:
         with self._lock:
-            trajectory = self._by_number.get(number)
+            trajectory = self._calls[host].pop(number, None)
+            if trajectory is None and not self._closed:
+                raise FrameError("the end of a call that nobody made")
             if trajectory is None or trajectory.future is None:
                 return
+            if outcome.failure is None:
+                checked = check_outcome(trajectory.method, outcome.value, self._max_chars)
+                outcome = dataclasses.replace(checked, cut=checked.cut or outcome.cut)
+            else:
+                outcome = Outcome(None, outcome.failure, printable(outcome.message[:LONGEST_MESSAGE]))
             future, trajectory.future, trajectory.packed = trajectory.future, None, None
             self._counts[_CUT] += outcome.cut
             self._fail(trajectory, outcome)
         _resolve(future, outcome)
 
-    def _start_tool(
-        self,
-        host: HostLink,
-        calls: dict[int, Future[ToolResult]],
-        request: int,
-        path: str,
-        arguments: Arguments,
-        counted: bool,
-    ) -> None:
+    def _start_tool(self, host: int, number: int, asked: ToolAsked) -> None:
+        link, calls = self._hosts[host], self._tool_calls[host]
+
         def finish(future: Future[ToolResult]) -> None:
-            calls.pop(request, None)
+            calls.pop(number, None)
             if not future.cancelled():
                 error = future.exception()
                 result = future.result() if error is None else ToolResult(f"error: {error}", "died")
-                host.send(pack("result", request, result))
+                link.send(number, pack("result", result))
 
+        arguments = PackedArguments(asked.arguments)
         try:
-            future = self._tools.submit(path, arguments, counted, lambda: host.send(pack("began", request)))
+            future = self._tools.submit(asked.path, arguments, asked.counted, lambda: link.send(number, pack("began")))
         except RuntimeError:  # closed meanwhile
             return
-        calls[request] = future
+        calls[number] = future
         future.add_done_callback(finish)
 
     def _bury(self, host: int, reason: str, stuck: bool, running: int) -> None:
@@ -255,13 +272,15 @@ class EnvironmentHosts:
         """
         told: list[tuple[Future[Outcome], Outcome]] = []
         with self._lock:
+            self._hosts[host].renew()
+            self._calls[host] = {}
             calls, self._tool_calls[host] = self._tool_calls[host], {}
             mine = [one for one in self._by_number.values() if one.host == host and one.lost is None]
             culprit = next((one for one in mine if one.number == running), None)
             for trajectory in mine:
                 if trajectory.packed is not None and trajectory is not culprit and (culprit or not trajectory.resent):
                     trajectory.resent = True
-                    self._hosts[host].send(trajectory.packed)
+                    self._send(trajectory, trajectory.packed)
                     continue
                 outcome = self._lost(trajectory, reason, stuck, culprit)
                 self._fail(trajectory, outcome)

@@ -7,9 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rljax.errors import printable
 from rljax.rewards.resolve import is_reward
-from rljax.rollout.episodes.environment import Reply
+from rljax.rollout.episodes.environment import Content, Reply
 
+UTF8_BYTES = 4
+"""The most bytes of one character of a text (UTF-8)."""
+LONGEST_MESSAGE = 500
+"""The most characters of the message of a failure."""
 Failure = Literal["raised", "timeout", "died", "bad_reply"]
 
 
@@ -19,7 +24,7 @@ class Outcome:
 
     # The prompt of ``reset`` (a text, messages or None), the ``Reply`` of ``step``, or the number of ``reward``; None
     # after a failure.
-    value: Any = None
+    value: Content | Reply | float = None
     # The kind of failure. raised: the environment raised. timeout: the call took too long, or blocked its process.
     # died: the process crashed, ran out of memory, or was ended because of another trajectory. bad_reply: the call
     # returned a value of a wrong type or form. None: there is a value.
@@ -54,7 +59,7 @@ def check_outcome(method: str, value: Any, limit: int) -> Outcome:
         content, cut = _content(value.content, limit)
         return Outcome(Reply(content, value.done), cut=cut)
     except ValueError as error:
-        return Outcome(failure="bad_reply", message=str(error))
+        return Outcome(failure="bad_reply", message=printable(str(error)[:LONGEST_MESSAGE]))
 
 
 def _reward(value: Any) -> float:
@@ -84,6 +89,7 @@ def _content(value: Any, limit: int) -> tuple[Any, bool]:
         for key, part in message.items():
             if not isinstance(key, str) or not isinstance(part, str):
                 raise ValueError(f"a message must have texts only, got {_named(part)} for {key!r}")
+            key = clip(key, len(key))[0]
             kept[key], was_cut = clip(part, limit)
             if key != "role":
                 limit -= len(kept[key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import tempfile
 import time
@@ -28,6 +29,7 @@ class ProgressBoard:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the board
             self._file.truncate(mmap.PAGESIZE)
             descriptor = self._file.fileno()
+        os.set_inheritable(descriptor, False)
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, mmap.PAGESIZE)
         self._moves = 0

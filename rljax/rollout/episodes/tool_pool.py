@@ -9,13 +9,20 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from rljax.rewards.processes import NotSentError, WorkerDiedError, WorkerPool, WorkerProcess
+import msgspec
+
+from rljax.distributed.child import LONGEST, Child, ChildPool, LostError, NotSentError
+from rljax.errors import printable
 from rljax.rollout.episodes.config import EpisodeConfig
-from rljax.rollout.episodes.tools import Arguments, ToolResult
+from rljax.rollout.episodes.outcomes import UTF8_BYTES, clip
+from rljax.rollout.episodes.tools import Arguments, PackedArguments, ToolResult
 
 log = logging.getLogger(__name__)
 
 _IMPORT_S = 60.0
+_SHOWN = 320  # characters of the text of a failure
+_COMPLAINT = msgspec.msgpack.Decoder(str | None)
+_RESULT = msgspec.msgpack.Decoder(ToolResult)
 _COUNTED = {"error": "turns/tool_errors", "timeout": "turns/tool_timeouts", "died": "turns/tool_deaths"}
 KEYS = ("turns/tool_calls", *_COUNTED.values(), "turns/tool_cut")
 
@@ -24,22 +31,26 @@ class ToolPool:
     """Processes that run tools. They start with the first call."""
 
     def __init__(self, limits: EpisodeConfig, workers: int | None):
-        """Sets the limits, and the number of processes as for ``WorkerPool``.
+        """Sets the limits, and the number of processes as for ``ChildPool``.
 
         The wait for a free process does not count as time of a call. A process that takes too long is replaced.
         """
         self._timeout_s, self._max_chars = limits.tool_timeout_s, limits.max_reply_chars
-        make = functools.partial(
-            WorkerProcess, "tool worker", "rljax.rollout.episodes.tools:run_tools", (), limits.memory_gib
-        )
-        self._start: Callable[[], WorkerPool] = functools.partial(WorkerPool, make, workers)
-        self._pool: WorkerPool | None = None
+        program, longest = "rljax.rollout.episodes.tools:run_tools", LONGEST + UTF8_BYTES * limits.max_reply_chars
+        start = functools.partial(Child, "tool worker", program, (), limits.memory_gib, longest=longest)
+        make = functools.partial(start, on_unasked=self._count_unasked)
+        self._start: Callable[[], ChildPool] = functools.partial(ChildPool, make, workers)
+        self._pool: ChildPool | None = None
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._closed = False
 
     def submit(
-        self, path: str, arguments: Arguments, counted: bool = True, began: Callable[[], None] | None = None
+        self,
+        path: str,
+        arguments: Arguments | PackedArguments,
+        counted: bool = True,
+        began: Callable[[], None] | None = None,
     ) -> Future[ToolResult]:
         """Starts to call the function ``path`` with named or listed arguments.
 
@@ -80,10 +91,10 @@ class ToolPool:
     def _call(
         self,
         path: str,
-        arguments: Arguments,
+        arguments: Arguments | PackedArguments,
         counted: bool,
         began: Callable[[], None] | None,
-        process: WorkerProcess,
+        process: Child,
     ) -> ToolResult:
         result = self._run(path, arguments, began, process)
         if counted:
@@ -91,26 +102,34 @@ class ToolPool:
         return result
 
     def _run(
-        self, path: str, arguments: Arguments, began: Callable[[], None] | None, process: WorkerProcess
+        self, path: str, arguments: Arguments | PackedArguments, began: Callable[[], None] | None, process: Child
     ) -> ToolResult:
         limit_s = _IMPORT_S
         try:
-            complaint = process.ask((path,), limit_s)
+            complaint = process.ask((path,), limit_s, _COMPLAINT)
             if complaint is not None:
-                return ToolResult(f"error: {complaint}", "error")
+                return ToolResult(f"error: {printable(complaint[:_SHOWN])}", "error")
             if began is not None:
                 began()
             limit_s = self._timeout_s
-            result: ToolResult = process.ask((path, arguments, self._max_chars), limit_s)
+            result = process.ask((path, arguments, self._max_chars), limit_s, _RESULT)
         except TimeoutError:
             return ToolResult(f"error: the tool took more than {limit_s:g} s", "timeout")
-        except WorkerDiedError as error:
-            return ToolResult(f"error: the tool's process died ({error})", "died")
+        except LostError as error:
+            return ToolResult(f"error: the tool's process {error}", "died")
         except NotSentError as error:
             return ToolResult(f"error: {error}", "error")
         if result.failure == "died":  # The memory may stay full, and the next call would fail, too.
             process.replace()
-        return result
+        if result.failure is not None:
+            return ToolResult(printable(result.text[:_SHOWN]), result.failure)
+        text, cut = clip(result.text, self._max_chars)
+        return ToolResult(text, cut=result.cut or cut)
+
+    def _count_unasked(self, said: str) -> None:
+        with self._lock:
+            self._counts[_COUNTED["died"]] += 1
+        log.warning("a tool worker %s; the next call went to a new one", said)
 
     def _count(self, path: str, result: ToolResult) -> None:
         with self._lock:
@@ -120,4 +139,4 @@ class ToolPool:
             if result.failure is not None:
                 self._counts[_COUNTED[result.failure]] += 1
         if first:
-            log.warning("a call of the tool %s failed: %s", path, result.text)
+            log.warning("a call of the tool %s failed: %s", printable(path), result.text)

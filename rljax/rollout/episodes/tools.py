@@ -8,17 +8,28 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any, Literal, cast
 
 from rljax import user_code
-from rljax.rewards.worker import answer_requests
+from rljax.distributed.answering import answer_requests
+from rljax.distributed.frames import Frames
+from rljax.errors import describe
 from rljax.rollout.episodes.outcomes import clip
 
 Arguments = Mapping[str, Any] | Sequence[Any]
 """The arguments of a tool: a mapping of names, or a sequence of values in their order."""
+
+
+@dataclass(frozen=True)
+class PackedArguments:
+    """The pickle of ``Arguments`` that another process made. Only the process that runs the tool may unpickle it."""
+
+    pickled: bytes
+
+
 ToolFailure = Literal["error", "timeout", "died"]
 _CHARS = 16384
 
@@ -77,8 +88,8 @@ def run_calls_by(runner: Runner, count_refused: Callable[[], None]) -> None:
     _runner, _count_refused = runner, count_refused
 
 
-def run_tools(connection: Connection) -> None:
-    """Answers the requests of a ``ToolPool`` until the parent closes the pipe.
+def run_tools(frames: Frames) -> None:
+    """Answers the requests of a ``ToolPool`` in a child process.
 
     A request holds the argument of ``import_function``, or the three arguments of ``run_function``.
     """
@@ -86,7 +97,7 @@ def run_tools(connection: Connection) -> None:
     def answer(*arguments: Any) -> Any:
         return run_function(*arguments) if len(arguments) > 1 else import_function(*arguments)
 
-    answer_requests(connection, answer)
+    answer_requests(frames, answer)
 
 
 def import_function(path: str) -> str | None:
@@ -94,11 +105,11 @@ def import_function(path: str) -> str | None:
     try:
         _function(path)
     except BaseException as error:  # a person's module may raise anything
-        return user_code.describe(error)
+        return describe(error)
     return None
 
 
-def run_function(path: str, arguments: Arguments, longest: int) -> ToolResult:
+def run_function(path: str, arguments: Arguments | PackedArguments, longest: int) -> ToolResult:
     """Calls the function ``path`` and returns its result as a text of at most ``longest`` characters.
 
     A result that is a text stays as it is. Any other result is written as JSON, or by ``str`` if JSON cannot hold it.
@@ -106,7 +117,8 @@ def run_function(path: str, arguments: Arguments, longest: int) -> ToolResult:
     """
     try:
         function = _function(path)
-        value = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
+        given = pickle.loads(arguments.pickled) if isinstance(arguments, PackedArguments) else arguments
+        value = function(**given) if isinstance(given, Mapping) else function(*given)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
         text, cut = clip(_written(value), longest)
@@ -116,7 +128,7 @@ def run_function(path: str, arguments: Arguments, longest: int) -> ToolResult:
     except MemoryError:
         return ToolResult("error: the tool ran out of memory", "died")
     except BaseException as error:  # a person's tool may raise anything, SystemExit included
-        return ToolResult(f"error: {user_code.describe(error)}", "error")
+        return ToolResult(f"error: {describe(error)}", "error")
 
 
 def _function(path: str) -> Callable[..., Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,15 +15,20 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
+from rljax.distributed.frames import FrameError, Frames
+from rljax.errors import describe, printable
 from rljax.rollout.episodes.verifiers.join import Answered, Branch
 from rljax.rollout.turns import TurnQueue, TurnRequest
 from rljax.rollout.types import Response
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PYTHON = "RLJAX_VERIFIERS_PYTHON"
 """The environment variable that names the Python with ``verifiers``. Without it the trainer's own Python is taken."""
@@ -32,6 +37,8 @@ _PROGRAM = Path(__file__).with_name("program.py")
 _START_S = 600.0  # The longest start: verifiers takes 3 to 7 s to import, and a download of a data set minutes.
 _POLL_S = 0.25
 _END_S = 10.0  # the longest time that the process may take to end its tools by itself
+_LONGEST = 1 << 30  # bytes of a message, which may hold the first prompts of all tasks
+
 _SAID = 2000  # the number of characters from the end of the process's output that an error quotes
 
 
@@ -44,6 +51,34 @@ class Ended(NamedTuple):
     branches: list[Branch]  # the branches that the library kept
     is_full: bool = False  # whether no token was left for a further turn
     tools: Mapping[str, int] = {}  # the counts of calls of tools, of errors and of timeouts among them
+
+
+_Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+class _Turn(msgspec.Struct):
+    ask: int
+    key: int
+    turn: int
+    tokens: list[_Id]
+    max_tokens: int
+
+
+class _Episode(msgspec.Struct):
+    episode: int
+    failure: str | None
+    error: str
+    reward: float | None
+    is_full: bool
+    rows: list[tuple[list[_Id], list[bool]]]
+    tools: dict[str, int]
+
+
+def _convert(message: Mapping[str, Any], form: type[T]) -> T:
+    try:
+        return msgspec.convert(message, form)
+    except msgspec.ValidationError as error:
+        raise FrameError(f"a message of a wrong form, {describe(error)}") from error
 
 
 class VerifiersHost:
@@ -113,28 +148,36 @@ class VerifiersHost:
                 heard = time.monotonic()
                 if "unfit" in message:
                     raise RuntimeError(f"rollout.environment cannot be trained on: {message['unfit']}")
-                if "ask" in message:
-                    key, turn = message["key"], message["turn"]
-                    tokens = np.asarray(message["tokens"], np.int32)
-                    with self._lock:
-                        self._asked[key, turn] = message["ask"], tokens
-                    queue.put(TurnRequest(key, turn, tokens, message["max_tokens"]))
-                elif "episode" in message:
-                    key = message["episode"]
-                    rows = message["rows"]
-                    branches = [Branch(np.asarray(ids, np.int32), np.asarray(own, bool)) for ids, own in rows]
-                    told = {name: message[name] for name in ("failure", "error", "reward", "is_full", "tools")}
-                    self.ended[key] = Ended(branches=branches, **told)
-                    running.discard(key)
-                    queue.end(key)
-        except (OSError, EOFError) as error:
+                self._take(message, running, queue)
+        except (OSError, EOFError, FrameError) as error:
+            why = f"it sent {error}" if isinstance(error, FrameError) else str(error)
             said = process.close()
-            log.warning("the process of verifiers ended while %d trajectories ran: %s%s", len(running), error, said)
+            log.warning("the process of verifiers ended while %d trajectories ran: %s%s", len(running), why, said)
             for key in running:
-                self.ended[key] = Ended("process", f"the process of verifiers ended: {error}", None, [])
+                self.ended[key] = Ended("process", f"the process of verifiers ended: {why}", None, [])
                 queue.end(key)
         except BaseException as error:
             queue.fail(error)
+
+    def _take(self, message: Mapping[str, Any], running: set[int], queue: TurnQueue) -> None:
+        """Takes a turn to ask for, or the end of a trajectory."""
+        if "ask" in message:
+            asked = _convert(message, _Turn)
+            place, tokens = (asked.key, asked.turn), np.asarray(asked.tokens, np.int32)
+            with self._lock:
+                if asked.key not in running or place in self._asked:
+                    raise FrameError(f"turn {asked.turn} of trajectory {asked.key}, which nobody waits for")
+                self._asked[place] = asked.ask, tokens
+            queue.put(TurnRequest(*place, tokens, asked.max_tokens))
+        elif "episode" in message:
+            told = _convert(message, _Episode)
+            if told.episode not in running:
+                raise FrameError(f"the end of trajectory {told.episode}, which does not run")
+            branches = [Branch(np.asarray(ids, np.int32), np.asarray(own, bool)) for ids, own in told.rows]
+            error = printable(told.error[:_SAID])
+            self.ended[told.episode] = Ended(told.failure, error, told.reward, branches, told.is_full, told.tools)
+            running.discard(told.episode)
+            queue.end(told.episode)
 
 
 def read_tasks(settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
@@ -155,16 +198,15 @@ class _Process:
         Raises ValueError if the process reports an error, ends, or takes too long.
         """
         python = os.environ.get(PYTHON) or sys.executable
-        self._connection, theirs = multiprocessing.Pipe()
+        ours, theirs = socket.socketpair()
+        self._frames = Frames(ours, _LONGEST)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - the process writes to it until it ends
-        self._sending = threading.Lock()
         loopback = ",".join([*filter(None, [os.environ.get("NO_PROXY")]), "127.0.0.1", "localhost"])
         with theirs:
             # Without -P the files beside the program would hide other modules of the same names.
             self._process = subprocess.Popen(
-                [python, "-P", str(_PROGRAM), str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
+                [python, "-P", str(_PROGRAM)],
+                stdin=theirs.fileno(),
                 stdout=self._output,
                 stderr=self._output,
                 start_new_session=True,
@@ -176,6 +218,10 @@ class _Process:
             message = self.receive(_START_S)
         except (EOFError, OSError):
             message = {"error": "the process ended"}
+        except FrameError as error:
+            message = {"error": f"the process sent {error}"}
+        if message is not None and not {"error", is_told} & set(message):
+            message = {"error": "the process sent something else"}
         if message is None:
             message = {"error": f"not ready within {_START_S:g} s"}
         if "error" in message:
@@ -193,24 +239,26 @@ class _Process:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends a message. Raises OSError if the process has ended."""
-        with self._sending:
-            self._connection.send_bytes(json.dumps(message).encode())
+        self._frames.send(0, json.dumps(message).encode())
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """Returns the next message, or None if none came within ``timeout_s`` seconds.
 
-        Raises EOFError or OSError if the process has ended.
+        Raises EOFError or OSError if the process has ended, and FrameError if the message is not JSON with names.
         """
-        if not self._connection.poll(timeout_s):
+        try:
+            return dict(json.loads(self._frames.receive(timeout_s)[1]))
+        except TimeoutError:
             return None
-        return dict(json.loads(self._connection.recv_bytes()))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise FrameError(f"a message of a wrong form, {describe(error)}") from error
 
     def close(self) -> str:
         """Ends the process and its children.
 
         Returns the end of the process's output in parentheses, to be added to a message, or "" without any output.
         """
-        self._connection.close()
+        self._frames.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:

@@ -1,8 +1,9 @@
 """The program that runs the environments of ``verifiers``, in a process and with a Python of its own.
 
-The trainer holds the other end of a pipe; messages are JSON. The first message has the settings. The program answers
-``{"ready": ...}`` or ``{"error": ...}``. Then the trainer sends the trajectories to run. The program asks for each
-turn, and reports the end of each trajectory. It ends when the trainer closes the pipe.
+Standard input is one end of a pair of sockets, and the trainer holds the other. Messages are JSON in frames. The first
+message has the settings. The program answers ``{"ready": ...}`` or ``{"error": ...}``. Then the trainer sends the
+trajectories to run. The program asks for each turn, and reports the end of each trajectory. It ends when the trainer
+closes the socket.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import os
 import sys
 import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rljax.distributed.frames import Frames
     from rljax.rollout.episodes.verifiers.shim import Asking
 
 _PACKAGE = Path(__file__).parents[3]
+_LONGEST = 1 << 40  # The trainer's messages need no bound.
 _ALIVE_S = 1.0  # the time between two signs of life (seconds)
 _SETUP_S = 300.0  # the longest time before the first turn, in which processes of tools are started (seconds)
 _END_S = 5.0  # the longest time that trajectories may take to end once they are cancelled (seconds)
@@ -48,11 +50,11 @@ def load_package() -> None:
 class Program:
     """The environment, and the trajectories that run in it."""
 
-    def __init__(self, connection: Connection, settings: dict[str, Any]) -> None:
+    def __init__(self, frames: Frames, settings: dict[str, Any]) -> None:
         """Loads the environment. ``verifiers`` and the environment may raise any error."""
         from rljax.rollout.episodes.verifiers import environment, shim
 
-        self._connection, self._sending = connection, threading.Lock()
+        self._frames = frames
         self._environment = environment.load(settings)
         self._shim = shim.Shim(self._ask)
         self._settings, self._asked = settings, dict[int, asyncio.Future[dict[str, Any]]]()
@@ -60,7 +62,7 @@ class Program:
         self._running: dict[Asking, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
-        """Runs trajectories until the trainer closes the pipe."""
+        """Runs trajectories until the trainer closes the socket."""
         from rljax.rollout.episodes.verifiers import environment, shim
 
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
@@ -92,15 +94,14 @@ class Program:
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message to the trainer, from any thread."""
-        with self._sending:
-            self._connection.send_bytes(json.dumps(message).encode())
+        self._frames.send(0, json.dumps(message).encode())
 
     def _read(self, messages: asyncio.Queue[dict[str, Any] | None], loop: asyncio.AbstractEventLoop) -> None:
-        """Puts each message of the trainer into the queue, and None once the pipe is closed. It runs on a thread."""
+        """Puts each message of the trainer into the queue, and None once the socket is closed. It runs on a thread."""
         message: dict[str, Any] | None = {}
         while message is not None:
             try:
-                message = json.loads(self._connection.recv_bytes())
+                message = json.loads(self._frames.receive()[1])
             except (EOFError, OSError):
                 message = None
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -162,20 +163,22 @@ class Program:
 
 def main() -> None:
     """Serves the trainer. With ``tasks`` in the settings it only sends the tasks."""
-    connection = Connection(int(sys.argv[1]))
-    settings = json.loads(connection.recv_bytes())
+    load_package()
+    from rljax.distributed.frames import Frames, take_stdin
+
+    frames = Frames(take_stdin(), _LONGEST)
+    settings = json.loads(frames.receive()[1])
     for path in reversed(settings["paths"]):
         sys.path.insert(0, path)
     os.environ["PYTHONPATH"] = os.pathsep.join([*settings["paths"], *filter(None, [os.environ.get("PYTHONPATH")])])
     logging.getLogger("verifiers").setLevel(logging.ERROR)
     try:
-        load_package()
-        program = Program(connection, settings)
+        program = Program(frames, settings)
         if settings.get("tasks"):
             program.tell_tasks(settings["tasks"])
             return
     except Exception as error:  # an environment may raise anything while it is loaded
-        connection.send_bytes(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        frames.send(0, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         return
     asyncio.run(program.serve())
 

@@ -1,0 +1,53 @@
+"""The side of a child process that answers the requests of its parent, one at a time."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from rljax.distributed.frames import Frames
+
+GRACE_S = 5.0
+"""The time after the parent's limit at which a child ends itself (seconds), which only happens without the parent."""
+_OWN = os.getpid()
+
+
+def tell_ready(frames: Frames, complaint: str | None = None) -> None:
+    """Tells the parent that this process can answer, or in one line why it cannot."""
+    frames.send(0, msgspec.msgpack.encode(complaint))
+
+
+def answer_requests(frames: Frames, answer: Callable[..., Any]) -> None:
+    """Answers requests until the parent closes the socket.
+
+    A body is the pickle of ``(arguments, limit in seconds)``, and the reply has the number of the request and msgpack.
+    """
+    tell_ready(frames)
+    while True:
+        try:
+            number, body = frames.receive()
+        except EOFError:
+            return
+        arguments, limit_s = pickle.loads(body)
+        end_by_alarm(limit_s + GRACE_S)
+        reply = msgspec.msgpack.encode(answer(*arguments))
+        end_if_forked()
+        end_by_alarm(0.0)
+        frames.send(number, reply)
+
+
+def end_if_forked() -> None:
+    """Ends this process if it is a fork that a person's code left behind. A fork must not answer for its parent."""
+    if os.getpid() != _OWN:
+        os._exit(1)
+
+
+def end_by_alarm(after_s: float) -> None:
+    """Lets the system end this process in ``after_s`` seconds, even if it hangs then. 0 cancels this."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, after_s)

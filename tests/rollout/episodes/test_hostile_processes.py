@@ -1,0 +1,276 @@
+"""Code in a process of rewards, tools or environments attacks the trainer, and harms only its own process."""
+
+import logging
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rljax.distributed.frames import Frames
+from rljax.rewards.pool import RewardPool
+from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.environment import Reply
+from rljax.rollout.episodes.hosts import EnvironmentHosts
+from rljax.rollout.episodes.outcomes import Outcome
+from rljax.rollout.episodes.tool_pool import ToolPool
+from rljax.rollout.episodes.tools import ToolResult
+
+pytestmark = pytest.mark.slow
+
+KINDS = ("pickle", "framed pickle", "huge", "shift", "garbage", "wrong form", "end of head")
+MODULE = """
+import os, pathlib, signal, subprocess, sys, threading, time
+import hostile
+from rljax.rollout.episodes.environment import Reply
+from rljax.rollout.episodes.host_messages import CallEnded
+from rljax.rollout.episodes.outcomes import Outcome
+from rljax.rollout.episodes.tools import ToolResult
+
+HERE = pathlib.Path(__file__).parent
+DAEMON = "import os, sys, time; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); " \\
+    "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(300)"
+
+def act(word, honest, number):
+    if word.startswith("say"):
+        return number(word.split()[1])
+    if word == "hidden":
+        return number(hostile.socket_pair_is_hidden())
+    if word == "raise":
+        raise ValueError("\\x1b[31m" + "red " * 1000)
+    if word == "stop":
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGSTOP]).start()
+        return number(0.5)
+    if word == "orphan":
+        os.kill(os.getppid(), signal.SIGKILL)
+        return number(os.getpid())
+    if word.startswith("daemon"):
+        note = HERE / "daemon"
+        subprocess.Popen([sys.executable, "-c", DAEMON, str(note)]).wait()
+        while not note.exists() or not note.read_text():
+            time.sleep(0.01)
+        if "exit" in word:
+            os._exit(3)
+        if "hang" in word:
+            time.sleep(300)
+        return number(0.5)
+    hostile.attack(word, str(HERE / "trapped"), honest)
+    return number(0.5)
+
+def reward(problem, response, truncated):
+    forged = {"red": (None, "\\x1b[31m" * 1000), "nan": (float("nan"), None), "none": (None, None)}
+    return act("twice" if response in forged else response, forged.get(response, (0.9, None)), float)
+
+def tool(word):
+    return act(word, ToolResult("forged"), str)
+
+class Env:
+    async def reset(self, problem):
+        return None
+
+    async def step(self, response, truncated):
+        return Reply(act(response, CallEnded(Outcome(Reply("forged"))), str))
+
+    async def reward(self):
+        return 1.0
+
+if os.environ["RLJAX_TEST_PARENT"] != str(os.getpid()):
+    start = HERE / "start"
+    if start.exists():
+        kind = start.read_text()
+        if kind.startswith("once "):
+            start.unlink()
+        hostile.attack(kind.removeprefix("once "), str(HERE / "trapped"), None)
+"""
+PROBLEM = {"answer": "x"}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    (tmp_path / "persons_attack.py").write_text(MODULE)
+    monkeypatch.setenv("RLJAX_TEST_PARENT", str(os.getpid()))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("persons_attack", None)
+    assert not (tmp_path / "trapped").exists()
+
+
+def rewards(timeout_s=20.0):
+    return RewardPool("persons_attack:reward", 1, timeout_s)
+
+
+def score(pool, *words):
+    return [future.result(60) for future in [pool.submit(PROBLEM, word, False) for word in words]]
+
+
+def is_gone(pid):
+    stat = Path("/proc", pid, "stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not stat.exists() or ") Z " in stat.read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reward_that_writes_to_its_socket_costs_only_itself(kind, caplog):
+    with rewards() as pool, caplog.at_level(logging.WARNING):
+        assert score(pool, "say 0.1", "say 0.2", kind, "say 0.3", "say 0.4") == [0.1, 0.2, 0.0, 0.3, 0.4]
+        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
+    (record,) = caplog.records
+    assert "the worker sent a" in record.getMessage()
+
+
+@pytest.mark.parametrize(("kind", "value"), [("twice", 0.9), ("late", 0.5)])
+def test_a_reply_too_many_shifts_no_other_reply(kind, value):
+    with rewards() as pool:
+        assert score(pool, "say 0.1", kind) == [0.1, value]
+        time.sleep(0.3 if kind == "late" else 0.0)
+        assert score(pool, "say 0.2", "say 0.3", "say 0.4") == [0.2, 0.3, 0.4]
+        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
+
+
+def test_a_frame_without_its_end_is_a_timeout():
+    with rewards(1.0) as pool:
+        assert score(pool, "half", "say 0.3") == [0.0, 0.3]
+        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
+
+
+def test_a_worker_that_reads_nothing_is_a_timeout():
+    with rewards(1.0) as pool:
+        assert score(pool, "stop") == [0.5]
+        time.sleep(0.3)
+        large = pool.submit({"answer": "x" * (1 << 22)}, "say 0.2", False)
+        assert large.result(60) == 0.0
+        assert score(pool, "say 0.3") == [0.3]
+        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
+
+
+@pytest.mark.parametrize("word", ["raise", "red", "nan", "none"])
+def test_the_text_of_an_error_is_short_and_printable(word, caplog):
+    with rewards() as pool, caplog.at_level(logging.WARNING):
+        assert score(pool, word) == [0.0]
+        assert pool.pop_metrics()["reward/errors"] >= 1
+    message = caplog.records[0].getMessage()
+    assert message.isprintable()
+    assert len(message) < 2000
+
+
+def test_nothing_names_the_socket_and_no_program_inherits_it():
+    with rewards() as pool:
+        assert score(pool, "hidden") == [1.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tool_that_writes_to_its_socket_costs_only_itself(kind):
+    pool = ToolPool(EpisodeConfig(tool_timeout_s=20.0), 1)
+    try:
+        words = ("say 0.1", kind, "say 0.2", "say 0.3")
+        calls = [pool.submit("persons_attack:tool", [word]) for word in words]
+        first, attack, *others = [call.result(60) for call in calls]
+        assert [first, *others] == [ToolResult("0.1"), ToolResult("0.2"), ToolResult("0.3")]
+        assert attack.failure == "died"
+        assert attack.text.startswith("error: the tool's process sent a")
+        counts = pool.pop_metrics()
+        assert (counts["turns/tool_calls"], counts["turns/tool_deaths"]) == (4, 1)
+    finally:
+        pool.close()
+
+
+def test_a_tool_that_replies_twice_shifts_no_other_reply():
+    pool = ToolPool(EpisodeConfig(), 1)
+    try:
+        calls = [pool.submit("persons_attack:tool", [word]) for word in ("twice", "say 0.1", "say 0.2")]
+        assert [call.result(60).text for call in calls] == ["forged", "0.1", "0.2"]
+        assert pool.pop_metrics()["turns/tool_deaths"] == 1
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "twice"])
+def test_an_environment_that_writes_to_its_socket_ends_with_its_process(kind):
+    with EnvironmentHosts("persons_attack:Env", EpisodeConfig(), tool_workers=1) as hosts:
+        hosts.reset("a", PROBLEM).result(60)
+        outcome = hosts.step("a", kind, False).result(60)
+        if kind == "twice":
+            assert outcome == Outcome(Reply("forged"))
+            outcome = hosts.reward("a").result(60)
+        assert outcome.failure == "died"
+        assert "(it sent " in outcome.message
+        assert outcome.message.isprintable()
+        for key, said in (("b", "0.2"), ("c", "0.3")):
+            hosts.reset(key, PROBLEM).result(60)
+            assert hosts.step(key, f"say {said}", False).result(60) == Outcome(Reply(said))
+        assert hosts.pop_metrics()["turns/env_deaths"] == 1
+
+
+def test_a_trajectory_that_is_forgotten_in_a_call_harms_no_other():
+    with EnvironmentHosts("persons_attack:Env", EpisodeConfig(), tool_workers=1) as hosts:
+        hosts.reset("other", PROBLEM).result(60)
+        for _ in range(50):
+            hosts.reset("a", PROBLEM)
+            hosts.end("a")
+        assert hosts.step("other", "say 0.2", False).result(60) == Outcome(Reply("0.2"))
+        assert hosts.pop_metrics()["turns/env_deaths"] == 0
+
+
+@pytest.mark.parametrize("kind", ["pickle", "huge", "garbage"])
+def test_a_process_that_writes_garbage_at_its_start_is_started_again(kind, here):
+    (here / "start").write_text(f"once {kind}")
+    with rewards() as pool:
+        assert score(pool, "say 0.3") == [0.3]
+        assert pool.pop_metrics()["reward/errors"] == 0
+    (here / "start").write_text(f"once {kind}")
+    with EnvironmentHosts("persons_attack:Env", tool_workers=1) as hosts:
+        assert hosts.reset("a", PROBLEM).result(60) == Outcome()
+    pool = ToolPool(EpisodeConfig(), 1)
+    (here / "start").write_text(f"once {kind}")
+    try:
+        assert pool.submit("persons_attack:tool", ["say 0.3"]).result(60).failure == "died"
+        assert pool.submit("persons_attack:tool", ["say 0.3"]).result(60) == ToolResult("0.3")
+    finally:
+        pool.close()
+
+
+def test_processes_that_always_write_garbage_at_their_start_end_the_run(here):
+    (here / "start").write_text("garbage")
+    with rewards() as pool, pytest.raises(RuntimeError, match="cannot be started: the process sent a frame of"):
+        pool.submit(PROBLEM, "say 0.3", False).result(60)
+    with EnvironmentHosts("persons_attack:Env") as hosts, pytest.raises(RuntimeError, match="process sent a frame of"):
+        hosts.reset("a", PROBLEM).result(60)
+
+
+@pytest.mark.parametrize("word", ["daemon", "daemon hang", "daemon exit"])
+def test_a_daemon_ends_with_the_process_that_started_it(word, here):
+    with rewards(3.0) as pool:
+        assert score(pool, word, "say 0.3") == [0.5 if word == "daemon" else 0.0, 0.3]
+    assert is_gone((here / "daemon").read_text())
+
+
+def test_a_worker_that_ends_the_process_above_it_is_ended_all_the_same():
+    with rewards() as pool:
+        (pid,) = score(pool, "orphan")
+    assert is_gone(str(int(pid)))
+
+
+def test_a_frame_may_come_in_pieces():
+    ours, theirs = socket.socketpair()
+    frames, other = Frames(ours, 100), Frames(theirs, 100)
+    with pytest.raises(TimeoutError):
+        frames.receive(0.01)
+    head = b"\x07" + b"\0" * 7 + b"\x02" + b"\0" * 7
+    for byte in head + b"a":
+        theirs.sendall(bytes([byte]))
+        with pytest.raises(TimeoutError):
+            frames.receive(0.0)
+    theirs.sendall(b"b" + head + b"cd")
+    assert frames.receive(1.0) == (7, b"ab")
+    assert frames.look() == "unread"
+    assert frames.receive(1.0) == (7, b"cd")
+    assert frames.look() == "quiet"
+    other.close()
+    assert frames.look() == "ended"
+    with pytest.raises(EOFError):
+        frames.receive(1.0)
+    frames.close()
