@@ -77,7 +77,7 @@ def vllm_reply(route: str, rows: list[list[tuple[int, float]]], k: int) -> bytes
 
 
 def own_reply(rows: list[list[tuple[int, float]]], k: int) -> bytes:
-    """Returns a reply of rljax's endpoint in vLLM to ``PROMPT``, which lists the sampled token before the ``k`` likeliest."""
+    """Returns a reply of rljax's endpoint in vLLM to ``PROMPT``. It lists the sampled token before the likeliest."""
     shown = [[row[0], *sorted(row, key=lambda pair: -pair[1])[:k]] for row in rows]
 
     def encoded(values: list[float], dtype: str) -> str:

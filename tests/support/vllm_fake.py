@@ -43,6 +43,7 @@ class FakeVllm:
         self.version = "default"
         self.weights_path = None
         self.logprob = -1.0
+        self.policy = None  # a function of (prompt, settings) that returns tokens and their log-probabilities
         self.delay_s = 0.0
         self.token_s = 0.0  # the time that each token takes
         self.after_load_s = 0.0  # the additional time of requests after an update
@@ -195,6 +196,9 @@ class FakeVllm:
         tokens, spans, finish = [], [], self.finish
         given = sampling.get("trace_decode_token_ids") or sampling.get("extra_args", {}).get("rljax_tokens")
         given = given if self.forced and self.obeys else None
+        logprobs = [self.logprob] * sampling["max_tokens"]
+        if self.policy is not None:
+            given, logprobs = self.policy(prompt, sampling)
         with self._lock:
             given_up = self._given_up
         for i in range(sampling["max_tokens"]):
@@ -224,10 +228,10 @@ class FakeVllm:
             content = [
                 {
                     "token_id": token,
-                    "logprob": self.logprob,
+                    "logprob": logprob,
                     "top_logprobs": [{"token_id": t, "logprob": v} for t, v in top.items()],
                 }
-                for token, top in zip(tokens, tops, strict=True)
+                for token, logprob, top in zip(tokens, logprobs, tops, strict=False)
             ]
             choice = {
                 "token_ids": tokens,
@@ -243,7 +247,7 @@ class FakeVllm:
                 "prompt_token_ids": prompt,
                 "logprobs": {
                     "tokens": [f"token_id:{token}" for token in tokens],
-                    "token_logprobs": [self.logprob] * len(tokens),
+                    "token_logprobs": logprobs[: len(tokens)],
                     "top_logprobs": [{f"token_id:{t}": v for t, v in top.items()} for top in tops],
                 },
             }
