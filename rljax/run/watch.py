@@ -34,6 +34,7 @@ _SIGNATURES = {
     "other_base": "scaled log-probabilities, as logarithms to another base",
     "temperature": "scaled log-probabilities, as at another temperature",
 }
+_LIKE_REPEATS = ("", "constant_fill", "temperature")  # the signatures that equal short responses may have
 _NO_SIGNATURE = "neither constant, shifted by one, scaled nor permuted; replies of other prompts or weights look so"
 
 
@@ -48,7 +49,7 @@ class Watch:
     def read(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Takes over the rows that the run has recorded before this process."""
         for row in rows:
-            if not row.get(JUMP) and row.get("rollout/staleness") is not None:
+            if not row.get(JUMP) and None not in (row.get("rollout/staleness"), row.get(_GAPS[1])):
                 self._keep(row)
 
     def __call__(
@@ -72,9 +73,10 @@ class Watch:
             constant = sum(float(np.std(own[i])) > FILL_SPREAD for i in flat)
             signature = _signature(own, rollout) if jump else ""
         constant = constant if constant >= _SHARE * count else 0
-        largest = max(map(len, sets), default=0)
-        if jump and signature in ("", "temperature") and largest >= _SHARE * count:
-            repeated = max(repeated, largest)  # Responses may be too short to be a sign without a jump.
+        varied = [equal for equal in sets if np.ptp(rollout[equal[0]])]
+        largest = max(map(len, varied), default=0)
+        if jump and signature in _LIKE_REPEATS and largest >= _SHARE * count:
+            repeated = max(repeated, largest)  # Short responses are no sign without a jump.
         if jump and not (repeated or signature or _has_no_drift(row)):
             jump = ""  # Older weights may differ so much.
         if not jump:

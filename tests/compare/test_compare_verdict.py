@@ -82,6 +82,25 @@ def test_off_by_one_is_refused_and_its_direction_told(world, dtype, shift):
     assert f"moved by {shift:+d} position" in verdict.reason
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [ROWS, 3])
+def test_permuted_rows_are_refused_and_counted(world, dtype, rows):
+    (x, a), (y, b) = column(world, "jax:float32"), column(world, f"hf:{dtype}")
+    permuted = np.concatenate([np.roll(y[:rows], 1, axis=0), y[rows:]])
+    verdict = judge(x, permuted, MASK, a, b)
+    assert (verdict.status, verdict.cause) == ("refused", "other_rows")
+    assert verdict.reason.startswith(
+        f"in {rows} of {rows} rows that differ the first column fits the second of another"
+    )
+
+
+def test_rows_of_unequal_length_and_other_weights_are_not_permuted(world):
+    (x, a), (y, b) = column(world, "jax:float32"), column(world, "hf:float32", model="stale")
+    assert judge(x, y, MASK, unknown(a), unknown(b)).cause == "other_weights"
+    ragged = MASK & (np.arange(PROMPT + RESPONSE) < PROMPT + 8 + np.arange(ROWS)[:, None])
+    assert judge(x, np.roll(y, 1, axis=0), ragged, unknown(a), unknown(b)).cause == "other_weights"
+
+
 @pytest.mark.parametrize(("base", "factor"), [(2, "0.6931"), (10, "2.3026")])
 def test_logarithms_to_another_base_are_refused(world, base, factor):
     (x, a), (y, b) = column(world, "jax:bfloat16"), column(world, "hf:bfloat16")

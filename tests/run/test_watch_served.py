@@ -12,7 +12,6 @@ from vllm_fake import as_base64
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
-from rljax.record.rows import read_rows
 
 LIMIT, RESPONSES = 12, 8
 
