@@ -12,6 +12,7 @@ from vllm_fake import as_base64
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
+from rljax.record.rows import read_rows
 
 LIMIT, RESPONSES = 12, 8
 
@@ -76,33 +77,65 @@ FAULTS = {
 }
 
 
-def test_each_fault_is_said_in_one_line(fake, policy, tmp_path):
-    run, steps = tmp_path / "run", max(FAULTS) + 1
-    sound = fake.lines
+class Spoiler:
+    """Holds the replies of a step back until all are there, and spoils them if the step has a fault."""
 
-    def lines(asked):
-        answered = sorted(
-            (int(number), json.loads(said)) for number, _, said in (x.split(b" ", 2) for x in sound(asked))
-        )
-        replies = [reply for _, reply in answered]
-        rows = run / "metrics.jsonl"
-        step = 1 + (len(rows.read_text().splitlines()) if rows.exists() else 0)
-        if step in FAULTS and len(asked) == RESPONSES and asked[0]["sampling_params"]["max_tokens"] == LIMIT:
-            FAULTS[step][0](replies)
+    def __init__(self, fake, rows):
+        self.sound, self.rows, self.held, self.arrived = fake.lines, rows, {}, threading.Condition()
+
+    def lines(self, asked):
+        answered = [line.split(b" ", 2) for line in self.sound(asked)]
+        replies = [json.loads(said) for _, _, said in sorted(answered, key=lambda line: int(line[0]))]
+        if asked[0]["sampling_params"]["max_tokens"] == LIMIT:  # not a probe
+            step = 1 + (len(self.rows.read_text().splitlines()) if self.rows.exists() else 0)
+            with self.arrived:
+                held = self.held.setdefault(step, [])
+                held += replies
+                if len(held) == RESPONSES and step in FAULTS:
+                    FAULTS[step][0](held)
+                self.arrived.notify_all()
+                assert self.arrived.wait_for(lambda: len(held) == RESPONSES, timeout=60)
         yield from (f"{number} 200 {json.dumps(reply)}\n".encode() for number, reply in enumerate(replies))
 
-    fake.policy, fake.lines, fake.described = (
-        policy,
-        lines,
-        {"shape": json.loads((TOY_BASE / "config.json").read_text())},
-    )
+
+def test_each_fault_is_said_in_one_line(fake, policy, tmp_path):
+    run, steps = tmp_path / "run", max(FAULTS) + 1
+    fake.policy, fake.lines = policy, Spoiler(fake, run / "metrics.jsonl").lines
+    fake.described = {"shape": json.loads((TOY_BASE / "config.json").read_text())}
     served = ("--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.dtype", "float32")
-    status, output = complete(tiny(TOY_BASE, run, steps, *served, "--precision.compute-dtype", "float32"))
+    words = tiny(TOY_BASE, run, steps, *served, "--precision.compute-dtype", "float32")
+    status, output = complete(words, is_sound=False)
     assert status == 0, output
-    said = dict(
-        line.removeprefix("warning: step ").split(": ", 1) for line in output.splitlines() if "warning: step" in line
-    )
-    assert list(said) == [str(step) for step in FAULTS], output
-    for step, (_, words) in FAULTS.items():
-        assert said[str(step)].startswith(words)
-    print(output)
+    begin = "warning: step "
+    said = [line.removeprefix(begin).split(": ", 1) for line in output.splitlines() if line.startswith(begin)]
+    assert [int(step) for step, _ in said] == list(FAULTS), output
+    for step, words in said:
+        assert words.startswith(FAULTS[int(step)][1])
+    rows = read_rows(run / "metrics.jsonl")
+    counted = [(row["rollout/repeated_responses"], row["rollout/constant_responses"]) for row in rows]
+    assert counted == [{5: (0, 8), 7: (0, 8), 9: (8, 0)}.get(step, (0, 0)) for step in range(1, steps + 1)]
+    assert [row["mismatch/jump"] for row in rows] == [int(step in FAULTS) for step in range(1, steps + 1)]
+
+
+def test_a_resumed_run_knows_the_median_of_its_rows(fake, policy, tmp_path):
+    """Step 3 of a run that goes on after step 2 is scaled. Alone, a gap of less than half a nat would be no jump."""
+    run = tmp_path / "run"
+    fake.described = {"shape": json.loads((TOY_BASE / "config.json").read_text())}
+    fake.policy = policy
+    served = ("--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.dtype", "float32")
+
+    def go(steps):
+        words = tiny(TOY_BASE, run, steps, *served, "--precision.compute-dtype", "float32")
+        return complete(words, is_sound=False)[1]
+
+    assert "warning: step" not in go(2)
+
+    def scaled(prompt, sampling):
+        tokens, logprobs = policy(prompt, sampling)
+        factor = 0.95 if sampling["max_tokens"] == LIMIT else 1.0  # the probes stay sound
+        return tokens, [factor * value for value in logprobs]
+
+    fake.policy = scaled
+    assert "warning: step 3: cannot_tell" in go(3)  # a slope of 1 / 0.95 is too near to 1 to show a temperature
+    (gap,) = [row["mismatch/logprob_abs_diff_mean"] for row in read_rows(run / "metrics.jsonl") if row["step"] == 3]
+    assert 0.02 < gap < 0.5
