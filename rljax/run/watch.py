@@ -35,6 +35,7 @@ _SIGNATURES = {
     "temperature": "scaled log-probabilities, as at another temperature",
 }
 _LIKE_REPEATS = ("", "constant_fill", "temperature")  # the signatures that equal short responses may have
+_LIKE_DRIFT = ("", "temperature")  # the signatures that older weights may have, too
 _NO_SIGNATURE = "neither constant, shifted by one, scaled nor permuted; replies of other prompts or weights look so"
 
 
@@ -77,8 +78,8 @@ class Watch:
         largest = max(map(len, varied), default=0)
         if jump and signature in _LIKE_REPEATS and largest >= _SHARE * count:
             repeated = max(repeated, largest)  # Short responses are no sign without a jump.
-        if jump and not (repeated or signature or _has_no_drift(row)):
-            jump = ""  # Older weights may differ so much.
+        if jump and not (repeated or _has_no_drift(row)) and signature in _LIKE_DRIFT:
+            jump = ""
         if not jump:
             self._keep(row)
         kind, said = "", ""

@@ -76,10 +76,12 @@ def test_drift_is_no_jump_but_a_shift_of_stale_responses_is():
         watch, sampled = Watch(), responses()
         for step in (1, 2):
             assert look(watch, step, sampled, noisy(sampled[2], 1e-4), staleness=1.0, **known) == HEALTHY
-        assert look(watch, 3, sampled, noisy(sampled[2], 0.5), staleness=1.0, **known) == HEALTHY
+        sharper = [values * np.float32(1.5) for values in sampled[2]]
+        for step, trainer in ((3, noisy(sampled[2], 0.5)), (4, sharper)):
+            assert look(watch, step, sampled, trainer, staleness=1.0, **known) == HEALTHY
         shifted = [np.roll(values, 1) for values in sampled[2]]
         jumped = {numerics: 1.0} if known else {}
-        assert look(watch, 4, sampled, shifted, staleness=1.0, **jumped)["mismatch/jump"] == 1
+        assert look(watch, 5, sampled, shifted, staleness=1.0, **jumped)["mismatch/jump"] == 1
 
 
 @pytest.mark.parametrize(
