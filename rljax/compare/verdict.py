@@ -34,7 +34,7 @@ _CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temper
 _SENTINEL = -1000.0  # nats; no softmax of a language model gives a sampled token less
 _FILL_SHARE = 0.05  # the least share of a pair's tokens that shows a fill
 _SHORT_GAIN = 0.02  # as _FIT_GAIN, for another row's numbers of fewer than FILL_TOKENS tokens, which may fit by chance
-_FAR_SHARE = 0.75  # the least share of the far rows that another row's numbers must fit
+_GAP_SHARE = 0.75  # the least share of the gap that is in the rows that another row's numbers fit
 _MOST_ROWS, _MOST_TOKENS = 1024, 64  # the most rows of a length, and the first tokens of each, that are compared so
 _SLOPE, _CORRELATION = 1.06, 0.9  # the least slope and correlation that show a temperature and not other weights
 
@@ -133,8 +133,10 @@ def _findings(
             reason = f"the first column fits the second when moved by {shift:+d} position: one of them is off by one"
             yield "refused", "off_by_one", reason
         if rows := _other_rows(x, y, valid):
-            reason = f"in {rows[0]} of {rows[1]} rows that differ the first column fits the second of another row"
-            yield "refused", "other_rows", f"{reason}: the rows of one of them are permuted"
+            reason = (
+                f"{rows} of {valid.any(1).sum()} rows carry the gap, and there the first column fits another row of"
+            )
+            yield "refused", "other_rows", f"{reason} the second: the rows of one of them are permuted"
         yield from _scale_findings(x[valid], y[valid], gap)
     yield from _gap_findings(normalised_gap(x[valid], y[valid]), a, b)
     over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
@@ -196,33 +198,37 @@ def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out:
 
 
 def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
-    """Returns the shift (+1: to later positions) that makes the first column fit the second; None if neither does."""
+    """Returns the shift (+1: to later positions) that makes the first column fit the second; None if neither does.
+
+    The moved column must also fit better than one number does, because a constant fits whatever column is nearly one.
+    """
     for shift, (moved, kept) in {1: (np.s_[:, :-1], np.s_[:, 1:]), -1: (np.s_[:, 1:], np.s_[:, :-1])}.items():
         both = valid[moved] & valid[kept]
         if both.sum() < 8:
             continue
-        as_is = np.mean(np.abs(x[kept] - y[kept])[both])
-        if np.mean(np.abs(x[moved] - y[kept])[both]) < _FIT_GAIN * as_is:
+        ours, theirs = x[moved][both], y[kept][both]
+        others = np.mean(np.abs(x[kept] - y[kept])[both]), np.mean(np.abs(theirs - np.median(theirs)))
+        if np.mean(np.abs(ours - theirs)) < _FIT_GAIN * min(others):
             return shift
     return None
 
 
-def _other_rows(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> tuple[int, int] | None:
-    """Returns how many rows of the first column fit another row of the second, and how many rows differ at all.
+def _other_rows(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int:
+    """Returns how many rows of the first column fit another row of the second, or 0 if they do not carry the gap.
 
-    Only rows with as many tokens as another one count. The result is None if most of those that differ fit none.
+    Only rows with as many tokens as another one are compared.
     """
     lengths = valid.sum(1)
-    far = fitting = 0
+    found, carried, gap = 0, 0.0, 0.0
     for length in np.unique(lengths[lengths > 1]):
         rows = np.flatnonzero(lengths == length)[:_MOST_ROWS]
         ours, theirs = (each[rows][valid[rows]].reshape(len(rows), length)[:, :_MOST_TOKENS] for each in (x, y))
         gain = _FIT_GAIN if length >= FILL_TOKENS else _SHORT_GAIN
         for i in range(len(rows) if len(rows) > 1 else 0):
             gaps = np.mean(np.abs(ours[i] - theirs), axis=1)
-            far += gaps[i] > _CLEAR_GAP
-            fitting += gaps[i] > _CLEAR_GAP and np.delete(gaps, i).min() < gain * gaps[i]
-    return (int(fitting), int(far)) if fitting > 1 and fitting >= _FAR_SHARE * far else None
+            fits = gaps[i] > _CLEAR_GAP and np.delete(gaps, i).min() < gain * gaps[i]
+            found, carried, gap = found + int(fits), carried + fits * gaps[i], gap + gaps[i]
+    return found if found > 1 and carried >= _GAP_SHARE * gap else 0
 
 
 def _scale_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Finding]:

@@ -74,14 +74,14 @@ def test_drift_is_no_jump_but_a_shift_of_stale_responses_is():
     numerics = "mismatch_numerics/logprob_abs_diff_mean"
     for known in ({}, {numerics: 1e-3}):
         watch, sampled = Watch(), responses()
-        for step in (1, 2):
+        for step in range(1, 7):
             assert look(watch, step, sampled, noisy(sampled[2], 1e-4), staleness=1.0, **known) == HEALTHY
-        sharper = [values * np.float32(1.5) for values in sampled[2]]
-        for step, trainer in ((3, noisy(sampled[2], 0.5)), (4, sharper)):
+        sharper = [values * np.float32(1.2) for values in sampled[2]]
+        for step, trainer in ((7, noisy(sampled[2], 0.5)), (8, sharper)):
             assert look(watch, step, sampled, trainer, staleness=1.0, **known) == HEALTHY
         shifted = [np.roll(values, 1) for values in sampled[2]]
         jumped = {numerics: 1.0} if known else {}
-        assert look(watch, 5, sampled, shifted, staleness=1.0, **jumped)["mismatch/jump"] == 1
+        assert look(watch, 9, sampled, shifted, staleness=1.0, **jumped)["mismatch/jump"] == 1
 
 
 @pytest.mark.parametrize(
