@@ -33,8 +33,8 @@ _FIT_GAIN = 0.25  # a shift by one, or another base of the logarithm, must reduc
 _CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temperature
 _SENTINEL = -1000.0  # nats; no softmax of a language model gives a sampled token less
 _FILL_SHARE = 0.05  # the least share of a pair's tokens that shows a fill
-_SHORT_GAIN = 0.02  # as _FIT_GAIN, for another row's numbers of fewer than FILL_TOKENS tokens, which may fit by chance
-_GAP_SHARE = 0.75  # the least share of the gap that is in the rows that another row's numbers fit
+_CHANCE = 0.05  # the probability that numbers of another row fit by chance
+_GAP_SHARE = 0.5  # the least share of the gap that is in the rows that another row's numbers fit
 _MOST_ROWS, _MOST_TOKENS = 1024, 64  # the most rows of a length, and the first tokens of each, that are compared so
 _SLOPE, _CORRELATION = 1.06, 0.9  # the least slope and correlation that show a temperature and not other weights
 
@@ -216,14 +216,15 @@ def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
 def _other_rows(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int:
     """Returns how many rows of the first column fit another row of the second, or 0 if they do not carry the gap.
 
-    Only rows with as many tokens as another one are compared.
+    Only rows with as many tokens as another one are compared. The fewer tokens they have, the closer they must be: of
+    k rows of n tokens, one is nearer than a share s of the usual distance by chance in about k (2 s)^n of the cases.
     """
     lengths = valid.sum(1)
     found, carried, gap = 0, 0.0, 0.0
     for length in np.unique(lengths[lengths > 1]):
         rows = np.flatnonzero(lengths == length)[:_MOST_ROWS]
         ours, theirs = (each[rows][valid[rows]].reshape(len(rows), length)[:, :_MOST_TOKENS] for each in (x, y))
-        gain = _FIT_GAIN if length >= FILL_TOKENS else _SHORT_GAIN
+        gain = min(_FIT_GAIN, 0.5 * (_CHANCE / len(rows)) ** (1 / length))
         for i in range(len(rows) if len(rows) > 1 else 0):
             gaps = np.mean(np.abs(ours[i] - theirs), axis=1)
             fits = gaps[i] > _CLEAR_GAP and np.delete(gaps, i).min() < gain * gaps[i]

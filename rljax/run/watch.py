@@ -34,6 +34,7 @@ _SIGNATURES = {
     "other_base": "scaled log-probabilities, as logarithms to another base",
     "temperature": "scaled log-probabilities, as at another temperature",
 }
+_LARGE = 8  # the fewest equal responses that are a sign at a jump, even if they are short
 _LIKE_REPEATS = ("", "constant_fill", "temperature")  # the signatures that equal short responses may have
 _LIKE_DRIFT = ("", "temperature")  # the signatures that older weights may have, too
 _NO_SIGNATURE = "neither constant, shifted by one, scaled nor permuted; replies of other prompts or weights look so"
@@ -45,7 +46,7 @@ class Watch:
     def __init__(self) -> None:
         """Starts without earlier rows."""
         self._earlier: defaultdict[int, list[float]] = defaultdict(list)  # by the rounded staleness
-        self._fault = ""  # the kind of the fault of the last step
+        self._fault, self._steps = "", 0  # the kind of the last step's fault, and how many steps in a row have had it
 
     def read(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Takes over the rows that the run has recorded before this process."""
@@ -56,7 +57,7 @@ class Watch:
     def __call__(
         self, row: Mapping[str, Any], sequences: Sequence[TrainSequence], trainer: Callable[[], TrainerValues]
     ) -> Row:
-        """Looks at a step, and returns the keys that it adds to the row. The first step of a fault prints a line.
+        """Looks at a step, and returns the keys that it adds to the row. A fault prints a line.
 
         Args:
           row: The row of the step, with the mismatch of its update.
@@ -74,10 +75,10 @@ class Watch:
             constant = sum(float(np.std(own[i])) > FILL_SPREAD for i in flat)
             signature = _signature(own, rollout) if jump else ""
         constant = constant if constant >= _SHARE * count else 0
-        varied = [equal for equal in sets if np.ptp(rollout[equal[0]])]
-        largest = max(map(len, varied), default=0)
-        if jump and signature in _LIKE_REPEATS and largest >= _SHARE * count:
-            repeated = max(repeated, largest)  # Short responses are no sign without a jump.
+        if jump and signature in _LIKE_REPEATS:  # Short responses are no sign without a jump.
+            large = [equal for equal in sets if len(equal) >= _LARGE and np.ptp(rollout[equal[0]])]
+            short = sum(map(len, large))
+            repeated = max(repeated, short if short >= _SHARE * count else 0)
         if jump and not (repeated or _has_no_drift(row)) and signature in _LIKE_DRIFT:
             jump = ""
         if not jump:
@@ -110,10 +111,11 @@ class Watch:
             self._earlier[_age(row)].append(_gap(row)[1])
 
     def _say(self, step: int, kind: str, said: str) -> None:
-        """Prints a line, unless the step before had a fault of the same ``kind``."""
-        if kind not in ("", self._fault):
-            print(f"\nwarning: step {step}: {said}", file=sys.stderr)
+        """Prints a line at the first, second, fourth, eighth, ... step in a row with a fault of this ``kind``."""
+        self._steps = self._steps + 1 if kind == self._fault else 1
         self._fault = kind
+        if kind and self._steps.bit_count() == 1:
+            print(f"\nwarning: step {step}: {said}", file=sys.stderr)
 
 
 def _gap(row: Mapping[str, Any]) -> tuple[str, float]:
