@@ -56,6 +56,6 @@ def find_constants(logprobs: Sequence[np.ndarray]) -> np.ndarray:
     of_enough = np.flatnonzero(lengths >= FILL_TOKENS)
     if not len(of_enough):
         return of_enough
-    joined, starts = np.concatenate([logprobs[i] for i in of_enough]), np.cumsum(lengths[of_enough])
+    joined, starts = np.concatenate([logprobs[i] for i in of_enough.tolist()]), np.cumsum(lengths[of_enough])
     starts -= lengths[of_enough]
     return of_enough[np.maximum.reduceat(joined, starts) == np.minimum.reduceat(joined, starts)]

@@ -153,8 +153,8 @@ def _signature(trainer: Sequence[np.ndarray], rollout: Sequence[np.ndarray]) -> 
     from rljax.record.token_dumps import ColumnSource
 
     mask = to_rows([np.ones(len(values), np.bool_) for values in rollout], False)
-    both = (to_rows(values, np.nan) for values in (trainer, rollout))
-    cause = judge(*both, mask, ColumnSource(), ColumnSource()).cause
+    x, y = (to_rows(values, np.nan) for values in (trainer, rollout))
+    cause = judge(x, y, mask, ColumnSource(), ColumnSource()).cause
     return cause if cause in _SIGNATURES else ""
 
 

@@ -92,7 +92,7 @@ def test_permuted_rows_are_refused_and_counted(world, dtype, rows):
     assert verdict.reason.startswith(f"{rows} of {ROWS} rows carry the gap")
 
 
-def test_rows_of_unequal_length_and_other_weights_are_not_permuted(world):
+def test_other_weights_are_no_permutation(world):
     (x, a), (y, b) = column(world, "jax:float32"), column(world, "hf:float32", model="stale")
     assert judge(x, y, MASK, unknown(a), unknown(b)).cause == "other_weights"
     ragged = MASK & (np.arange(PROMPT + RESPONSE) < PROMPT + 8 + np.arange(ROWS)[:, None])

@@ -116,6 +116,7 @@ MISMATCH_MODULES = {
         "accurate",
         "metrics",
         "histogram",
+        "signs",
         "importance",
         "correction",
         "diagnosis",

@@ -173,7 +173,7 @@ def test_one_response_for_every_prompt_is_no_chance(capsys):
     assert said in capsys.readouterr().err
 
 
-def test_two_equal_responses_count_if_they_are_long_and_of_other_prompts():
+def test_two_long_equal_responses_of_other_prompts_count():
     prompts, tokens, logprobs = responses()
     tokens[31], logprobs[31] = tokens[0], logprobs[0]
     assert look(Watch(), 1, (prompts, tokens, logprobs), logprobs)["rollout/repeated_responses"] == 2
