@@ -93,7 +93,8 @@ class Watch:
             said = f"not_comparable: {constant} of {count} responses have one log-probability at all their tokens "
             said += f"({rollout[flat[0]][0]:g} in the first), where the trainer's vary"
         elif jump:
-            kind, said = signature or JUMP, f"{_named(signature)} ({jump})"
+            zeros = "" if any(map(np.any, rollout)) else ", 0 everywhere"
+            kind, said = signature or JUMP, f"{_named(signature)}{zeros} ({jump})"
         self._say(row["step"], kind, said)
         return {REPEATED: repeated, CONSTANT: constant, JUMP: int(bool(jump))}
 

@@ -119,6 +119,15 @@ def test_a_fault_that_lasts_is_said_less_and_less_often(capsys):
     assert [line.split(": ")[1] for line in lines if line] == [f"step {step}" for step in (4, 5, 7, 11, 14)]
 
 
+def test_short_responses_of_zeros_are_named(capsys):
+    """Responses of fewer than eight tokens are no constant by themselves, but all of them are at a jump."""
+    watch, (prompts, tokens, logprobs) = after_healthy(), responses(length=3)
+    zeros = [np.zeros_like(values) for values in logprobs]
+    assert look(watch, 4, (prompts, tokens, zeros), logprobs) == HEALTHY | {"mismatch/jump": 1}
+    said = "warning: step 4: not_comparable: a constant in the place of log-probabilities, 0 everywhere ("
+    assert said in capsys.readouterr().err
+
+
 # ---- Constants ----
 
 
