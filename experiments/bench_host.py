@@ -36,6 +36,7 @@ import jax
 import numpy as np
 import tokenizers
 from bench_packing import COUNT, GROUP, MIXES, responses_of
+from bench_top_parse import PROMPT as PROMPT_IDS
 from bench_top_parse import make_rows, own_reply
 
 from rljax.algorithms.correction_choice import CorrectionConfig
@@ -128,7 +129,7 @@ def make_rollouts(rng: np.random.Generator, lengths: Sequence[int], k: int) -> R
 def read_part(k: int, tokens: int, longest: int) -> Part:
     """Returns the reading of all replies of rljax's endpoint, timed by one of them with ``longest`` tokens."""
     body = own_reply(make_rows(np.random.default_rng(0), longest), k)
-    request = Request(np.zeros(8, np.int32), SamplingParams(longest, reported=k), vocab_size=VOCABULARY)
+    request = Request(PROMPT_IDS, SamplingParams(longest, reported=k), vocab_size=VOCABULARY)
     wire = VllmBackend()
     return Part(
         lambda: check_completion("", wire.completion(ROLLOUTS, body, request), request, VOCABULARY),

@@ -27,12 +27,13 @@ from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.sglang.client import GENERATE as SGLANG
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
-from rljax.rollout.servers.vllm.server import ROLLOUTS
+from rljax.rollout.servers.vllm.server import ROLLOUTS, prompt_hash
 from rljax.rollout.servers.wire import Completion, Request, check_completion
 from rljax.rollout.types import SamplingParams
 
 TOKENS, K, RESPONSES, VOCABULARY = 8192, 20, 1024, 151_936
 TICK_S = 0.001
+PROMPT = np.zeros(8, np.int32)
 
 
 def make_rows(rng: np.random.Generator, tokens: int = TOKENS) -> list[list[tuple[int, float]]]:
@@ -76,7 +77,7 @@ def vllm_reply(route: str, rows: list[list[tuple[int, float]]], k: int) -> bytes
 
 
 def own_reply(rows: list[list[tuple[int, float]]], k: int) -> bytes:
-    """Returns a reply of rljax's endpoint in vLLM, which lists the sampled token before the ``k`` likeliest."""
+    """Returns a reply of rljax's endpoint in vLLM to ``PROMPT``. It lists the sampled token before the likeliest."""
     shown = [[row[0], *sorted(row, key=lambda pair: -pair[1])[:k]] for row in rows]
 
     def encoded(values: list[float], dtype: str) -> str:
@@ -90,7 +91,14 @@ def own_reply(rows: list[list[tuple[int, float]]], k: int) -> bytes:
     }
     spans = [{"version": "v1", "start": 0, "end": len(rows)}]
     ids = encoded([row[0][0] for row in rows], "<i4")
-    reply = {"token_ids": ids, "finish_reason": "length", "scores": scores, "weight_versions": spans}
+    prompt = base64.b64encode(prompt_hash(PROMPT.tobytes())).decode()
+    reply = {
+        "prompt_hash": prompt,
+        "token_ids": ids,
+        "finish_reason": "length",
+        "scores": scores,
+        "weight_versions": spans,
+    }
     return json.dumps(reply, separators=(",", ":")).encode()
 
 
@@ -163,7 +171,7 @@ def main() -> int:
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, (backend, route, k, reply) in cases.items():
-        request = Request(np.zeros(8, np.int32), SamplingParams(TOKENS, reported=k), vocab_size=VOCABULARY)
+        request = Request(PROMPT, SamplingParams(TOKENS, reported=k), vocab_size=VOCABULARY)
 
         def read(backend=backend, route=route, reply=reply, request=request) -> Completion:  # type: ignore[no-untyped-def]
             completion = backend.completion(route, reply, request)

@@ -27,7 +27,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench_top_parse import make_rows, own_reply
+from bench_top_parse import PROMPT, make_rows, own_reply
 from growth_systems import MOST_TRACKERS, exchange, feed, publish_to, sample_from
 from scipy import stats
 
@@ -139,7 +139,7 @@ def compare(count: int, directory: Path) -> Work:
 def parse(k: int) -> Make:
     def make(tokens: int, _: Path) -> Work:
         body, wire = own_reply(make_rows(np.random.default_rng(0), tokens), k), VllmBackend()
-        request = Request(np.zeros(8, np.int32), SamplingParams(tokens, reported=k), vocab_size=VOCABULARY)
+        request = Request(PROMPT, SamplingParams(tokens, reported=k), vocab_size=VOCABULARY)
         return lambda: check_completion("", wire.completion(ROLLOUTS, body, request), request, VOCABULARY)
 
     return make

@@ -86,6 +86,10 @@ class ReplyError(ServerError):
     """The server answered 200 with something that is not a completion."""
 
 
+class OtherPromptError(ReplyError):
+    """A reply answers another prompt than its request has. Something between trainer and server mixes replies up."""
+
+
 class ServersLostError(ServerError):
     """No server is left to sample. A server that comes back cannot be verified before the next publish."""
 

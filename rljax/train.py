@@ -218,9 +218,10 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
             write_whole(run_dir / "data.txt", looked + "\n")
         parts.check_owner = functools.partial(check_owner, owner)
         with stop, uploading(store, config, parts.check_owner, stop):
-            last_row = next(reversed(recorded_rows(run_dir)), None)
+            rows = recorded_rows(run_dir)
+            parts.watch.read(rows)
             try:
-                train(parts, state, progress, recorder, last_row)
+                train(parts, state, progress, recorder, rows[-1] if rows else None)
                 parts.check_owner()
                 recorder.sync()
             except OwnedError as error:

@@ -18,6 +18,7 @@ import numpy as np
 
 from rljax.mismatch import framework_metrics, mismatch_statistics, read_tokens
 from rljax.mismatch.names import PUBLISHED_BARS
+from rljax.mismatch.signs import FILL_SPREAD, FILL_TOKENS
 from rljax.record.token_dumps import ColumnSource
 
 # The normalised gap is the mean |difference| per token (nats) over the mean of 1 - p. It is normalised because an error
@@ -31,8 +32,10 @@ ROUNDED_GAP = 0.5
 _FIT_GAIN = 0.25  # a shift by one, or another base of the logarithm, must reduce the mean gap to this share
 _CLEAR_GAP = 1e-2  # nats; only larger gaps are checked for alignment and temperature
 _SENTINEL = -1000.0  # nats; no softmax of a language model gives a sampled token less
-_FILL_SHARE, _FILL_TOKENS = 0.05, 8  # the least share of a pair's tokens, and the least count, that show a fill
-_FILL_SPREAD = 0.1  # nats; the least standard deviation of the other column at the places of a fill
+_FILL_SHARE = 0.05  # the least share of a pair's tokens that shows a fill
+_CHANCE = 0.05  # the probability that numbers of another row fit by chance
+_GAP_SHARE = 0.5  # the least share of the gap that is in the rows that another row's numbers fit
+_MOST_ROWS, _MOST_TOKENS = 1024, 64  # the most rows of a length, and the first tokens of each, that are compared so
 _SLOPE, _CORRELATION = 1.06, 0.9  # the least slope and correlation that show a temperature and not other weights
 
 Bars = dict[str, tuple[float, float]]
@@ -44,9 +47,9 @@ class Verdict:
     """The verdict on a pair of columns.
 
     The cause is "none", "above_bar", "constant_fill", "no_tokens", "truncated_sampling", "temperature", "other_base",
-    "other_weights", "off_by_one", "wrong_dtype" or "left_out". Response tokens without a finite number in both columns
-    are left out. The first token of a sequence has no tokens before it, so its number may be NaN. It does not count as
-    left out then, if the sequence has other numbers.
+    "other_weights", "off_by_one", "other_rows", "wrong_dtype" or "left_out". Response tokens without a finite number in
+    both columns are left out. The first token of a sequence has no tokens before it, so its number may be NaN. It does
+    not count as left out then, if the sequence has other numbers.
     """
 
     status: str  # "pass", "fail" (comparable but too far apart) or "refused" (not comparable)
@@ -129,6 +132,11 @@ def _findings(
         if shift := _shift(x, y, valid):
             reason = f"the first column fits the second when moved by {shift:+d} position: one of them is off by one"
             yield "refused", "off_by_one", reason
+        if rows := _other_rows(x, y, valid):
+            reason = (
+                f"{rows} of {valid.any(1).sum()} rows carry the gap, and there the first column fits another row of"
+            )
+            yield "refused", "other_rows", f"{reason} the second: the rows of one of them are permuted"
         yield from _scale_findings(x[valid], y[valid], gap)
     yield from _gap_findings(normalised_gap(x[valid], y[valid]), a, b)
     over = [f"{name} = {value:.3g} (limit {bar:g})" for name, (value, bar) in bars.items() if not value <= bar]
@@ -159,17 +167,17 @@ def _fill(x: np.ndarray, y: np.ndarray, known: np.ndarray) -> float | None:
     """
     if (low := known & (x <= _SENTINEL)).any():
         return float(np.min(x[low]))
-    if known.sum() >= 2 * _FILL_TOKENS and not x[known].any():
+    if known.sum() >= 2 * FILL_TOKENS and not x[known].any():
         return 0.0
     far = known & np.isfinite(y) & (np.abs(x - y) > _CLEAR_GAP)
     numbers, counts = np.unique(x[far], return_counts=True)
-    if not len(counts) or counts.max() < _FILL_TOKENS:
+    if not len(counts) or counts.max() < FILL_TOKENS:
         return None
     value = numbers[counts.argmax()]
     same = known & (x == value)
-    whole_rows = (same.sum(1) >= _FILL_TOKENS) & (same.sum(1) == known.sum(1)) & far.any(1)
+    whole_rows = (same.sum(1) >= FILL_TOKENS) & (same.sum(1) == known.sum(1)) & far.any(1)
     is_fill = counts.max() >= _FILL_SHARE * known.sum() or whole_rows.any()
-    varies = np.std(y[same & far]) > _FILL_SPREAD
+    varies = np.std(y[same & far]) > FILL_SPREAD
     return float(value) if is_fill and varies and counts.max() >= 0.2 * same.sum() else None
 
 
@@ -190,15 +198,38 @@ def _left_out_findings(x: np.ndarray, y: np.ndarray, mask: np.ndarray, left_out:
 
 
 def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
-    """Returns the shift (+1: to later positions) that makes the first column fit the second; None if neither does."""
+    """Returns the shift (+1: to later positions) that makes the first column fit the second; None if neither does.
+
+    The moved column must also fit better than one number does, because a constant fits whatever column is nearly one.
+    """
     for shift, (moved, kept) in {1: (np.s_[:, :-1], np.s_[:, 1:]), -1: (np.s_[:, 1:], np.s_[:, :-1])}.items():
         both = valid[moved] & valid[kept]
         if both.sum() < 8:
             continue
-        as_is = np.mean(np.abs(x[kept] - y[kept])[both])
-        if np.mean(np.abs(x[moved] - y[kept])[both]) < _FIT_GAIN * as_is:
+        ours, theirs = x[moved][both], y[kept][both]
+        others = np.mean(np.abs(x[kept] - y[kept])[both]), np.mean(np.abs(theirs - np.median(theirs)))
+        if np.mean(np.abs(ours - theirs)) < _FIT_GAIN * min(others):
             return shift
     return None
+
+
+def _other_rows(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int:
+    """Returns how many rows of the first column fit another row of the second, or 0 if they do not carry the gap.
+
+    Only rows with as many tokens as another one are compared. The fewer tokens they have, the closer they must be: of
+    k rows of n tokens, one is nearer than a share s of the usual distance by chance in about k (2 s)^n of the cases.
+    """
+    lengths = valid.sum(1)
+    found, carried, gap = 0, 0.0, 0.0
+    for length in np.unique(lengths[lengths > 1]):
+        rows = np.flatnonzero(lengths == length)[:_MOST_ROWS]
+        ours, theirs = (each[rows][valid[rows]].reshape(len(rows), length)[:, :_MOST_TOKENS] for each in (x, y))
+        gain = min(_FIT_GAIN, 0.5 * (_CHANCE / len(rows)) ** (1 / length))
+        for i in range(len(rows) if len(rows) > 1 else 0):
+            gaps = np.mean(np.abs(ours[i] - theirs), axis=1)
+            fits = gaps[i] > _CLEAR_GAP and np.delete(gaps, i).min() < gain * gaps[i]
+            found, carried, gap = found + int(fits), carried + fits * gaps[i], gap + gaps[i]
+    return found if found > 1 and carried >= _GAP_SHARE * gap else 0
 
 
 def _scale_findings(x: np.ndarray, y: np.ndarray, gap: float) -> Iterator[_Finding]:

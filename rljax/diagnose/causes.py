@@ -34,6 +34,9 @@ CAUSES: Mapping[str, tuple[str, str]] = {
 }
 """The kind of each cause, and the cause in words."""
 
+NOT_COMPARABLE = ("constant_fill", "off_by_one", "other_rows", "other_base", "no_tokens", "truncated_sampling")
+"""The causes of a verdict of ``compare`` that make two columns incomparable."""
+
 _ALONG = 2.5  # the least ratio between the errors of the last and the first bucket that shows growth, or a fall
 _STEEP = 4.5  # the least rise of the error with uncertainty that rounding does not explain
 _DEAD = 0.1  # the share of its first value under which entropy, signal or gradient norm is gone
@@ -62,7 +65,10 @@ def _comparable(facts: Facts) -> Iterator[Finding]:
     """Yields the findings that make all other numbers meaningless."""
     if facts.tokens is not None:
         verdict = facts.tokens.verdict
-        if verdict.cause in ("constant_fill", "off_by_one", "other_base", "no_tokens", "truncated_sampling"):
+        if count := facts.tokens.repeated:
+            said = "responses have the tokens and, to the bit, the log-probabilities of one to another prompt"
+            yield Finding("not_comparable", SURE, f"{count} {said}")
+        if verdict.cause in NOT_COMPARABLE:
             yield Finding("not_comparable", SURE, verdict.reason)
         if verdict.cause == "left_out":
             yield Finding("missing_numbers", SURE, verdict.reason)

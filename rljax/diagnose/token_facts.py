@@ -15,6 +15,7 @@ from rljax.compare.verdict import Verdict, judge, normalised_gap
 from rljax.diagnose.course import effect
 from rljax.mismatch import mismatch_metrics
 from rljax.mismatch.diagnosis import bucket_labels
+from rljax.mismatch.signs import find_repeats, is_no_chance
 from rljax.record.token_arrays import to_rows
 from rljax.record.token_dumps import SECOND_RUN, TokenDump
 
@@ -54,6 +55,7 @@ class TokenFacts:
     floors: Mapping[str, float]  # the mean of abs(lr) between two runs of a scorer, by column
     staleness: float = math.nan  # the mean number of versions between sampling and training; NaN if it is unknown
     by_staleness: Mapping[str, float] = field(default_factory=dict)  # the gap per uncertainty, fresh and stale tokens
+    repeated: int = 0  # the number of responses that repeat one to another prompt, to the bit and not by chance
 
 
 def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
@@ -105,7 +107,18 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
         },
         staleness=float(behind.mean()) if len(behind) else math.nan,
         by_staleness=_fresh_and_stale(lr[~far], uncertainty[~far], stale[~far]),
+        repeated=_repeated(dump, rollout),
     )
+
+
+def _repeated(dump: TokenDump, rollout: str) -> int:
+    """Returns how many responses repeat the tokens and the numbers in column ``rollout`` of one to another prompt."""
+    masks = dump.response_mask
+    prompts = [ids[: int(np.argmax(mask))] for ids, mask in zip(dump.token_ids, masks, strict=True)]
+    tokens = [ids[mask] for ids, mask in zip(dump.token_ids, masks, strict=True)]
+    logprobs = [values[mask] for values, mask in zip(dump.logprobs[rollout], masks, strict=True)]
+    sets = find_repeats(prompts, tokens, logprobs)
+    return sum(len(numbers) for numbers in sets if is_no_chance(logprobs[numbers[0]]))
 
 
 def _behind(dump: TokenDump, trainer: str) -> np.ndarray:

@@ -89,7 +89,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     if not rows:
         raise ValueError("no rows to summarize")
     rewards, lengths = _series(rows, "reward/mean"), _series(rows, "response_length/mean")
-    mismatch = _series(rows, "mismatch/log_ppl_abs_diff")
+    mismatch, of_tokens = (_series(rows, f"mismatch/{name}") for name in ("log_ppl_abs_diff", "logprob_abs_diff_mean"))
     first, last = _mean_of(rewards[:EDGE_STEPS]), _mean_of(rewards[-EDGE_STEPS:])
     return {
         "steps": rows[-1]["step"],
@@ -105,6 +105,8 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "evaluations": _evaluations(rows),
         "mismatch_mean": _mean_of(mismatch),
         "mismatch_max": max((value for _, value in mismatch), default=None),
+        "mismatch_of_tokens_mean": _mean_of(of_tokens),
+        "mismatch_of_tokens_max": max((value for _, value in of_tokens), default=None),
         "skipped_updates": last_value(rows, "optimizer/skipped_updates"),
         "rows_with_nonfinite": sum(NONFINITE_KEYS in row for row in rows),
         "wall_seconds": sum(map(step_seconds, rows)),
@@ -163,8 +165,12 @@ def format_summary(summary: Mapping[str, Any]) -> str:
     }
     for name, value in summary["evaluations"].items():
         lines[f"accuracy on {name}"] = f"{value['last']:.3f} (best {value['best']:.3f} at step {value['best_step']})"
+    for label, key, name in (
+        ("mismatch", "mismatch", "log_ppl_abs_diff"),
+        ("mean abs", "mismatch_of_tokens", "logprob_abs_diff_mean"),
+    ):
+        lines[label] = f"mean {say(f'{key}_mean', '.2e')}, max {say(f'{key}_max', '.2e')} ({name})"
     lines |= {
-        "mismatch": f"mean {say('mismatch_mean', '.2e')}, max {say('mismatch_max', '.2e')} (log_ppl_abs_diff)",
         "skipped updates": say("skipped_updates"),
         "rows with non-finite": say("rows_with_nonfinite"),
         "wall time": _duration(summary["wall_seconds"]),

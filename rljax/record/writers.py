@@ -34,6 +34,7 @@ _CONSOLE = (
     ("length", "response_length/mean", ".1f"),
     ("lr", "schedule/learning_rate", ".2e"),
     ("mismatch", "mismatch/log_ppl_abs_diff", ".2e"),
+    ("mean abs", "mismatch/logprob_abs_diff_mean", ".2e"),
 )
 
 

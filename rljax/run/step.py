@@ -28,6 +28,7 @@ from rljax.run.rollout_files import write_rollouts
 from rljax.run.sampling import Source, rollout_row, step_seed, training_sequences
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
+from rljax.run.watch import Watch
 from rljax.trainer.measure import without_empty_buckets
 from rljax.trainer.packing import useful_fraction
 from rljax.trainer.state import TrainState
@@ -60,6 +61,7 @@ class RunParts:
     stop: StopRequest
     weights: Callable[[Params], Params] = lambda params: params
     check_owner: Callable[[], None] = lambda: None
+    watch: Watch = field(default_factory=Watch)
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
         """Returns the JSON part of a checkpoint. It is a copy, which later steps do not change."""
@@ -130,7 +132,8 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
     3. Observe the mean length of all responses, replaced ones included. It decides the rate of this very update.
     4. Compute the advantages. A group whose rewards are all equal carries no loss.
     5. Pack the responses into rows.
-    6. Make the update: one compiled step, or several mini-batches. If no group carries loss it is skipped.
+    6. Make the update: one compiled step, or several mini-batches. If no group carries loss it is skipped. Say if the
+       responses do not belong to their prompts or tokens.
     7. Publish the weights as the next policy version.
     8. Evaluate the policy when that is due.
     """
@@ -161,6 +164,7 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
     has_loss = any(sequence.in_loss for sequence in sequences)
     row |= progress.observe(row, has_loss=has_loss, reference_steps=config.diagnosis.reference_steps)
     row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
+    row |= parts.watch(row, sequences, updated.trainer)
 
     try:
         # 7

@@ -82,6 +82,30 @@ def test_off_by_one_is_refused_and_its_direction_told(world, dtype, shift):
     assert f"moved by {shift:+d} position" in verdict.reason
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [ROWS, 3])
+def test_permuted_rows_are_refused_and_counted(world, dtype, rows):
+    (x, a), (y, b) = column(world, "jax:float32"), column(world, f"hf:{dtype}")
+    permuted = np.concatenate([np.roll(y[:rows], 1, axis=0), y[rows:]])
+    verdict = judge(x, permuted, MASK, a, b)
+    assert (verdict.status, verdict.cause) == ("refused", "other_rows")
+    assert verdict.reason.startswith(f"{rows} of {ROWS} rows carry the gap")
+
+
+def test_other_weights_are_no_permutation(world):
+    (x, a), (y, b) = column(world, "jax:float32"), column(world, "hf:float32", model="stale")
+    assert judge(x, y, MASK, unknown(a), unknown(b)).cause == "other_weights"
+    ragged = MASK & (np.arange(PROMPT + RESPONSE) < PROMPT + 8 + np.arange(ROWS)[:, None])
+    assert judge(x, np.roll(y, 1, axis=0), ragged, unknown(a), unknown(b)).cause == "other_weights"
+
+
+def test_a_wrong_first_token_before_equal_ones_is_no_shift():
+    """The second column is -1 everywhere, and so is the first one but for its first tokens. A shift would drop them."""
+    x, y = np.full((12, 3), -1.0), np.full((12, 3), -1.0)
+    x[:, 0] = -10.0
+    assert judge(x, y, np.ones((12, 3), bool), ColumnSource(), ColumnSource()).cause == "other_weights"
+
+
 @pytest.mark.parametrize(("base", "factor"), [(2, "0.6931"), (10, "2.3026")])
 def test_logarithms_to_another_base_are_refused(world, base, factor):
     (x, a), (y, b) = column(world, "jax:bfloat16"), column(world, "hf:bfloat16")

@@ -120,6 +120,7 @@ MISMATCH_MODULES = {
         "accurate",
         "metrics",
         "histogram",
+        "signs",
         "importance",
         "correction",
         "diagnosis",

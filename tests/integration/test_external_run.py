@@ -91,13 +91,13 @@ def test_a_wrong_file_ends_a_run_in_one_line(toy_base, tmp_path):
     words = tiny(toy_base, run_dir, 2, "--rollout.trajectories", str(place), *STALE)
     write_file(place / "0.jsonl", groups(0, 2))
     write_file(place / "1.jsonl", [{**groups(2, 1)[0], "logprobs": [-1.0]}])
-    code, output = complete(words)
+    code, output = complete(words, is_sound=False)
     assert code == 2, output
     assert "step 1 is saved; the same command goes on from there" in output
     assert "error: " in output.splitlines()[-1]
     assert "1.jsonl: row 1: logprobs has 1 entries, expected 3, one for each of token_ids" in output.splitlines()[-1]
     write_file(place / "1.jsonl", groups(2, 2))
-    code, output = complete(words)
+    code, output = complete(words, is_sound=False)
     assert code == 0, output
     assert trained(run_dir) == [list(range(8)), list(range(8, 16))]
 

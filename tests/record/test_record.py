@@ -238,10 +238,11 @@ def test_a_bar_on_a_terminal(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal)
     recorder = Recorder(tmp_path, 2, tensorboard=False)
     for step in (1, 2):
-        recorder.write({"step": step, "reward/mean": 0.25, "mismatch/log_ppl_abs_diff": 2.5e-3})
+        mismatch = {"mismatch/log_ppl_abs_diff": 2.5e-3, "mismatch/logprob_abs_diff_mean": 3.0}
+        recorder.write({"step": step, "reward/mean": 0.25, **mismatch})
     recorder.close()
     assert "2/2" in terminal.getvalue()
-    assert "reward 0.250  length -  lr -  mismatch 2.50e-03" in terminal.getvalue()
+    assert "reward 0.250  length -  lr -  mismatch 2.50e-03  mean abs 3.00e+00" in terminal.getvalue()
 
 
 def test_a_second_close_changes_nothing(tmp_path):

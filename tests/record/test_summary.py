@@ -22,6 +22,7 @@ def run_rows(total=60):
                 "schedule/surge_step": 34 if step >= 34 else None,
                 "schedule/decay_period": 61 if step >= 34 else None,
                 "mismatch/log_ppl_abs_diff": 0.004 if step == 7 else 0.001,
+                "mismatch/logprob_abs_diff_mean": 2.0 if step == 9 else 0.002,
                 "optimizer/skipped_updates": 2 if late else 0,
                 "time/step_s": 0.5,
                 "time/rollout_s": 0.4,
@@ -80,6 +81,7 @@ def test_the_printed_summary_is_a_table():
         "surge called          at step 34; decay period 61",
         "accuracy on toy       0.600 (best 0.700 at step 40)",
         "mismatch              mean 1.05e-03, max 4.00e-03 (log_ppl_abs_diff)",
+        "mean abs              mean 3.53e-02, max 2.00e+00 (logprob_abs_diff_mean)",
         "wall time             30.0 s",
     ):
         assert part in shown.splitlines()

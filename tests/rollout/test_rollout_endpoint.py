@@ -4,17 +4,19 @@ import asyncio
 import base64
 import contextlib
 import copy
+import hashlib
 import json
 import math
 import re
 import socket
+import struct
 import threading
 
 import httpx
 import numpy as np
 import pytest
 from opened_clients import opened
-from vllm_fake import FakeVllm, as_base64, flat_scores
+from vllm_fake import FakeVllm, as_base64, flat_scores, hash_of
 
 from rljax.errors import ReplyError, ServerError
 from rljax.rollout.build import connect
@@ -31,6 +33,7 @@ PROMPT = np.array([3, 4, 5], np.int32)
 REQUEST = Request(PROMPT, SamplingParams(2, reported=2), vocab_size=64)
 FAST = ClientLimits(backoff_s=0.001, max_backoff_s=0.002, max_attempts=3)
 REPLY = {
+    "prompt_hash": hash_of(PROMPT),
     "token_ids": as_base64([9, 2], "<i4"),
     "finish_reason": "length",
     "scores": flat_scores([[(9, -4.0), (1, -0.5), (2, -1.5)], [(2, -1.5), (1, -0.5), (2, -1.5)]]),
@@ -105,6 +108,25 @@ def test_a_reply_that_does_not_fit_together_is_refused(change, said):
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("hashed", "said"),
+    [
+        (hash_of([3, 4, 6]), "rollouts gave the reply to another prompt than that of the request"),
+        (hash_of([3, 4]), "rollouts gave the reply to another prompt than that of the request"),
+        ("", "rollouts does not say which prompt it answers: install the same rljax beside both"),
+    ],
+)
+def test_a_reply_to_another_prompt_is_refused(hashed, said):
+    with pytest.raises(ReplyError, match=said):
+        read(REPLY | {"prompt_hash": hashed})
+
+
+def test_the_hash_is_of_the_ids_as_little_endian_integers():
+    """The server and the client of other releases must agree on these bytes."""
+    expected = hashlib.blake2b(struct.pack("<3i", 3, 4, 70_000), digest_size=8).digest()
+    assert base64.b64decode(hash_of([3, 4, 70_000])) == expected
+
+
 # ---- The server and the form of a request ----
 
 
@@ -123,6 +145,44 @@ def test_one_that_failed_is_asked_again_alone(fake):
         assert len(dict(stream(client, 4, metrics=metrics))) == 4
         assert client.losses == 0
     assert metrics == {"rollout/requests": 5, "rollout/retries": 1}
+
+
+def mixed_up(fake, monkeypatch, times):
+    """Makes the server give each reply of its next ``times`` batches to the request after it."""
+    left, sound = [times], fake.lines
+
+    def lines(asked):
+        left[0] -= 1
+        return sound(asked) if left[0] < 0 else shifted(sound(asked), len(asked))
+
+    monkeypatch.setattr(fake, "lines", lines)
+
+
+def shifted(lines, count):
+    for line in lines:
+        number, rest = line.split(b" ", 1)
+        yield b"%d %b" % ((int(number) + 1) % count, rest)
+
+
+def test_replies_of_other_prompts_are_not_taken_and_said_once(fake, monkeypatch, caplog):
+    mixed_up(fake, monkeypatch, 2)
+    with opened(fake.url, FAST) as client:
+        found = dict(stream(client, 4))
+    assert {place: reply.token_ids.tolist() for place, reply in found.items()} == {
+        (i, 0): [5 + i, 6 + i] for i in range(4)
+    }
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == (
+        f"{fake.url}/rljax/rollouts gave the reply to another prompt than that of the request; no such reply is "
+        "taken, rollout/retries counts them"
+    )
+
+
+def test_replies_that_stay_mixed_up_end_in_one_line(fake, monkeypatch):
+    mixed_up(fake, monkeypatch, 1000)
+    said = r"^response \d failed 3 times; the last: http\S+ gave the reply to another prompt than that of the request$"
+    with opened(fake.url, FAST) as client, pytest.raises(ServerError, match=said):
+        dict(stream(client, 4))
 
 
 def test_one_that_is_refused_ends_in_one_line(fake):
@@ -185,6 +245,7 @@ class Scripted:
         asked = self.asked[number]
         tokens = [asked["token_ids"][-1]] * asked["sampling_params"]["max_tokens"]
         reply = {"token_ids": as_base64(tokens, "<i4"), "finish_reason": "length"}
+        reply["prompt_hash"] = hash_of(asked["token_ids"])
         reply["scores"] = flat_scores([[(token, -1.0)] for token in tokens])
         line = f"{number} 200 {json.dumps(reply)}\n".encode()
         for start, end in zip((0, *cuts), (*cuts, len(line)), strict=True):

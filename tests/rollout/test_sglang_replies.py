@@ -116,6 +116,7 @@ def test_the_likeliest_tokens_of_a_prompt_stand_beside_its_own():
         changed(output_token_logprobs=None),
         changed(weight_versions=[{"version": "a", "start": 0}]),
         changed(finish_reason="length"),
+        changed(prompt_tokens=4),
     ],
 )
 def test_what_is_no_completion_is_refused(reply):

@@ -48,6 +48,13 @@ def test_both_routes_carry_tokens_and_logprobs(fake, client, route):
     assert reply.spans == ((("default", 0, 3),) if route == GENERATE else None)
 
 
+def test_a_reply_of_another_prompt_is_refused():
+    choice = {"token_ids": [5], "finish_reason": "length", "prompt_token_ids": [3, 4, 6]}
+    reply = {"choices": [choice | {"logprobs": {"tokens": ["token_id:5"], "token_logprobs": [-1.0]}}]}
+    with pytest.raises(ReplyError, match=f"^{COMPLETIONS} gave the reply to another prompt"):
+        WIRE.completion(COMPLETIONS, json.dumps(reply).encode(), Request(PROMPT, SamplingParams(1)))
+
+
 @pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
 def test_prompt_logprobs_come_only_when_asked_for(fake, client, route):
     client.set_route(fake.url, route)
@@ -146,7 +153,7 @@ def test_no_python_runs_for_each_token_of_a_reply(route, k):
         }
         scored = named if route == COMPLETIONS else {"content": content}
         choice = {"token_ids": ids, "finish_reason": "length", "logprobs": scored}
-        whole = {"choices": [choice]} if route != ROLLOUTS else rollout_reply({"choices": [choice]})
+        whole = {"choices": [choice]} if route != ROLLOUTS else rollout_reply({"choices": [choice]}, PROMPT)
         reply, request = json.dumps(whole).encode(), Request(PROMPT, SamplingParams(count, reported=k))
         return count_calls(lambda: check_completion("", WIRE.completion(route, reply, request), request, None))
 

@@ -246,10 +246,8 @@ def test_a_guard_warns_and_stops_saved(go, capsys):
     (line,) = run.progress.stopped_by
     assert "(response_length/mean > 1 for 2)" in line
     # A warning comes once, when the rule begins to hold.
-    assert capsys.readouterr().err == (
-        f"training {TOY_BASE} for 4 steps into {run.directory}\n"
-        "\nwarning: guard: step 1: reward/mean = 0.5 (reward/mean < 0.6)\n"
-    )
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "guard:" in line]
+    assert warnings == ["warning: guard: step 1: reward/mean = 0.5 (reward/mean < 0.6)"]
 
 
 def fails(problem, response, truncated):
@@ -714,7 +712,7 @@ def test_the_reference_is_fingerprinted_by_its_weights(tmp_path):
 
 
 def without_versions(row):
-    of_versions = ("rollout/policy_version", "rollout/staleness", "mismatch_staleness/")
+    of_versions = ("rollout/policy_version", "rollout/staleness", "mismatch_staleness/", "mismatch/jump")
     (row,) = without_clock([row])
     return {name: value for name, value in row.items() if not name.startswith(of_versions)}
 

@@ -67,14 +67,16 @@ def outcome(main, words):
     return status, out.getvalue(), err.getvalue()
 
 
-def complete(words, *, figure=False):
+def complete(words, *, figure=False, is_sound=True):
     """Trains to the end in this process; returns (exit status, standard error followed by standard output).
 
-    ``report.png`` is drawn only with ``figure``, because it takes longer than the steps of a tiny run.
+    ``report.png`` is drawn only with ``figure``, because it takes longer than the steps of a tiny run. A run that
+    ``is_sound`` must not say that its responses do not belong to their prompts or tokens (``rljax.run.watch``).
     """
     plotted = contextlib.nullcontext() if figure else mock.patch("rljax.record.figure.plot_report")
     with plotted:
         status, out, err = outcome(train.main, words)
+    assert not is_sound or "\nwarning: step " not in err, err
     return status, err + out
 
 

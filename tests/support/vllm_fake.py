@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlparse
 import numpy as np
 from safetensors.numpy import load_file
 
-from rljax.rollout.servers.vllm.server import ROLLOUTS
+from rljax.rollout.servers.vllm.server import ROLLOUTS, prompt_hash
 from rljax.weights.format import PROTOCOL
 from rljax.weights.sums import array_checksum
 
@@ -43,6 +43,7 @@ class FakeVllm:
         self.version = "default"
         self.weights_path = None
         self.logprob = -1.0
+        self.policy = None  # a function of (prompt, settings) that returns tokens and their log-probabilities
         self.delay_s = 0.0
         self.token_s = 0.0  # the time that each token takes
         self.after_load_s = 0.0  # the additional time of requests after an update
@@ -122,7 +123,7 @@ class FakeVllm:
         if path == ROLLOUTS:
             if method == "DELETE":
                 return 200, {}
-            return (200, self._lines(body)) if method == "POST" else (405, {"detail": "Method Not Allowed"})
+            return (200, self.lines(body)) if method == "POST" else (405, {"detail": "Method Not Allowed"})
         if path.endswith(("/generate", "/completions")):
             return self._sample(path, body) if method == "POST" else (405, {"detail": "Method Not Allowed"})
         self.events.append(path)
@@ -158,15 +159,16 @@ class FakeVllm:
         tensors |= left_out
         return {"tag": self.version, "tensors": tensors, "seconds": 0.25, "equal": self.loads_nothing}
 
-    def _lines(self, asked: list[dict]) -> Iterator[bytes]:
+    def lines(self, asked: list[dict]) -> Iterator[bytes]:
         """Yields the lines of rljax's endpoint; each has the answer of /inference/v1/generate to its request."""
         with ThreadPoolExecutor(len(asked)) as threads:
             bodies = [{"model": self.model, **each} for each in asked]
             sampled = [threads.submit(self.answer, "POST", "/inference/v1/generate", body) for body in bodies]
             for each in as_completed(sampled):
                 status, reply = each.result()
-                said = json.dumps(rollout_reply(reply) if status == 200 else reply)
-                yield f"{sampled.index(each)} {status} {said}\n".encode()
+                number = sampled.index(each)
+                said = json.dumps(rollout_reply(reply, asked[number]["token_ids"]) if status == 200 else reply)
+                yield f"{number} {status} {said}\n".encode()
 
     def _sample(self, path: str, body: dict) -> tuple[int, dict]:
         with self._lock:
@@ -194,6 +196,9 @@ class FakeVllm:
         tokens, spans, finish = [], [], self.finish
         given = sampling.get("trace_decode_token_ids") or sampling.get("extra_args", {}).get("rljax_tokens")
         given = given if self.forced and self.obeys else None
+        logprobs = [self.logprob] * sampling["max_tokens"]
+        if self.policy is not None:
+            given, logprobs = self.policy(prompt, sampling)
         with self._lock:
             given_up = self._given_up
         for i in range(sampling["max_tokens"]):
@@ -223,10 +228,10 @@ class FakeVllm:
             content = [
                 {
                     "token_id": token,
-                    "logprob": self.logprob,
+                    "logprob": logprob,
                     "top_logprobs": [{"token_id": t, "logprob": v} for t, v in top.items()],
                 }
-                for token, top in zip(tokens, tops, strict=True)
+                for token, logprob, top in zip(tokens, logprobs, tops, strict=False)
             ]
             choice = {
                 "token_ids": tokens,
@@ -239,9 +244,10 @@ class FakeVllm:
                 "token_ids": tokens,
                 "finish_reason": self.finish,
                 "prompt_logprobs": scored,
+                "prompt_token_ids": prompt,
                 "logprobs": {
                     "tokens": [f"token_id:{token}" for token in tokens],
-                    "token_logprobs": [self.logprob] * len(tokens),
+                    "token_logprobs": logprobs[: len(tokens)],
                     "top_logprobs": [{f"token_id:{t}": v for t, v in top.items()} for top in tops],
                 },
             }
@@ -249,16 +255,17 @@ class FakeVllm:
         return 200, {"choices": [choice], "prompt_logprobs": scored}
 
 
-def rollout_reply(reply: dict) -> dict:
-    """Returns the reply of rljax's endpoint that corresponds to ``reply`` of /inference/v1/generate."""
+def rollout_reply(reply: dict, prompt: list[int]) -> dict:
+    """Returns the reply of rljax's endpoint to ``prompt`` that corresponds to one of /inference/v1/generate."""
     (choice,) = reply["choices"]
     content = choice["logprobs"]["content"]
     rows = [[(each["token_id"], each["logprob"])] for each in content]
     for row, each in zip(rows, content, strict=True):
         row += [(top["token_id"], top["logprob"]) for top in each["top_logprobs"]]
-    prompt = reply.get("prompt_logprobs")
-    of_prompt = prompt and [[(int(t), v["logprob"]) for t, v in (row or {}).items()] for row in prompt]
+    scored = reply.get("prompt_logprobs")
+    of_prompt = scored and [[(int(t), v["logprob"]) for t, v in (row or {}).items()] for row in scored]
     return {
+        "prompt_hash": hash_of(prompt),
         "token_ids": as_base64(choice["token_ids"], "<i4"),
         "finish_reason": choice["finish_reason"],
         "scores": flat_scores(rows),
@@ -275,6 +282,11 @@ def flat_scores(rows: list[list[tuple[int, float]]]) -> dict[str, str]:
         "token_ids": as_base64([token for row in rows for token, _ in row], "<i4"),
         "logprobs": as_base64([value for row in rows for _, value in row], "<f4"),
     }
+
+
+def hash_of(prompt: list[int]) -> str:
+    """Returns the hash by which a reply of rljax's endpoint names its prompt, as it stands in JSON."""
+    return base64.b64encode(prompt_hash(np.asarray(prompt, "<i4").tobytes())).decode()
 
 
 def as_base64(values: list, dtype: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import math
 import queue
 import random
@@ -25,7 +26,14 @@ from typing import Any, NoReturn, TypeVar
 
 import httpx
 
-from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerPausedError, ServerRefusedError
+from rljax.errors import (
+    OtherPromptError,
+    ReplyError,
+    ServerError,
+    ServerGoneError,
+    ServerPausedError,
+    ServerRefusedError,
+)
 from rljax.rollout.servers.batches import Batches
 from rljax.rollout.servers.pool import Server, ServerPool, json_object, refusal_text
 from rljax.rollout.servers.retries import Pauses, may_pass
@@ -33,6 +41,8 @@ from rljax.rollout.servers.sources import Ask, RequestSource
 from rljax.rollout.servers.wire import Completion, Request, Wire, check_completion, join_parts, remaining_request
 from rljax.rollout.types import ClientLimits
 from rljax.weights.access import find_client_key_file, read_api_key
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _TICK_S = 0.25  # The time between two yields to the caller of a stream (seconds).
@@ -77,6 +87,7 @@ class ServerClient:
         self._wire, self._router = wire, router and router.rstrip("/")
         self._pool = ServerPool(wire, self.limits.max_outstanding, self._exchange, self._router)
         self._pool.take(url.rstrip("/") for url in urls)
+        self._has_warned = False  # whether a line was logged about replies of other prompts
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-server-client", daemon=True)
         self._thread.start()
@@ -289,6 +300,9 @@ class ServerClient:
                     await self._pool.set_state(each, "down", failure)
             except ReplyError as error:
                 failure = str(error)
+                if isinstance(error, OtherPromptError) and not self._has_warned:
+                    self._has_warned = True
+                    log.warning("%s; no such reply is taken, rollout/retries counts them", failure)
             except ServerRefusedError as error:
                 if pauses.may_end(error):
                     failure = ""
@@ -347,7 +361,7 @@ class ServerClient:
         try:
             return await self._loop.run_in_executor(self._reader, read) if len(reply) > _LONG_REPLY else read()
         except ReplyError as error:
-            raise ReplyError(f"{url}{error}") from error
+            raise type(error)(f"{url}{error}") from error
 
     async def _ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
         """Returns the reply to one request, which is sent together with others. Errors are those of :meth:`call`."""

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from rljax.errors import ReplyError, ServerRefusedError
+from rljax.errors import OtherPromptError, ReplyError, ServerRefusedError
 from rljax.rollout.servers.backend import UPDATE_S, Backend
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_differences, find_route, server_info
@@ -50,6 +50,7 @@ class _Meta(msgspec.Struct):
     input_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     input_top_logprobs: list[list[_Scored] | None] | None = None
     weight_versions: list[Span] | None = None
+    prompt_tokens: int | None = None  # the number of the prompt's tokens
 
 
 class _Reply(msgspec.Struct):
@@ -105,6 +106,8 @@ class SglangBackend(Backend):
         """Reads a reply of ``/generate``, as :meth:`Backend.read` says."""
         read = _DECODER.decode(reply)
         meta = read.meta_info
+        if meta.prompt_tokens not in (None, 0, len(request.prompt)):
+            raise OtherPromptError(f"{route} gave the reply to another prompt than that of the request")
         prompt: tuple[Mapping[int, float], ...] = ()
         if request.prompt_logprobs is not None:
             scored = meta.input_token_logprobs or ()

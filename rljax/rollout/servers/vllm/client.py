@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from rljax.errors import ReplyError, ServerRefusedError
+from rljax.errors import OtherPromptError, ReplyError, ServerRefusedError
 from rljax.rollout.servers.backend import UPDATE_S, Backend
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import (
@@ -33,7 +33,7 @@ from rljax.rollout.servers.handshake import (
 )
 from rljax.rollout.servers.tops import as_floats, make_tops
 from rljax.rollout.servers.verify import TOP
-from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS, ROLLOUTS
+from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS, ROLLOUTS, prompt_hash
 from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans
 from rljax.rollout.types import InFlight, Tops
 from rljax.weights.store import WeightVersion
@@ -87,6 +87,7 @@ class _Choice(msgspec.Struct, Generic[Scores], kw_only=True):
     weight_versions: list[Span] | None = None
     prompt_logprobs: _PromptScores = None  # COMPLETIONS puts them here
     routed_experts: bytes | None = None  # a .npy file in base64
+    prompt_token_ids: list[int] | None = None  # COMPLETIONS repeats the prompt
 
 
 class _Reply(msgspec.Struct, Generic[Scores]):
@@ -107,6 +108,7 @@ class _Rollout(msgspec.Struct):
     prompt_scores: _Flat | None = None
     weight_versions: list[Span] | None = None
     routed_experts: bytes | None = None  # a .npy file
+    prompt_hash: bytes = b""  # the value of ``prompt_hash`` of the prompt that was sampled from
 
 
 # The decoders, by the route and by whether the likeliest tokens are read.
@@ -177,9 +179,16 @@ class VllmBackend(Backend):
         """Reads a reply of any route, as :meth:`Backend.read` says."""
         k = request.sampling.reported
         if route == ROLLOUTS:
-            return _read_rollout(_ROLLOUT_DECODER.decode(reply), k, with_routes=request.routes is not None)
+            rollout = _ROLLOUT_DECODER.decode(reply)
+            if not rollout.prompt_hash:
+                raise ReplyError(f"{route} does not say which prompt it answers: install the same rljax beside both")
+            if rollout.prompt_hash != prompt_hash(request.prompt.astype("<i4", copy=False).tobytes()):
+                raise OtherPromptError(f"{route} gave the reply to another prompt than that of the request")
+            return _read_rollout(rollout, k, with_routes=request.routes is not None)
         read = _DECODERS[route, k > 0].decode(reply)
         (choice,) = read.choices
+        if choice.prompt_token_ids not in (None, request.prompt.tolist()):
+            raise OtherPromptError(f"{route} gave the reply to another prompt than that of the request")
         if choice.index != 0:
             raise ValueError(f"its choice has index {choice.index}, expected 0")
         are_others, logprobs, tops = (_read_content if route == GENERATE else _read_named)(choice, k)

@@ -3,7 +3,8 @@
 vLLM's own endpoints make a Python object for each token and each likeliest token, and need a request for each response.
 That takes time of the processor that the workers need. Here the scores stay in flat lists, and are sent as JSON with
 base64 of little-endian arrays. One request asks for several responses. Each response comes in a line of its own as soon
-as it is complete. The sampling, the checks of a request and the statuses of errors are those of vLLM.
+as it is complete, with a hash of the prompt that it was sampled from. The sampling, the checks of a request and the
+statuses of errors are those of vLLM.
 
 ``DELETE`` with ``batch`` and ``number`` in the query gives up single responses of the request with that ``batch``.
 
@@ -28,7 +29,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from rljax.rollout.servers.vllm.server import FORCED_TOKENS, ROLLOUTS
+from rljax.rollout.servers.vllm.server import FORCED_TOKENS, ROLLOUTS, prompt_hash
 from rljax.weights.access import App, Message
 
 
@@ -165,6 +166,7 @@ def as_reply(output: Any) -> dict[str, Any]:
     """
     (sampled,) = output.outputs
     return {
+        "prompt_hash": prompt_hash(np.asarray(output.prompt_token_ids, "<i4").tobytes()),
         "token_ids": np.asarray(sampled.token_ids, "<i4").tobytes(),
         "finish_reason": sampled.finish_reason,
         "scores": _as_flat(sampled.logprobs),

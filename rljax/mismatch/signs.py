@@ -1,0 +1,61 @@
+"""Signs that a sampler's log-probabilities are not of the responses that they stand beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+FILL_TOKENS = 8
+"""The fewest equal numbers that show a constant in the place of log-probabilities."""
+FILL_SPREAD = 0.1
+"""The least standard deviation of the other side's numbers at the places of such a constant (nats)."""
+_ROUNDING = 1e-3  # nats; smaller log-probabilities of certain tokens may be equal because of their rounding
+_UNCERTAIN = 0.01  # nats; larger log-probabilities depend on every token before them
+_FEWEST = 8  # the fewest different numbers above _UNCERTAIN that are not equal by chance
+
+
+def find_repeats(
+    prompts: Sequence[np.ndarray], tokens: Sequence[np.ndarray], logprobs: Sequence[np.ndarray]
+) -> list[list[int]]:
+    """Finds responses that repeat a response to another prompt: equal tokens with log-probabilities equal to the bit.
+
+    A response whose log-probabilities are all 0, or as small as the rounding of a certain token, repeats nothing.
+
+    Args:
+      prompts: The token ids of the prompt of each response, int32 [p].
+      tokens: The sampled token ids of each response, int32 [r].
+      logprobs: The sampler's log-probability of each of these tokens (nats), float32 [r].
+
+    Returns:
+      The indices of the responses of each set of equal ones.
+    """
+    sets: dict[tuple[bytes, bytes], list[int]] = {}
+    for i, (ids, values) in enumerate(zip(tokens, logprobs, strict=True)):
+        sets.setdefault((ids.tobytes(), values.tobytes()), []).append(i)
+    return [
+        equal
+        for equal in sets.values()
+        if len(equal) > 1
+        and np.abs(logprobs[equal[0]]).max(initial=0.0) > _ROUNDING
+        and len({prompts[i].tobytes() for i in equal}) > 1
+    ]
+
+
+def is_no_chance(logprobs: np.ndarray) -> bool:
+    """Returns whether a response with these log-probabilities cannot equal one to another prompt by chance.
+
+    A short response can: with logits in 16 bits, a choice between two tokens has few possible log-probabilities.
+    """
+    return len(np.unique(logprobs[np.abs(logprobs) > _UNCERTAIN])) >= _FEWEST
+
+
+def find_constants(logprobs: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns the indices, int64 [n], of the vectors [r] that hold one number ``FILL_TOKENS`` times or more."""
+    lengths = np.fromiter(map(len, logprobs), np.int64)
+    of_enough = np.flatnonzero(lengths >= FILL_TOKENS)
+    if not len(of_enough):
+        return of_enough
+    joined, starts = np.concatenate([logprobs[i] for i in of_enough.tolist()]), np.cumsum(lengths[of_enough])
+    starts -= lengths[of_enough]
+    return of_enough[np.maximum.reduceat(joined, starts) == np.minimum.reduceat(joined, starts)]

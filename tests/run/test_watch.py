@@ -1,0 +1,254 @@
+"""The watch over the responses of a step, on batches by hand: which faults it names, and what it leaves alone."""
+
+import numpy as np
+import pytest
+
+from rljax.run.watch import Watch
+from rljax.trainer.packing import TrainSequence
+from rljax.trainer.update import TrainerValues
+
+RNG = np.random.default_rng(0)
+HEALTHY = {"rollout/repeated_responses": 0, "rollout/constant_responses": 0, "mismatch/jump": 0}
+
+
+def responses(count=32, length=12, prompts=4, spread=1.0):
+    """Returns prompts, tokens and log-probabilities of ``count`` responses; neighbours have one prompt."""
+    asked = [np.array([1, i], np.int32) for i in range(prompts)]
+    tokens = [RNG.integers(0, 16, length).astype(np.int32) for _ in range(count)]
+    logprobs = [-np.float32(spread) * RNG.exponential(1.0, length).astype(np.float32) for _ in range(count)]
+    return [asked[i * prompts // count] for i in range(count)], tokens, logprobs
+
+
+def look(watch, step, sampled, trainer, *, staleness=0.0, turns=None, **row):
+    """Returns the keys that ``watch`` adds to the row of a step whose trainer has the numbers ``trainer``."""
+    turns = turns or [None] * len(trainer)
+    sequences = [
+        TrainSequence(prompt, ids, rollout, 1.0, True, turns=turn)
+        for prompt, ids, rollout, turn in zip(*sampled, turns, strict=True)
+    ]
+    gaps = np.concatenate([np.abs(a - b) for a, b in zip(trainer, sampled[2], strict=True)])
+    row |= {"mismatch/logprob_abs_diff_mean": float(gaps.mean()), "mismatch/token_count": len(gaps)}
+    row |= {"step": step, "rollout/staleness": staleness}
+    return watch(row, sequences, lambda: TrainerValues(list(trainer)))
+
+
+def noisy(logprobs, size):
+    return [values + RNG.normal(0.0, size, len(values)).astype(np.float32) for values in logprobs]
+
+
+def after_healthy(steps=3, size=1e-3):
+    watch = Watch()
+    for step in range(1, steps + 1):
+        sampled = responses()
+        assert look(watch, step, sampled, noisy(sampled[2], size)) == HEALTHY
+    return watch
+
+
+def test_a_jump_is_above_twenty_times_the_median(capsys):
+    """The medians of the earlier rows are 0.01, 0.006, 0.01, 0.0105 and 0.011 from the second row on."""
+    watch = Watch()
+    for step, gap in enumerate((0.01, 0.002, 0.011, 0.199, 0.209, 0.23), 1):
+        sampled = responses()
+        found = look(watch, step, sampled, [values - np.float32(gap) for values in sampled[2]])
+        assert found["mismatch/jump"] == (step == 6), step
+    assert capsys.readouterr().err.startswith("\nwarning: step 6: cannot_tell: neither")
+
+
+@pytest.mark.parametrize(("gap", "jumps"), [(0.019, 0), (0.021, 1)])
+def test_no_jump_is_below_two_hundredths(gap, jumps):
+    watch = after_healthy(size=0.0)
+    sampled = responses()
+    assert look(watch, 4, sampled, [values - np.float32(gap) for values in sampled[2]])["mismatch/jump"] == jumps
+
+
+@pytest.mark.parametrize(("gap", "jumps"), [(0.49, 0), (0.51, 1)])
+def test_half_a_nat_is_a_jump_without_earlier_rows(gap, jumps):
+    sampled = responses()
+    trainer = [values - np.float32(gap) for values in sampled[2]]
+    assert look(Watch(), 1, sampled, trainer)["mismatch/jump"] == jumps
+    assert look(Watch(), 1, sampled, trainer, staleness=1.0)["mismatch/jump"] == 0
+
+
+def test_drift_is_no_jump_but_a_shift_of_stale_responses_is():
+    """A policy that learned nothing for a while has no drift; then it moves. Only the numerics can be watched then."""
+    numerics = "mismatch_numerics/logprob_abs_diff_mean"
+    for known in ({}, {numerics: 1e-3}):
+        watch, sampled = Watch(), responses()
+        for step in range(1, 7):
+            assert look(watch, step, sampled, noisy(sampled[2], 1e-4), staleness=1.0, **known) == HEALTHY
+        sharper = [values * np.float32(1.2) for values in sampled[2]]
+        for step, trainer in ((7, noisy(sampled[2], 0.5)), (8, sharper)):
+            assert look(watch, step, sampled, trainer, staleness=1.0, **known) == HEALTHY
+        shifted = [np.roll(values, 1) for values in sampled[2]]
+        jumped = {numerics: 1.0} if known else {}
+        assert look(watch, 9, sampled, shifted, staleness=1.0, **jumped)["mismatch/jump"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda x: [np.roll(values, 1) for values in x], "not_comparable: log-probabilities shifted by one token ("),
+        (lambda x: [np.roll(values, -1) for values in x], "not_comparable: log-probabilities shifted by one token ("),
+        (lambda x: [values * np.float32(0.8) for values in x], "temperature: scaled log-probabilities, as at another"),
+        (
+            lambda x: [values * np.float32(np.log(2)) for values in x],
+            "not_comparable: scaled log-probabilities, as log",
+        ),
+        (lambda x: x[1:] + x[:1], "not_comparable: log-probabilities permuted between responses ("),
+        (lambda x: [*x[1:7], x[0], *x[7:]], "not_comparable: log-probabilities permuted between responses ("),
+        (lambda x: noisy(x, 2.0), "cannot_tell: neither constant, shifted by one, scaled nor permuted"),
+    ],
+    ids=["left", "right", "scaled", "base", "permuted", "seven permuted", "noise"],
+)
+@pytest.mark.parametrize("size", [0.0, 0.005], ids=["exact", "as bfloat16"])
+def test_a_jump_has_the_name_of_its_signature(change, named, size, capsys):
+    watch, sampled = after_healthy(size=size), responses()
+    found = look(watch, 4, sampled, change(noisy(sampled[2], size)))
+    assert found == HEALTHY | {"mismatch/jump": 1}
+    (line,) = capsys.readouterr().err.split("\n")[1:-1]
+    assert line.startswith(f"warning: step 4: {named}")
+    assert "mismatch/logprob_abs_diff_mean is " in line
+
+
+def test_a_fault_that_lasts_is_said_less_and_less_often(capsys):
+    watch, sampled = after_healthy(), responses()
+    shifted = [np.roll(values, 1) for values in sampled[2]]
+    for step, trainer in enumerate((*[shifted] * 9, sampled[2], shifted), 4):
+        look(watch, step, sampled, trainer)
+    lines = capsys.readouterr().err.split("\n")
+    assert [line.split(": ")[1] for line in lines if line] == [f"step {step}" for step in (4, 5, 7, 11, 14)]
+
+
+def test_short_responses_of_zeros_are_named(capsys):
+    """Responses of fewer than eight tokens are no constant by themselves, but all of them are at a jump."""
+    watch, (prompts, tokens, logprobs) = after_healthy(), responses(length=3)
+    zeros = [np.zeros_like(values) for values in logprobs]
+    assert look(watch, 4, (prompts, tokens, zeros), logprobs) == HEALTHY | {"mismatch/jump": 1}
+    said = "warning: step 4: not_comparable: a constant in the place of log-probabilities, 0 everywhere ("
+    assert said in capsys.readouterr().err
+
+
+# ---- Constants ----
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+@pytest.mark.parametrize(("share", "length", "found"), [(1.0, 8, 32), (0.25, 8, 8), (0.2, 8, 0), (1.0, 7, 0)])
+def test_constants_are_counted_from_a_quarter_of_the_responses(value, share, length, found, capsys):
+    prompts, tokens, logprobs = responses(length=length)
+    constant = [np.full_like(x, value) if i < share * 32 - 0.5 else x for i, x in enumerate(logprobs)]
+    got = look(Watch(), 1, (prompts, tokens, constant), logprobs, staleness=1.0)
+    assert got["rollout/constant_responses"] == found
+    said = (
+        f"not_comparable: {found} of 32 responses have one log-probability at all their tokens ({value:g} in the first)"
+    )
+    assert (said in capsys.readouterr().err) == bool(found)
+
+
+def test_certain_tokens_have_one_number_on_both_sides(capsys):
+    """A policy that is sure of every token has 0 there in one engine, and -1e-7 here and there in the other."""
+    prompts, tokens, logprobs = responses(spread=1e-7)
+    zeros = [np.zeros_like(values) for values in logprobs]
+    assert look(Watch(), 1, (prompts, tokens, zeros), logprobs) == HEALTHY
+    assert capsys.readouterr().err == ""
+
+
+def test_what_an_environment_wrote_does_not_count(capsys):
+    """Seven sampled tokens with one number are too few, and the environment's zeros between them count as none."""
+    prompts, tokens, logprobs = responses(length=10)
+    turns = [np.array([1, 1, 1, 1, 0, 0, 0, 2, 2, 2], np.int32)] * 32
+    masked = [np.where(turns[0] > 0, np.float32(-1.0), np.float32(0.0)) for _ in logprobs]
+    assert look(Watch(), 1, (prompts, tokens, masked), masked, turns=turns)["rollout/constant_responses"] == 0
+    longer = [np.where(np.arange(10) > 1, 1, 0).astype(np.int32)] * 32
+    zeros = [np.where(longer[0] > 0, np.float32(-1.0), np.float32(0.0)) for _ in logprobs]
+    found = look(Watch(), 2, (prompts, tokens, zeros), logprobs, turns=longer)
+    assert found["rollout/constant_responses"] == 32
+
+
+# ---- Repeated responses ----
+
+
+def one_for_all(count, length, prompts=4):
+    asked, tokens, logprobs = responses(count, length, prompts)
+    return asked, [tokens[0]] * count, [logprobs[0]] * count
+
+
+def test_one_response_for_every_prompt_is_no_chance(capsys):
+    sampled = one_for_all(64, 12)
+    found = look(Watch(), 1, sampled, sampled[2])
+    assert found == HEALTHY | {"rollout/repeated_responses": 64}
+    said = (
+        "warning: step 1: not_comparable: 64 of 64 responses have the tokens and, to the bit, the log-probabilities of"
+    )
+    assert said in capsys.readouterr().err
+
+
+def test_two_long_equal_responses_of_other_prompts_count():
+    prompts, tokens, logprobs = responses()
+    tokens[31], logprobs[31] = tokens[0], logprobs[0]
+    assert look(Watch(), 1, (prompts, tokens, logprobs), logprobs)["rollout/repeated_responses"] == 2
+    tokens[7], logprobs[7] = tokens[0], logprobs[0]  # of the same prompt as the first one
+    assert look(Watch(), 1, (prompts, tokens, logprobs), logprobs)["rollout/repeated_responses"] == 3
+    one_prompt = [prompts[0]] * 32
+    assert look(Watch(), 1, (one_prompt, tokens, logprobs), logprobs) == HEALTHY
+
+
+def test_a_bit_makes_another_response():
+    prompts, tokens, logprobs = responses()
+    tokens[31], logprobs[31] = tokens[0], np.nextafter(logprobs[0], np.float32(0.0))
+    assert look(Watch(), 1, (prompts, tokens, logprobs), logprobs) == HEALTHY
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_answers_may_be_equal(length, capsys):
+    """Every prompt is answered with one of two words, whose log-probabilities take four values in 16 bits."""
+    prompts, _, _ = responses(64, length, 16)
+    tokens = [np.full(length, i % 2, np.int32) for i in range(64)]
+    values = np.float32([-0.6931472, -0.474077, -0.9740769, -1.3132616])
+    logprobs = [values[(i // 3 + np.arange(length)) % 4] for i in range(64)]
+    watch = Watch()
+    for step in (1, 2, 3):
+        assert look(watch, step, (prompts, tokens, logprobs), noisy(logprobs, 0.01)) == HEALTHY
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("length", [2, 3, 5])
+def test_one_short_response_for_all_is_named_by_its_jump(length, capsys):
+    """Its numbers fit one prompt only, so the trainer's differ."""
+    watch, sampled = after_healthy(), one_for_all(64, length)
+    found = look(watch, 4, sampled, responses(64, length)[2])
+    assert found == {"rollout/repeated_responses": 64, "rollout/constant_responses": 0, "mismatch/jump": 1}
+    assert "warning: step 4: not_comparable: 64 of 64 responses have the tokens" in capsys.readouterr().err
+
+
+# ---- Healthy batches ----
+
+
+def test_a_cut_distribution_and_a_rounded_cache_are_healthy(capsys):
+    """The sampler's numbers are of its cut distribution: each is larger than the trainer's by the cut mass."""
+    watch, coarse = Watch(), Watch()
+    for step in range(1, 30):
+        sampled = responses()
+        mass = [np.log(RNG.uniform(0.8, 1.0, len(values))).astype(np.float32) for values in sampled[2]]
+        trainer = [values + cut for values, cut in zip(sampled[2], mass, strict=True)]
+        assert look(watch, step, sampled, trainer) == HEALTHY
+        assert look(coarse, step, sampled, noisy(sampled[2], RNG.uniform(0.02, 0.3))) == HEALTHY
+    assert capsys.readouterr().err == ""
+
+
+def test_no_response_at_all():
+    row = {"step": 1, "rollout/staleness": 0.0, "mismatch/logprob_abs_diff_mean": 0.0, "mismatch/token_count": 0}
+    watch = Watch()
+    assert watch(row, [], lambda: TrainerValues([])) == HEALTHY
+    sampled = responses()
+    assert look(watch, 2, sampled, [values - np.float32(0.4) for values in sampled[2]]) == HEALTHY
+
+
+def test_earlier_rows_are_those_without_a_jump():
+    """Rows of an rljax that did not watch have no such key, and rows of failed evaluations may lack the mismatch."""
+    row = {"rollout/staleness": 0.0, "mismatch/token_count": 9, "mismatch/logprob_abs_diff_mean": 1e-3}
+    watch, sampled = Watch(), responses()
+    watch.read(
+        [row, row | {"mismatch/jump": 0}, *[row | {"mismatch/jump": 1, "mismatch/logprob_abs_diff_mean": 3.0}] * 9]
+    )
+    watch.read([{"step": 4}, row | {"mismatch/logprob_abs_diff_mean": None}])
+    assert look(watch, 12, sampled, noisy(sampled[2], 0.3))["mismatch/jump"] == 1
