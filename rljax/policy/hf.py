@@ -82,7 +82,7 @@ class Leaf(NamedTuple):
 
         Raises ValueError if a value that is read is not finite, or is not in ``dtype`` or ``computes_in``.
         """
-        names = np.asarray(self.names[index[: self.stacked]])
+        names = np.asarray(self.names[index[: self.stacked]], object)
         bounds = [slice(*s.indices(n)) for s, n in zip(index[self.stacked :], self.shape, strict=True)]
         sizes = [bound.stop - bound.start for bound in bounds]
         result = np.empty((names.size, *sizes), dtype)
@@ -226,8 +226,8 @@ def read_leaves(
 ) -> Params:
     """Reads the pytree of ``leaves`` (``leaves_of``) in ``dtype`` from opened tensors, by name (``open_tensors``).
 
-    ``shardings`` and ``computes_in`` are as in ``load_params``. Messages name the ``directory`` of the files, and ``shapes_from`` as the
-    origin of the expected shapes.
+    ``shardings`` and ``computes_in`` are as in ``load_params``. Messages name the ``directory`` of the files, and
+    ``shapes_from`` as the origin of the expected shapes.
 
     Raises:
       ValueError: A tensor is missing, or has another shape or dtype, or a value that is not finite. The message names
