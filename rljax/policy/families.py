@@ -30,10 +30,13 @@ class Family:
     fields: Mapping[str, str] = field(default_factory=dict)  # the keys of this family's own fields, by our field names
     aliases: Mapping[str, str] = field(default_factory=dict)  # alternative keys in some files, by the usual key
     free_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_heads
+    windows_by_layer: bool = True  # whether the file says which layers have a sliding window; otherwise all have it
 
 
 _FIXED = {"hidden_act": "silu", "use_sliding_window": False}
 """The features that every family fixes, because no policy here computes anything else."""
+_PLAIN_ROPE = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0}
+"""The values of plain rotary embeddings. ``type`` is the old name of ``rope_type``."""
 # Qwen2 and Qwen2.5: query, key and value have a bias and no norm. vLLM's Qwen2 does not read head_dim.
 QWEN2 = Family(
     model_type="qwen2",
@@ -71,6 +74,7 @@ QWEN3_MOE = Family(
         "normalize_gates": "norm_topk_prob",
     },
     aliases={"num_experts": "num_local_experts"},
+    windows_by_layer=False,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE)}
 """The families by ``model_type``."""
@@ -88,7 +92,7 @@ _FLOATS = ("rope_theta", "rms_norm_eps", "initializer_range")
 
 
 def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
-    """Reads a ``config.json`` dictionary, in the form of transformers v5 (``rope_parameters``) or the older form.
+    """Reads a ``config.json`` dictionary as transformers v5 does, in its form or the older one (``rope_scaling``).
 
     Raises:
       ValueError: No policy here computes the model type or a feature (sliding window, scaled RoPE, another activation,
@@ -100,12 +104,12 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     if family is None:
         raise ValueError(f"model_type must be one of {', '.join(sorted(FAMILIES))}, got {raw.get('model_type')!r:.60}")
     raw = {key: raw.get(other) for key, other in family.aliases.items()} | raw
-    rope = _check_features(raw, family)
+    _check_features(raw, family)
     keys = {**_KEYS, **family.fields}
     values: dict[str, Any] = {
         **family.defaults,
         **{name: raw[key] for name, key in keys.items() if raw.get(key) is not None},
-        "rope_theta": rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+        "rope_theta": _rope_theta(raw, family),
     }
     for name in (*SIZES, *family.fields):
         if name not in values and name != "head_dim":
@@ -123,19 +127,44 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     return config
 
 
-def _check_features(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """Raises ValueError for a feature that the family's policy does not compute, and returns the rotary parameters."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters must be an object, got {rope!r:.60}")
-    features = {**raw, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    for key, only in {**family.fixed, "rope_type": "default", "quantization_config": None}.items():
-        if (features.get(key) or only) != only:
-            raise ValueError(f"{key} = {features[key]!r:.60} is not supported by the {family.model_type} policy")
+def _check_features(raw: Mapping[str, Any], family: Family) -> None:
+    """Raises ValueError for a feature that the family's policy does not compute."""
     layer_types = raw.get("layer_types") or ["full_attention"]
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise ValueError(f"layer_types = {layer_types!r:.60} is not supported: each must be 'full_attention'")
-    return rope
+    fixed = {**family.fixed, "partial_rotary_factor": 1.0, "quantization_config": None}
+    if raw.get("use_sliding_window") is True and _covers_no_layer(raw, family):
+        del fixed["use_sliding_window"]
+    for key, only in fixed.items():
+        if (raw.get(key) or only) != only:
+            raise ValueError(f"{key} = {raw[key]!r:.60} is not supported by the {family.model_type} policy")
+
+
+def _covers_no_layer(raw: Mapping[str, Any], family: Family) -> bool:
+    """Whether no layer has the sliding window that the file switches on, given that ``layer_types`` names no window."""
+    if raw.get("sliding_window", ...) is None:
+        return True
+    if not family.windows_by_layer:
+        return False
+    first, layers = raw.get("max_window_layers"), raw.get("num_hidden_layers")
+    return bool(raw.get("layer_types")) or (type(first) is type(layers) is int and first >= layers)
+
+
+def _rope_theta(raw: Mapping[str, Any], family: Family) -> Any:
+    """Returns the base of the rotary frequencies.
+
+    Raises ValueError for rotary settings that the family's policy does not compute.
+    """
+    for where in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(where) or {}
+        if not isinstance(rope, dict):
+            raise ValueError(f"{where} must be an object, got {rope!r:.60}")
+        for name, value in ({"rope_type": rope.get("type")} | rope).items():
+            if name != "rope_theta" and value not in (None, _PLAIN_ROPE.get(name)):
+                raise ValueError(f"{where}: {name} = {value!r:.60} is not supported by the {family.model_type} policy")
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    thetas = rope.get("rope_theta"), raw.get("rope_theta"), 10_000.0
+    return next(theta for theta in thetas if theta is not None)
 
 
 def _is_of_type(name: str, value: Any) -> bool:
@@ -145,7 +174,8 @@ def _is_of_type(name: str, value: Any) -> bool:
     if name in _BOOLEANS:
         return isinstance(value, bool)
     if name in _FLOATS:
-        return type(value) in (int, float) and 0 <= value < 1e30
+        is_sensible = type(value) in (int, float) and 0 <= value < 1e30
+        return is_sensible and (value > 0 or name != "rope_theta")
     return type(value) is int and 0 <= value < 2**31
 
 

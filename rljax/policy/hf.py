@@ -39,6 +39,7 @@ CHUNK_BYTES = 2**29
 """The most bytes that are transposed and copied to the host at once, unless one layer is larger."""
 
 _THREADS = min(8, os.cpu_count() or 1)
+_BLOCK = 2**20  # the elements whose finiteness is checked at a time
 _DTYPES = ("F16", "BF16", "F32", "F64")
 Label = TypeVar("Label")
 _SIDE_FILES = (
@@ -107,9 +108,12 @@ class Leaf(NamedTuple):
             # The copy of the layers has a program of its own: fused with the transposition it is slow on a CPU.
             yield np.ravel(names[start : start + taken]), layout(_layers(part, np.int32(start), taken))
 
-    def read(self, sources: Mapping[str, Any], dtype: Any, index: Any) -> np.ndarray:
-        """Reads the part ``index`` of the parameter from the opened tensors of the files, by name."""
-        names = np.asarray(self.names[index[: self.stacked]])
+    def read(self, sources: Mapping[str, Any], dtype: Any, computes_in: Any, index: Any) -> np.ndarray:
+        """Reads the part ``index`` of the parameter from the opened tensors of the files, by name.
+
+        Raises ValueError if a value that is read is not finite, or is not in ``dtype`` or ``computes_in``.
+        """
+        names = np.asarray(self.names[index[: self.stacked]], object)
         bounds = [slice(*s.indices(n)) for s, n in zip(index[self.stacked :], self.shape, strict=True)]
         sizes = [bound.stop - bound.start for bound in bounds]
         result = np.empty((names.size, *sizes), dtype)
@@ -117,10 +121,12 @@ class Leaf(NamedTuple):
         def fill(whole: np.ndarray, name: str) -> None:
             part = sources[name][self.hf_slices(bounds)]
             # One copy casts the part and brings it into the layout of the policy.
-            if self.inputs is None:
-                np.copyto(whole, part, casting="unsafe")
-            else:
-                np.copyto(whole.reshape(part.shape[::-1]), part.T, casting="unsafe")
+            with np.errstate(over="ignore"):
+                if self.inputs is None:
+                    np.copyto(whole, part, casting="unsafe")
+                else:
+                    np.copyto(whole.reshape(part.shape[::-1]), part.T, casting="unsafe")
+            _check_finite(name, part, whole, computes_in)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(fill, result, np.ravel(names)))
@@ -155,6 +161,21 @@ def _file_layout(layers: jax.Array, stacked: int, inputs: int | None, dtype: Any
     if not inputs:
         return cast.reshape(-1, math.prod(shape))
     return jnp.swapaxes(cast.reshape(-1, math.prod(shape[:inputs]), math.prod(shape[inputs:])), 1, 2)
+
+
+def _check_finite(name: str, stored: np.ndarray, read: np.ndarray, computes_in: Any) -> None:
+    """Raises ValueError if a value of a tensor is not finite: as it is ``stored``, as it is ``read``, or later."""
+    flat, largest = read.reshape(-1), float(jnp.finfo(computes_in).max)
+    blocks = (flat[start : start + _BLOCK].astype(np.float32, copy=False) for start in range(0, flat.size, _BLOCK))
+    if all(-largest <= block.min() and block.max() <= largest for block in blocks):  # False if one of them is NaN
+        return
+    with np.errstate(over="ignore"):
+        forms = {"NaN or infinite values": stored}
+        for values in (read, read.astype(computes_in)):
+            forms[f"values that are infinite in {values.dtype.name}"] = values
+    for said, values in forms.items():
+        if not np.isfinite(values.astype(float)).all():
+            raise ValueError(f"tensor {name!r} holds {said}")
 
 
 def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], HFTensor]) -> Iterator[Leaf]:
@@ -218,15 +239,21 @@ def _files_of_index(path: Path) -> list[str]:
 
 
 def load_params(
-    directory: str | Path, config: PolicyConfig, shardings: Params | None = None, dtype: Any = jnp.float32
+    directory: str | Path,
+    config: PolicyConfig,
+    shardings: Params | None = None,
+    dtype: Any = jnp.float32,
+    *,
+    computes_in: Any = None,
 ) -> Params:
     """Reads a safetensors directory (one file, or several with an index), by default into float32 masters.
 
     The tensors may be F16, BF16, F32 or F64. ``shardings`` has a NamedSharding at each leaf. Without it everything is
-    on the default device.
+    on the default device. ``computes_in`` is the dtype to which the parameters will be cast, or None for ``dtype``.
 
     Raises:
-      ValueError: A tensor is missing, or has another shape or dtype, or the head of a tied policy is another table.
+      ValueError: A tensor is missing, or has another shape or dtype, or a value that is not finite in the file, in
+        ``dtype`` or in ``computes_in``, or the head of a tied policy is another table.
     """
     sources = _open_sources(Path(directory))
     if config.tie_word_embeddings and not _is_tied(sources):
@@ -235,7 +262,9 @@ def load_params(
             "to false, or delete the tensor"
         )
     leaves = policy_leaves(config)
-    return read_leaves(sources, leaves, shardings, dtype, directory=directory, shapes_from="config.json")
+    return read_leaves(
+        sources, leaves, shardings, dtype, directory=directory, shapes_from="config.json", computes_in=computes_in
+    )
 
 
 def _is_tied(sources: Mapping[str, Any]) -> bool:
@@ -258,21 +287,23 @@ def read_leaves(
     *,
     directory: str | Path,
     shapes_from: str,
+    computes_in: Any = None,
 ) -> Params:
     """Reads the pytree of ``leaves`` (``leaves_of``) in ``dtype`` from opened tensors, by name (``open_tensors``).
 
-    ``shardings`` is as in ``load_params``. Messages name the ``directory`` of the files, and ``shapes_from`` as the
-    origin of the expected shapes.
+    ``shardings`` and ``computes_in`` are as in ``load_params``. Messages name the ``directory`` of the files, and
+    ``shapes_from`` as the origin of the expected shapes.
 
     Raises:
-      ValueError: A tensor is missing, or has another shape or dtype. The message names it. Nothing is placed then.
+      ValueError: A tensor is missing, or has another shape or dtype, or a value that is not finite. The message names
+        it. Every tensor is looked for before the first one is placed.
     """
     placed = flatten_dict(shardings or {})
     params, leaves = {}, list(leaves)
     for leaf in leaves:
         for name in np.ravel(leaf.names):
             if name not in sources:
-                raise ValueError(f"{directory}: tensor {name!r} is missing")
+                raise ValueError(f"{directory}: tensor {name!r} is missing{_said_packed(name, sources)}")
             shape, stored = tuple(sources[name].get_shape()), sources[name].get_dtype()
             where = f"{directory}: tensor {name!r} has"
             if stored not in _DTYPES:
@@ -281,12 +312,23 @@ def read_leaves(
                 raise ValueError(f"{where} shape {shape}, expected {leaf.hf_shape} from {shapes_from}")
     for leaf in leaves:
         whole = leaf.names.shape + leaf.shape
-        read = functools.partial(leaf.read, sources, jnp.dtype(dtype))
-        if shardings is None:
-            params[leaf.path] = jnp.asarray(read((slice(None),) * len(whole)))
-        else:
-            params[leaf.path] = jax.make_array_from_callback(whole, placed[leaf.path], read)
+        read = functools.partial(leaf.read, sources, jnp.dtype(dtype), jnp.dtype(computes_in or dtype))
+        with naming(directory):
+            if shardings is None:
+                params[leaf.path] = jnp.asarray(read((slice(None),) * len(whole)))
+            else:
+                params[leaf.path] = jax.make_array_from_callback(whole, placed[leaf.path], read)
     return unflatten_dict(params)
+
+
+def _said_packed(name: str, sources: Iterable[str]) -> str:
+    """Returns how to save the model if transformers has packed a missing tensor's experts into one tensor, or ""."""
+    above, experts, _ = name.partition(".experts.")
+    parts = [other.removeprefix(above + experts) for other in sources if experts and other.startswith(above + experts)]
+    packed = [part for part in parts if not part[:1].isdigit()]
+    if not packed:
+        return ""
+    return f": {above + experts + packed[0]!r} packs its layer's experts; save the model with save_original_format=True"
 
 
 def hf_tensors(

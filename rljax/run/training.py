@@ -85,7 +85,8 @@ def initial_params(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
     """
     lora = config.lora
     if not lora.rank:
-        return load_params(config.model.path, policy, param_shardings(policy, mesh))
+        dtype = config.precision.compute_dtype
+        return load_params(config.model.path, policy, param_shardings(policy, mesh), computes_in=dtype)
     shardings = TrainedParams(policy, lora).shardings(mesh)
     if lora.adapter is not None:
         return load_adapters(lora.adapter, policy, lora, shardings)

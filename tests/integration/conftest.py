@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 SUPPORT = str(HERE.parent / "support")
 MAX_LEN = 512
 TIED = {"bfloat16": True, "float16": False, "float32": True}
+REPEATED = {"bfloat16"}  # the dtypes whose tied model has the head in its files, like Qwen3-0.6B as it is published
 
 
 def _python() -> str | None:
@@ -141,11 +142,12 @@ def vllm_interpreter() -> str:
 
 
 @pytest.fixture(scope="session")
-def make_model(tmp_path_factory) -> Callable[[bool], Model]:
+def make_model(tmp_path_factory) -> Callable[..., Model]:
     @functools.cache
-    def make(tied: bool) -> Model:
+    def make(tied: bool, repeats_head: bool = False) -> Model:
         import torch
         from transformers import Qwen3Config, Qwen3ForCausalLM
+        from transformers_models import repeat_head
 
         torch.manual_seed(0)
         path = tmp_path_factory.mktemp("tied" if tied else "untied")
@@ -164,6 +166,8 @@ def make_model(tmp_path_factory) -> Callable[[bool], Model]:
             eos_token_id=1,
         )
         Qwen3ForCausalLM(config).save_pretrained(path)
+        if repeats_head:
+            repeat_head(path)
         policy = read_config(path)
         return Model(path, policy, load_params(path, policy), json.loads((path / "config.json").read_text()))
 
@@ -213,14 +217,14 @@ def serve() -> Callable[[ServerProcess, Model, str], Served]:
 class Servers:
     """The server of one dtype at a time. A request for another dtype ends it, and a dead server is started again."""
 
-    def __init__(self, make_model: Callable[[bool], Model], start_server: Callable[..., ServerProcess]) -> None:
+    def __init__(self, make_model: Callable[..., Model], start_server: Callable[..., ServerProcess]) -> None:
         self._make_model, self._start_server = make_model, start_server
         self._current: Served | None = None
 
     def of(self, dtype: str) -> Served:
         if self._current is None or self._current.dtype != dtype or not self.alive():
             self.stop()
-            model = self._make_model(TIED[dtype])
+            model = self._make_model(TIED[dtype], dtype in REPEATED)
             self._current = Served(self._start_server(model, dtype), model, dtype)
         return self._current
 

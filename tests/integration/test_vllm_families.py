@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from transformers_models import repeat_head
 from vllm_checks import OTHER_BITS, OUT_OF_BAND
 
 from rljax.compare.layers.differences import compare_layers
@@ -27,7 +28,7 @@ SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_lay
 SHAPES = {
     "qwen3_moe": PolicyConfig(
         **SIZES, num_kv_heads=1, head_dim=32, family="qwen3_moe", max_position_embeddings=1024, initializer_range=0.1,
-        num_experts=8, experts_per_token=2, expert_size=32, normalize_gates=True,
+        num_experts=8, experts_per_token=2, expert_size=32, normalize_gates=True, tie_word_embeddings=True,
     ),
     "qwen2": PolicyConfig(
         **SIZES, num_kv_heads=2, head_dim=32, family="qwen2", max_position_embeddings=1024, initializer_range=0.1,
@@ -56,6 +57,8 @@ def served(request, start_server, tmp_path_factory):
     config, params = SHAPES[family], parameters(family)
     path = tmp_path_factory.mktemp(family)
     save_params(path, init_params(config, 7), config, jnp.dtype(dtype))
+    if dtype == "bfloat16":
+        repeat_head(path)
     model = Model(path, config, params, json.loads(json.dumps(config_to_hf(config, dtype))))
     server = start_server(model, dtype)
     yield Served(server, model, dtype)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rljax.errors import HandshakeError
+from rljax.policy.hf import SINGLE_NAME, open_tensors
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import free_port
@@ -95,6 +96,39 @@ def test_vocabulary_and_shape(float32):
         "num_hidden_layers is 2, expected 3 (another model)",
         "tie_word_embeddings is True, expected False (another model)",
     ]
+
+
+@pytest.mark.parametrize("change", [{"rope_type": "yarn", "factor": 1.5}, {"rope_theta": 12_345.0}])
+def test_rotary_settings(float32, rpc, change):
+    plain = float32.model.hf_config["rope_parameters"]
+    changed = {"rope_type": "default"} | plain | change
+    rpc("sabotage_rope", json.dumps(changed))
+    try:
+        assert refused(float32) == f"rope_parameters is {changed}, expected {plain} (another model)"
+    finally:
+        rpc("sabotage_rope", json.dumps(plain))
+    float32.engine().close()
+
+
+def test_a_head_that_the_files_repeat_is_tied(bfloat16, prompts):
+    """vLLM's own configuration says untied for such files. Two publishes are proven, and the second one is used."""
+    model = bfloat16.model
+    assert model.hf_config["tie_word_embeddings"]
+    assert "lm_head.weight" in open_tensors(model.path / SINGLE_NAME)
+    line = "tie_word_embeddings is True, expected False (another model)"
+    assert refused(bfloat16, hf_config={"tie_word_embeddings": False}) == line
+    engine = bfloat16.engine()
+    try:
+        for version in (1, 2):
+            metrics = engine.publish(model.moved(version), version)
+            assert metrics["publish/verified_tensors"] == len(model.checksums("bfloat16")(model.params)) == 24
+        responses = list(engine.generate(prompts, 4, SamplingParams(24), seed=0))
+    finally:
+        engine.close()
+    scored = bfloat16.score(model.moved(2), [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses])
+    gaps = np.concatenate([np.abs(s[-r.length :] - r.logprobs) for s, r in zip(scored, responses, strict=True)])
+    print(len(gaps), gaps.mean())
+    assert gaps.mean() < 0.03
 
 
 def test_length(float32):

@@ -19,7 +19,7 @@ DOWN, QUERY = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.q
 
 @pytest.fixture(scope="module")
 def unpacked(start_server, make_model):
-    model = make_model(True)
+    model = make_model(True, repeats_head=True)
     server = start_server(model, "bfloat16", unpacked=True)
     yield Served(server, model, "bfloat16")
     server.stop()

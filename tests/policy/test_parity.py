@@ -15,6 +15,7 @@ from transformers_models import (
     hf_model,
     jax_logits,
     mixture,
+    repeat_head,
     torch,
     torch_logits,
     transformers,
@@ -22,7 +23,7 @@ from transformers_models import (
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
-from rljax.policy.hf import INDEX_NAME, SINGLE_NAME, load_params, save_params
+from rljax.policy.hf import INDEX_NAME, SINGLE_NAME, load_params, open_tensors, save_params
 from rljax.policy.model import init_params, param_shardings
 from rljax.policy.score import make_scorer
 from rljax.sharding import MeshConfig, make_mesh
@@ -54,6 +55,61 @@ def test_logits_match_transformers_both_ways(case, tmp_path):
     save_params(tmp_path / "ours", params, config)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
     np.testing.assert_array_equal(torch_logits(back, tokens), expected)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen2", "Qwen3Moe"])
+def test_a_head_that_the_files_repeat_is_the_table(family, tmp_path):
+    model = hf_model(SHAPES[0], family, **(mixture(*MIXTURES[0]) if family == "Qwen3Moe" else {}))
+    model.save_pretrained(tmp_path)
+    config = read_config(tmp_path)
+    before = load_params(tmp_path, config)
+    repeat_head(tmp_path)
+    params = load_params(tmp_path, config)
+    jax.tree.map(np.testing.assert_array_equal, params, before)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
+    tokens = np.random.default_rng(1).integers(0, SHAPES[0][0], (2, 9))
+    np.testing.assert_allclose(jax_logits(params, config, tokens), torch_logits(theirs, tokens), atol=1e-5, rtol=0)
+    save_params(tmp_path, params, config)
+    assert "lm_head.weight" not in open_tensors(tmp_path / SINGLE_NAME)
+
+
+def test_packed_experts_are_named(tmp_path):
+    hf_model(SHAPES[0], "Qwen3Moe", **mixture(*MIXTURES[0])).save_pretrained(tmp_path, save_original_format=False)
+    with pytest.raises(ValueError, match=r"experts\.\w+' packs its layer's experts; save .* save_original_format=True"):
+        load_params(tmp_path, read_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "file", "computes_in", "said"),
+    [
+        ("model.norm.weight", np.nan, torch.float32, "float32", "NaN or infinite values"),
+        ("model.layers.1.mlp.up_proj.weight", np.inf, torch.bfloat16, "bfloat16", "NaN or infinite values"),
+        ("model.layers.0.self_attn.k_proj.weight", -np.inf, torch.float16, None, "NaN or infinite values"),
+        ("model.embed_tokens.weight", 1e300, torch.float64, None, "values that are infinite in float32"),
+        ("model.embed_tokens.weight", -65_520.0, torch.float32, "float16", "values that are infinite in float16"),
+        ("model.embed_tokens.weight", 65_519.0, torch.float32, "float16", None),
+        ("model.embed_tokens.weight", 3.39e38, torch.float32, "bfloat16", None),
+        ("model.embed_tokens.weight", 3.4e38, torch.float32, "bfloat16", "values that are infinite in bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_value_that_is_not_finite_is_refused_by_its_tensor(
+    name, value, file, computes_in, said, is_sharded, tmp_path, recwarn
+):
+    config = small_config()
+    save_params(tmp_path, init_params(config, 0), config)
+    tensors = safetensors.torch.load_file(tmp_path / SINGLE_NAME)
+    tensors[name] = tensors[name].to(file)
+    tensors[name].view(-1)[-1] = value
+    safetensors.torch.save_file(tensors, tmp_path / SINGLE_NAME)
+    shardings = param_shardings(config, make_mesh(MeshConfig(1, 1), jax.devices()[:1])) if is_sharded else None
+    if said is None:
+        load_params(tmp_path, config, shardings, computes_in=computes_in)
+    else:
+        with pytest.raises(ValueError, match=f"^{tmp_path}: tensor '{name}' holds {said}$"):
+            load_params(tmp_path, config, shardings, computes_in=computes_in)
+    assert not [warning for warning in recwarn if "cast" in str(warning.message)]
 
 
 def test_old_and_new_rope_forms_read_alike(tmp_path):

@@ -119,6 +119,10 @@ K_A = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
         (lambda folder: change_tensors(folder, lambda t: t.pop(K_A)), "k_proj.lora_A.weight' is missing"),
         (lambda folder: change_tensors(folder, lambda t: t.update({K_A: t[K_A][:, 1:].copy()})), "has shape .2, 31."),
         (lambda folder: change_tensors(folder, lambda t: t.update({"more": t[K_A]})), "'more' belongs to no layer"),
+        (
+            lambda folder: change_tensors(folder, lambda t: t.update({K_A: t[K_A] * np.inf})),
+            "k_proj.lora_A.weight' holds NaN or infinite values",
+        ),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(break_it, part, tmp_path):

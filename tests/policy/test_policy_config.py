@@ -1,5 +1,6 @@
 """Tests of a ``config.json``: settings that the policy refuses, and values that count as not given."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,6 +10,25 @@ from rljax.policy.families import config_from_hf, config_to_hf, read_config
 
 POLICY = PolicyConfig(32, 32, 64, 3, 4, 2, 8, eos_token_id=(3, 4))
 RAW = config_to_hf(POLICY, "float32")
+YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+# The settings of scaled rotary embeddings, and the place and name in the message.
+SCALED = [
+    ({"rope_parameters": {"rope_type": "yarn", **YARN}}, "rope_parameters", "rope_type"),
+    ({"rope_parameters": {"type": "dynamic", "factor": 2.0}}, "rope_parameters", "rope_type"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_scaling", "rope_type"),
+    ({"rope_scaling": {"rope_type": "yarn", **YARN}}, "rope_scaling", "rope_type"),
+    ({"rope_scaling": {"type": "yarn", **YARN}}, "rope_scaling", "rope_type"),
+    ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope_scaling", "type"),
+    ({"rope_scaling": {"factor": 2.0}}, "rope_scaling", "factor"),
+    ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_type": "llama3"}}, "rope_parameters", "rope_type"),
+    ({"rope_scaling": {"type": "default", "mrope_section": [2, 1, 1]}}, "rope_scaling", "mrope_section"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 7e5}}}, "rope_parameters", "full_attention"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters", "partial_rotary_factor"),
+]
+FULL = ["full_attention"] * 3
+SIZES_OF_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+# Sliding windows that have a layer, or may have one.
+WINDOWS = [{}, *({"max_window_layers": first} for first in (2, None, "9"))]
 
 
 @pytest.mark.parametrize(
@@ -16,10 +36,12 @@ RAW = config_to_hf(POLICY, "float32")
     [
         ({"model_type": "llama"}, "model_type must be one of .*qwen3.*, got 'llama'"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
-        ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn' is not supported"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope_type = 'linear' is not supported"),
+        *(({"use_sliding_window": True} | window, "use_sliding_window = True is not supported") for window in WINDOWS),
+        *((change, f"{where}: {name} = .* is not supported by the qwen3") for change, where, name in SCALED),
+        ({"rope_scaling": ["yarn"]}, r"rope_scaling must be an object, got \['yarn'\]"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta cannot be 0"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config = {'bits': 4} is not supported"),
         ({"hidden_size": None}, "config.json has no 'hidden_size'"),
         ({"num_hidden_layers": 0}, "num_layers must be at least 1, got 0"),
@@ -37,6 +59,51 @@ def test_a_qwen2_whose_heads_vllm_would_read_otherwise_is_named():
     assert config_from_hf({name: value for name, value in raw.items() if name != "head_dim"}).head_dim == 8
     with pytest.raises(ValueError, match="head_dim of a qwen2 must be hidden_size / num_heads, got 16"):
         config_from_hf(raw | {"head_dim": 16})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": None},
+        {"rope_scaling": {}},
+        {"rope_scaling": {"rope_type": "default", "rope_theta": 12_345.0}},
+        {"rope_scaling": {"type": "default"}},
+        {"rope_scaling": {"type": "default"}, "rope_theta": 3e5},
+        {"rope_parameters": {"rope_theta": 12_345, "partial_rotary_factor": 1.0}},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 3e5},
+        {"rope_parameters": None, "rope_theta": None},
+        {"rope_parameters": None, "rope_theta": 3e5, "rope_scaling": {"rope_theta": 4e5}},
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+def test_the_base_of_the_angles_is_transformers(family, change, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    raw = {name: value for name, value in (RAW | {"model_type": family} | change).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(SIZES_OF_EXPERTS | raw))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert theirs["rope_type"] == "default"
+    assert read_config(tmp_path).rope_theta == theirs["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    "window", [{"max_window_layers": 3}, {"max_window_layers": 28}, {"sliding_window": None}, {"layer_types": FULL}]
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_window_that_covers_no_layer_is_none(family, window, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    raw = RAW | {"model_type": family, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} | window
+    assert config_from_hf(raw) == dataclasses.replace(POLICY, family=family)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert transformers.AutoConfig.from_pretrained(tmp_path).layer_types == FULL
+
+
+@pytest.mark.parametrize("window", [{"max_window_layers": 28}, {"layer_types": FULL}])
+def test_a_mixtures_window_covers_all_layers(window):
+    """Transformers reads no layers for it: every layer has the window."""
+    raw = SIZES_OF_EXPERTS | RAW | {"model_type": "qwen3_moe", "use_sliding_window": True, "sliding_window": 8}
+    with pytest.raises(ValueError, match="use_sliding_window = True is not supported by the qwen3_moe"):
+        config_from_hf(raw | window)
+    assert config_from_hf(raw | {"sliding_window": None}).family == "qwen3_moe"
 
 
 def test_sliding_layers_are_named():

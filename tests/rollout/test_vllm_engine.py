@@ -11,7 +11,7 @@ from glossary import glossary
 from served_engines import PARAMS, PROMPTS, make
 from small_disk import fill, small_disk
 from stopping import StopWhen
-from vllm_fake import FakeVllm
+from vllm_fake import SHAPE, FakeVllm
 
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
 from rljax.rollout.form import ServerForm
@@ -507,6 +507,18 @@ def test_the_servers_head_must_compute_in_the_trainers_dtype(fake):
         f"{fake.url}: the LM head computes in float32, expected bfloat16 (precision.lm_head_dtype): start without "
         '--head-dtype float32, which is vLLM\'s --hf-overrides \'{"head_dtype": "float32"}\''
     )
+
+
+def test_the_servers_rotary_settings_must_be_the_trainers(fake):
+    """The description of an older plugin lacks them, and they are not compared."""
+    fake.described = {"shape": {name: value for name, value in SHAPE.items() if name != "rope_parameters"}}
+    make(fake.url).close()
+    theirs = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+    fake.described = {"shape": SHAPE | {"rope_parameters": theirs}}
+    with pytest.raises(HandshakeError) as caught:
+        make(fake.url)
+    ours = SHAPE["rope_parameters"]
+    assert str(caught.value) == f"{fake.url}: rope_parameters is {theirs}, expected {ours} (another model)"
 
 
 def test_a_form_that_nobody_named_is_refused_with_its_key(fake):

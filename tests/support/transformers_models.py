@@ -1,12 +1,15 @@
 """Random tiny models of transformers, and the logits of a model in transformers and in JAX."""
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.torch
 
+from rljax.policy.hf import SINGLE_NAME
 from rljax.policy.model import hidden_states, lm_head_table
 
 torch = pytest.importorskip("torch")
@@ -54,6 +57,13 @@ def hf_model(shape, family="Qwen3", seed=0, **more):
             if "norm" in name or "bias" in name:
                 parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
     return model
+
+
+def repeat_head(directory: Path) -> None:
+    """Writes the embedding table a second time, as the LM head, as in the published files of Qwen3-0.6B and 1.7B."""
+    tensors = safetensors.torch.load_file(directory / SINGLE_NAME)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    safetensors.torch.save_file(tensors, directory / SINGLE_NAME, metadata={"format": "pt"})
 
 
 def jax_logits(params, config, tokens):

@@ -33,6 +33,7 @@ SHAPE = {
     "num_key_value_heads": 1,
     "head_dim": 8,
     "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
 }
 
 

@@ -148,5 +148,9 @@ class Sabotage(vllm_plugin.WorkerExtension):
         config.hf_config.head_dtype = dtype
         self.model_runner.model.logits_processor.head_dtype = config.head_dtype
 
+    def sabotage_rope(self, settings: str) -> None:
+        """Sets the rotary settings that ``--hf-overrides`` sets before the start, but only in the description."""
+        self.vllm_config.model_config.hf_text_config.rope_parameters = json.loads(settings)
+
     def sabotage_default_sampling(self, params: str) -> None:
         self.vllm_config.model_config.override_generation_config = json.loads(params)

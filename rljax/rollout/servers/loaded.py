@@ -7,6 +7,7 @@ from typing import Any
 
 # The Hugging Face tensors of each expert in a parameter of vLLM's mixtures, by the name of the parameter.
 _EXPERT_PARTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
+_CHUNKS = "dual_chunk_attention_config"  # vLLM's setting of other angles, which transformers does not read
 
 
 class ModelTensors:
@@ -87,10 +88,23 @@ def _expert_parts(layer: Any, own: str, parameter: Any) -> Iterator[Any]:
             yield from (gate[:f, :d], up[:f, :d])
 
 
-def described_shape(text: Any, head_dim: int) -> dict[str, Any]:
-    """Returns the sizes of a model that the handshake compares, by the names of ``config.json``.
+def has_tied_head(model: Any, text: Any) -> bool:
+    """Returns whether the LM head of a torch model multiplies with the embedding table.
 
-    ``text`` is the configuration of the language model, as transformers reads it.
+    The parameters decide. vLLM ties a head that its files repeat only after loading, and its configuration ``text``
+    says untied then. ``text`` decides in a worker without one of the two parameters.
+    """
+    layers = getattr(model, "lm_head", None), getattr(getattr(model, "model", None), "embed_tokens", None)
+    head, table = (getattr(layer, "weight", None) for layer in layers)
+    if head is None or table is None:
+        return bool(getattr(text, "tie_word_embeddings", False))
+    return head is table
+
+
+def described_shape(text: Any, head_dim: int, *, tied: bool) -> dict[str, Any]:
+    """Returns the sizes and rotary settings of a model that the handshake compares, by the names of ``config.json``.
+
+    ``text`` is the configuration of the language model, as transformers reads it. ``tied`` is ``has_tied_head``.
     """
     return {
         "vocab_size": text.vocab_size,
@@ -103,5 +117,18 @@ def described_shape(text: Any, head_dim: int) -> dict[str, Any]:
         "num_experts": getattr(text, "num_experts", None),
         "num_experts_per_tok": getattr(text, "num_experts_per_tok", None),
         "moe_intermediate_size": getattr(text, "moe_intermediate_size", None),
-        "tie_word_embeddings": bool(getattr(text, "tie_word_embeddings", False)),
+        "tie_word_embeddings": tied,
+        "rope_parameters": _described_rope(text),
     }
+
+
+def _described_rope(text: Any) -> dict[str, Any]:
+    """Returns the rotary settings of a configuration, without those that change nothing.
+
+    Before version 5 transformers has them in ``rope_scaling`` and ``rope_theta``.
+    """
+    rope = getattr(text, "rope_parameters", None)
+    rope = rope or {"rope_theta": getattr(text, "rope_theta", None), **(getattr(text, "rope_scaling", None) or {})}
+    rope = {"rope_type": rope.get("type", "default"), **rope, _CHUNKS: getattr(text, _CHUNKS, None)}
+    idle = {"type": rope["rope_type"], "partial_rotary_factor": 1.0}
+    return {name: value for name, value in rope.items() if value not in (None, idle.get(name))}

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from rljax.rollout.servers.loaded import ModelTensors, described_shape
+from rljax.rollout.servers.loaded import ModelTensors, described_shape, has_tied_head
 from rljax.rollout.servers.sglang.server import ROOM
 from rljax.weights.access import KEY_FILE, RequireKey
 from rljax.weights.format import PROTOCOL
@@ -50,7 +50,7 @@ class Worker:
     def rljax_describe(self, runner: Any) -> dict[str, Any]:
         """Returns the facts that the trainer compares at the handshake, as plain JSON."""
         model, args = runner.model_config, runner.server_args
-        dtype = _name(model.dtype)
+        dtype, text = _name(model.dtype), model.hf_text_config
         return {
             "protocol": PROTOCOL,
             "sglang": sglang.__version__,
@@ -63,7 +63,7 @@ class Worker:
             "block_size": runner.page_size or 1,
             "has_prefix_cache": not args.disable_radix_cache,
             "preferred_sampling": args.preferred_sampling_params,
-            "shape": described_shape(model.hf_text_config, model.head_dim),
+            "shape": described_shape(text, model.head_dim, tied=has_tied_head(runner.model, text)),
         }
 
     def rljax_show(self, runner: Any, probe: Mapping[str, Any]) -> None:

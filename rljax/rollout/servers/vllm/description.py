@@ -12,8 +12,11 @@ from rljax.rollout.servers.loaded import described_shape
 from rljax.weights.format import PROTOCOL
 
 
-def describe(config: Any) -> dict[str, Any]:
-    """Returns the description as plain JSON. ``config``: The worker's ``VllmConfig``."""
+def describe(config: Any, *, tied: bool) -> dict[str, Any]:
+    """Returns the description as plain JSON.
+
+    ``config`` is the worker's ``VllmConfig``. ``tied`` says whether the LM head multiplies with the embedding table.
+    """
     model, transfer = config.model_config, config.weight_transfer_config
     outputs = getattr(config, "aux_output_config", None) or model
     return {
@@ -31,7 +34,7 @@ def describe(config: Any) -> dict[str, Any]:
         "backend": transfer.backend if transfer is not None else None,
         "head_sizes": supported_head_sizes(),
         "returns_routes": bool(getattr(outputs, "enable_return_routed_experts", False)),
-        "shape": described_shape(model.hf_text_config, model.get_head_size()),
+        "shape": described_shape(model.hf_text_config, model.get_head_size(), tied=tied),
     }
 
 

@@ -30,7 +30,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-from rljax.rollout.servers.loaded import ModelTensors
+from rljax.rollout.servers.loaded import ModelTensors, has_tied_head
 from rljax.rollout.servers.vllm.description import describe
 from rljax.rollout.servers.vllm.forced import ForcedDecoding
 from rljax.rollout.servers.vllm.server import BACKEND
@@ -96,6 +96,11 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         """The places from which this worker may load weights."""
         return WorkerWeights()
 
+    @functools.cached_property
+    def has_tied_head(self) -> bool:
+        """Whether the LM head multiplies with the embedding table. It is first read before any update."""
+        return has_tied_head(self.model, self.model_config.hf_text_config)
+
     def init_transfer_engine(self, init_info: FileInitInfo) -> None:
         """Checks protocol and probe file, and notes where versions will be.
 
@@ -132,8 +137,9 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
             self._digest = digest
 
     def _reload(self, directory: Path, files: list[str]) -> None:
+        tied = self.has_tied_head  # While the model loads, no two layers share a parameter.
         initialize_layerwise_reload(self.model)
-        self._loading = LoadedWeights(self.model, self.model_config.dtype)
+        self._loading = LoadedWeights(self.model, self.model_config.dtype, tied=tied)
         try:
             self.model.load_weights(read_tensors(directory, files))
         except BaseException:
@@ -147,7 +153,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         except Exception as error:
             log.warning("%s is loaded whole, it could not be written in place: %s", delta.version.tag, error)
             return False
-        self._loading = PatchedWeights(self.model, self.model_config.dtype)
+        self._loading = PatchedWeights(self.model, self.model_config.dtype, tied=self.has_tied_head)
         return True
 
     def finish_weight_update(self) -> None:
@@ -189,9 +195,9 @@ def checksums(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -
 class PatchedWeights:
     """The checksums of all parameters after an update that wrote the changed elements into them."""
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Computes no checksum yet. ``dtype``: The dtype of the published weights."""
-        self._model, self._dtype = tensors_of(model), dtype
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, *, tied: bool) -> None:
+        """Computes no checksum yet. ``dtype``: The dtype of the published weights. ``tied``: See ``has_tied_head``."""
+        self._model, self._dtype, self._tied = tensors_of(model), dtype, tied
         self.tag = ""  # the tag of the version
         self.records: Mapping[str, TensorRecord] = {}  # the version's records, if the next one is compared with them
         self.tensors: dict[str, Checksum | None] = {}  # the checksums by Hugging Face name; None: not loaded
@@ -199,7 +205,7 @@ class PatchedWeights:
 
     def put_back(self, model: torch.nn.Module, model_config: Any) -> None:
         """Puts the layers back into service: a tied head gets the new embedding."""
-        if getattr(model_config.hf_text_config, "tie_word_embeddings", False):
+        if self._tied:
             repair_tied_head(model)
 
     def finish(self) -> None:
@@ -217,7 +223,7 @@ class EqualWeights(PatchedWeights):
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, sums: Mapping[str, Checksum | None]) -> None:
         """Takes over the checksums ``sums``, which were computed when these tensors were loaded."""
-        super().__init__(model, dtype)
+        super().__init__(model, dtype, tied=False)
         self.tensors.update(sums)
 
     def put_back(self, model: torch.nn.Module, model_config: Any) -> None:
@@ -235,9 +241,9 @@ class LoadedWeights(PatchedWeights):
     method packs nothing and is read at the end.
     """
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Puts a step before each layer's packing, until :meth:`detach`. ``dtype``: That of the published weights."""
-        super().__init__(model, dtype)
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, *, tied: bool) -> None:
+        """Puts a step before each layer's packing, until :meth:`detach`. The arguments are those of the base class."""
+        super().__init__(model, dtype, tied=tied)
         methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
         self._unpacked = {
             layer: method if isinstance(method, QuantizeMethodBase) else None for layer, method in methods.items()
@@ -358,7 +364,10 @@ class WorkerExtension(ForcedDecoding, TapMethods):
 
     def rljax_describe(self) -> dict[str, Any]:
         """Returns the facts that the trainer compares at the handshake, as plain JSON."""
-        return describe(self.vllm_config)
+        engine, text = self.weight_transfer_engine, self.vllm_config.model_config.hf_text_config
+        is_ours = isinstance(engine, FileWeightTransferEngine)
+        tied = engine.has_tied_head if is_ours else has_tied_head(self.model_runner.get_model(), text)
+        return describe(self.vllm_config, tied=tied)
 
     def rljax_pull(self, name: str, keep_delta: bool = False) -> None:
         """Begins to pull the version ``name`` into this machine's mirror (``weights.mirror.Pulls.begin``)."""
