@@ -14,7 +14,8 @@ from rljax.compare.sampling import toy_prompts
 from rljax.data.encoding import prompt_ids
 from rljax.data.prompts import DataConfig, evaluation_datasets, render_problem
 from rljax.data.tokenizer import load_tokenizer
-from rljax.record.token_dumps import read_dump, run_dumps
+from rljax.record.rows import run_dumps
+from rljax.record.token_dumps import read_dump
 
 SPECIAL = ["<bos>", "<eos>", "<user>"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ '<user>' + m['content'] }}{% endfor %}"
