@@ -271,7 +271,7 @@ def send_findings(parts: Parts, sender: Connection, log: str, cache: str) -> Non
     Compiled programs are kept in the directory ``cache`` unless JAX has another one. Otherwise a measured step would be
     compiled twice: for its memory, and by its first call.
     """
-    if not jax.config.jax_compilation_cache_dir:
+    if not jax.config.values.get("jax_compilation_cache_dir"):
         jax.config.update("jax_compilation_cache_dir", cache)
     sink = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(sink, 1)

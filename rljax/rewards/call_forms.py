@@ -36,6 +36,7 @@ _OBJECTS = {
     *("environments", "prompt_ids", "completion_ids", "reward_router_address", "reward_model_tokenizer"),
 }
 
+_OWN_KEYS = ("templated", "alternatives")  # keys of a problem that no column of the data has
 _CUT = re.compile(r"trunc|(^|_)cut|clip|overlong|incomplete|unfinished")
 _OF_PROMPT = r"prompt|question|quer(y|ies)|instruction|message|conversation"
 _OF_ANSWER = r"answer|truth|gold|label|target|solution|expect|referenc|correct|^(gt|ref)$"
@@ -119,12 +120,17 @@ async def _result(value: Awaitable[Any]) -> Any:
     return await value
 
 
+def _right_answers(problem: Mapping[str, Any]) -> Any:
+    """Returns the right answer, or the list of all of them where a row has several."""
+    return problem.get("alternatives") or problem["answer"]
+
+
 def _of_verl(problem: Mapping[str, Any], response: str) -> dict[str, Any]:
     extra = problem.get("extra_info") or {}
     return {
         "data_source": problem.get("data_source", ""),
         "solution_str": response,
-        "ground_truth": problem["answer"],
+        "ground_truth": _right_answers(problem),
         "extra_info": dict(extra) if isinstance(extra, Mapping) else extra,
     }
 
@@ -135,15 +141,16 @@ def _of_verl_batch(problem: Mapping[str, Any], response: str) -> dict[str, Any]:
 
 def _of_openrlhf(problem: Mapping[str, Any], response: str) -> dict[str, Any]:
     prompt = problem["prompt"]
-    return {"queries": [prompt + response], "prompts": [prompt], "labels": [problem["answer"]]}
+    return {"queries": [prompt + response], "prompts": [prompt], "labels": [_right_answers(problem)]}
 
 
 def _of_trl(problem: Mapping[str, Any], response: str) -> dict[str, Any]:
     """Returns lists of one. A prompt that is a chat in the data makes prompt and completion lists of messages."""
     extra = problem.get("extra_info") or {}
-    columns = dict.fromkeys(_ANSWERS, problem["answer"])
+    columns = dict.fromkeys(_ANSWERS, _right_answers(problem))
     columns |= dict(extra) if isinstance(extra, Mapping) else {}
-    columns |= problem
+    columns |= {name: value for name, value in problem.items() if name not in _OWN_KEYS}
+    columns["answer"] = _right_answers(problem)
     prompt = columns.pop("raw_prompt", columns.pop("prompt"))
     is_chat = not isinstance(prompt, str)
     columns["prompts"] = [dict(message) for message in prompt] if is_chat else prompt

@@ -156,6 +156,20 @@ def test_columns_of_trl_are_lists_of_one_without_the_prompt():
     assert not {"prompt", "raw_prompt"} & set(GOT)
 
 
+def test_all_right_answers_of_a_row_are_its_ground_truth():
+    several = {"prompt": "1/2?", "answer": "1/2", "alternatives": ["1/2", "0.5"], "templated": True}
+    verl = NamedReward(lambda data_source, solution_str, ground_truth, extra_info: solution_str in ground_truth)
+    assert [verl(several, response, False) for response in ("1/2", "0.5", "2")] == [1.0, 1.0, 0.0]
+    seen = {}
+
+    def trl(completions, answer, ground_truth, **columns):
+        seen.update(columns)
+        return [float(completions[0] in answer[0] and answer == ground_truth)]
+
+    assert NamedReward(trl)(several, "0.5", False) == 1.0
+    assert not {"templated", "alternatives"} & set(seen)
+
+
 def test_a_class_and_an_async_function_are_called():
     assert NamedReward(Exact())(CHAT, "7", False) == 1.0
     assert NamedReward(slow)(CHAT, "7", False) == 0.5
