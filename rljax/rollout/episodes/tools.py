@@ -132,7 +132,9 @@ def run_function(path: str, arguments: Arguments | PackedArguments, longest: int
 
 
 def _function(path: str) -> Callable[..., Any]:
-    found = user_code.find(path, "tool")
+    if "" in path.partition(":"):
+        raise ValueError(f"tool {path!r} is not of the form package.module:name or FILE.py:name")
+    found = user_code.load(path)
     if not callable(found):
         raise ValueError(f"tool {path!r} is {type(found).__name__}, not a function")
     return cast(Callable[..., Any], found)

@@ -45,7 +45,10 @@ def test_a_class_with_three_async_methods_is_found(name):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("named_environments", "environment 'named_environments' is not of the form package.module:Class"),
+        (
+            "named_environments",
+            "environment 'named_environments' is not of the form package.module:name or FILE.py:name",
+        ),
         ("named_environments:Missing", "cannot be imported: AttributeError: .* has no attribute 'Missing'"),
         ("failing_environments:Good", "cannot be imported: OSError: no disk"),
         ("named_environments:function", "environment 'named_environments:function' is function, not a class"),
