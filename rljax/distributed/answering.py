@@ -19,7 +19,7 @@ _OWN = os.getpid()
 
 def tell_ready(frames: Frames, complaint: str | None = None) -> None:
     """Tells the parent that this process can answer, or in one line why it cannot."""
-    frames.send(0, msgspec.msgpack.encode(complaint))
+    send(frames, 0, complaint)
 
 
 def answer_requests(frames: Frames, answer: Callable[..., Any]) -> None:
@@ -35,10 +35,15 @@ def answer_requests(frames: Frames, answer: Callable[..., Any]) -> None:
             return
         arguments, limit_s = pickle.loads(body)
         end_by_alarm(limit_s + GRACE_S)
-        reply = msgspec.msgpack.encode(answer(*arguments))
-        end_if_forked()
+        reply = answer(*arguments)
         end_by_alarm(0.0)
-        frames.send(number, reply)
+        send(frames, number, reply)
+
+
+def send(frames: Frames, number: int, content: Any) -> None:
+    """Sends a content as msgpack to the parent, unless this process is a fork, which then ends."""
+    end_if_forked()
+    frames.send(number, msgspec.msgpack.encode(content))
 
 
 def end_if_forked() -> None:

@@ -34,9 +34,13 @@ _PROGRAM = Path(__file__).with_name("child_program.py")
 _START_S, _STARTS = 60.0, 3  # A start may fail while memory is short.
 _SHOWN = 2000  # characters of a child's text in a message
 _END_S = 0.2  # A process may end shortly after its connection.
-_READY: msgspec.msgpack.Decoder[str | None] = msgspec.msgpack.Decoder(str | None)
 
 T = TypeVar("T")
+Form = msgspec.msgpack.Decoder
+"""The type of what a child sends: ``Form(int)`` decodes a number."""
+
+
+_READY: Form[str | None] = Form(str | None)
 
 
 class LostError(Exception):
@@ -86,7 +90,7 @@ class Child:
         self._process: subprocess.Popen[bytes]
         self._start()
 
-    def ask(self, request: tuple[Any, ...], limit_s: float, form: msgspec.msgpack.Decoder[T]) -> T:
+    def ask(self, request: tuple[Any, ...], limit_s: float, form: Form[T]) -> T:
         """Returns the reply to a request, which ``form`` decodes. The start of the process does not count as time.
 
         Raises:
@@ -258,7 +262,7 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
         return True
 
 
-def decode(form: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+def decode(form: Form[T], body: bytes) -> T:
     """Returns what a child sent. Raises FrameError if it has another form."""
     try:
         return form.decode(body)

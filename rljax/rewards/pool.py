@@ -10,15 +10,13 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-import msgspec
-
-from rljax.distributed.child import Child, ChildPool, LostError, NotSentError
+from rljax.distributed.child import Child, ChildPool, Form, LostError, NotSentError
 from rljax.errors import printable
 from rljax.rewards.resolve import CHEAP, Verdict, resolve_reward, score, score_responses
 
 log = logging.getLogger(__name__)
 
-_VERDICT = msgspec.msgpack.Decoder(tuple[float | None, str | None])
+_VERDICT = Form(tuple[float | None, str | None])
 _SHOWN = 300  # characters of a worker's text in a message
 
 

@@ -70,7 +70,7 @@ def attack(kind, path="", honest=None):
     elif kind == "half":
         write(HEAD.pack(number(), 1000))
     elif kind == "late":
-        threading.Timer(0.1, write, [HEAD.pack(7, len(said)) + said]).start()
+        threading.Timer(0.05, write, [HEAD.pack(7, len(said)) + said]).start()
 
 
 def socket_pair_is_hidden():

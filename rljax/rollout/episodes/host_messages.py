@@ -1,9 +1,10 @@
-"""What a host process sends to its parent. The parent decodes it into these types only, and executes none of it."""
+"""The messages of a host process to its parent, which decodes them into these types and executes none of them."""
 
 from __future__ import annotations
 
 import msgspec
 
+from rljax.distributed.child import Form
 from rljax.rollout.episodes.outcomes import Outcome
 
 
@@ -34,4 +35,4 @@ class ToolRefused(msgspec.Struct, tag=True):
 
 
 HostMessage = CallEnded | ToolAsked | ToolDropped | ToolRefused
-HOST_MESSAGE: msgspec.msgpack.Decoder[HostMessage] = msgspec.msgpack.Decoder(HostMessage)
+HOST_MESSAGE: Form[HostMessage] = Form(HostMessage)

@@ -26,9 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from rljax.distributed.answering import GRACE_S, end_by_alarm, end_if_forked, tell_ready
+from rljax.distributed.answering import GRACE_S, end_by_alarm, end_if_forked, send, tell_ready
 from rljax.distributed.frames import Frames
 from rljax.errors import describe
 from rljax.rollout.episodes import tools
@@ -175,8 +173,7 @@ class _Host:
         self._send(call.number, CallEnded(outcome))
 
     def _send(self, number: int, message: HostMessage) -> None:
-        end_if_forked()
-        self._frames.send(number, msgspec.msgpack.encode(message))
+        send(self._frames, number, message)
 
     def _make_room(self, number: int) -> None:
         """Ends this process if its memory stays full without the environment that failed for lack of memory."""

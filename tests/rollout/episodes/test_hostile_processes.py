@@ -114,7 +114,7 @@ def is_gone(pid):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reward_that_writes_to_its_socket_costs_only_itself(kind, caplog):
+def test_a_reward_that_writes_to_its_socket_harms_itself(kind, caplog):
     with rewards() as pool, caplog.at_level(logging.WARNING):
         assert score(pool, "say 0.1", "say 0.2", kind, "say 0.3", "say 0.4") == [0.1, 0.2, 0.0, 0.3, 0.4]
         assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
@@ -126,7 +126,7 @@ def test_a_reward_that_writes_to_its_socket_costs_only_itself(kind, caplog):
 def test_a_reply_too_many_shifts_no_other_reply(kind, value):
     with rewards() as pool:
         assert score(pool, "say 0.1", kind) == [0.1, value]
-        time.sleep(0.3 if kind == "late" else 0.0)
+        time.sleep(1.0 if kind == "late" else 0.0)
         assert score(pool, "say 0.2", "say 0.3", "say 0.4") == [0.2, 0.3, 0.4]
         assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
 
@@ -163,7 +163,7 @@ def test_nothing_names_the_socket_and_no_program_inherits_it():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tool_that_writes_to_its_socket_costs_only_itself(kind):
+def test_a_tool_that_writes_to_its_socket_harms_itself(kind):
     pool = ToolPool(EpisodeConfig(tool_timeout_s=20.0), 1)
     try:
         words = ("say 0.1", kind, "say 0.2", "say 0.3")
@@ -189,7 +189,7 @@ def test_a_tool_that_replies_twice_shifts_no_other_reply():
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "twice"])
-def test_an_environment_that_writes_to_its_socket_ends_with_its_process(kind):
+def test_an_environment_that_writes_to_its_socket_is_lost(kind):
     with EnvironmentHosts("persons_attack:Env", EpisodeConfig(), tool_workers=1) as hosts:
         hosts.reset("a", PROBLEM).result(60)
         outcome = hosts.step("a", kind, False).result(60)
@@ -205,7 +205,7 @@ def test_an_environment_that_writes_to_its_socket_ends_with_its_process(kind):
         assert hosts.pop_metrics()["turns/env_deaths"] == 1
 
 
-def test_a_trajectory_that_is_forgotten_in_a_call_harms_no_other():
+def test_a_trajectory_forgotten_in_a_call_harms_no_other():
     with EnvironmentHosts("persons_attack:Env", EpisodeConfig(), tool_workers=1) as hosts:
         hosts.reset("other", PROBLEM).result(60)
         for _ in range(50):
@@ -216,7 +216,7 @@ def test_a_trajectory_that_is_forgotten_in_a_call_harms_no_other():
 
 
 @pytest.mark.parametrize("kind", ["pickle", "huge", "garbage"])
-def test_a_process_that_writes_garbage_at_its_start_is_started_again(kind, here):
+def test_garbage_at_the_start_of_a_process_starts_another(kind, here):
     (here / "start").write_text(f"once {kind}")
     with rewards() as pool:
         assert score(pool, "say 0.3") == [0.3]
@@ -233,7 +233,7 @@ def test_a_process_that_writes_garbage_at_its_start_is_started_again(kind, here)
         pool.close()
 
 
-def test_processes_that_always_write_garbage_at_their_start_end_the_run(here):
+def test_garbage_at_every_start_of_a_process_ends_the_run(here):
     (here / "start").write_text("garbage")
     with rewards() as pool, pytest.raises(RuntimeError, match="cannot be started: the process sent a frame of"):
         pool.submit(PROBLEM, "say 0.3", False).result(60)
@@ -248,7 +248,7 @@ def test_a_daemon_ends_with_the_process_that_started_it(word, here):
     assert is_gone((here / "daemon").read_text())
 
 
-def test_a_worker_that_ends_the_process_above_it_is_ended_all_the_same():
+def test_a_worker_that_ends_the_process_above_it_ends_as_well():
     with rewards() as pool:
         (pid,) = score(pool, "orphan")
     assert is_gone(str(int(pid)))
