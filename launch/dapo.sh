@@ -29,6 +29,13 @@ done
 source launch/environment.sh
 prepare_trainer_environment
 if ! $dry_run; then
+  # In a container /dev/shm is often too small. This is said before vLLM and the problems are fetched.
+  source launch/served.sh
+  given=()
+  for word in "$@"; do
+    if ((${#given[@]})) || [ "$word" = -- ]; then given+=("$word"); fi
+  done
+  check_room "$config" "${given[@]:1}" --rollout.engine vllm --rollout.urls http://127.0.0.1:0 || exit 2
   bash launch/install_vllm.sh
   if [ ! -e runs/data/dapo.parquet ]; then
     "$RLJAX_BIN/python" -m rljax.cli prepare BytedTsinghua-SIA/DAPO-Math-17k runs/data/dapo.parquet \

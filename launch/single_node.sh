@@ -147,6 +147,9 @@ trainer_env=()
 # must give back what it does not use.
 [[ -z "$memory" ]] || trainer_env+=("XLA_PYTHON_CLIENT_PREALLOCATE=${XLA_PYTHON_CLIENT_PREALLOCATE:-false}")
 trainer_env+=("RLJAX_API_KEY_FILE=$key_file")
+# GPUs that only train give JAX more than its usual three quarters.
+[[ -n "$memory" || -z "$trainer_gpus" || -n "${XLA_PYTHON_CLIENT_MEM_FRACTION:-}" ]] ||
+  trainer_env+=("XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-0.92}")
 [[ "$colocated" != True ]] || trainer_env+=("XLA_PYTHON_CLIENT_ALLOCATOR=${XLA_PYTHON_CLIENT_ALLOCATOR:-platform}")
 
 # server_environment GPUS: sets server_env, what `env` is given before a server's command.
@@ -211,27 +214,7 @@ trap 'forward 2' INT
 trap 'forward 15' TERM HUP
 
 # Servers take minutes to load, so room for the weights is checked before.
-JAX_PLATFORMS=cpu "$python" - "${pending[@]}" <<'PYTHON' || exit 2
-import sys
-
-from rljax.errors import caller_errors, run_cli
-from rljax.policy.hub import policy_shape
-from rljax.rollout.build import version_bytes
-from rljax.run.config import Config
-from rljax.run.config_file import load_config
-from rljax.weights.store import check_weight_room
-
-
-def main(words):
-    config = load_config(Config, words, prog="single_node", description="")
-    with caller_errors(RuntimeError):
-        size = version_bytes(policy_shape(config.model.path), config.rollout.dtype)
-        check_weight_room(config.rollout.transfer_dir, size)
-    return 0
-
-
-sys.exit(run_cli(main))
-PYTHON
+check_room "${pending[@]}" || exit 2
 
 mkdir -p "$logs"
 [[ "$key_file" != "$own_key_file" ]] || make_key "$key_file" || die "$key_file cannot be written"
