@@ -94,11 +94,11 @@ def replay_log(path: Path, options: Arguments) -> Replay:
     try:
         with caller_errors():
             log = read_lengths(path, options.column, options.truncated_column)
+            rules = neighbours_of(options.rule(), SWEEP if options.sweep else None)
+            outcomes = [replay_rule(rule, log.lengths, log.truncated, options.law()) for rule in rules]
     except ConfigError as error:
         named = str(error).startswith(str(path))
         raise ConfigError(error if named else f"{path}: {error}") from error
-    rules = neighbours_of(options.rule(), SWEEP if options.sweep else None)
-    outcomes = [replay_rule(rule, log.lengths, log.truncated, options.law()) for rule in rules]
     called, crossing = outcomes[0].surge_step, outcomes[0].crossing_step
     if called is not None and crossing is not None:
         return Replay(path, log, outcomes, (options.ratio, called))

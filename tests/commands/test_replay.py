@@ -624,3 +624,11 @@ def test_a_missing_package_is_one_line_with_its_extra(tmp_path):
     assert CALL in alone(tmp_path / "tb")[1]
     status, _, err = alone(tmp_path / "tb", "--picture", tmp_path / "x.png")
     assert (status, err) == (2, f"error: --picture needs the package matplotlib: {remedy}\n")
+
+
+def test_a_share_in_percent_is_one_line(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("step,response_length/mean,response_length/clip_ratio\n1,100,35\n2,100,35\n")
+    status, _, err = outcome(replay.main, [path])
+    line = f"error: {path}: truncated_fraction must be in [0, 1], or None, got truncated_fraction = 35.0."
+    assert (status, err) == (2, f"{line}\n")
