@@ -146,11 +146,11 @@ trainer_env=()
 # Beside a server that has its share, JAX must not take three quarters of the GPU at once, and where they take turns it
 # must give back what it does not use.
 [[ -z "$memory" ]] || trainer_env+=("XLA_PYTHON_CLIENT_PREALLOCATE=${XLA_PYTHON_CLIENT_PREALLOCATE:-false}")
-trainer_env+=("RLJAX_API_KEY_FILE=$key_file")
 # GPUs that only train give JAX more than its usual three quarters.
 [[ -n "$memory" || -z "$trainer_gpus" || -n "${XLA_PYTHON_CLIENT_MEM_FRACTION:-}" ]] ||
   trainer_env+=("XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-0.92}")
 [[ "$colocated" != True ]] || trainer_env+=("XLA_PYTHON_CLIENT_ALLOCATOR=${XLA_PYTHON_CLIENT_ALLOCATOR:-platform}")
+trainer_env+=("RLJAX_API_KEY_FILE=$key_file")
 
 # server_environment GPUS: sets server_env, what `env` is given before a server's command.
 server_environment() {
