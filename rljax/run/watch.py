@@ -41,7 +41,7 @@ _NO_SIGNATURE = "neither constant, shifted by one, scaled nor permuted; replies 
 
 
 class Watch:
-    """The watch over the responses of a run. It knows the mean of abs(log-ratio) of the earlier rows without a jump."""
+    """The watch over the responses of a run. It knows the mean of abs(log-ratio) of the earlier rows without a sign."""
 
     def __init__(self) -> None:
         """Starts without earlier rows."""
@@ -51,7 +51,7 @@ class Watch:
     def read(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Takes over the rows that the run has recorded before this process."""
         for row in rows:
-            if not row.get(JUMP) and None not in (row.get("rollout/staleness"), row.get(_GAPS[1])):
+            if None not in (row.get("rollout/staleness"), row.get(_GAPS[1])):
                 self._keep(row)
 
     def __call__(
@@ -81,8 +81,6 @@ class Watch:
             repeated = max(repeated, short if short >= _SHARE * count else 0)
         if jump and not (repeated or _has_no_drift(row)) and signature in _LIKE_DRIFT:
             jump = ""
-        if not jump:
-            self._keep(row)
         kind, said = "", ""
         if repeated:
             kind = REPEATED
@@ -96,7 +94,9 @@ class Watch:
             zeros = "" if any(map(np.any, rollout)) else ", 0 everywhere"
             kind, said = signature or JUMP, f"{_named(signature)}{zeros} ({jump})"
         self._say(row["step"], kind, said)
-        return {REPEATED: repeated, CONSTANT: constant, JUMP: int(bool(jump))}
+        added = {REPEATED: repeated, CONSTANT: constant, JUMP: int(bool(jump))}
+        self._keep({**row, **added})
+        return added
 
     def _jump(self, row: Mapping[str, Any]) -> str:
         """Returns the numbers of a jump of the mean of abs(log-ratio), or an empty string if there is none."""
@@ -108,7 +108,8 @@ class Watch:
         return f"{name} is {value:.3g}" if value > _ALWAYS and _has_no_drift(row) else ""
 
     def _keep(self, row: Mapping[str, Any]) -> None:
-        if row.get("mismatch/token_count"):
+        """Keeps the mean of abs(log-ratio) of a row without any of the signs. An older record lacks their keys."""
+        if row.get("mismatch/token_count") and not any(row.get(key) for key in (REPEATED, CONSTANT, JUMP)):
             self._earlier[_age(row)].append(_gap(row)[1])
 
     def _say(self, step: int, kind: str, said: str) -> None:

@@ -182,6 +182,15 @@ def test_one_response_for_every_prompt_is_no_chance(capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_row_with_a_sign_is_no_earlier_row():
+    """The first row's gap of 0.4 is no jump, but all its responses are equal. Later rows are not compared with it."""
+    watch, equal = Watch(), one_for_all(64, 12)
+    assert look(watch, 1, equal, [values - np.float32(0.4) for values in equal[2]])["mismatch/jump"] == 0
+    sampled = responses()
+    assert look(watch, 2, sampled, noisy(sampled[2], 1e-3)) == HEALTHY
+    assert look(watch, 3, sampled, [values - np.float32(0.1) for values in sampled[2]])["mismatch/jump"] == 1
+
+
 def test_two_long_equal_responses_of_other_prompts_count():
     prompts, tokens, logprobs = responses()
     tokens[31], logprobs[31] = tokens[0], logprobs[0]
