@@ -1,4 +1,4 @@
-"""What a server's plugin says of its model: the state of the LM head, and the rotary settings."""
+"""A server's plugin describes its model: the state of the LM head, and the rotary settings."""
 
 import types
 
