@@ -306,7 +306,9 @@ class ServedEngine(Admission, RolloutEngine):
         """Loads weights that the server's machine has, and asks for the proof. The probes are cached before that."""
         slept = self._wake(url)  # the whole server wakes first: a part that wakes later could change the weights
         if not slept and published.version.changed_fraction != 0:  # Keys and values of equal weights are not stale.
+            began = time.monotonic()
             self.verifier.warm(self._client, url)
+            self._metrics.highest("publish/warm_s", time.monotonic() - began)
         self._load(published, url)
         return self._prove(published, url)
 
@@ -324,7 +326,10 @@ class ServedEngine(Admission, RolloutEngine):
             self._metrics.add("publish/servers_in_place", all(worker.in_place for worker in workers))
         if url in self._passed and all(worker.equal for worker in workers):
             return info, ()  # nothing changed in the server since its probes passed
-        return info, self.verifier.sample(self._client, url)
+        began = time.monotonic()
+        looks = self.verifier.sample(self._client, url)
+        self._metrics.highest("publish/probe_s", time.monotonic() - began)
+        return info, looks
 
     # ---- What a server must show (Admission) ----
 
@@ -383,7 +388,9 @@ class ServedEngine(Admission, RolloutEngine):
             self._client.pause(url)
             return
         if probes:
+            began = time.monotonic()
             self._passed[url] = self.verifier.judge(self._client, url, probes, current.params)
+            self._metrics.add("publish/score_s", time.monotonic() - began)
         assert self.verifier.band is not None
         self._metrics.highest("publish/verify_abs_diff_mean", self._passed[url].mean)
         self._metrics.put("publish/verify_band", self.verifier.band)
