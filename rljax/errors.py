@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import select
@@ -11,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -62,6 +64,23 @@ def install_words(extra: str) -> str:
     return f"pip install '.[{extra}]' in a checkout of rljax, or 'WHEEL[{extra}]' with its wheel"
 
 
+class MissingPackageError(ConfigError):
+    """An error of a caller who needs a package that is not installed."""
+
+
+def import_for(user: str, module: str, extra: str, package: str = "") -> ModuleType:
+    """Imports a module of rljax for ``user``, the words for what the caller wants.
+
+    Raises MissingPackageError if the module needs a package that is missing. The message names ``package``, or else the
+    one that was looked for, and says how to install ``extra``.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = package or (error.name or "").partition(".")[0]
+        raise MissingPackageError(f"{user} needs the package {missing}: {install_words(extra)}") from error
+
+
 class ServerError(RuntimeError):
     """A failure of a server."""
 
@@ -88,6 +107,9 @@ class ReplyError(ServerError):
 
 class OtherPromptError(ReplyError):
     """A reply answers another prompt than its request has. Something between trainer and server mixes replies up."""
+
+    def __init__(self, route: str) -> None:
+        super().__init__(f"{route} gave the reply to another prompt than that of the request")
 
 
 class ServersLostError(ServerError):

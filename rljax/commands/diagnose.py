@@ -31,9 +31,9 @@ from rljax.diagnose.evidence import Declared, Facts
 from rljax.diagnose.page import diagnose, to_text
 from rljax.diagnose.signals import Log, choose_signals, read_signals
 from rljax.diagnose.thresholds import cross
-from rljax.errors import ConfigError, caller_errors, install_words
+from rljax.errors import ConfigError, MissingPackageError, caller_errors, import_for
 from rljax.record.rows import finite_json, run_dumps
-from rljax.record.training_logs import MissingPackageError, read_log
+from rljax.record.training_logs import read_log
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts
@@ -57,12 +57,7 @@ class Arguments:
 
 def needed(module: str, source: Path) -> ModuleType:
     """Returns a module that token files or run directories need. Raises MissingPackageError if a package is missing."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        needs = f"a token file or a run directory needs the package {missing}: {install_words('train')}"
-        raise MissingPackageError(f"{source}: {needs}") from error
+    return import_for(f"{source}: a token file or a run directory", module, "train")
 
 
 def read_tokens(path: Path) -> TokenDump:

@@ -17,7 +17,6 @@ A log that cannot be read is one line on stderr. The other logs are replayed, an
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import math
 import shlex
@@ -25,11 +24,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rljax.commands.plain_options import read_words
-from rljax.errors import ConfigError, caller_errors, install_words, print_end
+from rljax.errors import ConfigError, caller_errors, import_for, print_end
 from rljax.record.length_logs import LengthLog, read_lengths
 from rljax.record.text_tables import cell, text_table
 from rljax.record.training_logs import STEP_COLUMNS
@@ -258,19 +256,10 @@ def numbers(found: dict[Path, Replay | str], options: Arguments) -> dict[str, An
     return {"format": FORMAT, **rate, "logs": logs}
 
 
-def pictures() -> ModuleType:
-    """Returns the module that draws. Raises ConfigError if matplotlib is missing."""
-    try:
-        return importlib.import_module("rljax.commands.replay_picture")
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        raise ConfigError(f"--picture needs the package {missing}: {install_words('replay')}") from error
-
-
 def main(argv: Sequence[str]) -> int:
     """Replays the logs, prints the report, and writes the picture and the JSON; returns the exit status."""
     paths, options = read_words(Arguments, argv, paths="LOG", prog="rljax replay", description=__doc__ or "")
-    draw = pictures().draw if options.picture else None
+    draw = import_for("--picture", "rljax.commands.replay_picture", "replay").draw if options.picture else None
     with caller_errors():
         LengthTriggeredLR(**options.law()._asdict())  # checks the rates
     found: dict[Path, Replay | str] = {}

@@ -216,8 +216,8 @@ def _shift(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int | None:
 def _other_rows(x: np.ndarray, y: np.ndarray, valid: np.ndarray) -> int:
     """Returns how many rows of the first column fit another row of the second, or 0 if they do not carry the gap.
 
-    Only rows with as many tokens as another one are compared. The fewer tokens they have, the closer they must be: of
-    k rows of n tokens, one is nearer than a share s of the usual distance by chance in about k (2 s)^n of the cases.
+    Only rows with as many tokens as another one are compared. The fewer tokens they have, the closer they must be. The
+    chance that one of k rows of n tokens is nearer than a share s of the usual distance is about k (2 s)^n.
     """
     lengths = valid.sum(1)
     found, carried, gap = 0, 0.0, 0.0

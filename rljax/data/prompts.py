@@ -258,18 +258,14 @@ def render_problem(
 ) -> Problem:
     """Returns a problem whose prompt is the text to tokenise, with ``TEMPLATED`` if the chat template wrote it.
 
-    ``RAW_PROMPT`` keeps a prompt that had another form.
-    The other arguments, and the errors, are those of ``render_prompt``.
+    ``RAW_PROMPT`` keeps a prompt that had another form. ``render_prompt`` takes the same further arguments, and its
+    errors are raised.
     """
     raw = problem["prompt"]
     text = render_prompt(raw, tokenizer, chat_template, arguments)
-    is_templated = tokenizer is not None and _takes_template(raw, tokenizer, chat_template)
+    is_templated = tokenizer is not None and tokenizer.has_chat_template and _is_chat(raw, chat_template)
     kept = {} if text == raw else {RAW_PROMPT: raw}
     return problem | {"prompt": text} | kept | ({TEMPLATED: True} if is_templated else {})
-
-
-def _takes_template(prompt: str | list[dict[str, str]], tokenizer: Tokenizer, chat_template: ChatTemplate) -> bool:
-    return _is_chat(prompt, chat_template) and tokenizer.has_chat_template
 
 
 def _is_chat(prompt: str | list[dict[str, str]], chat_template: ChatTemplate) -> bool:
@@ -291,7 +287,7 @@ def render_prompt(
       ValueError: ``chat_template`` is True, or there are arguments, but no template is applied.
     """
     is_chat = _is_chat(prompt, chat_template)
-    if tokenizer is not None and _takes_template(prompt, tokenizer, chat_template):
+    if is_chat and tokenizer is not None and tokenizer.has_chat_template:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return tokenizer.render_chat(messages, **arguments)
     missing = "the tokenizer has none" if tokenizer is None else tokenizer.missing_template

@@ -21,7 +21,8 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
+from msgspec import MsgspecError
+from msgspec.msgpack import Decoder
 
 from rljax.distributed.frames import FrameError, Frames
 from rljax.distributed.process_tree import end_followers
@@ -36,11 +37,7 @@ _SHOWN = 2000  # characters of a child's text in a message
 _END_S = 0.2  # A process may end shortly after its connection.
 
 T = TypeVar("T")
-Form = msgspec.msgpack.Decoder
-"""The type of what a child sends: ``Form(int)`` decodes a number."""
-
-
-_READY: Form[str | None] = Form(str | None)
+_READY: Decoder[str | None] = Decoder(str | None)
 
 
 class LostError(Exception):
@@ -90,8 +87,8 @@ class Child:
         self._process: subprocess.Popen[bytes]
         self._start()
 
-    def ask(self, request: tuple[Any, ...], limit_s: float, form: Form[T]) -> T:
-        """Returns the reply to a request, which ``form`` decodes. The start of the process does not count as time.
+    def ask(self, request: tuple[Any, ...], limit_s: float, decoder: Decoder[T]) -> T:
+        """Returns the reply to a request, which ``decoder`` decodes. The start of the process does not count as time.
 
         Raises:
           TimeoutError: There is no reply within ``limit_s``. The process is replaced.
@@ -110,7 +107,7 @@ class Child:
             self.frames.send(self._last, body, limit_s)
             answered, reply = self.frames.receive(deadline - time.monotonic())
             if answered == self._last:
-                return decode(form, reply)
+                return decode(decoder, reply)
             if answered != last:
                 raise FrameError("a reply to no request")
         except TimeoutError:
@@ -121,7 +118,7 @@ class Child:
         except FrameError as error:
             raise LostError(self.refuse(error)) from None
         self._on_unasked(self.refuse("a second reply to a request"))
-        return self.ask(request, limit_s, form)  # A new process has no last request, so this is no loop.
+        return self.ask(request, limit_s, decoder)  # A new process has no last request, so this is no loop.
 
     def wait_until_ready(self) -> None:
         """Waits until the process can answer. A process that died or spoke while idle is replaced first.
@@ -262,11 +259,11 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
         return True
 
 
-def decode(form: Form[T], body: bytes) -> T:
+def decode(decoder: Decoder[T], body: bytes) -> T:
     """Returns what a child sent. Raises FrameError if it has another form."""
     try:
-        return form.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        return decoder.decode(body)
+    except (MsgspecError, ValueError, RecursionError) as error:
         raise FrameError(f"a message of a wrong form, {describe(error)},") from None
 
 

@@ -1,7 +1,7 @@
 """Frames over one end of a pair of sockets: a number, the length of a body, and the body.
 
-The receiver bounds the length, and never waits longer than it wants, also not in the middle of a frame. This module
-needs no other package, so that processes with a Python of their own can use it.
+The receiver bounds the length of a frame and its own waiting, also in the middle of a frame. This module needs no other
+package, so that processes with a Python of their own can use it.
 """
 
 from __future__ import annotations

@@ -252,8 +252,8 @@ def load_params(
     on the default device. ``computes_in`` is the dtype to which the parameters will be cast, or None for ``dtype``.
 
     Raises:
-      ValueError: A tensor is missing, or has another shape or dtype, or a value that is not finite in the file, in
-        ``dtype`` or in ``computes_in``, or the head of a tied policy is another table.
+      ValueError: A tensor is missing, or has another shape or dtype. A value is not finite in the file, in ``dtype`` or
+        in ``computes_in``. The head of a tied policy is another table.
     """
     sources = _open_sources(Path(directory))
     if config.tie_word_embeddings and not _is_tied(sources):
@@ -345,7 +345,7 @@ def hf_tensors(
 def host_tensors(
     params: Params, leaves: Iterable[Leaf], dtype: Any, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields ``(HF name, array)`` of the parameters ``leaves``, as :func:`hf_tensors` does."""
+    """Yields ``(HF name, array)`` of the parameters ``leaves``, with the order and the memory of ``hf_tensors``."""
     flat = flatten_dict(params)
     chunks = (leaf.file_chunks(jnp.asarray(flat[leaf.path]), leaf.names, dtype, chunk_bytes) for leaf in leaves)
     for names, chunk in on_host_ahead(itertools.chain.from_iterable(chunks)):

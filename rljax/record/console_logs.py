@@ -71,8 +71,8 @@ def console_rows(path: Path) -> list[dict[str, Any]]:
 def _whole_lines(path: Path) -> list[str]:
     """Returns the lines of a file as they were before a terminal wrapped them. Raises ConfigError if they are unsure.
 
-    A line that ends in a whole number, before a line that is only digits, is joined if the lines elsewhere were wrapped
-    at its length. If they were wrapped at another length, or it is as long as the longest one, it is unsure.
+    A line may end in a whole number before a line of digits. It is joined if other lines were wrapped at its length. It
+    is unsure if they were wrapped at another length, or if no line is longer.
     """
     lines = path.read_text("utf-8", errors="replace").splitlines()
     joined = _join(path, lines, set())

@@ -49,7 +49,7 @@ class LengthLog:
 def read_lengths(path: Path, column: str | None = None, truncated_column: str | None = None) -> LengthLog:
     """Reads the response lengths of a log, a file or a directory that contains it, with the names of their columns.
 
-    The columns are those of the length and of the share of truncated responses. None means a column of a known name.
+    ``column`` has the lengths, and ``truncated_column`` the share of truncated responses. None means a known name.
 
     Raises:
       ConfigError: The log cannot be read, or it has no length, or its lengths are constant beside others that vary.

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 def parquet_file(path: str | os.PathLike[str]) -> Iterator[pq.ParquetFile]:
     """Opens a Parquet file. The checksums of its pages are verified when they are read; not every file has them.
 
-    Arrow opens the file itself. From a file of Python its threads would get memory that they free with the lock of the
-    interpreter, and that aborts the process if the interpreter ends meanwhile.
+    Arrow opens the file itself. If it read a file of Python, its threads would need the interpreter's lock to free
+    memory. That aborts the process if the interpreter ends meanwhile.
 
     Raises:
       OSError: The file cannot be opened.

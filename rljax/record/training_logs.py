@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from rljax.errors import ConfigError, install_words, parse_json
+from rljax.errors import ConfigError, MissingPackageError, import_for, parse_json
 from rljax.record.console_logs import console_rows
 from rljax.record.foreign_files import foreign_kind
 
@@ -46,10 +46,6 @@ NOT_TRAINING = {"eval", "evaluation", "val", "validation", "test"}
 WRAPPERS = {"data", "metrics", "log", "logs", "payload"}
 Rows = list[dict[str, Any]]
 Columns = TypeVar("Columns", bound=tuple[Any, ...])
-
-
-class MissingPackageError(ConfigError):
-    """An error of a log whose form needs a package that is not installed."""
 
 
 def read_log(path: Path, choose: Callable[[list[str]], Columns]) -> tuple[Rows, list[Columns]]:
@@ -138,12 +134,8 @@ def read_rows(path: Path) -> Rows:
 
 def event_files(path: Path) -> ModuleType:
     """Returns the module that reads ``path``, an event file. Raises MissingPackageError if its package is missing."""
-    try:
-        from rljax.record import event_files as module
-    except ModuleNotFoundError as error:
-        needs = f"an event file of TensorBoard needs the package tensorboardX: {install_words('replay')}"
-        raise MissingPackageError(f"{path}: {needs}") from error
-    return module
+    user = f"{path}: an event file of TensorBoard"
+    return import_for(user, "rljax.record.event_files", "replay", "tensorboardX")
 
 
 def read_text_log(path: Path) -> Rows:

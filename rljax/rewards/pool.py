@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from rljax.distributed.child import Child, ChildPool, Form, LostError, NotSentError
+from msgspec.msgpack import Decoder
+
+from rljax.distributed.child import Child, ChildPool, LostError, NotSentError
 from rljax.errors import printable
 from rljax.rewards.resolve import CHEAP, Verdict, resolve_reward, score, score_responses
 
 log = logging.getLogger(__name__)
 
-_VERDICT = Form(tuple[float | None, str | None])
+_VERDICT = Decoder(tuple[float | None, str | None])
 _SHOWN = 300  # characters of a worker's text in a message
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from rljax.distributed.files import replacing
+from rljax.distributed.files import filled_directory, replacing
 from rljax.distributed.ownership import Ownership, claim, read
 from rljax.errors import ConfigError, OwnedError, caller_errors
 from rljax.record.rows import Row, read_rows
@@ -48,24 +48,18 @@ def own_directory(run_dir: Path) -> Iterator[Ownership]:
 
     A line on stderr names a previous owner that is dead. Raises OwnedError if another process trains there.
     """
-    is_new = not run_dir.exists()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    before = read(run_dir / OWNER)
-    try:
+    with filled_directory(run_dir):
+        before = read(run_dir / OWNER)
         with claim(run_dir / OWNER) as owner:
             if before is not None:
                 print(f"{run_dir}: taken over from {before}, which is gone", file=sys.stderr)
             yield owner
-    finally:
-        if is_new:
-            with contextlib.suppress(OSError):
-                run_dir.rmdir()
 
 
 def check_owner(owner: Ownership) -> None:
     """Raises OwnedError if the run directory does not belong to this process any more.
 
-    Another process took it over, as it may after a long pause of the heartbeat. Or somebody moved or removed the
+    Another process took it over, which may happen after a long pause of the heartbeat. Or somebody moved or removed the
     directory or the record of its owner.
     """
     run_dir = owner.path.parent

@@ -78,7 +78,7 @@ def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> N
 
 
 def check_fingerprints(recorded: dict[str, str], now: dict[str, str], names: dict[str, str]) -> None:
-    """Raises ValueError if frozen weights, tokenizer, template or problems differ from those of the checkpoint.
+    """Raises ValueError if frozen weights, tokenizer, template or problems are not the checkpoint's.
 
     All dictionaries have the keys ``reference``, ``base`` and ``OF_DATA``, or some of them. ``recorded`` and ``now``
     hold checksums; a checkpoint of an older rljax has not all. ``names`` holds the path or task for the message.

@@ -204,7 +204,7 @@ class LengthTriggeredSchedule(optax.schedules.StatefulSchedule):
         """Returns the rate of the update whose batch is described; the initial rate without ``response_length``.
 
         Raises:
-          ValueError: ``state`` is not a state of this schedule. So optax calls a schedule of the count.
+          ValueError: ``state`` is not a state of this schedule, such as the count that optax gives to plain schedules.
         """
         _check_state(state)
         # inject_hyperparams reads the rate before it updates the state, so this method observes the new batch as well.

@@ -106,8 +106,8 @@ class LengthTriggeredScheduler(OfController, LRScheduler):
         """Continues from the result of ``state_dict()``. Like torch's own schedulers, it writes no rate.
 
         Raises:
-          ValueError: A key is missing or unknown, a value is not of the form that ``state_dict`` writes, or the state
-            is of another number of parameter groups. Nothing is loaded then.
+          ValueError: A key is missing or unknown, or a value is not of the form that ``state_dict`` writes. The state
+            may also have another number of parameter groups. Nothing is loaded then.
         """
         check_keys(state_dict, _STATE_KEYS)
         groups = len(self.optimizer.param_groups)

@@ -18,7 +18,7 @@ from rljax.weights.access import App
 
 WAIT_S = 5.0
 """The longest time that a connection may keep the server waiting for the head of a request (seconds)."""
-_FILES = 320  # the most file descriptors of a server; those of two fifths are for connections that are just accepted
+_FILES = 320  # the most file descriptors of a server; two fifths are for connections that wait to be accepted
 _UNREAD_S = 60.0  # the longest time that a client may leave a reply unread (seconds)
 
 
@@ -40,11 +40,11 @@ def limited_server(app: App, *, keep_alive_s: int = 5) -> uvicorn.Server:
 
 
 class LimitedConnection(H11Protocol):
-    """A connection that is closed where its client keeps the server waiting.
+    """A connection that is closed if its client keeps the server waiting.
 
     The head of a request must come within ``WAIT_S`` seconds. So must the rest of a body that was answered unread. At
-    the limit of connections a new one takes the place of the one whose request has been incomplete, without a further
-    byte of its body, for the longest time.
+    the limit of connections a new one takes the place of one whose request is incomplete. It is the one that has sent
+    no byte of its body for the longest time.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

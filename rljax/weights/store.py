@@ -202,12 +202,10 @@ def open_weight_directory(
       ValueError: This machine has no group of the name in ``publish.readable_by``.
     """
     store = publish.store
-    if store == "shared":
-        return WeightDirectory(
-            parent, make_outlet=lambda _: Outlet(""), writer=StreamWriter(), readable_by=publish.readable_by
-        )
     make_outlet: Callable[[Path], Outlet] = Outlet
-    if store == "http":
+    if store == "shared":
+        make_outlet, writer = (lambda _: Outlet("")), StreamWriter()
+    elif store == "http":
         make_outlet = functools.partial(HttpOutlet, host=publish.host, port=publish.port, api_key_file=api_key_file)
     elif store != "directory":
         make_outlet = functools.partial(StoreOutlet, url=store)

@@ -128,10 +128,8 @@ def test_evaluate_and_compare_begin_prompts_in_the_same_way(model, tmp_path):
     assert load_tokenizer(TOY_BASE).prefix == ()
 
 
-def test_tasks_of_reasoning_gym_begin_in_the_same_way(model, monkeypatch):
-    made = [{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}]
-    monkeypatch.setattr("rljax.data.gym_problems.gym_problems", lambda *args, **settings: made)
+def test_tasks_of_reasoning_gym_begin_in_the_same_way(model):
+    pytest.importorskip("reasoning_gym")
     tokenizer = load_tokenizer(model)
-    ((_, (problem,)),) = evaluation_datasets((), DataConfig(task="reasoning_gym:x"), tokenizer).items()
-    assert tokenizer.decode(prompt_ids(problem, tokenizer)[1:]) == "1+1="
-    assert prompt_ids(problem, tokenizer)[0] == tokenizer.pad_token_id
+    ((_, problems),) = evaluation_datasets((), DataConfig(task="reasoning_gym:lcm"), tokenizer).items()
+    assert prompt_ids(problems[0], tokenizer)[0] == tokenizer.pad_token_id

@@ -142,7 +142,5 @@ def test_the_first_step_is_said_to_compile(tmp_path, capsys):
         assert capsys.readouterr().err.startswith("compiled; step 3 took 0.")
         recorder.write({"step": 4})
         assert capsys.readouterr().err == ""
-    contextlib.closing(
-        Recorder(tmp_path, 4, first_step=5, tensorboard=False, progress=False, compiles=True)
-    ).thing.close()
+    Recorder(tmp_path, 4, first_step=5, tensorboard=False, progress=False, compiles=True).close()
     assert capsys.readouterr().err == ""

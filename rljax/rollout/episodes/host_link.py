@@ -38,8 +38,8 @@ class HostLink:
           on_message: A function that is called with the number and the content of each message, on the receiving
             thread. If it raises ``FrameError``, the process is ended.
           on_death: A function that is called when the process has ended and the next one starts. It must call
-            ``renew``. Its arguments are the end in words, whether the process was ended because some code ran too long
-            without awaiting, and the number of the trajectory whose code ran at the end (0: none, or not known).
+            ``renew``. The first argument is the end in words. The second one says whether some code ran too long
+            without awaiting. The third one is the number of the trajectory whose code ran then (0: none, or unknown).
           on_broken: A function that is called with the reason if no process can be started.
         """
         self._board = ProgressBoard()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from rljax.distributed.child import Form
 from rljax.rollout.episodes.outcomes import Outcome
 
 
@@ -35,4 +34,4 @@ class ToolRefused(msgspec.Struct, tag=True):
 
 
 HostMessage = CallEnded | ToolAsked | ToolDropped | ToolRefused
-HOST_MESSAGE: Form[HostMessage] = Form(HostMessage)
+HOST_MESSAGE: msgspec.msgpack.Decoder[HostMessage] = msgspec.msgpack.Decoder(HostMessage)

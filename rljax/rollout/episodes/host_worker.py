@@ -1,7 +1,7 @@
 """The program of a host process: the environments of thousands of trajectories in one asyncio loop, without jax.
 
-``id`` is the number of a trajectory. Each message of the parent is the pickle of one of these, and its frame has the
-number of a call of an environment or of a tool:
+``id`` is the number of a trajectory. Each message of the parent is the pickle of one of these. Its frame has the number
+of a call of an environment or of a tool:
 
 - ``("reset", id, problem)``, ``("step", id, response, truncated)``, ``("reward", id)``: A method is to be called.
 - ``("end", id)``: The trajectory is to be forgotten.

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from rljax.distributed.child import LONGEST, Child, ChildPool, Form, LostError, NotSentError
+from msgspec.msgpack import Decoder
+
+from rljax.distributed.child import LONGEST, Child, ChildPool, LostError, NotSentError
 from rljax.errors import printable
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.outcomes import UTF8_BYTES, clip
@@ -19,8 +21,8 @@ log = logging.getLogger(__name__)
 
 _IMPORT_S = 60.0
 _SHOWN = 320  # characters of the text of a failure
-_COMPLAINT = Form(str | None)
-_RESULT = Form(ToolResult)
+_COMPLAINT = Decoder(str | None)
+_RESULT = Decoder(ToolResult)
 _COUNTED = {"error": "turns/tool_errors", "timeout": "turns/tool_timeouts", "died": "turns/tool_deaths"}
 KEYS = ("turns/tool_calls", *_COUNTED.values(), "turns/tool_cut")
 

@@ -194,7 +194,7 @@ def _vector(values: Any, what: str, count: int | None = None) -> np.ndarray:
 
 
 def _numbers(values: Any, what: str, count: int | None = None) -> np.ndarray:
-    """Returns a list of numbers as :func:`_vector`. NumPy would take True among numbers for 1."""
+    """Returns a list of numbers as a vector. Raises ValueError for booleans, which NumPy would take for 0 and 1."""
     array = _vector(values, what, count)
     if array.dtype.kind != "b" and bool in set(map(type, values)):
         position = next(i for i, value in enumerate(values) if isinstance(value, bool))

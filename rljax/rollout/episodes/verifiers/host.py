@@ -56,7 +56,7 @@ class Ended(NamedTuple):
 _Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
-class _Turn(msgspec.Struct):
+class _Ask(msgspec.Struct):
     ask: int
     key: int
     turn: int
@@ -64,7 +64,7 @@ class _Turn(msgspec.Struct):
     max_tokens: int
 
 
-class _Episode(msgspec.Struct):
+class _Ending(msgspec.Struct):
     episode: int
     failure: str | None
     error: str
@@ -162,7 +162,7 @@ class VerifiersHost:
     def _take(self, message: Mapping[str, Any], running: set[int], queue: TurnQueue) -> None:
         """Takes a turn to ask for, or the end of a trajectory."""
         if "ask" in message:
-            asked = _convert(message, _Turn)
+            asked = _convert(message, _Ask)
             place, tokens = (asked.key, asked.turn), np.asarray(asked.tokens, np.int32)
             with self._lock:
                 if asked.key not in running or place in self._asked:
@@ -170,7 +170,7 @@ class VerifiersHost:
                 self._asked[place] = asked.ask, tokens
             queue.put(TurnRequest(*place, tokens, asked.max_tokens))
         elif "episode" in message:
-            told = _convert(message, _Episode)
+            told = _convert(message, _Ending)
             if told.episode not in running:
                 raise FrameError(f"the end of trajectory {told.episode}, which does not run")
             branches = [Branch(np.asarray(ids, np.int32), np.asarray(own, bool)) for ids, own in told.rows]

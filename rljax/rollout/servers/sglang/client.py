@@ -107,7 +107,7 @@ class SglangBackend(Backend):
         read = _DECODER.decode(reply)
         meta = read.meta_info
         if meta.prompt_tokens not in (None, 0, len(request.prompt)):
-            raise OtherPromptError(f"{route} gave the reply to another prompt than that of the request")
+            raise OtherPromptError(route)
         prompt: tuple[Mapping[int, float], ...] = ()
         if request.prompt_logprobs is not None:
             scored = meta.input_token_logprobs or ()

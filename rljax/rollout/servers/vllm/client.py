@@ -183,12 +183,12 @@ class VllmBackend(Backend):
             if not rollout.prompt_hash:
                 raise ReplyError(f"{route} does not say which prompt it answers: install the same rljax beside both")
             if rollout.prompt_hash != prompt_hash(request.prompt.astype("<i4", copy=False).tobytes()):
-                raise OtherPromptError(f"{route} gave the reply to another prompt than that of the request")
+                raise OtherPromptError(route)
             return _read_rollout(rollout, k, with_routes=request.routes is not None)
         read = _DECODERS[route, k > 0].decode(reply)
         (choice,) = read.choices
         if choice.prompt_token_ids not in (None, request.prompt.tolist()):
-            raise OtherPromptError(f"{route} gave the reply to another prompt than that of the request")
+            raise OtherPromptError(route)
         if choice.index != 0:
             raise ValueError(f"its choice has index {choice.index}, expected 0")
         are_others, logprobs, tops = (_read_content if route == GENERATE else _read_named)(choice, k)

@@ -3,7 +3,7 @@
 vLLM's own endpoints make a Python object for each token and each likeliest token, and need a request for each response.
 That takes time of the processor that the workers need. Here the scores stay in flat lists, and are sent as JSON with
 base64 of little-endian arrays. One request asks for several responses. Each response comes in a line of its own as soon
-as it is complete, with a hash of the prompt that it was sampled from. The sampling, the checks of a request and the
+as it is complete. The line has a hash of the prompt. The sampling, the checks of a request and the
 statuses of errors are those of vLLM.
 
 ``DELETE`` with ``batch`` and ``number`` in the query gives up single responses of the request with that ``batch``.

@@ -242,7 +242,7 @@ class LoadedWeights(PatchedWeights):
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, *, tied: bool) -> None:
-        """Puts a step before each layer's packing, until :meth:`detach`. The arguments are those of the base class."""
+        """Puts a step before each layer's packing, until :meth:`detach`. The base class has the same arguments."""
         super().__init__(model, dtype, tied=tied)
         methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
         self._unpacked = {
