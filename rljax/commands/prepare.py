@@ -44,7 +44,7 @@ from rljax.data.files import (
 from rljax.data.forms import Form, FormName, OwnKeys
 from rljax.data.gym_problems import task_names
 from rljax.data.prompts import FILE_REWARD, prompt_key, render_problem, template_arguments
-from rljax.data.scores import Scores
+from rljax.data.scores import ScoreFile
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
@@ -245,7 +245,7 @@ def drop_long(selection: Selection, tokenizer: Tokenizer, limit: int, tally: Tal
     selection.keep("prompt length", kept, max_prompt_tokens=limit, longest=max(lengths))
 
 
-def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer: Tokenizer) -> Scores:
+def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer: Tokenizer) -> ScoreFile:
     """Samples and scores ``samples`` responses to each problem that is not scored yet."""
     with caller_errors():
         policy = find_policy(str(arguments.model))
@@ -255,7 +255,7 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
     names = ("model", "samples", "temperature", "reward", "seed", "chat_template")
     settings = {name: getattr(arguments, name) for name in names} | {"max_response_tokens": limit}
     settings["template_arguments"] = arguments.template_arguments or None
-    scores = Scores(arguments.scores or arguments.out.with_name(arguments.out.name + ".scores.jsonl"), settings)
+    scores = ScoreFile(arguments.scores or arguments.out.with_name(arguments.out.name + ".scores.jsonl"), settings)
     keys = [problem_key(problem) for problem in problems]
     done = sum(key in scores.rewards for key in keys)
     if done == len(problems):
@@ -293,7 +293,7 @@ def problem_key(problem: Problem) -> str:
     return hashlib.sha256(json.dumps([problem["prompt"], problem["answer"]]).encode()).hexdigest()[:24]
 
 
-def drop_unfit(selection: Selection, scores: Scores, low: float, high: float, samples: int) -> None:
+def drop_unfit(selection: Selection, scores: ScoreFile, low: float, high: float, samples: int) -> None:
     """Keeps problems whose pass rate is in [low, high] and is neither 0 nor 1, and records the rates in the rows."""
     rates = [
         sum(reward > SOLVED for reward in scores.rewards[problem_key(problem)]) / samples

@@ -9,7 +9,7 @@ from typing import Any
 from rljax.errors import ConfigError
 
 
-class Scores:
+class ScoreFile:
     """The rewards of each problem's responses, in a JSONL file that survives an interruption."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:

@@ -141,7 +141,7 @@ def _check_features(raw: Mapping[str, Any], family: Family) -> None:
 
 
 def _covers_no_layer(raw: Mapping[str, Any], family: Family) -> bool:
-    """Whether no layer has the sliding window that the file switches on, given that ``layer_types`` names no window."""
+    """Returns whether no layer has the window that the file switches on, if ``layer_types`` names none."""
     if raw.get("sliding_window", ...) is None:
         return True
     if not family.windows_by_layer:

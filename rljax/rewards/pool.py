@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from msgspec.msgpack import Decoder
-
-from rljax.distributed.child import Child, ChildPool, LostError, NotSentError
+from rljax.distributed.child import Child, ChildPool, Decoder, LostError, NotSentError
 from rljax.errors import printable
 from rljax.rewards.resolve import CHEAP, Verdict, resolve_reward, score, score_responses
 

@@ -24,7 +24,7 @@ def as_float(name: str, value: Any) -> float:
         ) from error
 
 
-def as_int(name: str, value: Any, least: float = 0) -> int:
+def as_int(name: str, value: Any, least: int = 0) -> int:
     """Returns a whole number of any integer type, at least ``least``."""
     try:
         if _is_flag(value):

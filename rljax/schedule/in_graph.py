@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rljax.schedule.arguments import as_float, as_int, as_share, check_kind
+from rljax.schedule.arguments import as_float, as_share, as_step, check_kind
 from rljax.schedule.length_decay import DENOMINATOR, decay_rates, scaled_multiplier
 from rljax.schedule.surge import SMALLEST_LENGTH, SurgeConfig
 
@@ -41,7 +41,7 @@ def length_decay_schedule(
       ValueError: An argument is out of range.
     """
     rates = np.asarray(decay_rates(init_value, decay_factor, floor_ratio), np.float32)
-    period = _INT32_MAX if decay_period is None else min(as_int("decay_period", decay_period, 1), _INT32_MAX)
+    period = min(as_step("decay_period", decay_period) or _INT32_MAX, _INT32_MAX)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(count, jnp.int32)

@@ -64,17 +64,14 @@ class SurgeConfig:
         if self.capped_ratio is not None:
             as_float("capped_ratio", self.capped_ratio)
         for name in ("window", "smooth", "persistence", "warmup"):
-            as_int(name, getattr(self, name), -math.inf)
-        if self.max_wait is not None:
-            as_int("max_wait", self.max_wait, -math.inf)
+            as_int(name, getattr(self, name), 1)
+        as_step("max_wait", self.max_wait)
         if not 1.0 < self.ratio < math.inf:
             raise ValueError(f"ratio must be finite and above 1, got ratio = {self.ratio}.")
         if not 0.0 <= self.baseline_quantile <= 1.0:
             raise ValueError(f"baseline_quantile must be in [0, 1], got baseline_quantile = {self.baseline_quantile}.")
-        if self.smooth < 1 or self.smooth % 2 == 0:
-            raise ValueError(f"smooth must be a positive odd number of steps, got smooth = {self.smooth}.")
-        if self.persistence < 1:
-            raise ValueError(f"persistence must be at least 1 step, got persistence = {self.persistence}.")
+        if self.smooth % 2 == 0:
+            raise ValueError(f"smooth must be an odd number of steps, got smooth = {self.smooth}.")
         if not 0.0 < self.held_ratio <= self.ratio:
             raise ValueError(
                 f"held_ratio must be in (0, ratio], got held_ratio = {self.held_ratio} and ratio = {self.ratio}."
@@ -94,8 +91,8 @@ class SurgeConfig:
             raise ValueError(f"max_truncated must be in [0, 1], got max_truncated = {self.max_truncated}.")
         if self.capped_ratio is not None and not self.capped_ratio > 1.0:
             raise ValueError(f"capped_ratio must be None or above 1, got capped_ratio = {self.capped_ratio}.")
-        if self.max_wait is not None and not 1 <= self.max_wait < 2**31:
-            raise ValueError(f"max_wait must be None or a step in [1, 2**31), got max_wait = {self.max_wait}.")
+        if self.max_wait is not None and self.max_wait >= 2**31:
+            raise ValueError(f"max_wait must be below 2**31, got max_wait = {self.max_wait}.")
 
     def baseline_rank(self, seen: int) -> int:
         """Returns the rank (0: smallest) of the baseline among the older lengths of a window of ``seen`` lengths."""

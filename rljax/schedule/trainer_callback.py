@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rljax.schedule.arguments import as_int
+from rljax.schedule.arguments import as_step
 from rljax.schedule.length_decay import SILENT_STEPS, LengthTriggeredLR, OfController
 from rljax.schedule.surge import SurgeTracker
 from rljax.schedule.torch import never_observed, write_rate
@@ -51,13 +51,11 @@ class LengthTriggeredCallback(OfController, TrainerCallback):
         Raises:
           ValueError: An argument is out of range.
         """
-        if updates_per_batch is not None and as_int("updates_per_batch", updates_per_batch, float("-inf")) < 1:
-            raise ValueError(f"updates_per_batch must be at least 1 or None, got {updates_per_batch}.")
         self._controller = LengthTriggeredLR(
             1.0, tracker=tracker, multiplier=multiplier, decay_factor=decay_factor, floor_ratio=floor_ratio
         )
         self._length_key, self._truncated_key = length_key, truncated_key
-        self._updates_per_batch = updates_per_batch
+        self._updates_per_batch = as_step("updates_per_batch", updates_per_batch)
         self._start = self._controller.state_dict()
         self._first_update = 0  # the first update on the last observed batch
         self._unseen = 0  # the number of logs without a length, before the first one with a length

@@ -175,7 +175,7 @@ def test_a_callback_may_train_twice(tmp_path):
 
 
 def test_a_wrong_number_of_updates_is_refused():
-    with pytest.raises(ValueError, match="updates_per_batch must be at least 1 or None, got 0"):
+    with pytest.raises(ValueError, match="updates_per_batch must be at least 1, got updates_per_batch = 0"):
         callback_of(updates_per_batch=0)
 
 

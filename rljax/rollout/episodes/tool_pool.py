@@ -9,9 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from msgspec.msgpack import Decoder
-
-from rljax.distributed.child import LONGEST, Child, ChildPool, LostError, NotSentError
+from rljax.distributed.child import LONGEST, Child, ChildPool, Decoder, LostError, NotSentError
 from rljax.errors import printable
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.outcomes import UTF8_BYTES, clip
