@@ -108,9 +108,6 @@ class ReplyError(ServerError):
 class OtherPromptError(ReplyError):
     """A reply answers another prompt than its request has. Something between trainer and server mixes replies up."""
 
-    def __init__(self, route: str) -> None:
-        super().__init__(f"{route} gave the reply to another prompt than that of the request")
-
 
 class ServersLostError(ServerError):
     """No server is left to sample. A server that comes back cannot be verified before the next publish."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from rljax.errors import ReplyError
+from rljax.errors import OtherPromptError, ReplyError
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.tops import ROUNDING, check_tops, join_tops
 from rljax.rollout.types import SamplingParams, Tops
@@ -160,6 +160,12 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
         tuple(spans),
         join_tops([part.tops for part in parts]),
     )
+
+
+def check_own_prompt(route: str, is_own: bool) -> None:
+    """Raises OtherPromptError unless the reply answers the prompt of its request."""
+    if not is_own:
+        raise OtherPromptError(f"{route} gave the reply to another prompt than that of the request")
 
 
 def check_completion(

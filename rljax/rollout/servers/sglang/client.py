@@ -15,13 +15,13 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from rljax.errors import OtherPromptError, ReplyError, ServerRefusedError
+from rljax.errors import ReplyError, ServerRefusedError
 from rljax.rollout.servers.backend import UPDATE_S, Backend
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_differences, find_route, server_info
 from rljax.rollout.servers.process import Dtype
 from rljax.rollout.servers.tops import as_floats, make_tops
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans
+from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans, check_own_prompt
 from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
 
@@ -106,8 +106,7 @@ class SglangBackend(Backend):
         """Reads a reply of ``/generate``, as :meth:`Backend.read` says."""
         read = _DECODER.decode(reply)
         meta = read.meta_info
-        if meta.prompt_tokens not in (None, 0, len(request.prompt)):
-            raise OtherPromptError(route)
+        check_own_prompt(route, meta.prompt_tokens in (None, 0, len(request.prompt)))
         prompt: tuple[Mapping[int, float], ...] = ()
         if request.prompt_logprobs is not None:
             scored = meta.input_token_logprobs or ()

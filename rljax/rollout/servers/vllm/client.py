@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from rljax.errors import OtherPromptError, ReplyError, ServerRefusedError
+from rljax.errors import ReplyError, ServerRefusedError
 from rljax.rollout.servers.backend import UPDATE_S, Backend
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import (
@@ -34,7 +34,7 @@ from rljax.rollout.servers.handshake import (
 from rljax.rollout.servers.tops import as_floats, make_tops
 from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS, ROLLOUTS, prompt_hash
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans
+from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans, check_own_prompt
 from rljax.rollout.types import InFlight, Tops
 from rljax.weights.store import WeightVersion
 
@@ -182,13 +182,12 @@ class VllmBackend(Backend):
             rollout = _ROLLOUT_DECODER.decode(reply)
             if not rollout.prompt_hash:
                 raise ReplyError(f"{route} does not say which prompt it answers: install the same rljax beside both")
-            if rollout.prompt_hash != prompt_hash(request.prompt.astype("<i4", copy=False).tobytes()):
-                raise OtherPromptError(route)
+            own_hash = prompt_hash(request.prompt.astype("<i4", copy=False).tobytes())
+            check_own_prompt(route, rollout.prompt_hash == own_hash)
             return _read_rollout(rollout, k, with_routes=request.routes is not None)
         read = _DECODERS[route, k > 0].decode(reply)
         (choice,) = read.choices
-        if choice.prompt_token_ids not in (None, request.prompt.tolist()):
-            raise OtherPromptError(route)
+        check_own_prompt(route, choice.prompt_token_ids in (None, request.prompt.tolist()))
         if choice.index != 0:
             raise ValueError(f"its choice has index {choice.index}, expected 0")
         are_others, logprobs, tops = (_read_content if route == GENERATE else _read_named)(choice, k)
