@@ -3,8 +3,8 @@
 #
 #   bash launch/slurm_server.sh ENGINE DIR GPUS ADDRESSES MODEL [options of launch/ENGINE_server.sh]
 #
-# ENGINE is vllm or sglang. DIR receives TASK.log and, once the server answers, TASK.url. ADDRESSES: of the step's nodes,
-# with commas between them.
+# ENGINE is vllm or sglang, or image-vllm inside a container that has the engine and rljax. DIR receives TASK.log and,
+# once the server answers, TASK.url. ADDRESSES: of the step's nodes, with commas between them.
 set -euo pipefail
 
 engine="$1" dir="$2" gpus="$3"
@@ -17,14 +17,16 @@ if [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then
 fi
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/machine.sh"
+serve=(bash "$here/${engine}_server.sh") python="${RLJAX_VLLM_VENV:-$here/../.venv-vllm}/bin/python"
+[[ "$engine" != image-* ]] || serve=(python3 -m rljax.cli serve "${engine#image-}") python=python3
 # The installation ran on a login node, so this node's driver and compiler are looked at here.
-if [[ "$engine" == vllm ]] && has_gpu; then
-  check_driver && check_compiler "${RLJAX_VLLM_VENV:-$here/../.venv-vllm}/bin/python" || exit 2
+if [[ "$engine" == *vllm ]] && has_gpu; then
+  check_driver && check_compiler "$python" || exit 2
 fi
 # Servers that compile into one home on NFS at the same time meet locks and stale files, so each has a place of its own.
 caches="${SLURM_TMPDIR:-${TMPDIR:-/tmp}}/rljax-$SLURM_JOB_ID-$SLURM_PROCID"
 export VLLM_CACHE_ROOT="${VLLM_CACHE_ROOT:-$caches/vllm}" TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$caches/triton}"
 export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$caches/inductor}"
 export FLASHINFER_WORKSPACE_BASE="${FLASHINFER_WORKSPACE_BASE:-$caches}"
-exec bash "$here/${engine}_server.sh" --host "${addresses[SLURM_NODEID]}" \
+exec "${serve[@]}" --host "${addresses[SLURM_NODEID]}" \
   --log "$dir/$SLURM_PROCID.log" --url-file "$dir/$SLURM_PROCID.url" "$@" >/dev/null

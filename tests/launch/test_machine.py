@@ -262,6 +262,28 @@ def test_a_plugin_for_cuda_that_finds_no_gpu_is_an_error(tmp_path, monkeypatch):
         assert unused_gpus(0, tmp_path / "dev") is None
 
 
+@pytest.mark.parametrize(
+    ("image", "options", "command"),
+    [
+        ("t.sif", "", "apptainer exec --nv --pwd {0} --bind {0},{0}/runs,{0}/configs/toy-base t.sif "),
+        (
+            "org#t:1",
+            "--container-image=org#t:1 --container-workdir={0} --container-mounts={0}:{0},{0}/runs:{0}/runs,",
+            "",
+        ),
+    ],
+    ids=["apptainer", "pyxis"],
+)
+def test_steps_of_a_job_run_in_images(image, options, command):
+    served = ["--", "--rollout.engine", "vllm", "--rollout.urls", "http://127.0.0.1:0"]
+    servers, trainers = plan("launch/slurm.sbatch", "--trainer-image", image, "--server-image", image, *served)[-2:]
+    for line in (servers, trainers):
+        assert f"srun {options.format(ROOT)}" in line
+        assert f"{command.format(ROOT)}bash {ROOT}/launch/slurm_" in line
+    assert "/launch/slurm_server.sh image-vllm " in servers
+    assert "/status python3 -m rljax.train " in trainers
+
+
 def test_what_the_plugin_needs_is_listed_once():
     printed = subprocess.run(
         [sys.executable, "launch/plugin_needs.py"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30

@@ -28,7 +28,7 @@ def test_a_head_is_tied_if_it_has_the_parameter_of_the_table():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_configuration_decides_where_a_worker_lacks_one_of_both(tied):
+def test_a_worker_that_lacks_one_of_both_asks_the_configuration(tied):
     text, table = transformers.Qwen3Config(tie_word_embeddings=tied), torch.nn.Embedding(5, 3)
     for model in (language_model(torch.nn.Identity(), table), language_model(table, torch.nn.Identity())):
         assert has_tied_head(model, text) == tied
