@@ -63,9 +63,16 @@ def console_rows(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for line in _whole_lines(path):
         step = _STEP.search(line)
-        if values := dict(_VALUE.findall(line)):
+        if values := dict(_VALUE.findall(_without_cut_number(line))):
             rows.append(values | ({"step": step[1] or step[2]} if step else {}))
     return rows
+
+
+def _without_cut_number(line: str) -> str:
+    """Returns a line without a number at its end if its dictionary is not closed. Digits of the number may be lost."""
+    start = _start(line)
+    is_cut = start is not None and line[start] == "{" and not _DICTIONARY.match(line, start)
+    return line.rstrip("0123456789.e+-") if is_cut else line
 
 
 def _whole_lines(path: Path) -> list[str]:
