@@ -18,7 +18,7 @@ from rljax.weights.access import App
 
 WAIT_S = 5.0
 """The longest time that a connection may keep the server waiting for the head of a request (seconds)."""
-_FILES = 320  # the most file descriptors of a server; those of two fifths are for connections that are just accepted
+_FILES = 320  # the most file descriptors of a server; two fifths of them are for connections that wait to be accepted
 _UNREAD_S = 60.0  # the longest time that a client may leave a reply unread (seconds)
 
 

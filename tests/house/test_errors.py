@@ -48,7 +48,7 @@ def test_run_cli_keeps_tracebacks_of_bugs_and_quiets_interrupts(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_an_interrupt_inside_a_callback_of_the_garbage_collector_is_not_lost(capsys):
+def test_an_interrupt_inside_a_callback_is_not_lost(capsys):
     """Python ignores every error there, and jax has such a callback."""
 
     def interrupted(phase, facts):
