@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -176,6 +177,9 @@ def full_disk_errors() -> Iterator[None]:
             raise
 
 
+_REPEAT_S = 0.02  # until then the callback has returned
+
+
 def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Runs the ``main`` of a program and returns the exit status.
 
@@ -187,7 +191,8 @@ def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
     The arguments are ``argv``, or ``sys.argv[1:]``.
     """
     try:
-        status = main(sys.argv[1:] if argv is None else argv)
+        with _kept_interrupts():
+            status = main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except (*_IN_ONE_LINE, KeyboardInterrupt) as error:
         print_end(error)
@@ -198,6 +203,24 @@ def run_cli(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = N
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # The interpreter flushes standard output when it exits.
         return 128 + signal.SIGPIPE
     return status
+
+
+@contextmanager
+def _kept_interrupts() -> Iterator[None]:
+    """Repeats an interrupt that came inside a callback whose errors Python ignores, as jax's for garbage."""
+    before = sys.unraisablehook
+
+    def repeat(lost: sys.UnraisableHookArgs) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            threading.Timer(_REPEAT_S, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            before(lost)
+
+    sys.unraisablehook = repeat
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 def _reader_left() -> bool:

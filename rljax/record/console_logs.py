@@ -63,9 +63,16 @@ def console_rows(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for line in _whole_lines(path):
         step = _STEP.search(line)
-        if values := dict(_VALUE.findall(line)):
+        if values := dict(_VALUE.findall(_without_cut_number(line))):
             rows.append(values | ({"step": step[1] or step[2]} if step else {}))
     return rows
+
+
+def _without_cut_number(line: str) -> str:
+    """Returns a line without a number at its end if its dictionary is not closed. Digits of the number may be lost."""
+    start = _start(line)
+    is_cut = start is not None and line[start] == "{" and not _DICTIONARY.match(line, start)
+    return line.rstrip("0123456789.e+-") if is_cut else line
 
 
 def _whole_lines(path: Path) -> list[str]:
@@ -136,16 +143,19 @@ def _record(
         is_other = not after.strip() or (_start(after) is not None and not is_end_of_name)
         if is_other or progress.is_closed or at >= min(last + _LONGEST_VALUE, place + _MOST_LINES):
             break
-        longer = max((text + after, f"{text} {after}"), key=lambda option: _progress(option, start) or _NOTHING)
+        is_separator = after.strip() == "-"  # of verl's items
+        joined_texts = [f"{text} {after}"] if is_separator else [text + after, f"{text} {after}"]
+        longer = max(joined_texts, key=lambda option: _progress(option, start) or _NOTHING)
         found = _progress(longer, start)
-        is_more = found is not None and (found.is_whole or found.values > progress.values)
+        is_more = found is not None and (found.is_whole or found.values > progress.values or is_separator)
         if progress.is_whole and (not is_more or len(lines[at]) + _LOST_SPACES < len(after)):
             break
         if found is None:
             if _VALUE.search(after) and not text.rstrip().endswith(","):
                 raise _wrapped(path, at)
             break
-        if progress.is_whole and found.values == progress.values and len(lines[at]) not in widths:
+        is_unsure = progress.is_whole and found.values == progress.values and not is_separator
+        if is_unsure and len(lines[at]) not in widths:
             joined.doubtful.append(at)
             break
         text, progress = longer, found

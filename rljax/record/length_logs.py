@@ -1,4 +1,4 @@
-"""Reads the response lengths of a training log, of the run and from the column that are meant.
+"""Reads the response lengths of one run from one column of a training log.
 
 An export may have the lengths of several runs. A log may also have a constant column, the width of padded responses,
 under a name of the length.

@@ -16,6 +16,8 @@ _DEEPEST = 500  # nodes on a path through the tree of a formula
 _DIGITS = 1e5  # decimal digits of any number in the value of a formula
 # ``sympy`` gives a meaning of its own to other characters, such as the factorial "!" and the repeated decimal "[".
 _CHARACTERS = re.compile(r"[\w \t\n.+*/(),-]*")
+# Python rounds 1e-99999 to 0, and ``sympy`` makes a number of 100,000 digits of it.
+_LONG_EXPONENT = re.compile(r"[\d.]e[+-]?[\d_]{4}", re.IGNORECASE)
 _FUNCTIONS = frozenset(
     {
         *("Abs", "abs", "sqrt", "exp", "log", "ln", "sin", "cos", "tan", "cot", "sec", "csc"),
@@ -32,6 +34,8 @@ def is_formula(answer: str) -> bool:
     """
     answer = answer.strip()
     if len(answer) > _LONGEST or not _CHARACTERS.fullmatch(answer) or not unicodedata.is_normalized("NFKC", answer):
+        return False
+    if _LONG_EXPONENT.search(answer):
         return False
     try:
         return _digits(ast.parse(answer, mode="eval").body, 0) <= _DIGITS

@@ -27,7 +27,7 @@ def let_read(path: Path, readable_by: str) -> None:
         group = grp.getgrnam(name).gr_gid if kind == "group" else -1
     except KeyError:
         raise ValueError(f"publish.readable_by: this machine has no group {name!r}") from None
-    for each in (path, *path.rglob("*")):
+    for each in (*path.rglob("*"), path):
         if kind == "group":
             os.chown(each, -1, group)
         each.chmod((0o700 | _MORE[kind]) & (0o777 if each.is_dir() else 0o666))

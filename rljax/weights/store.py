@@ -113,7 +113,7 @@ class WeightDirectory(OwnedDirectory):
         self._count += 1
         directory, tag = self.root / f"v{policy_version:08d}-{self._count}", self.tag(policy_version)
         try:
-            directory.mkdir()
+            directory.mkdir(0o700)
             summary = self._writer.collect(tensors, directory)
             if len(summary.dtypes) != 1:
                 raise ValueError(f"tensors must have one dtype, got {list(summary.dtypes) or 'no tensors'}")

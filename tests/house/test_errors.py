@@ -1,7 +1,10 @@
 """A program must print and return the right things after a caller's mistake, an interrupt or a bug."""
 
+import gc
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -42,6 +45,23 @@ def test_run_cli_keeps_tracebacks_of_bugs_and_quiets_interrupts(capsys):
     with pytest.raises(ValueError, match="shapes differ"):
         run_cli(bug, [])
     assert run_cli(interrupt, []) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_interrupt_inside_a_callback_is_not_lost(capsys):
+    """Python ignores every error there, and jax has such a callback."""
+
+    def interrupted(phase, facts):
+        gc.callbacks.remove(interrupted)
+        signal.raise_signal(signal.SIGINT)
+
+    def main(argv):
+        gc.callbacks.append(interrupted)
+        gc.collect()
+        time.sleep(5)
+        return 0
+
+    assert run_cli(main, []) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 

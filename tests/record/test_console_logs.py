@@ -100,6 +100,10 @@ def test_no_width_of_a_terminal_changes_a_number(tmp_path, form, wrap):
         ),
         # The name training/global_step is cut before a word that begins a line of verl.
         (["step:1 - training/global_", "step:1 - a/b:2.5"], [{"training/global_step": 1, "a/b": 2.5, "step": 1}]),
+        # The last number of a run that was killed may lack digits.
+        (["{'loss': 0.1, 'completions/mean_length': 83", "Killed"], [{"loss": 0.1}]),
+        # The separator of verl is alone on a line.
+        (["step:1 - a/b:-9.75e-07", "-", "c/d:143.5"], [{"a/b": -9.75e-07, "c/d": 143.5, "step": 1}]),
         # The end of a run that was killed, in its second piece.
         (["step:1 - a/b:12", "7.5 - respo"], [{"a/b": 127.5, "step": 1}]),
     ],

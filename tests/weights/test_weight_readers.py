@@ -49,6 +49,22 @@ def test_exactly_the_named_users_may_read(tmp_path, readable_by, store, umask):
         os.umask(before)
 
 
+def test_nobody_else_writes_into_an_unfinished_version(tmp_path):
+    modes, weights = [], np.ones(4, np.float32)
+
+    def tensors(root):
+        modes.extend(stat.S_IMODE(path.stat().st_mode) for path in root.glob("v*"))
+        yield "w", weights
+
+    before = os.umask(0)
+    try:
+        with contextlib.closing(open_weight_directory(PublishConfig(readable_by="all"), tmp_path)) as files:
+            files.write(tensors(files.root), 0, {"w": array_checksum(weights)})
+    finally:
+        os.umask(before)
+    assert modes == [0o700]
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 @pytest.mark.parametrize(("readable_by", "may_read"), [("owner", False), ("group:nogroup", True), ("all", True)])
 def test_another_user(readable_by, may_read):

@@ -173,7 +173,7 @@ def _reward(value: Any, what: str) -> float:
     """Returns the reward, or NaN if it is null, which marks a trajectory that failed."""
     if value is None:
         return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isinf(value) or abs(value) > 3e38:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 3e38:
         raise ValueError(f"{what} must be a finite number, or null for a trajectory that failed, got {value!r:.60}")
     return float(value)
 
