@@ -33,6 +33,7 @@ TRUTH = "truth"  # the key of a right answer that is a list or a record, for a r
 FILE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 _KEY = b"rljax.problems"
 _BATCH_ROWS = 8192
+_LONGEST_FIELD = 2**30  # characters of a value in CSV; Python's own limit is 2**17
 _CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _TRUTH = pa.struct([("ground_truth", pa.string()), ("style", pa.string())])
 _CANONICAL = pa.schema([("data_source", pa.string()), ("prompt", pa.string()), ("reward_model", _TRUTH)])
@@ -250,6 +251,7 @@ def _json_array(path: Path) -> Iterator[tuple[int, Row]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """Yields (line number, row) of a CSV file with commas, whose first row names the columns. Each value is a text."""
+    csv.field_size_limit(_LONGEST_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         number = 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +50,7 @@ FORMS: Mapping[FormName, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _LAST_LINE = re.compile(r"^[ \t]*####[ \t]*(\S.*?)\s*\Z", re.MULTILINE)
 _FORMULA = re.compile(r"\$[^$]+\$|\$\$[^$]+\$\$|\\\[.+\\\]|\\\(.+\\\)", re.DOTALL)
 _WORDS = re.compile(r"(?<!\\)\b[^\W\d_]{2,}[,;:]?\s+[^\W\d_]{2,}")  # two words side by side: a sentence
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:.*\}\s*\]\s*""", re.DOTALL)  # a chat as a text
 _NO_ANSWERS = ("proof", "notfound")  # NuminaMath's marks for a problem without a short answer
 _READ = ("data_source", "extra_info")
 
@@ -129,6 +132,8 @@ def take(row: Mapping[str, Any], form: Form, where: str) -> tuple[Any, Any]:
         if not prompt:
             named = f"under {keys.prompt}" if keys.prompt else f"({', '.join(_PROMPTS[:-1])} or {_PROMPTS[-1]})"
             raise ValueError(f"the prompt is empty {named}; the keys are {_list(row)}; prompt_key names another")
+        if isinstance(prompt, str) and _MESSAGES.fullmatch(prompt):
+            raise ValueError("the prompt is a list of messages that was written as a text, and the text is not JSON")
         found = {key: answer for key in keys.answers if not _is_empty(answer := _answer(row, key, form))}
         _check_agree(found)
     if not found:
@@ -320,13 +325,20 @@ def _named(keys: Sequence[str], name: str) -> str:
 
 
 def _from_json(value: Any, opening: str) -> Any:
-    """Returns the JSON value in a text that begins with ``opening``; any other value is returned as it is."""
+    """Returns the chat or record in a text that begins with ``opening``; any other value is returned as it is.
+
+    The text is JSON, or Python's form of the value, which tables of pandas have in CSV.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith(opening):
         return value
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError):
-        return value
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                parsed = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return value
     is_chat = isinstance(parsed, list) and all(isinstance(one, dict) and "role" in one for one in parsed)
     return parsed if is_chat or isinstance(parsed, dict) else value
 
