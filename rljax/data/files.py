@@ -103,7 +103,8 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: b
     prompt, answer = take(row, form, where)
     prompt = _parse_prompt(prompt, where)
     several = list(answer.answers) if isinstance(answer, Alternatives) else []
-    structured = {TRUTH: answer} if whole and isinstance(answer, list | dict) and not several else {}
+    given = several if isinstance(answer, Alternatives) and answer.is_list else answer
+    structured = {TRUTH: given} if whole and isinstance(given, list | dict) else {}
     if several:
         answer = several[0]
     elif structured or isinstance(answer, list):

@@ -74,6 +74,7 @@ class Alternatives(NamedTuple):
     """Several right answers, each of which is enough."""
 
     answers: tuple[str, ...]
+    is_list: bool = False  # whether the data has a list, not the JSON text of a list
 
 
 class Keys(NamedTuple):
@@ -155,7 +156,7 @@ def as_alternatives(value: Any) -> Alternatives | None:
     is_texts = isinstance(parsed, list) and all(isinstance(one, str) for one in parsed)
     if not is_texts or (not parsed and parsed is not value):
         return None
-    return Alternatives(tuple(one for one in parsed if one.strip()))
+    return Alternatives(tuple(one for one in parsed if one.strip()), is_list=parsed is value)
 
 
 def last_box(text: str) -> str | None:

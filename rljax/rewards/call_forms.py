@@ -128,7 +128,7 @@ async def _result(value: Awaitable[Any]) -> Any:
 
 def _right_answers(problem: Mapping[str, Any]) -> Any:
     """Returns the right answer as it stands in the data, or the list of all of them where a row has several."""
-    return problem.get("alternatives") or problem.get("truth", problem["answer"])
+    return problem.get("truth") or problem.get("alternatives") or problem["answer"]
 
 
 def _of_verl(problem: Mapping[str, Any], response: str) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def test_columns_of_the_row_are_given_as_they_stand():
     assert "columns" not in GOT
 
 
-@pytest.mark.parametrize("truth", [{"target": 44, "numbers": [19, 25]}, [19, 25]])
+@pytest.mark.parametrize("truth", [{"target": 44, "numbers": [19, 25]}, [19, 25], ["44"], ["a", "b"]])
 def test_a_right_answer_that_is_no_text_is_given_as_it_stands(truth):
     row = {"prompt": "make 44", "reward_model": {"ground_truth": truth}}
     NamedReward(gsm8k)(parse_row(row, "row 1", whole=True), "19+25", False)
