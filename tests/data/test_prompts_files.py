@@ -98,6 +98,26 @@ def test_each_command_names_the_row_of_half_a_character(command, tmp_path):
     assert "x.jsonl: row 2: the prompt holds half a character, the lone surrogate" in error
 
 
+@pytest.mark.parametrize("command", ["train", "evaluate", "prepare"])
+def test_a_reward_of_trl_gets_the_columns_of_the_row(command, tmp_path):
+    path = written(
+        tmp_path / "x.jsonl", [{"prompt": f"{i}+1=", "answer": f"{i + 1}", "nums": [i, 1]} for i in range(4)]
+    )
+    reward = tmp_path / "of_trl.py"
+    reward.write_text("def f(completions, nums, **columns):\n    return [float(str(sum(nums[0])) in completions[0])]\n")
+    run = ["--data.task", "file", "--data.path", path, "--data.reward", f"{reward}:f", "--data.batch-size", "4"]
+    main, words = {
+        "train": (train.main, tiny(TOY_BASE, tmp_path / "run", 1, *run)),
+        "evaluate": (evaluate.main, ["--path", TOY_BASE, "--dataset", path, "--reward", f"{reward}:f"]),
+        "prepare": (prepare.main, [path, tmp_path / "out.parquet", "--reward", f"{reward}:f"]),
+    }[command]
+    status, said, error = outcome(main, words)
+    assert status == 0
+    assert "column" not in error
+    assert "not read" not in error
+    assert '"reward_errors": 0' in said if command == "evaluate" else "0 of 4" in said + error
+
+
 def test_rows_of_parquet_are_counted_from_one(tmp_path):
     path = written(tmp_path / "x.parquet", [GOOD, GOOD, GOOD | {"prompt": ""}])
     with pytest.raises(ValueError, match=r"x\.parquet: row 3: the prompt is empty"):
