@@ -172,7 +172,7 @@ def last_box(text: str) -> str | None:
 
 
 def _prompt(row: Mapping[str, Any], path: str) -> Any:
-    """Returns the prompt under a key or path; chats lose the answers at their end, instructions get their input."""
+    """Returns the prompt under a key or path. A chat loses the answers at its end; an instruction gets its input."""
     prompt = _from_json(_value(row, path), "[") if path else None
     if _leaf(path) == "messages" and isinstance(prompt, list):
         while prompt and isinstance(prompt[-1], Mapping) and prompt[-1].get("role") == "assistant":

@@ -80,7 +80,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, Q
 """The families by ``model_type``."""
 
 _SPECIAL_FIELDS = ("rope_theta", "family", "num_experts", "experts_per_token", "expert_size", "normalize_gates")
-"""The fields that not every family's file has, or that have their own way of reading."""
+"""The fields that only some families have in their files, or that are read in a way of their own."""
 _KEYS = {name: name for name in (f.name for f in dataclasses.fields(PolicyConfig)) if name not in _SPECIAL_FIELDS} | {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -141,7 +141,7 @@ def _check_features(raw: Mapping[str, Any], family: Family) -> None:
 
 
 def _covers_no_layer(raw: Mapping[str, Any], family: Family) -> bool:
-    """Whether no layer has the sliding window that the file switches on, given that ``layer_types`` names no window."""
+    """Whether the sliding window that the file switches on covers no layer; ``layer_types`` must name no window."""
     if raw.get("sliding_window", ...) is None:
         return True
     if not family.windows_by_layer:

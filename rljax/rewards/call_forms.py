@@ -2,7 +2,7 @@
 
 Each framework calls its rewards in its own way: verl's ``NaiveRewardManager`` and ``BatchRewardManager`` with keywords,
 TRL's ``GRPOTrainer`` with keywords and lists, OpenRLHF's executor with three lists. A reward of such a form is called
-so here, for one response at a time. SkyRL's functions are verl's, with other names for the response.
+in the same way here, with one response at a time. SkyRL's functions are verl's, with other names for the response.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OBJECTS = {
     *("environments", "prompt_ids", "completion_ids", "reward_router_address", "reward_model_tokenizer"),
 }
 
-_OWN_KEYS = ("templated", "alternatives", "truth", "columns")  # keys of a problem that no column of the data has
+_OWN_KEYS = ("templated", "alternatives", "truth", "columns")  # keys of a problem that are no columns
 _CUT = re.compile(r"trunc|(^|_)cut|clip|overlong|incomplete|unfinished")
 _OF_PROMPT = r"prompt|question|quer(y|ies)|instruction|message|conversation"
 _OF_ANSWER = r"answer|truth|gold|label|target|solution|expect|referenc|correct|^(gt|ref)$"
@@ -203,7 +203,7 @@ def _takes_three(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def _is_neutral(places: list[inspect.Parameter]) -> bool:
-    """Returns whether no name of the first three means something else than what rljax gives in its place.
+    """Returns whether the first three names can mean the problem, the response and whether it was truncated.
 
     A third parameter with a default is an option of the function, unless its name has a single letter.
     """
@@ -213,7 +213,7 @@ def _is_neutral(places: list[inspect.Parameter]) -> bool:
 
 
 def _lacking(parameters: Mapping[str, inspect.Parameter], form: FormName | None) -> set[str]:
-    """Returns the names of required parameters for which there is no value, or which all mean the response."""
+    """Returns the names of required parameters that get no value, with all names of the response if it has several."""
     required = {name for name, one in parameters.items() if _is_required(one)}
     if form == "rljax":
         return set()
