@@ -249,6 +249,7 @@ def main(argv: Sequence[str]) -> int:
             "task_instruction",
             "prompt_key",
             "answer_key",
+            "reward",
         )
         task = arguments.dataset if task_names(arguments.dataset) else "toy"
         data = DataConfig(task, **{name: getattr(arguments, name) for name in shared})

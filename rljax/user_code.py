@@ -81,7 +81,10 @@ def _load_file(file: Path) -> ModuleType:
 
 @contextmanager
 def _searched(directory: str) -> Iterator[None]:
-    """Searches a directory for modules: first in the block, and last after it, where it hides no installed module."""
+    """Searches a directory for modules, before all others within the block.
+
+    After the block it is searched last, so that it hides no installed module.
+    """
     sys.path.insert(0, directory)
     try:
         yield
@@ -94,7 +97,7 @@ def _searched(directory: str) -> Iterator[None]:
 def located(error: BaseException) -> str:
     """Describes an exception in one line, with the file and line of the person's code that was reached last.
 
-    An error inside an installed package is found where the person's code called it.
+    For an error inside an installed package, they are the file and line that called the package.
     """
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
     places = [place for place in frames if not _is_ours_or_pythons(place[0])]

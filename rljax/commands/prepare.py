@@ -43,7 +43,7 @@ from rljax.data.files import (
 )
 from rljax.data.forms import Form, FormName, OwnKeys
 from rljax.data.gym_problems import task_names
-from rljax.data.prompts import FILE_REWARD, prompt_key, render_problem, template_arguments
+from rljax.data.prompts import FILE_REWARD, is_own, prompt_key, render_problem, template_arguments
 from rljax.data.scores import ScoreFile
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors
@@ -216,13 +216,16 @@ def find_source(source: str) -> Path:
         raise ConfigError(f"{source} is not a local file and the Hugging Face hub does not give it: {error}") from error
 
 
-def read_distinct(path: Path, form: Form, tally: Tally) -> Selection:
-    """Reads the first row of each prompt, by ``prompt_key``, and counts rows and repeats in ``tally``."""
+def read_distinct(path: Path, form: Form, tally: Tally, *, whole: bool) -> Selection:
+    """Reads the first row of each prompt, by ``prompt_key``, and counts rows and repeats in ``tally``.
+
+    ``whole`` is as in ``parse_row``.
+    """
     seen: dict[bytes, str] = {}
     selection, contradicting = Selection([], []), 0
     tally.repeats = 0
     rows = tqdm(read_rows(path), desc="reading", unit="row", mininterval=1.0)
-    for row, problem in answered_rows(path, tally, form, rows):
+    for row, problem in answered_rows(path, tally, form, rows, whole=whole):
         key = prompt_key(prompt_text(problem["prompt"]))
         if key in seen:
             contradicting += seen[key] != problem["answer"]
@@ -336,7 +339,7 @@ def main(argv: Sequence[str]) -> int:
         tally = Tally(source.name)
         tokenizer = None if arguments.model is None else load_tokenizer(find_policy(arguments.model).hf_path)
         given = arguments.template_arguments
-        selection = read_distinct(source, arguments.own_form, tally)
+        selection = read_distinct(source, arguments.own_form, tally, whole=is_own(arguments.reward))
         template = arguments.template
         selection.problems = [render_problem(each, tokenizer, template, given) for each in selection.problems]
         if tokenizer is not None:

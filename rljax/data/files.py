@@ -2,8 +2,9 @@
 
 A row has a ``prompt``, which is a text or a list of chat messages ``{"role", "content"}``. Its right answer is
 ``reward_model.ground_truth`` or ``answer``. Published data sets have other keys (``rljax.data.forms``). The reward also
-gets ``data_source``, ``extra_info``, and ``alternatives`` if a row has several right answers. The metadata of a written
-file has a JSON object under ``rljax.problems`` with the source file and the filters.
+gets ``data_source``, ``extra_info``, and ``alternatives`` if a row has several right answers. A reward of the user's
+own also gets the other keys of the row, as ``columns``. The metadata of a written file has a JSON object under
+``rljax.problems`` with the source file and the filters.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from rljax.record.parquet_files import parquet_file
 FORMAT_VERSION = 1
 PASS_RATE = "pass_rate"
 ALTERNATIVES = "alternatives"  # the key of all right answers of a problem that has several; ``answer`` is the first
+COLUMNS = "columns"  # the key of a row's other values, which a reward of the user's own may take
+TRUTH = "truth"  # the key of a right answer that is a list or a record, for a reward of the user's own
 FILE_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 _KEY = b"rljax.problems"
 _BATCH_ROWS = 8192
+_LONGEST_FIELD = 2**30  # characters of a value in CSV; Python's own limit is 2**17
 _CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _TRUTH = pa.struct([("ground_truth", pa.string()), ("style", pa.string())])
 _CANONICAL = pa.schema([("data_source", pa.string()), ("prompt", pa.string()), ("reward_model", _TRUTH)])
@@ -85,11 +89,12 @@ def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
         raise ValueError(f"{path}: problems are read from .parquet, .jsonl, .json or .csv files")
 
 
-def parse_row(row: Mapping[str, Any], where: str, form: Form = None) -> Problem:
+def parse_row(row: Mapping[str, Any], where: str, form: Form = None, *, whole: bool = False) -> Problem:
     """Reads the problem of a row: ``prompt`` (text or messages), ``answer`` (text), ``data_source``, ``extra_info``.
 
     A row with several right answers has them under ``ALTERNATIVES``, too. ``where``, the file and row number, begins
-    each message. ``form`` is a key of ``FORMS``, or the keys that the user names; None: the row's keys tell it.
+    each message. ``form`` is a key of ``FORMS``, or the keys that the user names; None: the row's keys tell it. With
+    ``whole`` the problem also has ``COLUMNS`` and ``TRUTH``, and its right answer may be a record.
 
     Raises:
       NoAnswerError: The right answer is empty.
@@ -98,9 +103,11 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None) -> Problem:
     prompt, answer = take(row, form, where)
     prompt = _parse_prompt(prompt, where)
     several = list(answer.answers) if isinstance(answer, Alternatives) else []
+    given = several if isinstance(answer, Alternatives) and answer.is_list else answer
+    structured = {TRUTH: given} if whole and isinstance(given, list | dict) else {}
     if several:
         answer = several[0]
-    elif isinstance(answer, list):
+    elif structured or isinstance(answer, list):
         answer = json.dumps(answer, ensure_ascii=False, default=str)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError(f"{where}: the right answer must be text or a number, got {type(answer).__name__}")
@@ -113,28 +120,35 @@ def parse_row(row: Mapping[str, Any], where: str, form: Form = None) -> Problem:
         except UnicodeEncodeError as error:
             found = ascii(error.object[error.start])
             raise ValueError(f"{where}: the {key} holds half a character, the lone surrogate {found}") from error
-    return problem | {"extra_info": row.get("extra_info") or {}}
+    problem |= {"extra_info": row.get("extra_info") or {}} | structured
+    others = {key: value for key, value in row.items() if key not in problem} if whole else {}
+    return problem | ({COLUMNS: others} if others else {})
 
 
-def read_problems(path: str | Path, form: Form = None) -> tuple[Problem, ...]:
-    """Reads and checks all problems of a file.
+def read_problems(path: str | Path, form: Form = None, *, whole: bool = False) -> tuple[Problem, ...]:
+    """Reads and checks all problems of a file. ``form`` and ``whole`` are as in ``parse_row``.
 
     Raises:
       ValueError: The file cannot be read, a row is not a problem, or the file has no problems.
     """
-    problems = tuple(parse_row(row, f"{path}: row {number}", form) for number, row in read_rows(path))
+    problems = tuple(parse_row(row, f"{path}: row {number}", form, whole=whole) for number, row in read_rows(path))
     if not problems:
         raise ValueError(f"{path} holds no problems")
     return problems
 
 
 def answered_rows(
-    path: str | Path, tally: Tally, form: Form = None, rows: Iterable[tuple[int, Row]] | None = None
+    path: str | Path,
+    tally: Tally,
+    form: Form = None,
+    rows: Iterable[tuple[int, Row]] | None = None,
+    *,
+    whole: bool = False,
 ) -> Iterator[tuple[Row, Problem]]:
     """Yields each row of a file and its problem; rows whose right answer is empty are only counted.
 
-    The counts of the file are added to ``tally``. ``form`` is as in ``parse_row``. ``rows`` are the numbered rows of
-    the file, if they were read already.
+    The counts of the file are added to ``tally``. ``form`` and ``whole`` are as in ``parse_row``. ``rows`` are the
+    numbered rows of the file, if they were read already.
 
     Raises:
       ValueError: The file cannot be read, a row is not a problem, or no row has a right answer.
@@ -143,12 +157,12 @@ def answered_rows(
     for number, row in read_rows(path) if rows is None else rows:
         tally.rows += 1
         try:
-            problem = parse_row(row, f"{path}: row {number}", form)
+            problem = parse_row(row, f"{path}: row {number}", form, whole=whole)
         except NoAnswerError as error:
             first = first or error
             tally.unanswered += 1
             continue
-        tally.unread.update(unread_keys(row, form))
+        tally.unread.update(() if whole else unread_keys(row, form))
         yield row, problem
     if tally.rows == tally.unanswered:
         raise first or ValueError(f"{path} holds no problems")
@@ -238,6 +252,7 @@ def _json_array(path: Path) -> Iterator[tuple[int, Row]]:
 
 def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """Yields (line number, row) of a CSV file with commas, whose first row names the columns. Each value is a text."""
+    csv.field_size_limit(_LONGEST_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         number = 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +50,7 @@ FORMS: Mapping[FormName, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _LAST_LINE = re.compile(r"^[ \t]*####[ \t]*(\S.*?)\s*\Z", re.MULTILINE)
 _FORMULA = re.compile(r"\$[^$]+\$|\$\$[^$]+\$\$|\\\[.+\\\]|\\\(.+\\\)", re.DOTALL)
 _WORDS = re.compile(r"(?<!\\)\b[^\W\d_]{2,}[,;:]?\s+[^\W\d_]{2,}")  # two words side by side: a sentence
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:.*\}\s*\]\s*""", re.DOTALL)  # a chat as a text
 _NO_ANSWERS = ("proof", "notfound")  # NuminaMath's marks for a problem without a short answer
 _READ = ("data_source", "extra_info")
 
@@ -71,6 +74,7 @@ class Alternatives(NamedTuple):
     """Several right answers, each of which is enough."""
 
     answers: tuple[str, ...]
+    is_list: bool = False  # whether the data has a list, not the JSON text of a list
 
 
 class Keys(NamedTuple):
@@ -129,6 +133,8 @@ def take(row: Mapping[str, Any], form: Form, where: str) -> tuple[Any, Any]:
         if not prompt:
             named = f"under {keys.prompt}" if keys.prompt else f"({', '.join(_PROMPTS[:-1])} or {_PROMPTS[-1]})"
             raise ValueError(f"the prompt is empty {named}; the keys are {_list(row)}; prompt_key names another")
+        if isinstance(prompt, str) and _MESSAGES.fullmatch(prompt):
+            raise ValueError("the prompt is a list of messages that was written as a text, and the text is not JSON")
         found = {key: answer for key in keys.answers if not _is_empty(answer := _answer(row, key, form))}
         _check_agree(found)
     if not found:
@@ -150,7 +156,7 @@ def as_alternatives(value: Any) -> Alternatives | None:
     is_texts = isinstance(parsed, list) and all(isinstance(one, str) for one in parsed)
     if not is_texts or (not parsed and parsed is not value):
         return None
-    return Alternatives(tuple(one for one in parsed if one.strip()))
+    return Alternatives(tuple(one for one in parsed if one.strip()), is_list=parsed is value)
 
 
 def last_box(text: str) -> str | None:
@@ -166,7 +172,7 @@ def last_box(text: str) -> str | None:
 
 
 def _prompt(row: Mapping[str, Any], path: str) -> Any:
-    """Returns the prompt under a key or path; chats lose the answers at their end, instructions get their input."""
+    """Returns the prompt under a key or path. A chat loses the answers at its end; an instruction gets its input."""
     prompt = _from_json(_value(row, path), "[") if path else None
     if _leaf(path) == "messages" and isinstance(prompt, list):
         while prompt and isinstance(prompt[-1], Mapping) and prompt[-1].get("role") == "assistant":
@@ -224,8 +230,12 @@ def _is_empty(answer: Any) -> bool:
 
 
 def _check_agree(found: Mapping[str, Any]) -> None:
-    """Raises ValueError if two keys of a row hold different right answers."""
-    for first, other in itertools.pairwise(found):
+    """Raises ValueError if two keys of a row hold different right answers.
+
+    A worked answer may write the right one in another way, so it is compared only with a label, which may be a class.
+    """
+    short = [key for key in found if _leaf(key) not in _WORKED]
+    for first, other in itertools.pairwise(found if [*map(_leaf, short)] == ["label"] else short):
         if not _agree(found[first], found[other]):
             raise ValueError(
                 f"{first} and {other} hold different right answers, {_shown(found[first])} and "
@@ -320,13 +330,20 @@ def _named(keys: Sequence[str], name: str) -> str:
 
 
 def _from_json(value: Any, opening: str) -> Any:
-    """Returns the JSON value in a text that begins with ``opening``; any other value is returned as it is."""
+    """Returns the chat or record in a text that begins with ``opening``; any other value is returned as it is.
+
+    The text is JSON, or Python's form of the value, which tables of pandas have in CSV.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith(opening):
         return value
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError):
-        return value
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                parsed = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return value
     is_chat = isinstance(parsed, list) and all(isinstance(one, dict) and "role" in one for one in parsed)
     return parsed if is_chat or isinstance(parsed, dict) else value
 

@@ -145,6 +145,11 @@ def task_reward(task: str) -> str:
     return TOYS[task].reward if task in TOYS else FILE_REWARD
 
 
+def is_own(reward: str) -> bool:
+    """Returns whether the name of a reward is a name of the user's own code."""
+    return ":" in reward
+
+
 def template_arguments(enable_thinking: bool | None, more: Sequence[str]) -> dict[str, Any]:
     """Returns the arguments of the chat template by name, from the settings of ``DataConfig``.
 
@@ -234,9 +239,10 @@ def _problems(
     else:
         form = OwnKeys(config.prompt_key, config.answer_key, optional=split == "eval" and config.task == "file")
         if tally is None:
-            read = read_problems(source, form)
+            read = read_problems(source, form, whole=is_own(config.reward_name))
         else:
-            read = (problem for _, problem in answered_rows(source, tally, form))
+            rows = answered_rows(source, tally, form, whole=is_own(config.reward_name))
+            read = (problem for _, problem in rows)
     return [render_problem(problem, tokenizer, config.chat_template, arguments) for problem in read]
 
 

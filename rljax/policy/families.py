@@ -80,7 +80,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, Q
 """The families by ``model_type``."""
 
 _SPECIAL_FIELDS = ("rope_theta", "family", "num_experts", "experts_per_token", "expert_size", "normalize_gates")
-"""The fields that not every family's file has, or that have their own way of reading."""
+"""The fields that only some families have in their files, or that are read in a way of their own."""
 _KEYS = {name: name for name in (f.name for f in dataclasses.fields(PolicyConfig)) if name not in _SPECIAL_FIELDS} | {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",

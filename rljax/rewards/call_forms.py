@@ -2,7 +2,7 @@
 
 Each framework calls its rewards in its own way: verl's ``NaiveRewardManager`` and ``BatchRewardManager`` with keywords,
 TRL's ``GRPOTrainer`` with keywords and lists, OpenRLHF's executor with three lists. A reward of such a form is called
-so here, for one response at a time. SkyRL's functions are verl's, with other names for the response.
+in the same way here, with one response at a time. SkyRL's functions are verl's, with other names for the response.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OBJECTS = {
     *("environments", "prompt_ids", "completion_ids", "reward_router_address", "reward_model_tokenizer"),
 }
 
-_OWN_KEYS = ("templated", "alternatives")  # keys of a problem that no column of the data has
+_OWN_KEYS = ("templated", "alternatives", "truth", "columns")  # keys of a problem that are no columns
 _CUT = re.compile(r"trunc|(^|_)cut|clip|overlong|incomplete|unfinished")
 _OF_PROMPT = r"prompt|question|quer(y|ies)|instruction|message|conversation"
 _OF_ANSWER = r"answer|truth|gold|label|target|solution|expect|referenc|correct|^(gt|ref)$"
@@ -73,9 +73,10 @@ class NamedReward:
             self._parameters, self._form = {}, "rljax"
         lacking = _lacking(self._parameters, self._form)
         if self._form is None or lacking:
-            shown = ", ".join(str(one.replace(annotation=one.empty)) for one in self._parameters.values())
+            plain = [one.replace(annotation=one.empty) for one in self._parameters.values()]
+            shown = str(inspect.Signature(plain))
             why = f", but {', '.join(sorted(lacking))} cannot be given" if lacking else ""
-            raise ValueError(f"takes ({shown}){why}; a reward takes {FORMS}")
+            raise ValueError(f"takes {shown}{why}; a reward takes {FORMS}")
 
     def __call__(self, problem: Mapping[str, Any], response: str, truncated: bool) -> float:
         """Returns the reward. Raises the errors of the function, and ValueError or TypeError if it is not a number."""
@@ -99,21 +100,26 @@ class NamedReward:
     def _number(self, value: Any) -> float:
         if inspect.isawaitable(value):
             value = asyncio.run(_result(value))
-        if isinstance(value, Mapping):
-            key = "rewards" if self._form == "openrlhf" else "score"
-            if key not in value:
-                raise ValueError(f"it returned a dict without {key!r}, with {', '.join(map(str, value)) or 'nothing'}")
-            value = value[key]
+        value = self._score(value)
         if self._form in ("verl_batch", "trl", "openrlhf"):
             rewards = list(value)
             if len(rewards) != 1:
                 raise ValueError(f"it returned {len(rewards)} rewards for a list of one response")
-            value = rewards[0]
+            value = self._score(rewards[0])
         elif self._form == "verl" and isinstance(value, tuple) and value:
             value = value[0]
         if value is None:
             raise ValueError("it returned None, so it does not apply to this row")
         return float(value)
+
+    def _score(self, value: Any) -> Any:
+        """Returns the reward in a dict; any other value is returned as it is."""
+        if not isinstance(value, Mapping):
+            return value
+        key = "rewards" if self._form == "openrlhf" else "score"
+        if key not in value:
+            raise ValueError(f"it returned a dict without {key!r}, with {', '.join(map(str, value)) or 'nothing'}")
+        return value[key]
 
 
 async def _result(value: Awaitable[Any]) -> Any:
@@ -121,8 +127,8 @@ async def _result(value: Awaitable[Any]) -> Any:
 
 
 def _right_answers(problem: Mapping[str, Any]) -> Any:
-    """Returns the right answer, or the list of all of them where a row has several."""
-    return problem.get("alternatives") or problem["answer"]
+    """Returns the right answer as it stands in the data, or the list of all of them where a row has several."""
+    return problem.get("truth") or problem.get("alternatives") or problem["answer"]
 
 
 def _of_verl(problem: Mapping[str, Any], response: str) -> dict[str, Any]:
@@ -149,6 +155,7 @@ def _of_trl(problem: Mapping[str, Any], response: str) -> dict[str, Any]:
     extra = problem.get("extra_info") or {}
     columns = dict.fromkeys(_ANSWERS, _right_answers(problem))
     columns |= dict(extra) if isinstance(extra, Mapping) else {}
+    columns |= problem.get("columns", {})
     columns |= {name: value for name, value in problem.items() if name not in _OWN_KEYS}
     columns["answer"] = _right_answers(problem)
     prompt = columns.pop("raw_prompt", columns.pop("prompt"))
@@ -196,7 +203,7 @@ def _takes_three(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 
 def _is_neutral(places: list[inspect.Parameter]) -> bool:
-    """Returns whether no name of the first three means something else than what rljax gives in its place.
+    """Returns whether the first three names can mean the problem, the response and whether it was truncated.
 
     A third parameter with a default is an option of the function, unless its name has a single letter.
     """
@@ -206,7 +213,7 @@ def _is_neutral(places: list[inspect.Parameter]) -> bool:
 
 
 def _lacking(parameters: Mapping[str, inspect.Parameter], form: FormName | None) -> set[str]:
-    """Returns the names of required parameters for which there is no value, or which all mean the response."""
+    """Returns the names of required parameters that get no value, with all names of the response if it has several."""
     required = {name for name, one in parameters.items() if _is_required(one)}
     if form == "rljax":
         return set()

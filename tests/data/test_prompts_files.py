@@ -1,5 +1,6 @@
 """Tests of problems on disk: rows that are read or refused, and the written files and their provenance."""
 
+import csv
 import json
 import math
 import os
@@ -97,6 +98,26 @@ def test_each_command_names_the_row_of_half_a_character(command, tmp_path):
     assert "x.jsonl: row 2: the prompt holds half a character, the lone surrogate" in error
 
 
+@pytest.mark.parametrize("command", ["train", "evaluate", "prepare"])
+def test_a_reward_of_trl_gets_the_columns_of_the_row(command, tmp_path):
+    path = written(
+        tmp_path / "x.jsonl", [{"prompt": f"{i}+1=", "answer": f"{i + 1}", "nums": [i, 1]} for i in range(4)]
+    )
+    reward = tmp_path / "of_trl.py"
+    reward.write_text("def f(completions, nums, **columns):\n    return [float(str(sum(nums[0])) in completions[0])]\n")
+    run = ["--data.task", "file", "--data.path", path, "--data.reward", f"{reward}:f", "--data.batch-size", "4"]
+    main, words = {
+        "train": (train.main, tiny(TOY_BASE, tmp_path / "run", 1, *run)),
+        "evaluate": (evaluate.main, ["--path", TOY_BASE, "--dataset", path, "--reward", f"{reward}:f"]),
+        "prepare": (prepare.main, [path, tmp_path / "out.parquet", "--reward", f"{reward}:f"]),
+    }[command]
+    status, said, error = outcome(main, words)
+    assert status == 0
+    assert "column" not in error
+    assert "not read" not in error
+    assert '"reward_errors": 0' in said if command == "evaluate" else "0 of 4" in said + error
+
+
 def test_rows_of_parquet_are_counted_from_one(tmp_path):
     path = written(tmp_path / "x.parquet", [GOOD, GOOD, GOOD | {"prompt": ""}])
     with pytest.raises(ValueError, match=r"x\.parquet: row 3: the prompt is empty"):
@@ -118,6 +139,11 @@ def test_rows_of_parquet_are_counted_from_one(tmp_path):
         ("x.csv", "prompt,answer\na,1,2\n", r"x.csv:2: expected 2 values, one for each column, got 3"),
         ("x.csv", "prompt,prompt\na,1\n", r"x.csv:1: two columns have the same name"),
         ("x.csv", 'prompt,answer\n"a,1\n', r"x.csv:2: unexpected end of data"),
+        (
+            "x.csv",  # NumPy writes no commas
+            "prompt,answer\n\"[{'content': 'a', 'role': 'system'}\n {'content': 'b', 'role': 'user'}]\",1\n",
+            r"x.csv: row 2: the prompt is a list of messages that was written as a text, and the text is not JSON",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line(name, content, message, tmp_path):
@@ -173,6 +199,21 @@ def test_texts_among_chats_become_chats(tmp_path):
     write_rows(tmp_path / "out.parquet", [row for _, row in read_rows(source)], like=source, provenance={})
     prompts = [problem["prompt"] for problem in read_problems(tmp_path / "out.parquet")]
     assert prompts == [[{"role": "user", "content": text}] for text in ("1+1=", "2+2=")]
+
+
+def test_chats_and_records_in_the_form_of_python_are_read(tmp_path):
+    path = tmp_path / "x.csv"
+    chat = [{"role": "user", "content": 'it\'s\n"1" + 1'}]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "reward_model"], [chat, {"ground_truth": "2", "style": "rule"}]])
+    (problem,) = read_problems(path)
+    assert (problem["prompt"], problem["answer"]) == (chat, "2")
+
+
+def test_a_long_value_of_a_csv_file_is_read(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text(f"prompt,answer\n{'x' * 200_000},1\n")
+    assert len(read_problems(path)[0]["prompt"]) == 200_000
 
 
 def test_a_csv_file_is_read_as_text(tmp_path):

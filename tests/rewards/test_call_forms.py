@@ -4,6 +4,7 @@ import functools
 
 import pytest
 
+from rljax.data.files import parse_row
 from rljax.rewards.call_forms import NamedReward
 
 MESSAGES = [{"role": "user", "content": "2+5"}]
@@ -55,7 +56,7 @@ def positional(solution_str, ground_truth, /):
 
 def batch(data_sources, solution_strs, ground_truths, extra_infos):
     noted(**locals())
-    return [0.5]
+    return [{"score": 0.5, "acc": True}]
 
 
 def trl(completions, **columns):
@@ -170,6 +171,21 @@ def test_all_right_answers_of_a_row_are_its_ground_truth():
     assert not {"templated", "alternatives"} & set(seen)
 
 
+def test_columns_of_the_row_are_given_as_they_stand():
+    row = {"prompt": "make 44", "answer": 44, "nums": [19, 25], "solution": "19+25 $\\boxed{44}$"}
+    problem = parse_row(row, "row 1", whole=True)
+    assert NamedReward(trl)(problem, "19+25", False) == 0.5
+    assert (GOT["nums"], GOT["solution"], GOT["answer"]) == ([[19, 25]], ["19+25 $\\boxed{44}$"], ["44"])
+    assert "columns" not in GOT
+
+
+@pytest.mark.parametrize("truth", [{"target": 44, "numbers": [19, 25]}, [19, 25], ["44"], ["a", "b"]])
+def test_a_right_answer_that_is_no_text_is_given_as_it_stands(truth):
+    row = {"prompt": "make 44", "reward_model": {"ground_truth": truth}}
+    NamedReward(gsm8k)(parse_row(row, "row 1", whole=True), "19+25", False)
+    assert GOT["ground_truth"] == truth
+
+
 def test_a_class_and_an_async_function_are_called():
     assert NamedReward(Exact())(CHAT, "7", False) == 1.0
     assert NamedReward(slow)(CHAT, "7", False) == 0.5
@@ -204,6 +220,7 @@ def test_three_neutral_names_are_rljaxs_form(names, more):
         ("completion, answer, **kwargs", ""),
         ("*args, **kwargs", ""),
         ("problem, response", ""),
+        ("problem, response, *, truncated", ""),
     ],
 )
 def test_what_is_not_recognised_shows_the_three_forms(parameters, lacking):
