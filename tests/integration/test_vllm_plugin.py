@@ -76,7 +76,8 @@ def described(name, files):
 
 def outcome(path, files, shown=True):
     engine = FileWeightTransferEngine.__new__(FileWeightTransferEngine)
-    engine.model, engine.model_config = Model(), SimpleNamespace(dtype=torch.float32)
+    settings = SimpleNamespace(dtype=torch.float32, hf_text_config=SimpleNamespace(tie_word_embeddings=False))
+    engine.model, engine.model_config = Model(), settings
     if shown:
         engine.init_transfer_engine(FileInitInfo(str(work / "run" / "probe.txt"), "x", PROTOCOL))
     for place in ("run/v1", "run", "."):

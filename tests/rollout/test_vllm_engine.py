@@ -610,7 +610,7 @@ def test_the_metrics_are_those_that_the_glossary_explains(fake):
         engine.close()
         again.stop()
     explained = {key for key in glossary() if SERVED_METRICS.fullmatch(key)} - OF_A_PULL - OF_ROUNDING
-    assert len(explained) == 15
+    assert len(explained) == 18
     assert {key for key in metrics if not key.startswith("time/")} == explained
 
 
