@@ -305,10 +305,10 @@ class ServedEngine(Admission, RolloutEngine):
     def _renew(self, published: _Published, url: str) -> _Shown:
         """Loads weights that the server's machine has, and asks for the proof. The probes are cached before that."""
         slept = self._wake(url)  # the whole server wakes first: a part that wakes later could change the weights
+        began = time.monotonic()
         if not slept and published.version.changed_fraction != 0:  # Keys and values of equal weights are not stale.
-            began = time.monotonic()
             self.verifier.warm(self._client, url)
-            self._metrics.highest("publish/warm_s", time.monotonic() - began)
+        self._metrics.highest("publish/warm_s", time.monotonic() - began)
         self._load(published, url)
         return self._prove(published, url)
 
