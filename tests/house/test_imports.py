@@ -205,12 +205,13 @@ def test_package_files_above_level_0_are_empty(module):
         assert MODULES[module].read_bytes() == b""
 
 
-def test_the_package_imports_nothing_and_knows_its_version():
-    """It says the version of the installed distribution, or that it is not installed."""
+def test_the_package_imports_nothing_and_knows_its_version(tmp_path):
+    """It says the version of the installed distribution, or that it is not installed. A checkout may have metadata."""
+    (tmp_path / "rljax").symlink_to(ROOT / "rljax")
     shown = "import sys; before = set(sys.modules); import rljax; assert set(sys.modules) - before == {'rljax'}; "
     for options, expected in (((), version(rljax.DISTRIBUTION)), (("-S",), "0+unknown")):
         words = [sys.executable, *options, "-c", f"{shown}print(rljax.__version__)"]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=60)
         assert (done.stdout, done.stderr) == (f"{expected}\n", "")
 
 
