@@ -305,8 +305,9 @@ def start_processes(
 ) -> Processes:
     """Returns the processes of this run, after starting ``jax.distributed`` if there are several.
 
-    It also raises XLA's limit on the pinned memory of the host, unless the environment has one. Call it before anything
-    asks for devices. By default JAX finds the first three values in the cluster's environment.
+    It also sets XLA's limit on the pinned memory of the host to a share of the free memory, unless the environment has
+    one. Call it before anything asks for devices. By default JAX finds the first three values in the cluster's
+    environment.
 
     Args:
       count: The number of processes; 0 means as the cluster says, and 1 a single process.

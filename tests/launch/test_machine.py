@@ -13,7 +13,7 @@ import pytest
 from programs import program
 from toy_runs import ROOT
 
-from rljax.distributed.processes import start_processes, unused_gpus
+from rljax.distributed.processes import PINNED_LIMIT, start_processes, unused_gpus
 from rljax.errors import ConfigError
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -241,6 +241,17 @@ def test_gpus_that_nobody_uses_are_named(used, environment, said, tmp_path, monk
         (tmp_path / name).touch()
     line = unused_gpus(used, tmp_path)
     assert line == said or line.startswith(said)
+
+
+def test_the_limit_on_pinned_memory_follows_the_machines_memory(monkeypatch):
+    """XLA's own limit of 64 GiB is too low for a checkpoint of a large policy on one card."""
+    monkeypatch.delenv(PINNED_LIMIT, raising=False)
+    start_processes(1)
+    in_all = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    assert 1 <= int(os.environ[PINNED_LIMIT]) <= max(1, 0.8 * in_all)
+    monkeypatch.setenv(PINNED_LIMIT, "7")
+    start_processes(1)
+    assert os.environ[PINNED_LIMIT] == "7"
 
 
 def test_a_plugin_for_cuda_that_finds_no_gpu_is_an_error(tmp_path, monkeypatch):
