@@ -339,7 +339,7 @@ def as_markdown(result: dict[str, Any]) -> str:
 def cell(numbers: dict[str, float]) -> str:
     """Formats bias, cosine and variance in one cell."""
     bias = f"{numbers['bias']:.2g}" if numbers["bias"] > 1e-12 else "0"
-    return f"{bias} / {numbers['cosine']:.3f} / {numbers['variance']:.1f}"
+    return f"{bias}/{numbers['cosine']:.3f}/{numbers['variance']:.1f}"
 
 
 def drift_cell(numbers: dict[str, float]) -> str:

@@ -24,7 +24,7 @@ from rljax.schedule import SurgeConfig, neighbours
 from rljax.schedule.neighbours import STUDY
 
 FORMER = SurgeConfig(ratio=3.0, window=100, warmup=40, capped_ratio=None)
-"""The defaults before ``choose_rules`` chose others."""
+"""The defaults before others were chosen on these curves."""
 
 TOY = dataclasses.replace(STUDY, baseline_quantile=0.2)
 """The rules of configs/study/toy.yaml."""
@@ -172,12 +172,12 @@ def study(curves: Sequence[LengthCurve], runs: Sequence[LengthCurve]) -> dict[st
 
 
 def as_markdown(result: dict) -> str:
-    """Formats the outcomes of each set and variation; a cell has called / early or late / missed / false."""
+    """Formats the outcomes of each set and variation; a cell has called/early or late/missed/false."""
     blocks = []
     for name, variations in result["by_variation"].items():
         lines = [f"{name} ({result['sizes'][name]})", "", f"| | {' | '.join(RULES)} |", "|---|" + "---|" * len(RULES)]
         for variation, rules in variations.items():
-            cells = [f"{n['called']} / {n['early'] + n['late']} / {n['missed']} / {n['false']}" for n in rules.values()]
+            cells = [f"{n['called']}/{n['early'] + n['late']}/{n['missed']}/{n['false']}" for n in rules.values()]
             lines.append(f"| {variation} | {' | '.join(cells)} |")
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

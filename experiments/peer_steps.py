@@ -1,9 +1,8 @@
-"""The training steps that ``bench_peers.py`` compares, one side in each process.
+"""The training steps that ``bench_peers.py`` compares, one side in each process, and that ``bench_step.py`` takes.
 
-The process reads one JSON object a line: ``{"build": {...}}`` compiles the step of a ``Case`` and makes two steps, and
-``{"run": true}`` makes one step. ``{"compile": {...}}`` only compiles, and the first step after it makes the weights
-and moments. The process answers each with one JSON object. All sides get the same tokens, advantages and
-first weights, and a peer's side is in ``peer_sides.py``. Every advantage is 1, which makes the loss the mean of -log p.
+All sides get the same tokens and first weights. Every advantage is 1, which makes the loss the mean of -log p. The
+process answers each line of its input with one JSON object: a case is compiled, and null makes one step. The first step
+makes the weights and moments.
 """
 
 from __future__ import annotations
@@ -11,24 +10,19 @@ from __future__ import annotations
 import functools
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-PACKED = "maxtext, packed"  # packed rows on a card, where "maxtext" gives each sequence a row
 RATE, CLIP, DECAY, EPSILON = 1e-6, 1.0, 0.01, 1e-8
-SCALE = 4
 PROMPT = 8
-RECORDED = (4, 4, 33, 33, 5, 5, 33, 5, 5, 5, 17, 5, 5, 33, 5, 5, 4, 4, 5, 5, 5, 33, 5, 5, 4, 4, 5, 5, 4, 4, 5, 5)
-"""The tokens of 32 responses of step 42 of a run of the quickstart's task, in which the lengths surge.
-
-Its prompts have ``PROMPT`` tokens.
-"""
+RECORDED = (4, 4, 33, 33, 5, 5, 33, 5)
+"""The tokens of eight responses of step 42 of a run of the quickstart's task, in which the lengths surge."""
+KERNELS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+"""The names of attention's projections in rljax and in tunix."""
 
 
 class Case(NamedTuple):
@@ -39,12 +33,10 @@ class Case(NamedTuple):
     vocab: int = 4096
     sequences: int = 8
     tokens: int = 256  # the length of each sequence, or 0 for the recorded lengths times ``scale``
-    remat: bool = False
-    dtype: str = "float32"
     head_dim: int = 64
-    scale: int = SCALE
-    recorded: int = len(RECORDED)  # how many of the recorded lengths are taken
-    card: bool = False  # whether the peers take the settings for a GPU
+    scale: int = 4
+    dtype: str = "bfloat16"
+    remat: str = "blocks"  # which activations rljax computes again; tunix computes each block again
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -55,46 +47,50 @@ class Case(NamedTuple):
         """Returns the tokens of each prompt and response."""
         if self.tokens:
             return [(self.tokens // 8, self.tokens - self.tokens // 8)] * self.sequences
-        return [(self.scale * PROMPT, self.scale * response) for response in RECORDED[: self.recorded]]
-
-
-class Sequence(NamedTuple):
-    """One prompt and its response."""
-
-    prompt: np.ndarray
-    response: np.ndarray
+        return [(self.scale * PROMPT, self.scale * response) for response in RECORDED]
 
 
 class Built(NamedTuple):
-    """A step that is ready to run."""
+    """A step that is compiled."""
 
     run: Callable[[], float]  # makes a step, first the state if there is none; returns the norm of the gradient
-    facts: dict[str, Any]  # seconds of compilation, bytes of temporaries, versions
+    facts: dict[str, Any]  # seconds of compilation, bytes of temporaries, version of jax
 
 
-def sequences_of(case: Case) -> list[Sequence]:
-    """Returns random tokens of the case's lengths."""
+def sequences_of(case: Case) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns random tokens of the case's lengths: a prompt and a response for each sequence."""
     rng = np.random.default_rng(0)
-    return [Sequence(*(rng.integers(3, case.vocab, n).astype(np.int32) for n in each)) for each in case.lengths()]
+    prompts_and_responses = []
+    for lengths in case.lengths():
+        prompt, response = (rng.integers(3, case.vocab, n).astype(np.int32) for n in lengths)
+        prompts_and_responses.append((prompt, response))
+    return prompts_and_responses
 
 
 def padded(case: Case) -> dict[str, np.ndarray]:
     """Returns the sequences padded to the longest: prompts on the left, responses on the right, with masks."""
-    sequences = sequences_of(case)
     widths = [max(n) for n in zip(*case.lengths(), strict=True)]
+    arrays: dict[str, Any] = {}
+    for name, place, width in zip(("prompt", "completion"), (0, 1), widths, strict=True):
+        tokens = [sequence[place] for sequence in sequences_of(case)]
+        pads = [(width - len(x), 0) if name == "prompt" else (0, width - len(x)) for x in tokens]
+        arrays[f"{name}_ids"] = np.stack([np.pad(x, pad) for x, pad in zip(tokens, pads, strict=True)])
+        arrays[f"{name}_mask"] = np.stack([np.pad(np.ones_like(x), p) for x, p in zip(tokens, pads, strict=True)])
+    return arrays | {"advantages": np.ones(len(case.lengths()), np.float32)}
 
-    def rows(name: str, width: int, left: bool, ones: bool) -> np.ndarray:
-        each = [getattr(s, name) for s in sequences]
-        missing = [(width - len(x), 0) if left else (0, width - len(x)) for x in each]
-        return np.stack([np.pad(np.ones_like(x) if ones else x, pad) for x, pad in zip(each, missing, strict=True)])
 
-    return {
-        "prompt_ids": rows("prompt", widths[0], True, False),
-        "prompt_mask": rows("prompt", widths[0], True, True),
-        "completion_ids": rows("response", widths[1], False, False),
-        "completion_mask": rows("response", widths[1], False, True),
-        "advantages": np.ones(len(sequences), np.float32),
-    }
+def packed(case: Case) -> Any:
+    """Returns the sequences packed in rows as long as the longest, [1, rows, tokens]."""
+    from rljax.trainer.packing import TrainSequence, pack
+    from rljax.trainer.rows import first_fit
+
+    sequences = [
+        TrainSequence(prompt, response, np.full(len(response), -np.log(case.vocab), np.float32), 1.0, True)
+        for prompt, response in sequences_of(case)
+    ]
+    each = [sum(n) for n in case.lengths()]
+    rows = len(first_fit(each, sorted(range(len(each)), key=lambda i: -each[i]), max(each)))
+    return pack(sequences, row_tokens=max(each), rows_per_micro_batch=rows, micro_batches=1)
 
 
 def policy_of(case: Case) -> Any:
@@ -117,15 +113,11 @@ def host_weights(case: Case) -> Any:
         return {"scale": np.ones(shape, np.float32)}
 
     block, inner, dim = (case.layers, case.width), 3 * case.width, case.head_dim
-    heads_of = {"query": heads, "key": kv_heads, "value": kv_heads}
-    attention = {name: matrices(*block, n, dim) for name, n in heads_of.items()}
+    attention = {name: matrices(*block, n, dim) for name, n in zip(KERNELS, (heads, kv_heads, kv_heads), strict=False)}
     attention |= {"output": matrices(case.layers, heads, dim, case.width)}
     attention |= {name: norm(case.layers, dim) for name in ("query_norm", "key_norm")}
-    mlp = {
-        "gate": matrices(*block, inner),
-        "up": matrices(*block, inner),
-        "down": matrices(case.layers, inner, case.width),
-    }
+    mlp = {"gate": matrices(*block, inner), "up": matrices(*block, inner)}
+    mlp |= {"down": matrices(case.layers, inner, case.width)}
     layers = {"attention": attention, "attention_norm": norm(*block), "mlp": mlp, "mlp_norm": norm(*block)}
     return {"embed": matrices(case.vocab, case.width), "final_norm": norm(case.width), "layers": layers}
 
@@ -137,49 +129,19 @@ def first_weights(case: Case) -> Any:
     return jax.tree.map(jax.numpy.asarray, host_weights(case))
 
 
-def packed(case: Case, *, alone: bool = False) -> Any:
-    """Returns the sequences packed in rows as long as the longest, [1, rows, tokens].
-
-    With ``alone`` each sequence has a row of its own. The fields that are no arrays of tokens are then None.
-    """
-    from rljax.trainer.packing import PackedBatch, TrainSequence, pack
-    from rljax.trainer.rows import first_fit
-
-    sequences = [
-        TrainSequence(*s, np.full(len(s.response), -np.log(case.vocab), np.float32), 1.0, True)
-        for s in sequences_of(case)
-    ]
-    each = [sum(n) for n in case.lengths()]
-    if alone:
-        one_row = [pack([s], row_tokens=max(each), rows_per_micro_batch=1, micro_batches=1) for s in sequences]
-        parts = zip(*one_row, strict=True)
-        return PackedBatch(*(np.concatenate(part, 1) if np.ndim(part[0]) else None for part in parts))
-    rows = len(first_fit(each, sorted(range(len(each)), key=lambda i: -each[i]), max(each)))
-    return pack(sequences, row_tokens=max(each), rows_per_micro_batch=rows, micro_batches=1)
-
-
 def compiled_facts(lower: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """Traces and compiles a step.
-
-    Returns the executable, and its facts: the seconds of all cores and of the clock, and the bytes of temporaries. The
-    seconds are absent if the compiled program was in the directory of programs.
-    """
+    """Traces and compiles a step; returns the executable, the seconds of the clock, and the bytes of temporaries."""
     import jax
 
-    events: list[str] = []
-    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
-    before = np.array([time.process_time(), time.perf_counter()])
+    began = time.perf_counter()
     compiled = lower().compile()
-    seconds, wall = (float(x) for x in np.array([time.process_time(), time.perf_counter()]) - before)
-    analysis = getattr(compiled, "compiled", compiled).memory_analysis()
-    facts = {"temporary_bytes": analysis.temp_size_in_bytes, "jax": jax.__version__}
-    if any(event.endswith("/cache_hits") for event in events):
-        return compiled, facts
-    return compiled, facts | {"compile_core_s": seconds, "compile_s": wall}
+    seconds = time.perf_counter() - began
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    return compiled, {"compile_s": seconds, "temporary_bytes": temporary, "jax": jax.__version__}
 
 
-def rljax(case: Case, *, mismatch: bool = True) -> Built:
-    """Builds our step: sequences packed in rows, mismatch and entropies measured in it."""
+def rljax(case: Case) -> Built:
+    """Builds rljax's step: sequences packed in rows, mismatch and entropies measured in it."""
     import jax
 
     from rljax.algorithms.correction_choice import CorrectionConfig
@@ -197,10 +159,10 @@ def rljax(case: Case, *, mismatch: bool = True) -> Built:
         policy,
         tx,
         mesh,
-        precision=PrecisionConfig(compute_dtype=case.dtype, remat="blocks" if case.remat else "none"),  # type: ignore[arg-type]
+        precision=PrecisionConfig(compute_dtype=case.dtype, remat=case.remat),  # type: ignore[arg-type]
         objective=Objective(LossConfig(), CorrectionConfig(), len(lengths), max(n[1] for n in lengths)),
         batch_shape=batch.tokens.shape,
-        diagnosis=DiagnosisConfig() if mismatch else None,
+        diagnosis=DiagnosisConfig(),
     )
     facts = compiled_facts(step.lower)[1]
     state = None
@@ -212,100 +174,142 @@ def rljax(case: Case, *, mismatch: bool = True) -> Built:
         state, metrics, _ = jax.block_until_ready(step(state, batch, RATE, True))
         return float(metrics["optimizer/grad_norm"])
 
-    _, rows, tokens = batch.tokens.shape
-    if mismatch and not case.card:
-        facts |= mismatch_alone(case)
-    return Built(run, facts | {"rows": rows, "row_tokens": tokens})
+    return Built(run, facts)
 
 
-def mismatch_alone(case: Case) -> dict[str, float]:
-    """Measures the mismatch of the case's batch as the step does, from log-probabilities that are there already.
+def tunix_trainer(case: Case, params: Any) -> Any:
+    """Returns tunix's trainer with the loss of its GRPO learner, and with these weights."""
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+    from tunix.models.qwen3.model import ModelConfig, Qwen3, RematConfig
+    from tunix.rl import function_registry
+    from tunix.rl.grpo.grpo_learner import GRPOConfig
+    from tunix.rl.trainer import Trainer
+    from tunix.sft.peft_trainer import TrainingConfig
 
-    Returns the median seconds of 31 runs as ``mismatch_s``.
+    shape = ModelConfig(
+        num_layers=case.layers,
+        vocab_size=case.vocab,
+        embed_dim=case.width,
+        hidden_dim=3 * case.width,
+        num_heads=case.heads[0],
+        head_dim=case.head_dim,
+        num_kv_heads=case.heads[1],
+        rope_theta=1_000_000,
+        norm_eps=1e-6,
+        use_tied_embedding=True,
+        dtype=jnp.dtype(case.dtype),
+        param_dtype=jnp.float32,
+        remat_config=RematConfig.DECODER,
+    )
+    config = GRPOConfig(num_generations=2, num_iterations=1, beta=0.0, loss_agg_mode="token-mean")
+    config.temperature = 1.0
+    loss = function_registry.get_policy_loss_fn(config.policy_loss_fn)
+    special = {"pad_id": 0, "eos_id": 2}
+    model = Qwen3(shape, rngs=nnx.Rngs(0))
+    give_to_tunix(model, params)
+    trainer = Trainer(
+        model=model,
+        optimizer=optax.chain(optax.clip_by_global_norm(CLIP), optax.adamw(RATE, eps=EPSILON, weight_decay=DECAY)),
+        training_config=TrainingConfig(eval_every_n_steps=10**9, max_steps=10**9),
+        custom_checkpoint_metadata_fn=dict,
+    )
+    trainer.with_loss_fn(lambda model, example: loss(model, example, algo_config=config, **special), has_aux=True)
+    trainer.with_gen_model_input_fn(lambda example: {"example": example})
+    return trainer
+
+
+def give_to_tunix(model: Any, params: Any) -> None:
+    """Copies our weights into tunix's model."""
+    import jax
+
+    model.embedder.input_embedding.value = params["embed"]
+    model.final_norm.w.value = params["final_norm"]["scale"]
+    for i, layer in enumerate(model.layers):
+        ours = jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"])
+        for name, theirs in KERNELS.items():
+            getattr(layer.attn, theirs).w.value = ours["attention"][name]
+        layer.attn.q_norm.w.value = ours["attention"]["query_norm"]["scale"]
+        layer.attn.k_norm.w.value = ours["attention"]["key_norm"]["scale"]
+        layer.input_layernorm.w.value = ours["attention_norm"]["scale"]
+        layer.post_attention_layernorm.w.value = ours["mlp_norm"]["scale"]
+        for name in ("gate", "up", "down"):
+            getattr(layer.mlp, f"{name}_proj").kernel.value = ours["mlp"][name]
+
+
+def tunix(case: Case) -> Built:
+    """Compiles tunix's step from shapes, as a function of its arrays alone, all of which are donated.
+
+    So no Python code of ``nnx`` runs in a step, and the state can be made later.
     """
     import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from tunix.rl.grpo.grpo_learner import TrainExample
 
-    from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    arrays = {name: jnp.asarray(x) for name, x in padded(case).items()}
+    example = TrainExample(**arrays, ref_per_token_logps=None, old_per_token_logps=None)
+    made = {}
 
-    config, count = DiagnosisConfig(), len(case.lengths())
-    batch = jax.tree.map(lambda x: jax.numpy.asarray(x[0] if x.ndim else x), packed(case))
+    def on_mesh(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
 
-    def metrics(logprobs: Any, entropy: Any, micro: Any) -> Any:
-        stats = SimpleNamespace(activation_max=jax.numpy.max(logprobs), router=None)
-        scores = SimpleNamespace(logprobs=logprobs, entropy=entropy, stats=stats)
-        return finalize_measured(measure(scores, micro, count, config), config)
+    def build(params: Any) -> Any:
+        trainer = tunix_trainer(case, params)
+        made["graph"], state = nnx.split((trainer.model, trainer.optimizer))
+        made["step"] = trainer.create_train_step_fn()
+        return state
 
-    values = jax.random.uniform(jax.random.key(0), (2, *batch.tokens.shape), minval=0.0, maxval=5.0)
-    given = (-values[0], values[1], batch)
-    compiled = jax.jit(metrics).lower(*given).compile()
-    seconds = []
-    for _ in range(31):
-        began = time.perf_counter()
-        jax.block_until_ready(compiled(*given))
-        seconds.append(time.perf_counter() - began)
-    return {"mismatch_s": statistics.median(seconds)}
+    def train_step(state: Any, example: Any) -> Any:
+        model, optimizer = nnx.merge(made["graph"], state)
+        norm = made["step"](model, optimizer, example)[2]
+        return nnx.state((model, optimizer)), norm
 
+    with mesh:
+        shapes = on_mesh(jax.eval_shape(build, host_weights(case)))
+        step = jax.jit(train_step, donate_argnums=0, out_shardings=whole)
+        compiled, facts = compiled_facts(lambda: step.lower(shapes, on_mesh(example)))
+    state = None
 
-def peer(name: str, case: Case, **options: Any) -> Built:
-    """Builds the step of the function ``name`` of ``peer_sides.py``, which imports a peer's packages."""
-    import peer_sides
+    def run() -> float:
+        nonlocal state
+        if state is None:
+            with mesh:
+                state = jax.jit(build, donate_argnums=0, out_shardings=whole)(first_weights(case))
+        state, norm = jax.block_until_ready(compiled(state, example))
+        return float(norm)
 
-    return getattr(peer_sides, name)(case, **options)
-
-
-SIDES: dict[str, Callable[[Case], Built]] = {
-    "rljax": rljax,
-    "rljax without mismatch": functools.partial(rljax, mismatch=False),
-    "tunix": functools.partial(peer, "tunix"),
-    "tunix, log-probabilities alone": functools.partial(peer, "tunix", learner=False),
-    "maxtext": functools.partial(peer, "maxtext"),
-    PACKED: functools.partial(peer, "maxtext", attention="flash"),
-    "easydel": functools.partial(peer, "easydel"),
-}
-"""The sides by name. The first word of a name is the package whose environment it needs."""
-
-
-def device_kind() -> dict[str, str]:
-    """Returns the name of the device that computes. Raises RuntimeError if it is a CPU instead of the wanted card."""
-    import jax
-
-    device = jax.devices()[0]
-    if os.environ.get("JAX_PLATFORMS", "").startswith("cuda") and device.platform != "gpu":
-        raise RuntimeError(f"JAX finds no GPU, only {device.device_kind}")
-    return {"device": device.device_kind}
+    return Built(run, facts)
 
 
-def memory_of_card() -> dict[str, int]:
-    """Returns the most bytes that were in use on a card; nothing on the CPU."""
-    import jax
-
-    statistics_of = jax.devices()[0].memory_stats() or {}
-    return {"peak_bytes": statistics_of["peak_bytes_in_use"]} if "peak_bytes_in_use" in statistics_of else {}
+SIDES: dict[str, Callable[[Case], Built]] = {"rljax": rljax, "tunix": tunix}
 
 
 def serve(side: str) -> None:
     """Answers the lines of the standard input until it ends."""
+    import jax
+
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # packages may print
     built: Built | None = None
     for line in sys.stdin:
-        message = json.loads(line)
         try:
-            if "build" in message:
-                built = None
-                built = SIDES[side](Case(**message["build"]))
-                answer = built.facts | {"norm": built.run()}
-                built.run()  # tunix compiles a second time
-            elif "compile" in message:
-                case = Case(**message["compile"])
-                kind = device_kind()
-                host_weights(case)  # so that a turn on the card does not wait for them
-                built = SIDES[side](case)
-                answer = built.facts | kind
+            if fields := json.loads(line):
+                device = jax.devices()[0]
+                if os.environ["JAX_PLATFORMS"].startswith("cuda") and device.platform != "gpu":
+                    raise RuntimeError(f"JAX finds no GPU, only {device.device_kind}")
+                host_weights(Case(**fields))  # so that a turn on the card does not wait for them
+                built = SIDES[side](Case(**fields))
+                answer = built.facts | {"device": device.device_kind}
             elif built is not None:
                 began = time.perf_counter()
                 norm = built.run()
-                answer = {"seconds": time.perf_counter() - began, "norm": norm} | memory_of_card()
+                memory = jax.devices()[0].memory_stats() or {}
+                answer = {"seconds": time.perf_counter() - began, "norm": norm}
+                answer |= {"peak_bytes": memory["peak_bytes_in_use"]} if memory else {}
         except Exception as error:  # a peer may fail in any way; the report shows the error
             answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         print(json.dumps(answer), file=answers, flush=True)

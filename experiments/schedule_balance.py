@@ -2,10 +2,10 @@
 
     python experiments/schedule_balance.py
 
-It reads the results in benchmarks/ and prints the tables of docs/should_i_use_it.md and docs/study.md. A run ends well
-if its final accuracy is above 0.3, as in the studies. Runs are compared in pairs with the same seed. The p values are
-exact and two-sided (exact_tests.py). The first treats all pairs of a row as independent. The second uses the mean
-difference of each seed, because the runs of a seed are not independent. With three seeds it is at least 0.25.
+It reads the results in benchmarks/ and prints the tables of docs/should_i_use_it.md. A run ends well if its final
+accuracy is above 0.3, as in the studies. Runs are compared in pairs with the same seed. The p values are exact and
+two-sided (exact_tests.py). The first treats all pairs of a row as independent. The second uses the mean difference of
+each seed, because the runs of a seed are not independent. With three seeds it is at least 0.25.
 """
 
 from __future__ import annotations
@@ -84,27 +84,6 @@ AGAINST_TRIGGERED = (
     Comparison("triggered by the gradient norm; 8 bits", "slow", (("by_grad_norm", "triggered_1.8"),)),
 )
 """Other schedules against the length-triggered one."""
-
-OTHERS = (
-    Comparison("noise: none instead of 6%", "toy", (("uninjected", "constant"),)),
-    Comparison("noise: a tenth of the rate", "toy", (("constant_tenth", "constant"),)),
-    Comparison("8 bits: token TIS", "slow", (("token_tis", "constant"),)),
-    Comparison("8 bits: token MIS", "slow", (("token_mis", "constant"),)),
-    Comparison("8 bits: sequence TIS", "slow", (("sequence_tis", "constant"),)),
-    Comparison("8 bits: sequence MIS", "slow", (("sequence_mis", "constant"),)),
-    Comparison("8 bits: float16 activations", "slow", (("fp16", "constant"),)),
-    Comparison("16 bits instead of 8", "slow", (("sixteen_bits", "constant"),)),
-    Comparison("8 bits: the four weights, decay too", "slow", triggered(*CORRECTED[:-1])),
-    Comparison("8 bits: linear within a quarter of the run", "slow", (("linear_short", "constant"),)),
-    Comparison("8 bits: linear within the run", "slow", (("linear", "constant"),)),
-    Comparison("8 bits: decay by the mismatch", "slow", (("by_mismatch", "constant"),)),
-    Comparison("8 bits: decay by the gradient norm", "slow", (("by_grad_norm", "constant"),)),
-    Comparison("8 bits: decay by the entropy", "slow", (("by_entropy", "constant"),)),
-    Comparison("one version old instead of none", "staleness", (("ahead_1", "stale_0"),)),
-    Comparison("four versions old instead of none", "staleness", (("stale_4", "stale_0"),)),
-    Comparison("vLLM: four versions old instead of none", "ahead", (("ahead_4", "ahead_0"),)),
-)
-"""The other comparisons behind the claims of docs/study.md; no plan named them before the runs."""
 
 
 def read_studies() -> dict[str, Study]:
@@ -234,11 +213,10 @@ def counts(studies: Mapping[str, Study]) -> str:
 
 
 def tables(studies: Mapping[str, Study]) -> list[str]:
-    """Returns the three tables."""
+    """Returns both tables."""
     return [
         comparison_table(AGAINST_CONSTANT, studies, ("mismatch from", "constant rate", "schedule")),
         comparison_table(AGAINST_TRIGGERED, studies, ("instead of the schedule", "schedule", "instead")),
-        comparison_table(OTHERS, studies, ("changed", "before", "after")),
     ]
 
 

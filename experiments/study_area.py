@@ -1,7 +1,7 @@
 """Compares the arms of a study by the area under the accuracy, from the rows, with exact tests over the seeds.
 
     python experiments/study_area.py configs/study/collapse.yaml benchmarks/study_collapse.parquet --json areas.json
-    python experiments/study_area.py configs/study/collapse.yaml benchmarks/subject_bases.parquet --power middle_4e-4
+    python experiments/study_area.py configs/study/collapse.yaml benchmarks/study_collapse.parquet --power constant
 
 The area of a run is the mean reward of its steps from the surge on. Every arm of a seed counts from the same step: the
 one after the surge was called in the seed's run of the arm ``constant``, or step 1 where none was called. A step that a
@@ -178,11 +178,11 @@ def markdown(found: Mapping[str, Any]) -> str:
         numbers = [f"{row[key]:.2f}" for key in ("area", "peak", "final")]
         share = "{:.2f} to {:.2f}".format(*row["collapsed_interval"])
         lines.append("| " + " | ".join([arm, str(row["seeds"]), *numbers, str(row["collapsed"]), share, *steps]) + " |")
-    head = ["compared", "seeds", "difference", "interval", "better / same / worse", "p", "corrected p", "collapsed"]
+    head = ["compared", "seeds", "difference", "interval", "better/same/worse", "p", "corrected p", "collapsed"]
     lines += ["", f"| {' | '.join(head)} | Fisher p |", "|---|---|---|---|---|---|---|---|---|"]
     for row in found["comparisons"]:
         bounds = "-" if row["interval"] is None else "{:+.2f} to {:+.2f}".format(*row["interval"])
-        signs = f"{row['better']} / {row['same']} / {row['seeds'] - row['better'] - row['same']}"
+        signs = f"{row['better']}/{row['same']}/{row['seeds'] - row['better'] - row['same']}"
         cells = [
             " - ".join(row["arms"]),
             str(row["seeds"]),

@@ -202,11 +202,11 @@ def markdown(tables: Mapping[str, Any]) -> str:
         lines.append(_line(*cells, row["fell"], at, f"{row['peak_mean']:.2f}", f"{row['final_mean']:.2f}"))
     lines += [
         "",
-        "| compared | difference | interval | better / same / worse | p | corrected p | end well | Fisher p |",
+        "| compared | difference | interval | better/same/worse | p | corrected p | end well | Fisher p |",
     ]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for row in tables["comparisons"]:
-        signs = f"{row['better']} / {row['same']} / {row['seeds'] - row['better'] - row['same']}"
+        signs = f"{row['better']}/{row['same']}/{row['seeds'] - row['better'] - row['same']}"
         values = (f"{row['p']:.2g}", f"{row['corrected_p']:.2g}", "{}, {} of {}".format(*row["end_well"], row["seeds"]))
         cells = (" - ".join(row["arms"]), f"{row['difference']:+.2f}", _between(row["interval"]), signs)
         lines.append(_line(*cells, *values, f"{row['fisher_p']:.2g}"))

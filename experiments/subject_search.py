@@ -1,10 +1,9 @@
-"""Judges the runs of the search for a subject: which learn to above 0.6 and then collapse, and what grows before.
+"""Judges the runs of a study: which learn to above 0.6 and then collapse, and what grows before.
 
-    python experiments/study.py configs/study/subject.yaml
-    python experiments/subject_search.py configs/study/subject.yaml runs/study-subject/rows.parquet
+    python experiments/subject_search.py configs/study/collapse.yaml benchmarks/study_collapse.parquet --arms constant
 
-The table of docs/study_subject.md is printed, and --json writes its numbers. Accuracy, fall and collapse are those of
-docs/study.md. The plateau of a run begins at the first step whose accuracy is at least 0.9 of the peak, and ends at the
+It prints a line for each run, and --json writes the numbers. docs/studies.md defines accuracy, fall and collapse. The
+plateau of a run begins at the first step whose accuracy is at least 0.9 of the peak, and ends at the
 last one. A value "at" a step is the mean of the ten steps up to it. A fork counts from its first own step.
 """
 

@@ -343,7 +343,7 @@ def beside_tunix(size: Size, model: Path | None) -> Found:
     if importlib.util.find_spec("tunix") is None:
         return {"skipped": "tunix is not installed here"}
     with tempfile.TemporaryDirectory() as folder:
-        words = ["--platform", "cuda", "--sides", "tunix", "--rounds", "5", "--json", f"{folder}/peers.json"]
+        words = ["--rounds", "5", "--json", f"{folder}/peers.json"]
         program = [sys.executable, str(ROOT / "experiments/bench_peers.py"), *words]
         done = subprocess.run([*program, "--only", "Qwen3-0.6B, 4 x 2,304 tokens"], capture_output=True, text=True)
         file = Path(folder, "peers.json")

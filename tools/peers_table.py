@@ -1,6 +1,6 @@
-"""Writes one row of the table in docs/peers.md: the result of a package's tests, the versions and the day.
+"""Writes one row of the table in docs/others.md: the result of a package's tests, the versions and the day.
 
-    python tools/peers_table.py docs/peers.md NAME==VERSION TESTS REPORT
+    python tools/peers_table.py docs/others.md NAME==VERSION TESTS REPORT
 
 The package's own interpreter runs this program (tools/test_peers.sh), which needs only the standard library. REPORT is
 pytest's JUnit file of TESTS. The package's row is replaced, and every other line of the page stays.

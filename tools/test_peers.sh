@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the recipes of docs/schedule.md and the exporters of docs/compare.md in the packages they are for, on a CPU, and
-# writes what came of it into the table of docs/peers.md.
+# writes what came of it into the table of docs/others.md.
 #
 #   bash tools/test_peers.sh [peft] [tunix] [skyrl_tx] [skyrl] [trl] [deepspeed] [verl] [easydel] [maxtext]  (default: all)
 #
@@ -53,6 +53,6 @@ for name in "$@"; do
   echo "== $name: $wanted"
   HF_HUB_OFFLINE=1 JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=1 PYTHONPATH=. \
     "$bin/python" -m pytest -p no:cacheprovider --junitxml="$root/$name.xml" "$tests" || status=1
-  "$bin/python" tools/peers_table.py docs/peers.md "${wanted%% *}" "$tests" "$root/$name.xml"
+  "$bin/python" tools/peers_table.py docs/others.md "${wanted%% *}" "$tests" "$root/$name.xml"
 done
 exit $status

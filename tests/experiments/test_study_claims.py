@@ -112,6 +112,6 @@ def test_the_program_compares_the_arms(tmp_path, capsys):
     assert (constant["end_well"], constant["collapsed"], constant["fall_step_median"]) == (1, 1, 86.0)
     assert (triggered["end_well"], triggered["collapsed"], triggered["fall_step_median"]) == (2, 0, None)
     printed = capsys.readouterr().out
-    assert "| triggered - constant | +0.60 | - | 2 / 0 / 0 | 0.5 | 0.5 | 2, 1 of 2 | 1 |" in printed
+    assert "| triggered - constant | +0.60 | - | 2/0/0 | 0.5 | 0.5 | 2, 1 of 2 | 1 |" in printed
     assert "| gradient norm | - |  | 1 | 0 of 1 |" in printed
     assert "| constant | 0.00 0.40 | 20 20 | 0.01 0.01 |" in printed

@@ -1,4 +1,4 @@
-"""Counts the numbers of the studies' pages again from the rows, by other means than the programs that printed them."""
+"""Counts the numbers of the early studies again from the rows, by other means than the programs that printed them."""
 
 import json
 from fractions import Fraction
@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-from study_pages import PAGES, fate, sign_p, table
+from scipy import stats
+from study_pages import PAGE, fate, section_of, sign_p, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,22 +33,19 @@ def runs_of_files():
 
 
 def test_each_arm_of_the_engine_of_8_bits(rewards):
-    rows = table("study_tables", "arm | seeds | end well")
-    assert sum(len(row[0].split(", ")) * int(row[1]) for row in rows) == len(rewards) == 110
-    for cells in rows:
-        for arm in cells[0].split(", "):
-            fates = [fate(series) for (name, _), series in rewards.items() if name == arm]
-            peaks, finals, fell = map(np.array, zip(*fates, strict=True))
-            counts = [len(fates), sum(finals > 0.3), sum(peaks < 0.3), sum(fell & (peaks >= 0.3)), sum(fell)]
-            assert [cells[1], cells[2], *cells[4:7]] == list(map(str, counts)), arm
-            assert cells[8:] == [f"{peaks.mean():.2f}", f"{finals.mean():.2f}"], arm
-    for cells in table("study_eight_bits", "arm | seeds | end well"):
-        assert cells in rows
+    for cells in table("arm | seeds | end well", "An engine of 8 bits"):
+        fates = [fate(series) for (name, _), series in rewards.items() if name == cells[0]]
+        peaks, finals, fell = map(np.array, zip(*fates, strict=True))
+        share = stats.binomtest(int(sum(finals > 0.3)), len(fates)).proportion_ci(0.95, "exact")
+        assert cells[1:] == [
+            *(str(len(fates)), str(sum(finals > 0.3)), f"{share.low:.2f} to {share.high:.2f}"),
+            *(str(sum(peaks < 0.3)), str(sum(fell & (peaks >= 0.3))), f"{peaks.mean():.2f}", f"{finals.mean():.2f}"),
+        ]
 
 
 def test_the_planned_comparisons(rewards):
     finals = {run: fate(series)[1] for run, series in rewards.items()}
-    for cells in table("study_eight_bits", "compared"):
+    for cells in table("compared", "An engine of 8 bits"):
         one, other = cells[0].split(" - ")
         pairs = [(finals[one, seed], finals[other, seed]) for seed in range(8)]
         differences = [a - b for a, b in pairs]
@@ -57,8 +55,15 @@ def test_the_planned_comparisons(rewards):
         assert cells[1] == f"{np.mean(differences):+.2f}"
         # The interval leaves out the first and the last of 256 parts of the line. 99.2% is the first step above 99%.
         assert cells[2] == f"{min(differences):+.2f} to {max(differences):+.2f}"
-        assert cells[3] == f"{signs[0]} / {signs[1]} / {8 - sum(signs)}"
+        assert cells[3] == f"{signs[0]}/{signs[1]}/{8 - sum(signs)}"
         assert cells[4:7] == [f"{p:.2g}", f"{min(1, 5 * p):.2g}", f"{well[0]}, {well[1]} of 8"]
+
+
+def test_the_other_arms_in_the_text(rewards):
+    page = section_of("An engine of 8 bits")
+    for arm in ("sixteen_bits", "by_mismatch", "linear_short"):
+        ends = [f"{fate(rewards[arm, seed])[1]:.2f}" for seed in range(3)]
+        assert f"{ends[0]}, {ends[1]} and {ends[2]}" in page, arm
 
 
 def test_no_run_of_8_bits_collapses_and_copies_are_told(rewards):
@@ -81,85 +86,47 @@ def test_the_counts_of_all_studies(rewards):
     collapses = [peak for peak, _, fell in fates.values() if fell and peak >= 0.3]
     never = sum(peak < 0.3 for peak, _, _ in fates.values())
     assert (len(fates), never, len(collapses), sum(peak > 0.5 for peak in collapses)) == (235, 99, 6, 1)
-    assert "255 runs, and 235 of them are different" in PAGES["study"]
-    assert f"These are {never} of the 235 different runs" in PAGES["study"]
-    assert f"These are {len(collapses)} of the 235, and one of them" in PAGES["study"]
+    assert f"255 runs, 235 of them different: {never} never learn, and {len(collapses)} collapse" in PAGE
     assert (f"{min(collapses):.2f}", f"{max(collapses):.2f}") == ("0.31", "0.57")
 
 
-def test_what_grows_from_peak_to_collapse():
-    collapsed = [run for _, run in runs_of_files() if run["fall_step"] is not None and run["peak"] >= 0.3]
-    assert [run["collapse_step"] for run in collapsed] == [run["fall_step"] for run in collapsed]
-    growth = {
-        name: sorted(run["at_end"][name] / run["at_peak"][name] for run in collapsed)
-        for name in ("log_ppl_abs_diff", "grad_norm")
-    }
-    assert [f"{ratio:.2f}" for ratio in growth["log_ppl_abs_diff"]] == ["0.43", "0.44", "0.56", "1.06", "1.46", "1.51"]
-    assert "(1.06 to 1.5 times), and falls in three (to 0.43 to 0.56 times)" in PAGES["study"]
-    assert [ratio > 1 for ratio in growth["grad_norm"]] == [False] + [True] * 5
-    p = sign_p(np.log(growth["grad_norm"]))
-    assert f"{float(p):.2g}" == "0.062"
-    assert "five of the six collapses, at most 1.7 times (p 0.062" in PAGES["study"]
+def finals(name, *arms):
+    """Returns the final accuracy of each seed of some arms of a file."""
+    file = json.loads((ROOT / f"benchmarks/{name}.json").read_text())["arms"]
+    return [run["final"] for arm in arms for run in file[arm].values()]
 
 
-@pytest.mark.parametrize(
-    ("page", "name", "head"),
-    [
-        ("study_tables", "study_toy", "arm | seeds | peak"),
-        ("study_servers", "study_ahead", "arm | seeds | s a step"),
-        ("study_tables", "study_ahead_6e-4", "arm | seeds | s a step"),
-        ("study_staleness", "study_staleness", "versions old"),
-    ],
-)
-def test_the_counts_of_the_other_tables(page, name, head):
-    """The columns are finals, runs that never learned, collapses and falls. The arms are in the order of the file."""
-    lines = PAGES[page].splitlines()
-    names = [
-        cell.strip() for cell in next(line for line in lines if line.startswith(f"| {head}")).strip("|").split("|")
+def test_the_accuracies_with_old_rollouts():
+    page = section_of("Old rollouts")
+    for arm in ("ahead_1_triggered", "stale_2_triggered", "stale_4_triggered"):
+        ends = [f"{final:.2f}" for final in finals("study_staleness", arm)]
+        assert f"{ends[0]}, {ends[1]} and {ends[2]}" in page, arm
+    assert max(finals("study_staleness", "ahead_1", "stale_2", "stale_4")) < 0.3
+    for arms in (("ahead_0",), ("ahead_1",), ("ahead_2", "ahead_4")):
+        ends = finals("study_ahead", *arms)
+        assert f"{min(ends):.2f} to {max(ends):.2f}" in page, arms
+    for age in range(5):
+        if age != 3:
+            ends = finals("study_ahead", f"ahead_{age}_triggered")
+            assert f"{min(ends):.2f} to {max(ends):.2f}" in page, age
+    well = [
+        sum(final > 0.3 for final in finals("study_ahead_6e-4", *(f"ahead_{age}{end}" for age in (0, 1, 2, 4))))
+        for end in ("", "_triggered")
     ]
-    arms = json.loads((ROOT / f"benchmarks/{name}.json").read_text())["arms"]
-    rows = table(page, head)
-    assert len(rows) == len(arms)
-    for cells, (arm, seeds) in zip(rows, arms.items(), strict=True):
-        row = dict(zip(names, cells, strict=True))
-        runs = list(seeds.values())
-        finals = row["final of each"] if "final of each" in row else row["final accuracy of each seed"]
-        assert finals == " ".join(f"{run['final']:.2f}" for run in runs), arm
-        fallen = [run for run in runs if run["fall_step"] is not None]
-        assert int(row["fell"].split()[0]) == len(fallen), arm
-        assert int(row["collapsed"]) == sum(run["peak"] >= 0.3 for run in fallen), arm
-        if "never learned" in row:
-            assert int(row["never learned"]) == sum(run["peak"] < 0.3 for run in runs), arm
+    assert well == [0, 1]
 
 
-def test_the_verdicts_of_the_search_for_a_subject():
-    columns = pyarrow.parquet.read_table(ROOT / "benchmarks/subject_search.parquet").to_pydict()
-    series = {}
-    for arm, seed, reward in zip(columns["arm"], columns["seed"], columns["reward/mean"], strict=True):
-        series.setdefault(f"{arm}-{seed}", []).append(reward)
-    found = json.loads((ROOT / "benchmarks/subject_search.json").read_text())["runs"]
-    rows = {cells[0]: cells for cells in table("study_subject", "run | changed")}
-    assert list(series) == list(found) == list(rows)
-    for name, rewards in series.items():
-        peak, final, fell = fate(rewards)
-        level = "never learned" if peak < 0.3 else "collapsed" if fell else "learned"
-        above = {"collapsed": " from above 0.6", "learned": " above 0.6"}.get(level, "") if peak > 0.6 else ""
-        assert found[name]["verdict"] == rows[name][7] == level + above, name
-        assert [rows[name][2], rows[name][5]] == [str(len(rewards)), f"{final:.2f}"], name
-        assert rows[name][3].split(" ")[0] == f"{peak:.2f}", name
-        assert (rows[name][6] == "-") is not fell, name
-
-
-def test_the_later_bases_at_the_rate_of_the_study():
-    columns = pyarrow.parquet.read_table(ROOT / "benchmarks/subject_bases.parquet").to_pydict()
-    series = {}
-    for arm, seed, reward in zip(columns["arm"], columns["seed"], columns["reward/mean"], strict=True):
-        if arm.endswith("_4e-4"):
-            series.setdefault((arm, seed), []).append(reward)
-    peaks = sorted(peak for peak, _, fell in map(fate, series.values()) if fell and peak >= 0.3)
-    assert (len(series), len(peaks), f"{peaks[0]:.3f}") == (12, 9, "0.598")
-    assert peaks[1] > 0.6
-    assert "9 of the 12 runs collapse between steps 137 and 392: eight from a peak above 0.6" in PAGES["study_subject"]
+def test_the_runs_with_random_noise():
+    weights = ("token_tis", "token_mis", "sequence_tis", "sequence_mis")
+    constant = finals("study_toy", "constant", *weights, "fp16")
+    assert (sum(final > 0.3 for final in constant), len(constant)) == (1, 18)
+    triggered = [f"{arm}_triggered" for arm in (*weights, "fp16")]
+    decayed = finals("study_toy", "length_triggered", "period_1.1", "period_2.3", *triggered)
+    assert (sum(final > 0.3 for final in decayed), len(decayed)) == (16, 24)
+    assert sum(final > 0.3 for final in finals("study_toy", *triggered)) == 10
+    for arm, well in (("constant_tenth", 3), ("uninjected", 3), ("uninjected_fp16", 2), ("exact", 2)):
+        assert sum(final > 0.3 for final in finals("study_toy", arm)) == well, arm
+    assert "With the decay 16 of 24 end well" in section_of("Random noise")
 
 
 def test_the_errors_of_the_logits_in_the_page_of_diagnose():

@@ -9,6 +9,8 @@ import length_curves
 import numpy as np
 import pytest
 
+from rljax.schedule import SurgeConfig
+
 ROOT = Path(__file__).parents[2]
 CURVES = length_curves.load_curves()
 
@@ -148,3 +150,8 @@ def test_the_page_has_the_rows_of_the_recorded_table():
     rows = [line for line in detector_table.as_markdown(record).splitlines() if line.startswith("| ") and "/" in line]
     assert len(rows) == 2 * len(detector_table.VARIATIONS)
     assert [row for row in rows if row not in page] == []
+
+
+def test_the_shipped_rules_are_the_chosen_ones():
+    record = json.loads((length_curves.CURVES.parent / "chosen_rules.json").read_text())
+    assert record["chosen"] == dataclasses.asdict(SurgeConfig())

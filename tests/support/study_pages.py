@@ -1,20 +1,22 @@
-"""Reads the tables of the studies' pages, and computes outcomes and p values without the programs of experiments/."""
+"""Reads the tables of docs/studies.md, and computes outcomes and p values without the programs of experiments/."""
 
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
-PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "docs").glob("study*.md")}
+PAGE = (Path(__file__).parents[2] / "docs/studies.md").read_text(encoding="utf-8")
 
 
-def table(page, head, section=""):
-    """Returns the cells of the first table of a page whose head begins with ``head``, as a list for each line.
+def section_of(heading):
+    """Returns the text of a section, with one space for each run of white space."""
+    return " ".join(PAGE[PAGE.index(f"## {heading}\n") :].split("\n## ")[0].split())
 
-    With ``section``, the search begins at this heading.
-    """
-    lines = iter(PAGES[page].splitlines())
-    next(line for line in lines if line.strip("# ") == section or not section)
+
+def table(head, section):
+    """Returns the cells of the section's first table whose head begins with ``head``, as a list for each line."""
+    lines = iter(PAGE.splitlines())
+    next(line for line in lines if line.strip("# ") == section)
     next(line for line in lines if line.startswith(f"| {head} |"))
     next(lines)
     rows = []

@@ -1,7 +1,6 @@
-"""The studies whose pages are counted again from the rows, without the programs of experiments/."""
+"""The studies whose tables in docs/studies.md are counted again from the rows, without the programs of experiments/."""
 
 import functools
-from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,14 +13,13 @@ PLANNED = ["constant", "untriggered", "fixed", "tenth", "linear"]
 
 
 class Recounted(NamedTuple):
-    """A study: its page, section, rows in benchmarks/, seeds, the number of steps of a run, and its comparisons."""
+    """A study: its section, rows in benchmarks/, seeds, number of steps, and comparisons."""
 
-    page: str
     section: str
     rows: str
     seeds: range
     steps: int
-    planned: int = 5  # the number of planned comparisons; the page may lack some
+    planned: int = 5  # the number of planned comparisons
     compared: tuple[tuple[str, str], ...] = tuple(("triggered", arm) for arm in PLANNED)
     arms: tuple[str, ...] = ("constant", "triggered", *PLANNED[1:])
     alone: tuple[tuple[str, int], ...] = ()  # the arms that have only one seed, and this seed
@@ -35,7 +33,7 @@ class Recounted(NamedTuple):
 
 
 REMEDIES = Recounted(
-    *("study_collapse", "Other remedies", "study_remedies", range(18, 22), 300),
+    *("Other remedies", "study_remedies", range(18, 22), 300),
     planned=9,
     compared=(
         ("triggered", "constant"),
@@ -52,37 +50,18 @@ REMEDIES = Recounted(
     ),
     alone=(("exact", 18), ("exact_noise", 18)),
 )
-SIX_ARMS = [
-    Recounted("study_collapse", "What was found", "study_collapse", range(9, 18), 300),
-    Recounted("study_families", "Sums", "study_family_sums", range(33, 37), 300),
-    Recounted("study_families", "Swaps", "study_family_swaps", range(37, 41), 600),
-]
+MAIN = Recounted("The main study", "study_collapse", range(9, 18), 300)
 LATE = Recounted(
-    *("study_late", "What was found", "study_late", range(9, 18), 300),
+    *("A remedy from step 100", "study_late", range(9, 18), 300),
     planned=2,
     compared=(("decay", "constant"), ("sixteen_bits", "constant")),
     arms=("constant", "decay", "sixteen_bits"),
 )
 ISOLATION = Recounted(
-    *("study_isolation", "What was found", "study_isolation", range(41, 50), 300),
+    *("The mismatch alone", "study_isolation", range(41, 50), 300),
     planned=1,
     compared=(("constant", "noise"),),
     arms=("constant", "noise"),
-)
-CACHES = {"16 bits": "16_bits", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
-RATES = Recounted(
-    *("study_collapse", "Rate and mismatch", "study_rates", range(25, 27), 300),
-    arms=tuple(f"{rate}_{cache}" for rate, cache in product(("half", "rate", "double"), CACHES.values())),
-)
-SERVERS = Recounted(
-    *("study_collapse", "A real server", "study_caches", range(27, 30), 300),
-    arms=("e5m2", "e4m3", "sixteen_bits"),
-    alone=(("e4m3", 28), ("sixteen_bits", 28)),
-)
-RATIOS, MULTIPLIERS = ("2", "2.5", "3.5"), ("1.1", "1.8", "2.5")
-DETECTOR = Recounted(
-    *("study_collapse", "Detector and multiplier", "study_detector", range(22, 25), 300),
-    arms=("constant", *(f"ratio_{ratio}_times_{times}" for ratio, times in product(RATIOS, MULTIPLIERS))),
 )
 
 
