@@ -210,7 +210,7 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
         stack.callback(engine.close)
         parts, state, progress = Restore(processes, stack).start(inputs, engine, problems, stop)
         with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
-            recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1, compiles=True)
+            recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1, compiles=True, more=[trackers])
         stack.callback(recorder.close)
         write_config(config, run_dir)
         trackers.start(run_dir, *settings_of(config), stop.left_s)
