@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rljax.algorithms.advantages import AdvantageConfig
 from rljax.algorithms.correction_choice import CorrectionConfig
@@ -17,6 +17,7 @@ from rljax.rollout.types import SERVED, RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.guard import GuardConfig
 from rljax.run.rate import ScheduleConfig
+from rljax.run.removed_keys import REMOVED
 from rljax.sharding import MeshConfig
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.packing import PackingConfig
@@ -136,6 +137,7 @@ def check_sampling(config: Any) -> None:
 class Config:
     """All settings of a run. The run directory holds them as config.yaml, from which they load again."""
 
+    removed_keys: ClassVar = REMOVED
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
