@@ -39,13 +39,13 @@ from rljax.record.trackers import Trackers
 from rljax.record.writers import Recorder
 from rljax.rollout.build import check_engine
 from rljax.run.acts import Restore, make_shared_engine
+from rljax.run.after_save import AfterSave
 from rljax.run.build import Inputs, load_problems, look_at_data
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, dotted, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows, what_is_saved
 from rljax.run.loop import train
 from rljax.run.stop import StopRequest
-from rljax.run.store import start_from_store, uploading
 from rljax.run.training import check_offload
 from rljax.sharding import make_mesh
 
@@ -202,7 +202,6 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
     stop = StopRequest(config.run.grace_s, processes)
     with caller_errors():
         problems = load_problems(config, inputs.tokenizer)
-        store = start_from_store(config, run_dir, stop)
         prepare_directory(config, run_dir)
         looked = look_at_data(config, problems)
         engine = make_shared_engine(inputs, stop, processes, problems.prompts)
@@ -217,7 +216,10 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
         if looked:
             write_whole(run_dir / "data.txt", looked + "\n")
         parts.check_owner = functools.partial(check_owner, owner)
-        with stop, uploading(store, config, parts.check_owner, stop):
+        with caller_errors():
+            command = config.checkpoint.after_save
+            after_save = AfterSave(command, run_dir, config.run.grace_s, parts.check_owner, stop)
+        with stop, after_save:
             rows = recorded_rows(run_dir)
             parts.watch.read(rows)
             try:
