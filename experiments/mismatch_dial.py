@@ -49,7 +49,7 @@ class Arguments:
       group_size: The number of responses to each prompt.
       max_response_tokens: The longest response, in tokens.
       rows: The rows of the executable.
-      seed: The seed of the samples and of the injected noise.
+      seed: The seed of the samples.
     """
 
     path: str = "configs/toy-base"
@@ -61,13 +61,13 @@ class Arguments:
     seed: int = 0
 
 
-def settings(seed: int) -> Iterator[tuple[str, str, InjectConfig]]:
+def settings() -> Iterator[tuple[str, str, InjectConfig]]:
     """Yields (kind, size, injection) of each row of the table."""
     yield "none", "0", InjectConfig()
     for size in SIZES:
-        yield "weight_noise", f"{size:g}", InjectConfig(weight_noise=size, seed=seed)
+        yield "weight_noise", f"{size:g}", InjectConfig(weight_noise=size)
     for size in SIZES:
-        yield "logit_noise", f"{size:g}", InjectConfig(logit_noise=size, seed=seed)
+        yield "logit_noise", f"{size:g}", InjectConfig(logit_noise=size)
     for dtype in ("float16", "bfloat16"):
         yield "dtype", dtype, InjectConfig(dtype=dtype)  # type: ignore[arg-type]
     for kind in ("int8", "fp8"):
@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         values = " | ".join(f"{metrics[name]:.2e}" if metrics[name] else "0" for name in names)
         print(f"| {kind} | {size} | {values} | {metrics['token_count']:.0f} |", flush=True)
 
-    for kind, size, inject in settings(arguments.seed):
+    for kind, size, inject in settings():
         show(kind, size, RolloutConfig(engine="exact", dtype=arguments.dtype, inject=inject))
     show("none, engine jax", arguments.dtype, RolloutConfig(engine="jax", dtype=arguments.dtype))
     return 0

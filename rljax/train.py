@@ -79,8 +79,7 @@ def main(argv: Sequence[str]) -> int:
             describe_run(config, options)
             return 0
     given = config.run
-    limits = {"heartbeat_s": given.heartbeat_s, "stuck_s": given.stuck_s}
-    with start_processes(given.processes, given.process_id, given.coordinator, **limits) as processes:
+    with start_processes(given.processes, given.process_id, given.coordinator, stuck_s=given.stuck_s) as processes:
         if not processes.is_leader:
             status = follow(config, processes)
         else:

@@ -54,9 +54,6 @@ class RunConfig:
     """Index of this process among ``processes``, from 0. -1: the index that the cluster says."""
     coordinator: str = ""
     """HOST:PORT at which the other processes find process 0. Empty: the address that the cluster says."""
-    heartbeat_s: float = 30.0
-    """Longest time from the last sign of life of one process to the end of the others (seconds). A line then names it,
-    and the exit status is 75."""
     stuck_s: float = 3600.0
     """Longest time in one phase of a step without progress, such as a response that arrives (seconds). The run then
     ends and prints in which phase each process is. 0: no limit."""
@@ -67,7 +64,6 @@ class RunConfig:
         check_at_least(self, 1, "steps")
         check_at_least(self, 0, "seed", "grace_s", "processes", "stuck_s")
         check_at_least(self, -1, "process_id")
-        check_at_least(self, 2, "heartbeat_s")
         if self.fork and self.resume not in ("auto", "never"):
             raise ValueError(f"fork and resume name two runs to begin from: {self.fork} and {self.resume}; give one")
         if self.profile_steps and not (
@@ -105,11 +101,9 @@ class EvalConfig:
     """Sampling temperature. 0: greedy."""
     max_response_tokens: int | None = None
     """Longest response (tokens). None: ``rollout.max_response_tokens``."""
-    seed: int = 0
-    """Seed of the sampling. It is the same at each evaluation."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "every", "seed")
+        check_at_least(self, 0, "every")
         check_sampling(self)
         if self.max_response_tokens is not None:
             check_at_least(self, 1, "max_response_tokens")

@@ -21,13 +21,13 @@ OWNER = "owner.json"  # the file of a run directory that names the process that 
 
 # Settings that may change when a run is continued, because they do not change the meaning of a row.
 MAY_DIFFER = (
-    *("run.processes", "run.process_id", "run.coordinator", "run.heartbeat_s", "run.stuck_s"),
+    *("run.processes", "run.process_id", "run.coordinator", "run.stuck_s"),
     *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
     "record.",
     *("eval.", "checkpoint.", "model.path", "data.reward_workers"),
     *("data.check_answers", "rollout.urls"),
     *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
-    *("rollout.offload_state", "rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
+    *("rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
     *("publish.", "lora.adapter"),
     *("rollout.dump_every", "rollout.transcript_every", "rollout.decode_tokens", "policy.attention", "policy.experts"),
 )
