@@ -45,6 +45,7 @@ from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, dotted, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows, what_is_saved
 from rljax.run.loop import train
+from rljax.run.options import read_options
 from rljax.run.stop import StopRequest
 from rljax.run.training import check_offload
 from rljax.sharding import make_mesh
@@ -52,7 +53,6 @@ from rljax.sharding import make_mesh
 log = logging.getLogger(__name__)
 
 PROG = "rljax train"
-DRY_RUN = "--dry-run"
 COMMON_OPTIONS = (
     *("run.dir", "run.steps", "run.seed", "run.resume", "model.path", "data.task", "data.path", "data.reward"),
     *("data.batch_size", "data.max_prompt_tokens", "rollout.engine", "rollout.urls", "rollout.dtype"),
@@ -114,18 +114,8 @@ def own_options(argv: Sequence[str]) -> tuple[list[str], Options]:
 
     Raises ConfigError if an option lacks its value, or goes with another option that is missing.
     """
-    words: list[str] = []
-    found: dict[str, str] = {}
-    waiting = iter(argv)
-    for word in waiting:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and name in ("compile", "json", "hlo"):
-            found[name] = value if equals else next(waiting, "")
-            if not found[name] or found[name].startswith("--"):
-                raise ConfigError(f"--{name} needs a value, as in: --dry-run --compile h100:1x8 --json FILE --hlo FILE")
-        elif word != DRY_RUN:
-            words.append(word)
-    options = Options(DRY_RUN in argv, **found)
+    found, words = read_options(Options, argv)
+    options = Options(**found)
     if options.compile and not options.dry_run:
         raise ConfigError("--compile goes with --dry-run")
     if (options.json or options.hlo) and not options.compile:

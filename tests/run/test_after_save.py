@@ -54,7 +54,7 @@ def alone(toy_base, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("most", [99, 1, 5, 9], ids=["whole", "1 file", "5 files", "9 files"])
-def test_a_run_goes_on_from_its_copy_and_from_before_a_half_copy(toy_base, tmp_path, program, alone, most):
+def test_a_run_goes_on_from_a_copy_or_before_half_a_copy(toy_base, tmp_path, program, alone, most):
     """The copy of checkpoint 4 breaks off after ``most`` files; the directory is lost, and the copy replaces it."""
     run_dir, copy = tmp_path / "run", tmp_path / "copy"
     for steps, count in ((2, 99), (4, most)):
@@ -112,7 +112,7 @@ def test_a_failure_is_a_warning_and_the_next_save_calls_again(tmp_path, program,
     assert (tmp_path / "other/logs/after_save.log").read_text().split() == ["first", "line", "no", "room", "left"]
 
 
-def test_the_end_of_a_run_waits_no_longer_than_it_may_and_leaves_no_process(tmp_path, program, capsys):
+def test_the_end_waits_no_longer_than_it_may(tmp_path, program, capsys):
     sleeps = "import os, subprocess, sys\nfile = open(sys.argv[1], 'w')\nchild = subprocess.Popen(['sleep', '600'])\n"
     sleeps += "print(os.getpid(), child.pid, flush=True, file=file)\nchild.wait()\n"
     began, pids = time.monotonic(), tmp_path / "pids"

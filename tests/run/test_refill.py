@@ -122,7 +122,7 @@ def test_the_row_measures_all_that_was_sampled():
 
 
 def test_at_the_limit_the_earliest_groups_fill_the_batch():
-    """Of problems 0 to 3 and of four further rounds, 1 and 6 have signal, so places are left for 0 and 2."""
+    """The batch and four further rounds have signal in problems 1 and 6 alone. Problems 0 and 2 fill the batch up."""
     sampled, places, engine, drawn = sample(".S....S......")
     assert places == [1, 6, 0, 2]
     assert (drawn, len(engine.asked)) == (13, 5)
