@@ -213,6 +213,7 @@ forward() {
 trap 'forward 2' INT
 trap 'forward 15' TERM HUP
 
+[[ -z "${RLJAX_RUN_COPY:-}" ]] || bash "$here/launch/copy_run.sh" load "$RLJAX_RUN_COPY" "$run_dir" || exit 2
 # Servers take minutes to load, so room for the weights is checked before.
 check_room "${pending[@]}" || exit 2
 

@@ -13,7 +13,7 @@ trap 'asked=true' TERM
 status=$?
 [[ "$SLURM_PROCID" != 0 ]] || echo "$status" >"$file"
 # Once a task has failed, srun sends the others SIGTERM. Process 0, whose status counts, first has time to notice
-# (run.heartbeat_s) and end by itself. A task that was sent SIGTERM is soon gone: of one that takes longer than
+# (30 s) and end by itself. A task that was sent SIGTERM is soon gone: of one that takes longer than
 # MessageTimeout (10 s) Slurm repeats the message after a minute, and ends what the job then runs after its requeue.
 if [[ "$SLURM_PROCID" != 0 && "$status" != 0 ]]; then
   if $asked; then sleep 3; else sleep 45; fi

@@ -106,7 +106,7 @@ unit() {
   text+="\nStartLimitIntervalSec=1d\nStartLimitBurst=20\n"
   text+="\n[Service]\nUser=\$USER\nWorkingDirectory=\$HOME/rljax\nExecStart=\$HOME/rljax/$2"
   text+="\nEnvironment=PYTHONUNBUFFERED=1 JAX_COMPILATION_CACHE_DIR=\$HOME/rljax/.cache/jax \$(test ! -e \$HOME/.rljax.key || echo RLJAX_API_KEY_FILE=\$HOME/.rljax.key)"
-  # The others of a run end within run.heartbeat_s; none is back before they have.
+  # The others of a run end within 30 s; none is back before they have.
   text+="\nRestart=on-failure\nRestartSec=60\nRestartPreventExitStatus=2 3\nKillMode=mixed\nTimeoutStopSec=120\n"
   text+="\n[Install]\nWantedBy=multi-user.target\n"
   everywhere "printf \"$text\" | sudo tee /etc/systemd/system/$1.service && sudo systemctl daemon-reload && sudo systemctl enable $1 && sudo systemctl restart $1"

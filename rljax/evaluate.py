@@ -112,7 +112,7 @@ class Arguments:
     chat_template_kwargs: tuple[str, ...] = ()
     """Further arguments of the chat template, NAME=VALUE, as in ``data.chat_template_kwargs``."""
     seed: int = 0
-    """Seed of the toy problems (``data.seed`` of the run) and of the sampling."""
+    """Seed of the sampling."""
     out: str | None = None
     """JSONL file for every response with its reward and length. None: no file."""
 
@@ -241,7 +241,6 @@ def main(argv: Sequence[str]) -> int:
         policy = find_policy(arguments.path, step=arguments.step, best=arguments.best)
         tokenizer = load_tokenizer(policy.hf_path)
         shared = (
-            "seed",
             "chat_template",
             "enable_thinking",
             "chat_template_kwargs",

@@ -39,20 +39,20 @@ from rljax.record.trackers import Trackers
 from rljax.record.writers import Recorder
 from rljax.rollout.build import check_engine
 from rljax.run.acts import Restore, make_shared_engine
+from rljax.run.after_save import AfterSave
 from rljax.run.build import Inputs, load_problems, look_at_data
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, dotted, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows, what_is_saved
 from rljax.run.loop import train
+from rljax.run.options import read_options
 from rljax.run.stop import StopRequest
-from rljax.run.store import start_from_store, uploading
 from rljax.run.training import check_offload
 from rljax.sharding import make_mesh
 
 log = logging.getLogger(__name__)
 
 PROG = "rljax train"
-DRY_RUN = "--dry-run"
 COMMON_OPTIONS = (
     *("run.dir", "run.steps", "run.seed", "run.resume", "model.path", "data.task", "data.path", "data.reward"),
     *("data.batch_size", "data.max_prompt_tokens", "rollout.engine", "rollout.urls", "rollout.dtype"),
@@ -79,8 +79,7 @@ def main(argv: Sequence[str]) -> int:
             describe_run(config, options)
             return 0
     given = config.run
-    limits = {"heartbeat_s": given.heartbeat_s, "stuck_s": given.stuck_s}
-    with start_processes(given.processes, given.process_id, given.coordinator, **limits) as processes:
+    with start_processes(given.processes, given.process_id, given.coordinator, stuck_s=given.stuck_s) as processes:
         if not processes.is_leader:
             status = follow(config, processes)
         else:
@@ -115,18 +114,8 @@ def own_options(argv: Sequence[str]) -> tuple[list[str], Options]:
 
     Raises ConfigError if an option lacks its value, or goes with another option that is missing.
     """
-    words: list[str] = []
-    found: dict[str, str] = {}
-    waiting = iter(argv)
-    for word in waiting:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and name in ("compile", "json", "hlo"):
-            found[name] = value if equals else next(waiting, "")
-            if not found[name] or found[name].startswith("--"):
-                raise ConfigError(f"--{name} needs a value, as in: --dry-run --compile h100:1x8 --json FILE --hlo FILE")
-        elif word != DRY_RUN:
-            words.append(word)
-    options = Options(DRY_RUN in argv, **found)
+    found, words = read_options(Options, argv)
+    options = Options(**found)
     if options.compile and not options.dry_run:
         raise ConfigError("--compile goes with --dry-run")
     if (options.json or options.hlo) and not options.compile:
@@ -202,7 +191,6 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
     stop = StopRequest(config.run.grace_s, processes)
     with caller_errors():
         problems = load_problems(config, inputs.tokenizer)
-        store = start_from_store(config, run_dir, stop)
         prepare_directory(config, run_dir)
         looked = look_at_data(config, problems)
         engine = make_shared_engine(inputs, stop, processes, problems.prompts)
@@ -210,14 +198,17 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
         stack.callback(engine.close)
         parts, state, progress = Restore(processes, stack).start(inputs, engine, problems, stop)
         with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
-            recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1, compiles=True)
+            recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1, compiles=True, more=[trackers])
         stack.callback(recorder.close)
         write_config(config, run_dir)
         trackers.start(run_dir, *settings_of(config), stop.left_s)
         if looked:
             write_whole(run_dir / "data.txt", looked + "\n")
         parts.check_owner = functools.partial(check_owner, owner)
-        with stop, uploading(store, config, parts.check_owner, stop):
+        with caller_errors():
+            command = config.checkpoint.after_save
+            after_save = AfterSave(command, run_dir, config.run.grace_s, parts.check_owner, stop)
+        with stop, after_save:
             rows = recorded_rows(run_dir)
             parts.watch.read(rows)
             try:

@@ -13,7 +13,7 @@ MESH_DEVICES = 8
 # Files that wait for processes, sockets and clocks more than they compute. They run beside the tests of vLLM servers,
 # which keep four processes busy.
 WAITING = {
-    *("test_rewards_pool", "test_run_owner", "test_ownership", "test_pipeline", "test_store", "test_in_flight"),
+    *("test_rewards_pool", "test_run_owner", "test_ownership", "test_pipeline", "test_in_flight"),
     *("test_vllm_engine", "test_vllm_server", "test_vllm_client", "test_vllm_replies", "test_server_discovery"),
     *("test_weight_server", "test_weight_parts", "test_environment_hosts", "test_tool_pool"),
 }

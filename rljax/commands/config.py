@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import rljax
-from rljax.commands.plain_options import field_texts
 from rljax.errors import ConfigError
 from rljax.policy.hub import packaged
 from rljax.run.config import Config
 from rljax.run.config_file import config_to_yaml, dotted, resolve, shown, suggest
+from rljax.run.options import field_texts
 
 PROG = "rljax config"
 SHOW = "--show"

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rljax.commands.plain_options import read_words
 from rljax.diagnose.course import Course, read_course
 from rljax.diagnose.evidence import Declared, Facts
 from rljax.diagnose.page import diagnose, to_text
@@ -34,6 +33,7 @@ from rljax.diagnose.thresholds import cross
 from rljax.errors import ConfigError, MissingPackageError, caller_errors, import_for
 from rljax.record.rows import finite_json, run_dumps
 from rljax.record.training_logs import read_log
+from rljax.run.options import read_words
 
 if TYPE_CHECKING:
     from rljax.diagnose.token_facts import TokenFacts

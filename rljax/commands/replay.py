@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rljax.commands.plain_options import read_words
 from rljax.errors import ConfigError, caller_errors, import_for, print_end
 from rljax.record.length_logs import LengthLog, read_lengths
 from rljax.record.text_tables import cell, text_table
 from rljax.record.training_logs import STEP_COLUMNS
+from rljax.run.options import read_words
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
 from rljax.schedule.neighbours import Outcome, RateLaw, largest_ratio, neighbours_of, replay_rule
 

@@ -23,6 +23,8 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.errors import check_at_least
 
 ChatTemplate = bool | Literal["auto"]
+DATA_SEED = 0
+"""The seed of the made problems, and of the choice of problems and answers. ``run.seed`` shuffles the problems."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class DataConfig:
     """Settings of a reasoning-gym task, each as ``NAME=VALUE`` with VALUE as JSON, or else text: ``min_digits=1``. In a
     mixture, ``TASK.NAME=VALUE`` is for one task."""
     task_problems: int = 5000
-    """The number of training problems that a reasoning-gym task makes, from ``seed``."""
+    """The number of training problems that a reasoning-gym task makes, always the same ones."""
     task_instruction: str = ""
     """A text that follows each question of a reasoning-gym task after an empty line. Use it to say where the answer
     goes."""
@@ -87,18 +89,14 @@ class DataConfig:
     """Further arguments of the chat template, each as ``NAME=VALUE``. VALUE is JSON, or else text:
     ``reasoning_effort=low``."""
     check_answers: int = 1000
-    """The number of right answers, chosen with ``seed``, that are scored as responses to their own problems before the
-    first step. 0: none."""
+    """The number of right answers, chosen at random, that are scored as responses to their own problems before step 1.
+    0: none."""
     fraction: float = 1.0
-    """The fraction of the problems to train on, chosen with ``seed``. A smaller fraction is a subset of a larger
-    one."""
+    """The fraction of the problems to train on, chosen at random. A smaller fraction is a subset of a larger one."""
     batch_size: int = 64
     """The number of prompts per step."""
     max_prompt_tokens: int = 1024
     """The longest prompt, in tokens."""
-    seed: int = 0
-    """The seed of the toy problems, of reasoning-gym's problems, and of the choices of ``fraction`` and
-    ``check_answers``. ``run.seed`` shuffles the problems."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "batch_size", "max_prompt_tokens", "task_problems")
@@ -194,7 +192,7 @@ def fraction_of(problems: Sequence[Problem], config: DataConfig) -> Sequence[Pro
     """Returns the fraction of the problems that is trained on."""
     if config.fraction == 1.0:
         return problems
-    order = np.random.default_rng(config.seed).permutation(len(problems))
+    order = np.random.default_rng(DATA_SEED).permutation(len(problems))
     return [problems[int(i)] for i in order[: max(1, round(config.fraction * len(problems)))]]
 
 
@@ -229,7 +227,7 @@ def _problems(
 ) -> Sequence[Problem]:
     """Returns a split of a task, or all problems of a file; the prompts of a toy task need no rendering."""
     if source in TOYS:
-        return TOYS[source].problems(split, seed=config.seed)
+        return TOYS[source].problems(split, seed=DATA_SEED)
     arguments = template_arguments(config.enable_thinking, config.chat_template_kwargs)
     read: Iterable[Problem]
     if names := gym.task_names(source):
@@ -250,7 +248,7 @@ def _gym_problems(names: Sequence[str], split: str, config: DataConfig) -> list[
     """Returns the problems of a split of reasoning-gym's tasks, with the instruction behind each question."""
     options = _named_values(config.task_options, "task_options", may_have_task=True)
     settings = {name: gym.own_options(name, config.task, options) for name in names}
-    problems = gym.gym_problems(names, split, seed=config.seed, count=config.task_problems, options=settings)
+    problems = gym.gym_problems(names, split, seed=DATA_SEED, count=config.task_problems, options=settings)
     for problem in problems if config.task_instruction else ():
         problem["prompt"][0]["content"] += f"\n\n{config.task_instruction}"
     return problems

@@ -153,7 +153,7 @@ _GEOMETRIC = Remedy(
 _REFILL = Remedy(
     "new problems in the place of groups without signal",
     "--rollout.refill true",
-    "up to rollout.refill_limit further rounds of sampling a step",
+    "up to four further rounds of sampling a step",
     "DAPO, arXiv 2503.14476; rljax's page algorithms",
 )
 _CLIP_HIGH = Remedy(

@@ -165,7 +165,7 @@ class Liveness:
 
     def _lost(self, index: int, silent_s: float) -> str:
         return (
-            f"{self.name(index)} gave no sign of life for {silent_s:.0f} s (run.heartbeat_s = {self._heartbeat_s:g}): "
+            f"{self.name(index)} gave no sign of life for {silent_s:.0f} s (at most {self._heartbeat_s:g} s): "
             "this run ends; the same command goes on from the last checkpoint"
         )
 

@@ -192,7 +192,7 @@ def host_demand(
         remedy = ", ".join(name for name in _device_settings(config) if "mesh" not in name and "offload" not in name)
     elif is_offloaded(config):
         parts["arrays between updates"] = devices.on_host * resident + state  # the state is there twice for a moment
-        remedy = "rollout.offload_state: false"
+        remedy = "rollout.colocated: false"
     if devices.memory is not None:  # on a CPU the state is copied only where there is room for it
         parts["a checkpoint on its way"] = CHECKPOINT_COPIES * state
     return Demand("on the host", parts, "in the host's memory", free_memory() if devices.is_here else None, remedy)

@@ -37,6 +37,7 @@ from rljax.policy.model import Params, abstract_params, gathered_axes, logical_a
 from rljax.rollout.build import check_reported, version_bytes
 from rljax.rollout.types import SERVED
 from rljax.run.config import Config
+from rljax.run.refill import REFILL_LIMIT
 from rljax.run.training import batch_shape, exact_shape, has_separate_forward, is_offloaded, max_version_lag
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
 from rljax.trainer.state import abstract_state, make_optimizer
@@ -267,7 +268,7 @@ def _batch(config: Config) -> dict[str, str]:
         source, reward = f"the tasks of {config.rollout.environment}", "of the environment"
     absent = "" if config.data.path is None or Path(config.data.path).exists() else " (not here)"
     share = f", {config.data.fraction:.1%} of it" if config.data.fraction < 1.0 else ""
-    at_most = prompts * (1 + config.rollout.refill_limit)
+    at_most = prompts * (1 + REFILL_LIMIT)
     refill = {"refill": f"a step samples {prompts} to {at_most} prompts"} if config.rollout.refill else {}
     return {
         "steps": f"{config.run.steps}, seed {config.run.seed}",

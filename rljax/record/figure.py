@@ -276,7 +276,7 @@ def plot_report(
     out: str | os.PathLike[str],
     *,
     smooth: float = SMOOTH,
-    labels: Sequence[str] | None = None,
+    metrics: Sequence[str] = (),
 ) -> Path:
     """Plots ``metrics.jsonl`` of each run directory (at least one) into ``out``, SVG or PNG, and returns its path.
 
@@ -284,14 +284,21 @@ def plot_report(
       smooth: The decay per step of the smoothed curves, in [0, 1). A smoothed curve is an exponential mean over the
         steps before and after, so it does not lag. It is about as wide as a running mean with this decay. 0 plots the
         raw curves only. The response length is never smoothed: the surge is called on the raw values.
-      labels: The names of the runs in the legend. None: as many last parts of their paths as make the names differ.
+      metrics: The keys to plot, a panel each, two in a row. Without any: the panels of a report.
 
     Raises:
-      ValueError: There are no runs, a run has no rows, or an argument is out of range.
+      ValueError: There are no runs, a run has no rows, no run has a metric, or ``smooth`` is out of range.
       RuntimeError: A metrics.jsonl is damaged.
     """
-    runs = read_runs(run_dirs, labels)
-    return save_figure(plot_grid(with_turns(REPORT, runs), runs, smooth), out)
+    runs = read_runs(run_dirs)
+    if not metrics:
+        return save_figure(plot_grid(with_turns(REPORT, runs), runs, smooth), out)
+    for key in metrics:
+        if not any(isinstance(row.get(key), int | float) for run in runs for row in run.rows):
+            raise ValueError(f"no run has numbers under {key}; the keys are those of metrics.jsonl")
+    panels = {key: curve_panel(key, key, "") for key in metrics}
+    grid = [metrics[start : start + 2] for start in range(0, len(metrics), 2)]
+    return save_figure(plot_grid(grid, runs, smooth, panels=panels), out)
 
 
 def read_runs(run_dirs: Sequence[str | os.PathLike[str]], labels: Sequence[str] | None = None) -> list[Run]:

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from rljax.record.trackers import END_S, TrackedRun
 
 class WandbTracker:
     """A run of Weights & Biases. Offline (``WANDB_MODE=offline``) it writes files, which ``wandb sync`` uploads."""
-
-    FLUSH_S = 1.0  # the time between two writes of the rows to the disk
 
     @staticmethod
     def check() -> None:
@@ -55,7 +52,7 @@ class WandbTracker:
             save_code=False,
             reinit="create_new",
             finish_timeout=END_S / 2,
-            x_transaction_log_flush_interval=self.FLUSH_S,
+            x_transaction_log_flush_interval=1.0,  # seconds between two writes of the rows to the disk
         )
         self._run = wandb.init(
             project=run.project,
@@ -66,17 +63,11 @@ class WandbTracker:
             config=run.config,
             settings=settings,
         )
-        self._last = self.stored_step = run.stored_step
-        self._flushed: deque[tuple[float, int]] = deque()  # the time at which each step is on the disk
         self.where = f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else str(self._run.url)
 
     def log(self, row: Row) -> None:
-        """Takes the row of a step."""
-        self._last, now = row["step"], time.monotonic()
-        self._run.log(row, step=self._last, commit=True)
-        self._flushed.append((now + 2 * self.FLUSH_S, self._last))
-        while self._flushed[0][0] < now:
-            self.stored_step = self._flushed.popleft()[1]
+        """Takes the row of a step; W&B drops a step that it has."""
+        self._run.log(row, step=row["step"], commit=True)
 
     def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
         """Puts the summary and the figures into the run's summary, because a picture in the history would be a step."""
@@ -85,7 +76,6 @@ class WandbTracker:
         for name, path in figures.items():
             self._run.summary.update({name: self._image(str(path))})
         self._run.finish(exit_code=int(failed))
-        self.stored_step = self._last
 
 
 class TrackioTracker:
@@ -111,14 +101,14 @@ class TrackioTracker:
 
         self._image, self._table = trackio.Image, trackio.Table
         self._run = LocalRun(None, run.project, None, name=run.name, run_id=run.id, config=run.settings)
-        stored = SQLiteStorage.get_max_step_for_run(run.project, run.name, run_id=run.id)
-        self.stored_step = max(run.stored_step, stored or 0)
+        self._last = SQLiteStorage.get_max_step_for_run(run.project, run.name, run_id=run.id) or 0
         self.where = f"trackio show --project {run.project!r}"
 
     def log(self, row: Row) -> None:
-        """Takes the row of a step. The key ``step`` is trackio's own."""
-        self._log({key: value for key, value in row.items() if key != "step"}, row["step"])
-        self.stored_step = row["step"]
+        """Takes the row of a step that the run lacks. The key ``step`` is trackio's own."""
+        if row["step"] > self._last:
+            self._last = row["step"]
+            self._log({key: value for key, value in row.items() if key != "step"}, self._last)
 
     def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
         """Writes the summary and the figures as an entry at the last step, and ends the run. ``failed`` is not used."""
@@ -127,7 +117,7 @@ class TrackioTracker:
             cells = [[name, json.dumps(value)] for name, value in summary.items()]
             shown["summary"] = self._table(columns=["name", "value"], data=cells)
         if shown:
-            self._log(shown, self.stored_step)
+            self._log(shown, self._last)
         self._run.finish()
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
@@ -152,26 +142,26 @@ class MlflowTracker:
         found = self._client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         known = self._client.search_runs([experiment], f"tags.`{self.TAG}` = '{run.id}'")
-        stored = run.stored_step
+        self._last = int(known[0].data.metrics.get("step", 0)) if known else 0
         if known:
             self._id = known[0].info.run_id
-            stored = max(stored, int(known[0].data.metrics.get("step", 0)))
             self._client.update_run(self._id, status="RUNNING")
         else:
             self._id = self._client.create_run(experiment, run_name=run.name, tags={self.TAG: run.id}).info.run_id
             self._log_settings(run.settings)
-        self.stored_step = stored
         self.where = f"run {self._id} in {mlflow.get_tracking_uri()}"
 
     def log(self, row: Row) -> None:
-        """Takes the numbers of a row; MLflow has no texts by step."""
+        """Takes the numbers of a row of a step that the run lacks; MLflow has no texts by step."""
+        if row["step"] <= self._last:
+            return
+        self._last = row["step"]
         metric, now = self._entities.Metric, time.time_ns() // 1_000_000
         numbers = {key: float(value) for key, value in row.items() if isinstance(value, (bool, int, float))}
         step = numbers.pop("step")  # goes last, because it marks the row as whole
         metrics = [metric(_mlflow_key(key), value, now, row["step"]) for key, value in numbers.items()]
         for part in _parts([*metrics, metric("step", step, now, row["step"])], 1000):
             self._client.log_batch(self._id, metrics=part)
-        self.stored_step = row["step"]
 
     def finish(self, summary: Mapping[str, Any], figures: Mapping[str, Path], failed: bool) -> None:
         """Stores summary.json and the figures as artifacts."""

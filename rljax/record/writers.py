@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -38,6 +38,16 @@ _CONSOLE = (
 )
 
 
+class Report(Protocol):
+    """A form of the record besides ``metrics.jsonl``."""
+
+    def show(self, row: Row, histograms: Mapping[str, np.ndarray]) -> None:
+        """Takes the row of a step, and its histograms by name."""
+
+    def close(self) -> None:
+        """Releases what the report holds."""
+
+
 class Recorder:
     """A writer of one row each step into ``run_dir``, which is made if it is missing.
 
@@ -46,7 +56,8 @@ class Recorder:
     part before the ``/``. On a terminal a progress bar shows reward, length, rate and mismatch. Elsewhere a plain line
     is printed every 10 steps or 30 seconds, at the first and the last step, and at every evaluation.
 
-    With ``compiles`` a line says that the first step compiles, and a second line how long that step took.
+    With ``compiles`` a line says that the first step compiles, and a second line how long that step took. ``more`` are
+    further reports of each row.
 
     Rows on disk of the step ``first_step`` (1-based) and later are removed. Raises RuntimeError if the record on disk
     is damaged, or its earlier steps are not exactly 1 .. first_step - 1.
@@ -61,6 +72,7 @@ class Recorder:
         tensorboard: bool = True,
         progress: bool = True,
         compiles: bool = False,
+        more: Sequence[Report] = (),
     ) -> None:
         directory = Path(run_dir)
         directory.mkdir(parents=True, exist_ok=True)
@@ -68,7 +80,7 @@ class Recorder:
         _keep_steps_before(self._path, first_step)
         self._next_step = first_step
         self._open()
-        self._reports: list[_TensorBoard | _FirstStep | _Console] = []
+        self._reports: list[Report] = [*more]
         if tensorboard:
             self._reports.append(_TensorBoard(directory / "tb", first_step))
         if compiles and first_step <= total_steps:

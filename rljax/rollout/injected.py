@@ -21,7 +21,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params, logical_axes, param_shardings
 from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.turns import TurnRequest
-from rljax.rollout.types import InjectConfig, SamplingParams
+from rljax.rollout.types import NOISE_SEED, InjectConfig, SamplingParams
 
 LARGEST = {"int8": 127.0, "fp8": float(jnp.finfo(jnp.float8_e4m3fn).max)}
 STORED = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
@@ -141,7 +141,7 @@ class InjectedEngine(RolloutEngine):
                 self._kept.append((policy_version, self._copy(params)))
                 policy_version, params = self._kept[0]
             if inject.weight_noise:
-                seeds = np.uint32(inject.seed), np.uint32(policy_version)
+                seeds = np.uint32(NOISE_SEED), np.uint32(policy_version)
                 params = self._noise(params, np.float32(inject.weight_noise), *seeds)
             if inject.dtype != "same":
                 params = self._restore(self._cast(params))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.model import Params, lm_head_table
 from rljax.policy.score import over_support
-from rljax.rollout.types import InjectConfig, SamplingParams
+from rljax.rollout.types import NOISE_SEED, InjectConfig, SamplingParams
 
 
 class Selection(NamedTuple):
@@ -103,11 +103,11 @@ def with_noise(
 ) -> Float[Array, "b v"]:
     """Adds Gaussian noise of ``inject.logit_noise``, divided by the temperature, to logits that were divided by it.
 
-    Each row has noise of its own, from its random key and ``inject.seed``. Without noise the logits stay as they are.
+    Each row has noise of its own, from its random key and ``NOISE_SEED``. Without noise the logits stay as they are.
     """
     if inject is None or not inject.logit_noise:
         return logits
-    own = jax.vmap(jax.random.fold_in, (0, None))(keys, np.uint32(inject.seed))
+    own = jax.vmap(jax.random.fold_in, (0, None))(keys, np.uint32(NOISE_SEED))
     normal = jax.vmap(lambda key: jax.random.normal(key, logits.shape[1:]))(own)
     return logits + inject.logit_noise / temperature * normal
 

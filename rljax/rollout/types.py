@@ -12,6 +12,9 @@ from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.form import ServerForm
 from rljax.rollout.verify_config import VerifyConfig
 
+NOISE_SEED = 0
+"""The seed of the noise on weights and logits."""
+
 
 @dataclass(frozen=True)
 class InjectConfig:
@@ -25,15 +28,14 @@ class InjectConfig:
     dtype: Literal["same", "bfloat16", "float16"] = "same"
     """The dtype that the weights are rounded to. same: the weights stay as published."""
     logit_noise: float = 0.0
-    """The standard deviation of the Gaussian noise on each logit before sampling."""
+    """The standard deviation of the Gaussian noise on each logit before sampling. A token, or a version of the weights,
+    gets the same noise each time it is sampled."""
     staleness: int = 0
     """The number of policy versions by which the sampling weights are older than the published ones."""
-    seed: int = 0
-    """The seed of the noise. A version, or a token, gets the same noise each time it is sampled."""
 
     def __post_init__(self) -> None:
         check_finite(self, "weight_noise", "logit_noise")
-        check_at_least(self, 0, "staleness", "seed")
+        check_at_least(self, 0, "staleness")
 
     @property
     def changes_weights(self) -> bool:
@@ -112,10 +114,8 @@ class RolloutConfig:
     """The number of responses to each prompt, at least 2 for the leave-one-out baseline."""
     refill: bool = False
     """Whether groups whose rewards are all equal, which carry no loss, are replaced by groups of new prompts. A further
-    round of sampling asks for as many prompts as groups are missing."""
-    refill_limit: int = 4
-    """The most further rounds of a step with ``refill``, at least 1. After them the earliest groups without signal fill
-    the batch up. So a step samples up to 1 + ``refill_limit`` batches."""
+    round of sampling asks for as many prompts as groups are missing. After four of them the earliest groups without
+    signal fill the batch up."""
     max_response_tokens: int = 8192
     """The longest response, the end-of-sequence token included (tokens). With an ``environment``: the longest
     trajectory behind its prompt, all turns and replies included."""
@@ -153,10 +153,8 @@ class RolloutConfig:
     servers. Weights and checks go to each server directly. None: rollouts go to each server directly, too."""
     colocated: bool = False
     """Whether the vLLM servers are on the trainer's own devices. After sampling they sleep, which frees the memory of
-    their weights and caches. Before sampling they wake, load the weights and are verified."""
-    offload_state: bool = True
-    """Whether, with ``colocated``, the trainer's arrays are in the host's memory between updates, so that the servers
-    have the devices' memory. The arrays are masters or adapters, moments, base and merged weights, and a reference
+    their weights and caches. Before sampling they wake, load the weights and are verified. Between updates the
+    trainer's arrays are in the host's memory: masters or adapters, moments, base and merged weights, and a reference
     policy. Each process keeps its own shards. For a moment the state needs up to twice the bytes of its shards."""
     server_wait_s: float = 900.0
     """The longest that the run waits while no server answers (seconds)."""
@@ -197,7 +195,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 2, "group_size")
-        check_at_least(self, 1, "refill_limit", "max_response_tokens", "max_route_bytes", "max_top_bytes")
+        check_at_least(self, 1, "max_response_tokens", "max_route_bytes", "max_top_bytes")
         check_finite(self, "temperature")
         check_positive(self, "temperature", "server_wait_s")
         if min(self.stop_token_ids, default=0) < 0:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from rljax.data.encoding import RAW_PROMPT, TEMPLATED, prompt_ids, say_prefix
 from rljax.data.files import ALTERNATIVES, Tally, right_answers
 from rljax.data.prompts import (
+    DATA_SEED,
     TOYS,
     VERIFIERS,
     Problem,
@@ -45,7 +46,7 @@ from rljax.run.fingerprint import json_checksum
 from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.rate import make_rate_controller
-from rljax.run.refill import RefillingSampler
+from rljax.run.refill import REFILL_LIMIT, RefillingSampler
 from rljax.run.sampling import BatchSampler, Sampler, Source
 from rljax.run.single_turn import SingleTurn
 from rljax.run.step import Progress, RunParts
@@ -132,7 +133,7 @@ def look_at_data(config: Config, problems: Problems) -> str:
         [tally.problems for tally in problems.tallies],
         data.reward_name,
         count=data.check_answers,
-        seed=data.seed,
+        seed=DATA_SEED,
         workers=data.reward_workers,
         timeout_s=data.reward_timeout_s,
     )
@@ -146,7 +147,7 @@ def look_at_data(config: Config, problems: Problems) -> str:
         )
     text = table(list(zip(problems.tallies, found, strict=True)), data.max_prompt_tokens)
     if config.rollout.refill:
-        most = data.batch_size * (1 + config.rollout.refill_limit)
+        most = data.batch_size * (1 + REFILL_LIMIT)
         text += f"\nrollout.refill: a step takes {data.batch_size} to {most} problems"
     print(text, file=sys.stderr)
     return text

@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -62,19 +63,19 @@ class CheckpointConfig:
     keep_best: bool = False
     """Whether the step with the best mean accuracy over the datasets of ``eval`` is also kept, in ``best/`` of the run
     directory."""
-    upload: str = ""
-    """Object store URL to which complete checkpoints are copied: s3://BUCKET/PREFIX (needs the extra ``store``),
-    gs://BUCKET/PREFIX (needs gcsfs), or any other URL that fsspec knows. Each run needs a URL of its own. A run whose
-    directory is gone continues from there. Empty: no copies."""
-    upload_wait_s: float = 600.0
-    """Longest time that the end of a run waits for the upload of its newest checkpoint (seconds). After a request to
-    stop the wait also ends with ``run.grace_s``."""
+    after_save: str = ""
+    """Command that is called after each save, such as a copy of the run directory into an object store. It is split
+    into words as a shell does, once, and the path of the checkpoint, RUN/checkpoints/STEP, is its last argument. The
+    run goes on meanwhile, and its end waits for the command for up to ``run.grace_s``. A command that fails costs a
+    warning, and is called again after the next save. Empty: no command."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "every", "upload_wait_s")
+        check_at_least(self, 0, "every")
         check_at_least(self, 1, "keep")
-        if self.upload and "://" not in self.upload:
-            raise ValueError(f"upload must be a URL, as s3://BUCKET/PREFIX, got {self.upload!r}")
+        try:
+            shlex.split(self.after_save)
+        except ValueError as error:
+            raise ValueError(f"after_save must be the words of a command, got {self.after_save!r}: {error}") from error
 
 
 class Checkpointer:

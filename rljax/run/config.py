@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rljax.algorithms.advantages import AdvantageConfig
 from rljax.algorithms.correction_choice import CorrectionConfig
@@ -17,6 +17,7 @@ from rljax.rollout.types import SERVED, RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.guard import GuardConfig
 from rljax.run.rate import ScheduleConfig
+from rljax.run.removed_keys import REMOVED
 from rljax.sharding import MeshConfig
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.packing import PackingConfig
@@ -53,9 +54,6 @@ class RunConfig:
     """Index of this process among ``processes``, from 0. -1: the index that the cluster says."""
     coordinator: str = ""
     """HOST:PORT at which the other processes find process 0. Empty: the address that the cluster says."""
-    heartbeat_s: float = 30.0
-    """Longest time from the last sign of life of one process to the end of the others (seconds). A line then names it,
-    and the exit status is 75."""
     stuck_s: float = 3600.0
     """Longest time in one phase of a step without progress, such as a response that arrives (seconds). The run then
     ends and prints in which phase each process is. 0: no limit."""
@@ -66,7 +64,6 @@ class RunConfig:
         check_at_least(self, 1, "steps")
         check_at_least(self, 0, "seed", "grace_s", "processes", "stuck_s")
         check_at_least(self, -1, "process_id")
-        check_at_least(self, 2, "heartbeat_s")
         if self.fork and self.resume not in ("auto", "never"):
             raise ValueError(f"fork and resume name two runs to begin from: {self.fork} and {self.resume}; give one")
         if self.profile_steps and not (
@@ -104,11 +101,9 @@ class EvalConfig:
     """Sampling temperature. 0: greedy."""
     max_response_tokens: int | None = None
     """Longest response (tokens). None: ``rollout.max_response_tokens``."""
-    seed: int = 0
-    """Seed of the sampling. It is the same at each evaluation."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "every", "seed")
+        check_at_least(self, 0, "every")
         check_sampling(self)
         if self.max_response_tokens is not None:
             check_at_least(self, 1, "max_response_tokens")
@@ -136,6 +131,7 @@ def check_sampling(config: Any) -> None:
 class Config:
     """All settings of a run. The run directory holds them as config.yaml, from which they load again."""
 
+    removed_keys: ClassVar = REMOVED
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

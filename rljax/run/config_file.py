@@ -1,14 +1,14 @@
 """Builds a configuration, a tree of frozen dataclasses, from its defaults, a YAML file and the command line.
 
-PyYAML reads the file, tyro reads the options, and pydantic checks the merged values and builds the dataclasses. So a
+PyYAML reads the file, and pydantic checks the merged values and builds the dataclasses. So a
 mistake gives the same single line wherever it was written. Scalars are read as YAML 1.2 does. In a file the line
 ``base: OTHER.yaml``, relative to it, names another file whose values the file overrides. ``__post_init__`` runs on the
 merged values only: a file may be valid only together with an option. Every field of the dataclasses has a default.
+The class attribute ``removed_keys`` has the keys that a file may still hold, each with its default and a remedy.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import functools
@@ -24,9 +24,11 @@ import yaml
 
 from rljax.errors import ConfigError
 from rljax.policy.hub import CONFIGS, packaged
+from rljax.run.options import help_text, read_options
 
 T = TypeVar("T")
 Names = tuple[str, ...]  # the keys that lead from the root of the settings to a value
+Removed = tuple[Any, str]  # the default of a key that is no more, and what a user does instead
 Places = dict[Names, str]  # the place at which each value was written, as ``FILE:LINE`` or ``command line``
 
 COMMAND_LINE = "command line"
@@ -34,7 +36,6 @@ HELP = {"-h", "--help"}
 ALL = "all"
 SIMILAR = 0.7  # the least likeness of a known key to an unknown one for which it is suggested (1: equal)
 BASE = "base"
-MAX_VALUES = 100_000  # the largest number of values in a file when its aliases are written out
 MAX_SHOWN = 80  # the longest value quoted in an error (characters)
 
 
@@ -81,7 +82,7 @@ def resolve(root: type[T], file: str | None, words: Sequence[str], *, prog: str)
     file, an option or a value is wrong.
     """
     defaults, values, places = _read_file(root, file)
-    values, option_places = _over_options(root, values, words, prog)
+    values, option_places = _over_options(root, values, words)
     places |= option_places
     try:
         checker: pydantic.TypeAdapter[T] = _checker(root)  # type: ignore[arg-type]
@@ -165,7 +166,7 @@ def _read_file(root: type, file: str | None) -> tuple[dict[str, Any], dict[str, 
     if file is None:
         return defaults, dict(defaults), {}
     written, places = _read_yaml(find_config(file), BASE not in defaults)
-    values = laid_over(defaults, written)
+    values = laid_over(defaults, _without_removed(written, defaults, getattr(root, "removed_keys", {}), places))
     try:
         _validate(_checker(root), values)
     except pydantic.ValidationError as error:
@@ -173,6 +174,35 @@ def _read_file(root: type, file: str | None) -> tuple[dict[str, Any], dict[str, 
         if wrong:
             _refuse(wrong, defaults, values, places)
     return defaults, values, places
+
+
+def _without_removed(
+    values: Mapping[str, Any],
+    known: Any,
+    removed: Mapping[str, Removed],
+    places: Places,
+    names: Names = (),
+) -> dict[str, Any]:
+    """Returns the section ``names`` of a file without the keys that rljax had before, and without sections of them.
+
+    Raises ConfigError if such a key has another value than its default.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        inner, is_known = (*names, name), isinstance(known, dict) and name in known
+        key = ".".join(inner)
+        if not is_known and key in removed:
+            default, remedy = removed[key]
+            if value != default:
+                got = f"{key} was removed with the default {shown(default)}, got {shown(value)}"
+                raise ConfigError(f"{places[inner]}: {got}: {remedy}; delete this key")
+        elif isinstance(value, dict):
+            section = _without_removed(value, known[name] if is_known else None, removed, places, inner)
+            if section or is_known or not value:
+                kept[name] = section
+        else:
+            kept[name] = value
+    return kept
 
 
 @functools.lru_cache(maxsize=8)
@@ -226,51 +256,47 @@ def _names(location: Sequence[str | int], values: Any) -> Names:
     return tuple(names)
 
 
-def _over_options(root: type, values: dict[str, Any], words: Sequence[str], prog: str) -> tuple[dict[str, Any], Places]:
-    if not words:
-        return values, {}
-    from rljax.run.options import read_options  # tyro takes a tenth of a second
+def _over_options(root: type, values: dict[str, Any], words: Sequence[str]) -> tuple[dict[str, Any], Places]:
+    """Returns the values with the options in their place, and the places of the options' values."""
+    found, others = read_options(root, words)
+    if others:
+        _refuse_word(others[0], values, getattr(root, "removed_keys", {}))
+    before = dict(dotted(json.loads(json.dumps(values))))
+    places: Places = {}
+    for key, value in found.items():
+        names = tuple(key.split("."))
+        values = laid_over(values, functools.reduce(lambda below, name: {name: below}, reversed(names), value))
+        if value != before[key]:
+            places[names] = COMMAND_LINE
+    return values, places
 
-    merged, unknown = read_options(root, _unchecked(root(), values), words, prog)
-    if unknown:
-        _refuse_word(unknown[0], values)
-    before, after = (dict(dotted(json.loads(json.dumps(one)))) for one in (values, merged))
-    changed = [key for key, value in after.items() if not isinstance(value, dict) and value != before[key]]
-    return merged, {tuple(key.split(".")): COMMAND_LINE for key in changed}
 
-
-def _refuse_word(word: str, values: dict[str, Any]) -> NoReturn:
+def _refuse_word(word: str, values: dict[str, Any], removed: Mapping[str, Removed]) -> NoReturn:
     name = word.removeprefix("--").partition("=")[0]
     path = name.replace("-", "_")
     if not word.startswith("--"):
         raise ConfigError(f"{COMMAND_LINE}: unexpected argument {word!r}")
     if path in dict(dotted(values)):
         raise ConfigError(f"{COMMAND_LINE}: {path} is a section: set its keys, as in --{name}.KEY VALUE")
+    if path in removed:
+        raise ConfigError(f"{COMMAND_LINE}: {path} was removed: {removed[path][1]}; leave this option out")
     raise ConfigError(f"{COMMAND_LINE}: unknown key {path}; {suggest(path, values)}")
-
-
-def _unchecked(template: Any, values: dict[str, Any]) -> Any:
-    """Returns a copy of a dataclass instance with these values, whose ``__post_init__`` did not run."""
-    made = copy.copy(template)
-    for name, value in values.items():
-        plain = tuple(value) if isinstance(value, list) else value
-        object.__setattr__(made, name, _unchecked(getattr(made, name), value) if isinstance(value, dict) else plain)
-    return made
 
 
 def _print_help(
     root: type, file: str | None, words: list[str], prog: str, description: str, common: Collection[str] | None
 ) -> None:
     """Prints the options with the file's values as their defaults, and leaves with status 0."""
-    from rljax.run.options import print_help
-
     _, values, _ = _read_file(root, file)
     if common is not None and ALL not in words:
         count = sum(not isinstance(value, dict) for _, value in dotted(values))
         description += f"\n\nThese are the {len(common)} options that most runs set. --help all prints all {count}, "
         description += "and rljax config KEY explains one."
-        print_help(root, _unchecked(root(), values), prog, description, common)
-    print_help(root, _unchecked(root(), values), prog, description)
+    else:
+        common = None
+    print(f"usage: {prog} [CONFIG.yaml] [--a.b VALUE ...]\n\n{description.strip()}\n\noptions:")
+    print(help_text(root, values, common))
+    raise SystemExit(0)
 
 
 def _read_yaml(file: Path, may_have_base: bool, above: tuple[Path, ...] = ()) -> tuple[dict[str, Any], Places]:
@@ -298,8 +324,6 @@ def read_document(file: Path, places: Places) -> Any:
     """Returns the one document of a file as plain values, and adds the place of each key to ``places``."""
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
-        if _written_out(node, {}) > MAX_VALUES:
-            raise ValueError(f"its aliases repeat values more than {MAX_VALUES} times")
         _find_keys(node, file, (), places)
         document = None if node is None else _Loader("").construct_document(node)
         return json.loads(json.dumps(document, default=str, ensure_ascii=False).encode())
@@ -311,21 +335,11 @@ def read_document(file: Path, places: Places) -> Any:
     except UnicodeError as error:  # an escape such as "\ud800" ends here, too
         raise ConfigError(f"{file}: not valid YAML: text that is not UTF-8") from error
     except RecursionError as error:
-        raise ConfigError(f"{file}: not valid YAML: nested too deeply, or a value inside itself") from error
+        raise ConfigError(f"{file}: not valid YAML: nested too deeply") from error
     except (LookupError, AttributeError, TypeError) as error:
         raise ConfigError(f"{file}: not valid YAML: a value that is not of its tag (!!bool, !!timestamp)") from error
-    except ValueError as error:  # a malformed number, or a value inside itself
+    except ValueError as error:  # a malformed number
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
-
-
-def _written_out(node: Any, known: dict[int, int]) -> int:
-    """Returns the number of values in a node with its aliases written out. ``known`` caches it by the node's ``id``."""
-    if id(node) not in known:
-        known[id(node)] = 0  # a node inside itself adds nothing
-        inner = node.value if isinstance(node, yaml.CollectionNode) else ()
-        below = (part for one in inner for part in (one if isinstance(one, tuple) else (one,)))
-        known[id(node)] = 1 + sum(_written_out(part, known) for part in below)
-    return known[id(node)]
 
 
 def _find_keys(node: yaml.Node | None, file: Path, names: Names, places: Places) -> None:
@@ -351,9 +365,19 @@ _RESOLVERS = {None: [(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{form})\\Z"))
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that reads scalars as YAML 1.2 does: 1e-4 is a number; yes, off, 010, dates and 1:30 are strings."""
+    """A loader that reads scalars as YAML 1.2 does: 1e-4 is a number; yes, off, 010, dates and 1:30 are strings.
+
+    It refuses aliases, because a few lines of them can repeat a value without end.
+    """
 
     yaml_implicit_resolvers = _RESOLVERS
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Returns the next node of the document."""
+        if self.check_event(yaml.AliasEvent):
+            problem = f"the alias *{self.peek_event().anchor}; write its value out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -21,13 +21,13 @@ OWNER = "owner.json"  # the file of a run directory that names the process that 
 
 # Settings that may change when a run is continued, because they do not change the meaning of a row.
 MAY_DIFFER = (
-    *("run.processes", "run.process_id", "run.coordinator", "run.heartbeat_s", "run.stuck_s"),
+    *("run.processes", "run.process_id", "run.coordinator", "run.stuck_s"),
     *("run.steps", "run.dir", "run.resume", "run.grace_s", "run.profile_steps", "mesh.", "packing.", "guard."),
     "record.",
     *("eval.", "checkpoint.", "model.path", "data.reward_workers"),
     *("data.check_answers", "rollout.urls"),
     *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
-    *("rollout.offload_state", "rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
+    *("rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
     *("publish.", "lora.adapter"),
     *("rollout.dump_every", "rollout.transcript_every", "rollout.decode_tokens", "policy.attention", "policy.experts"),
 )
@@ -175,11 +175,10 @@ def _copy_run(source: Path, run_dir: Path, step: int | None) -> None:
             shutil.copyfile(source / "metrics.jsonl", rows)
 
 
-def check_same_run(config: Config, run_dir: Path, url: str = "", may_differ: tuple[str, ...] = ()) -> None:
+def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = ()) -> None:
     """Raises ConfigError if the run in a directory was made with other settings that may not change.
 
-    If the directory is a download, ``url`` is its source, which the message then names. Keys that begin with one of
-    ``may_differ`` may change, too.
+    Keys that begin with one of ``may_differ`` may change, too.
     """
     if not (run_dir / "config.yaml").exists():
         return
@@ -189,10 +188,10 @@ def check_same_run(config: Config, run_dir: Path, url: str = "", may_differ: tup
     free = MAY_DIFFER + may_differ
     if differing := [key for key in leaves if not key.startswith(free) or _is_bound(key, *settings)]:
         changes = ", ".join(f"{key} ({old[key]} there, {new[key]} now)" for key in differing)
-        place, key = (url, "checkpoint.upload") if url else (run_dir, "run.dir")
-        if not url and run_dir != Path(config.run.dir):
+        key = "run.dir"
+        if run_dir != Path(config.run.dir):
             key = "run.fork" if config.run.fork else "run.resume"
-        raise ConfigError(f"{place} holds a run with other settings: {changes}; give another {key}")
+        raise ConfigError(f"{run_dir} holds a run with other settings: {changes}; give another {key}")
 
 
 def _is_bound(key: str, recorded: Config, config: Config) -> bool:

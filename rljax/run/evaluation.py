@@ -15,6 +15,7 @@ from rljax.run.config import EvalConfig
 from rljax.run.sampling import Sampler, Scored
 from rljax.run.timers import Timers
 
+EVAL_SEED = 0  # the seed of the sampling in an evaluation
 SOLVED = 0.5  # the reward above which a response solves its problem, for pass@k
 
 
@@ -64,7 +65,7 @@ class Evaluation:
         """
         row: Row = {}
         for name, problems in self._datasets.items():
-            scored = list(self._sampler.scored(problems, self._config.seed))
+            scored = list(self._sampler.scored(problems, EVAL_SEED))
             result = summarize_scores(scored, n=self._config.n, pass_k=self._config.pass_k)
             # The counts are taken here, so that these failures are not counted among the failures of rollouts.
             errors = result["reward_errors"] = self._sampler.source.pop_metrics()["reward/errors"]

@@ -18,6 +18,8 @@ from rljax.record.rows import Row
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts, Sampled, Sampler
 
+REFILL_LIMIT = 4  # the most further rounds of a step
+
 
 class RefillingSampler:
     """Samples batches as ``Sampler`` does, and replaces their groups without signal."""
@@ -30,12 +32,12 @@ class RefillingSampler:
         """Samples the rollouts of ``step``, as many groups as there are ``problems``.
 
         The groups with signal come first, in the order of their problems. If places are left after
-        ``rollout.refill_limit`` further rounds, the earliest groups without signal take them. Raises the errors of
+        ``REFILL_LIMIT`` further rounds, the earliest groups without signal take them. Raises the errors of
         ``Source.begin``.
         """
         rollouts, row = self._sampler.sample(problems, step)
         signal, rows, counts = self.has_signal(rollouts), [row], [len(problems)]
-        while not signal.all() and len(rows) <= self._config.rollout.refill_limit:
+        while not signal.all() and len(rows) <= REFILL_LIMIT:
             more, row = self._sampler.sample(self._stream.take(int((~signal).sum())), step, len(rows))
             rows.append(row)
             counts.append(len(more.prompts))

@@ -34,6 +34,7 @@ from rljax.trainer.packing import useful_fraction
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import Update, Updated, UpdateOptions
 
+REFERENCE_STEPS = 10  # the steps at the start of a run that a rise of the mismatch is compared with
 GRAD_NORM_EMA_DECAY = 0.9  # of the moving average of the gradient norm, per update
 
 
@@ -162,7 +163,7 @@ def one_step(parts: RunParts, newest: NewestStep) -> None:
     newest.advance(updated, row)
     row |= without_empty_buckets(updated.row) | schedule_row(parts.controller)
     has_loss = any(sequence.in_loss for sequence in sequences)
-    row |= progress.observe(row, has_loss=has_loss, reference_steps=config.diagnosis.reference_steps)
+    row |= progress.observe(row, has_loss=has_loss)
     row["perf/useful_token_fraction"] = useful_fraction(sequences, batch)
     row |= parts.watch(row, sequences, updated.trainer)
 
@@ -209,23 +210,23 @@ class Progress:
     reference: dict[str, float] = field(default_factory=dict)  # the sums of the mismatch over the first steps
     stopped_by: list[str] = field(default_factory=list)  # the lines of the guard that ended the run
 
-    def observe(self, row: Row, *, has_loss: bool, reference_steps: int) -> Row:
+    def observe(self, row: Row, *, has_loss: bool) -> Row:
         """Observes the row of an update; returns the keys ``optimizer/grad_norm_ema`` and ``mismatch/sum_*`` for it.
 
         The gradient norm counts if it is finite and a response carried loss. The rise of the mismatch is measured from
-        the first ``reference_steps`` steps.
+        the first ``REFERENCE_STEPS`` steps.
         """
         if has_loss and np.isfinite(norm := row["optimizer/grad_norm"]):
             ema, decay = self.grad_norm_ema, GRAD_NORM_EMA_DECAY
             self.grad_norm_ema = norm if ema is None else decay * ema + (1 - decay) * norm
-        return self._sum_rise(row, reference_steps) | {"optimizer/grad_norm_ema": self.grad_norm_ema}
+        return self._sum_rise(row) | {"optimizer/grad_norm_ema": self.grad_norm_ema}
 
-    def _sum_rise(self, row: Row, reference_steps: int) -> Row:
-        """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` since the first ``reference_steps`` rows; {} there."""
+    def _sum_rise(self, row: Row) -> Row:
+        """Splits the rise of ``mismatch/log_ppl_abs_diff_sum`` since the first ``REFERENCE_STEPS`` rows; {} there."""
         names = ("token_count", "sequence_count", "log_ppl_abs_diff_sum")
         tokens, sequences, summed = (row[f"mismatch/{name}"] for name in names)
         reference = self.reference
-        if reference.get("steps", 0) < reference_steps:
+        if reference.get("steps", 0) < REFERENCE_STEPS:
             values = {"steps": 1, "token_count": tokens, "sequence_count": sequences, "gap": summed * sequences}
             for name, value in values.items():
                 reference[name] = reference.get(name, 0) + value

@@ -23,7 +23,7 @@ class StopRequest:
     """The request to stop a run: whether it came, when the run must end, and whether a wait is given up.
 
     Inside a ``with`` block the first SIGINT or SIGTERM is the request, and a second one acts as usual. Code that waits
-    for servers, responses, rewards or an upload takes this object, a ``Stopping``. The object also reports the place of
+    for servers, responses, rewards or a command takes this object, a ``Stopping``. The object also reports the place of
     the run, such as a phase of a step, so that a run without progress is found (``run.stuck_s``). A thread that
     samples the batches of coming steps *works ahead*.
     """

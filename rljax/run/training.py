@@ -51,17 +51,21 @@ from rljax.trainer.update import (
     reference_logprobs,
 )
 
+SELF_RESPONSES = 64
+"""The responses of a step on which ``mismatch_self/`` is measured. For another shape they are spread evenly over the
+batch. For another mesh or remat they are the ones of its first micro-batches."""
+
 
 def is_offloaded(config: Config) -> bool:
     """Returns whether the training state and the frozen weights are in the host's memory between updates."""
-    return config.rollout.colocated and config.rollout.offload_state
+    return config.rollout.colocated
 
 
 def check_offload(config: Config, mesh: Mesh) -> None:
     """Raises ValueError if the state is wanted in a memory of the host that the devices do not know."""
     if is_offloaded(config) and not has_host_memory(mesh):
         kind = f"the memory kind {HOST_MEMORY}, which the devices ({mesh.local_devices[0].platform}) do not have"
-        raise ValueError(f"rollout.offload_state needs {kind}: give false")
+        raise ValueError(f"rollout.colocated needs {kind}: give false")
 
 
 def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolicy | None:
@@ -297,21 +301,18 @@ def _with_self_check(
     merged: MergedPolicy | None,
 ) -> Update:
     """Wraps ``update`` to measure the trainer's mismatch with itself, if ``diagnosis.self_every`` is above 0."""
-    causes = config.diagnosis.self_causes
     if not config.diagnosis.self_every:
         return update
-    count, checks = min(config.diagnosis.self_responses, config.num_sequences), dict[Cause, Check]()
-    if "shape" in causes:
-        _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
-        checks["shape"] = at_other_shape(forward, _make_other_pack(config, count), sample=count)
-    if "mesh" in causes and (other := other_mesh(mesh)) is not None:
+    count, checks = min(SELF_RESPONSES, config.num_sequences), dict[Cause, Check]()
+    _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
+    checks["shape"] = at_other_shape(forward, _make_other_pack(config, count), sample=count)
+    if (other := other_mesh(mesh)) is not None:
         _, forward_there = make_forwards(config, make_step(config, policy, tx, other, merged), merged)
         checks["mesh"] = in_other_program(lambda state, batch: forward_there(state.params, batch)[1], sample=count)
-    if "remat" in causes:
-        remat = OTHER_REMAT[config.precision.remat_policy]
-        changed = dataclasses.replace(config, precision=dataclasses.replace(config.precision, remat=remat))
-        step = make_step(changed, policy, tx, mesh, merged)
-        checks["remat"] = in_other_program(step.loss_forward, sample=count, stand_ins=optional_logprobs(config))
+    remat = OTHER_REMAT[config.precision.remat_policy]
+    changed = dataclasses.replace(config, precision=dataclasses.replace(config.precision, remat=remat))
+    step = make_step(changed, policy, tx, mesh, merged)
+    checks["remat"] = in_other_program(step.loss_forward, sample=count, stand_ins=optional_logprobs(config))
     return SelfCheckedUpdate(update, checks)
 
 

@@ -21,6 +21,8 @@ from rljax.trainer.router import finalize_router, router_statistics
 
 Cause = Literal["shape", "mesh", "remat"]
 """The difference between two programs of the trainer that are compared."""
+STALENESS_BUCKETS = 4
+"""The number of buckets of ``mismatch_staleness/``: 0, 1, ... policy versions behind. The last one has no upper end."""
 HISTOGRAM = "mismatch/logprob_abs_diff"
 """The name of the histogram among the metrics of a step. ``rljax.mismatch.histogram.bin_edges`` gives its bins."""
 
@@ -31,14 +33,8 @@ class DiagnosisConfig:
 
     position_edges: tuple[int, ...] = diagnosis.POSITION_EDGES
     """Positions in the response (tokens, from 1) at which a new bucket of ``mismatch_position/`` begins."""
-    entropy_edges: tuple[float, ...] = diagnosis.ENTROPY_EDGES
-    """Entropies of the policy (nats) at which a new bucket of ``mismatch_entropy/`` begins."""
-    staleness_buckets: int = 4
-    """Number of buckets of ``mismatch_staleness/``: 0, 1, ... policy versions behind. The last one has no upper end."""
     is_threshold: float = 2.0
     """Threshold C of ``is/``: the fractions of the ratios above C and below 1 / C are recorded. At least 1."""
-    reference_steps: int = 10
-    """Number of steps at the start of a run that a rise of ``mismatch/log_ppl_abs_diff_sum`` is compared with."""
     grad_noise_every: int = 10
     """Steps between measurements of ``optimizer/grad_noise``. 0: never."""
     free_routing_every: int = 10
@@ -46,23 +42,17 @@ class DiagnosisConfig:
     ``rollout.router_replay: r3`` replays. Each measurement takes one more forward. 0: never."""
     self_every: int = 0
     """Steps between measurements of ``mismatch_self/``, the mismatch of the trainer with itself: the same tokens in
-    other programs of the same function. The first measurement compiles them. 0: never."""
-    self_causes: tuple[Cause, ...] = ("shape", "mesh", "remat")
-    """The other programs of ``mismatch_self/``. shape: micro-batches of half as many rows, each twice as long. mesh:
-    another split of the same devices over ``mesh.fsdp`` and ``mesh.tp``; absent where both are 1. remat: another choice
-    of ``precision.remat``. That is blocks, and in the place of blocks and offload it is dots, which takes more memory.
-    Each takes a forward of ``self_responses`` responses, and remat also a backward."""
-    self_responses: int = 64
-    """Number of responses of a step that ``mismatch_self/`` is measured on. For shape they are spread evenly over the
-    batch. For mesh and remat they are those of its first micro-batches."""
+    other programs of the same function. The first measurement compiles them. 0: never. One program has micro-batches
+    of half as many rows, each twice as long. One splits the same devices otherwise over ``mesh.fsdp`` and ``mesh.tp``;
+    it is absent where both are 1. One has another choice of ``precision.remat``: blocks, or dots instead of blocks and
+    offload, which takes more memory. Each takes a forward of 64 responses, and the last one also a backward."""
     behaviour_responses: int = 64
     """Number of responses of a step whose mismatch is split into numerics and drift, if their rollouts are stale. This
     takes a forward under the policy that sampled them. 0: none, and no copies of older policies are kept."""
 
     def __post_init__(self) -> None:
-        for name in ("position_edges", "entropy_edges"):
-            diagnosis.check_edges(name, getattr(self, name))
-        check_at_least(self, 1, "staleness_buckets", "reference_steps", "is_threshold", "self_responses")
+        diagnosis.check_edges("position_edges", self.position_edges)
+        check_at_least(self, 1, "is_threshold")
         check_at_least(self, 0, "grad_noise_every", "free_routing_every", "behaviour_responses", "self_every")
 
 
@@ -88,8 +78,8 @@ def measure(
         "mismatch": mismatch_statistics(read, scores.entropy),
         "is": importance_statistics(read, config.is_threshold),
         "mismatch_position": diagnosis.mismatch_by_position(read, config.position_edges),
-        "mismatch_entropy": diagnosis.mismatch_by_entropy(read, scores.entropy, config.entropy_edges),
-        "mismatch_staleness": diagnosis.mismatch_by_staleness(read, micro.staleness, config.staleness_buckets),
+        "mismatch_entropy": diagnosis.mismatch_by_entropy(read, scores.entropy, diagnosis.ENTROPY_EDGES),
+        "mismatch_staleness": diagnosis.mismatch_by_staleness(read, micro.staleness, STALENESS_BUCKETS),
         "mismatch_sign": diagnosis.sign_skew(read, micro.advantages),
     }
 
@@ -102,10 +92,10 @@ def finalize_measured(measured: dict[str, Statistics], config: DiagnosisConfig |
         row |= {f"router/{name}": value for name, value in finalize_router(measured["router"]).items()}
     if config is None:
         return row
-    staleness = [*map(str, range(config.staleness_buckets - 1)), f"ge_{config.staleness_buckets - 1}"]
+    staleness = [*map(str, range(STALENESS_BUCKETS - 1)), f"ge_{STALENESS_BUCKETS - 1}"]
     labels = {
         "mismatch_position": diagnosis.bucket_labels(config.position_edges),
-        "mismatch_entropy": diagnosis.bucket_labels(config.entropy_edges),
+        "mismatch_entropy": diagnosis.bucket_labels(diagnosis.ENTROPY_EDGES),
         "mismatch_staleness": staleness,
     }
     groups = {

@@ -227,7 +227,7 @@ def test_sweep_shows_how_the_call_moves(tool, capsys, tmp_path):
         ('{"response_length/mean": 1}\n', ("--ratio", "0.5"), "ratio = 0.5"),
         ('{"response_length/mean": 1}\n', ("--multiplier", "0.5"), "multiplier = 0.5"),
         ('{"response_length/mean": 1}\n', ("--warmpu", "9"), "unknown option --warmpu; did you mean --warmup?"),
-        ('{"response_length/mean": 1}\n', ("--window", "x"), "argument --window: invalid int value: 'x'"),
+        ('{"response_length/mean": 1}\n', ("--window", "x"), "--window: expected INT, got x"),
     ],
 )
 def test_what_cannot_be_replayed_is_one_clear_line(tool, tmp_path, content, arguments, message):

@@ -102,7 +102,7 @@ def test_stream_is_shuffled_repeats_differently_and_resumes():
 
 
 def test_training_never_sees_a_problem_of_the_eval_split():
-    config = DataConfig(seed=7)
+    config = DataConfig()
     (problems,) = evaluation_datasets([], config).values()
     assert len(problems) == 200
     assert not {p["prompt"] for p in problems} & {p["prompt"] for p in training_problems(config)}

@@ -471,8 +471,7 @@ def record_cases() -> Iterator[st.SearchStrategy[Case]]:
     dump = {"run/rollouts/step_000001.parquet": as_parquet(DUMP)}
     for count in (1, 3, 20):
         files = {"run/metrics.jsonl": Document(RECORD[:count], as_lines)}
-        yield spoilt("plot", ("run",), files, [*files], [(), ("--figure", "6"), ("--figure", "7")])
-        yield spoilt("plot", ("run", "--figure", "ratio-by-length"), {**files, **dump}, [*files, *dump])
+        yield spoilt("plot", ("run",), files, [*files], [(), ("--metrics", "response_length/mean,optimizer/grad_norm")])
         config = {"run/config.yaml": Document(HELD_CONFIG, as_yaml)}
         yield spoilt("view", ("run", "-o", "out/page.html"), {**files, **dump, **config}, [*files, *dump, *config])
 

@@ -1,6 +1,7 @@
 """Arms of the comparison as whole runs: rows show what sets each arm apart, and each arm writes its files."""
 
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 SMALL = [
     *("--data.batch-size", "8", "--rollout.group-size", "4", "--packing.rows-per-micro-batch", "2", "--run.steps", "3"),
-    *("--eval.every", "0", "--optimizer.learning-rate", "3e-4", "--diagnosis.reference-steps", "1"),
+    *("--eval.every", "0", "--optimizer.learning-rate", "3e-4"),
 ]
 
 
@@ -21,7 +22,8 @@ CAP = 1.1  # Noise of 5% in the engine's weights moves some tokens' ratios above
 
 
 def rows_of(base, run_dir, *options):
-    code, output = complete(command(base, run_dir, *SMALL, *options))
+    with mock.patch("rljax.run.step.REFERENCE_STEPS", 1):
+        code, output = complete(command(base, run_dir, *SMALL, *options))
     assert code == 0, output
     rows = comparable(run_dir)
     assert len(rows) == 3

@@ -28,11 +28,12 @@ SMALL = [
     *("--eval.n", "2", "--eval.pass-k", "1", "2", "--eval.temperature", "1", "--eval.max-response-tokens", "6"),
     *("--loss.kl", "k3", "--loss.kl-coefficient", "0.01", "--correction.preset", "one_sided_tv"),
     *("--correction.score-centering", "true", "--rollout.top-logprobs", "4"),
-    *("--diagnosis.reference-steps", "1", "--diagnosis.self-every", "2"),
+    *("--diagnosis.self-every", "2"),
 ]
 
 
-def test_the_glossary_has_exactly_the_keys_of_rows(toy_base, tmp_path):
+def test_the_glossary_has_exactly_the_keys_of_rows(toy_base, tmp_path, monkeypatch):
+    monkeypatch.setattr("rljax.run.step.REFERENCE_STEPS", 1)
     code, output = complete(command(toy_base, tmp_path / "run", *SMALL))
     assert code == 0, output
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -58,11 +58,11 @@ def test_rows_stay_and_programs_compile_once(toy_base, tmp_path, caplog, kind):
 
 @pytest.mark.mesh
 def test_another_split_of_the_devices(toy_base, tmp_path, caplog):
-    words = ["--mesh.fsdp", "2", "--mesh.tp", "4", "--diagnosis.self-causes", "mesh"]
+    words = ["--mesh.fsdp", "2", "--mesh.tp", "4"]
     off, on, compiled = checked_runs(toy_base, tmp_path, caplog, words)
-    assert compiled == {"forward": 1, "loss_forward": 0}
+    assert compiled == {"forward": 2, "loss_forward": 1}
     assert without_self(on) == off
-    assert [causes(row) for row in on] == [set(), {"mesh"}] * 2
+    assert [causes(row) for row in on] == [set(), {"", "mesh", "remat"}] * 2
     measured = on[1]
     assert measured["mismatch_self/mesh/token_count"] == measured["mismatch/token_count"]
     # The sums over four parts of the heads and over two parts round differently.

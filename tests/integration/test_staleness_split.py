@@ -41,7 +41,7 @@ def test_sampled_ahead_in_float32_all_mismatch_is_drift(ahead):
 
 @pytest.mark.harness
 def test_injected_noise_and_staleness_are_recovered(toy_base, tmp_path):
-    noise = ("--rollout.inject.weight-noise", "0.05", "--rollout.inject.seed", "3")
+    noise = ("--rollout.inject.weight-noise", "0.05")
     stale = ("--rollout.inject.staleness", "2")
     still = run(toy_base, tmp_path / "still", *noise, *stale, rate="1e-12")
     # The rate is so small that the noise acts on this policy as it does on the one that stands still.

@@ -193,7 +193,7 @@ def test_a_fork_has_the_rows_of_its_own_schedule_from_the_start(uninterrupted, t
 
 def test_a_fork_may_not_be_of_other_data_or_of_no_checkpoint(uninterrupted, toy_base, tmp_path):
     for fork, options, message in (
-        ("checkpoints/8", ("--data.seed", "5"), "other settings: data.seed (0 there, 5 now)"),
+        ("checkpoints/8", ("--data.fraction", "0.5"), "other settings: data.fraction (1.0 there, 0.5 now)"),
         ("checkpoints/8", ("--schedule.metric", "policy/entropy"), "other settings: schedule.metric"),
         ("checkpoints/7", (), "is not a checkpoint RUN/checkpoints/STEP;"),
         ("", (), "is not a checkpoint RUN/checkpoints/STEP;"),

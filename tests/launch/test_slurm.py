@@ -33,7 +33,7 @@ def no_job_is_left(cluster):
 
 
 def words(base, run_dir, *options):
-    reward = ("--data.reward", "slow_reward:reward", "--run.heartbeat-s", "10")
+    reward = ("--data.reward", "slow_reward:reward")
     return tiny(base, run_dir, STEPS, *FLOAT32, *TINY, *reward, *options)
 
 

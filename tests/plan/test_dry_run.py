@@ -116,9 +116,9 @@ def test_a_run_is_described_by_hand_worked_numbers(tmp_path):
     lines = {key: value.strip() for key, value in lines.items()}
     assert lines["a step"] == "6 prompts x 4 responses = 24 responses, 2 updates of 12"
     assert "refill" not in lines
-    refilled = dry_run(changed(config, rollout={"refill": True, "refill_limit": 3})).splitlines()
+    refilled = dry_run(changed(config, rollout={"refill": True})).splitlines()
     assert [line.split("  ", 1)[1].strip() for line in refilled if line.strip().startswith("refill")] == [
-        "a step samples 6 to 24 prompts"
+        "a step samples 6 to 30 prompts"
     ]
     assert lines["tokens a step"] == "at most 24,000: 100 + 900 each"
     # A row takes two of the longest sequences. So 12 of them are 6 rows, in 2 micro-batches of 4.

@@ -205,8 +205,8 @@ def test_names_are_as_long_as_it_takes_to_tell_runs_apart():
 
 def test_arguments_out_of_range(tmp_path):
     run = write_record(tmp_path / "run", rows_of())
-    for wrong in ({"smooth": 1.0}, {"smooth": float("nan")}, {"labels": ["a", "b"]}):
-        with pytest.raises(ValueError, match=r"smooth must be|expected 1 labels"):
+    for wrong in ({"smooth": 1.0}, {"smooth": float("nan")}):
+        with pytest.raises(ValueError, match="smooth must be"):
             plot_report([run], tmp_path / "x.png", **wrong)
     with pytest.raises(ValueError, match="at least one run"):
         plot_report([], tmp_path / "x.png")

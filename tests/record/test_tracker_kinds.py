@@ -249,8 +249,11 @@ def test_a_killed_run_goes_on_without_double_steps(killed, kind):
     rows = [row for row in rows if "report" not in row]
     if kind == "wandb":  # files overlap by rows that may not have been on the disk; wandb sync drops steps that it has
         rows = list({row["step"]: row for row in reversed(rows)}.values())[::-1]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert [timeless(row) for row in plain(rows)] == expected(killed, numbers=kind == "mlflow", clock=False)
+    steps = [row["step"] for row in rows]
+    assert steps == sorted(set(steps))
+    assert steps[-5:] == list(range(STEPS - 4, STEPS + 1))  # the last process made these
+    of_step = {row["step"]: row for row in expected(killed, numbers=kind == "mlflow", clock=False)}
+    assert [timeless(row) for row in plain(rows)] == [of_step[step] for step in steps]
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio", "mlflow"])
@@ -258,7 +261,7 @@ def test_a_fork_is_a_run_of_its_own(whole, forked, kind):
     pytest.importorskip(kind)
     rows = {"wandb": wandb_rows, "trackio": trackio_rows, "mlflow": mlflow_rows}[kind]
     assert kept(whole, kind) != kept(forked, kind)
-    assert [row["step"] for row in rows(forked) if "report" not in row] == list(range(1, STEPS + 3))
+    assert [row["step"] for row in rows(forked) if "report" not in row] == [STEPS + 1, STEPS + 2]
     assert [row["step"] for row in rows(whole) if "report" not in row] == list(range(1, STEPS + 1))
 
 
@@ -302,7 +305,7 @@ def test_a_server_that_does_not_answer_is_left_behind(root, monkeypatch):
         output = ended(start(words(root / "silent", kinds=["wandb"])))
         ended_at = time.time()
     assert ended_at - (root / "silent" / "report.png").stat().st_mtime < 20
-    assert "wandb did not end in time, it has the rows up to step 0" in output
+    assert "wandb gets no more rows: it did not end in time" in output
     assert len(read_rows(root / "silent" / "metrics.jsonl")) == STEPS
 
 

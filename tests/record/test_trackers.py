@@ -1,7 +1,6 @@
-"""Tests of a run's trackers: what they get, failures, hangs and lags, and runs that go on in the same trackers."""
+"""Tests of a run's trackers: what they get, failures, hangs and lags, and runs that go on in the same tracker."""
 
 import contextlib
-import json
 import math
 import time
 
@@ -9,7 +8,7 @@ import pytest
 from planted_trackers import read
 
 from rljax.errors import ConfigError, OwnedError
-from rljax.record.trackers import SHIPPED, RecordConfig, Trackers
+from rljax.record.trackers import SHIPPED, WAITING, RecordConfig, Trackers
 from rljax.record.writers import Recorder
 
 
@@ -18,7 +17,7 @@ def tracked(run_dir, *classes, first_step=1, seconds=math.inf, **options):
     """Yields a recorder of rows for trackers of these classes. ``seconds`` bounds the end of the block."""
     config = RecordConfig(trackers=tuple(f"planted_trackers:{name}" for name in classes), **options)
     with Trackers(config) as trackers:
-        recorder = Recorder(run_dir, 100, first_step=first_step, tensorboard=False, progress=False)
+        recorder = Recorder(run_dir, 100, first_step=first_step, tensorboard=False, progress=False, more=[trackers])
         with contextlib.closing(recorder):
             trackers.start(run_dir, {"seed": 7}, {"a.b": 1}, lambda: seconds)
             yield recorder
@@ -61,7 +60,7 @@ def test_a_tracker_gets_settings_rows_and_results(tmp_path):
         (tmp_path / "summary.json").write_text('{"steps": 3}')
         (tmp_path / "report.png").write_bytes(b"")
     begun, *rows, end = read(tmp_path)
-    assert begun["begun"] | {"id": ""} == {"id": "", "name": "seed 7", "project": "adds", "stored_step": 0}
+    assert begun["begun"] | {"id": ""} == {"id": "", "name": "seed 7", "project": "adds"}
     assert (begun["seed"], begun["nested"]) == (7, 1)
     assert [entry["row"] for entry in rows] == [
         {"step": 1, "reward/mean": 0.125},
@@ -89,9 +88,9 @@ def test_a_number_that_is_not_finite_is_given_as_nan(tmp_path):
 @pytest.mark.parametrize(
     ("planted", "said", "kept"),
     [
-        ("FailsToStart", "failed and gets no more rows: OSError: no server", []),
-        ("FailsToLog", "failed and gets no more rows: SystemExit: out of quota", [1, 2]),
-        ("FailsToFinish", "failed and gets no more rows: ValueError: ", [1, 2, 3, 4]),
+        ("FailsToStart", "gets no more rows: OSError: no server", []),
+        ("FailsToLog", "gets no more rows: SystemExit: out of quota", [1, 2]),
+        ("FailsToFinish", "gets no more rows: ValueError: ", [1, 2, 3, 4]),
     ],
 )
 def test_a_tracker_that_fails_is_told_once(tmp_path, capfd, planted, said, kept):
@@ -103,13 +102,13 @@ def test_a_tracker_that_fails_is_told_once(tmp_path, capfd, planted, said, kept)
     assert steps_of(tmp_path) == kept
 
 
-@pytest.mark.parametrize(("planted", "last"), [("HangsAtStart", 0), ("HangsAtLog", 2), ("HangsAtFinish", 4)])
-def test_a_tracker_that_hangs_is_left_behind(tmp_path, capfd, planted, last):
+@pytest.mark.parametrize("planted", ["HangsAtStart", "HangsAtLog", "HangsAtFinish"])
+def test_a_tracker_that_hangs_is_left_behind(tmp_path, capfd, planted):
     with tracked(tmp_path, planted, seconds=1.0) as recorder:
         write(recorder, 1, 2, 3, 4)
         ended = time.monotonic()
     assert 0.9 < time.monotonic() - ended < 5.0
-    said = f"planted_trackers:{planted} did not end in time, it has the rows up to step {last}; metrics.jsonl has all"
+    said = f"planted_trackers:{planted} gets no more rows: it did not end in time; metrics.jsonl has all"
     assert capfd.readouterr().err.splitlines()[-1] == f"warning: record.trackers: {said}"
 
 
@@ -126,59 +125,38 @@ def test_one_that_hangs_does_not_hold_up_another(tmp_path):
     assert "summary" in read(tmp_path)[-1]
 
 
-@pytest.mark.parametrize("is_reading", [False, True], ids=["the end comes first", "the end comes while it reads"])
-def test_a_slow_tracker_lags_and_later_catches_up(is_reading, tmp_path, capfd):
+def test_a_slow_tracker_delays_no_step(tmp_path, capfd):
     with tracked(tmp_path, "Slow", seconds=2.0) as recorder:
         began = time.monotonic()
         write(recorder, *range(1, 41))
         assert time.monotonic() - began < 1.0  # 40 rows take the tracker four seconds
-        if is_reading:
-            wait_for(lambda: steps_of(tmp_path))
-    first = steps_of(tmp_path)
-    assert first == list(range(1, len(first) + 1))
-    assert 3 <= len(first) < 40
-    said = f"was too slow, it lacks the last {40 - len(first)} rows, those after step {len(first)}"
-    assert said in capfd.readouterr().err
-    with tracked(tmp_path, "Slow", first_step=41) as recorder:
-        write(recorder, 41)
-        wait_for(lambda: steps_of(tmp_path) == list(range(1, 42)))
+    assert "planted_trackers:Slow gets no more rows: it did not end in time; " in capfd.readouterr().err
+    given = steps_of(tmp_path)
+    assert given == list(range(1, len(given) + 1))
 
 
-def test_steps_that_run_again_are_not_given_twice(tmp_path):
+def test_a_tracker_for_which_too_many_rows_wait_gets_no_more(tmp_path, capfd):
+    with tracked(tmp_path, "HangsAtLog", "Kept") as recorder:
+        write(recorder, *range(1, WAITING + 5))
+        assert "planted_trackers:HangsAtLog gets no more rows: it was too slow; " in capfd.readouterr().err
+    assert [entry["row"]["step"] for entry in read(tmp_path, "Kept") if "row" in entry] == list(range(1, WAITING + 5))
+
+
+def test_a_run_that_goes_on_is_the_same_run_of_its_tracker(tmp_path):
     with tracked(tmp_path, "Kept") as recorder:
         write(recorder, 1, 2, 3, 4)
     with tracked(tmp_path, "Kept", first_step=3) as recorder:  # from the checkpoint of step 2
         write(recorder, 3, 4, 5)
     begun = [entry["begun"] for entry in read(tmp_path) if "begun" in entry]
     assert begun[0]["id"] == begun[1]["id"]
-    assert [each["stored_step"] for each in begun] == [0, 4]
-    assert steps_of(tmp_path) == [1, 2, 3, 4, 5]
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 3, 4, 5]
 
 
-def test_rows_from_before_a_tracker_was_named_are_given(tmp_path):
-    with tracked(tmp_path) as recorder:
-        write(recorder, 1, 2)
-    assert not (tmp_path / "trackers").exists()
-    with tracked(tmp_path, "Kept", first_step=3) as recorder:
-        write(recorder, 3)
-    assert steps_of(tmp_path) == [1, 2, 3]
-
-
-def test_results_are_not_given_twice(tmp_path):
-    for first_step, steps in ((1, [1, 2]), (3, []), (3, [3])):
-        with tracked(tmp_path, "Kept", first_step=first_step) as recorder:
-            write(recorder, *steps)
-            (tmp_path / "summary.json").write_text("{}" if not steps else json.dumps({"steps": steps[-1]}))
-    summaries = [entry["summary"] for entry in read(tmp_path) if "summary" in entry]
-    assert summaries == [{"steps": 2}, {}, {"steps": 3}]
-
-
-def test_another_project_is_another_run_with_all_rows(tmp_path):
+def test_another_project_is_another_run(tmp_path):
     with tracked(tmp_path, "Kept") as recorder:
         write(recorder, 1)
     with tracked(tmp_path, "Kept", first_step=2, project="other"):
         pass
-    assert steps_of(tmp_path) == [1, 1]
     first, second = (entry["begun"]["id"] for entry in read(tmp_path) if "begun" in entry)
     assert first != second
 

@@ -14,7 +14,7 @@ from rljax.rollout.engine import Samples
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config, EvalConfig
 from rljax.run.config_file import load_config
-from rljax.run.evaluation import Evaluation, mean_accuracy, pass_at_k, summarize_scores
+from rljax.run.evaluation import EVAL_SEED, Evaluation, mean_accuracy, pass_at_k, summarize_scores
 from rljax.run.sampling import Sampler, Scored
 from rljax.run.single_turn import SingleTurn
 
@@ -123,13 +123,13 @@ def test_an_evaluation_counts_its_own_errors(tokenizer, capsys):
     with RewardPool(f"{__name__}:breaks", 0) as pool:
         pool.submit(PROBLEMS[0], "44", False)
         pool.pop_metrics()
-        config = EvalConfig(n=3, pass_k=(1,), seed=9, temperature=SAMPLING.temperature)
+        config = EvalConfig(n=3, pass_k=(1,), temperature=SAMPLING.temperature)
         sampler = Sampler(SingleTurn(engine, tokenizer, pool), SAMPLING, 3)
         evaluation = Evaluation(config, 1, sampler, {"a": PROBLEMS, "b": PROBLEMS})
         row = evaluation.evaluate()
         assert pool.pop_metrics()["reward/errors"] == 0
         assert evaluation.evaluate() == row
-    assert {asked[3] for asked in engine.asked} == {9}
+    assert {asked[3] for asked in engine.asked} == {EVAL_SEED}
     assert row["eval/a/reward_errors"] == row["eval/b/reward_errors"] == 1
     assert row["eval/a/accuracy"] == row["eval/b/accuracy"] == pytest.approx(1 / 3)
     assert row["eval/b/pass@1"] == pytest.approx(1 / 3)

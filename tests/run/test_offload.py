@@ -1,7 +1,6 @@
 """Runs with everything in the host's memory between updates have the same bits, and leave nothing on the devices."""
 
 import contextlib
-import dataclasses
 import gc
 import types
 
@@ -48,8 +47,7 @@ def settings(directory, *, offload, steps=3, kl="none", lora=OFF):
         rollout=RolloutConfig(
             engine="vllm",
             urls=("http://127.0.0.1:1",),
-            colocated=True,
-            offload_state=offload,
+            colocated=offload,
             group_size=2,
             max_response_tokens=8,
             dtype="bfloat16",
@@ -227,7 +225,7 @@ def test_what_an_update_that_fails_was_given_is_saved(go, monkeypatch, capsys):
 def test_devices_without_such_memory_are_refused_in_one_line(tmp_path):
     device = types.SimpleNamespace(addressable_memories=list, platform="metal")
     mesh = types.SimpleNamespace(local_devices=[device])
-    with pytest.raises(ValueError, match=r"rollout\.offload_state needs .* pinned_host, .* \(metal\) .*: give false"):
+    with pytest.raises(ValueError, match=r"rollout\.colocated needs .* pinned_host, .* \(metal\) .*: give false"):
         check_offload(settings(tmp_path, offload=True), mesh)
     check_offload(settings(tmp_path, offload=False), mesh)
     check_offload(settings(tmp_path, offload=True), MESH)
@@ -240,10 +238,6 @@ def test_the_dry_run_says_what_servers_find_beside_them(tmp_path):
 
     state = f"{12 * COUNT / 1024**2:.2f} MiB"
     assert said(offload=True) == f"0 B of the trainer on each device; {state} of state wait in the host's memory"
-    assert said(offload=False) == f"{state} of the trainer on each device"
-    both, reference = f"{16 * COUNT / 1024**2:.2f} MiB", f"{4 * COUNT / 1024:.2f} KiB of weights"
-    assert said(offload=False, kl="k3") == f"{both} of the trainer on each device"
+    reference = f"{4 * COUNT / 1024:.2f} KiB of weights"
     assert said(offload=True, kl="k3").endswith(f"; {state} of state and {reference} wait in the host's memory")
-    config = settings(tmp_path, offload=True)
-    plain = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, colocated=False))
-    assert "while servers sample" not in dry_run(plain)
+    assert "while servers sample" not in dry_run(settings(tmp_path, offload=False))

@@ -18,13 +18,13 @@ def step_row(tokens=1, sequences=1, summed=0.0, norm=1.0):
 
 
 def test_a_rise_is_split_against_the_first_steps():
-    """The reference has 10 sequences, 100 tokens and a summed gap of 0.4 a sequence. That is 10 tokens of 0.04 each."""
+    """The reference has 50 sequences, 500 tokens and a summed gap of 0.4 a sequence. That is 10 tokens of 0.04 each."""
     progress = Progress()
-    for row in (step_row(60, 4, 0.5), step_row(40, 6, 2.0 / 6)):
-        assert progress.observe(row, has_loss=False, reference_steps=2) == {"optimizer/grad_norm_ema": None}
-    assert progress.reference == {"steps": 2, "token_count": 100, "sequence_count": 10, "gap": pytest.approx(4.0)}
+    for row in 5 * (step_row(60, 4, 0.5), step_row(40, 6, 2.0 / 6)):
+        assert progress.observe(row, has_loss=False) == {"optimizer/grad_norm_ema": None}
+    assert progress.reference == {"steps": 10, "token_count": 500, "sequence_count": 50, "gap": pytest.approx(20.0)}
     # Thirty tokens of 0.05 each give 1.5. Length alone would give 1.2.
-    split = progress.observe(step_row(300, 10, 1.5), has_loss=False, reference_steps=2)
+    split = progress.observe(step_row(300, 10, 1.5), has_loss=False)
     assert split == {
         "optimizer/grad_norm_ema": None,
         "mismatch/sum_rise": pytest.approx(1.1),
@@ -36,8 +36,8 @@ def test_a_rise_is_split_against_the_first_steps():
 def test_the_mean_gradient_norm_leaves_out_what_is_not_finite():
     progress = Progress()
     for norm in (2.0, math.nan, 4.0, math.inf):
-        progress.observe(step_row(norm=norm), has_loss=True, reference_steps=9)
-    progress.observe(step_row(norm=7.0), has_loss=False, reference_steps=9)
+        progress.observe(step_row(norm=norm), has_loss=True)
+    progress.observe(step_row(norm=7.0), has_loss=False)
     assert progress.grad_norm_ema == pytest.approx(0.9 * 2.0 + 0.1 * 4.0)
 
 

@@ -23,7 +23,7 @@ from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
 from rljax.run.loop import train
 from rljax.run.pipeline import Batches, BatchesAhead
-from rljax.run.refill import RefillingSampler, sum_rows
+from rljax.run.refill import REFILL_LIMIT, RefillingSampler, sum_rows
 from rljax.run.sampling import Sampler, rollout_row, step_seed
 from rljax.run.single_turn import SingleTurn
 from rljax.run.stop import StopRequest
@@ -69,9 +69,9 @@ class Shuffled(ScriptedEngine):
             yield responses[k]
 
 
-def refilling(engine, limit=2, **advantage):
+def refilling(engine, **advantage):
     """Returns a sampler that refills, and its stream."""
-    rollout = RolloutConfig(group_size=2, max_response_tokens=8, refill=True, refill_limit=limit)
+    rollout = RolloutConfig(group_size=2, max_response_tokens=8, refill=True)
     config = Config(rollout=rollout, advantage=AdvantageConfig(**advantage))
     stream = PromptStream(PROBLEMS, SIZE, SEED)
     source = SingleTurn(engine, TOKENIZER, RewardPool("addition", 0))
@@ -83,11 +83,11 @@ def prompts_of(sampled):
     return [TOKENIZER.decode(prompt) for prompt in sampled.rollouts.prompts]
 
 
-def sample(signal, limit=2, size=SIZE, **advantage):
+def sample(signal, size=SIZE, **advantage):
     """Samples step 3. The characters of ``signal`` mark the stream's problems, and S stands for signal."""
     prompts = in_order(len(signal))
     engine = Shuffled({prompt for prompt, mark in zip(prompts, signal, strict=True) if mark == "S"})
-    sampler, stream = refilling(engine, limit, **advantage)
+    sampler, stream = refilling(engine, **advantage)
     sampled = sampler.sample(stream.take(size), 3)
     places = [prompts.index(prompt) for prompt in prompts_of(sampled)]
     return sampled, places, engine, stream.state_dict()["problems_drawn"]
@@ -122,19 +122,19 @@ def test_the_row_measures_all_that_was_sampled():
 
 
 def test_at_the_limit_the_earliest_groups_fill_the_batch():
-    """There is one round after problems 0 to 3. One of 4, 5 and 6 has signal, so places are left for 0 and 2."""
-    sampled, places, engine, drawn = sample(".S....S", limit=1)
+    """The batch and four further rounds have signal in problems 1 and 6 alone. Problems 0 and 2 fill the batch up."""
+    sampled, places, engine, drawn = sample(".S....S......")
     assert places == [1, 6, 0, 2]
-    assert (drawn, len(engine.asked)) == (7, 2)
-    assert sampled.row["rollout/refilled_groups"] == 3
-    assert rollout_row(sampled.rollouts, 0)["reward/groups_with_signal"] == pytest.approx(2 / 7)
+    assert (drawn, len(engine.asked)) == (13, 5)
+    assert sampled.row["rollout/refilled_groups"] == 9
+    assert rollout_row(sampled.rollouts, 0)["reward/groups_with_signal"] == pytest.approx(2 / 13)
 
 
 def test_no_signal_at_all_gives_the_first_batch_back():
-    sampled, places, engine, drawn = sample("." * 12)
+    sampled, places, engine, drawn = sample("." * 20)
     assert places == [0, 1, 2, 3]
-    assert (drawn, [len(prompts) for prompts in engine.asked]) == (12, [4, 4, 4])
-    assert sampled.row["rollout/refilled_groups"] == 8
+    assert (drawn, [len(prompts) for prompts in engine.asked]) == (20, [4] * 5)
+    assert sampled.row["rollout/refilled_groups"] == 16
 
 
 def test_a_batch_with_signal_is_sampled_as_without_refilling():
@@ -193,7 +193,7 @@ WITH_SIGNAL = {prompt for i, prompt in enumerate(in_order(17)) if i % 3 != 1}
 STEPS = 5
 
 
-def expected_batches(steps=STEPS, limit=2, size=SIZE):
+def expected_batches(steps=STEPS, size=SIZE):
     """Returns the prompts of each batch, and the number of problems drawn after it.
 
     The rule is written out once more.
@@ -205,7 +205,7 @@ def expected_batches(steps=STEPS, limit=2, size=SIZE):
             for prompt in order[at : at + asked]:
                 (signal if prompt in WITH_SIGNAL else silent).append(prompt)
             at, asked = at + asked, size - len(signal)
-            if not asked or rounds == limit:
+            if not asked or rounds == REFILL_LIMIT:
                 break
             rounds += 1
         batches.append((signal + silent[: size - len(signal)], at))
@@ -390,8 +390,3 @@ def test_ahead_of_training_the_batches_are_the_same(go):
 def test_the_mean_of_the_batch_is_refused():
     with pytest.raises(ValueError, match=r"^rollout\.refill .* advantage\.estimator = reinforce they carry loss"):
         Config(rollout=RolloutConfig(refill=True), advantage=AdvantageConfig(estimator="reinforce"))
-
-
-def test_no_further_round_is_no_limit():
-    with pytest.raises(ValueError, match="refill_limit must be at least 1, got 0"):
-        RolloutConfig(refill=True, refill_limit=0)

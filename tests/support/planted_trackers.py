@@ -11,8 +11,8 @@ class Kept:
 
     def __init__(self, run):
         self.path = run.directory / f"{type(self).__name__}.jsonl"
-        self.where, self.stored_step = str(self.path), run.stored_step
-        begun = {"id": run.id, "name": run.name, "project": run.project, "stored_step": run.stored_step}
+        self.where = str(self.path)
+        begun = {"id": run.id, "name": run.name, "project": run.project}
         self.keep(begun=begun, seed=run.config.get("seed"), nested=run.settings.get("a.b"))
 
     def keep(self, **entry):
@@ -21,7 +21,6 @@ class Kept:
 
     def log(self, row):
         self.keep(row=row)
-        self.stored_step = row["step"]
 
     def finish(self, summary, figures, failed):
         self.keep(summary=summary, figures=[*figures], failed=failed)

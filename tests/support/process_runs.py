@@ -28,7 +28,7 @@ class Run:
           words: The words of the command.
           count: The number of processes.
           output: A path; the output of process i goes to ``output``.i.
-          heartbeat_s: The setting ``run.heartbeat_s``.
+          heartbeat_s: The longest time from the last sign of life of a process to the end of the others.
           inside: The words before each command.
           own: A function that returns the additional words of process i.
           **settings: The environment variables, and ``path``, which is added to PYTHONPATH.
@@ -36,7 +36,7 @@ class Run:
         self.count, self.output = count, output
         share = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES // count}"
         path = f"{ROOT}:{ROOT / 'tests/support'}:{settings.pop('path', '')}"
-        common = ["--run.heartbeat-s", str(heartbeat_s), "--run.processes", str(count)]
+        common = ["--run.processes", str(count)]
         address = f"127.0.0.1:{free_port()}"
         self.processes = []
         for index in range(count):
@@ -48,8 +48,8 @@ class Run:
                         [
                             *inside,
                             sys.executable,
-                            "-m",
-                            "rljax.train",
+                            str(ROOT / "tests/support/timed_train.py"),
+                            str(heartbeat_s),
                             *map(str, each),
                             *common,
                             *place,
@@ -124,7 +124,12 @@ def largest_differences(rows, others):
     return found
 
 
-SITE = "import sys\nif 'rljax.train' in sys.orig_argv:\n    import replayed_vllm\n    replayed_vllm.install()\n"
+SITE = """
+import sys
+if any(word.endswith("timed_train.py") for word in sys.orig_argv):
+    import replayed_vllm
+    replayed_vllm.install()
+"""
 
 
 def assert_two_processes_do_as_one(words_of, directory):

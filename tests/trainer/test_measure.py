@@ -15,7 +15,7 @@ from rljax.trainer.measure import HISTOGRAM, DiagnosisConfig, finalize_measured,
 from rljax.trainer.packing import TrainSequence, pack
 from rljax.trainer.totals import gradient_noise
 
-DIAGNOSIS = DiagnosisConfig(position_edges=(3, 6), entropy_edges=(0.5,), staleness_buckets=3, is_threshold=1.5)
+DIAGNOSIS = DiagnosisConfig(position_edges=(3, 6), is_threshold=1.5)
 
 
 def batch_of(lengths, gaps, staleness, advantages=None):
@@ -54,7 +54,7 @@ def row_of(batch, logprobs, entropy, count):
 
 @pytest.mark.slow
 def test_buckets_of_a_step_by_hand():
-    lengths, gaps, staleness = [7, 4, 2], [0.1, -0.3, 0.2], [0, 1, 2]
+    lengths, gaps, staleness = [7, 4, 2], [0.1, -0.3, 0.2], [0, 1, 4]
     batch, logprobs = batch_of(lengths, gaps, staleness, [1.0, -1.0, 0.0])
     entropy = jnp.where(jnp.asarray(batch.sequence_ids) == 0, 0.25, 1.0)
     row = row_of(batch, logprobs, entropy, 3)
@@ -64,9 +64,9 @@ def test_buckets_of_a_step_by_hand():
     assert row["mismatch_position/lt_3/logprob_abs_diff_mean"] == pytest.approx((0.1 + 0.3 + 0.2) / 3, rel=1e-5)
     assert row["mismatch_position/3_to_6/kl"] == pytest.approx(-(3 * 0.1 - 2 * 0.3) / 5, rel=1e-5)
     assert row["mismatch_position/ge_6/logprob_abs_diff_mean"] == pytest.approx(0.1, rel=1e-5)
-    assert row["mismatch_entropy/lt_0.5/logprob_abs_diff_max"] == pytest.approx(0.1, rel=1e-5)
-    assert int(row["mismatch_entropy/ge_0.5/token_count"]) == 6
-    found = [row[f"mismatch_staleness/{b}/logprob_abs_diff_mean"] for b in ("0", "1", "ge_2")]
+    assert row["mismatch_entropy/0.1_to_0.5/logprob_abs_diff_max"] == pytest.approx(0.1, rel=1e-5)
+    assert int(row["mismatch_entropy/1_to_2/token_count"]) == 6
+    found = [row[f"mismatch_staleness/{b}/logprob_abs_diff_mean"] for b in ("0", "1", "ge_3")]
     assert found == pytest.approx([0.1, 0.3, 0.2], rel=1e-5)
     # The advantage is +1 on 7 tokens with lr 0.1, and -1 on 4 tokens with lr -0.3. The mean is over 11 tokens.
     assert row["mismatch_sign/log_ratio_skew"] == pytest.approx((7 * 0.1 + 4 * 0.3) / 11, rel=1e-5)
@@ -119,8 +119,7 @@ def test_gradient_noise_is_unbiased():
     ("field", "value", "message"),
     [
         ("position_edges", (4, 4), r"position_edges must hold at least one number and increase, got \[4, 4\]"),
-        ("entropy_edges", (), "entropy_edges must hold at least one number"),
-        ("staleness_buckets", 0, "staleness_buckets must be at least 1, got 0"),
+        ("position_edges", (), "position_edges must hold at least one number"),
         ("is_threshold", 0.5, "is_threshold must be at least 1, got 0.5"),
         ("grad_noise_every", -1, "grad_noise_every must not be negative, got -1"),
     ],

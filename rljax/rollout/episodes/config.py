@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from rljax.errors import check_at_least, check_finite, check_positive
 
 _BUSY_S = 10.0
+MAX_REPLY_CHARS = 16384
+"""The longest reply of an environment or a tool (characters). A longer reply is cut, and counted in the metrics."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,6 @@ class EpisodeConfig:
     """The most turns of a trajectory. The environment gives no reply to the last of them."""
     max_turn_tokens: int = 0
     """The most tokens that the policy samples in one turn. 0: as many as ``rollout.max_response_tokens`` leaves."""
-    max_reply_chars: int = 16384
-    """The longest reply of an environment or a tool (characters). A longer reply is cut, and counted in the metrics."""
     max_rows: int = 1
     """The most rows of tokens of one trajectory. Another row begins where a turn's prompt does not extend the tokens
     before it, which only happens with environments of other libraries. A trajectory with more rows has failed."""
@@ -41,7 +41,7 @@ class EpisodeConfig:
         return min(self.max_turn_tokens or room, room)
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_turns", "max_rows", "workers", "max_reply_chars")
+        check_at_least(self, 1, "max_turns", "max_rows", "workers")
         check_at_least(self, 0, "max_turn_tokens")
         check_finite(self, "call_timeout_s", "tool_timeout_s", "memory_gib")
         check_positive(self, "call_timeout_s", "tool_timeout_s", "memory_gib")

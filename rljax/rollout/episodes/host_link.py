@@ -11,7 +11,7 @@ from typing import Any
 
 from rljax.distributed.child import Child, decode
 from rljax.distributed.frames import FrameError
-from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.host_messages import HOST_MESSAGE, HostMessage
 from rljax.rollout.episodes.outcomes import UTF8_BYTES
 from rljax.rollout.episodes.progress import ProgressBoard, StuckWatch
@@ -50,7 +50,7 @@ class HostLink:
             "rljax.rollout.episodes.host_worker:host_environments",
             (path, self._board.descriptor, limits),
             limits.memory_gib,
-            longest=_LONGEST + UTF8_BYTES * limits.max_reply_chars,
+            longest=_LONGEST + UTF8_BYTES * MAX_REPLY_CHARS,
             files=[self._board.descriptor],
         )
         self._outbox: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()

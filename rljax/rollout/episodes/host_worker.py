@@ -30,7 +30,7 @@ from rljax.distributed.answering import GRACE_S, end_by_alarm, end_if_forked, se
 from rljax.distributed.frames import Frames
 from rljax.errors import describe
 from rljax.rollout.episodes import tools
-from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.environment import Environment, find_environment
 from rljax.rollout.episodes.host_messages import CallEnded, HostMessage, ToolAsked, ToolDropped, ToolRefused
 from rljax.rollout.episodes.outcomes import Outcome, check_outcome
@@ -157,7 +157,7 @@ class _Host:
             if call.method == "reset":
                 self._environments[number] = self._make()
             value = await getattr(self._environments[number], call.method)(*arguments)
-            outcome = check_outcome(call.method, value, self._limits.max_reply_chars)
+            outcome = check_outcome(call.method, value, MAX_REPLY_CHARS)
         except BaseException as error:  # a person's environment may raise anything
             memory_error = isinstance(error, MemoryError)
             outcome = Outcome(None, "raised", f"{call.method}: {describe(error)}")

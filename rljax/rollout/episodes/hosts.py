@@ -17,7 +17,7 @@ from typing import Any
 from rljax.distributed.child import new_number
 from rljax.distributed.frames import FrameError
 from rljax.errors import describe, printable
-from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.environment import find_environment
 from rljax.rollout.episodes.host_link import HostLink, pack
 from rljax.rollout.episodes.host_messages import CallEnded, HostMessage, ToolAsked, ToolRefused
@@ -81,7 +81,7 @@ class EnvironmentHosts:
           ValueError: The environment cannot be found or lacks a method.
         """
         find_environment(path)
-        self._path, self._busy_s, self._max_chars = path, limits.busy_s, limits.max_reply_chars
+        self._path, self._busy_s = path, limits.busy_s
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._by_key: dict[Hashable, _Trajectory] = {}
@@ -238,7 +238,7 @@ class EnvironmentHosts:
             if trajectory is None or trajectory.future is None:
                 return
             if outcome.failure is None:
-                checked = check_outcome(trajectory.method, outcome.value, self._max_chars)
+                checked = check_outcome(trajectory.method, outcome.value, MAX_REPLY_CHARS)
                 outcome = dataclasses.replace(checked, cut=checked.cut or outcome.cut)
             else:
                 outcome = Outcome(None, outcome.failure, printable(outcome.message[:LONGEST_MESSAGE]))

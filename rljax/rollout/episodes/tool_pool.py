@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 from rljax.distributed.child import LONGEST, Child, ChildPool, Decoder, LostError, NotSentError
 from rljax.errors import printable
-from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.outcomes import UTF8_BYTES, clip
 from rljax.rollout.episodes.tools import Arguments, PackedArguments, ToolResult
 
@@ -33,8 +33,8 @@ class ToolPool:
 
         The wait for a free process does not count as time of a call. A process that takes too long is replaced.
         """
-        self._timeout_s, self._max_chars = limits.tool_timeout_s, limits.max_reply_chars
-        program, longest = "rljax.rollout.episodes.tools:run_tools", LONGEST + UTF8_BYTES * limits.max_reply_chars
+        self._timeout_s = limits.tool_timeout_s
+        program, longest = "rljax.rollout.episodes.tools:run_tools", LONGEST + UTF8_BYTES * MAX_REPLY_CHARS
         start = functools.partial(Child, "tool worker", program, (), limits.memory_gib, longest=longest)
         make = functools.partial(start, on_unasked=self._count_unasked)
         self._start: Callable[[], ChildPool] = functools.partial(ChildPool, make, workers)
@@ -110,7 +110,7 @@ class ToolPool:
             if began is not None:
                 began()
             limit_s = self._timeout_s
-            result = process.ask((path, arguments, self._max_chars), limit_s, _RESULT)
+            result = process.ask((path, arguments, MAX_REPLY_CHARS), limit_s, _RESULT)
         except TimeoutError:
             return ToolResult(f"error: the tool took more than {limit_s:g} s", "timeout")
         except LostError as error:
@@ -121,7 +121,7 @@ class ToolPool:
             process.replace()
         if result.failure is not None:
             return ToolResult(printable(result.text[:_SHOWN]), result.failure)
-        text, cut = clip(result.text, self._max_chars)
+        text, cut = clip(result.text, MAX_REPLY_CHARS)
         return ToolResult(text, cut=result.cut or cut)
 
     def _count_unasked(self, said: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.environment import Reply
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.episodes.outcomes import Outcome
@@ -83,7 +83,7 @@ class Env:
         return Reply("x" * (1 << 27))
 
     async def do_flood_messages(self):
-        return Reply([{"role": "tool", "content": "y" * 70}, {"role": "user", "content": "z" * 70}])
+        return Reply([{"role": "tool", "content": "y" * 70}, {"role": "user", "content": "z" * (1 << 15)}])
 
     async def do_exit(self):
         os._exit(3)
@@ -238,16 +238,16 @@ def test_a_reward_that_is_no_finite_float32_is_refused(reward):
 
 
 def test_a_long_reply_is_cut_and_counted():
-    with hosts_of(max_reply_chars=100) as hosts:
+    with hosts_of() as hosts:
         begun(hosts, "a")
-        assert hosts.step("a", "flood", False).result(60) == Outcome(Reply("x" * 100), cut=True)
-        messages = [{"role": "tool", "content": "y" * 70}, {"role": "user", "content": "z" * 30}]
+        assert hosts.step("a", "flood", False).result(60) == Outcome(Reply("x" * MAX_REPLY_CHARS), cut=True)
+        messages = [{"role": "tool", "content": "y" * 70}, {"role": "user", "content": "z" * (MAX_REPLY_CHARS - 70)}]
         assert hosts.step("a", "flood messages", False).result(60) == Outcome(Reply(messages), cut=True)
         assert hosts.step("a", "broken text", False).result(60) == Outcome(Reply("a?b"))
-        outcome = hosts.reset("b", {"first": "x" * 101}).result(60)
+        outcome = hosts.reset("b", {"first": "x" * (MAX_REPLY_CHARS + 1)}).result(60)
         assert (outcome.failure, outcome.message) == (
             "bad_reply",
-            "reset returned a prompt of more than 100 characters",
+            f"reset returned a prompt of more than {MAX_REPLY_CHARS} characters",
         )
         assert counts(hosts) == {"cut_replies": 2, "env_errors": 1}
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.environment import Reply
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.episodes.outcomes import Outcome
@@ -102,7 +102,7 @@ def tool_counts(hosts):
 
 
 def test_results_and_failures_are_texts_and_counted_apart():
-    options = {"tool_workers": 2, "tool_timeout_s": 1.0, "memory_gib": 0.25, "max_reply_chars": 1000}
+    options = {"tool_workers": 2, "tool_timeout_s": 1.0, "memory_gib": 0.25}
     with hosts_of("Tools", **options) as hosts:
         assert hosts.reset(0, {"answer": "3"}).result(60) == Outcome(None)
         good = calls_of(("add", '{"a": 1, "b": 2}'), ("table", "{}"), ("later", "{}"))
@@ -120,13 +120,13 @@ def test_results_and_failures_are_texts_and_counted_apart():
 
 
 def test_tools_that_hang_crash_flood_or_eat_memory_are_bounded():
-    options = {"tool_workers": 2, "tool_timeout_s": 2.0, "memory_gib": 0.125, "max_reply_chars": 1000}
+    options = {"tool_workers": 2, "tool_timeout_s": 2.0, "memory_gib": 0.125}
     with hosts_of("Tools", **options) as hosts:
         hosts.reset(0, {}).result(60)
         turn = calls_of(
             ("slow", '{"seconds": 300}'), ("crash", "{}"), ("hoard", "{}"), ("flood", '{"size": 100000000}')
         )
-        assert texts(hosts, 0, calls_of(("flood", '{"size": 100000000}'))) == ["x" * 1000]
+        assert texts(hosts, 0, calls_of(("flood", '{"size": 100000000}'))) == ["x" * MAX_REPLY_CHARS]
         assert tool_counts(hosts) == {"tool_calls": 1, "tool_cut": 1}
         assert texts(hosts, 0, turn.replace("100000000", "10")) == [
             "error: the tool took more than 2 s",

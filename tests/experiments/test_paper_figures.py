@@ -1,0 +1,158 @@
+"""The figures of the papers: their panels, the message for a missing metric, and the page's table."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from paper_figures import ALL_PANELS, FIGURES, bucket_means, main, plot_figure, sequence_ratios, slope_of_ratio
+from records import record_row, small_dump, write_record
+
+from rljax.errors import run_cli
+from rljax.record.figure import Run, plot_grid, read_runs
+from rljax.record.token_dumps import write_dump
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def write_run(directory, rows, *, dump=True):
+    write_record(directory, rows)
+    if dump:
+        write_dump(directory / "rollouts" / "step_000004.parquet", small_dump())
+    return directory
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Returns a run that collapses at step 26, and a run whose rate is halved every 14 steps."""
+    rewards = [0.5] * 20 + [0.0] * 20
+    collapsed = [record_row(step) | {"reward/mean": reward} for step, reward in enumerate(rewards, 1)]
+    scheduled = [record_row(step, 2.0, period=14) for step in range(1, 41)]
+    return [write_run(tmp_path / "one", collapsed), write_run(tmp_path / "two", scheduled)]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_each_panel_has_the_curves_of_both_runs(name, runs):
+    paper, read = FIGURES[name], read_runs(runs)
+    figure = plot_figure(name, read, 0.9)
+    panels = [panel for row in paper.panels for panel in row]
+    assert len(figure.axes) == len(panels)
+    for panel, axis in zip(panels, figure.axes, strict=True):
+        colors = [line.get_color() for line in axis.lines if len(line.get_xdata()) > 2 or panel == "ratio_by_length"]
+        assert {run.color for run in read} <= set(colors)
+        needed = ALL_PANELS[panel].needs
+        if "*" not in needed:
+            assert (
+                next(line.get_ydata()[0] for line in axis.lines if line.get_color() == read[1].color)
+                == (read[1].rows[0][needed])
+            )
+        else:
+            assert not axis.texts
+
+
+def dotted(figure):
+    return [
+        [line.get_xdata()[0] for line in axis.lines if line.get_linestyle() == ":" and len(line.get_xdata()) == 2]
+        for axis in figure.axes
+    ]
+
+
+def test_the_dotted_lines_are_the_captions(runs):
+    """Figures 1 and 3 mark the collapse, figures 7 and 8 the first decay of the rate, and others nothing."""
+    found = {name: dotted(plot_figure(name, read_runs(runs), 0.9)) for name in FIGURES}
+    assert {name: lines for name, lines in found.items() if any(lines)} == {
+        "1": [[26], [26]],
+        "3": [[26]],
+        "7": [[14]] * 5,
+        "8": [[14]] * 5,
+    }
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_what_a_run_lacks_is_named_with_the_run(name, runs, tmp_path):
+    """One run lacks one of the figure's metrics at a time; the message must name this metric and no other."""
+    for pattern in set(FIGURES[name].needs):
+        rows = [{k: v for k, v in record_row(s).items() if not fnmatch.fnmatch(k, pattern)} for s in range(1, 6)]
+        poor = write_run(tmp_path / f"poor{pattern.replace('/', '_')}", rows, dump="parquet" not in pattern)
+        with pytest.raises(ValueError, match="needs") as caught:
+            plot_figure(name, read_runs([*runs, poor]), 0.9)
+        assert str(caught.value) == f"figure {name} needs {pattern}, which is not in {poor}"
+
+
+def test_a_metric_that_is_never_a_number_is_lacking(tmp_path):
+    run = write_run(tmp_path / "run", [record_row(step) | {"mismatch/log_ppl_abs_diff": None} for step in (1, 2)])
+    with pytest.raises(ValueError, match=r"figure 1 needs mismatch/log_ppl_abs_diff, which is not in .*run$"):
+        plot_figure("1", read_runs([run]), 0.9)
+
+
+def test_the_page_has_the_programs_table():
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| (.+) \|$", (ROOT / "docs/plots.md").read_text(encoding="utf-8"), re.M)
+    assert [name for name, _ in rows] == list(FIGURES)
+    for name, rest in rows:
+        title, arms, metrics, _ = rest.split(" | ")
+        assert title == FIGURES[name].title
+        assert arms == ", ".join(f"`{run}`" for run in FIGURES[name].runs)
+        assert metrics == ", ".join(f"`{needed}`" for needed in FIGURES[name].needs)
+
+
+def test_the_table_names_arms_of_the_page():
+    page = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
+    arms = set(re.findall(r"^\| `((?:qwen3|deepseek)_[^`]+)` \|", page, re.MULTILINE))
+    assert {run for paper in FIGURES.values() for run in paper.runs} <= arms
+
+
+def test_the_program_plots_into_the_current_directory(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(main, ["9", *map(str, runs), "--labels", "a,b"]) == 0
+    assert capsys.readouterr().out == "figure_9.png\n"
+    assert (tmp_path / "figure_9.png").exists()
+    assert run_cli(main, ["14", *map(str, runs)]) == 2
+    assert capsys.readouterr().err.startswith("error: expected one of 1, 2, 3, 6, 7,")
+    assert run_cli(main, ["9", *map(str, runs), "--labels", "a"]) == 2
+    assert "expected 2 labels, one per run, got 1" in capsys.readouterr().err
+
+
+def run_of(rows):
+    return Run("a run", rows, "#123456", "-")
+
+
+def test_buckets_go_up_the_response_and_are_means_over_tokens():
+    rows = [record_row(step, factor=float(step)) for step in range(1, 21)]
+    rows[-1]["mismatch_position/lt_64/token_count"] = 192
+    first, last = bucket_means(rows, last=False), bucket_means(rows, last=True)
+    assert [name for _, _, name in sorted(last)] == ["below 64", "64 to 256", "from 256"]
+    assert first[(64.0, False, "below 64")] == pytest.approx(1e-4 * (1 + 2) / 2)
+    assert last[(64.0, False, "below 64")] == pytest.approx(1e-4 * (64 * 19 + 192 * 20) / 256)
+
+
+def test_kl_by_position_has_a_thin_and_a_thick_line_per_run():
+    rows = [record_row(step, factor=float(step)) for step in (1, 2, 3)]
+    axis = plot_grid([["kl_by_position"]], [run_of(rows)], 0.9, panels=ALL_PANELS).axes[0]
+    thin, thick = axis.lines
+    np.testing.assert_allclose(thin.get_ydata(), [1e-4, 2e-4, 8e-4])
+    np.testing.assert_allclose(thick.get_ydata(), [3e-4, 6e-4, 24e-4])
+    assert thick.get_linewidth() > thin.get_linewidth()
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ["below 64", "64 to 256", "from 256"]
+
+
+def test_buckets_that_agree_exactly_are_said():
+    axis = plot_grid([["kl_by_position"]], [run_of([record_row(1, factor=0.0)])], 0.9, panels=ALL_PANELS).axes[0]
+    assert [text.get_text() for text in axis.texts] == ["no mismatch_position/*/k3_kl above 0 in the record"]
+
+
+def test_ratios_of_responses_come_from_the_newest_dump(tmp_path):
+    found, ratios = sequence_ratios(small_dump())
+    assert found.tolist() == [1, 2]
+    assert ratios.tolist() == [-0.25, -0.5]
+    assert slope_of_ratio(found, ratios) == pytest.approx(-250.0)
+    run = write_record(tmp_path / "run", [record_row(1)])
+    write_dump(run / "rollouts" / "step_000004.parquet", small_dump())
+    (run / "rollouts" / "step_000001.parquet").write_bytes(b"rubbish")
+    axis = plot_grid([["ratio_by_length"]], read_runs([run]), 0.9, panels=ALL_PANELS).axes[0]
+    assert axis.collections[0].get_offsets().tolist() == [[1, -0.25], [2, -0.5]]
+    assert axis.get_legend().get_texts()[0].get_text() == "run: -250 per 1000 tokens"

@@ -1,0 +1,145 @@
+"""The command after each save: what it is given, what its failures cost, and how long a run waits for it."""
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from toy_runs import comparable, complete, tiny
+
+from rljax.errors import OwnedError
+from rljax.run.after_save import AfterSave
+from rljax.run.checkpoint import CheckpointConfig
+from rljax.run.stop import StopRequest
+
+# Copies the run of the checkpoint in the last argument: the rows, then the first files of the checkpoint.
+COPY = """
+import pathlib, shutil, sys
+target, most, checkpoint = pathlib.Path(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3])
+run = checkpoint.parents[1]
+target.mkdir(exist_ok=True)
+for name in ("config.yaml", "metrics.jsonl"):
+    shutil.copyfile(run / name, target / name)
+for path in sorted(path for path in checkpoint.rglob("*") if path.is_file())[:most]:
+    place = target / path.relative_to(run)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, place)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Returns a function from the text of a Python program to the command that runs it."""
+    numbers = itertools.count()
+
+    def command(text, *words):
+        path = tmp_path / f"program{next(numbers)}.py"
+        path.write_text(text)
+        return " ".join([sys.executable, str(path), *map(str, words)])
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def alone(toy_base, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    status, said = complete(tiny(toy_base, run_dir, 6))
+    assert status == 0, said
+    return comparable(run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [99, 1, 5, 9], ids=["whole", "1 file", "5 files", "9 files"])
+def test_a_run_goes_on_from_a_copy_or_before_half_a_copy(toy_base, tmp_path, program, alone, most):
+    """The copy of checkpoint 4 breaks off after ``most`` files; the directory is lost, and the copy replaces it."""
+    run_dir, copy = tmp_path / "run", tmp_path / "copy"
+    for steps, count in ((2, 99), (4, most)):
+        words = tiny(toy_base, run_dir, steps, "--checkpoint.after-save", program(COPY, copy, count))
+        status, said = complete(words)
+        assert status == 0, said
+        assert "after_save" not in said
+    shutil.rmtree(run_dir)
+    shutil.copytree(copy, run_dir)
+    status, said = complete(tiny(toy_base, run_dir, 6))
+    assert status == 0, said
+    assert ("checkpoint 4 in" in said and "is damaged" in said) == (most < 99)
+    assert comparable(run_dir) == alone
+
+
+def make_run(run_dir, *steps):
+    for step in steps:
+        (run_dir / "checkpoints" / str(step)).mkdir(parents=True)
+    return run_dir
+
+
+def calling(command, run_dir, grace_s=30.0, check_owner=lambda: None):
+    return AfterSave(command, run_dir, grace_s, check_owner, StopRequest())
+
+
+CALLED = (
+    "import json, pathlib, sys\nwith open(sys.argv[1], 'a') as file:\n    print(json.dumps(sys.argv[2:]), file=file)\n"
+)
+
+
+def test_words_are_split_once_and_the_path_comes_last(tmp_path, program):
+    run_dir, calls = make_run(tmp_path / "a run", 2, 4), tmp_path / "calls"
+    with calling(program(CALLED, calls, "'two words'", "$HOME", "'*'"), run_dir):
+        pass
+    assert [json.loads(line) for line in calls.read_text().splitlines()] == [
+        ["two words", "$HOME", "*", str(run_dir / "checkpoints/4")]
+    ]
+
+
+def test_a_failure_is_a_warning_and_the_next_save_calls_again(tmp_path, program, capsys):
+    run_dir, calls = make_run(tmp_path / "run", 2), tmp_path / "calls"
+    fails = CALLED + "print('first line')\nif sys.argv[2].endswith('2'):\n    sys.exit('no room left')\n"
+    with calling(program(fails, calls), run_dir):
+        while "no room left" not in capsys.readouterr().err:
+            time.sleep(0.05)
+        make_run(run_dir, 4)
+    assert capsys.readouterr().err == ""
+    assert [json.loads(line)[0][-1] for line in calls.read_text().splitlines()] == ["2", "4"]
+    with calling(program(fails, calls), make_run(tmp_path / "other", 2)):
+        pass
+    said = (
+        "checkpoint.after_save failed for checkpoint 2, status 1: no room left; it is called again after the next save"
+    )
+    assert capsys.readouterr().err == f"\nwarning: {said}\n"
+    assert (tmp_path / "other/logs/after_save.log").read_text().split() == ["first", "line", "no", "room", "left"]
+
+
+def test_the_end_waits_no_longer_than_it_may(tmp_path, program, capsys):
+    sleeps = "import os, subprocess, sys\nfile = open(sys.argv[1], 'w')\nchild = subprocess.Popen(['sleep', '600'])\n"
+    sleeps += "print(os.getpid(), child.pid, flush=True, file=file)\nchild.wait()\n"
+    began, pids = time.monotonic(), tmp_path / "pids"
+    with calling(program(sleeps, pids), make_run(tmp_path / "run", 2), grace_s=1.5):
+        while not pids.exists() or not pids.read_text().endswith("\n"):
+            time.sleep(0.05)
+        assert os.getsid(int(pids.read_text().split()[0])) != os.getsid(0)
+    assert 1.5 <= time.monotonic() - began < 15
+    assert capsys.readouterr().err.count("had not ended within run.grace_s, and was killed") == 1
+    deadline = time.monotonic() + 20
+    while subprocess.run(["ps", "-o", "stat=", "-p", ",".join(pids.read_text().split())], capture_output=True).stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_run_that_another_process_took_over_calls_nothing(tmp_path, program):
+    def lost():
+        raise OwnedError("taken over")
+
+    calls = tmp_path / "calls"
+    with calling(program(CALLED, calls), make_run(tmp_path / "run", 2), check_owner=lost):
+        pass
+    assert not calls.exists()
+
+
+def test_what_cannot_be_called_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match=r"^checkpoint\.after_save: there is no program no-such on the PATH: install"):
+        calling("no-such s3://runs", tmp_path)
+    with pytest.raises(ValueError, match=r"^after_save must be the words of a command, got .*No closing quotation"):
+        CheckpointConfig(after_save="sh -c 'x")

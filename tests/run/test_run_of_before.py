@@ -1,0 +1,62 @@
+"""Runs of an earlier rljax go on: configurations with keys that are no more, and a checkpoint.
+
+``rljax train configs/quickstart.yaml`` at commit a478350f made the run in tests/data. Its model has 1,030 parameters.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from toy_runs import comparable, complete, outcome
+
+from rljax.commands.config import main
+from rljax.record.rows import read_rows
+from rljax.run.config import Config
+from rljax.run.config_file import dotted
+from rljax.run.directory import recorded_config
+from rljax.run.removed_keys import REMOVED
+
+BEFORE = Path(__file__).parents[1] / "data/run_of_a478350f"
+
+
+def test_its_configuration_loads_with_what_it_set():
+    config = recorded_config(BEFORE)
+    assert (config.data.batch_size, config.rollout.group_size, config.data.reward) == (2, 4, "parity_reward:reward")
+    assert config.diagnosis.position_edges == (4, 8, 16, 24)
+
+
+def test_it_goes_on_from_its_checkpoint(tmp_path):
+    run_dir = shutil.copytree(BEFORE, tmp_path / "run")
+    words = [run_dir / "config.yaml", "--run.dir", run_dir, "--model.path", BEFORE / "base", "--run.steps", "3"]
+    status, output = complete(words)
+    assert status == 0, output
+    assert "damaged" not in output
+    assert "no checksums" not in output
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert rows[:2] == read_rows(BEFORE / "metrics.jsonl")
+    assert len(comparable(run_dir)) == 3
+    assert rows[2]["optimizer/grad_norm"] == pytest.approx(0.463695, rel=1e-3)  # of the run that was not interrupted
+
+
+def yaml_of(key, text):
+    lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split("."))]
+    return "\n".join(lines) + f" {text}\n"
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_a_removed_key_may_have_its_default_alone(key, tmp_path):
+    if key in dict(dotted(dataclasses.asdict(Config()))):
+        pytest.skip("the key is still there")
+    default, remedy = REMOVED[key]
+    file = tmp_path / "old.yaml"
+    file.write_text(yaml_of(key, json.dumps(default)))
+    assert outcome(main, [file])[0] == 0
+    file.write_text(yaml_of(key, "[7]"))
+    status, _, said = outcome(main, [file])
+    assert status == 2
+    assert f"{file}:{key.count('.') + 1}: {key} was removed " in said
+    assert f"got [7]: {remedy}; delete this key" in said
+    status, _, said = outcome(main, [f"--{key.replace('_', '-')}", "7"])
+    assert (status, said.strip()) == (2, f"error: command line: {key} was removed: {remedy}; leave this option out")
