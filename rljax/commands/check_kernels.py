@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.plan.kernels import attention_flops
+from rljax.plan.flops import attention_flops
 from rljax.policy.attention import PackedAttention, attend, segment_mask
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import token_logprobs

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 
 from rljax.commands.check_kernels import memory_analysis
 from rljax.data.prompts import DataConfig
-from rljax.plan.compile import memory_by_kind, model_flops
+from rljax.plan.compile import memory_by_kind
 from rljax.plan.dry_run import beside_bytes, planned_bytes
+from rljax.plan.flops import model_flops
 from rljax.plan.machines import card_of_kind
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Remat, init_params, param_shardings
