@@ -39,7 +39,7 @@ COMMANDS = {
     "prepare": Command("rljax.commands.prepare", "Makes a training file from problems: filters, counts, scores."),
     "export": Command("rljax.commands.export", "Writes a checkpoint as a Hugging Face directory."),
     "serve": Command("rljax.commands.serve", "Serves a model with vLLM or SGLang, ready for weight updates.", ""),
-    "config": Command("rljax.commands.config", "Prints the settings that a run would use, or explains one.", "Config"),
+    "config": Command("rljax.commands.config", "Prints the settings that a run would use.", "Config"),
     "check": Command("rljax.commands.check", "Checks this machine, from driver and kernels to two steps with vLLM."),
 }
 USAGE = "usage: rljax COMMAND [words of the command]"

@@ -267,8 +267,7 @@ def _print_help(
     _, values, _ = _read_file(root, file)
     if common is not None and ALL not in words:
         count = sum(not isinstance(value, dict) for _, value in dotted(values))
-        description += f"\n\nThese are the {len(common)} options that most runs set. --help all prints all {count}, "
-        description += "and rljax config KEY explains one."
+        description += f"\n\nThese are the {len(common)} options that most runs set. --help all prints all {count}."
         print_help(root, _unchecked(root(), values), prog, description, common)
     print_help(root, _unchecked(root(), values), prog, description)
 
