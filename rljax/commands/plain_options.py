@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import ast
-import dataclasses
 import difflib
 import inspect
 import itertools
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType, UnionType
+from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
 from rljax.errors import ConfigError
@@ -45,38 +45,31 @@ def read_words(
         allow_abbrev=False,
     )
     parser.add_argument("paths", metavar=paths, nargs="*", type=Path)
-    hints, texts = get_type_hints(kind), field_texts(kind)
-    options = ["--help"]
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
-        options.append("--" + field.name.replace("_", "-"))
-        hint = hints[field.name]
-        (one,) = [each for each in get_args(hint) if each is not NoneType] if isinstance(hint, UnionType) else [hint]
-        given: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if one is bool else {"type": one}
-        if one is not bool:
-            given["metavar"] = one.__name__.upper()
-        shown = "" if field.default in (None, False) else f" Default: {field.default}."
-        text = (texts[field.name] + shown).replace("%", "%%")
-        parser.add_argument(options[-1], dest=field.name, default=field.default, help=text, **given)
-    found, unknown = parser.parse_known_intermixed_args([with_hyphens(word) for word in words])
+    texts, options = field_texts(kind), ["--help"]
+    for name, hint in get_type_hints(kind).items():
+        default, option = getattr(kind, name), "--" + name.replace("_", "-")
+        (one,) = [each for each in get_args(hint) or [hint] if each is not NoneType]
+        form: dict[str, Any] = {"type": one, "metavar": one.__name__.upper()}
+        form = {"action": argparse.BooleanOptionalAction} if one is bool else form
+        shown = "" if default in (None, False) else f" Default: {default}."
+        text = (texts[name] + shown).replace("%", "%%")
+        parser.add_argument(option, dest=name, default=default, help=text, **form)
+        options.append(option)
+    # The name of an option may have underscores: --a_b=c is --a-b=c.
+    names = [re.sub(r"^--[^=]*", lambda found: found[0].replace("_", "-"), word) for word in words]
+    found, unknown = parser.parse_known_intermixed_args(names)
     if unknown:
         similar = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
         raise ConfigError(f"unknown option {unknown[0]}" + (f"; did you mean {similar[0]}?" if similar else ""))
     values = vars(found)
-    given_paths = values.pop("paths")
-    if not given_paths:
-        raise ConfigError(f"expected at least one {paths}")
-    if most is not None and len(given_paths) > most:
-        raise ConfigError(f"expected at most {most} {paths}, got {len(given_paths)}")
+    given = values.pop("paths")
+    if not given or (most is not None and len(given) > most):
+        expected = "at least one" if not given else f"at most {most}"
+        raise ConfigError(f"expected {expected} {paths}, got {len(given)}")
     try:
-        return given_paths, kind(**values)
+        return given, kind(**values)
     except ValueError as error:
         raise ConfigError(error) from error
-
-
-def with_hyphens(word: str) -> str:
-    """Returns a word of the command line with hyphens in the name of its option: ``--a_b=c`` becomes ``--a-b=c``."""
-    name, sign, value = word.partition("=")
-    return name.replace("_", "-") + sign + value if word.startswith("--") else word
 
 
 def field_texts(kind: type) -> dict[str, str]:
