@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("machine", help="machine to compile for, as in --compile")
     parser.add_argument("--json", type=Path, default=None, help="JSON file for the report")
     options, words = parser.parse_known_args(argv)
-    config = load_config(Config, [options.config, *words], prog="compile_step.py")
+    config = load_config(Config, [options.config, *words], prog=parser.prog, description="")
     with caller_errors():
         compiled = compile_step(config, parse_machine(options.machine))
         found = report(compiled) | work_report(compiled)

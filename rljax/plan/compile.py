@@ -84,7 +84,8 @@ def memory_by_kind(analysis: Any) -> dict[str, int]:
 def cost_by_kind(analysis: Any) -> dict[str, float]:
     """Returns the compiler's floating-point operations and bytes moved, from ``cost_analysis()`` of an executable.
 
-    The compiler counts a loop once if it does not know how often the loop runs, and knows nothing of custom calls.
+    The compiler counts a loop once if it does not know how often the loop runs, and knows nothing of custom calls. The
+    compiler for GPUs gives no counts without a GPU.
     """
     names = {"flops": "flops", "bytes_accessed": "bytes accessed"}
     return {name: float(analysis[key]) for name, key in names.items() if analysis and key in analysis}
