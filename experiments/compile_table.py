@@ -1,4 +1,4 @@
-"""Makes the tables of docs/compile.md: each row is a ``--dry-run --compile`` of ``python -m rljax.train``.
+"""Makes the tables of docs/compile.md: each row is a report of experiments/compile_step.py.
 
     .venv-compile/bin/python experiments/compile_table.py benchmarks/compile.json [--only TEXT]
 
@@ -139,7 +139,7 @@ OPTIONS = [
 
 def compile_row(row: Row) -> dict[str, Any]:
     """Compiles a row and returns its report, or the reason of the failure."""
-    command = [sys.executable, "-m", "rljax.train", row.config, "--dry-run", "--compile", row.machine, *row.words]
+    command = [sys.executable, "experiments/compile_step.py", row.config, row.machine, *row.words]
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "report.json"
         done = subprocess.run([*command, "--json", str(out)], cwd=ROOT, capture_output=True, text=True, check=False)

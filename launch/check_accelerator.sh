@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Checks rljax on this machine, from the driver to a run of two steps, and writes one JSON file to send
+# Checks rljax on this machine, from the driver to a training step, and writes one JSON file to send
 # (docs/check_accelerator.md).
 #
 #   bash launch/check_accelerator.sh [--tpu] [options of rljax check]
 #   bash launch/check_accelerator.sh --models 0.6B 1.7B 4B
 #   bash launch/check_accelerator.sh --json result.json   another name than accelerator_NAME.json in this directory
-#   bash launch/check_accelerator.sh --only driver packages vllm    some parts
+#   bash launch/check_accelerator.sh --only driver packages step    some parts
 #   bash launch/check_accelerator.sh --tiny          tries the kernels and the step on a CPU too
 #
 # Makes an environment first, with jax for CUDA where nvidia-smi finds a GPU; with --tpu one of its own, with jax for
-# TPU, in .venv-tpu. The part with vLLM needs the environment of launch/install_vllm.sh. No model is downloaded. The exit
-# status is 1 when something is not as it should be. Not run on an accelerator yet.
+# TPU, in .venv-tpu. No model is downloaded. The exit status is 1 when something is not as it should be.
+# Not run on an accelerator yet.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -29,9 +29,6 @@ COMMANDS = {
     "train": Command("rljax.train", "Trains a policy: rljax train CONFIG.yaml [--a.b value ...]", "Config"),
     "evaluate": Command("rljax.evaluate", "Measures the accuracy of a model or of a run on one dataset."),
     "compare": Command("rljax.commands.compare", "Compares log-probabilities of the same tokens between engines."),
-    "bench-mismatch": Command(
-        "rljax.commands.bench_mismatch", "Measures the mismatch of engines, precisions and paths."
-    ),
     "view": Command("rljax.commands.view", "Makes one HTML page of a token dump or a run, token by token."),
     "diagnose": Command("rljax.commands.diagnose", "Names the cause of a mismatch or collapse, and the remedies."),
     "replay": Command("rljax.commands.replay", "Shows what the length-triggered schedule would do on a training log."),
@@ -39,9 +36,13 @@ COMMANDS = {
     "prepare": Command("rljax.commands.prepare", "Makes a training file from problems: filters, counts, scores."),
     "export": Command("rljax.commands.export", "Writes a checkpoint as a Hugging Face directory."),
     "serve": Command("rljax.commands.serve", "Serves a model with vLLM or SGLang, ready for weight updates.", ""),
-    "config": Command("rljax.commands.config", "Prints the settings that a run would use, or explains one.", "Config"),
-    "check": Command("rljax.commands.check", "Checks this machine, from driver and kernels to two steps with vLLM."),
+    "config": Command("rljax.commands.config", "Prints the settings that a run would use.", "Config"),
+    "check": Command("rljax.commands.check", "Checks this machine, from driver and kernels to a training step."),
 }
+REMOVED = {
+    "bench-mismatch": "rljax compare --serve --model MODEL --scorer vllm:bfloat16 --lengths 32 256 (--help explains it)"
+}
+"""What to type instead of a command that was removed."""
 USAGE = "usage: rljax COMMAND [words of the command]"
 COMPLETION = "--tyro-print-completion"
 SHELLS = ("bash", "zsh", "tcsh", "fish")
@@ -61,6 +62,8 @@ def find(name: str) -> Command:
     """Returns the command of this name. Raises ConfigError, with a suggestion, when there is none."""
     if name in COMMANDS:
         return COMMANDS[name]
+    if name in REMOVED:
+        raise ConfigError(f"the command {name} is gone: type {REMOVED[name]}")
     similar = difflib.get_close_matches(name, COMMANDS, n=1)
     advice = f"did you mean {similar[0]}?" if similar else f"commands: {', '.join(COMMANDS)}"
     raise ConfigError(f"unknown command {name}; {advice}")

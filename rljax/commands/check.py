@@ -1,15 +1,16 @@
-"""Checks the whole path of a run on this machine, in ten minutes at most, and writes one JSON file to send.
+"""Checks rljax on this machine, from the driver to a training step, and writes one JSON file to send.
 
     rljax check                              # Qwen3-0.6B's shapes
     rljax check --models 0.6B 1.7B 4B
-    rljax check --only driver packages vllm --json result.json
+    rljax check --only driver packages --json result.json
     rljax check --tiny                       # tries the kernels and the step too on a CPU
 
-First come the driver, the packages, the compiler and /dev/shm. Then all devices add up an array, and the embedded
-engine, a checkpoint and a vLLM server are tried with the toy base. Attention and the head are compared with float32.
-Nothing of a packed sequence may reach another sequence. A training step is compiled and timed, and its memory is
-compared with the plan. Weights and tokens are random; nothing is downloaded. Each part is ok, failed or skipped, with
-the remedy. A part that fails is recorded with its error, and the others still run; the exit status is then 1.
+First come the driver, the packages, the compiler and /dev/shm. Then all devices add up an array. Attention and the head
+are compared with float32. Nothing of a packed sequence may reach another sequence. A training step is compiled and
+timed, and its memory is compared with the plan. Weights and tokens are random; nothing is downloaded. Each part is ok,
+failed or skipped, with the remedy. A part that fails is recorded with its error, and the others still run; the exit
+status is then 1. Parts of one kind have a process of their own, so a crash loses only what its process had not
+finished.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,7 +39,6 @@ from tqdm import tqdm
 
 from rljax.commands import check_kernels as kernels
 from rljax.commands import check_machine as machine
-from rljax.commands import check_run as whole
 from rljax.commands import check_step as training
 from rljax.distributed.files import write_whole
 from rljax.distributed.processes import unused_gpus
@@ -60,8 +60,9 @@ _OLD_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses to have both
 _TRACE = 4000  # characters of a failed part's traceback, or of a lost process's last words
 # The processes of parts by the first word of their names, and the longest time of each (seconds).
 _GROUPS = dict.fromkeys(("driver", "packages", "compiler", "shm"), "machine") | {"leak": "attention"}
-_LIMITS = {"vllm": 360.0, "attention": 240.0, "step": 240.0}
+_LIMITS = {"attention": 240.0, "step": 240.0}
 _LIMIT_S = 120.0
+STEPS = 5  # the steps that are timed
 _ON_ACCELERATOR = ("attention", "leak", "head", "step")
 _REMEDIES = {
     DEVICE: "reinstall jax for this machine (jax[cuda12] or jax[tpu]), and look at its driver",
@@ -70,13 +71,10 @@ _REMEDIES = {
     "compiler": "install gcc and python3-dev (Debian, Ubuntu) or gcc and python3-devel (Red Hat)",
     "shm": "start the container with --ipc=host or --shm-size, or set rollout.transfer_dir",
     "collective": "NCCL_DEBUG=INFO names the link that fails; start containers with --ipc=host",
-    "engine": "sample with vLLM (rollout.engine vllm), and send the file",
-    "checkpoint": "set TMPDIR to a disk that keeps files and has room",
-    "vllm": "repair what the parts before it name; else send the file",
     "attention": "train with policy.attention xla, and send the file",
     "leak": "train with policy.attention xla, and send the file",
     "head": "send the file",
-    "step": "try --remat blocks or smaller --models, and send the file",
+    "step": "try smaller --models, and send the file",
 }
 
 
@@ -88,10 +86,6 @@ class Arguments:
     """Sizes of Qwen3 whose training step is timed. A size that does not fit by the plan is skipped."""
     dtypes: tuple[Literal["bfloat16", "float16"], ...] = ("bfloat16", "float16")
     """Dtypes of everything that is checked."""
-    steps: int = 5
-    """Steps that are timed, after two that are not."""
-    remat: Literal["auto", "none", "dots", "blocks", "offload"] = "auto"
-    """The value of precision.remat. auto: the first of none, dots and blocks whose plan fits the memory."""
     json: Path | None = None
     """The JSON file to write. None: accelerator_NAME.json in this directory, where NAME is the kind of device; no file
     with --tiny. The last line says where the file is."""
@@ -99,21 +93,17 @@ class Arguments:
     """Names of parts, or beginnings of them, such as attention or "step 0.6B". Empty: all."""
     tiny: bool = False
     """Shapes that take seconds on a CPU; their speeds mean nothing."""
-    separate: bool = True
-    """Run the parts in processes of their own, those of one kind together. A crash then loses only what its
-    process had not finished, and each step's peak of memory is its own."""
     limit_s: float = 600.0
     """The longest time of all parts together (seconds). Parts for which none is left are skipped."""
 
 
 def make_parts(arguments: Arguments) -> Parts:
     """Returns the functions to run, by the names of their parts, in the order of the report; the device comes first."""
-    tiny, remat = arguments.tiny, None if arguments.remat == "auto" else arguments.remat
+    tiny = arguments.tiny
     policies = {"tiny": TINY} if tiny else {size: KNOWN_SHAPES[f"Qwen/Qwen3-{size}"] for size in arguments.models}
     smallest = next(iter(policies.values()), TINY)
     size = training.TINY if tiny else training.StepSize()
     repeats = 2 if tiny else 7
-    implementations: tuple[AttentionName, ...] = ("auto", "xla")
     part = functools.partial
     largest = max(policies.items(), key=lambda one: one[1].hidden_size, default=("tiny", TINY))
     parts: Parts = {
@@ -123,19 +113,18 @@ def make_parts(arguments: Arguments) -> Parts:
         "compiler": machine.check_compiler,
         "shm": part(machine.check_shm, *largest),
         "collective": part(machine.check_collective, 1 if tiny else 256, repeats),
-        "engine": whole.check_engine,
-        "checkpoint": part(whole.check_checkpoint, TINY),
-        "vllm": part(whole.check_vllm, 240.0),
     }
     for dtype in arguments.dtypes:
-        for tokens, name in itertools.product((1152,) if tiny else (2048, 9216), implementations):
+        names: tuple[AttentionName, ...] = ("auto", "xla")
+        for tokens, name in itertools.product((1152,) if tiny else (2048, 9216), names):
             given, words = (name, tokens, dtype, smallest), f"{name} {tokens} {dtype}"
             parts[f"attention {words}"] = part(on_attention, kernels.check_attention, *given, repeats)
             parts[f"leak {words}"] = part(on_attention, kernels.check_leak, *given)
         rows, chunk = (64, 128) if tiny else (2048, MAX_CHUNK)
         parts[f"head {dtype}"] = part(kernels.check_head, rows, dtype, smallest, repeats, chunk)
+    steps = 2 if tiny else STEPS
     for (model, policy), dtype in itertools.product(policies.items(), arguments.dtypes):
-        parts[f"step {model} {dtype}"] = part(training.check_step, model, policy, dtype, arguments.steps, size, remat)
+        parts[f"step {model} {dtype}"] = part(training.check_step, model, policy, dtype, steps, size, None)
     return parts
 
 
@@ -148,7 +137,8 @@ def on_attention(
     if name != picked == "xla":
         return {"skipped": "auto is xla here"}
     attention = choose_attention(name, *here)
-    return {"implementation": picked} | check(attention, tokens, dtype, policy, *rest)
+    found = check(attention, tokens, dtype, policy, *rest)
+    return found | {"implementation": picked, "says": f"{picked}: {found['says']}"}
 
 
 def group(name: str) -> str:
@@ -164,12 +154,15 @@ def describe_device() -> Found:
         unused = unused_gpus(jax.local_device_count() if device.platform == "gpu" else 0)
     except ConfigError as error:
         unused = str(error)
+    memory = training.device_memory()
+    said = in_units(memory) if memory else "memory not said"
     return {
+        "says": f"{jax.device_count()} x {device.device_kind}, {said}, jax {jax.__version__}",
         "kind": device.device_kind,
         "platform": device.platform,
         "count": jax.device_count(),
         "processes": jax.process_count(),
-        "memory_bytes": training.device_memory(),
+        "memory_bytes": memory,
         "compute_capability": getattr(device, "compute_capability", None),
         "runtime": device.client.platform_version,
         "driver": machine.nvidia_smi("name,driver_version,memory.total"),
@@ -181,21 +174,8 @@ def describe_device() -> Found:
     }
 
 
-def run_part(part: Callable[[], Found]) -> Found:
-    """Runs a part and returns its findings or its error, and the time that it took (seconds)."""
-    start = time.perf_counter()
-    try:
-        found = part()
-    except Exception as error:  # of any kind: the other parts go on
-        reason = f"{type(error).__name__}: {error}"
-        found = {"error": reason[:_TRACE], "traceback": traceback.format_exc()[-_TRACE:]}
-    return found | {"seconds": round(time.perf_counter() - start, 2)}
-
-
-def run_parts(
-    parts: Parts, arguments: Arguments, keep: Callable[[dict[str, Found]], object] = lambda found: None
-) -> dict[str, Found]:
-    """Runs the parts and returns their findings by name. With ``--separate`` each group has a process of its own.
+def run_parts(parts: Parts, arguments: Arguments, keep: Callable[[dict[str, Found]], object]) -> dict[str, Found]:
+    """Runs the parts, each group in a process of its own, and returns their findings by name.
 
     ``keep`` is called with all findings so far after each part, so that a program that is killed leaves them. On a CPU
     without --tiny the kernels and the step are skipped, because they would take hours there.
@@ -206,20 +186,14 @@ def run_parts(
         for one in dict.fromkeys(map(group, parts)):
             bar.set_postfix_str(one)
             members = {name: part for name, part in parts.items() if group(name) == one}
-            left = end - time.monotonic()
+            left, why = end - time.monotonic(), {}
             on_cpu = found.get(DEVICE, {}).get("platform") == "cpu" and not arguments.tiny
-            results: Iterable[tuple[str, Found]]
             if on_cpu and one.partition(" ")[0] in _ON_ACCELERATOR:
                 why = {"skipped": "JAX finds no accelerator here", "remedy": "--tiny tries the program on a CPU"}
-                results = ((name, why) for name in members)
             elif left <= 0:
                 why = {"skipped": f"no time is left of --limit-s {arguments.limit_s:g}", "remedy": f"--only '{one}'"}
-                results = ((name, why) for name in members)
-            elif arguments.separate:
-                results = run_apart(members, min(left, _LIMITS.get(one.partition(" ")[0], _LIMIT_S)))
-            else:
-                results = ((name, run_part(part)) for name, part in members.items())
-            for name, result in results:
+            limit_s = min(left, _LIMITS.get(one.partition(" ")[0], _LIMIT_S))
+            for name, result in ((name, why) for name in members) if why else run_apart(members, limit_s):
                 found[name] = judged(name, result)
                 keep(found)
                 bar.update(1)
@@ -277,57 +251,21 @@ def send_findings(parts: Parts, sender: Connection, log: str, cache: str) -> Non
     os.dup2(sink, 1)
     os.dup2(sink, 2)
     for name, part in parts.items():
-        sender.send((name, run_part(part)))
+        start = time.perf_counter()
+        try:
+            found = part()
+        except Exception as error:  # of any kind: the other parts go on
+            reason = f"{type(error).__name__}: {error}"
+            found = {"error": reason[:_TRACE], "traceback": traceback.format_exc()[-_TRACE:]}
+        sender.send((name, found | {"seconds": round(time.perf_counter() - start, 2)}))
 
 
-def line(name: str, found: Found) -> str:
+def line(found: Found) -> str:
     """Returns one line about a part: its status, its findings or its problems, and the remedy."""
     problems = [found["error"].strip().splitlines()[0][:200]] if "error" in found else found.get("problems", [])
-    what = "; ".join(problems) or found.get("skipped") or found.get("says") or _LINES[name.partition(" ")[0]](found)
+    what = "; ".join(problems) or found.get("skipped") or found.get("says", "")
     remedy = f" -> {found['remedy']}" if found["remedy"] else ""
     return f"{found['status']}: {what}{remedy}"
-
-
-def _device_line(found: Found) -> str:
-    memory = in_units(found["memory_bytes"]) if found["memory_bytes"] else "memory not said"
-    return f"{found['count']} x {found['kind']}, {memory}, jax {found['jax']}"
-
-
-def _attention_line(found: Found) -> str:
-    return (
-        f"{found['implementation']}: error {max(found['relative_error'].values()):.1e}, "
-        f"forward {found['forward_ms']:.2f} ms ({found['forward_tflops_per_s']:.1f} TFLOP/s), with backward "
-        f"{found['forward_and_backward_ms']:.2f} ms ({found['forward_and_backward_tflops_per_s']:.1f} TFLOP/s)"
-    )
-
-
-def _leak_line(found: Found) -> str:
-    fixed = "" if found["fixed_sums"] else ", sums are not in a fixed order"
-    return f"{found['implementation']}: {sum(found['leaked_values'].values())} values of other segments changed{fixed}"
-
-
-def _head_line(found: Found) -> str:
-    parts = []
-    for name in ("chunks", "naive"):
-        one = found[name]
-        size = f", {in_units(one['temporary_bytes'])}" if one["temporary_bytes"] is not None else ""
-        parts.append(f"{name} error {one['largest_logprob_error']:.1e}, {one['forward_and_backward_ms']:.1f} ms{size}")
-    return "; ".join(parts)
-
-
-def _step_line(found: Found) -> str:
-    sizes, utilisation = found["bytes"], found["model_flops_utilisation"]
-    compiled = (sizes["compiled"] or {}).get("total")
-    memory = {"plan": sizes["planned"], "compiler": compiled, "device": sizes["peak_in_use"]}
-    return (
-        f"{found['median_step_s']:.3f} s, {found['tokens_per_second_and_device']:,.0f} tokens/s a device, "
-        f"MFU {'not known' if utilisation is None else f'{utilisation:.1%}'}, remat {found['remat']}; "
-        + ", ".join(f"{name} {'not known' if size is None else in_units(size)}" for name, size in memory.items())
-    )
-
-
-_KERNEL_LINES = {"attention": _attention_line, "leak": _leak_line, "head": _head_line}
-_LINES = {DEVICE: _device_line, "step": _step_line} | _KERNEL_LINES
 
 
 def main(argv: Sequence[str]) -> int:
@@ -351,7 +289,7 @@ def main(argv: Sequence[str]) -> int:
     counts = Counter(one["status"] for one in found.values())
     failed = [name for name, one in found.items() if one["status"] == "failed"]
     width = max(map(len, found))
-    print("\n".join(f"{name:<{width}}  {line(name, one)}" for name, one in found.items()))
+    print("\n".join(f"{name:<{width}}  {line(one)}" for name, one in found.items()))
     said_of_all = ", ".join(f"{counts[status]} {status}" for status in ("ok", "failed", "skipped"))
     print(f"{said_of_all} in {time.monotonic() - began:.0f} s")
     if path := keep(found):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.plan.kernels import attention_flops
+from rljax.plan.flops import attention_flops
 from rljax.policy.attention import PackedAttention, attend, segment_mask
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import token_logprobs
@@ -103,7 +103,10 @@ def check_attention(attention: PackedAttention, tokens: int, dtype: str, policy:
     forward_ms = median_ms(lambda: alone(q, k, v, segments), repeats)
     both_ms = median_ms(lambda: both(*arrays, segments), repeats)
     flops = attention_flops(lengths, num_heads=policy.num_heads, head_dim=policy.head_dim)
+    forward_rate, both_rate = flops.forward / forward_ms / 1e9, sum(flops) / both_ms / 1e9
     return {
+        "says": f"error {max(errors.values()):.1e}, forward {forward_ms:.2f} ms ({forward_rate:.1f} TFLOP/s), "
+        f"with backward {both_ms:.2f} ms ({both_rate:.1f} TFLOP/s)",
         "tokens": tokens,
         "segments": lengths,
         "dtype": dtype,
@@ -112,8 +115,8 @@ def check_attention(attention: PackedAttention, tokens: int, dtype: str, policy:
         "largest_relative_error_allowed": most,
         "forward_ms": forward_ms,
         "forward_and_backward_ms": both_ms,
-        "forward_tflops_per_s": flops.forward / forward_ms / 1e9,
-        "forward_and_backward_tflops_per_s": sum(flops) / both_ms / 1e9,
+        "forward_tflops_per_s": forward_rate,
+        "forward_and_backward_tflops_per_s": both_rate,
         "problems": problems,
     }
 
@@ -159,7 +162,9 @@ def check_leak(attention: PackedAttention, tokens: int, dtype: str, policy: Poli
     if fixed:
         problems += [f"{what} differs between equal runs" for what in RESULTS if what not in judged]
     problems += [f"{what} of the changed segment did not change" for what, count in own.items() if not count]
+    order = "" if fixed else ", sums are not in a fixed order"
     return {
+        "says": f"{sum(leaked.values())} values of other segments changed{order}",
         "tokens": tokens,
         "segments": lengths,
         "dtype": dtype,
@@ -200,6 +205,7 @@ def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_
         expected = jax.device_get(jax.jit(_head_gradients(naive_logprobs))(*wide))
     del wide
     found: Found = {"tokens": tokens, "dtype": dtype, "hidden_size": d, "vocabulary": v, "problems": []}
+    says = []
     in_chunks: Callable[..., Any] = functools.partial(token_logprobs, max_chunk=max_chunk)
     for name, head in (("chunks", in_chunks), ("naive", naive_logprobs)):
         run = jax.jit(_head_gradients(head)).lower(hidden, table, targets, cotangents).compile()
@@ -208,19 +214,21 @@ def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_
         of_hidden, of_table = (float(relative_error(x, y)) for x, y in zip(got[2:], expected[2:], strict=True))
         del got
         analysis = memory_analysis(run)
+        ms = median_ms(functools.partial(run, hidden, table, targets, cotangents), repeats)
+        says.append(f"{name} error {logprobs:.1e}, {ms:.1f} ms")
         found[name] = {
             "largest_logprob_error": logprobs,
             "largest_entropy_error": entropy,
             "relative_error_of_d_hidden": of_hidden,
             "relative_error_of_d_table": of_table,
-            "forward_and_backward_ms": median_ms(functools.partial(run, hidden, table, targets, cotangents), repeats),
+            "forward_and_backward_ms": ms,
             "temporary_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
         }
     for key, error in found["chunks"].items():
         limit = MOST_LOGPROB_ERROR if key.startswith("largest") else MOST_UNITS * _UNIT[dtype]
         if "error" in key and not error <= limit:
             found["problems"].append(f"{key.replace('_', ' ')} is {error:.2g}")
-    return found
+    return found | {"says": "; ".join(says)}
 
 
 def memory_analysis(compiled: jax.stages.Compiled) -> Any:

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 
 from rljax.commands.check_kernels import memory_analysis
 from rljax.data.prompts import DataConfig
-from rljax.plan.compile import memory_by_kind, model_flops
-from rljax.plan.dry_run import beside_bytes, planned_bytes
+from rljax.plan.compile import memory_by_kind
+from rljax.plan.dry_run import beside_bytes, in_units, planned_bytes
+from rljax.plan.flops import model_flops
 from rljax.plan.machines import card_of_kind
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Remat, init_params, param_shardings
@@ -146,7 +147,19 @@ def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: 
         found["problems"].append(f"not finite: {[key for key, value in row.items() if not math.isfinite(value)]}")
     if row["optimizer/skipped_updates"]:
         found["problems"].append(f"{row['optimizer/skipped_updates']:.0f} updates were skipped")
-    return found
+    return found | {"says": summary(found)}
+
+
+def summary(found: Found) -> str:
+    """Returns a line about the findings of a step."""
+    sizes, utilisation = found["bytes"], found["model_flops_utilisation"]
+    memory = {"plan": sizes["planned"], "compiler": (sizes["compiled"] or {}).get("total")}
+    memory["device"] = sizes["peak_in_use"]
+    return (
+        f"{found['median_step_s']:.3f} s, {found['tokens_per_second_and_device']:,.0f} tokens/s a device, "
+        f"MFU {'not known' if utilisation is None else f'{utilisation:.1%}'}, remat {found['remat']}; "
+        + ", ".join(f"{name} {'not known' if size is None else in_units(size)}" for name, size in memory.items())
+    )
 
 
 def run_steps(

@@ -4,14 +4,22 @@
     rljax compare TOKENS --model DIR --scorer jax:bfloat16 --scorer hf:bfloat16 --out comparison
 
     rljax compare TOKENS --model DIR --scorer jax:bfloat16 --scorer hf:bfloat16 --layers
+    rljax compare --serve --model toy-base --scorer hf:bfloat16 --scorer vllm:bfloat16 --lengths 32 256
 
 TOKENS is a token dump, a JSONL file, or prime-rl's token export. The columns of log-probabilities in it are compared,
 too. The program writes tokens.parquet (with the new columns), report.md, report.json and report.png into the directory
 OUT. With --layers it compares the operations inside the scorers, and writes layers.md, layers.json and layers.png.
 
-The exit status is 0 when every pair of columns passes, and 1 when a pair fails or is refused. It is 2 when an argument
-is wrong or a server does not answer, and 130 after an interrupt. After an interrupt, or when a server stops answering,
-the program still saves and reports the columns that are complete.
+With --serve it starts the vLLM servers that the scorers need, in the environment .venv-vllm or $RLJAX_VLLM_VENV. For
+each length the model continues the prompts by so many tokens, and each scorer is a row of one table. A row has the mean
+gap to the reference, in nats per token, with k3, the largest gap, the share of gaps beyond 0.5, and the difference in
+log-perplexity. Beside it stand the floors, which are gaps of the scorer to itself: "shape" at half the batch size, and
+"repeat" at the same size. A row that fails has its reason, and the others go on. Started again with the same OUT, the
+program measures the rows that have no numbers. OUT has bench.json, and the tokens in tokens-LENGTH.parquet.
+
+The exit status is 0 when every pair of columns passes, and 1 when a pair fails or is refused, or a row of --serve. It
+is 2 when an argument is wrong or a server does not answer, and 130 after an interrupt. After an interrupt, or when a
+server stops answering, the program still saves and reports the columns that are complete.
 """
 
 from __future__ import annotations
@@ -20,6 +28,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,30 +38,36 @@ from typing import Annotated
 import jax
 import numpy as np
 import tyro
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from rljax.commands.compare_layers import run_layers
+from rljax.compare.bench import ROWS, Bench, BenchConfig, bench_rows, without_places
 from rljax.compare.distributions import DistributionPair, Likeliest, compare_distributions, with_distributions
 from rljax.compare.importers import read_tokens
-from rljax.compare.report import Comparison, check_logprobs, compare_columns, to_json, to_markdown, to_text
+from rljax.compare.layers.differences import compare_layers
+from rljax.compare.layers.findings import judge_layers
+from rljax.compare.layers.picture import plot_layers
+from rljax.compare.layers.tables import Judged, layers_json, layers_markdown, layers_text
+from rljax.compare.layers.tracers import check_traced, open_tracer
+from rljax.compare.picture import plot_comparison
+from rljax.compare.report import check_logprobs, compare_columns, to_json, to_markdown, to_text
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
-from rljax.compare.scorers import name_columns, score_column, split_spec
+from rljax.compare.scorers import DTYPES, check_vocabulary, name_columns, score_column, split_spec
 from rljax.data.prompts import TOYS
 from rljax.distributed.files import filled_directory
 from rljax.errors import ConfigError, caller_errors
-from rljax.policy.hub import model_directory
+from rljax.policy.config import SIZES, PolicyConfig
+from rljax.policy.hub import is_hub_id, model_directory
+from rljax.record.text_tables import text_table
 from rljax.record.token_dumps import OTHER_RUNS, SECOND_RUN, TokenDump, write_dump
 from rljax.run.options import parse_arguments
 from rljax.trainer.measure import Cause
 
-METRIC = "logprob_abs_diff_mean"
 TOY_PROMPTS = 64
-MOST_NAMED = 24  # with more pairs than this, the legend groups those that pass
-COARSENESS = {"bfloat16": "tab:red", "float16": "tab:blue", "float32": "tab:green"}
+BENCH_PROMPTS = 8  # the toy problems of --serve
+OF_SERVE = {"lengths", "repeat", "server_arg"}  # options that go with --serve only
+# Options that go with --serve and without it.
+OF_BOTH = {"serve", "tokens", "toy_prompts", "model", "scorer", "sample"}
+OF_BOTH |= {"seed", "trainer", "batch_size", "second_run", "out"}
 
 
 @dataclass(frozen=True)
@@ -109,6 +125,16 @@ class Arguments:
     """With --layers, the name of the sequence. None: the longest one."""
     layer_tokens: int = 128
     """With --layers, the largest number of tokens of the sequence that are computed."""
+    serve: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Measure each scorer of --model, one row each, on new responses to the prompts of TOKENS or of toy problems (8).
+    The scorers are jax, jax-prefill, jax-decode, exact, hf, vllm and vllm-decode with a DTYPE, or vllm:URL; without any
+    it measures all of them. --trainer names the reference, such as jax:float32. None: jax in the dtype of the row."""
+    lengths: tuple[int, ...] = (32, 256)
+    """With --serve, the lengths of the responses (tokens)."""
+    repeat: int = 1
+    """With --serve, the number of further scorings at the same batch size, for the floor "repeat"."""
+    server_arg: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """With --serve, a further argument of the servers, as in --server-arg=--gpu-memory-utilization=0.4."""
     json: Path | None = None
     """The file of the JSON report. None: report.json in OUT, with --layers layers.json."""
     picture: Path | None = None
@@ -120,6 +146,12 @@ class Arguments:
 def parse(argv: Sequence[str]) -> Arguments:
     """Returns the arguments of the command line, with the arguments that --toy stands for filled in."""
     given = parse_arguments(Arguments, argv, prog="rljax compare", description=__doc__ or "")
+    for field in dataclasses.fields(Arguments):
+        is_taken = field.name in OF_BOTH or (field.name in OF_SERVE) == given.serve
+        if not is_taken and getattr(given, field.name) != field.default:
+            raise ConfigError(
+                f"--{field.name.replace('_', '-')} {'does not go' if given.serve else 'goes'} with --serve"
+            )
     if not given.toy:
         return given
     return dataclasses.replace(
@@ -208,57 +240,93 @@ def named_roles(options: Arguments, columns: Collection[str]) -> dict[str, str]:
     return roles
 
 
-def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Plots the mean absolute difference of each pair as a matrix, and its growth along the response."""
-    side = max(5.5, 2.0 + 0.6 * len(comparison.columns))
-    figure = Figure(figsize=(2 * side + 4.0, side), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    plot_matrix(left, comparison)
-    plot_growth(right, comparison)
-    figure.legend(loc="outside right center", fontsize=7)
-    figure.savefig(path, dpi=100)
+def choose_sequence(dump: TokenDump, name: str | None, longest: int) -> np.ndarray:
+    """Returns the first ``longest`` tokens of a sequence, int32 [t]. None for ``name`` means the longest sequence.
 
-
-def plot_growth(axes: Axes, comparison: Comparison) -> None:
-    """Plots one line for each pair.
-
-    With more than ``MOST_NAMED`` pairs, a pair that passes has the colour of the coarser of its two dtypes. The legend
-    then names only the pairs that fail.
+    Raises ConfigError if there is no such sequence, or it has fewer than 2 tokens.
     """
-    shades = colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs)))
-    named: set[str] = set()
-    for pair, shade in zip(comparison.pairs, shades, strict=True):
-        gaps = [max(bucket[METRIC], 1e-9) for bucket in pair.growth.values()]
-        label, form = f"{pair.trainer} / {pair.rollout}: {pair.verdict.status}", "x--"
-        if pair.verdict.status == "pass":
-            form = "o-"
-            if len(comparison.pairs) > MOST_NAMED:
-                dtypes = {comparison.columns[name].dtype for name in (pair.trainer, pair.rollout)}
-                dtype = next((name for name in COARSENESS if name in dtypes), "")
-                label, shade = f"coarser dtype: {dtype or 'unknown'}", COARSENESS.get(dtype, "0.5")
-        axes.plot(list(pair.growth), gaps, form, color=shade, label=None if label in named else label)
-        named.add(label)
-    axes.set(yscale="log", xlabel="position in the response (tokens)", ylabel=f"{METRIC} (nats)")
-    axes.grid(alpha=0.3)
+    if name is not None and name not in dump.sequence_ids:
+        raise ConfigError(f"--sequence: no sequence {name!r} among the {len(dump.sequence_ids)} there")
+    lengths = [len(ids) for ids in dump.token_ids]
+    place = int(np.argmax(lengths)) if name is None else list(dump.sequence_ids).index(name)
+    tokens = np.asarray(dump.token_ids[place][:longest], np.int32)
+    if len(tokens) < 2:
+        raise ConfigError(f"--layers needs a sequence of at least 2 tokens, got {len(tokens)}")
+    return tokens
 
 
-def plot_matrix(axes: Axes, comparison: Comparison) -> None:
-    """Plots the difference of each pair, and on the diagonal the difference between the two runs of one scorer."""
-    names = list(comparison.columns)
-    grid = np.full((len(names), len(names)), np.nan)
-    for pair in comparison.pairs:
-        i, j = names.index(pair.trainer), names.index(pair.rollout)
-        grid[i, j] = grid[j, i] = pair.metrics[METRIC]
-    for name, floor in comparison.noise_floor.items():
-        grid[names.index(name), names.index(name)] = floor[METRIC]
-    axes.imshow(np.maximum(grid, 1e-8), norm=LogNorm(1e-8, 1.0), cmap="viridis")
-    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    for (i, j), value in np.ndenumerate(grid):
-        if np.isfinite(value):
-            text = f"{value:.1e}".replace("e-0", "e-") if value else "0"
-            axes.text(j, i, text, ha="center", va="center", fontsize=7, color="w" if value < 1e-2 else "k")
-    axes.set_title(f"{METRIC} (nats; diagonal: second run)", fontsize=10)
+def run_layers(dump: TokenDump, options: Arguments) -> int:
+    """Compares the first scorer with each other one, writes the reports, and returns the exit status."""
+    scorers, model, out = options.scorer, options.model, options.out
+    if len(scorers) < 2:
+        raise ConfigError(f"--layers compares the first --scorer with each other one, got {len(scorers)}")
+    if options.layer_tokens < 2:
+        raise ConfigError(f"--layer-tokens must be at least 2, got {options.layer_tokens}")
+    for spec in scorers:
+        check_traced(spec)
+    tokens = choose_sequence(dump, options.sequence, options.layer_tokens)
+    judged: list[Judged] = []
+    with open_tracer(scorers[0], model) as reference:
+        check_vocabulary(dump, reference.config.vocab_size)
+        for spec in scorers[1:]:
+            with open_tracer(spec, model) as tested:
+                _check_alike(spec, tested.config, scorers[0], reference.config)
+                comparison = compare_layers(reference, tested, tokens)
+            judged.append((comparison, judge_layers(comparison)))
+    write_dump(out / "tokens.parquet", dump)
+    (out / "layers.md").write_text(layers_markdown(judged), encoding="utf-8")
+    (options.json or out / "layers.json").write_text(layers_json(judged), encoding="utf-8")
+    plot_layers(judged, options.picture or out / "layers.png")
+    print(layers_text(judged))
+    print(f"written to {out}: layers.md, layers.json, layers.png")
+    return 0 if all(verdict.passed for _, verdict in judged) else 1
+
+
+def _check_alike(spec: str, config: PolicyConfig, first: str, expected: PolicyConfig) -> None:
+    for name in (*SIZES, "num_experts", "family"):
+        got, wanted = getattr(config, name), getattr(expected, name)
+        if got != wanted:
+            raise ConfigError(f"scorer {spec!r} has {name} = {got}, expected {wanted}, that of {first}")
+
+
+def run_bench(options: Arguments, argv: Sequence[str]) -> int:
+    """Measures the scorers one by one in the directory OUT, which exists, and returns the exit status."""
+    if options.model is None or (options.tokens and options.toy_prompts):
+        raise ConfigError("--serve needs --model, and takes the prompts of either TOKENS or --toy-prompts N")
+    for name, least in (("lengths", 1), ("batch_size", 1), ("repeat", 0)):
+        if np.size(value := getattr(options, name)) == 0 or np.min(value) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    reference = options.trainer[0] if options.trainer else "jax"
+    if len(options.trainer) > 1 or reference.partition(":")[0] not in ("jax", "jax-decode", "hf"):
+        raise ConfigError(f"--serve takes one --trainer of jax, jax-decode and hf, got {' '.join(options.trainer)}")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engines share the memory of a card
+    parts = [[Path(part).name if os.path.exists(part) else part for part in word.split("=")] for word in argv]
+    with caller_errors():
+        model = Path(model_directory(options.model))
+        tokens, count = options.tokens, options.toy_prompts or BENCH_PROMPTS
+        prompts = read_tokens(tokens) if tokens else toy_prompts(count, model)
+        sample = options.sample or "jax-decode:bfloat16"
+        split_sampler(sample)
+        config = BenchConfig(
+            model,
+            options.model if is_hub_id(options.model) else Path(options.model).name,
+            options.scorer or tuple(f"{kind}:{dtype}" for kind, dtype in itertools.product(ROWS, DTYPES)),
+            options.lengths,
+            batch_size=min(options.batch_size, len(prompts.sequence_ids)),
+            second_run=options.second_run,
+            repeat=options.repeat,
+            reference=reference,
+            sample=sample,
+            seed=options.seed,
+            server_args=options.server_arg,
+            out=options.out,
+        )
+        command = shlex.join(["rljax", "compare", *(without_places("=".join(each)) for each in parts)])
+        bench = Bench(config, prompts, tokens.name if tokens else None, command)
+    bench.run()
+    print(text_table(bench_rows(bench.document)))
+    print(f"written to {options.out}: bench.json and the tokens of each length")
+    return 1 if any("reason" in row for row in bench.document["rows"]) else 0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -267,7 +335,7 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         with caller_errors():
             stack.enter_context(filled_directory(options.out))
-        return run(options)
+        return run_bench(options, argv) if options.serve else run(options)
 
 
 def run(options: Arguments) -> int:

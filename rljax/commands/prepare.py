@@ -79,7 +79,6 @@ class Arguments:
       samples: The number of responses to each problem, from which its pass rate is measured; 0: no measurement.
       min_pass_rate: The lowest pass rate of a problem that is kept. A problem that is never solved is always dropped.
       max_pass_rate: The highest pass rate of a problem that is kept. A problem that is always solved is dropped, too.
-      engine: The engine that samples: jax, in this process, or vllm.
       urls: The URLs of vLLM servers of MODEL, which are used as they are; empty: the embedded engine.
       dtype: The dtype of the embedded engine.
       temperature: The temperature of the sampling.
@@ -107,7 +106,6 @@ class Arguments:
     samples: int = 0
     min_pass_rate: float = 0.0
     max_pass_rate: float = 1.0
-    engine: Literal["jax", "vllm"] | None = None
     urls: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     temperature: float = 1.0
@@ -139,13 +137,6 @@ class Arguments:
             raise ConfigError("a pass rate needs at least 2 samples and a positive temperature")
         if not self.samples and (self.min_pass_rate, self.max_pass_rate) != (0.0, 1.0):
             raise ConfigError("pass rates are bounded but not measured: give --samples")
-        if (self.engine_name == "vllm") != bool(self.urls):
-            raise ConfigError("--urls are needed with --engine vllm, and only there")
-
-    @property
-    def engine_name(self) -> Literal["jax", "vllm"]:
-        """The engine: ``engine``, or vllm if there are ``urls``, else jax."""
-        return self.engine or ("vllm" if self.urls else "jax")
 
     @property
     def own_form(self) -> Form:
@@ -264,9 +255,9 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
     if done == len(problems):
         return scores
     sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
-    at_once = arguments.batch_size or (64 if arguments.engine_name == "jax" else 1024)
+    at_once = arguments.batch_size or (1024 if arguments.urls else 64)
     n = arguments.samples
-    rollout = RolloutConfig(engine=arguments.engine_name, urls=arguments.urls, dtype=arguments.dtype)
+    rollout = RolloutConfig(engine="vllm" if arguments.urls else "jax", urls=arguments.urls, dtype=arguments.dtype)
     with (
         pool,
         open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,

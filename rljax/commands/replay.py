@@ -17,6 +17,7 @@ A log that cannot be read is one line on stderr. The other logs are replayed, an
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import shlex
@@ -24,7 +25,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rljax.errors import ConfigError, caller_errors, import_for, print_end
 from rljax.record.length_logs import LengthLog, read_lengths
@@ -34,9 +35,14 @@ from rljax.run.options import read_words
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
 from rljax.schedule.neighbours import Outcome, RateLaw, largest_ratio, neighbours_of, replay_rule
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 SWEEP = {"ratio": (2.0, 2.5, 3.0, 3.5, 4.0), "window": (60, 80, 100, 150, 200), "persistence": (1, 3, 6, 9, 12)}
 FORMAT = 1  # the version of the JSON document
 _MOST_CHANGES = 12  # the most changes of the rate in the printed report
+_MOST_NAMES = 10  # the most names in the picture's legend
+_LONGEST_NAME = 40  # the most letters of a log's name in it
 
 
 @dataclass(frozen=True)
@@ -256,10 +262,86 @@ def numbers(found: dict[Path, Replay | str], options: Arguments) -> dict[str, An
     return {"format": FORMAT, **rate, "logs": logs}
 
 
+def draw(results: Sequence[Replay], path: Path, style: Any) -> None:
+    """Writes one picture of all logs: their lengths, the call of each rule, and the rate. Raises OSError.
+
+    ``style`` is the module ``panel_style``, which needs matplotlib.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    rules = len(results[0].outcomes)
+    figure = Figure(figsize=(11, 7.0 + 0.24 * rules), layout="constrained")
+    length, calls, rate = figure.subplots(3, 1, sharex=True, height_ratios=(3.0, 0.6 + 0.24 * rules, 1.6))
+    last = max(len(result.log.lengths) for result in results)
+    for axis in (length, calls, rate):
+        style.style_axis(axis, 1, last)
+        axis.set_xlabel("")
+    rate.set_xlabel("step", fontsize=8.5, color=style.QUIET)
+    looks = list(zip(results, itertools.cycle(style.LINES), strict=False))
+    for result, look in looks:
+        draw_log(result, look, length, rate)
+    draw_calls(results, calls, style)
+    alone = f": {verdict(results[0].in_use)}" if len(results) == 1 else ""
+    style.head(length, f"Response length{alone}", "")
+    length.set_ylabel(results[0].log.column, fontsize=8.5, color=style.QUIET, parse_math=False)
+    style.head(calls, "Call of each rule", "")
+    style.head(rate, "Learning rate of the rule in use", "per update")
+    length.set_ylim(bottom=0)
+    rate.set_ylim(bottom=0)
+    rate.yaxis.set_major_formatter("{x:g}")
+    if len(results) > 1:
+        named = looks[:_MOST_NAMES]
+        lines = [Line2D([], [], ls=look[0], color=look[1], label=name_of(result)) for result, look in named]
+        figure.legend(
+            handles=lines, loc="outside upper right", ncols=2, frameon=False, fontsize=9, labelcolor=style.INK
+        )
+    style.save_figure(figure, path)
+
+
+def name_of(result: Replay) -> str:
+    """Returns the log's path for the legend, cut at the front to ``_LONGEST_NAME`` letters."""
+    name = str(result.path)
+    return name if len(name) <= _LONGEST_NAME else f"...{name[3 - _LONGEST_NAME :]}"
+
+
+def draw_log(result: Replay, look: tuple[str, str], length: Axes, rate: Axes) -> None:
+    """Draws the length of one log, and the rate and the call of the rule in use."""
+    line, color = look
+    steps, outcome = range(1, len(result.log.lengths) + 1), result.in_use
+    marker = "o" if len(steps) == 1 else ""
+    length.plot(steps, result.log.lengths, color=color, linestyle=line, linewidth=1.2, marker=marker)
+    rate.step(steps, outcome.rates, where="mid", color=color, linestyle=line, linewidth=1.5)
+    if outcome.surge_step is not None:
+        for axis in (length, rate):
+            axis.axvline(outcome.surge_step, color=color, linewidth=1.2, linestyle=(0, (4, 2)))
+
+
+def draw_calls(results: Sequence[Replay], axis: Axes, style: Any) -> None:
+    """Draws a row for each rule, with a point at the step of each log's call.
+
+    If a rule does not call on every log, a text says on how many it calls.
+    """
+    outcomes = [result.outcomes for result in results]
+    names = [one.rule.name for one in outcomes[0]]
+    for row in range(len(names)):
+        calls = [
+            (each[row].surge_step, look) for each, look in zip(outcomes, itertools.cycle(style.LINES), strict=False)
+        ]
+        made = [(step, look) for step, look in calls if step is not None]
+        for step, (_, color) in made:
+            axis.plot(step, row, marker="o", markersize=7 if row == 0 else 5, color=color, linestyle="")
+        if len(made) < len(calls):
+            text, place = f"{len(made)} of {len(calls)} call" if made else "no call", axis.get_yaxis_transform()
+            axis.text(0.995, row, text, ha="right", va="center", transform=place, fontsize=8, color=style.QUIET)
+    axis.set_yticks(range(len(names)), names, fontsize=8.5)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+
+
 def main(argv: Sequence[str]) -> int:
     """Replays the logs, prints the report, and writes the picture and the JSON; returns the exit status."""
     paths, options = read_words(Arguments, argv, paths="LOG", prog="rljax replay", description=__doc__ or "")
-    draw = import_for("--picture", "rljax.commands.replay_picture", "replay").draw if options.picture else None
+    style = import_for("--picture", "rljax.record.panel_style", "replay") if options.picture else None
     with caller_errors():
         LengthTriggeredLR(**options.law()._asdict())  # checks the rates
     found: dict[Path, Replay | str] = {}
@@ -274,8 +356,8 @@ def main(argv: Sequence[str]) -> int:
     results = [result for result in found.values() if isinstance(result, Replay)]
     prints_json = options.json == Path("-")
     with caller_errors():
-        if draw and results:
-            draw(results, options.picture)
+        if options.picture and results:
+            draw(results, options.picture, style)
         if options.json:
             text = json.dumps(numbers(found, options), allow_nan=False)
             if prints_json:
@@ -284,6 +366,6 @@ def main(argv: Sequence[str]) -> int:
                 options.json.write_text(text + "\n", encoding="utf-8")
     if results and not prints_json:
         print("\n".join(report(results[0])) if len(found) == 1 else text_table(logs_table(results)))
-        if draw:
+        if options.picture:
             print(f"picture: {options.picture}")
     return 0 if len(results) == len(found) else ConfigError.exit_status

@@ -1,53 +1,86 @@
-"""The rows of a mismatch bench: each form of an engine scores the same tokens, with its noise floors beside it.
+"""Measures scorers on the same tokens: each row is a scorer at one length, with its noise floors beside its gap.
 
-A form is an engine in one dtype that computes log-probabilities on one path. Its gap is measured against a reference,
-which is the forward pass of this library unless another scorer is named.
+A gap is measured against a reference, which is the forward pass of this library unless another scorer is named. The
+servers that the rows need are started one after another. The directory of a bench has bench.json, and the tokens of
+each length with all columns. bench.json has no path and no address of the machine.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import os
+import platform
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
-from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.algorithms.losses import LossConfig
-from rljax.compare.scorers import check_vocabulary, counted, local_source, score_column
+import rljax
+from rljax.compare.sampling import SampleConfig, sample_responses
+from rljax.compare.scorers import DTYPES, open_server, score_column
+from rljax.distributed.files import write_whole
+from rljax.errors import parse_json
 from rljax.mismatch import mismatch_metrics
 from rljax.policy.families import read_config
-from rljax.policy.hf import load_params
-from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump
-from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.exact import ExactPass
-from rljax.trainer.objective import Objective
-from rljax.trainer.precision import PrecisionConfig
+from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump, read_dump, write_dump
+from rljax.rollout.build import version_bytes
+from rljax.rollout.servers.process import environment_python
+from rljax.rollout.servers.vllm import server as vllm
+from rljax.weights.format import weights_hash
 
-PATHS = {
-    "jax": {"forward": "jax", "prefill": "jax-prefill", "decode": "jax-decode"},
-    "exact": {"forward": "exact"},
-    "transformers": {"forward": "hf"},
-    "vllm": {"prefill": "vllm", "decode": "vllm-decode"},
+FORMAT = 1
+ROWS = {
+    "jax": ("jax", "forward"),
+    "jax-prefill": ("jax", "prefill"),
+    "jax-decode": ("jax", "decode"),
+    "exact": ("exact", "forward"),
+    "hf": ("transformers", "forward"),
+    "vllm": ("vllm", "prefill"),
+    "vllm-decode": ("vllm", "decode"),
 }
-"""The kind of scorer of each path, by the engine's name in the bench."""
-
+"""The engine and the path of a row, by the kind of its scorer."""
+STARTED = ("vllm", "vllm-decode")
+"""The kinds of scorers whose server a bench starts when they name a dtype and no URL."""
 METRICS = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max", "extreme_rate", "log_ppl_abs_diff")
 COUNTS = ("token_count", "nonfinite_count")
-Floor = Literal["shape", "repeat"]
-FLOORS: tuple[Floor, ...] = ("shape", "repeat")
-"""The noise floors: the same engine at another batch size, and the same engine at the same size once more."""
+PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
+"""The packages whose versions bench.json holds, beside rljax."""
 
 Vectors = Sequence[np.ndarray]
 Score = Callable[[int], tuple[Vectors, ColumnSource]]
 
 
+@dataclass(frozen=True)
+class BenchConfig:
+    """The settings of a bench."""
+
+    model: Path  # the model's directory
+    name: str  # the model's name in the report: OWNER/NAME or the directory's last part
+    scorers: tuple[str, ...]  # KIND:DTYPE, where vllm and vllm-decode mean a server to start, or vllm:URL
+    lengths: tuple[int, ...]  # the lengths of the responses (tokens)
+    batch_size: int = 4  # the sequences that are scored at the same time
+    second_run: bool = True  # whether another batch size measures the floor "shape"
+    repeat: int = 1  # the further scorings at the same batch size, which measure the floor "repeat"
+    reference: str = "jax"  # the scorer that gaps are measured against; without a dtype it has the row's
+    sample: str = "jax-decode:bfloat16"  # the engine that samples the tokens
+    seed: int = 0  # the seed of the sampling
+    server_args: tuple[str, ...] = ()  # further arguments of the servers
+    out: Path = Path("comparison")  # the directory to write
+
+
 class Form(NamedTuple):
-    """One row of a bench."""
+    """The scorer of a row, in the words of the report, and the length."""
 
     engine: str
     dtype: str
@@ -62,48 +95,196 @@ class Form(NamedTuple):
     @property
     def column(self) -> str:
         """The name of the form's column in the dump of its length, as ``rljax compare`` names columns."""
-        return f"{PATHS[self.engine][self.path]}:{self.dtype}".replace("vllm-decode", "vllm-forced")
+        kind = next(kind for kind, words in ROWS.items() if words == (self.engine, self.path))
+        return f"{kind}:{self.dtype}".replace("vllm-decode", "vllm-forced")
 
 
-def score_form(
-    form: Form, dump: TokenDump, model: Path, address: str, batch_size: int, progress: Callable[[int], object]
-) -> tuple[Vectors, ColumnSource]:
-    """Scores a dump with a form. Returns the log-probabilities of each sequence, float32 [t] (nats), and their source.
+def find_forms(config: BenchConfig) -> dict[Form, str]:
+    """Returns the spec of the scorer of each row.
 
-    ``address`` is the URL of the form's server. It is empty if this process computes the log-probabilities.
+    Raises:
+      ValueError: A scorer is none of ``ROWS``.
+      ServerError: A server that a scorer names does not answer.
     """
-    if form.engine == "exact":
-        vectors = list(counted(exact_logprobs(model, form.dtype, dump, batch_size), progress))
-        return vectors, local_source("exact", form.dtype, 1.0, model)
-    spec = f"{PATHS[form.engine][form.path]}:{address or form.dtype}"
-    return score_column(spec, dump, model, batch_size=batch_size, progress=progress)
+    forms: dict[Form, str] = {}
+    for spec in config.scorers:
+        kind, _, dtype = spec.partition(":")
+        if kind in STARTED and "://" in dtype:
+            with open_server(dtype) as server:
+                dtype = server.info.dtype
+        elif kind not in ROWS or dtype not in DTYPES:
+            kinds, dtypes = ", ".join(ROWS), ", ".join(DTYPES)
+            raise ValueError(f"--serve measures KIND:DTYPE of {kinds} and {dtypes}, or vllm:URL; got {spec!r}")
+        engine, path = ROWS[kind]
+        forms |= {Form(engine, dtype, path, length): spec for length in config.lengths}
+    return forms
 
 
-def exact_logprobs(model: Path, dtype: str, dump: TokenDump, batch_size: int) -> Iterator[np.ndarray]:
-    """Yields the log-probabilities of each sequence from the exact engine's executable, float32 [t] (nats).
+def is_started(spec: str) -> bool:
+    """Returns whether a bench starts the server of a scorer."""
+    kind, _, argument = spec.partition(":")
+    return kind in STARTED and argument in DTYPES
 
-    The engine samples and trains with this executable. Position 0 is NaN.
+
+def machine() -> dict[str, Any]:
+    """Returns the processor, cores, memory, accelerators and system of this machine, without its name."""
+    found = ""
+    with contextlib.suppress(OSError):
+        found = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    named = re.search(r"^model name\s*: (.*)$", found, re.MULTILINE)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "processor": named[1] if named else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory, 1),
+        "devices": [f"{device.platform} {device.device_kind}" for device in jax.devices()],
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+    }
+
+
+def new_document(config: BenchConfig, prompts: TokenDump, prompts_name: str | None, command: str) -> dict[str, Any]:
+    """Returns the JSON document of a bench without rows."""
+    policy = read_config(config.model)
+    floors = ["shape"] * config.second_run + ["repeat"] * bool(config.repeat)
+    return {
+        "format": FORMAT,
+        "model": {
+            "name": config.name,
+            "parameters": version_bytes(policy, "float32") // 4,
+            "shape": dataclasses.asdict(policy),
+            "weights": weights_hash(config.model),
+        },
+        "commands": [command],
+        "machine": machine(),
+        "versions": {"rljax": rljax.__version__}
+        | {name: version(name) for name in PACKAGES if importlib.util.find_spec(name)},
+        "settings": {"prompts": prompts_name, "sequences": len(prompts.sequence_ids), "batch_size": config.batch_size}
+        | {"floors": floors, "repeat": config.repeat, "reference": config.reference}
+        | {"sample": without_places(config.sample), "seed": config.seed},
+        "tokens": {},
+        "rows": [],
+    }
+
+
+def resumed(fresh: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the document to continue: the one in the file ``path`` if it exists, or else ``fresh``.
+
+    Rows that failed are measured again. Raises ValueError if the file is of another model, machine, version or setting.
     """
-    policy, longest = read_config(model), max(map(len, dump.token_ids))
-    check_vocabulary(dump, policy.vocab_size)
-    objective = Objective(LossConfig(), CorrectionConfig(), batch_size, longest)
-    exact = ExactPass(
-        policy,
-        make_mesh(MeshConfig(), jax.devices()[:1]),
-        precision=PrecisionConfig(dtype),  # type: ignore[arg-type]
-        objective=objective,
-        rows=batch_size,
-        row_tokens=longest,
-    )
-    params = load_params(model, policy)
-    for start in range(0, len(dump.token_ids), batch_size):
-        tokens, lengths = np.zeros((batch_size, longest), np.int32), np.zeros(batch_size, np.int32)
-        for row, ids in enumerate(dump.token_ids[start : start + batch_size]):
-            tokens[row, : len(ids)], lengths[row] = ids, len(ids)
-        after = exact.log_softmax(params, tokens, lengths, 1.0)
-        picked = np.asarray(jnp.take_along_axis(after[:, :-1], tokens[:, 1:, None], axis=-1))[..., 0]
-        for row, length in enumerate(lengths[lengths > 0]):
-            yield np.concatenate([np.full(1, np.nan, np.float32), picked[row, : length - 1]])
+    if not path.exists():
+        return fresh
+    old = parse_json(path.read_bytes())
+    for name in ("format", "model", "machine", "versions", "settings"):
+        if old.get(name) != json.loads(json.dumps(fresh[name])):
+            raise ValueError(f"{path} is a bench with another {name}: give another --out, or remove it")
+    rows = [row for row in old["rows"] if "reason" not in row]
+    return old | {"rows": rows, "commands": [*dict.fromkeys(old["commands"] + fresh["commands"])]}
+
+
+class Bench:
+    """One bench: its document, the tokens of each length, and the forms that are still to measure."""
+
+    def __init__(self, config: BenchConfig, prompts: TokenDump, prompts_name: str | None, command: str):
+        """Opens or begins the bench in the directory ``config.out``, which exists.
+
+        ``prompts`` has the sequences whose prompts are continued, and ``prompts_name`` the name of their file.
+
+        Raises:
+          ValueError: A scorer is unknown, or the directory has a bench of another model, machine, version or setting.
+          ServerError: A server that a scorer names does not answer.
+        """
+        self.config, self.path, self._prompts = config, config.out / "bench.json", prompts
+        self.document = resumed(new_document(config, prompts, prompts_name, command), self.path)
+        done = set(map(Form.of, self.document["rows"]))
+        self._todo = {form: spec for form, spec in find_forms(config).items() if form not in done}
+        self._dumps: dict[int, TokenDump] = {}
+
+    def run(self) -> None:
+        """Measures every missing form. The document is written after each."""
+        for length in dict.fromkeys(form.length for form in self._todo):
+            with self._failing([form for form in self._todo if form.length == length]):
+                self._sample(length)
+        todo = [form for form in self._todo if form.length in self._dumps]
+        groups = dict.fromkeys((form.engine, form.dtype) for form in todo)
+        with tqdm(total=len(todo), desc="scoring", unit="row") as bar:
+            for group in groups:
+                forms = [form for form in todo if (form.engine, form.dtype) == group]
+                with self._failing(forms), self._server(forms) as address:
+                    for form in forms:
+                        bar.set_postfix_str(f"{form.column}, {form.length} tokens")
+                        with self._failing([form]):
+                            self.document["rows"].append(form._asdict() | self._measure(form, address))
+                        bar.update(1)
+
+    @contextlib.contextmanager
+    def _failing(self, forms: Sequence[Form]) -> Iterator[None]:
+        """Turns an error of the block into a row with the reason for each form without a row; then writes the rows."""
+        rows = self.document["rows"]
+        try:
+            yield
+        except Exception as error:  # of any kind: the other rows go on
+            done = set(map(Form.of, rows))
+            rows += [form._asdict() | {"reason": reason_of(error)} for form in forms if form not in done]
+        finally:
+            write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
+
+    def _sample(self, length: int) -> None:
+        """Reads the tokens of a length, or samples them if there is no file of them yet."""
+        config, prompts, path = self.config, self._prompts, self._tokens(length)
+        if not path.exists():
+            longest = max(int(mask.argmax()) or len(mask) for mask in prompts.response_mask)
+            room = read_config(config.model).max_position_embeddings
+            if longest + length > room:
+                raise ValueError(f"{longest} + {length} tokens do not fit the {room} positions of the model")
+            how = SampleConfig(max_response_tokens=length, seed=config.seed, batch_size=config.batch_size)
+            write_dump(path, sample_responses(prompts, config.model, config.sample, how, full_length=True))
+        self._dumps[length] = read_dump(path)
+        ids = b"".join(row.tobytes() for row in self._dumps[length].token_ids)
+        self.document["tokens"][str(length)] = f"sha256:{hashlib.sha256(ids).hexdigest()}"
+
+    def _tokens(self, length: int) -> Path:
+        return self.config.out / f"tokens-{length}.parquet"
+
+    @contextlib.contextmanager
+    def _server(self, forms: Sequence[Form]) -> Iterator[str]:
+        """Starts the server that any of the forms needs, and yields its URL, or "" if none needs one."""
+        if not any(is_started(self._todo[form]) for form in forms):
+            yield ""
+            return
+        config, dtype = self.config, forms[0].dtype
+        longest = max(len(ids) for dump in self._dumps.values() for ids in dump.token_ids)
+        python, log = str(environment_python("vllm")), config.out / f"vllm-{dtype}.log"
+        serving = vllm.ServerConfig(
+            str(config.model),
+            python,
+            dtype,  # type: ignore[arg-type]
+            max_model_len=longest + 1,
+            log_path=log,
+            extra_args=config.server_args,
+        )
+        with vllm.start(serving) as process:
+            yield process.url
+
+    def _measure(self, form: Form, address: str) -> dict[str, Any]:
+        """Scores the tokens with a form, writes the log-probabilities, and returns the numbers of its row."""
+        config, dump, reference = self.config, self._dumps[form.length], self.config.reference
+        reference = reference if ":" in reference else f"{reference}:{form.dtype}"
+        if reference not in (form.column, *dump.logprobs):
+            scored = score_column(reference, dump, config.model, batch_size=config.batch_size)
+            dump = self._dumps[form.length] = dump.with_column(reference, *scored)  # kept if the form itself fails
+        spec = self._todo[form]
+        if is_started(spec):
+            spec = f"{spec.partition(':')[0]}:{address}"
+
+        def score(batch_size: int) -> tuple[Vectors, ColumnSource]:
+            return score_column(spec, dump, config.model, batch_size=batch_size)
+
+        numbers, dump = measure_form(
+            form, dump, reference, score, config.batch_size, shape=config.second_run, repeat=config.repeat
+        )
+        self._dumps[form.length] = dump
+        write_dump(self._tokens(form.length), dump)
+        return numbers
 
 
 def of_responses(dump: TokenDump, vectors: Vectors) -> np.ndarray:
@@ -112,13 +293,18 @@ def of_responses(dump: TokenDump, vectors: Vectors) -> np.ndarray:
 
 
 def measure_form(
-    form: Form, dump: TokenDump, reference: str, score: Score, batch_size: int, floors: Sequence[Floor]
+    form: Form, dump: TokenDump, reference: str, score: Score, batch_size: int, *, shape: bool, repeat: int
 ) -> tuple[dict[str, Any], TokenDump]:
     """Measures one row of a bench. Returns its numbers, and the dump with the form's new columns.
 
-    The dump gets the form's log-probabilities. With the floor "shape" (of ``FLOORS``) it also gets those at the other
-    batch size: half of ``batch_size``, or 2 if that is 1. The gap is measured against the column ``reference``, which
-    the dump has unless it is the form's own. ``score`` scores the dump in batches of the size that it gets.
+    Args:
+      form: The scorer and the length of the row.
+      dump: The tokens. It has the column ``reference``, unless this is the form's own.
+      reference: The name of the column that the gap is measured against.
+      score: A function that scores the dump in batches of the size that it gets.
+      batch_size: The number of sequences that are scored at the same time.
+      shape: Whether to score once more at half the batch size (or 2), whose column the dump gets, too.
+      repeat: The number of further scorings at the same batch size. The largest of their gaps is recorded.
 
     Raises:
       ValueError: The engine has another dtype than the form or other weights than the reference, or no token has a
@@ -134,18 +320,18 @@ def measure_form(
     if len(hashes) > 1:
         raise ValueError("the engine holds other weights than the reference")
     own, theirs = of_responses(dump, vectors), of_responses(dump, dump.logprobs[reference])
-    row: dict[str, Any] = {
-        "program": source.engine,
-        "form": source.form,
-        "reference": reference,
-        **_gap(theirs, own),
-        "seconds": seconds,
-    }
-    for floor in floors:
-        again, _ = score(batch_size if floor == "repeat" else batch_size // 2 or 2)
-        row[f"floor_{floor}"] = _gap(own, of_responses(dump, again))["logprob_abs_diff_mean"]
-        if floor == "shape":
-            dump = dump.with_column(form.column + SECOND_RUN, again, source)
+    row: dict[str, Any] = {"program": source.engine, "form": source.form, "reference": reference, **_gap(theirs, own)}
+    row["seconds"] = seconds
+
+    def floor(again: Vectors) -> float:
+        return _gap(own, of_responses(dump, again))["logprob_abs_diff_mean"]
+
+    if shape:
+        again, _ = score(batch_size // 2 or 2)
+        row["floor_shape"] = floor(again)
+        dump = dump.with_column(form.column + SECOND_RUN, again, source)
+    if repeat:
+        row["floor_repeat"] = max(floor(score(batch_size)[0]) for _ in range(repeat))
     return row, dump
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
 from rljax.compare.importers import read_tokens
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
@@ -28,7 +31,10 @@ from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.wire import ServerInfo
 from rljax.rollout.types import SERVED, ClientLimits
 from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.exact import ExactPass
 from rljax.trainer.measure import Cause
+from rljax.trainer.objective import Objective
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.self_check import other_mesh
 from rljax.weights.format import weights_hash
 
@@ -52,7 +58,7 @@ _PATTERNS = {
     "FILE#COLUMN": ".*#.*",
 }
 _FORMS = (
-    dict.fromkeys(("jax", "hf"), _OF_MODEL)
+    dict.fromkeys(("jax", "exact", "hf"), _OF_MODEL)
     | dict.fromkeys(("jax-decode", "jax-prefill"), _OF_ENGINE)
     | dict.fromkeys((*SERVED, _DECODE), "URL")
     | {"dump": "FILE#COLUMN"}
@@ -76,6 +82,7 @@ def score_column(
     - ``jax:DTYPE``: the forward pass of this library.
     - ``jax-decode:DTYPE``: the embedded engine, one token at a time through its key-value cache; responses only.
     - ``jax-prefill:DTYPE``: the embedded engine, the whole sequence at once as it computes a prompt.
+    - ``exact:DTYPE``: the executable with which the exact engine samples and trains.
     - ``hf:DTYPE``: transformers on torch.
     - ``vllm:URL``, ``sglang:URL``: the prompt log-probabilities of a running server.
     - ``vllm-decode:URL``: a running server with rljax's plugin, which decodes the given responses token by token.
@@ -122,7 +129,8 @@ def score_column(
     if kind != "hf":  # transformers may read a model that this library cannot
         check_vocabulary(dump, read_config(directory).vocab_size)
     jax_scores: Callable[..., Vectors] = functools.partial(_jax_scores, cause=cause)
-    score = {"jax": jax_scores, "jax-decode": _decode_scores, "jax-prefill": _prefill_scores, "hf": _hf_scores}[kind]
+    local = {"jax": jax_scores, "jax-decode": _decode_scores, "jax-prefill": _prefill_scores}
+    score = (local | {"exact": _exact_scores, "hf": _hf_scores})[kind]
     vectors = list(counted(score(directory, dtype, temperature, dump, batch_size), progress))
     return vectors, local_source(kind, dtype, temperature, directory)
 
@@ -162,7 +170,7 @@ def server_source(info: ServerInfo, way: str, temperature: float | None, kind: s
 def local_source(kind: str, dtype: str, temperature: float, model: str | os.PathLike[str]) -> ColumnSource:
     """Returns the source of a column that this process computes.
 
-    ``kind`` is jax, jax-decode, jax-prefill or hf. ``dtype`` may be DTYPE/CACHE for the embedded engine.
+    ``kind`` is jax, jax-decode, jax-prefill, exact or hf. ``dtype`` may be DTYPE/CACHE for the embedded engine.
     """
     engine = f"transformers {version('transformers')}" if kind == "hf" else f"jax {jax.__version__}"
     if kind in ("jax-decode", "jax-prefill"):
@@ -277,6 +285,28 @@ def _prefill_scores(model: Path, dtype: str, temperature: float, dump: TokenDump
     for start in range(0, len(dump.token_ids), batch_size):
         for vector in engine.score_prefill(dump.token_ids[start : start + batch_size], temperature=temperature):
             yield np.concatenate([_NONE, vector])
+
+
+def _exact_scores(model: Path, dtype: str, temperature: float, dump: TokenDump, batch_size: int) -> Vectors:
+    """Computes every sequence with the exact engine's executable, whose rows are as long as the longest sequence."""
+    policy, longest = read_config(model), max(map(len, dump.token_ids))
+    exact = ExactPass(
+        policy,
+        make_mesh(MeshConfig(), jax.devices()[:1]),
+        precision=PrecisionConfig(dtype),  # type: ignore[arg-type]
+        objective=Objective(LossConfig(), CorrectionConfig(), batch_size, longest),
+        rows=batch_size,
+        row_tokens=longest,
+    )
+    params = load_params(model, policy)
+    for start in range(0, len(dump.token_ids), batch_size):
+        tokens, lengths = np.zeros((batch_size, longest), np.int32), np.zeros(batch_size, np.int32)
+        for row, ids in enumerate(dump.token_ids[start : start + batch_size]):
+            tokens[row, : len(ids)], lengths[row] = ids, len(ids)
+        after = exact.log_softmax(params, tokens, lengths, temperature)
+        picked = np.asarray(jnp.take_along_axis(after[:, :-1], tokens[:, 1:, None], axis=-1))[..., 0]
+        for row, length in enumerate(lengths[lengths > 0]):
+            yield np.concatenate([_NONE, picked[row, : length - 1]])
 
 
 def _load_engine(model: Path, dtype: str, prompts: Sequence[np.ndarray]) -> JaxEngine:

@@ -290,8 +290,7 @@ def _print_help(
     _, values, _ = _read_file(root, file)
     if common is not None and ALL not in words:
         count = sum(not isinstance(value, dict) for _, value in dotted(values))
-        description += f"\n\nThese are the {len(common)} options that most runs set. --help all prints all {count}, "
-        description += "and rljax config KEY explains one."
+        description += f"\n\nThese are the {len(common)} options that most runs set. --help all prints all {count}."
     else:
         common = None
     print(f"usage: {prog} [CONFIG.yaml] [--a.b VALUE ...]\n\n{description.strip()}\n\noptions:")

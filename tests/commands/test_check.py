@@ -15,7 +15,7 @@ from packed_rows import row
 from programs import program
 from toy_runs import ROOT, outcome
 
-from rljax.commands import check, check_machine, check_run
+from rljax.commands import check, check_machine
 from rljax.commands import check_kernels as kernels
 from rljax.commands import check_step as training
 from rljax.policy.attention import attend, packed_attention
@@ -40,16 +40,15 @@ POLICY = PolicyConfig(
 )
 
 
-MACHINE = ("driver", "packages", "compiler", "shm", "collective", "engine", "checkpoint")
+MACHINE = ("driver", "packages", "compiler", "shm", "collective")
 
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
     """Returns (exit status, output, JSON) of one check."""
     output = tmp_path_factory.mktemp("check") / "found.json"
-    words = ["--tiny", "--no-separate", "--dtypes", "bfloat16", "--steps", "2", "--json", output]
-    words += ["--only", *MACHINE, "attention", "leak", "head", "step"]
-    status, out, _ = outcome(check.main, words)
+    status, out, err = outcome(check.main, ["--tiny", "--dtypes", "bfloat16", "--json", output])
+    assert "12/12" in err
     return status, out, json.loads(output.read_text())
 
 
@@ -58,7 +57,7 @@ def test_everything_is_as_it_should_be_on_a_cpu(checked):
     assert status == 0
     assert out.splitlines()[-1].startswith("written to /")
     assert document["failed"] == []
-    assert document["command"].startswith("rljax check --tiny --no-separate")
+    assert document["command"].startswith("rljax check --tiny --dtypes")
     parts = document["parts"]
     assert [line.split("  ")[0] for line in out.splitlines()[:-2]] == list(parts)
     statuses = [part["status"] for part in parts.values()]
@@ -67,9 +66,6 @@ def test_everything_is_as_it_should_be_on_a_cpu(checked):
     assert parts["device"]["platform"] == "cpu"
     assert parts["packages"]["packages"]["jax"] == jax.__version__
     assert parts["attention auto 1152 bfloat16"]["skipped"] == "auto is xla here"
-    assert parts["engine"]["tokens"] > 0
-    assert 0 < parts["engine"]["mean_abs_difference"] < 0.02
-    assert parts["checkpoint"]["arrays"] > 30
     assert set(parts) == {
         "device",
         *MACHINE,
@@ -159,37 +155,31 @@ def test_no_more_is_recomputed_than_the_memory_asks_for():
     assert chosen(1) == "blocks"
 
 
-def test_a_part_that_raises_is_recorded_and_the_others_run(monkeypatch, tmp_path):
-    def breaks():
-        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand more")
+def breaks():
+    raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nand more")
 
-    parts = {
-        "device": check.describe_device,
-        "step 0.6B bfloat16": breaks,
-        "leak xla": lambda: {
-            "implementation": "xla",
-            "fixed_sums": False,
-            "leaked_values": {"dq": 2},
-            "problems": ["2 values of dq leaked"],
-        },
-        "leak auto": lambda: {"skipped": "auto is xla here"},
+
+def leaks():
+    return {"says": "2 values of other segments changed", "problems": ["2 values of dq leaked"]}
+
+
+def test_a_part_that_raises_is_recorded_and_the_others_run():
+    parts, kept = {"leak xla": leaks, "step 0.6B bfloat16": breaks, "leak auto": shares_of_the_memory}, []
+    found = check.run_parts(parts, check.Arguments(tiny=True), lambda one: kept.append(set(one)))
+    assert kept[-1] == set(parts)
+    assert len(kept) == 3
+    assert {name: one["status"] for name, one in found.items()} == {
+        "leak xla": "failed",
+        "step 0.6B bfloat16": "failed",
+        "leak auto": "ok",
     }
-    monkeypatch.setattr(check, "make_parts", lambda arguments: parts)
-    output = tmp_path / "found.json"
-    status, out, _ = outcome(check.main, ["--tiny", "--no-separate", "--json", output])
-    document = json.loads(output.read_text())
-    assert status == 1
-    assert document["failed"] == ["step 0.6B bfloat16", "leak xla"]
-    found = document["parts"]["step 0.6B bfloat16"]
-    assert found["error"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory\nand more"
-    assert "in breaks" in found["traceback"]
-    lines = [line.split("  ")[-1].strip() for line in out.splitlines()]
-    assert lines[1:4] == [
-        "failed: RuntimeError: RESOURCE_EXHAUSTED: out of memory -> "
-        "try --remat blocks or smaller --models, and send the file",
-        "failed: 2 values of dq leaked -> train with policy.attention xla, and send the file",
-        "skipped: auto is xla here",
-    ]
+    broken = found["step 0.6B bfloat16"]
+    assert broken["error"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory\nand more"
+    assert "in breaks" in broken["traceback"]
+    words = "try smaller --models, and send the file"
+    assert check.line(broken) == f"failed: RuntimeError: RESOURCE_EXHAUSTED: out of memory -> {words}"
+    words = "train with policy.attention xla, and send the file"
+    assert check.line(found["leak xla"]) == f"failed: 2 values of dq leaked -> {words}"
 
 
 def test_a_process_over_the_time_leaves_none_for_the_others(tmp_path):
@@ -227,21 +217,9 @@ def test_a_process_has_one_share_of_the_memory(monkeypatch, given, shares):
     assert {name: found[name] for name in (NEW, OLD)} == shares
 
 
-@pytest.mark.slow
-def test_processes_of_their_own_find_the_same(tmp_path):
-    output = tmp_path / "found.json"
-    words = ["--tiny", "--dtypes", "float16", "--only", "head", "--json", output]
-    status, out, err = outcome(check.main, words)
-    assert status == 0, out
-    parts = json.loads(output.read_text())["parts"]
-    assert list(parts) == ["device", "head float16"]
-    assert parts["head float16"]["chunks"]["largest_logprob_error"] < 3e-6
-    assert "2/2" in err
-
-
 def test_kernels_are_skipped_without_an_accelerator(tmp_path):
     output = tmp_path / "found.json"
-    status, out, _ = outcome(check.main, ["--no-separate", "--only", "leak", "step", "--json", output])
+    status, out, _ = outcome(check.main, ["--only", "leak", "step", "--json", output])
     assert status == 0
     parts = json.loads(output.read_text())["parts"]
     assert {name for name, part in parts.items() if part["status"] == "ok"} == {"device"}
@@ -273,7 +251,6 @@ def test_without_a_gpu_only_the_lack_of_one_is_said(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setenv("RLJAX_VLLM_VENV", str(tmp_path))
     assert check_machine.check_compiler()["skipped"].endswith("is not here; only vLLM on a GPU needs it")
-    assert check_run.check_vllm(1.0)["skipped"].startswith(f"no vLLM environment at {tmp_path}: install vLLM and rljax")
 
 
 def test_versions_of_packages_are_compared():
@@ -300,30 +277,6 @@ def test_the_sum_over_all_devices_by_hand():
     assert found["problems"] == []
     assert found["devices"] == 8
     assert found["gigabytes_per_second"] == pytest.approx(2 * 7 / 8 * 2**20 / found["ms"] / 1e6)
-
-
-def test_publishes_that_were_not_verified_are_named():
-    sound = {"verified_tensors": 26.0, "verify_abs_diff_mean": 0.01, "verify_band": 0.02}
-    assert check_run.judge_publishes(0, [sound, sound]) == []
-    assert check_run.judge_publishes(3, [sound | {"verified_tensors": None, "verify_abs_diff_mean": 0.03}]) == [
-        "rljax train ended with status 3",
-        "1 of 2 steps were recorded",
-        "step 1: the bits of no tensor were verified",
-        "step 1: mean |server - trainer| is 0.03 nats, the band is 0.02",
-    ]
-
-
-@pytest.mark.harness
-@pytest.mark.vllm
-def test_a_server_and_two_steps_are_verified(tmp_path):
-    if os.environ.get("RLJAX_SKIP_VLLM") == "1" or check_machine.server_python() is None:
-        pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
-    output = tmp_path / "found.json"
-    status, out, _ = outcome(check.main, ["--only", "vllm", "--json", output])
-    found = json.loads(output.read_text())["parts"]["vllm"]
-    assert status == 0, found
-    assert "vllm    ok: ready in " in out
-    assert [one["verified_tensors"] > 20 for one in found["publishes"]] == [True, True]
 
 
 def test_names_of_parts_and_files():

@@ -74,16 +74,15 @@ DOORS = {
         "schedule.torch",
     },
     "huggingface_hub": {"policy.hub", "commands.prepare"},
-    "transformers": {"data.tokenizer", "compare.scorers", "schedule.trainer_callback"},
+    "transformers": {"data.tokenizer", "compare.scorers", "schedule.torch"},
     "tensorboardX": {"record.writers", "record.event_files"},
     "tqdm": {
         *("record.trackers", "record.writers", "run.data_check", "evaluate", "data.gym_maker"),
-        *("commands.bench_mismatch", "commands.check", "commands.compare", "commands.prepare", "commands.view"),
+        *("compare.bench", "commands.check", "commands.compare", "commands.prepare", "commands.view"),
     },
     "jinja2": {"data.tokenizer"},
     "tyro": {
         "run.options",
-        "commands.bench_mismatch",
         "commands.compare",
         "commands.export",
         "commands.prepare",
@@ -94,9 +93,9 @@ DOORS = {
     "matplotlib": {
         "record.figure",
         "record.panel_style",
-        "commands.compare",
-        "commands.replay_picture",
+        "commands.replay",
         "compare.layers.picture",
+        "compare.picture",
     },
     "math_verify": {"rewards.math_answer", "rewards.math_value"},
     "latex2sympy2_extended": {"rewards.math_value"},
@@ -133,7 +132,7 @@ MISMATCH_MODULES = {
     ),
 }
 LEVEL_0_MAY_IMPORT = {"jax", "optax", "numpy", "rljax"}
-FOR_TORCH = {"schedule.torch": {"torch"}, "schedule.trainer_callback": {"transformers"}}
+FOR_TORCH = {"schedule.torch": {"torch", "transformers"}}
 
 # Modules that are loaded where jax may be absent: the plugins inside servers' workers, and the weights beside them.
 WITHOUT_JAX = (

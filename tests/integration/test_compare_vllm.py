@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import json
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm_processes import ONE_THREAD
 
 from rljax.commands import compare
 from rljax.compare.distributions import compare_distributions
@@ -14,7 +16,7 @@ from rljax.compare.report import compare_columns
 from rljax.compare.sampling import SampleConfig, sample_responses
 from rljax.compare.scorers import open_server, score_column
 from rljax.errors import run_cli
-from rljax.record.token_dumps import ColumnSource, make_dump
+from rljax.record.token_dumps import ColumnSource, make_dump, read_dump
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.vllm.client import VllmBackend
 
@@ -171,6 +173,26 @@ def test_the_program_draws_scores_and_reports(float32, prompts, tmp_path):
     roles = {name: column["role"] for name, column in report["columns"].items()}
     assert roles == {"jax:float32": "", "vllm:float32": "rollout", "vllm-decode:float32": "rollout"}
     assert set(report["noise_floor"]) == set(report["columns"])
+
+
+def test_a_server_is_started_for_the_rows_that_need_one(vllm_interpreter, monkeypatch, tmp_path):
+    """Both paths of one server, and the trainer as the reference, have the same weights and dtype."""
+    for name, value in {**ONE_THREAD, "RLJAX_VLLM_VENV": str(Path(vllm_interpreter).parents[1])}.items():
+        monkeypatch.setenv(name, value)
+    specs = ["jax:bfloat16", "vllm:bfloat16", "vllm-decode:bfloat16"]
+    words = ["--serve", "--model", "toy-base", "--toy-prompts", "4", "--lengths", "8", "--repeat", "2"]
+    words += [word for spec in specs for word in ("--scorer", spec)]
+    out = tmp_path / "bench"
+    assert run_cli(compare.main, [*words, "--out", str(out)]) == 0
+    document = json.loads((out / "bench.json").read_text())
+    rows = {(row["engine"], row["path"]): row for row in document["rows"]}
+    assert set(rows) == {("jax", "forward"), ("vllm", "prefill"), ("vllm", "decode")}
+    for row in rows.values():
+        assert (row["token_count"], row["nonfinite_count"], row["reference"]) == (32, 0, "jax:bfloat16")
+        assert 0 <= row["floor_repeat"] <= row["logprob_abs_diff_mean"] + 0.02 < 0.1
+    assert rows["vllm", "decode"]["program"].startswith("vllm ")
+    columns = read_dump(out / "tokens-8.parquet").logprobs
+    assert {"vllm:bfloat16", "vllm:bfloat16@2", "vllm-forced:bfloat16"} < set(columns)
 
 
 def test_tokens_that_would_end_the_server_are_refused(float32):

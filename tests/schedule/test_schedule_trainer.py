@@ -181,4 +181,6 @@ def test_a_wrong_number_of_updates_is_refused():
 
 def test_the_recipe_of_the_docs():
     given = run_block("schedule.md", "# TRL\n", GRPOTrainer=dict, model=None, config=None, others={})["trainer"]
-    assert [type(callback) for callback in given["callbacks"]] == [LengthTriggeredCallback]
+    (callback,) = given["callbacks"]
+    assert isinstance(callback, LengthTriggeredCallback)
+    assert isinstance(callback, transformers.TrainerCallback)

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compile.count import count_program
+from compile.hlo import parse_module
 from sharded_step import CONFIG, CORRECTION, COUNT, LOSS, batch, gradient_keeper, shape
 
-from rljax.plan.count import count_program
-from rljax.plan.hlo import parse_module
 from rljax.policy.model import abstract_params, init_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig

@@ -4,10 +4,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from compile.hlo import parse_module
+from compile.overlap import Timeline, read_overlap
 
-from rljax.plan.hlo import parse_module
 from rljax.plan.machines import H100
-from rljax.plan.overlap import Timeline, read_overlap
 
 # A card does 1e12 operations, moves 1e10 bytes of memory and sends 1e8 bytes to other cards, each in a second.
 RATES = {("bfloat16", "default"): 1e12, ("float32", "highest"): 1e11}

@@ -1,8 +1,7 @@
 """The parser of compiled programs reads lines as XLA writes them, and replica groups by their definition."""
 
 import pytest
-
-from rljax.plan.hlo import Array, parse_arrays, parse_module, replica_groups
+from compile.hlo import Array, parse_arrays, parse_module, replica_groups
 
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true

@@ -5,9 +5,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-
-from rljax.plan.count import Collective, by_dtype, count_program
-from rljax.plan.hlo import parse_module
+from compile.count import Collective, by_dtype, count_program
+from compile.hlo import parse_module
 
 PROGRAMS = Path(__file__).parent / "programs"
 EVERY = ((0, 1, 2, 3),)

@@ -1,8 +1,7 @@
 """Counts by formula the products inside custom calls, which the program's text does not show.
 
-Attention: a product of one query with one key costs two operations for each element of a head. A forward pass makes two
-products for every pair of a query and a key that it may see (scores, output). A backward pass makes five (scores again,
-and the gradients of values, probabilities, queries and keys), or four and three if it has two kernels.
+Attention: `rljax.plan.flops` says what a product costs. A forward pass makes two products, and a backward pass five, or
+four and three if it has two kernels.
 
 Grouped products of a mixture's experts: each of m rows [m, d] multiplies one of e matrices [e, d, f], or adds to one of
 e outer products. These are 2 m d f operations. m counts all rows for which there is room.
@@ -15,10 +14,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from rljax.plan.count import Work
-from rljax.plan.hlo import Computation, Instruction
+from compile.count import Work
+from compile.hlo import Computation, Instruction
+from rljax.plan.flops import causal_pairs
 
 # Patterns of a call's name or metadata, with the number of products for each pair; the first match counts.
 _PRODUCTS = (
@@ -40,31 +39,6 @@ class KernelUse:
     count: int  # the number of executions
     dtype: str  # the dtype of the operands; empty if the kernel is unknown
     flops: int | None  # the floating-point operations by formula; None if the kernel is unknown
-
-
-def causal_pairs(segments: Sequence[int]) -> int:
-    """Counts the (query, key) pairs of a row whose segments have these lengths; a token sees itself and all before it.
-
-    >>> causal_pairs([3, 1])
-    7
-    """
-    return sum(length * (length + 1) // 2 for length in segments)
-
-
-class AttentionFlops(NamedTuple):
-    """The operations of one layer's products; a multiply-add is two."""
-
-    forward: int  # scores, output
-    backward: int  # scores again, gradients of the probabilities, and of queries, keys and values
-
-
-def attention_flops(lengths: Sequence[int], *, num_heads: int, head_dim: int) -> AttentionFlops:
-    """Counts the operations that causal attention inside segments of ``lengths`` (tokens) needs in one layer.
-
-    ``num_heads`` is the number of query heads; key-value heads do not matter.
-    """
-    product = 2 * causal_pairs(lengths) * num_heads * head_dim
-    return AttentionFlops(2 * product, 5 * product)
 
 
 def full_row(row_tokens: int, longest: int) -> list[int]:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rljax.plan.hlo import Array, Computation, Instruction, Module, replica_groups, trip_count
+from compile.hlo import Array, Computation, Instruction, Module, replica_groups, trip_count
 
 COLLECTIVES = {
     "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",

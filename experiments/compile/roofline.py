@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rljax.plan.count import Collective, Work
-from rljax.plan.kernels import KernelUse
+from compile.count import Collective, Work
+from compile.kernels import KernelUse
 from rljax.plan.machines import Card
 
 

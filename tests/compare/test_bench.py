@@ -1,4 +1,4 @@
-"""``rljax bench-mismatch``: the numbers of a row, the rows of forms that fail, the continuation, and the tables."""
+"""``rljax compare --serve``: the numbers of a row, the rows that fail, the continuation, and the tables."""
 
 import json
 import math
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_tables import collected
 
-from rljax.commands.bench_mismatch import collected, main
+from rljax.cli import main as rljax
+from rljax.commands.compare import main
 from rljax.compare.bench import Form, bench_rows, measure_form, reason_of, without_places
 from rljax.errors import ConfigError
 from rljax.record.token_dumps import ColumnSource, make_dump, read_dump
@@ -17,7 +19,7 @@ FORM = Form("transformers", "float32", "forward", 2)
 FILES = Path(__file__).parents[2] / "benchmarks" / "mismatch_bench"
 
 
-def measured(by_size, *, reference=((-1.0, -2.0), (-1.5, -0.5)), source=SOURCE, floors=("shape", "repeat")):
+def measured(by_size, *, reference=((-1.0, -2.0), (-1.5, -0.5)), source=SOURCE, shape=True, repeat=1):
     """Measures two sequences of one prompt token.
 
     ``by_size`` has the numbers of each call, by the batch size.
@@ -26,9 +28,11 @@ def measured(by_size, *, reference=((-1.0, -2.0), (-1.5, -0.5)), source=SOURCE, 
     column = {"jax:float32": [[math.nan, *row] for row in reference]}
     sources = {"jax:float32": ColumnSource("jax", "float32", "sha256:aa")}
     dump = make_dump(["a", "b"], [[1, 2, 3]] * 2, [[False, True, True]] * 2, column, sources)
-    return measure_form(
-        FORM, dump, "jax:float32", lambda size: (list(map(np.float32, whole[size].pop(0))), source), 4, floors
-    )
+
+    def score(size):
+        return list(map(np.float32, whole[size].pop(0))), source
+
+    return measure_form(FORM, dump, "jax:float32", score, 4, shape=shape, repeat=repeat)
 
 
 def test_a_row_has_the_numbers_worked_by_hand():
@@ -46,15 +50,22 @@ def test_a_row_has_the_numbers_worked_by_hand():
     assert {"hf:float32", "hf:float32@2"} < set(dump.logprobs)
 
 
+def test_of_several_repeats_the_farthest_counts():
+    near, far = [[-1.25, -2.0], [-1.5, -0.5]], [[-1.5, -2.5], [-1.5, -0.5]]
+    row, _ = measured({4: [[[-1.0, -2.0], [-1.5, -0.5]], near, far]}, shape=False, repeat=2)
+    assert row["floor_repeat"] == (0.5 + 0.5) / 4
+    assert "floor_shape" not in row
+
+
 def test_tokens_that_are_not_finite_are_counted():
     lost = [[-1.0, -np.inf], [np.nan, -0.5]]
-    row, _ = measured({4: [lost]}, floors=())
+    row, _ = measured({4: [lost]}, shape=False, repeat=0)
     assert (row["token_count"], row["nonfinite_count"], row["logprob_abs_diff_mean"]) == (2, 2, 0.0)
     cells = bench_rows({"rows": [FORM._asdict() | row]})[1]
     assert cells[:5] == ["transformers", "forward", "float32", "2", "2"]
     assert cells[-1] == "2 tokens are not finite"
     with pytest.raises(ValueError, match="none of the 4 tokens"):
-        measured({4: [[[np.nan] * 2] * 2]}, floors=())
+        measured({4: [[[np.nan] * 2] * 2]})
 
 
 def test_another_dtype_or_other_weights_are_refused():
@@ -85,14 +96,18 @@ def test_a_reason_is_one_line():
     assert reason_of(MemoryError()) == "MemoryError()"
 
 
-WORDS = ["toy-base", "--dtypes", "float32", "--sequences", "4", "--batch-size", "2", "--sample", "jax-decode:float32"]
+WORDS = ["--serve", "--model", "toy-base", "--toy-prompts", "4", "--batch-size", "2", "--sample", "jax-decode:float32"]
+
+
+def scorers(*specs):
+    return [word for spec in specs for word in ("--scorer", spec)]
 
 
 @pytest.mark.slow
 def test_a_bench_of_the_toy_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RLJAX_VLLM_VENV", str(tmp_path / "none"))
-    words = [*WORDS, "--paths", "forward", "prefill", "--out", str(tmp_path / "bench")]
-    assert main([*words, "--engines", "transformers", "vllm", "--lengths", "6", "2000", "--floors", "repeat"]) == 1
+    words = [*WORDS, "--no-second-run", "--out", str(tmp_path / "bench")]
+    assert main([*words, *scorers("hf:float32", "vllm:float32"), "--lengths", "6", "2000"]) == 1
     path = tmp_path / "bench" / "bench.json"
     text = path.read_text()
     rows = {Form(row["engine"], row["dtype"], row["path"], row["length"]): row for row in json.loads(text)["rows"]}
@@ -105,30 +120,38 @@ def test_a_bench_of_the_toy_goes_on_where_it_stopped(tmp_path, capsys, monkeypat
     assert "positions of the model" in capsys.readouterr().out
 
     document = json.loads(text)
-    document["running"] = [Form("jax", "float32", "prefill", 6)._asdict()]
-    document["rows"][-1] = measured_row | {"seconds": 12345}
+    document["rows"] = [row | {"seconds": 12345} if "reason" not in row else row for row in document["rows"]]
     path.write_text(json.dumps(document))
-    assert main([*words, "--engines", "jax", "transformers", "--lengths", "6", "--floors", "repeat"]) == 1
-    rows = {(row["engine"], row["path"]): row for row in json.loads(path.read_text())["rows"] if row["length"] == 6}
+    assert main([*words, *scorers("jax:float32", "exact:float32", "hf:float32"), "--lengths", "6"]) == 0
+    rows = {(row["engine"], row["path"]): row for row in json.loads(path.read_text())["rows"]}
+    assert set(rows) == {("jax", "forward"), ("exact", "forward"), ("transformers", "forward")}
     assert rows["jax", "forward"]["logprob_abs_diff_mean"] == 0
-    assert "killed" in rows["jax", "prefill"]["reason"]
+    assert rows["exact", "forward"]["logprob_abs_diff_mean"] < 1e-5
     assert rows["transformers", "forward"]["seconds"] == 12345
     columns = read_dump(tmp_path / "bench" / "tokens-6.parquet").logprobs
-    assert set(columns) == {"jax:float32", "hf:float32", "jax-decode:float32"}
+    assert set(columns) == {"jax:float32", "exact:float32", "hf:float32", "jax-decode:float32"}
 
     with pytest.raises(ConfigError, match="another settings"):
         main([*words, "--seed", "1"])
 
 
-def test_mistakes_of_the_caller_are_named():
+def test_mistakes_of_the_caller_are_named(tmp_path):
     for words, said in (
-        ([], "either MODEL or --collect"),
-        (["toy-base", "--lengths", "0"], "--lengths must be at least 1"),
-        (["toy-base", "--batch-size", "9"], "--batch-size must be at most --sequences = 8"),
-        (["toy-base", "--reference", "vllm:http://x"], "--reference must be jax"),
+        (["--serve"], "--serve needs --model"),
+        ([*WORDS, "--lengths", "0"], "--lengths must be at least 1"),
+        ([*WORDS, "--batch-size", "0"], "--batch-size must be at least 1"),
+        ([*WORDS, "--trainer", "vllm:http://x"], "--serve takes one --trainer of jax"),
+        ([*WORDS, "--layers"], "--layers does not go with --serve"),
+        (["--toy", "--repeat", "3"], "--repeat goes with --serve"),
+        ([*WORDS, "--scorer", "jax-decode:float32/fp8_e5m2"], "--serve measures KIND:DTYPE of jax"),
     ):
         with pytest.raises(ConfigError, match=said):
-            main(words)
+            main([*words, "--out", str(tmp_path / "out")])
+
+
+def test_the_former_command_says_what_to_type():
+    with pytest.raises(ConfigError, match="the command bench-mismatch is gone: type rljax compare --serve --model"):
+        rljax(["bench-mismatch", "toy-base"])
 
 
 def test_the_page_has_the_tables_of_all_results():

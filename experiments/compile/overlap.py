@@ -13,11 +13,11 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rljax.plan.count import Work, counted_computation, instruction_work
-from rljax.plan.hlo import Computation, Instruction, Module, trip_count
-from rljax.plan.kernels import kernel_uses
+from compile.count import Work, counted_computation, instruction_work
+from compile.hlo import Computation, Instruction, Module, trip_count
+from compile.kernels import kernel_uses
+from compile.roofline import times
 from rljax.plan.machines import Card
-from rljax.plan.roofline import times
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,70 @@
+"""Pictures of a comparison of columns: the matrix of the pairs, and the gap of each along the response."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from rljax.compare.report import Comparison
+
+METRIC = "logprob_abs_diff_mean"
+MOST_NAMED = 24  # with more pairs than this, the legend groups those that pass
+COARSENESS = {"bfloat16": "tab:red", "float16": "tab:blue", "float32": "tab:green"}
+
+
+def plot_comparison(comparison: Comparison, path: Path) -> None:
+    """Plots the mean absolute difference of each pair as a matrix, and its growth along the response."""
+    side = max(5.5, 2.0 + 0.6 * len(comparison.columns))
+    figure = Figure(figsize=(2 * side + 4.0, side), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    plot_matrix(left, comparison)
+    plot_growth(right, comparison)
+    figure.legend(loc="outside right center", fontsize=7)
+    figure.savefig(path, dpi=100)
+
+
+def plot_growth(axes: Axes, comparison: Comparison) -> None:
+    """Plots one line for each pair.
+
+    With more than ``MOST_NAMED`` pairs, a pair that passes has the colour of the coarser of its two dtypes. The legend
+    then names only the pairs that fail.
+    """
+    shades = colormaps["turbo"](np.linspace(0.05, 0.95, len(comparison.pairs)))
+    named: set[str] = set()
+    for pair, shade in zip(comparison.pairs, shades, strict=True):
+        gaps = [max(bucket[METRIC], 1e-9) for bucket in pair.growth.values()]
+        label, form = f"{pair.trainer} / {pair.rollout}: {pair.verdict.status}", "x--"
+        if pair.verdict.status == "pass":
+            form = "o-"
+            if len(comparison.pairs) > MOST_NAMED:
+                dtypes = {comparison.columns[name].dtype for name in (pair.trainer, pair.rollout)}
+                dtype = next((name for name in COARSENESS if name in dtypes), "")
+                label, shade = f"coarser dtype: {dtype or 'unknown'}", COARSENESS.get(dtype, "0.5")
+        axes.plot(list(pair.growth), gaps, form, color=shade, label=None if label in named else label)
+        named.add(label)
+    axes.set(yscale="log", xlabel="position in the response (tokens)", ylabel=f"{METRIC} (nats)")
+    axes.grid(alpha=0.3)
+
+
+def plot_matrix(axes: Axes, comparison: Comparison) -> None:
+    """Plots the difference of each pair, and on the diagonal the difference between the two runs of one scorer."""
+    names = list(comparison.columns)
+    grid = np.full((len(names), len(names)), np.nan)
+    for pair in comparison.pairs:
+        i, j = names.index(pair.trainer), names.index(pair.rollout)
+        grid[i, j] = grid[j, i] = pair.metrics[METRIC]
+    for name, floor in comparison.noise_floor.items():
+        grid[names.index(name), names.index(name)] = floor[METRIC]
+    axes.imshow(np.maximum(grid, 1e-8), norm=LogNorm(1e-8, 1.0), cmap="viridis")
+    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    for (i, j), value in np.ndenumerate(grid):
+        if np.isfinite(value):
+            text = f"{value:.1e}".replace("e-0", "e-") if value else "0"
+            axes.text(j, i, text, ha="center", va="center", fontsize=7, color="w" if value < 1e-2 else "k")
+    axes.set_title(f"{METRIC} (nats; diagonal: second run)", fontsize=10)

@@ -1,0 +1,58 @@
+"""Counts by formula the floating-point operations of attention and of a training step; a multiply-add is two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from rljax.policy.config import PolicyConfig
+from rljax.policy.lora import OFF, LoraConfig, targets_of
+from rljax.policy.model import abstract_params, logical_axes
+
+
+class AttentionFlops(NamedTuple):
+    """The operations of one layer's products."""
+
+    forward: int  # scores, output
+    backward: int  # scores again, gradients of the probabilities, and of queries, keys and values
+
+
+def causal_pairs(segments: Sequence[int]) -> int:
+    """Counts the (query, key) pairs of a row whose segments have these lengths; a token sees itself and all before it.
+
+    >>> causal_pairs([3, 1])
+    7
+    """
+    return sum(length * (length + 1) // 2 for length in segments)
+
+
+def attention_flops(lengths: Sequence[int], *, num_heads: int, head_dim: int) -> AttentionFlops:
+    """Counts the operations that causal attention inside segments of ``lengths`` (tokens) needs in one layer.
+
+    A product of one query with one key costs two operations for each element of a head. ``num_heads`` is the number of
+    query heads; key-value heads do not matter.
+    """
+    product = 2 * causal_pairs(lengths) * num_heads * head_dim
+    return AttentionFlops(2 * product, 5 * product)
+
+
+def model_flops(policy: PolicyConfig, rows: int, segments: list[int], lora: LoraConfig = OFF) -> int:
+    """Counts the operations that a micro-batch's gradient needs on all devices, without recomputation.
+
+    Each token needs six operations for each parameter that it uses; an untied embedding table does not multiply, and of
+    a mixture's experts only ``experts_per_token`` do. A frozen parameter without adapters needs four. Attention is
+    causal inside each segment: each pair of a query and a key needs 12 operations for each layer and each element of
+    the query heads. ``segments`` are lengths in tokens.
+    """
+    multiplying = 0 if policy.tie_word_embeddings else -policy.vocab_size * policy.hidden_size
+    axes_of_leaves = jax.tree.leaves(logical_axes(policy), is_leaf=lambda node: isinstance(node, tuple))
+    for leaf, axes in zip(jax.tree.leaves(abstract_params(policy)), axes_of_leaves, strict=True):
+        multiplying += leaf.size * policy.experts_per_token // policy.num_experts if "experts" in axes else leaf.size
+    trained = multiplying
+    if lora.rank:
+        trained = sum(leaf.size for leaf in jax.tree.leaves(targets_of(abstract_params(policy), policy, lora)))
+    of_layer = attention_flops(segments, num_heads=policy.num_heads, head_dim=policy.head_dim).forward
+    attention = 3 * policy.num_layers * of_layer
+    return rows * ((4 * multiplying + 2 * trained) * sum(segments) + attention)

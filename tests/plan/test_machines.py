@@ -1,0 +1,34 @@
+"""Tests of machines by name, and of the rates of their cards."""
+
+import pytest
+
+from rljax.plan.machines import H100, TPUS, card_of_kind, parse_machine
+
+
+def test_rates_of_dtypes():
+    assert H100.product_rate("bfloat16", "default") == H100.product_rate("float16", "highest") == 989.4e12
+    assert H100.product_rate("bfloat16xfloat32", "default") == 494.7e12
+    assert H100.product_rate("float32", "highest") == 66.9e12
+    assert TPUS["v5p"].product_rate("float32", "highest") == pytest.approx(459e12 / 6)
+
+
+def test_machines_by_name():
+    two = parse_machine("h100:2x8")
+    assert (two.platform, two.topology, two.nodes, two.card) == ("cuda", "2x1x8", 2, H100)
+    pod = parse_machine("tpu:v6e:4x8")
+    assert (pod.platform, pod.topology, pod.nodes, pod.card) == ("tpu", "v6e:4x8", 1, TPUS["v6e"])
+
+
+@pytest.mark.parametrize("name", ["", "h100", "h100:8", "h100:0x8", "h100:1x8x2", "tpu:v9:2x2", "tpu:v5p", "cpu:4"])
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match=r"--compile: no machine .* give h100:NODESxCARDS"):
+        parse_machine(name)
+
+
+def test_the_card_that_jax_names():
+    assert card_of_kind("NVIDIA H100 80GB HBM3") is H100
+    assert card_of_kind("NVIDIA H200").product_rate("bfloat16", "default") == 989.4e12
+    assert card_of_kind("TPU v5 lite") is TPUS["v5e"]
+    assert card_of_kind("TPU v5") is TPUS["v5p"]
+    assert card_of_kind("NVIDIA H100 PCIe") is None
+    assert card_of_kind("cpu") is None
