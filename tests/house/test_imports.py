@@ -40,7 +40,6 @@ DOORS = {
         "distributed.child",
         "distributed.ownership",
         "rollout.episodes.host_messages",
-        "rollout.episodes.verifiers.host",
         "weights.outlets",
     },
     "zstandard": {"weights.delta"},

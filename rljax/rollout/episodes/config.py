@@ -21,7 +21,7 @@ class EpisodeConfig:
     """The longest reply of an environment or a tool (characters). A longer reply is cut, and counted in the metrics."""
     max_rows: int = 1
     """The most rows of tokens of one trajectory. Another row begins where a turn's prompt does not extend the tokens
-    before it, which only happens with environments of other libraries. A trajectory with more rows has failed."""
+    before it, which only happens with ``rollout.trajectories``. A trajectory with more rows is refused."""
     call_timeout_s: float = 30.0
     """The longest time of one call of an environment (seconds). After it the trajectory has failed."""
     tool_timeout_s: float = 10.0
