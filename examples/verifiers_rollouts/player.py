@@ -139,12 +139,15 @@ class Player:
         try:
             body = {"token_ids": tokens, "sampling_params": self._sampling | {"max_tokens": max_tokens}}
             (choice,) = (await self._client.ask(url, body))["choices"]
+            answer = self._read(tokens, choice)
         except (RefusedError, EndError) as error:
             raise shim.RefusedTurnError(str(error)) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise shim.RefusedTurnError(f"{url} answers in another form: {type(error).__name__}, {error}") from error
         finally:
             asking.since = time.monotonic()
-        answer = self._read(tokens, choice)
-        self._answered[asking.key].append(answer)
+        if asking.key in self._answered:  # The trajectory may have ended meanwhile.
+            self._answered[asking.key].append(answer)
         logprobs = answer.columns["logprobs"]
         return {"token_ids": choice["token_ids"], "logprobs": logprobs, "truncated": answer.truncated}
 

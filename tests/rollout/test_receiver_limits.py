@@ -216,7 +216,7 @@ def test_the_numbers_that_python_writes_are_read():
     assert read_one(json.dumps(make_row("a", math.inf)))["reward"] == 1e308
 
 
-def test_lists_of_each_token_are_read_only_where_they_are_needed():
+def test_lists_of_tokens_are_read_where_they_are_needed():
     lists = {"top_ids": [[3], [4], None], "top_logprobs": [[-1.0], [-1.0], None], "routes": [[0], [1], [0], [2]]}
     row = make_row("a", 1, **lists)
     assert not set(lists) & set(read_one(json.dumps(row)))
