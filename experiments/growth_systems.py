@@ -22,8 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rljax.distributed.acts import Act, follow
-from rljax.distributed.messages import Request
+from rljax.distributed.acts import Shared, follow, together
 from rljax.distributed.processes import Processes, start_processes
 from rljax.record.rows import Row
 from rljax.record.trackers import RecordConfig, TrackedRun, Trackers
@@ -100,19 +99,18 @@ def publish_to(count: int, directory: Path) -> Iterator[Callable[[], object]]:
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-class Exchange(Act[None]):
+class Exchange(Shared):
     """The exchange of a step: process 0 sends the sequences, and all processes compare their times."""
 
     name = "exchange"
 
+    @together
     def make(self, arrays: dict[str, np.ndarray]) -> None:
         """Makes an exchange; process 0 calls it."""
-        with self.lead(arrays=arrays):
-            self.processes.compare()
-
-    def follow(self, request: Request, local: None) -> None:
-        """Compares the times with those of process 0."""
         self.processes.compare()
+
+    def take(self, made: None) -> None:
+        """Keeps nothing of an exchange."""
 
 
 def exchange(followers: int, _: Path) -> Callable[[], float]:
@@ -144,7 +142,7 @@ def take_part(index: int, count: int, port: int) -> None:
     act, arrays = Exchange(processes), {"tokens": np.zeros(MESSAGE_BYTES // 4, np.int32)}
     with processes:
         if not processes.is_leader:
-            follow(processes, [act], None)
+            follow(processes, [act], act)
         else:
             act.make(arrays)  # the programs compile
             start = time.process_time()

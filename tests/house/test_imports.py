@@ -38,6 +38,7 @@ DOORS = {
         "distributed.acts",
         "distributed.answering",
         "distributed.child",
+        "distributed.messages",
         "distributed.ownership",
         "rollout.episodes.host_messages",
         "weights.outlets",
