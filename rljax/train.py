@@ -38,7 +38,7 @@ from rljax.record.rows import format_summary, summarize, write_summary
 from rljax.record.trackers import Trackers
 from rljax.record.writers import Recorder
 from rljax.rollout.build import check_engine
-from rljax.run.acts import Restore, make_shared_engine
+from rljax.run.acts import join, make_shared_engine, restore
 from rljax.run.after_save import AfterSave
 from rljax.run.build import Inputs, load_problems, look_at_data
 from rljax.run.config import Config
@@ -179,8 +179,8 @@ def follow(config: Config, processes: Processes) -> int:
     Every process but 0 calls it.
     """
     with processes.reported_signals(), contextlib.ExitStack() as at_end:
-        acts, local = Restore(processes, at_end).join(Path(config.run.dir), lambda: read_inputs(config))
-        return follow_acts(processes, acts, local)
+        shared, own = join(processes, Path(config.run.dir), lambda: read_inputs(config), at_end)
+        return follow_acts(processes, shared, own)
 
 
 def run(config: Config, owner: Ownership, processes: Processes, trackers: Trackers) -> int:
@@ -196,7 +196,7 @@ def run(config: Config, owner: Ownership, processes: Processes, trackers: Tracke
         engine = make_shared_engine(inputs, stop, processes, problems.prompts)
     with full_disk_errors(), contextlib.ExitStack() as stack:
         stack.callback(engine.close)
-        parts, state, progress = Restore(processes, stack).start(inputs, engine, problems, stop)
+        parts, state, progress = restore(processes, inputs, engine, problems, stop, stack)
         with caller_errors(RuntimeError):  # the rows before the next step are damaged or gone
             recorder = Recorder(run_dir, config.run.steps, first_step=progress.step + 1, compiles=True, more=[trackers])
         stack.callback(recorder.close)

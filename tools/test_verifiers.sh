@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Environments of verifiers over the embedded engine and a real vLLM server (marker verifiers). About five minutes.
+# Plays environments of verifiers with examples/verifiers_rollouts on a real vLLM (marker verifiers). About five minutes.
 #
 #   bash tools/test_verifiers.sh [pytest arguments]
 #
@@ -15,4 +15,4 @@ if [ -z "${RLJAX_VERIFIERS_PYTHON:-}" ]; then
   RLJAX_PYTHON="$RLJAX_BIN/python" own_environment "$venv" '.[verifiers]'
   export RLJAX_VERIFIERS_PYTHON="$venv/bin/python"
 fi
-exec "$RLJAX_BIN/python" -m pytest --verbose -p no:xdist --durations=5 -m verifiers tests/verifiers "$@"
+exec "$RLJAX_BIN/python" -m pytest --verbose -p no:xdist --durations=5 -m verifiers tests/examples/verifiers "$@"

@@ -21,6 +21,7 @@ from rljax.data.files import Problem, Tally, answered_rows, prompt_text, read_pr
 from rljax.data.forms import OwnKeys
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import check_at_least
+from rljax.user_code import FOR_VERIFIERS
 
 ChatTemplate = bool | Literal["auto"]
 DATA_SEED = 0
@@ -43,7 +44,6 @@ TOYS: Mapping[str, ToyTask] = {
     "calculator": ToyTask(toy.addition_problems, "addition", toy_calculator.MAX_RESPONSE_TOKENS),
 }
 FILE_REWARD = "math"
-VERIFIERS = "verifiers"  # the task whose problems come from the environment of the rollouts
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class DataConfig:
     task: str = "toy"
     """toy: three-digit addition. toy_swaps: letters that change places. calculator: additions for the environment
     ``rljax.rollout.episodes.calculator:Calculator``. file: the problems in ``path``. ``reasoning_gym:NAME``: a task of
-    reasoning-gym; ``reasoning_gym:NAME+NAME``: a mixture of several. verifiers: the tasks of ``rollout.environment``,
-    which also rewards them."""
+    reasoning-gym; ``reasoning_gym:NAME+NAME``: a mixture of several."""
     task_options: tuple[str, ...] = ()
     """Settings of a reasoning-gym task, each as ``NAME=VALUE`` with VALUE as JSON, or else text: ``min_digits=1``. In a
     mixture, ``TASK.NAME=VALUE`` is for one task."""
@@ -119,8 +118,10 @@ class DataConfig:
     def _check_task(self) -> None:
         """Raises ValueError for a task of no known kind, and for settings that its kind does not have."""
         is_gym = bool(gym.task_names(self.task))
-        if self.task not in (*TOYS, "file", VERIFIERS) and not is_gym:
-            known = f"{', '.join(TOYS)}, file, {VERIFIERS} or {gym.PREFIX}NAME"
+        if self.task == "verifiers":
+            raise ValueError(f"task = verifiers is no task: {FOR_VERIFIERS}")
+        if self.task not in (*TOYS, "file") and not is_gym:
+            known = f"{', '.join(TOYS)}, file or {gym.PREFIX}NAME"
             raise ValueError(f"task must be {known}, got {self.task!r}")
         for name in ("task_options", "task_instruction"):
             if getattr(self, name) and not is_gym:
@@ -208,7 +209,7 @@ def evaluation_datasets(
       ValueError: A file cannot be read, or two datasets have the same name.
     """
     datasets: dict[str, Sequence[Problem]] = {}
-    for entry in names or ([] if config.task in ("file", VERIFIERS) else [config.task]):
+    for entry in names or ([] if config.task == "file" else [config.task]):
         name, equals, source = entry.partition("=")
         if not equals:
             name, source = Path(entry).stem.removeprefix(gym.PREFIX), entry

@@ -1,56 +1,86 @@
-"""The acts of a run: work that all processes do at the same time. One class has the sides of leader and followers."""
+"""The acts of a run: methods that all processes run at the same time, each on its own object."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Generic, TypeVar
+from types import GenericAlias
+from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
-import numpy as np
 
-from rljax.distributed.messages import Request
+from rljax.distributed.messages import Announcement, pack, unpack
 from rljax.distributed.processes import STOP, Processes
 
-Local = TypeVar("Local")
 Item = TypeVar("Item")
 Value = TypeVar("Value")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_NOT_SENT = "not sent"
+Own = Annotated[Item, _NOT_SENT]
+"""The type of an argument of an act that is not sent: each process has its own."""
 
 
-class Act(Generic[Local]):
-    """Work that all processes of a run do at the same time.
-
-    Process 0 leads: a method of a subclass announces the work with ``lead`` and does it. Every other process follows:
-    it hears the announcement and does the same work on its own shards in ``follow``.
-    """
+class Shared:
+    """An object that each process of a run has. Its methods with ``together`` are acts."""
 
     name: ClassVar[str]
-    """The name of the act in announcements; it differs between the acts of a run."""
+    """The name of the object in announcements. It differs between the objects of a run."""
 
     def __init__(self, processes: Processes) -> None:
         self.processes = processes
 
-    def lead(
-        self, part: str = "", fields: Mapping[str, Any] | None = None, arrays: Mapping[str, np.ndarray] | None = None
-    ) -> AbstractContextManager[None]:
-        """Announces a part of this act, with the fields and arrays of a ``Request``. Process 0 works in the block."""
-        return self.processes.together(Request(self.name, part, fields or {}, arrays or {}))
 
-    def follow(self, request: Request, local: Local) -> None:
-        """Does the side of a process other than 0; acts read and replace the objects in ``local``."""
-        raise NotImplementedError
+def together(method: Method) -> Method:
+    """Makes a method of a ``Shared`` an act. Process 0 calls it, and ``follow`` runs it in the other processes.
 
-
-def follow(processes: Processes, acts: Iterable[Act[Local]], local: Local) -> int:
-    """Follows the announcements of process 0 until it announces the end of the run. Returns the run's exit status.
-
-    Each announcement names one of ``acts``, which reads and replaces the objects in ``local``.
+    The arguments are sent, except those with the type ``Own``. The other types say what ``messages.unpack`` makes of
+    them. A method that yields runs to its end in all processes, even if the caller stops early.
     """
-    by_name = {act.name: act for act in acts}
-    while (request := processes.listen()).act != STOP:
+
+    @functools.wraps(method)
+    def lead(self: Shared, *given: Any, **named: Any) -> Any:
+        if self.processes.count == 1:
+            return method(self, *given, **named)
+        bound = inspect.signature(method).bind(self, *given, **named).arguments
+        announced = Announcement(self.name, method.__name__, pack([bound[name] for name in sent_types(method)]))
+        if inspect.isgeneratorfunction(method):
+            return to_the_end(self.processes, announced, method(**bound))
+        with self.processes.together(announced):
+            return method(**bound)
+
+    return cast(Method, lead)
+
+
+def follow(processes: Processes, shared: Iterable[Shared], own: Any) -> int:
+    """Runs the acts that process 0 announces until it announces the end of the run. Returns the run's exit status.
+
+    ``shared`` are the objects of this process. ``own`` has an attribute for each argument that is not sent, and its
+    method ``take`` gets the result of each act.
+    """
+    by_name = {each.name: each for each in shared}
+    while (announced := processes.listen()).name != STOP:
+        one = by_name[announced.name]
+        method = inspect.unwrap(getattr(type(one), announced.method))
         with processes.following():
-            by_name[request.act].follow(request, local)
-    return int(request.fields["status"])
+            types = sent_types(method)
+            values = unpack(announced.arguments, GenericAlias(tuple, tuple(types.values())))
+            sent = dict(zip(types, values, strict=True))
+            names = list(inspect.signature(method).parameters)[1:]
+            made = method(one, **{name: sent[name] if name in sent else getattr(own, name) for name in names})
+            for _ in made if inspect.isgeneratorfunction(method) else ():
+                pass
+            own.take(made)
+    return int(unpack(announced.arguments, int))
+
+
+@functools.cache
+def sent_types(method: Callable[..., Any]) -> Mapping[str, Any]:
+    """Returns the types of the arguments of an act that are sent, by name."""
+    hints = get_type_hints(method, include_extras=True)
+    names = list(inspect.signature(method).parameters)[1:]
+    return {name: hints[name] for name in names if _NOT_SENT not in get_args(hints[name])}
 
 
 def gather_results(processes: Processes, work: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -76,14 +106,16 @@ def values_of(results: Sequence[Mapping[str, Any]], kind: type[Value]) -> list[V
     return [msgspec.convert(result["value"], kind) for result in results]
 
 
-def to_the_end(items: Iterator[Item]) -> Iterator[Item]:
-    """Yields the items. If the caller stops early, the remaining items are still computed.
+def to_the_end(processes: Processes, announced: Announcement, items: Iterator[Item]) -> Iterator[Item]:
+    """Yields the items of an act, which is announced when the first one is asked for.
 
-    The other processes compute all items, too, and would wait for this one in collectives.
+    If the caller stops early, the remaining items are still computed. The other processes compute all items, too, and
+    would wait for this one in collectives.
     """
-    try:
-        for item in items:  # noqa: UP028 ("yield from" would close the items with this generator)
-            yield item
-    finally:
-        for _ in items:
-            pass
+    with processes.together(announced):
+        try:
+            for item in items:  # noqa: UP028 ("yield from" would close the items with this generator)
+                yield item
+        finally:
+            for _ in items:
+                pass

@@ -1,51 +1,73 @@
-"""The messages that process 0 sends to the other processes: a line of JSON and one packed batch of numpy arrays."""
+"""The messages that process 0 sends to the other processes: the name of a method, and its packed arguments."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
 SMALL_BYTES = 256 * 1024  # Larger messages travel over the devices, not through the key-value store.
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
+class Announcement(NamedTuple):
     """The announcement of work that all processes do together."""
 
-    act: str  # the name of the act
-    part: str = ""  # the part of the act; empty if the act has only one
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # JSON values by name
-    arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    name: str  # the name of the object that does the work
+    method: str = ""  # the name of the object's method; empty if the object does one thing alone
+    arguments: bytes = b""  # the arguments of the method, packed
 
     @property
     def place(self) -> str:
-        """The name of the place of a process that does this work: the part, or else the act."""
-        return self.part or self.act
+        """The name of the place of a process that does this work."""
+        return self.method.strip("_") or self.name
+
+    def packed(self) -> bytes:
+        """Returns the message."""
+        return f"{self.name} {self.method} ".encode() + self.arguments
 
 
-def pack_request(request: Request) -> bytes:
-    """Packs a request into a message: a line of JSON, then the bytes of the arrays."""
-    forms = {name: [array.dtype.str, list(array.shape)] for name, array in request.arrays.items()}
-    content = {"act": request.act, "part": request.part, "fields": dict(request.fields), "arrays": forms}
-    arrays = (np.ascontiguousarray(array).tobytes() for array in request.arrays.values())
-    return b"".join([json.dumps(content).encode(), b"\n", *arrays])
+def read_announcement(message: bytes) -> Announcement:
+    """Returns the announcement in a message of ``Announcement.packed``."""
+    name, method, arguments = message.split(b" ", 2)
+    return Announcement(name.decode(), method.decode(), arguments)
 
 
-def unpack_request(message: bytes) -> Request:
-    """Reads the request from a message of ``pack_request``."""
-    head, _, body = message.partition(b"\n")
-    content = json.loads(head)
-    arrays, start = {}, 0
-    for name, (dtype, shape) in content["arrays"].items():
-        count = int(np.prod(shape))
-        arrays[name] = np.frombuffer(body, dtype, count, start).reshape(shape)
-        start += arrays[name].nbytes
-    return Request(content["act"], content["part"], content["fields"], arrays)
+def pack(value: Any) -> bytes:
+    """Packs plain values, arrays, paths, and tuples, lists, dictionaries and dataclasses of them."""
+    contents, size = list[bytes](), 0
+
+    def plain(value: Any) -> Any:
+        nonlocal size
+        if isinstance(value, np.ndarray):
+            start, content = size, value.tobytes()
+            contents.append(content)
+            size += len(content)
+            return value.dtype.str, value.shape, start
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, Path):
+            return str(value)
+        raise TypeError(f"{type(value).__name__} cannot be sent to other processes")
+
+    head = msgspec.msgpack.encode(value, enc_hook=plain)
+    return b"".join([len(head).to_bytes(8, "little"), head, *contents])
+
+
+def unpack(message: bytes, kind: Any) -> Any:
+    """Returns the value that ``pack`` packed, of the type ``kind``. Its arrays are views of ``message``."""
+    end = 8 + int.from_bytes(message[:8], "little")
+
+    def typed(kind: type, told: Any) -> Any:
+        if kind is np.ndarray:
+            dtype, shape, start = told
+            return np.frombuffer(message, dtype, int(np.prod(shape)), end + start).reshape(shape)
+        return kind(told)  # a path
+
+    return msgspec.msgpack.decode(message[8:end], type=kind, dec_hook=typed)
 
 
 def broadcast(message: bytes, size: int) -> bytes:

@@ -28,14 +28,14 @@ from jax.experimental import multihost_utils
 
 from rljax.distributed.files import free_memory
 from rljax.distributed.liveness import WAITING, Liveness
-from rljax.distributed.messages import SMALL_BYTES, Request, broadcast, pack_request, unpack_request
+from rljax.distributed.messages import SMALL_BYTES, Announcement, broadcast, pack, read_announcement
 from rljax.errors import ConfigError, StartAgainError, exit_status, print_end
 
 PACK, UPDATE, SAVE = "pack", "update", "save"
 TIMED = (PACK, UPDATE, SAVE)
 """The names of the work whose duration is compared between processes."""
 STOP = "stop"
-"""The name of the act that ends the run."""
+"""The name in the announcement that ends the run."""
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """XLA's limit on pinned memory of the host, 64 by default (GiB). A checkpoint on a GPU goes through such memory."""
@@ -89,7 +89,7 @@ class Processes:
         return self._liveness.signal
 
     @contextlib.contextmanager
-    def together(self, request: Request) -> Iterator[None]:
+    def together(self, announced: Announcement) -> Iterator[None]:
         """Announces work to the other processes; process 0 does its side in the block.
 
         After an error in the block the processes are at different points of the program and cannot work together. Every
@@ -100,17 +100,17 @@ class Processes:
             return
         if self._failed:
             raise StartAgainError(f"the processes are at different points of the program because {self._failed} failed")
-        self._announce(request)
+        self._announce(announced)
         try:
             with self.following():
                 yield
         except GeneratorExit:  # A stream whose caller stopped early was still computed to its end (acts.to_the_end).
             raise
         except BaseException:
-            self._failed = request.place
+            self._failed = announced.place
             raise
 
-    def listen(self) -> Request:
+    def listen(self) -> Announcement:
         """Waits for the next announcement of process 0 and returns it. Every process but process 0 calls it."""
         self._number += 1
         self.at(WAITING)
@@ -124,9 +124,9 @@ class Processes:
                     raise
         if message.isdigit():
             message = broadcast(b"", int(message))
-        request = unpack_request(message)
-        self.at(request.place)
-        return request
+        announced = read_announcement(message)
+        self.at(announced.place)
+        return announced
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
@@ -212,7 +212,7 @@ class Processes:
             return
         if self.count > 1:
             if self.is_leader:
-                self._announce(Request(STOP, fields={"status": status}))
+                self._announce(Announcement(STOP, arguments=pack(status)))
             self.at("ending")
             multihost_utils.sync_global_devices("rljax end")
         self._liveness.stop()
@@ -244,10 +244,10 @@ class Processes:
         # The exit handler of jax.distributed waits for processes that are gone; the error is printed before this one.
         _leave_without_waiting(status)
 
-    def _announce(self, request: Request) -> None:
+    def _announce(self, announced: Announcement) -> None:
         self._number += 1
-        self.at(request.place)
-        message = pack_request(request)
+        self.at(announced.place)
+        message = announced.packed()
         is_small = len(message) <= SMALL_BYTES
         self._store.key_value_set_bytes(f"{_REQUESTS}{self._number}", message if is_small else b"%d" % len(message))
         if self._number > _KEPT:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 from rljax.data.gym_problems import task_names
-from rljax.data.prompts import VERIFIERS
 from rljax.plan.budget import (
     Decoding,
     Demand,
@@ -264,8 +263,6 @@ def _batch(config: Config) -> dict[str, str]:
     each = f", {updates} updates of {of_update}" if updates > 1 else ""
     of_task = f"{config.data.task_problems:,} problems of" if task_names(config.data.task) else "the embedded task"
     source, reward = config.data.path or f"{of_task} {config.data.task}", config.data.reward_name
-    if config.data.task == VERIFIERS:
-        source, reward = f"the tasks of {config.rollout.environment}", "of the environment"
     absent = "" if config.data.path is None or Path(config.data.path).exists() else " (not here)"
     share = f", {config.data.fraction:.1%} of it" if config.data.fraction < 1.0 else ""
     at_most = prompts * (1 + REFILL_LIMIT)
@@ -341,8 +338,7 @@ def _recipe(config: Config) -> dict[str, str]:
         weights += f", score centering over {config.rollout.reported} tokens"
     wanted = config.eval
     evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
-    is_evaluated = wanted.is_wanted and config.data.task != VERIFIERS
-    sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if is_evaluated else "never"
+    sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"
     rollout = config.rollout
     urls = rollout.urls if rollout.engine in SERVED else ()
     where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(urls)

@@ -120,8 +120,6 @@ def _check_trajectories(config: RolloutConfig) -> None:
     for name, value in wanted.items():
         if (got := getattr(config, name)) != value:
             raise ValueError(f"{said} rollout.{name} must be {str(value).lower()}, got {str(got).lower()}")
-    if config.router_replay == "r3":
-        raise ValueError(f"{said} the experts of its tokens are not known: rollout.router_replay must be none or r2")
     if config.inject.given:
         raise ValueError(f"{said} rollout.inject changes nothing that is trained on; leave it out")
 

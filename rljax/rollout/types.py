@@ -176,9 +176,8 @@ class RolloutConfig:
     """The settings of the verification, which proves that each server uses the published weights."""
     environment: str | None = None
     """The environment of trajectories of several turns: a class ``package.module:Class`` or ``FILE.py:Class``. It
-    replies to each turn and rewards the trajectory. ``verifiers:NAME``: a taskset of the package verifiers, or its
-    settings in a file NAME (YAML or TOML), with ``data.task = verifiers``. None: each prompt has one response, which
-    ``data.reward`` scores."""
+    replies to each turn and rewards the trajectory. None: each prompt has one response,
+    which ``data.reward`` scores."""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """The limits of trajectories with an ``environment``."""
     trajectories: str | None = None

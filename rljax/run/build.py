@@ -18,13 +18,11 @@ from rljax.data.files import ALTERNATIVES, Tally, right_answers
 from rljax.data.prompts import (
     DATA_SEED,
     TOYS,
-    VERIFIERS,
     Problem,
     PromptStream,
     check_lengths,
     drop_long,
     evaluation_datasets,
-    fraction_of,
     template_arguments,
     training_problems,
 )
@@ -52,7 +50,6 @@ from rljax.run.single_turn import SingleTurn
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_exact_pass, make_trainer, starting_state
-from rljax.run.verifiers_episodes import VerifiersEpisodes, program_settings, verifiers_problems
 from rljax.trainer.state import TrainState
 
 PROBED_PROMPTS = 64  # The training prompts from which the probes of servers are made.
@@ -89,8 +86,7 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     command = f"rljax prepare {data.path} OUT.parquet --model {config.model.path} --max-prompt-tokens {limit}"
     remedy = f" in {data.path}; raise it, or: {command}" if data.path else ""
     tally = Tally(Path(data.path or data.task).name)
-    is_library = data.task == VERIFIERS
-    read = fraction_of(verifiers_problems(config), data) if is_library else training_problems(data, tokenizer, tally)
+    read = training_problems(data, tokenizer, tally)
     training = tally.problems = drop_long(read, tokenizer, limit, remedy)
     tally.too_long = len(read) - len(training)
     if len(training) < data.batch_size and (tally.too_long or tally.unanswered):
@@ -183,12 +179,8 @@ def make_run_engine(
     )
 
 
-def make_source(
-    config: Config, engine: RolloutEngine, tokenizer: Tokenizer, stops: Sequence[int], stop: StopRequest
-) -> Source:
+def make_source(config: Config, engine: RolloutEngine, tokenizer: Tokenizer, stop: StopRequest) -> Source:
     """Returns the source of the run's responses: of one turn with a reward function, or with an environment.
-
-    ``stops``: The token ids that end a turn.
 
     Raises ConfigError if the reward or the environment cannot be used.
     """
@@ -197,9 +189,6 @@ def make_source(
         if config.rollout.environment is None:
             rewards = RewardPool(data.reward_name, data.reward_workers, data.reward_timeout_s)
             return SingleTurn(engine, tokenizer, rewards, stop)
-        if data.task == VERIFIERS:
-            settings, longest = program_settings(config, stops), data.max_prompt_tokens
-            return VerifiersEpisodes(engine, tokenizer, settings, episode, max_prompt_tokens=longest, stop=stop)
         hosts = EnvironmentHosts(config.rollout.environment, episode)
     arguments = template_arguments(data.enable_thinking, data.chat_template_kwargs)
     return Episodes(
@@ -273,7 +262,7 @@ def build(
     """
     stop, evaluated = stop or StopRequest(), config.eval
     stops = policy.stops(tokenizer.eos_token_id, config.rollout.stop_token_ids)
-    source = make_source(config, engine, tokenizer, stops, stop)
+    source = make_source(config, engine, tokenizer, stop)
     trainer = make_trainer(config, policy, mesh)
     batches = make_batches(config, policy, engine, source, stops, problems, checkpointer, stop)
     limit = evaluated.max_response_tokens or config.rollout.max_response_tokens

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from rljax.algorithms.advantages import AdvantageConfig
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
-from rljax.data.prompts import VERIFIERS, DataConfig
+from rljax.data.prompts import DataConfig
 from rljax.errors import check_at_least, check_finite
 from rljax.policy.config import PolicyOptions
 from rljax.policy.lora import LoraConfig
@@ -176,7 +176,6 @@ class Config:
             )
         if self.rollout.engine == "exact":
             self._check_exact()
-        self._check_verifiers()
         if self.advantage.estimator == "optimal_token" and correction.part != "whole":
             raise ValueError(
                 f"advantage.estimator = optimal_token needs correction.part = whole, got {correction.part}: its "
@@ -225,19 +224,6 @@ class Config:
             raise ValueError(
                 "loss.stale_clip_low and stale_clip_high are for rollouts that may be stale: give rollout.max_staleness"
             )
-
-    def _check_verifiers(self) -> None:
-        """Raises ValueError if only the problems or only the environment are of verifiers, or settings do not fit."""
-        named = self.rollout.environment or ""
-        is_environment, is_task = named.startswith(f"{VERIFIERS}:"), self.data.task == VERIFIERS
-        if is_environment != is_task:
-            raise ValueError(
-                f"data.task = {VERIFIERS} and rollout.environment = {VERIFIERS}:NAME belong together, got data.task = "
-                f"{self.data.task} and rollout.environment = {named or None}"
-            )
-        if is_task and (self.data.reward is not None or self.eval.datasets):
-            key = "data.reward" if self.data.reward is not None else "eval.datasets"
-            raise ValueError(f"data.task = {VERIFIERS} brings its own problems and rewards: leave {key} out")
 
     def _check_exact(self) -> None:
         """Raises ValueError for settings that one executable, which samples and trains, cannot have."""

@@ -231,7 +231,9 @@ def make_external_batches(
     rollout, run_dir = config.rollout, Path(config.run.dir)
     source = rollout.trajectories
     assert source is not None
-    limits = RowLimits(policy.vocab_size, config.data.max_prompt_tokens, sampling, rollout.episode.max_rows)
+    sizes = policy.num_layers, policy.experts_per_token, policy.num_experts
+    routes = sizes if rollout.router_replay == "r3" else None
+    limits = RowLimits(policy.vocab_size, config.data.max_prompt_tokens, sampling, rollout.episode.max_rows, routes)
     is_received = is_address(source)
     directory = run_dir / "trajectories" if is_received else Path(source)
     if is_received:

@@ -45,7 +45,8 @@ def test_settings_are_for_every_task_or_for_one():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"task": "tyo"}, "task must be toy, toy_swaps, calculator, file, verifiers or reasoning_gym:NAME, got 'tyo'"),
+        ({"task": "tyo"}, "task must be toy, toy_swaps, calculator, file or reasoning_gym:NAME, got 'tyo'"),
+        ({"task": "verifiers"}, "task = verifiers is no task: the example verifiers_rollouts .* rollout.trajectories"),
         ({"task_options": ("a=1",)}, "task_options is for a reasoning-gym task, but task = toy"),
         ({"task_instruction": "Hi"}, "task_instruction is for a reasoning-gym task, but task = toy"),
         ({"task": "reasoning_gym:lcm", "path": "x.jsonl"}, "path is given, but task = reasoning_gym:lcm reads no file"),

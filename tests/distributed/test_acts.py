@@ -1,19 +1,27 @@
 """Values that process 0 sends to the others arrive bit for bit."""
 
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from rljax.distributed.acts import Act, gather_results, to_the_end, values_of
-from rljax.distributed.messages import Request, pack_request, ragged, unpack_request, vectors_of
+from rljax.distributed.acts import Own, Shared, gather_results, to_the_end, together, values_of
+from rljax.distributed.messages import Announcement, pack, ragged, read_announcement, unpack, vectors_of
 from rljax.distributed.processes import Processes, is_of_devices, start_processes
 from rljax.errors import ConfigError
+from rljax.rollout.turns import TurnRequest
+from rljax.rollout.types import SamplingParams
 from rljax.run.sampling import sequence_arrays, sequences_of
 from rljax.trainer.packing import TrainSequence
+from rljax.trainer.update import UpdateOptions
+from rljax.weights.writer import Kind
 
 
 @pytest.mark.parametrize("optional", [False, True])
@@ -34,9 +42,12 @@ def test_sequences_come_out_as_they_went_in(optional):
         )
         for p, r in lengths
     ]
-    request = unpack_request(pack_request(Request("step", "pack", {"a": 1}, sequence_arrays(sequences))))
-    found = sequences_of(request.arrays)
-    assert (request.act, request.part, request.fields) == ("step", "pack", {"a": 1})
+    sent = Announcement("step", "_pack", pack([sequence_arrays(sequences)]))
+    announced = read_announcement(sent.packed())
+    assert announced == sent
+    assert (announced.place, Announcement("stop").place) == ("pack", "stop")
+    (arrays,) = unpack(announced.arguments, tuple[Mapping[str, np.ndarray]])
+    found = sequences_of(arrays)
     assert len(found) == len(sequences)
     for one, other in zip(found, sequences, strict=True):
         assert (one.advantage, one.in_loss) == (other.advantage, other.in_loss)
@@ -48,6 +59,26 @@ def test_sequences_come_out_as_they_went_in(optional):
             got, expected = getattr(one, name), getattr(other, name)
             assert got.dtype == expected.dtype
             np.testing.assert_array_equal(got, expected)
+
+
+def test_arguments_come_out_as_they_went_in():
+    rng = np.random.default_rng(0)
+    vectors = [rng.normal(size=size) for size in ((2, 3), 0, 1)]
+    requests = [TurnRequest(7, 2, np.arange(3, dtype=np.int32), 5), TurnRequest(8, 1, np.arange(0), 9)]
+    sampling = SamplingParams(5, 0.7, (14, 3), top_k=2)
+    options = UpdateOptions(np.float64(0.1) + 0.2, seed=2**40, noise=True)
+    host = {"mean": math.nan, "none": None, "nested": [{"a": 1.5}]}
+    values = [vectors, requests, sampling, options, Path("/a/b"), "delta", host]
+    types = (Sequence[np.ndarray], Sequence[TurnRequest], SamplingParams, UpdateOptions, Path, Kind, dict[str, Any])
+    found = unpack(pack(values), tuple[types])
+    arrays, told = ([*each[0], *(request.tokens for request in each[1])] for each in (values, found))
+    for one, other in zip(told, arrays, strict=True):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    assert [each._replace(tokens=None) for each in found[1]] == [each._replace(tokens=None) for each in requests]
+    assert found[2:6] == tuple(values[2:6])
+    assert repr(found[6]) == repr(host)
+    with pytest.raises(TypeError, match="object cannot be sent"):
+        pack([object()])
 
 
 def test_vectors_may_be_empty():
@@ -63,7 +94,7 @@ def test_who_stops_early_takes_the_rest_all_the_same():
             taken.append(item)
             yield item
 
-    stream = to_the_end(items())
+    stream = to_the_end(Processes(), Announcement("anything"), items())
     assert next(stream) == 0
     stream.close()
     assert taken == [0, 1, 2, 3, 4]
@@ -83,8 +114,17 @@ def test_options_that_do_not_go_together_are_refused(options, message):
         start_processes(**options)
 
 
-class Anything(Act):
+class Anything(Shared):
     name = "anything"
+
+    @together
+    def work(self, done: Own[list], *, x: np.ndarray) -> int:
+        done.append(x)
+        return len(done)
+
+    @together
+    def items(self, count: int) -> Iterator[int]:
+        yield from range(count)
 
 
 def test_an_error_names_what_one_process_cannot_write():
@@ -98,9 +138,10 @@ def test_an_error_names_what_one_process_cannot_write():
 
 def test_one_process_does_everything_alone():
     processes, done = Processes(), []
-    with processes, Anything(processes).lead("a part", {}, {"x": np.zeros(3)}):
-        done.append("work")
-    assert done == ["work"]
+    with processes:
+        assert Anything(processes).work(done, x="a thing that cannot be sent") == 1
+        assert list(Anything(processes).items(3)) == [0, 1, 2]
+    assert done == ["a thing that cannot be sent"]
     assert (processes.index, processes.count, processes.is_leader, processes.signal()) == (0, 1, True, None)
     processes.end(0)
 

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from external_rows import make_row, write_file
 from toy_runs import TOY_BASE, complete, tiny
 
 from rljax.policy.families import config_from_hf, config_to_hf
@@ -58,6 +59,19 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path):
         assert row["optimizer/skipped_updates"] == 0
         assert row["policy/router_balance"] > 1.9  # 2 if the experts are used alike
     assert [("mismatch_free_routing/k3_kl" in row) for row in whole] == [False, True, False, True]
+
+
+def test_routes_of_another_program_are_replayed(base, tmp_path):
+    """All tokens of the rows went to the experts 0 and 1, which the trainer's own router would not choose."""
+    place = tmp_path / "rows"
+    place.mkdir()
+    routes = [[0, 1] * 2] * 4
+    write_file(place / "0.jsonl", [make_row(f"g{i // 4}", i % 4, routes=routes) for i in range(8)])
+    words = tiny(base, tmp_path / "run", 1, *REPLAY, "--rollout.trajectories", str(place))
+    status, output = complete(words, is_sound=False)  # the rows have made-up log-probabilities
+    assert status == 0, output
+    (row,) = rows(tmp_path / "run")
+    assert row["router/disagreement"] > 0.5
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,21 @@ def test_likeliest_tokens_come_in_order():
     assert "equal lengths" in refusal(row | {"top_ids": [[4], [8, 4], None, [1, 2]]}, limits=limits)
 
 
+def test_routes_are_the_experts_of_each_token_but_the_last():
+    limits = RowLimits(10, 3, SamplingParams(5), routes=(2, 2, 8))
+    routes = [[0, 1, 2, 3], [7, 6, 5, 4], [0, 2, 4, 6], [1, 3, 5, 7], [0, 1, 0, 1]]
+    (one,) = read(ROW | {"routes": routes}, limits=limits)
+    assert one.response.routes.dtype == np.uint8
+    assert one.response.routes.tolist() == [[each[:2], each[2:]] for each in routes]
+    assert read(ROW | {"routes": routes})[0].response.routes is None
+    assert "lacks routes, which rollout.router_replay = r3 needs" in refusal(ROW, limits=limits)
+    assert "has 4 entries, expected 5, one for each of" in refusal(ROW | {"routes": routes[1:]}, limits=limits)
+    for wrong in ([0, 1, 2], None, 3):
+        line = refusal(ROW | {"routes": [*routes[1:], wrong]}, limits=limits)
+        assert f"a list of 2 x 2 experts, layer by layer, got {wrong} at token 4" in line
+    assert "must be in 0 .. 7, got 0 .. 8" in refusal(ROW | {"routes": [*routes[1:], [0, 8, 0, 0]]}, limits=limits)
+
+
 @pytest.mark.parametrize("name", ["prompt_ids", "token_ids", "logprobs", "reward", "version", "group", "mask"])
 def test_a_row_without_a_column_is_refused(name):
     assert f"lacks {name}" in refusal(without(name))

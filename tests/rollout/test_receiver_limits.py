@@ -216,12 +216,16 @@ def test_the_numbers_that_python_writes_are_read():
     assert read_one(json.dumps(make_row("a", math.inf)))["reward"] == 1e308
 
 
-def test_likeliest_tokens_are_read_only_where_they_are_needed():
-    row = make_row("a", 1, top_ids=[[3], [4], None], top_logprobs=[[-1.0], [-1.0], None])
-    assert "top_ids" not in read_one(json.dumps(row))
-    limits = RowLimits(16, 4, SamplingParams(8, reported=1))
-    ((_, found),) = make_reader(limits)(msgspec.msgpack.encode([row]), "application/msgpack")
-    assert found["top_ids"] == [(3,), (4,), None]
+def test_lists_of_tokens_are_read_where_they_are_needed():
+    lists = {"top_ids": [[3], [4], None], "top_logprobs": [[-1.0], [-1.0], None], "routes": [[0], [1], [0], [2]]}
+    row = make_row("a", 1, **lists)
+    assert not set(lists) & set(read_one(json.dumps(row)))
+    needs = {"reported": RowLimits(16, 4, SamplingParams(8, reported=1))}
+    needs["routes"] = RowLimits(16, 4, SamplingParams(8), routes=(1, 1, 3))
+    for need, limits in needs.items():
+        ((_, found),) = make_reader(limits)(msgspec.msgpack.encode([row]), "application/msgpack")
+        assert found.get("top_ids") == ([(3,), (4,), None] if need == "reported" else None)
+        assert found.get("routes") == ([(0,), (1,), (0,), (2,)] if need == "routes" else None)
 
 
 REFUSED = {

@@ -240,7 +240,6 @@ REFUSED = {
     "refill must be false": {"refill": True},
     "update must be wait": {"update": "keep"},
     "inject changes nothing": {"inject": InjectConfig(weight_noise=0.1)},
-    "router_replay must be none or r2": {"router_replay": "r3"},
 }
 
 

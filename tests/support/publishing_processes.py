@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.distributed.acts import Act, follow
+from rljax.distributed.acts import Own, Shared, follow, together
 from rljax.distributed.processes import start_processes
 from rljax.errors import NotWrittenError
 from rljax.policy.families import read_config
@@ -23,7 +23,7 @@ from rljax.policy.hf import load_params
 from rljax.policy.model import param_shardings
 from rljax.rollout.build import policy_functions
 from rljax.rollout.types import RolloutConfig
-from rljax.run.acts import PublishToServers
+from rljax.run.acts import SharedPublish
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.access import find_key_file
 from rljax.weights.outlets import make_part_writer
@@ -52,23 +52,24 @@ class Policy:
     """The newest parameters of a process, which the acts read."""
 
     def __init__(self, params):
-        self.newest = params
+        self.params = params
 
-    def params(self):
-        return self.newest
+    @property
+    def policy(self):
+        return self
+
+    def take(self, made):
+        pass
 
 
-class Move(Act):
+class Move(Shared):
     """The change of the parameters before a version is published."""
 
     name = "move"
 
-    def move(self, policy, number, share):
-        with self.lead(fields={"number": number, "share": share}):
-            policy.newest = moved(policy.newest, jax.random.key(number), share)
-
-    def follow(self, request, local):
-        local.newest = moved(local.newest, jax.random.key(request.fields["number"]), request.fields["share"])
+    @together
+    def move(self, policy: Own[Policy], number: int, share: float):
+        policy.params = moved(policy.params, jax.random.key(number), share)
 
 
 def main(index, count, coordinator, store, host, directory, heartbeat_s):
@@ -89,7 +90,7 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
             index=index,
             coordinator=processes.coordinator,
         )
-        policy, act, move = Policy(params), PublishToServers(processes, functions, parts), Move(processes)
+        policy, act, move = Policy(params), SharedPublish(processes, functions, parts), Move(processes)
         if index:
             follow(processes, [act, move], policy)
             parts.close()
@@ -104,10 +105,10 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
                 (root / folder).mkdir()
             for number, line in enumerate(sys.stdin):
                 move.move(policy, number, float(line))
-                truth = {name: bits_of(array) for name, array in act.tensors(policy.params())}
+                truth = {name: bits_of(array) for name, array in act.tensors(policy.params)}
                 np.savez(root / f"truth/{number}.npz", **truth)
                 try:
-                    version = files.write(policy.params(), number, act.checksums(policy.params()))
+                    version = files.write(policy.params, number, act.checksums(policy.params))
                     told = {"source": version.source, "path": str(version.path), "bytes": version.num_bytes}
                     files.drop_old()
                 except NotWrittenError as error:

@@ -21,7 +21,7 @@ class EpisodeConfig:
     """The most tokens that the policy samples in one turn. 0: as many as ``rollout.max_response_tokens`` leaves."""
     max_rows: int = 1
     """The most rows of tokens of one trajectory. Another row begins where a turn's prompt does not extend the tokens
-    before it, which only happens with environments of other libraries. A trajectory with more rows has failed."""
+    before it, which only happens with ``rollout.trajectories``. A trajectory with more rows is refused."""
     call_timeout_s: float = 30.0
     """The longest time of one call of an environment (seconds). After it the trajectory has failed."""
     tool_timeout_s: float = 10.0

@@ -46,13 +46,6 @@ class _Sent(msgspec.Struct):
             raise ValueError(f"lacks {missing}")
 
 
-class _SentWithTops(_Sent):
-    """A row with the likeliest tokens of each position."""
-
-    top_ids: _Lists = UNSET
-    top_logprobs: _Lists = UNSET
-
-
 def as_row(sent: msgspec.Struct) -> Row:
     """Returns the columns that were sent."""
     return {name: value for name, value in msgspec.structs.asdict(sent).items() if value is not UNSET}
@@ -61,10 +54,12 @@ def as_row(sent: msgspec.Struct) -> Row:
 def make_reader(limits: RowLimits) -> Callable[[bytes | bytearray, str], list[tuple[int, Row]]]:
     """Returns a function from a body and its content type to the rows with their numbers, from 1.
 
-    The likeliest tokens are read only where ``limits`` needs them. The function raises ValueError with one line if the
-    body cannot be read, or has no row or more than ``MOST_ROWS``.
+    The likeliest tokens and the routes are read only where ``limits`` needs them. The function raises ValueError with
+    one line if the body cannot be read, or has no row or more than ``MOST_ROWS``.
     """
-    sent: Any = _SentWithTops if limits.sampling.reported else _Sent
+    lists = ["top_ids", "top_logprobs"] if limits.sampling.reported else []
+    lists += ["routes"] if limits.routes else []
+    sent: Any = msgspec.defstruct("_SentWithLists", [(name, _Lists, UNSET) for name in lists], bases=(_Sent,))
     rows: Any = Annotated[list[sent], msgspec.Meta(max_length=MOST_ROWS)]
     one, several = msgspec.json.Decoder(sent), msgspec.json.Decoder(rows | sent)
     packed = msgspec.msgpack.Decoder(rows | sent)

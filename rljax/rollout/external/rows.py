@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rljax.errors import ReplyError
+from rljax.policy.config import route_dtype
 from rljax.rollout.external.doubts import find_doubts
 from rljax.rollout.servers.tops import check_tops, make_tops
 from rljax.rollout.types import Response, SamplingParams, Tops, VersionSpan
@@ -37,6 +38,8 @@ class RowLimits:
     max_prompt_tokens: int  # the longest prompt of a trajectory (tokens)
     sampling: SamplingParams  # the longest response, and the number of likeliest tokens needed at each position
     max_rows: int = 1  # the most rows of one trajectory
+    # The numbers of layers, of experts of a token and of experts, where each row must have the experts of its tokens.
+    routes: tuple[int, int, int] | None = None
 
 
 class Trajectory(NamedTuple):
@@ -160,7 +163,8 @@ def _read_row(
     if not isinstance(truncated, bool):
         raise ValueError(f"{place}: truncated must be true or false, got {truncated!r:.60}")
     tops = _tops(row, place, tokens, logprobs, turns > 0, limits) if limits.sampling.reported else None
-    return prompt, Response(0, 0, tokens, logprobs, truncated, versions, tops=tops, turns=turns)
+    routes = _routes(row, place, len(prompt) + count - 1, limits.routes) if limits.routes else None
+    return prompt, Response(0, 0, tokens, logprobs, truncated, versions, routes, tops, turns)
 
 
 def _name(value: Any, what: str) -> str:
@@ -316,3 +320,23 @@ def _tops(
     except ReplyError as error:
         raise ValueError(str(error)) from error
     return tops
+
+
+def _routes(row: Row, place: str, count: int, sizes: tuple[int, int, int]) -> np.ndarray:
+    """Returns the experts of the first ``count`` tokens of a row, uint8 or uint16 [count, layers, k].
+
+    ``sizes`` are the numbers of layers, of experts of a token (k), and of experts.
+    """
+    layers, k, experts = sizes
+    lists = row.get("routes")
+    if not isinstance(lists, list | tuple | np.ndarray):
+        raise ValueError(f"{place} lacks routes, which rollout.router_replay = r3 needs")
+    if len(lists) != count:
+        each = "one for each of prompt_ids and token_ids but the last"
+        raise ValueError(f"{place}: routes has {len(lists)} entries, expected {count}, {each}")
+    for i, each in enumerate(lists):
+        if not isinstance(each, list | tuple | np.ndarray) or len(each) != layers * k:
+            numbers = f"a list of {layers} x {k} experts, layer by layer"
+            raise ValueError(f"{place}: routes must have {numbers}, got {each!r:.60} at token {i}")
+    flat = _integers(list(itertools.chain.from_iterable(lists)), f"{place}: routes", below=experts)
+    return flat.reshape(count, layers, k).astype(route_dtype(experts))

@@ -1,18 +1,15 @@
-"""The join of an engine's answers to the branches that ``verifiers`` kept of a trajectory.
+"""The join of the servers' answers to the branches that ``verifiers`` kept of a trajectory.
 
-The library rounds log-probabilities and drops versions, likeliest tokens and routes. So the trainer keeps the engine's
+The library rounds log-probabilities and drops versions, likeliest tokens and routes. So the program keeps the servers'
 answers. A branch only says which answers the trajectory is made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-
-from rljax.rollout.episodes.recorder import Recorder
-from rljax.rollout.types import Response
 
 
 class Branch(NamedTuple):
@@ -23,10 +20,13 @@ class Branch(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """A turn that the engine answered."""
+    """A turn that a server sampled."""
 
     tokens: np.ndarray  # the tokens that the turn continued, int32 [s]
-    response: Response  # the tokens of the turn
+    token_ids: np.ndarray  # the tokens of the turn, int32 [t]
+    columns: Mapping[str, Sequence[Any]]  # columns with an entry for each token of the turn, such as ``logprobs``
+    truncated: bool = False  # whether the length limit ended the turn
+    routes: Sequence[Any] = ()  # the experts of all tokens up to the end of the turn but the last, if they are known
 
     @property
     def start(self) -> int:
@@ -36,7 +36,7 @@ class Answered(NamedTuple):
     @property
     def end(self) -> int:
         """The position behind the last token of the turn."""
-        return len(self.tokens) + len(self.response.token_ids)
+        return len(self.tokens) + len(self.token_ids)
 
     def is_in(self, branch: Branch) -> bool:
         """Returns whether the branch holds this turn: the tokens before it, and its own tokens as sampled ones."""
@@ -45,26 +45,26 @@ class Answered(NamedTuple):
             self.end <= len(ids)
             and bool(sampled[self.start : self.end].all())
             and np.array_equal(ids[: self.start], self.tokens)
-            and np.array_equal(ids[self.start : self.end], self.response.token_ids)
+            and np.array_equal(ids[self.start : self.end], self.token_ids)
         )
 
 
 class UnmatchedBranchError(Exception):
-    """A branch has sampled tokens that are in no answer of the engine."""
+    """A branch has sampled tokens that are in no answer of a server."""
 
 
-def rows_of(answered: Sequence[Answered], branches: Sequence[Branch]) -> list[Recorder]:
+def rows_of(answered: Sequence[Answered], branches: Sequence[Branch]) -> list[dict[str, Any]]:
     """Returns a row for each branch that the library kept and that has a turn of its own, in order.
 
     A turn that several branches share belongs to the first of them, where it is trained. In the other branches it is
-    part of the prompt. ``answered`` are the turns that the engine answered, in order. An answer that the library did
+    part of the prompt. ``answered`` are the turns that the servers answered, in order. An answer that the library did
     not keep is in no row, such as the first answer to a turn that was asked for twice. The numbers of the turns count
     over all rows.
 
     Raises:
       UnmatchedBranchError: A branch has a sampled token that is in no answer.
     """
-    rows: list[Recorder] = []
+    rows: list[dict[str, Any]] = []
     used: set[int] = set()
     for branch in branches:
         # The last of several equal answers is the one that the library kept.
@@ -74,23 +74,28 @@ def rows_of(answered: Sequence[Answered], branches: Sequence[Branch]) -> list[Re
             told[start : answered[i].end] = True
         if not np.array_equal(told, branch.sampled):
             raise UnmatchedBranchError(
-                f"verifiers took {int(branch.sampled.sum())} tokens of a branch as sampled, but the engine answered "
+                f"verifiers took {int(branch.sampled.sum())} tokens of a branch as sampled, but the servers answered "
                 f"{int((told & branch.sampled).sum())} of them"
             )
         own = [turns[start] for start in sorted(turns) if turns[start] not in used]
         used.update(own)
         if own:
-            rows.append(_row(answered, own, branch.token_ids))
+            rows.append(row_of(answered, own, branch.token_ids))
     return rows
 
 
-def _row(answered: Sequence[Answered], turns: Sequence[int], token_ids: np.ndarray) -> Recorder:
-    """Returns the row of a branch in which the answers with the indices ``turns`` were sampled."""
-    row = Recorder(token_ids[: answered[turns[0]].start])
-    end = answered[turns[0]].start
+def row_of(answered: Sequence[Answered], turns: Sequence[int], token_ids: np.ndarray) -> dict[str, Any]:
+    """Returns the columns of a row of ``token_ids`` in which the answers with the indices ``turns`` were sampled."""
+    first, last = answered[turns[0]], answered[turns[-1]]
+    count = last.end - first.start
+    row = {"prompt_ids": token_ids[: first.start].tolist(), "token_ids": token_ids[first.start : last.end].tolist()}
+    row |= {"turns": [0] * count, **{name: [None] * count for name in first.columns}}
+    routes: list[Any] = []
     for i in turns:
-        row.add_text(token_ids[end : answered[i].start])
-        row.turn = i  # the number of this turn less one
-        row.add_turn(answered[i].response)
-        end = answered[i].end
-    return row
+        one = answered[i]
+        here = slice(one.start - first.start, one.end - first.start)
+        row["turns"][here] = [i + 1] * len(one.token_ids)
+        for name, values in one.columns.items():
+            row[name][here] = values
+        routes += one.routes[len(routes) :]
+    return row | ({"routes": routes} if routes else {})

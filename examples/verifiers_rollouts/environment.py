@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import sys
@@ -14,11 +13,10 @@ from verifiers.v1.agent import ModelContext
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.runtimes import SubprocessConfig, runtime_is_local
 from verifiers.v1.utils.loaders import default_harness_id, harness_config_type
-
-from rljax.rollout.episodes.verifiers import chat
-from rljax.rollout.episodes.verifiers.chat import FULL, TOOLS
-from rljax.rollout.episodes.verifiers.renderer import AppendingConfig, AppendingRenderer
-from rljax.rollout.episodes.verifiers.shim import MODEL
+from verifiers_rollouts import chat
+from verifiers_rollouts.chat import FULL, TOOLS
+from verifiers_rollouts.renderer import AppendingRenderer
+from verifiers_rollouts.shim import MODEL
 
 CHAT = "rljax_chat"
 """The identity of the harness that agents get in place of verifiers' own ``bash``."""
@@ -27,7 +25,7 @@ _RENDERER = f"{AppendingRenderer.__module__}:{AppendingRenderer.__name__}"
 
 
 class UnfitError(Exception):
-    """The environment does something that no run can train on. The run ends."""
+    """The environment does something that no run can train on."""
 
 
 def load(settings: Mapping[str, Any]) -> Any:
@@ -54,13 +52,11 @@ def load(settings: Mapping[str, Any]) -> Any:
             harness = {"id": CHAT, "tool_timeout": settings["tool_timeout_s"]}
             changed["harness"] = harness_config_type(CHAT).model_validate(harness)
         config = config.model_copy(update={name: role.model_copy(update=changed)})
-    environment = vf.load_environment(config)
-    environment.rljax_tasks = {}
-    return environment
+    return vf.load_environment(config)
 
 
 def model_context(settings: Mapping[str, Any], url: str, temperature: float) -> Any:
-    """Returns the context in which each trajectory asks the trainer's engine through the server at ``url``."""
+    """Returns the context in which each trajectory asks the server at ``url`` for its turns."""
     client = vf.TrainClientConfig(
         base_url=f"{url}/v1",
         api_key_var="RLJAX_NO_KEY",
@@ -70,36 +66,8 @@ def model_context(settings: Mapping[str, Any], url: str, temperature: float) -> 
     return ModelContext(model=MODEL, client=client, sampling=vf.Sampling(temperature=temperature))
 
 
-def first_prompts(environment: Any, settings: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-    """Returns the text of the first prompt, whether the chat template wrote it, and the identity of each task.
-
-    The text is empty if the environment itself writes the first message later. An endless taskset gives its first
-    ``limit`` tasks.
-    """
-    renderer = AppendingRenderer(None, AppendingConfig(**settings["renderer"]))
-    found = []
-    for task in itertools.islice(environment.taskset, None if environment.taskset.bounded else limit):
-        data = task.data
-        messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-        if isinstance(data.prompt, str):
-            messages.append({"role": "user", "content": data.prompt})
-        else:
-            messages += [{"role": each.role, "content": each.content} for each in data.prompt or []]
-        text = renderer.text(messages) if messages else ""
-        found.append({"text": text, "identity": task.key, "templated": renderer.has_template})
-    return found
-
-
-def task_of(environment: Any, index: int) -> Any:
-    """Returns the task at position ``index`` of the taskset. Tasks that were read once are kept."""
-    known: dict[int, Any] = environment.rljax_tasks
-    if index not in known:
-        known.update(enumerate(itertools.islice(environment.taskset, index + 1)))
-    return known[index]
-
-
-async def play(environment: Any, index: int, context: Any, begin: Callable[[Any], None]) -> dict[str, Any]:
-    """Runs one trajectory on the task ``index`` of the taskset, and returns its end.
+async def play(environment: Any, task: Any, context: Any, begin: Callable[[Any], None]) -> dict[str, Any]:
+    """Runs one trajectory on a task, and returns its end.
 
     The context is the one of ``model_context``. ``begin`` is called with each trace before the trace asks for a turn.
 
@@ -111,7 +79,7 @@ async def play(environment: Any, index: int, context: Any, begin: Callable[[Any]
     Raises:
       UnfitError: The episode trains more than one agent.
     """
-    episode = await environment.run_episode(task_of(environment, index), context, on_trace=begin)
+    episode = await environment.run_episode(task, context, on_trace=begin)
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     if len(traces) > 1:
         names = ", ".join(trace.agent.name for trace in traces)

@@ -23,7 +23,7 @@ FULL = "maximum context length"
 
 
 class ChatHarnessConfig(vf.HarnessConfig):
-    """The settings of the loop: those of every harness, and no further ones."""
+    """The settings of the loop. They are the settings of every harness."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):

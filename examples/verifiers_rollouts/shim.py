@@ -1,7 +1,7 @@
 """The loopback server that the train client of ``verifiers`` posts its turns to, in the process of ``verifiers``.
 
-It has the part of vLLM's interface that the client uses: ``/inference/v1/generate`` and ``/v1/models``. The tokens come
-from the trainer, which keeps the engine's answers. A header names the trace that asks.
+It has the part of vLLM's interface that the client uses: ``/inference/v1/generate`` and ``/v1/models``. The program
+asks a server of the run for the tokens, and keeps the answers. A header names the trace that asks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
-
-from rljax.rollout.episodes.verifiers.chat import FULL
+from verifiers_rollouts.chat import FULL
 
 MODEL = "policy"
 """The name of the model in requests."""
@@ -51,6 +50,10 @@ class Asking:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+class RefusedTurnError(Exception):
+    """No server gives the turn. The message says why."""
+
+
 Ask = Callable[[Asking, list[int], int], Awaitable[dict[str, Any]]]
 
 
@@ -61,7 +64,7 @@ class Shim:
         """Prepares the server.
 
         ``ask`` is an async function of a trajectory, the tokens so far and the most tokens of the turn. It returns the
-        engine's answer.
+        server's answer, or raises RefusedTurnError.
         """
         self.sessions: dict[str, Asking] = {}
         self._ask = ask
@@ -108,7 +111,10 @@ class Shim:
                 return _refused(f"this trajectory's {FULL} is {asking.first + room.response_tokens} tokens")
             limits = (left, room.turn_tokens, params.get("max_tokens") or left)
             asking.turns += 1
-            answer = await self._ask(asking, tokens, min(limits))
+            try:
+                answer = await self._ask(asking, tokens, min(limits))
+            except RefusedTurnError as error:
+                return _refused(str(error))
         logprobs = zip(answer["token_ids"], answer["logprobs"], strict=True)
         content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in logprobs]
         choice = {
