@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     file = words.pop(0) if words and not words[0].startswith("-") else None
     if key is None and file is not None and not os.path.exists(file) and not packaged(file) and KEY.fullmatch(file):
         raise ConfigError(f"{file} is neither a key nor a configuration; {suggest(file, known_values)}")
-    config, places = resolve(Config, file, words, prog=PROG)
+    config, places = resolve(Config, file, words)
     if keys is not None:
         print("\n".join(str(value_of(config, one)) for one in keys))
     elif key is None:
