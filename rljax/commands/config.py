@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     file = words.pop(0) if words and not words[0].startswith("-") else None
     if file in dict(dotted(dataclasses.asdict(Config()))):
         raise ConfigError(f"{file} is a key: {PROG} {SHOW} {file} prints its value; rljax train --help all explains it")
-    config, _ = resolve(Config, file, words, prog=PROG)
+    config, _ = resolve(Config, file, words)
     print("\n".join(str(value_of(config, key)) for key in keys) if keys else config_to_yaml(config).rstrip("\n"))
     return 0
 

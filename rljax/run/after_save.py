@@ -44,6 +44,7 @@ class AfterSave:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._work, name="rljax-after-save", daemon=True)
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_over = False
 
     def __enter__(self) -> AfterSave:
         if self._words:
@@ -57,6 +58,7 @@ class AfterSave:
             self._stop.at("after_save")
             self._thread.join(0.2)
         if self._thread.is_alive():
+            self._is_over = True
             print("warning: checkpoint.after_save had not ended within run.grace_s, and was killed", file=sys.stderr)
             if self._process is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -65,7 +67,7 @@ class AfterSave:
     def _work(self) -> None:
         newest, is_last = None, False
         with contextlib.suppress(OwnedError):  # the loop of the run says so
-            while not is_last:
+            while not is_last and not self._is_over:
                 is_last = self._ending.wait(_LOOK_S)
                 step = max(saved_steps(self._run_dir), default=None)
                 if step != newest and step is not None:
@@ -89,6 +91,6 @@ class AfterSave:
             failure = f"status {status}: {said[:300]}" if status else ""
         except OSError as error:
             failure = str(error)
-        if failure:
+        if failure and not self._is_over:
             what = f"checkpoint.after_save failed for checkpoint {step}, {failure}"
             print(f"\nwarning: {what}; it is called again after the next save", file=sys.stderr)

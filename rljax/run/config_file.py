@@ -1,10 +1,10 @@
 """Builds a configuration, a tree of frozen dataclasses, from its defaults, a YAML file and the command line.
 
-PyYAML reads the file, and pydantic checks the merged values and builds the dataclasses. So a
-mistake gives the same single line wherever it was written. Scalars are read as YAML 1.2 does. In a file the line
-``base: OTHER.yaml``, relative to it, names another file whose values the file overrides. ``__post_init__`` runs on the
-merged values only: a file may be valid only together with an option. Every field of the dataclasses has a default.
-The class attribute ``removed_keys`` has the keys that a file may still hold, each with its default and a remedy.
+PyYAML reads the file, and pydantic checks the merged values and builds the dataclasses. So a mistake gives the same
+single line wherever it was written. Scalars are read as YAML 1.2 does. In a file the line ``base: OTHER.yaml``,
+relative to it, names another file whose values the file overrides. ``__post_init__`` runs on the merged values only: a
+file may be valid only together with an option. Every field of the dataclasses has a default. The class attribute
+``removed_keys`` has the keys that a file may still hold, each with its default and a remedy.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def load_config(
         raise ConfigError(f"give a configuration first, as in: {prog} {example} (--help lists the options)")
     if wants_help:
         _print_help(root, file, words, prog, description, common)
-    return resolve(root, file, words, prog=prog)[0]
+    return resolve(root, file, words)[0]
 
 
-def resolve(root: type[T], file: str | None, words: Sequence[str], *, prog: str) -> tuple[T, Places]:
+def resolve(root: type[T], file: str | None, words: Sequence[str]) -> tuple[T, Places]:
     """Builds ``root`` from a file and the options ``--a.b value``; ``file`` is a name for ``find_config``, or None.
 
     Returns the configuration, and the place of each value that the file or an option sets. Raises ConfigError if the
