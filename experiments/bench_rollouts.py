@@ -327,7 +327,7 @@ def run_policy(
             processes = Processes(server.pid)
             stack.callback(os.killpg, server.pid, signal.SIGCONT)
             plain = VllmBackend()
-            plain.own_routes = ()
+            plain.own_route = ""
             for name, backend in {"HTTP": VllmBackend(), "HTTP, vLLM's endpoint": plain}.items():
                 engines[name] = stack.enter_context(contextlib.closing(ServedModel([server.url], backend)))
                 groups[name] = processes

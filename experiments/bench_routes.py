@@ -40,7 +40,7 @@ def make_parts() -> dict[str, Callable[[], object]]:
     file = io.BytesIO()
     np.save(file, routes)
     rows = [[pair] for pair in zip(tokens.tolist(), logprobs.astype(np.float32).tolist(), strict=True)]
-    body = vllm_reply(GENERATE, rows, 0)
+    body = vllm_reply(rows, 0)
     plain = json.loads(body)
     plain["choices"][0]["routed_experts"] = base64.b64encode(file.getvalue()).decode()
     bodies = {"without": body, "with": json.dumps(plain).encode()}

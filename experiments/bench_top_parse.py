@@ -26,7 +26,7 @@ import numpy as np
 from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.sglang.client import GENERATE as SGLANG
 from rljax.rollout.servers.sglang.client import SglangBackend
-from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS, prompt_hash
 from rljax.rollout.servers.wire import Completion, Request, check_completion
 from rljax.rollout.types import SamplingParams
@@ -49,29 +49,20 @@ def make_rows(rng: np.random.Generator, tokens: int = TOKENS) -> list[list[tuple
     return rows
 
 
-def vllm_reply(route: str, rows: list[list[tuple[int, float]]], k: int) -> bytes:
-    """Returns a reply of ``route`` to a request for the ``k`` likeliest tokens."""
+def vllm_reply(rows: list[list[tuple[int, float]]], k: int) -> bytes:
+    """Returns a reply of vLLM's endpoint to a request for the ``k`` likeliest tokens."""
     ids = [row[0][0] for row in rows]
     shown = [row if k else row[:1] for row in rows]
-    if route == GENERATE:
-        content = [
-            {
-                "token_id": row[0][0],
-                "logprob": row[0][1],
-                "rank": 1,
-                "top_logprobs": [{"token_id": token, "logprob": value, "rank": 1} for token, value in row],
-            }
-            for row in shown
-        ]
-        scored: dict[str, object] = {"content": content}
-    else:
-        scored = {
-            "text_offset": [0] * len(rows),
-            "tokens": [f"token_id:{token}" for token in ids],
-            "token_logprobs": [row[0][1] for row in rows],
-            "top_logprobs": [{f"token_id:{token}": value for token, value in row} for row in shown],
+    content = [
+        {
+            "token_id": row[0][0],
+            "logprob": row[0][1],
+            "rank": 1,
+            "top_logprobs": [{"token_id": token, "logprob": value, "rank": 1} for token, value in row],
         }
-    choice = {"index": 0, "logprobs": scored, "finish_reason": "length", "token_ids": ids}
+        for row in shown
+    ]
+    choice = {"index": 0, "logprobs": {"content": content}, "finish_reason": "length", "token_ids": ids}
     spans = {"weight_versions": [{"version": "v1", "start": 0, "end": len(ids)}]}
     return json.dumps({"choices": [choice | spans]}, separators=(",", ":")).encode()
 
@@ -159,9 +150,8 @@ def main() -> int:
     cases: dict[str, tuple[Backend, str, int, bytes]] = {
         "vLLM, rljax's endpoint, k = 0": (vllm, ROLLOUTS, 0, own_reply(rows, 0)),
         "vLLM, rljax's endpoint, k = 20": (vllm, ROLLOUTS, K, own_reply(rows, K)),
-        "vLLM, k = 0": (vllm, GENERATE, 0, vllm_reply(GENERATE, rows, 0)),
-        "vLLM, k = 20": (vllm, GENERATE, K, vllm_reply(GENERATE, rows, K)),
-        "vLLM /v1/completions, k = 20": (vllm, COMPLETIONS, K, vllm_reply(COMPLETIONS, rows, K)),
+        "vLLM, k = 0": (vllm, GENERATE, 0, vllm_reply(rows, 0)),
+        "vLLM, k = 20": (vllm, GENERATE, K, vllm_reply(rows, K)),
         "SGLang, k = 0": (sglang, SGLANG, 0, sglang_reply(rows, 0)),
         "SGLang, k = 20": (sglang, SGLANG, K, sglang_reply(rows, K)),
     }

@@ -346,7 +346,6 @@ def _recipe(config: Config) -> dict[str, str]:
     urls = rollout.urls if rollout.engine in SERVED else ()
     where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(urls)
     servers = f" at {where} (not asked)" if where else ""
-    servers += f", rollouts through {rollout.router}" if rollout.router else ""
     servers += ", whose servers sleep while the trainer trains" if rollout.colocated else ""
     head = ", LM head float32" if config.precision.lm_head_dtype == "float32" else ""
     return {

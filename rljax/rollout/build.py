@@ -24,7 +24,6 @@ from rljax.rollout.exact import ExactEngine, Executable
 from rljax.rollout.external.address import is_address, parse_address
 from rljax.rollout.injected import InjectedEngine
 from rljax.rollout.servers.backend import Backend
-from rljax.rollout.servers.client import check_url
 from rljax.rollout.servers.discovery import make_lookup
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.model import ServedModel
@@ -86,10 +85,6 @@ def check_engine(config: RolloutConfig) -> None:
         raise ValueError("rollout.server_form.weights works with rollout.engine = vllm, not with sglang")
     if config.weight_quantization != "none" and inject.quantize != "none":
         raise ValueError("rollout.weight_quantization and rollout.inject.quantize both round the weights: give one")
-    if config.router is not None:
-        check_url(config.router)
-        if config.engine == "sglang":
-            raise ValueError("rollout.router works with rollout.engine = vllm, not with sglang")
     if config.engine == "sglang" and config.router_replay == "r3":
         raise ValueError("rollout.router_replay = r3 works with rollout.engine = jax or vllm, not with sglang")
     if config.engine == "sglang" and config.is_cut:
@@ -133,8 +128,6 @@ def _check_in_flight(config: RolloutConfig) -> None:
         raise ValueError(f"{said} works with rollout.engine = vllm or sglang, not with {config.engine}")
     if not config.max_staleness:
         raise ValueError(f"{said}: no response is under way when weights come; give rollout.max_staleness above 0")
-    if config.router is not None:
-        raise ValueError(f"{said}: through rollout.router nobody knows which server samples a response; give wait")
     if config.router_replay == "r3":
         raise ValueError(f"{said}: the experts of tokens before new weights are not reported; give wait")
 

@@ -148,9 +148,6 @@ class RolloutConfig:
     transfer_dir: str | None = None
     """The directory for weights. The servers must see it where ``publish.store`` is shared or directory, and all
     trainer processes where it is directory. None: a memory-backed directory on this machine."""
-    router: str | None = None
-    """The URL of a vllm-router that spreads rollouts over the servers, by its own policy. It knows only the verified
-    servers. Weights and checks go to each server directly. None: rollouts go to each server directly, too."""
     colocated: bool = False
     """Whether the vLLM servers are on the trainer's own devices. After sampling they sleep, which frees the memory of
     their weights and caches. Before sampling they wake, load the weights and are verified."""

@@ -26,7 +26,7 @@ MAY_DIFFER = (
     "record.",
     *("eval.", "checkpoint.", "model.path", "data.reward_workers"),
     *("data.check_answers", "rollout.urls"),
-    *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
+    *("rollout.discovery", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
     *("rollout.offload_state", "rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
     *("publish.", "lora.adapter"),
     *("rollout.dump_every", "rollout.transcript_every", "rollout.decode_tokens", "policy.attention", "policy.experts"),

@@ -114,8 +114,8 @@ def test_weights_that_were_published_since_have_no_known_hash(fake, model):
 
 
 def test_a_plain_server_is_scored_under_its_own_names(fake):
-    """The server has no plugin, no weight endpoints and no token endpoint, so dtype and weights are unknown."""
-    fake.routes, fake.model = {"/v1/completions"}, "org/name"
+    """The server has no plugin and no weight endpoints, so dtype and weights are unknown."""
+    fake.routes, fake.model = {"/inference/v1/generate"}, "org/name"
     fake.refuse = dict.fromkeys(["/collective_rpc", "/is_paused"], 404)
     vectors, source = score_column(f"vllm:{fake.url}", DUMP)
     assert vectors[0][2] == np.float32(-0.25)

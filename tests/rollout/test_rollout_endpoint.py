@@ -203,14 +203,6 @@ def test_a_server_without_the_endpoint_is_asked_at_vllms(fake, has_own):
     assert (fake.seen[ROLLOUTS] > 1) == has_own
 
 
-def test_no_router_is_asked_for_it(fake):
-    client = ServerClient([fake.url], VllmBackend(), FAST, router=fake.url)
-    with contextlib.closing(client):
-        VllmBackend().describe(client, fake.url)
-        client.sample(fake.url, [REQUEST])
-    assert fake.seen[ROLLOUTS] == 0
-
-
 # ---- Lines in the order of their arrival ----
 
 

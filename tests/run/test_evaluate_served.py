@@ -33,7 +33,7 @@ def test_responses_of_all_servers_come_back_to_their_prompts(fakes, old):
     for fake in fakes:
         fake.delay_s = 0.02
         if old:
-            fake.routes -= {ROLLOUTS, "/inference/v1/generate"}
+            fake.routes -= {ROLLOUTS}
     model = ServedModel([fake.url for fake in fakes], VllmBackend(), limits=FAST)
     assert (model.info.root, model.info.max_model_len) == ("org/name", 128)
     samples = model.generate(PROMPTS, 3, SamplingParams(2, 0.7), seed=1)

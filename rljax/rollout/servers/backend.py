@@ -47,7 +47,8 @@ class Backend(Wire):
     """
 
     model = "policy"
-    own_routes: Sequence[str] = ()
+    own_route = ""
+    without_route = ""
     paused_route = ""
     logprobs_hint: str  # the remedy if log-probabilities are not those of the distribution that a server samples from
     without_plugin: str  # the meaning of a refusal of a question to rljax's plugin

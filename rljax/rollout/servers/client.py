@@ -2,7 +2,7 @@
 
 The requests of a group, which have one prompt, go to one open server while it has room, so that it computes the prompt
 once. The first goes to the server with the least outstanding work. Responses come back as they complete. The requests
-of a server that goes down are sent again to another one, or wait. A router gets rollouts and nothing else.
+of a server that goes down are sent again to another one, or wait.
 
 If new weights come while a response is sampled, its reply names several versions. The reply is handed on once the
 server is open with the newest of them. A server may also give a response up for new weights. Then its part is kept, and
@@ -62,7 +62,6 @@ class ServerClient:
         limits: ClientLimits | None = None,
         *,
         api_key_file: str | None = None,
-        router: str | None = None,
     ) -> None:
         """Sends nothing yet. Every server is down until it is opened. The soft limit of file descriptors is raised.
 
@@ -72,20 +71,19 @@ class ServerClient:
           limits: The limits on time and on outstanding requests. None: their defaults.
           api_key_file: The file with the key that the servers ask for. None: $RLJAX_API_KEY_FILE, or else ~/.rljax.key
             if that exists, or no key.
-          router: The address of a router that passes rollouts on to the servers, or None.
 
         Raises:
           ValueError: A URL stands twice, has another form or holds a password, or the key file cannot be used.
         """
         key_file = find_client_key_file(api_key_file)
         headers = {} if key_file is None else {"Authorization": f"Bearer {read_api_key(key_file)}"}
-        for url in (*urls, *([router] if router else [])):
+        for url in urls:
             check_url(url)
         if len(set(urls)) != len(urls):
             raise ValueError(f"urls must be distinct, got {list(urls)}")
         self.limits = limits or ClientLimits()
-        self._wire, self._router = wire, router and router.rstrip("/")
-        self._pool = ServerPool(wire, self.limits.max_outstanding, self._exchange, self._router)
+        self._wire = wire
+        self._pool = ServerPool(wire, self.limits.max_outstanding)
         self._pool.take(url.rstrip("/") for url in urls)
         self._has_warned = False  # whether a line was logged about replies of other prompts
         self._loop = asyncio.new_event_loop()
@@ -105,11 +103,6 @@ class ServerClient:
     def urls(self) -> tuple[str, ...]:
         """The URLs of the servers, in the order in which they were given."""
         return self._pool.urls
-
-    @property
-    def has_router(self) -> bool:
-        """Whether rollouts go through a router, so that a failed rollout does not show which server is gone."""
-        return self._router is not None
 
     @property
     def losses(self) -> int:
@@ -139,7 +132,7 @@ class ServerClient:
         """Admits rollouts to ``url``, whose replies must name weight ``version``; None allows any version.
 
         A reply may also name a version that the server was opened with since the request was sent, or no version.
-        Another version marks the server down, or fails the attempt if a router is between.
+        Another version marks the server down.
         """
         server = self._pool.get(url)
         if version is not None and server.versions[-1:] != [version]:
@@ -296,8 +289,7 @@ class ServerClient:
                 continue
             except ServerGoneError as error:
                 failure = str(error)
-                for each in self._pool.servers if self._router else (server,):
-                    await self._pool.set_state(each, "down", failure)
+                await self._pool.set_state(server, "down", failure)
             except ReplyError as error:
                 failure = str(error)
                 if isinstance(error, OtherPromptError) and not self._has_warned:
@@ -312,7 +304,7 @@ class ServerClient:
                 failure = str(error)
             except Exception as error:
                 said = " ".join(f"{type(error).__name__} {error}".split())
-                raise ServerError(f"{ask.name} from {self._router or server.url} failed: {said}") from error
+                raise ServerError(f"{ask.name} from {server.url} failed: {said}") from error
             finally:
                 await self._pool.release(server)
             failures += 1
@@ -320,8 +312,8 @@ class ServerClient:
 
     async def _rollout(self, server: Server, request: Request, vocab_size: int | None) -> Completion:
         """Returns a completion that may be trained on, or a part of one if new weights came meanwhile."""
-        url, first = self._router or server.url, max(0, len(server.versions) - 1)
-        completion = await self._sample(server, request, self.limits.request_timeout_s, url)
+        url, first = server.url, max(0, len(server.versions) - 1)
+        completion = await self._sample(server, request, self.limits.request_timeout_s)
         is_updated = server.state == "paused" or len(server.versions) - 1 > first
         check_completion(url, completion, request, vocab_size, may_be_part=is_updated)
         tags = [tag for tag, _, _ in completion.spans or ()]
@@ -331,8 +323,7 @@ class ServerClient:
 
         await self._pool.wait_for(lambda: not foreign() or server.state != "paused" or not self._pool.has(server))
         if others := foreign():
-            said = f"{url} samples from weights {min(others)!r}, not from {server.versions[-1]!r}"
-            raise ReplyError(said) if self._router else ServerGoneError(said)
+            raise ServerGoneError(f"{url} samples from weights {min(others)!r}, not from {server.versions[-1]!r}")
         return completion
 
     async def _probe(self, server: Server, request: Request) -> Completion:
@@ -349,11 +340,10 @@ class ServerClient:
                         raise
             await self._back_off(failures + pauses.count)
 
-    async def _sample(self, server: Server, request: Request, timeout_s: float, url: str = "") -> Completion:
-        """Returns one completion of ``server``, through the router at ``url`` if there is one."""
-        url = url or server.url
-        body = self._wire.body(server.route, request, server.model)
-        if server.route in self._wire.own_routes:
+    async def _sample(self, server: Server, request: Request, timeout_s: float) -> Completion:
+        """Returns one completion of ``server``."""
+        url, body = server.url, self._wire.body(server.route, request, server.model)
+        if server.route == self._wire.own_route:
             reply = await self._ask(url, server.route, timeout_s, body)
         else:
             reply = (await self._exchange(url, "POST", server.route, timeout_s, json=body)).content
@@ -389,17 +379,16 @@ class ServerClient:
         hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
         wanted = hint if reply.status_code == 401 else ""
         said = f"{url}{path} answered {refusal_text(reply)}{wanted}"
-        samples = path in (*self._wire.own_routes, *self._wire.routes)
-        if reply.status_code == 503 and samples and await self._is_paused(url):
+        if reply.status_code == 503 and path in (self._wire.route, self._wire.own_route) and await self._is_paused(url):
             raise ServerPausedError(said, reply.status_code)
         raise ServerRefusedError(said, reply.status_code)
 
     async def _is_paused(self, url: str) -> bool:
-        """Returns whether the server at ``url`` is paused or, if ``url`` is the router, any of the servers."""
-        for each in (self._pool.urls if url == self._router else (url,)) if self._wire.paused_route else ():
+        """Returns whether the server at ``url`` is paused."""
+        if self._wire.paused_route:
             with contextlib.suppress(ServerError):
-                if json_object(await self._exchange(each, "GET", self._wire.paused_route, 10.0)).get("is_paused"):
-                    return True
+                reply = await self._exchange(url, "GET", self._wire.paused_route, 10.0)
+                return bool(json_object(reply).get("is_paused"))
         return False
 
     async def _back_off(self, attempt: int) -> None:

@@ -50,10 +50,6 @@ class Admission(ABC):
         """Marks a server down after ``error`` in ``recover`` or ``admit``, or raises it. On the caller's thread."""
         raise error
 
-    @abstractmethod
-    def check(self, url: str) -> None:
-        """Raises ServerError if an open server must be closed. Runs on a thread, and only with a router."""
-
     def may_recover(self) -> bool:
         """Returns whether servers can be recovered on the calling thread now."""
         return True
@@ -100,7 +96,7 @@ class Fleet:
         if not urls and config.discovery is None:
             raise ValueError("at least one server is needed, in urls or by discovery")
         self._backend, self._admission = backend, admission
-        self.client = ServerClient(urls, backend, config.limits, api_key_file=config.api_key_file, router=config.router)
+        self.client = ServerClient(urls, backend, config.limits, api_key_file=config.api_key_file)
         self.metrics = Metrics()  # the numbers that :meth:`report` returns
         self.discovery = None if config.discovery is None else Discovery(config.discovery, check_url)
         self._wait_s, self._stop = config.server_wait_s, stop
@@ -109,7 +105,6 @@ class Fleet:
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rljax-servers")
         self._asked: dict[str, Future[Any]] = {}  # the proof that each asked server will give, by URL
         self._outdated: set[Future[Any]] = set()  # the futures in ``_asked`` whose proof is of older weights
-        self._watched: dict[str, Future[None]] = {}  # the checks of open servers behind a router, by URL
         self._next_look: dict[str, float] = {}  # the time of the next look at a server, by URL
         self._following = threading.Lock()
 
@@ -155,7 +150,6 @@ class Fleet:
             self.recover_all()
             return
         self.follow_discovery()
-        self._watch_open()
         down = self.client.down()
         if len(down) == len(self.client.urls):  # a paused server is given weights, and goes on then
             reason = next(iter(down.values()), "none is listed")
@@ -168,7 +162,6 @@ class Fleet:
         the run was asked to stop.
         """
         self.follow_discovery()
-        self._watch_open()
         if self.client.opened():
             self.restart_wait()
         for url in self.client.down():
@@ -242,7 +235,6 @@ class Fleet:
     def forget_asked(self) -> None:
         """Marks the proofs that servers are giving now as outdated, because other weights are published."""
         self._outdated.update(self._asked.values())
-        self._watched.clear()
 
     def take_answers(self) -> None:
         """Judges the proofs that servers have given, in the order of the servers. Admits those that pass."""
@@ -280,19 +272,6 @@ class Fleet:
         if not self.client.answers(url):
             raise ServerGoneError(self.client.down().get(url, f"{url} does not answer"))
         return self._admission.recover(url)
-
-    def _watch_open(self) -> None:
-        """Marks open servers down that are gone. Only with a router, whose failures do not show which server it was."""
-        for url, look in list(self._watched.items()):
-            if look.done():
-                del self._watched[url]
-                if isinstance(look.exception(), ServerError) and url in self.client.opened():
-                    self.client.mark_down(url, str(look.exception()))
-        now = time.monotonic()
-        for url in self.client.opened() if self.client.has_router else ():
-            if url not in self._watched and now >= self._next_look.get(url, 0.0):
-                self._next_look[url] = now + _LOOK_EVERY_S
-                self._watched[url] = self._threads.submit(self._admission.check, url)
 
     def _wait(self, waited: float) -> None:
         """Waits a moment, and logs the wait from time to time. ``waited``: The time without an open server (seconds).

@@ -68,7 +68,7 @@ def find_route(client: ServerClient, url: str, wire: Wire) -> None:
 
     It raises HandshakeError if the server has none, and ServerRefusedError for another refusal than "not found".
     """
-    for route in (*(() if client.has_router else wire.own_routes), *wire.routes):
+    for route in filter(None, (wire.own_route, wire.route)):
         client.set_route(url, route)
         try:
             client.call(url, "GET", route)
@@ -78,7 +78,7 @@ def find_route(client: ServerClient, url: str, wire: Wire) -> None:
                 return
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
-    raise HandshakeError(f"{url} has none of the routes {', '.join(wire.routes)}")
+    raise HandshakeError(f"{url} has no {wire.route}: {wire.without_route}")
 
 
 def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo:

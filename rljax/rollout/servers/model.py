@@ -197,7 +197,3 @@ class ServedModel(Admission, RolloutEngine):
     def admit(self, url: str, shown: None) -> None:
         """Opens the server."""
         self._client.open(url, version=None)
-
-    def check(self, url: str) -> None:
-        """Raises ServerError unless the server is healthy."""
-        self._client.call(url, "GET", "/health", timeout_s=5.0)

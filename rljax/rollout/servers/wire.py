@@ -69,8 +69,9 @@ class Wire(Protocol):
     """The requests and replies of one kind of server, without any I/O."""
 
     name: str  # the name of the kind in messages
-    routes: Sequence[str]  # the paths that may sample a response, the best first; a server has at least one of them
-    own_routes: Sequence[str]  # better paths, of rljax's plugin: a server may lack them, and no router passes them on
+    route: str  # the path that samples a response
+    own_route: str  # the better path of rljax's plugin, which a server may lack, or "" if there is none
+    without_route: str  # the remedy if a server lacks ``route``
     model: str  # the name of the model at servers that rljax starts
     paused_route: str  # the path at which a server says whether it is paused, or "" if there is none
 

@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
 from operator import itemgetter
 from typing import Any, get_args
@@ -65,7 +65,7 @@ class SglangBackend(Backend):
     """SGLang as one kind of server."""
 
     name = "SGLang"
-    routes: Sequence[str] = (GENERATE,)
+    route = GENERATE
     logprobs_hint = "SGLang reports them of other logits than it samples from"
     without_plugin = "rljax's plugin is not in this server: install rljax in SGLang's environment"
     version_route = "/model_info"
