@@ -67,12 +67,13 @@ from rljax.policy.hub import is_hub_id, model_directory
 from rljax.record.text_tables import text_table
 from rljax.record.token_dumps import TokenDump, read_dump, write_dump
 from rljax.rollout.build import version_bytes
+from rljax.rollout.kinds import engines_that
 from rljax.rollout.servers.process import Dtype, environment_python
-from rljax.rollout.types import SERVED
 from rljax.run.options import parse_arguments
 from rljax.weights.format import weights_hash
 
 FORMAT = 1
+REFERENCES = ("jax", "jax-decode", "hf")
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
 """The packages whose versions bench.json holds, beside rljax."""
 FIXED = ("prompts", "sequences", "batch_size", "floors", "reference", "sample", "seed")
@@ -131,8 +132,8 @@ class Arguments:
             raise ConfigError(f"--batch-size must be at most --sequences = {self.sequences}, got {self.batch_size}")
         with caller_errors():
             split_sampler(self.sample)
-            if split_spec(self.reference_of("float32"))[0] not in ("jax", "jax-decode", "hf"):
-                raise ConfigError(f"--reference must be jax, jax-decode or hf, got {self.reference}")
+            if split_spec(self.reference_of("float32"))[0] not in REFERENCES:
+                raise ConfigError(f"--reference must be {', '.join(REFERENCES)}, got {self.reference}")
 
     def reference_of(self, dtype: str) -> str:
         """Returns the spec of the scorer that is the reference for rows of a dtype."""
@@ -253,7 +254,7 @@ class Bench:
 
         The server is started unless --url names one. Raises ValueError if no server of --url computes in ``dtype``.
         """
-        if engine not in SERVED:
+        if engine not in engines_that("serves"):
             yield ""
             return
         for url in self.options.url:
@@ -343,7 +344,7 @@ def collected(directory: Path) -> str:
         servers = {
             " ".join(row["program"].split()[:2])
             for row in document["rows"]
-            if row["engine"] in SERVED and "program" in row
+            if row["engine"] in engines_that("serves") and "program" in row
         }
         packages = ", ".join([*(f"{name} {number}" for name, number in document["versions"].items()), *sorted(servers)])
         said = f"{model['parameters']:,} parameters ({model['weights'][:19]}), {', '.join(here['devices'])}"

@@ -49,6 +49,7 @@ from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.errors import ConfigError, caller_errors
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.rewards.pool import RewardPool
+from rljax.rollout.kinds import Copying, can, named_engines
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.data_check import check_answers, refuse_placeholders, table
 from rljax.run.evaluation import SOLVED
@@ -79,8 +80,8 @@ class Arguments:
       samples: The number of responses to each problem, from which its pass rate is measured; 0: no measurement.
       min_pass_rate: The lowest pass rate of a problem that is kept. A problem that is never solved is always dropped.
       max_pass_rate: The highest pass rate of a problem that is kept. A problem that is always solved is dropped, too.
-      engine: The engine that samples: jax, in this process, or vllm.
-      urls: The URLs of vLLM servers of MODEL, which are used as they are; empty: the embedded engine.
+      engine: The engine that samples: jax, in this process, or a kind of server.
+      urls: The URLs of servers of MODEL, which are used as they are; empty: the embedded engine.
       dtype: The dtype of the embedded engine.
       temperature: The temperature of the sampling.
       max_response_tokens: The longest response (tokens); None: 8192, or less if the model has fewer positions.
@@ -107,7 +108,7 @@ class Arguments:
     samples: int = 0
     min_pass_rate: float = 0.0
     max_pass_rate: float = 1.0
-    engine: Literal["jax", "vllm"] | None = None
+    engine: Copying | None = None
     urls: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     temperature: float = 1.0
@@ -139,11 +140,11 @@ class Arguments:
             raise ConfigError("a pass rate needs at least 2 samples and a positive temperature")
         if not self.samples and (self.min_pass_rate, self.max_pass_rate) != (0.0, 1.0):
             raise ConfigError("pass rates are bounded but not measured: give --samples")
-        if (self.engine_name == "vllm") != bool(self.urls):
-            raise ConfigError("--urls are needed with --engine vllm, and only there")
+        if can(self.engine_name, "serves") != bool(self.urls):
+            raise ConfigError(f"--urls are needed with --engine {named_engines('serves')}, and only there")
 
     @property
-    def engine_name(self) -> Literal["jax", "vllm"]:
+    def engine_name(self) -> str:
         """The engine: ``engine``, or vllm if there are ``urls``, else jax."""
         return self.engine or ("vllm" if self.urls else "jax")
 
@@ -264,7 +265,7 @@ def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer:
     if done == len(problems):
         return scores
     sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
-    at_once = arguments.batch_size or (64 if arguments.engine_name == "jax" else 1024)
+    at_once = arguments.batch_size or (1024 if can(arguments.engine_name, "serves") else 64)
     n = arguments.samples
     rollout = RolloutConfig(engine=arguments.engine_name, urls=arguments.urls, dtype=arguments.dtype)
     with (

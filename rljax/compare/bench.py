@@ -23,6 +23,7 @@ from rljax.mismatch import mismatch_metrics
 from rljax.policy.families import read_config
 from rljax.policy.hf import load_params
 from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump
+from rljax.rollout.kinds import engines_that
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass
 from rljax.trainer.objective import Objective
@@ -72,7 +73,7 @@ def score_form(
 
     ``address`` is the URL of the form's server. It is empty if this process computes the log-probabilities.
     """
-    if form.engine == "exact":
+    if form.engine in engines_that("is_exact"):
         vectors = list(counted(exact_logprobs(model, form.dtype, dump, batch_size), progress))
         return vectors, local_source("exact", form.dtype, 1.0, model)
     spec = f"{PATHS[form.engine][form.path]}:{address or form.dtype}"

@@ -18,7 +18,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.rollout.build import version_bytes
 from rljax.rollout.decode_sizes import batch_sizes, cache_room, cache_token_bytes, padded_rows, row_ways
 from rljax.rollout.injected import CACHES
-from rljax.rollout.types import SERVED
+from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, is_offloaded
 
@@ -172,7 +172,7 @@ def host_demand(
     ``decoding`` is the batch of the embedded engine, or None.
     """
     resident, state = resident_bytes(sizes), saved_bytes(sizes)[1] * devices.on_host
-    served = config.rollout.engine in SERVED
+    served = can(config.rollout.engine, "serves")
     weights = version_bytes(policy, config.rollout.dtype)
     parts = {"the process": PROCESS_BYTES}
     remedy = "adapters (lora.rank)"
@@ -208,7 +208,7 @@ def disk_demands(config: Config, policy: PolicyConfig, sizes: Sizes) -> list[Dem
         remedies.append("checkpoint.keep_best: false")
     remedy = ", ".join([*remedies, "run.dir on a larger disk"])
     demands = [Demand("on disk", parts, f"at {run_dir}", free_space(run_dir), remedy)]
-    if config.rollout.engine in SERVED:
+    if can(config.rollout.engine, "serves"):
         place, size = transfer_directory(config), VERSIONS * version_bytes(policy, config.rollout.dtype)
         remedy = "rollout.transfer_dir on a larger disk"
         if place == Path("/dev/shm"):

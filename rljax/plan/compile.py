@@ -27,6 +27,7 @@ from rljax.policy.hub import policy_shape
 from rljax.policy.kernels import compiled_for_hopper
 from rljax.policy.lora import OFF, LoraConfig, targets_of
 from rljax.policy.model import abstract_params, logical_axes
+from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, make_step, optional_logprobs, responses_per_update
 from rljax.sharding import make_mesh
@@ -61,7 +62,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
       ValueError: The machine's compiler is not installed, the mesh does not fit the machine, or the step does not fit
         its memory.
     """
-    if config.rollout.engine == "exact":
+    if can(config.rollout.engine, "is_exact"):
         raise ValueError("--compile: rollout.engine = exact has an executable of its own; choose another engine")
     policy = policy_shape(config.model.path)
     mesh = make_mesh(config.mesh, topology_devices(machine))

@@ -35,7 +35,7 @@ from rljax.policy.kernels import check_experts
 from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
 from rljax.rollout.build import check_reported, version_bytes
-from rljax.rollout.types import SERVED
+from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, exact_shape, has_separate_forward, is_offloaded, max_version_lag
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
@@ -85,7 +85,7 @@ def find_demands(
     sizes, devices = state_bytes(config, policy, mesh), find_devices(mesh, card)
     training = sum(part for _, part in planned_bytes(config, policy, mesh).values())
     resident = resident_bytes(sizes)
-    decoding = plan_decoding(config, policy, mesh, devices, resident) if config.rollout.engine == "jax" else None
+    decoding = plan_decoding(config, policy, mesh, devices, resident) if can(config.rollout.engine, "decodes") else None
     return [
         *device_demands(config, devices, training, resident, decoding),
         host_demand(config, policy, sizes, devices, training, decoding),
@@ -131,7 +131,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
             f"{ways} ways that the mesh splits rows (mesh.replica x mesh.fsdp x mesh.expert)"
         )
     batch_shape(config)
-    if config.rollout.engine == "exact":  # its executable also scores the responses of evaluations
+    if can(config.rollout.engine, "is_exact"):  # its executable also scores the responses of evaluations
         rows, _ = exact_shape(config)
         if config.rollout.refill and config.rollout.group_size % rows:
             raise ValueError(
@@ -203,7 +203,7 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
         reference = merged if config.lora.adapter else {}
     if config.loss.kl != "none":
         trees["reference policy"] = reference
-    if config.rollout.engine in ("jax", "exact"):  # the exact one has an embedded one that guesses
+    if not can(config.rollout.engine, "serves"):  # the exact one has an embedded one that guesses
         trees[ENGINE] = weights(logical_axes(policy), config.rollout.dtype)
     if versions := max_version_lag(config) if config.diagnosis.behaviour_responses else 0:
         copy = state.params if config.lora.rank else weights(logical_axes(policy))
@@ -343,7 +343,7 @@ def _recipe(config: Config) -> dict[str, str]:
     is_evaluated = wanted.is_wanted and config.data.task != VERIFIERS
     sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if is_evaluated else "never"
     rollout = config.rollout
-    urls = rollout.urls if rollout.engine in SERVED else ()
+    urls = rollout.urls if can(rollout.engine, "serves") else ()
     where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(urls)
     servers = f" at {where} (not asked)" if where else ""
     servers += ", whose servers sleep while the trainer trains" if rollout.colocated else ""

@@ -10,6 +10,7 @@ import numpy as np
 from rljax.errors import check_at_least, check_finite, check_positive
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.form import ServerForm
+from rljax.rollout.kinds import Engine, can
 from rljax.rollout.verify_config import VerifyConfig
 
 
@@ -70,9 +71,6 @@ class ClientLimits:
         check_at_least(self, 0, "backoff_s")
 
 
-SERVED = ("vllm", "sglang")
-"""The names of the engines that are servers over HTTP."""
-
 InFlight = Literal["wait", "keep", "abort"]
 
 
@@ -80,7 +78,7 @@ InFlight = Literal["wait", "keep", "abort"]
 class RolloutConfig:
     """The settings of sampling the responses of a step."""
 
-    engine: Literal["jax", "vllm", "sglang", "exact"] = "jax"
+    engine: Engine = "jax"
     """The engine that samples. jax: the embedded engine. vllm, sglang: servers of that kind over HTTP. exact: the
     trainer's own executable, with zero mismatch but slow."""
     urls: tuple[str, ...] = ()
@@ -230,7 +228,7 @@ class RolloutConfig:
     def engine_form(self) -> ServerForm:
         """The form in which the engine holds weights and cache, for every kind of engine."""
         own = ServerForm(self.weight_quantization, self.kv_cache_dtype)
-        return own if self.engine == "jax" else self.server_form
+        return self.server_form if can(self.engine, "serves") else own
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
 from rljax.rollout.build import PolicyFunctions, policy_functions
 from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.kinds import can
 from rljax.rollout.turns import TurnRequest
-from rljax.rollout.types import SERVED, Response, SamplingParams
+from rljax.rollout.types import Response, SamplingParams
 from rljax.run.build import Inputs, Problems, build, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
@@ -92,7 +93,7 @@ class Restore(Act[None]):
             with caller_errors():
                 save, trainer = Save(self.processes, config), make_trainer(config, policy, mesh)
             state, _ = starting_state(config, policy, mesh, save)
-            if config.rollout.engine in SERVED:
+            if can(config.rollout.engine, "serves"):
                 engine: PublishToServers | SharedEngine = make_publish(config, policy, self.processes)
             else:
                 engine = SharedEngine(self.processes, make_run_engine(config, policy, mesh, StopRequest()))
@@ -367,7 +368,7 @@ def make_shared_engine(
     config, policy, _, mesh = inputs
     if processes.count == 1:
         return make_run_engine(config, policy, mesh, stop, prompts=prompts)
-    if config.rollout.engine in SERVED:
+    if can(config.rollout.engine, "serves"):
         functions = make_publish(config, policy, processes).functions()
         return make_run_engine(config, policy, mesh, stop, functions, prompts)
     if config.rollout.max_staleness:

@@ -39,7 +39,7 @@ def test_a_key_is_explained_with_its_source():
 
 def test_what_other_rooms_refuse_is_told():
     _, out, _ = outcome(main, ["rollout.max_staleness"])
-    assert "the exact engine samples with the policy that is trained" in " ".join(out.split())
+    assert "colocated servers sleep while the trainer trains" in " ".join(out.split())
 
 
 def test_a_section_lists_its_keys():

@@ -153,7 +153,7 @@ def test_what_would_be_cut_short_or_end_the_server_is_not_sent(fake, ids, messag
 def test_other_refusals(fake):
     with pytest.raises(ValueError, match=r"at temperature 1, got 0\.7"):
         score_column(f"vllm:{fake.url}", DUMP, temperature=0.7)
-    with pytest.raises(ValueError, match=r"SGLang decodes no given tokens; .* sglang:http://h"):
+    with pytest.raises(ValueError, match=r"sglang decodes no given tokens; .* sglang:http://h"):
         split_spec("sglang-decode:http://h")
     with pytest.raises(ValueError, match=r"given tokens are at temperature 1, got 0\.7"):
         score_column(f"vllm-decode:{fake.url}", DUMP, temperature=0.7)

@@ -57,9 +57,9 @@ def test_settings_that_an_engine_cannot_work_with_are_refused(engine, urls, inje
         ),
         (
             {"server_form": ServerForm(kv_cache="fp8_e5m2")},
-            "rollout.server_form works .* not with jax; its own keys are rollout.weight_quantization and rollout.kv_",
+            "rollout.server_form works .* not with jax; the keys of jax are rollout.weight_quantization and ",
         ),
-        ({"engine": "exact", "batch_invariant": True}, "rollout.batch_invariant works .* not exact"),
+        ({"engine": "exact", "batch_invariant": True}, "rollout.batch_invariant works .* not with exact"),
         (
             {"engine": "sglang", "urls": ("http://127.0.0.1:1",), "server_form": ServerForm(weights="fp8")},
             "rollout.server_form.weights works with rollout.engine = vllm, not with sglang",
