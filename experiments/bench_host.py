@@ -48,9 +48,10 @@ from rljax.policy.model import init_params
 from rljax.record.writers import Recorder
 from rljax.rewards.resolve import resolve_reward, score
 from rljax.rollout.build import policy_functions
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, Tops, VersionSpan
 from rljax.run.config import Config, RunConfig
 from rljax.run.rollout_files import write_rollouts

@@ -46,9 +46,9 @@ from rljax.policy.hf import load_params, save_params
 from rljax.policy.model import init_params
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.servers.model import ServedModel
+from rljax.rollout.servers.requests import make_requests
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
-from rljax.rollout.servers.wire import make_requests
 from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh

@@ -22,8 +22,9 @@ import numpy as np
 from bench_top_parse import vllm_reply
 
 from rljax.policy.hub import KNOWN_SHAPES
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
-from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import SamplingParams
 from rljax.trainer.packing import TrainSequence, pack
 

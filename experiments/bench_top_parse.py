@@ -23,12 +23,13 @@ from pathlib import Path
 
 import numpy as np
 
-from rljax.rollout.servers.backend import Backend
+from rljax.rollout.servers.kind import Backend
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Completion, Request
 from rljax.rollout.servers.sglang.client import GENERATE as SGLANG
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS, prompt_hash
-from rljax.rollout.servers.wire import Completion, Request, check_completion
 from rljax.rollout.types import SamplingParams
 
 TOKENS, K, RESPONSES, VOCABULARY = 8192, 20, 1024, 151_936

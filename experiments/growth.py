@@ -41,9 +41,10 @@ from rljax.record.figure import plot_report
 from rljax.record.rows import read_rows
 from rljax.record.token_dumps import dump_of_responses, read_dump, write_dump
 from rljax.record.writers import Recorder
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.config import Config, ModelConfig
 from rljax.trainer.packing import TrainSequence, max_micro_batches, pack

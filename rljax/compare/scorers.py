@@ -26,7 +26,7 @@ from rljax.rollout.form import ServerForm
 from rljax.rollout.injected import CACHES
 from rljax.rollout.kinds import can, engines_that
 from rljax.rollout.servers.model import ServedModel
-from rljax.rollout.servers.wire import ServerInfo
+from rljax.rollout.servers.requests import ServerInfo
 from rljax.rollout.types import ClientLimits
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import Cause

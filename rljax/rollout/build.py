@@ -24,9 +24,9 @@ from rljax.rollout.exact import ExactEngine, Executable
 from rljax.rollout.external.address import is_address, parse_address
 from rljax.rollout.injected import InjectedEngine
 from rljax.rollout.kinds import can, check_wishes, named_engines
-from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.discovery import make_lookup
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.vllm.client import VllmBackend

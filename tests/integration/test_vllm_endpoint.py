@@ -12,10 +12,10 @@ from opened_clients import opened
 
 from rljax.errors import ServerRefusedError
 from rljax.rollout.servers.batches import Batches
+from rljax.rollout.servers.requests import Request, make_requests
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.servers.wire import Request, make_requests
 from rljax.rollout.types import SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.vllm

@@ -22,10 +22,11 @@ from rljax.errors import ReplyError, ServerError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.batches import Batches
 from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 pytestmark = pytest.mark.timeout(60)

@@ -11,12 +11,12 @@ from served_engines import PARAMS, PROMPTS, make
 from rljax.errors import HandshakeError, ReplyError
 from rljax.rollout.build import check_engine
 from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.replies import check_tops, make_tops, without_ties
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.sources import ListedRequests
-from rljax.rollout.servers.tops import check_tops, make_tops, without_ties
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import RolloutConfig, SamplingParams, Tops
 
 PROMPT = np.array([3, 4, 5], np.int32)

@@ -13,9 +13,9 @@ from vllm_fake import FakeVllm
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.servers.client import ServerClient, check_url
 from rljax.rollout.servers.discovery import Discovery, make_lookup
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
-from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import ClientLimits, SamplingParams
 from rljax.weights.publish_config import PublishConfig
 

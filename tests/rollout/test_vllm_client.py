@@ -13,10 +13,11 @@ from vllm_fake import FakeVllm, rollout_reply
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 PROMPT = np.array([3, 4, 5], np.int32)

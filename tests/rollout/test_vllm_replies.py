@@ -16,9 +16,9 @@ from vllm_fake import FakeVllm
 from rljax.errors import ServerError
 from rljax.rollout.servers import pool
 from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
-from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 pytestmark = pytest.mark.timeout(60)

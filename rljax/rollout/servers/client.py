@@ -35,10 +35,12 @@ from rljax.errors import (
     ServerRefusedError,
 )
 from rljax.rollout.servers.batches import Batches
+from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.pool import Server, ServerPool, json_object, refusal_text
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Completion, Request, join_parts, remaining_request
 from rljax.rollout.servers.retries import Pauses, may_pass
 from rljax.rollout.servers.sources import Ask, RequestSource
-from rljax.rollout.servers.wire import Completion, Request, Wire, check_completion, join_parts, remaining_request
 from rljax.rollout.types import ClientLimits
 from rljax.weights.access import find_client_key_file, read_api_key
 
@@ -58,7 +60,7 @@ class ServerClient:
     def __init__(
         self,
         urls: Sequence[str],
-        wire: Wire,
+        kind: Backend,
         limits: ClientLimits | None = None,
         *,
         api_key_file: str | None = None,
@@ -67,7 +69,7 @@ class ServerClient:
 
         Args:
           urls: The addresses of the servers, ``http://host:port``. There may be none yet if servers join later.
-          wire: The form of the servers' requests and replies.
+          kind: The kind of the servers.
           limits: The limits on time and on outstanding requests. None: their defaults.
           api_key_file: The file with the key that the servers ask for. None: $RLJAX_API_KEY_FILE, or else ~/.rljax.key
             if that exists, or no key.
@@ -82,8 +84,8 @@ class ServerClient:
         if len(set(urls)) != len(urls):
             raise ValueError(f"urls must be distinct, got {list(urls)}")
         self.limits = limits or ClientLimits()
-        self._wire = wire
-        self._pool = ServerPool(wire, self.limits.max_outstanding)
+        self._kind = kind
+        self._pool = ServerPool(kind, self.limits.max_outstanding)
         self._pool.take(url.rstrip("/") for url in urls)
         self._has_warned = False  # whether a line was logged about replies of other prompts
         self._loop = asyncio.new_event_loop()
@@ -148,7 +150,7 @@ class ServerClient:
         self._pool.get(url).route = route
 
     def set_model(self, url: str, model: str) -> None:
-        """Sets the name that the server at ``url`` gives its model, in place of ``wire.model``."""
+        """Sets the name that the server at ``url`` gives its model, in place of ``Backend.model``."""
         self._pool.get(url).model = model
 
     def call(self, url: str, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
@@ -342,12 +344,12 @@ class ServerClient:
 
     async def _sample(self, server: Server, request: Request, timeout_s: float) -> Completion:
         """Returns one completion of ``server``."""
-        url, body = server.url, self._wire.body(server.route, request, server.model)
-        if server.route == self._wire.own_route:
+        url, body = server.url, self._kind.body(server.route, request, server.model)
+        if server.route == self._kind.own_route:
             reply = await self._ask(url, server.route, timeout_s, body)
         else:
             reply = (await self._exchange(url, "POST", server.route, timeout_s, json=body)).content
-        read = functools.partial(self._wire.completion, server.route, reply, request)
+        read = functools.partial(self._kind.completion, server.route, reply, request)
         try:
             return await self._loop.run_in_executor(self._reader, read) if len(reply) > _LONG_REPLY else read()
         except ReplyError as error:
@@ -379,15 +381,15 @@ class ServerClient:
         hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
         wanted = hint if reply.status_code == 401 else ""
         said = f"{url}{path} answered {refusal_text(reply)}{wanted}"
-        if reply.status_code == 503 and path in (self._wire.route, self._wire.own_route) and await self._is_paused(url):
+        if reply.status_code == 503 and path in (self._kind.route, self._kind.own_route) and await self._is_paused(url):
             raise ServerPausedError(said, reply.status_code)
         raise ServerRefusedError(said, reply.status_code)
 
     async def _is_paused(self, url: str) -> bool:
         """Returns whether the server at ``url`` is paused."""
-        if self._wire.paused_route:
+        if self._kind.paused_route:
             with contextlib.suppress(ServerError):
-                reply = await self._exchange(url, "GET", self._wire.paused_route, 10.0)
+                reply = await self._exchange(url, "GET", self._kind.paused_route, 10.0)
                 return bool(json_object(reply).get("is_paused"))
         return False
 

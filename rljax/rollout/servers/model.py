@@ -11,11 +11,12 @@ import numpy as np
 
 from rljax.errors import ReplyError, ServerGoneError
 from rljax.rollout.engine import RolloutEngine, Samples
-from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
+from rljax.rollout.servers.kind import Backend
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Completion, Request, check_prompts, make_requests, shortest
 from rljax.rollout.servers.sources import ListedRequests, QueuedTurns, RequestSource
 from rljax.rollout.servers.verify import sharpening
-from rljax.rollout.servers.wire import Completion, Request, check_completion, check_prompts, make_requests, shortest
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 

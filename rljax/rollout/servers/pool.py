@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rljax.errors import ReplyError, ServerGoneError
-from rljax.rollout.servers.wire import Wire
+from rljax.rollout.servers.kind import Backend
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class Group:
 class ServerPool:
     """The servers of a client by URL. It chooses an open server for each request."""
 
-    def __init__(self, wire: Wire, max_outstanding: int) -> None:
+    def __init__(self, kind: Backend, max_outstanding: int) -> None:
         """Makes an empty pool of servers that get at most ``max_outstanding`` requests at a time each."""
-        self._wire = wire
+        self._kind = kind
         self._max_outstanding = self._most = max_outstanding
         self._servers: dict[str, Server] = {}
         self._changed = asyncio.Condition()
@@ -90,7 +90,7 @@ class ServerPool:
         """
 
         def new(url: str) -> Server:
-            return Server(url, self._wire.route, self._wire.model, f"{url}: /health does not answer 200")
+            return Server(url, self._kind.route, self._kind.model, f"{url}: /health does not answer 200")
 
         self._servers = {url: self._servers.get(url) or new(url) for url in urls}
         count = max(1, len(self._servers))
@@ -114,7 +114,7 @@ class ServerPool:
         """Changes the state of a server. ``reason`` says why it is down."""
         async with self._changed:
             if state == "down" != server.state:
-                log.warning("a %s server is down: %s", self._wire.name, reason)
+                log.warning("a %s server is down: %s", self._kind.name, reason)
                 self.losses += 1
             server.state, server.reason = state, reason
             self._changed.notify_all()

@@ -20,20 +20,18 @@ import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError, ServerRefusedError
-from rljax.rollout.servers.backend import UPDATE_S, Backend
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import (
     Expectation,
     ask_if_there,
     common_differences,
-    find_route,
     refusals,
     server_info,
 )
-from rljax.rollout.servers.tops import as_floats, make_tops
+from rljax.rollout.servers.kind import UPDATE_S, Backend
+from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_tops
+from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
 from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS, ROLLOUTS, prompt_hash
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans, check_own_prompt
 from rljax.rollout.types import InFlight, Tops
 from rljax.weights.store import WeightVersion
 
@@ -183,7 +181,7 @@ class VllmBackend(Backend):
         )
         return completion, are_others
 
-    def ask_plugin(self, client: ServerClient, url: str, method: str, *arguments: Any) -> list[Any]:
+    def ask_plugin(self, client: Caller, url: str, method: str, *arguments: Any) -> list[Any]:
         """Asks the workers through ``/collective_rpc``."""
         answer = client.call(url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})
         try:
@@ -192,7 +190,7 @@ class VllmBackend(Backend):
             raise ReplyError(f"{url}/collective_rpc answered without {error}: {str(answer)[:300]}") from error
 
     @contextlib.contextmanager
-    def forcing(self, client: ServerClient, url: str) -> Iterator[Callable[[np.ndarray], Mapping[str, Any]]]:
+    def forcing(self, client: Caller, url: str) -> Iterator[Callable[[np.ndarray], Mapping[str, Any]]]:
         """Makes the workers force tokens, by hooks that are removed at the end, or by vLLM's own trace replay."""
         name = uuid.uuid4().hex
         try:
@@ -212,7 +210,7 @@ class VllmBackend(Backend):
         if any(errors):
             raise ReplyError(f"{url} gave up decoding given tokens: {next(filter(None, errors))}")
 
-    def describe(self, client: ServerClient, url: str) -> ServerInfo:
+    def describe(self, client: Caller, url: str) -> ServerInfo:
         """Returns the description of any vLLM server. Without rljax's plugin it lacks dtype and vocabulary."""
         try:
             (model,) = client.call(url, "GET", "/v1/models")["data"]
@@ -223,7 +221,7 @@ class VllmBackend(Backend):
         described = ask_if_there(client, url, "POST", "/collective_rpc", json={"method": "rljax_describe"})
         weights = ask_if_there(client, url, "GET", self.version_route)
         client.set_model(url, str(model["id"]))
-        find_route(client, url, self)
+        self.find_route(client, url)
         return dataclasses.replace(
             server_info(url, (described.get("results") or [{}])[0], "vllm"),
             model=str(model["id"]),
@@ -233,7 +231,7 @@ class VllmBackend(Backend):
             has_first_weights=weights.get("weight_version") == "default",
         )
 
-    def resume(self, client: ServerClient, url: str) -> None:
+    def resume(self, client: Caller, url: str) -> None:
         """Wakes and resumes a paused server. Raises HandshakeError if it has no endpoints for that."""
         development = (
             "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1, as rljax serve vllm does"
@@ -276,11 +274,11 @@ class VllmBackend(Backend):
             lines.append(f"default sampling is not plain: {said}; start with --generation-config vllm")
         return lines
 
-    def show(self, client: ServerClient, url: str, probe: Mapping[str, Any]) -> None:
+    def show(self, client: Caller, url: str, probe: Mapping[str, Any]) -> None:
         """Sends the probe to the plugin as the start of a weight transfer."""
         client.call(url, "POST", "/init_weight_transfer_engine", json={"init_info": probe})
 
-    def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
+    def push(self, client: Caller, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """Pauses the server, updates its weights, resets its prefix cache and resumes it."""
         update: dict[str, Any] = {"path": "" if version.source else str(version.path), "tag": version.tag}
         if self.keeps_deltas:
@@ -306,11 +304,11 @@ class VllmBackend(Backend):
             raise RuntimeError(f"{url} could not reset its prefix cache: requests are still running there")
         post("/resume")
 
-    def sleep(self, client: ServerClient, url: str) -> None:
+    def sleep(self, client: Caller, url: str) -> None:
         """Puts the server to sleep at level 2, which drops its weights."""
         client.call(url, "POST", "/sleep", timeout_s=UPDATE_S, params={"level": 2, "mode": "wait"})
 
-    def wake(self, client: ServerClient, url: str) -> None:
+    def wake(self, client: Caller, url: str) -> None:
         """Wakes the server. It then holds no weights."""
         client.call(url, "POST", "/wake_up", timeout_s=UPDATE_S)
 
