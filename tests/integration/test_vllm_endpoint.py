@@ -11,7 +11,7 @@ import pytest
 from opened_clients import opened
 
 from rljax.errors import ServerRefusedError
-from rljax.rollout.servers.batches import Batches
+from rljax.rollout.servers.http import Batches
 from rljax.rollout.servers.requests import Request, make_requests
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend

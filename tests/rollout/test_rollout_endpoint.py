@@ -20,8 +20,8 @@ from vllm_fake import FakeVllm, as_base64, flat_scores, hash_of
 
 from rljax.errors import ReplyError, ServerError
 from rljax.rollout.build import connect
-from rljax.rollout.servers.batches import Batches
 from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.http import Batches
 from rljax.rollout.servers.replies import check_completion
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests

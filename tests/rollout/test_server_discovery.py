@@ -11,8 +11,9 @@ from served_engines import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
 from rljax.errors import HandshakeError, VerificationError
-from rljax.rollout.servers.client import ServerClient, check_url
+from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.discovery import Discovery, make_lookup
+from rljax.rollout.servers.http import check_url
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend

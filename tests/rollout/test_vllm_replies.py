@@ -14,7 +14,7 @@ import pytest
 from vllm_fake import FakeVllm
 
 from rljax.errors import ServerError
-from rljax.rollout.servers import pool
+from rljax.rollout.servers import http
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
@@ -206,7 +206,7 @@ class TestDescriptors:
     @pytest.fixture
     def limit(self, monkeypatch):
         """Returns a function that sets the limits the process seems to have. The process has 40 open descriptors."""
-        monkeypatch.setattr(pool, "count_open_files", lambda: 40)
+        monkeypatch.setattr(http, "count_open_files", lambda: 40)
         state = {}
 
         def make(soft, hard):
@@ -229,7 +229,7 @@ class TestDescriptors:
     )
     def test_the_soft_limit_is_raised_as_far_as_the_hard_one_allows(self, limit, soft, hard, room, then):
         state = limit(soft, hard)
-        assert pool.room_for(1024) == room
+        assert http.room_for(1024) == room
         assert state["now"] == (then, hard)
 
     def test_fewer_requests_go_out_where_it_cannot_be_raised(self, limit, caplog):

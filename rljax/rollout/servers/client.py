@@ -12,34 +12,28 @@ any server samples the rest. A request that a paused server refuses waits and is
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
-import math
 import queue
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NoReturn, TypeVar
-
-import httpx
+from typing import Any, TypeVar
 
 from rljax.errors import (
     OtherPromptError,
     ReplyError,
     ServerError,
     ServerGoneError,
-    ServerPausedError,
     ServerRefusedError,
 )
-from rljax.rollout.servers.batches import Batches
+from rljax.rollout.servers.http import Http, Pauses, check_url, json_object, may_pass
 from rljax.rollout.servers.kind import Backend
-from rljax.rollout.servers.pool import Server, ServerPool, json_object, refusal_text
+from rljax.rollout.servers.pool import Server, ServerPool
 from rljax.rollout.servers.replies import check_completion
 from rljax.rollout.servers.requests import Completion, Request, join_parts, remaining_request
-from rljax.rollout.servers.retries import Pauses, may_pass
 from rljax.rollout.servers.sources import Ask, RequestSource
 from rljax.rollout.types import ClientLimits
 from rljax.weights.access import find_client_key_file, read_api_key
@@ -92,14 +86,7 @@ class ServerClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-server-client", daemon=True)
         self._thread.start()
         self._reader = ThreadPoolExecutor(1, "rljax-reply-reader")  # one: a long reply takes many times its size
-        self._http = httpx.AsyncClient(
-            # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500.
-            # Requests for rollouts share one where the server has rljax's endpoint (``Batches``).
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,
-            headers=headers,
-        )
-        self._batches = Batches(self._http, self.limits.connect_timeout_s)
+        self._http = Http(kind, self.limits.connect_timeout_s, headers)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -160,7 +147,7 @@ class ServerClient:
         raises ServerGoneError if no answer comes or the server is not healthy, ReplyError if the answer is no JSON, and
         ServerRefusedError, with the server's message, for any other status than 200.
         """
-        reply = self._await(self._exchange(self._pool.get(url).url, method, path, timeout_s, **content))
+        reply = self._await(self._http.exchange(self._pool.get(url).url, method, path, timeout_s, **content))
         return json_object(reply) if reply.content and path != "/health" else {}
 
     def answers(self, url: str) -> bool:
@@ -242,7 +229,7 @@ class ServerClient:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
-            await self._http.aclose()
+            await self._http.close()
 
         if self._thread.is_alive():
             wait([self._start(finish())], timeout=_CLOSE_S)
@@ -346,80 +333,15 @@ class ServerClient:
         """Returns one completion of ``server``."""
         url, body = server.url, self._kind.body(server.route, request, server.model)
         if server.route == self._kind.own_route:
-            reply = await self._ask(url, server.route, timeout_s, body)
+            reply = await self._http.ask(url, server.route, timeout_s, body)
         else:
-            reply = (await self._exchange(url, "POST", server.route, timeout_s, json=body)).content
+            reply = (await self._http.exchange(url, "POST", server.route, timeout_s, json=body)).content
         read = functools.partial(self._kind.completion, server.route, reply, request)
         try:
             return await self._loop.run_in_executor(self._reader, read) if len(reply) > _LONG_REPLY else read()
         except ReplyError as error:
             raise type(error)(f"{url}{error}") from error
 
-    async def _ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
-        """Returns the reply to one request, which is sent together with others. Errors are those of :meth:`call`."""
-        async with _answering(url + path, timeout_s):
-            status, content = await self._batches.ask(url + path, body)
-        if status != 200:
-            await self._refuse(url, path, httpx.Response(status, content=content))
-        return content
-
-    async def _exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
-        """Returns a reply of status 200. The errors are those of :meth:`call`."""
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self.limits.connect_timeout_s), pool=None)
-        async with _answering(url + path, timeout_s):
-            reply = await self._http.request(method, url + path, timeout=timeout, **content)
-        if reply.status_code != 200:
-            await self._refuse(url, path, reply)
-        return reply
-
-    async def _refuse(self, url: str, path: str, reply: httpx.Response) -> NoReturn:
-        """Raises the error that a reply of another status than 200 stands for."""
-        if path == "/health":
-            raise ServerGoneError(f"{url} is not healthy: {refusal_text(reply)}")
-        if reply.status_code >= 500:
-            await self._exchange(url, "GET", "/health", 10.0)  # raises where the server is gone
-        hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
-        wanted = hint if reply.status_code == 401 else ""
-        said = f"{url}{path} answered {refusal_text(reply)}{wanted}"
-        if reply.status_code == 503 and path in (self._kind.route, self._kind.own_route) and await self._is_paused(url):
-            raise ServerPausedError(said, reply.status_code)
-        raise ServerRefusedError(said, reply.status_code)
-
-    async def _is_paused(self, url: str) -> bool:
-        """Returns whether the server at ``url`` is paused."""
-        if self._kind.paused_route:
-            with contextlib.suppress(ServerError):
-                reply = await self._exchange(url, "GET", self._kind.paused_route, 10.0)
-                return bool(json_object(reply).get("is_paused"))
-        return False
-
     async def _back_off(self, attempt: int) -> None:
         longest = min(self.limits.max_backoff_s, self.limits.backoff_s * 2.0 ** (attempt - 1))
         await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # so that retries do not come in step
-
-
-@contextlib.asynccontextmanager
-async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
-    """Limits the time of a reply. Raises ServerGoneError if none comes in time, and ReplyError if it is not HTTP."""
-    try:
-        # httpx's timeouts bound each read: a server that sends a byte now and then never exceeds them.
-        async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
-            yield
-    except (httpx.TransportError, TimeoutError) as error:
-        said = f"{type(error).__name__} {error}".rstrip()
-        late = f" within {timeout_s:g} s" if isinstance(error, TimeoutError) else ""
-        raise ServerGoneError(f"no answer from {address}{late}: {said}") from error
-    except httpx.RequestError as error:  # a body that cannot be decoded
-        raise ReplyError(f"{address} sent no valid HTTP reply: {error}") from error
-
-
-def check_url(url: str) -> None:
-    """Raises ValueError unless ``url`` is an http or https URL without user and password. Logs show the URL."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"expected URLs such as http://host:port, got {url!r}: {error}") from error
-    if parsed.userinfo:
-        raise ValueError(f"a URL of {parsed.host} holds a user or a password; URLs are logged")
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"expected URLs such as http://host:port, got {url!r}")

@@ -18,8 +18,9 @@ from typing import Any
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServersLostError, StoppedWaitingError
 from rljax.rollout.engine import Stopping, check_wanted
-from rljax.rollout.servers.client import ServerClient, check_url
+from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.discovery import Discovery
+from rljax.rollout.servers.http import check_url
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.requests import Completion
 from rljax.rollout.servers.sources import RequestSource

@@ -8,21 +8,18 @@ still answers the requests that it has. Coroutines run on the event loop of the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import resource
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from rljax.errors import ReplyError, ServerGoneError
+from rljax.errors import ServerGoneError
+from rljax.rollout.servers.http import room_for
 from rljax.rollout.servers.kind import Backend
 
 log = logging.getLogger(__name__)
 
 State = Literal["paused", "open", "down"]
-_SPARE_FILES = 256  # The file descriptors left to checkpoints, rows, reward workers and the device driver.
 
 
 @dataclass(eq=False)
@@ -146,48 +143,3 @@ class ServerPool:
             return home
         idlest = min(self.all_in("open"), key=lambda server: server.outstanding, default=None)
         return idlest if idlest and idlest.outstanding < self._most else None
-
-
-def json_object(reply: Any) -> dict[str, Any]:
-    """Returns the JSON object of an httpx reply. Any other JSON value comes under the key ``value``.
-
-    Raises ReplyError if the reply is not JSON.
-    """
-    try:
-        value = reply.json()
-    except (ValueError, RecursionError) as error:
-        raise ReplyError(f"{reply.url} sent no valid JSON: {reply.text[:200]!r}") from error
-    return value if isinstance(value, dict) else {"value": value}
-
-
-def refusal_text(reply: Any) -> str:
-    """Returns the status of an httpx reply and the server's own words, in one line."""
-    text = reply.text
-    with contextlib.suppress(ValueError, AttributeError):
-        error = reply.json().get("error", text)
-        text = error.get("message", text) if isinstance(error, dict) else str(error)
-    return f"{reply.status_code}: {' '.join(text.split())[:500]}"
-
-
-def room_for(connections: int) -> int:
-    """Returns the number of ``connections`` that can be open at a time. Each takes a file descriptor.
-
-    The soft limit of file descriptors of this process is raised as far as needed. Shells commonly set it to 1,024.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return connections
-    taken = count_open_files() + _SPARE_FILES
-    if soft < taken + connections:
-        wanted = taken + connections if hard == resource.RLIM_INFINITY else min(taken + connections, hard)
-        with contextlib.suppress(OSError, ValueError):  # a kernel that allows less than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-            soft = max(soft, wanted)
-    return max(1, min(connections, soft - taken))
-
-
-def count_open_files() -> int:
-    """Returns the number of open file descriptors of this process, or 0 if there is no /proc."""
-    with contextlib.suppress(OSError):
-        return len(os.listdir("/proc/self/fd"))
-    return 0
