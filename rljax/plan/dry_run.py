@@ -21,11 +21,10 @@ from rljax.plan.budget import (
     device_demands,
     disk_demands,
     find_devices,
-    held_batches,
     host_demand,
     plan_decoding,
     resident_bytes,
-    top_bytes,
+    route_bytes,
 )
 from rljax.plan.machines import Card
 from rljax.plan.memory import working_bytes, working_top_bytes
@@ -124,7 +123,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
         find_targets(policy, config.lora)
     ways = num_parts(mesh.shape, "batch_rows")
     _check_routes(config, policy)
-    _check_tops(config, policy)
+    check_reported(config.rollout, policy.vocab_size)
     if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
@@ -142,7 +141,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
 
 
 def _check_routes(config: Config, policy: PolicyConfig) -> None:
-    """Raises ValueError if ``rollout.router_replay`` does not fit the policy, the updates or the host's memory."""
+    """Raises ValueError if ``rollout.router_replay`` does not fit the policy or the updates."""
     replay = config.rollout.router_replay
     if replay == "none":
         return
@@ -150,30 +149,6 @@ def _check_routes(config: Config, policy: PolicyConfig) -> None:
         raise ValueError(f"rollout.router_replay = {replay} is for a mixture of experts; this policy is dense")
     if replay == "r2" and not has_separate_forward(config):
         raise ValueError("rollout.router_replay = r2 is for several updates a batch (loss.mini_batches, loss.epochs)")
-    needed = route_bytes(config, policy) * held_batches(config)
-    if needed > config.rollout.max_route_bytes:
-        raise ValueError(
-            f"the routes of a step can take {in_units(needed)} of the host's memory, "
-            f"rollout.max_route_bytes allows {in_units(config.rollout.max_route_bytes)}"
-        )
-
-
-def route_bytes(config: Config, policy: PolicyConfig) -> int:
-    """Returns the largest number of bytes of one step's routes, for every place of its rows."""
-    return 0 if config.rollout.router_replay == "none" else policy.route_bytes * math.prod(batch_shape(config))
-
-
-def _check_tops(config: Config, policy: PolicyConfig) -> None:
-    """Raises ValueError if the likeliest tokens are more than the vocabulary has, or than the host may hold."""
-    rollout = config.rollout
-    check_reported(rollout, policy.vocab_size)
-    needed = top_bytes(config) * held_batches(config)
-    if needed > rollout.max_top_bytes:
-        raise ValueError(
-            f"the likeliest tokens of a step ({rollout.reported_key}) can take "
-            f"{in_units(needed)} of the host's memory, rollout.max_top_bytes allows "
-            f"{in_units(rollout.max_top_bytes)}"
-        )
 
 
 def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:

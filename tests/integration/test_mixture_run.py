@@ -64,7 +64,6 @@ def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path):
     ("options", "said"),
     [
         (("--rollout.router-replay", "r2"), "r2 is for several updates a batch"),
-        (("--rollout.router-replay", "r3", "--rollout.max-route-bytes", "1000"), "the routes of a step can take"),
         (
             ("--rollout.router-replay", "r3", "--rollout.engine", "exact"),
             "which routes as the trainer does",

@@ -117,7 +117,7 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
     first, second = fakes(2)
     file = tmp_path / "servers"
     write(file, first)
-    limits = ClientLimits(max_outstanding=2, backoff_s=0.01, max_backoff_s=0.02)
+    limits = ClientLimits(max_outstanding=2)
     engine = make(discovery=str(file), limits=limits)
     try:
         engine.publish(PARAMS, 0)

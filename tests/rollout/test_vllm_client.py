@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from python_calls import count_calls
+from quick_backends import quick
 from vllm_fake import FakeVllm, rollout_reply
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
@@ -16,18 +17,17 @@ from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.replies import check_completion
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
-from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 PROMPT = np.array([3, 4, 5], np.int32)
-FAST = ClientLimits(backoff_s=0.01, max_backoff_s=0.02)
-WIRE = VllmBackend()
+WIRE = quick()
 
 
 @pytest.fixture
 def client(fake):
-    made = ServerClient([fake.url], WIRE, FAST)
+    made = ServerClient([fake.url], WIRE)
     made.open(fake.url, None)
     yield made
     made.close()
@@ -165,7 +165,7 @@ def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
             time.sleep(0.01)
         fake.paused = False
 
-    made = ServerClient([fake.url], WIRE, ClientLimits(backoff_s=0.01, max_backoff_s=0.01, max_attempts=2))
+    made = ServerClient([fake.url], quick(attempts=2))
     with contextlib.closing(made) as client, ThreadPoolExecutor() as threads:
         client.open(fake.url, None)
         resumed = threads.submit(resume)
@@ -182,8 +182,8 @@ def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
 @pytest.mark.parametrize("is_probe", [False, True])
 def test_a_server_that_stays_paused_is_given_up(fake, is_probe):
     fake.refuses_paused = fake.paused = True
-    limits = ClientLimits(backoff_s=0.01, max_backoff_s=0.01, max_attempts=2, request_timeout_s=0.3)
-    with contextlib.closing(ServerClient([fake.url], WIRE, limits)) as client:
+    limits = ClientLimits(request_timeout_s=0.3)
+    with contextlib.closing(ServerClient([fake.url], quick(attempts=2), limits)) as client:
         client.open(fake.url, None)
         request = Request(PROMPT, SamplingParams(1))
         with pytest.raises(ServerError, match="503: it is paused"):
@@ -246,7 +246,7 @@ def test_the_idler_server_samples_more():
 
 def test_the_work_of_a_server_that_is_down_goes_to_the_others():
     good, bad = FakeVllm(), FakeVllm()
-    client = ServerClient([good.url, bad.url], WIRE, FAST)
+    client = ServerClient([good.url, bad.url], WIRE)
     try:
         for fake in (good, bad):
             client.open(fake.url, None)
@@ -260,7 +260,7 @@ def test_the_work_of_a_server_that_is_down_goes_to_the_others():
 
 
 def test_replies_of_other_weights_are_not_handed_on(fake):
-    client = ServerClient([fake.url], WIRE, FAST)
+    client = ServerClient([fake.url], WIRE)
     try:
         client.open(fake.url, "run.1")
         stream = client.stream(ListedRequests([Request(PROMPT, SamplingParams(1))]))
@@ -275,7 +275,7 @@ def test_replies_of_other_weights_are_not_handed_on(fake):
 
 
 def test_nothing_is_sent_until_a_server_is_opened(fake):
-    client = ServerClient([fake.url], WIRE, FAST)
+    client = ServerClient([fake.url], WIRE)
     try:
         stream = client.stream(ListedRequests([Request(PROMPT, SamplingParams(1))]))
         assert next(stream) is None

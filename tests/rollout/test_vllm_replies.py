@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from quick_backends import quick
 from vllm_fake import FakeVllm
 
 from rljax.errors import ServerError
@@ -23,12 +24,12 @@ from rljax.rollout.types import ClientLimits, SamplingParams
 
 pytestmark = pytest.mark.timeout(60)
 REQUEST = Request(np.array([3, 4, 5], np.int32), SamplingParams(3, stop_token_ids=(50,)))
-FAST = ClientLimits(backoff_s=0.001, max_backoff_s=0.002, max_attempts=3)
+QUICK = quick(attempts=3, wait_s=0.001)
 
 
 @contextlib.contextmanager
-def opened(*urls, limits=FAST, version="default"):
-    client = ServerClient(urls, VllmBackend(), limits)
+def opened(*urls, limits=None, version="default"):
+    client = ServerClient(urls, QUICK, limits)
     try:
         for url in urls:
             client.open(url, version)
@@ -160,7 +161,7 @@ def test_an_exchange_has_a_deadline_though_bytes_keep_coming():
     def drip(path):
         return (b" " * 1000, 1000) if path != "/health" else (b"", 0)
 
-    limits = ClientLimits(request_timeout_s=0.5, backoff_s=0.001, max_backoff_s=0.002, max_attempts=1)
+    limits = ClientLimits(request_timeout_s=0.5)
     with scripted(drip, pause_s=0.1) as url, opened(url, limits=limits) as client:
         began = time.monotonic()
         with pytest.raises(ServerError, match=r"within 0\.5 s: TimeoutError"):

@@ -15,7 +15,6 @@ import asyncio
 import functools
 import logging
 import queue
-import random
 import threading
 import time
 from collections.abc import Coroutine, Generator, Sequence
@@ -86,7 +85,7 @@ class ServerClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-server-client", daemon=True)
         self._thread.start()
         self._reader = ThreadPoolExecutor(1, "rljax-reply-reader")  # one: a long reply takes many times its size
-        self._http = Http(kind, self.limits.connect_timeout_s, headers)
+        self._http = Http(kind, headers)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -176,7 +175,7 @@ class ServerClient:
         Later requests of ``source`` are sent while the caller waits for the next item. Each quarter of a second it
         yields None, so that the caller can recover servers. Closing the iterator gives up the other responses. A token
         id of ``vocab_size`` or more makes a reply invalid; None allows any. ``metrics`` counts ``rollout/requests`` and
-        ``rollout/retries``. It raises ServerError, in one line with the URL, if a response failed ``max_attempts``
+        ``rollout/retries``. It raises ServerError, in one line with the URL, if a response failed ``Retries.attempts``
         times or was refused. Errors of ``source`` pass through.
         """
         completed: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()
@@ -262,12 +261,12 @@ class ServerClient:
         """Returns the completion of a request. Raises ServerError if it is refused or all attempts failed."""
         failure, failures, pauses = "", 0, Pauses(self.limits.request_timeout_s)
         parts: list[Completion] = []
-        while failures < self.limits.max_attempts:
+        while failures < self._kind.retries.attempts:
             if failure:
                 metrics["rollout/retries"] += 1
-                await self._back_off(failures)
+                await asyncio.sleep(self._kind.retries.wait_s(failures))
             elif pauses.count:
-                await self._back_off(pauses.count)
+                await asyncio.sleep(self._kind.retries.wait_s(pauses.count))
             server = await self._pool.acquire(ask.group)
             metrics["rollout/requests"] += 1
             try:
@@ -297,7 +296,7 @@ class ServerClient:
             finally:
                 await self._pool.release(server)
             failures += 1
-        raise ServerError(f"{ask.name} failed {self.limits.max_attempts} times; the last: {failure}")
+        raise ServerError(f"{ask.name} failed {self._kind.retries.attempts} times; the last: {failure}")
 
     async def _rollout(self, server: Server, request: Request, vocab_size: int | None) -> Completion:
         """Returns a completion that may be trained on, or a part of one if new weights came meanwhile."""
@@ -325,9 +324,9 @@ class ServerClient:
             except (ReplyError, ServerRefusedError) as error:
                 if not pauses.may_end(error):
                     failures += 1
-                    if failures >= self.limits.max_attempts or not may_pass(error):
+                    if failures >= self._kind.retries.attempts or not may_pass(error):
                         raise
-            await self._back_off(failures + pauses.count)
+            await asyncio.sleep(self._kind.retries.wait_s(failures + pauses.count))
 
     async def _sample(self, server: Server, request: Request, timeout_s: float) -> Completion:
         """Returns one completion of ``server``."""
@@ -341,7 +340,3 @@ class ServerClient:
             return await self._loop.run_in_executor(self._reader, read) if len(reply) > _LONG_REPLY else read()
         except ReplyError as error:
             raise type(error)(f"{url}{error}") from error
-
-    async def _back_off(self, attempt: int) -> None:
-        longest = min(self.limits.max_backoff_s, self.limits.backoff_s * 2.0 ** (attempt - 1))
-        await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # so that retries do not come in step

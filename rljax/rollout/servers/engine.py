@@ -211,7 +211,7 @@ class ServedEngine(Admission, RolloutEngine):
     def _seed_sent(self, seed: int) -> int | None:
         """Returns the seed from which the seeds of responses are made, or None if the servers choose their own."""
         # When weights come while responses are sampled, that moment decides what is sampled, whatever the seed.
-        return seed if self._config.seeded and self._config.update == "wait" else None
+        return seed if self._config.update == "wait" else None
 
     def close(self) -> None:
         """Closes the client and removes the weight files. The servers keep running, with the last weights."""

@@ -30,6 +30,8 @@ from rljax.errors import (
 )
 from rljax.rollout.servers.kind import Backend
 
+CONNECT_S = 10.0
+"""The longest that a connection may take to open (seconds)."""
 _MOST = 64  # The most requests that share a connection. All of them are lost if it breaks.
 _GATHER_S = 0.002  # The longest time that a request waits for others (seconds).
 _GIVE_UP_S = 10.0  # The longest time that a server may take to give requests up (seconds).
@@ -54,9 +56,9 @@ class Batches:
     A reply has a line for each request: its number in the batch, the status, and the reply as JSON.
     """
 
-    def __init__(self, http: httpx.AsyncClient, connect_timeout_s: float) -> None:
-        """Sends nothing yet. ``connect_timeout_s``: The longest that a connection may take to open (seconds)."""
-        self._http, self._timeout = http, httpx.Timeout(None, connect=connect_timeout_s)
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        """Sends nothing yet."""
+        self._http, self._timeout = http, httpx.Timeout(None, connect=CONNECT_S)
         self._gathered: defaultdict[str, _Batch] = defaultdict(_Batch)  # by URL
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -164,9 +166,9 @@ async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
 class Http:
     """HTTP exchanges with servers of one kind. One event loop uses it."""
 
-    def __init__(self, kind: Backend, connect_timeout_s: float, headers: Mapping[str, str]) -> None:
-        """Opens nothing yet. ``connect_timeout_s``: The longest that a connection may take to open (seconds)."""
-        self._kind, self._connect_timeout_s = kind, connect_timeout_s
+    def __init__(self, kind: Backend, headers: Mapping[str, str]) -> None:
+        """Opens nothing yet. Each request has ``headers``."""
+        self._kind = kind
         self._http = httpx.AsyncClient(
             # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500.
             # Requests for rollouts share one where the server has rljax's endpoint (``Batches``).
@@ -174,7 +176,7 @@ class Http:
             trust_env=False,
             headers=headers,
         )
-        self._batches = Batches(self._http, connect_timeout_s)
+        self._batches = Batches(self._http)
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -187,7 +189,7 @@ class Http:
         ServerPausedError if the server refuses a sample because it is paused, and ServerRefusedError, with the
         server's message, for any other status.
         """
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self._connect_timeout_s), pool=None)
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S), pool=None)
         async with _answering(url + path, timeout_s):
             reply = await self._http.request(method, url + path, timeout=timeout, **content)
         if reply.status_code != 200:

@@ -17,7 +17,7 @@ from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefu
 from rljax.rollout.servers import handshake
 from rljax.rollout.servers.handshake import Expectation
 from rljax.rollout.servers.replies import without_ties
-from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
+from rljax.rollout.servers.requests import Caller, Completion, Request, Retries, ServerInfo
 from rljax.rollout.types import InFlight
 from rljax.weights.format import PROTOCOL, Checksum
 from rljax.weights.store import WeightDirectory, WeightVersion
@@ -52,6 +52,7 @@ class Backend(ABC):
     own_route = ""  # the better path of rljax's plugin, which a server may lack, or "" if there is none
     without_route = ""  # the remedy if a server lacks ``route``
     paused_route = ""  # the path at which a server says whether it is paused, or "" if there is none
+    retries = Retries()  # the attempts at a request that a server refuses or answers wrongly
     logprobs_hint: str  # the remedy if log-probabilities are not those of the distribution that a server samples from
     without_plugin: str  # the meaning of a refusal of a question to rljax's plugin
     version_route: str  # the path at which a server says which weights it holds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -61,6 +62,19 @@ class ServerInfo:
     head_dtype: str = ""  # the dtype in which the LM head computes
     form: ServerForm = field(default_factory=ServerForm)  # the form in which the server holds weights and cache
     has_first_weights: bool = False  # whether the server still has the weights of ``root`` that it was started with
+
+
+@dataclass(frozen=True)
+class Retries:
+    """The attempts at one request, and the waits between them."""
+
+    attempts: int = 6  # the most attempts, after which the error is raised
+    first_s: float = 0.25  # the wait before the second attempt, which is doubled before each further one (seconds)
+    longest_s: float = 8.0  # the longest wait (seconds)
+
+    def wait_s(self, failures: int) -> float:
+        """Returns the time to wait after so many failures (seconds). A random part keeps requests out of step."""
+        return min(self.longest_s, self.first_s * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
 class Caller(Protocol):
