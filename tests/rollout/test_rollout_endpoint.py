@@ -12,7 +12,6 @@ import socket
 import struct
 import threading
 
-import httpx
 import numpy as np
 import pytest
 from opened_clients import opened
@@ -22,7 +21,7 @@ from vllm_fake import FakeVllm, as_base64, flat_scores, hash_of
 from rljax.errors import ReplyError, ServerError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.http import Batches
+from rljax.rollout.servers.http import Http
 from rljax.rollout.servers.replies import check_completion
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
@@ -299,10 +298,10 @@ def test_a_request_that_is_given_up_alone_is_deleted(scripted):
         scripted.line(2)
 
     async def ask():
-        async with httpx.AsyncClient() as http:
-            batches = Batches(http, 5.0)
+        async with contextlib.aclosing(Http(VllmBackend(), {})) as http:
             body = VllmBackend().body(ROLLOUTS, REQUEST, "policy")
-            first, given_up, last = (asyncio.create_task(batches.ask(scripted.url, body)) for _ in range(3))
+            asked = (http.ask(scripted.url, "/", 30.0, body) for _ in range(3))
+            first, given_up, last = map(asyncio.create_task, asked)
             await asyncio.sleep(0)
             given_up.cancel()
             return await asyncio.gather(first, last)
@@ -311,7 +310,7 @@ def test_a_request_that_is_given_up_alone_is_deleted(scripted):
     server.start()
     replies = asyncio.run(ask())
     server.join()
-    assert [status for status, _ in replies] == [200, 200]
+    assert [VllmBackend().completion(ROLLOUTS, reply, REQUEST).finish_reason for reply in replies] == ["length"] * 2
     (named,) = heads
     assert re.fullmatch(r"DELETE /\?batch=[0-9a-f]{32}&number=1 HTTP/1.1", named)
 

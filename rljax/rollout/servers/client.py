@@ -228,7 +228,7 @@ class ServerClient:
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
-            await self._http.close()
+            await self._http.aclose()
 
         if self._thread.is_alive():
             wait([self._start(finish())], timeout=_CLOSE_S)

@@ -50,34 +50,81 @@ class _Batch:
         self.is_known = asyncio.Event()  # set once the server has the requests, or the exchange has ended
 
 
-class Batches:
-    """The requests that are being gathered or answered. One event loop uses it.
+class Http:
+    """HTTP exchanges with servers of one kind. One event loop uses it."""
 
-    A reply has a line for each request: its number in the batch, the status, and the reply as JSON.
-    """
-
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        """Sends nothing yet."""
-        self._http, self._timeout = http, httpx.Timeout(None, connect=CONNECT_S)
+    def __init__(self, kind: Backend, headers: Mapping[str, str]) -> None:
+        """Opens nothing yet. Each request has ``headers``."""
+        self._kind = kind
+        self._http = httpx.AsyncClient(
+            # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500.
+            # Requests for rollouts share one where the server has rljax's endpoint (``ask``).
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,
+            headers=headers,
+        )
+        self._timeout = httpx.Timeout(None, connect=CONNECT_S)
         self._gathered: defaultdict[str, _Batch] = defaultdict(_Batch)  # by URL
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def ask(self, url: str, body: dict[str, Any]) -> _Reply:
-        """Returns the reply to ``body``, which is sent together with other requests to ``url`` of the same moment.
+    async def aclose(self) -> None:
+        """Closes all connections."""
+        await self._http.aclose()
 
-        It waits without a limit of time. If the caller is cancelled, the server gives the request up. Raises
-        httpx.RequestError if the connection fails or breaks, and ReplyError if the reply cannot be read.
+    async def exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
+        """Returns a reply of status 200 within ``timeout_s`` seconds. ``content`` is passed on to httpx.
+
+        It raises ServerGoneError if no answer comes or the server is not healthy, ReplyError if the answer is no HTTP,
+        ServerPausedError if the server refuses a sample because it is paused, and ServerRefusedError, with the
+        server's message, for any other status.
         """
-        loop = asyncio.get_running_loop()
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S), pool=None)
+        async with _answering(url + path, timeout_s):
+            reply = await self._http.request(method, url + path, timeout=timeout, **content)
+        if reply.status_code != 200:
+            await self._refuse(url, path, reply)
+        return reply
+
+    async def ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
+        """Returns the reply to a request, which is sent together with others to ``url`` of the same moment.
+
+        If the caller is cancelled, the server gives the request up. The errors are those of :meth:`exchange`.
+        """
+        address, loop = url + path, asyncio.get_running_loop()
         answer: asyncio.Future[_Reply] = loop.create_future()
-        batch = self._gathered[url]
+        batch = self._gathered[address]
         batch.bodies.append(body)
         batch.answers.append(answer)
         if len(batch.answers) == 1:
-            loop.call_later(_GATHER_S, self._send, url, batch)
+            loop.call_later(_GATHER_S, self._send, address, batch)
         elif len(batch.answers) == _MOST:
-            self._send(url, batch)
-        return await answer
+            self._send(address, batch)
+        async with _answering(address, timeout_s):
+            status, content = await answer
+        if status != 200:
+            await self._refuse(url, path, httpx.Response(status, content=content))
+        return content
+
+    async def _refuse(self, url: str, path: str, reply: httpx.Response) -> NoReturn:
+        """Raises the error that a reply of another status than 200 stands for."""
+        if path == "/health":
+            raise ServerGoneError(f"{url} is not healthy: {refusal_text(reply)}")
+        if reply.status_code >= 500:
+            await self.exchange(url, "GET", "/health", 10.0)  # raises where the server is gone
+        hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
+        wanted = hint if reply.status_code == 401 else ""
+        said = f"{url}{path} answered {refusal_text(reply)}{wanted}"
+        if reply.status_code == 503 and path in (self._kind.route, self._kind.own_route) and await self._is_paused(url):
+            raise ServerPausedError(said, reply.status_code)
+        raise ServerRefusedError(said, reply.status_code)
+
+    async def _is_paused(self, url: str) -> bool:
+        """Returns whether the server at ``url`` is paused."""
+        if self._kind.paused_route:
+            with contextlib.suppress(ServerError):
+                reply = await self.exchange(url, "GET", self._kind.paused_route, 10.0)
+                return bool(json_object(reply).get("is_paused"))
+        return False
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Starts ``work`` as a task, and holds a reference to the task until it is done."""
@@ -91,7 +138,7 @@ class Batches:
         if self._gathered.get(url) is not batch:
             return
         del self._gathered[url]
-        exchange, left = self._start(self._exchange(url, batch)), len(batch.answers)
+        exchange, left = self._start(self._exchange_all(url, batch)), len(batch.answers)
 
         def finished(number: int, answer: asyncio.Future[_Reply]) -> None:
             nonlocal left
@@ -115,8 +162,8 @@ class Batches:
             with contextlib.suppress(httpx.RequestError):  # the server is gone, and the other requests see that, too
                 await self._http.delete(url, params={"batch": batch.name, "number": numbers}, timeout=_GIVE_UP_S)
 
-    async def _exchange(self, url: str, batch: _Batch) -> None:
-        """Sends ``batch`` and sets the reply of each request, or the error that ended the exchange."""
+    async def _exchange_all(self, url: str, batch: _Batch) -> None:
+        """Sends ``batch``, and sets the reply of each request, or the error that ended the exchange."""
         try:
             content = msgspec.json.encode(batch.bodies)
             async with self._http.stream(
@@ -161,69 +208,6 @@ async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
             yield b"".join((*parts, line))
             parts.clear()
         parts.append(rest)
-
-
-class Http:
-    """HTTP exchanges with servers of one kind. One event loop uses it."""
-
-    def __init__(self, kind: Backend, headers: Mapping[str, str]) -> None:
-        """Opens nothing yet. Each request has ``headers``."""
-        self._kind = kind
-        self._http = httpx.AsyncClient(
-            # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500.
-            # Requests for rollouts share one where the server has rljax's endpoint (``Batches``).
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,
-            headers=headers,
-        )
-        self._batches = Batches(self._http)
-
-    async def close(self) -> None:
-        """Closes all connections."""
-        await self._http.aclose()
-
-    async def exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
-        """Returns a reply of status 200 within ``timeout_s`` seconds. ``content`` is passed on to httpx.
-
-        It raises ServerGoneError if no answer comes or the server is not healthy, ReplyError if the answer is no HTTP,
-        ServerPausedError if the server refuses a sample because it is paused, and ServerRefusedError, with the
-        server's message, for any other status.
-        """
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S), pool=None)
-        async with _answering(url + path, timeout_s):
-            reply = await self._http.request(method, url + path, timeout=timeout, **content)
-        if reply.status_code != 200:
-            await self._refuse(url, path, reply)
-        return reply
-
-    async def ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
-        """Returns the reply to a request that is sent together with others. Errors are those of :meth:`exchange`."""
-        async with _answering(url + path, timeout_s):
-            status, content = await self._batches.ask(url + path, body)
-        if status != 200:
-            await self._refuse(url, path, httpx.Response(status, content=content))
-        return content
-
-    async def _refuse(self, url: str, path: str, reply: httpx.Response) -> NoReturn:
-        """Raises the error that a reply of another status than 200 stands for."""
-        if path == "/health":
-            raise ServerGoneError(f"{url} is not healthy: {refusal_text(reply)}")
-        if reply.status_code >= 500:
-            await self.exchange(url, "GET", "/health", 10.0)  # raises where the server is gone
-        hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
-        wanted = hint if reply.status_code == 401 else ""
-        said = f"{url}{path} answered {refusal_text(reply)}{wanted}"
-        if reply.status_code == 503 and path in (self._kind.route, self._kind.own_route) and await self._is_paused(url):
-            raise ServerPausedError(said, reply.status_code)
-        raise ServerRefusedError(said, reply.status_code)
-
-    async def _is_paused(self, url: str) -> bool:
-        """Returns whether the server at ``url`` is paused."""
-        if self._kind.paused_route:
-            with contextlib.suppress(ServerError):
-                reply = await self.exchange(url, "GET", self._kind.paused_route, 10.0)
-                return bool(json_object(reply).get("is_paused"))
-        return False
 
 
 @contextlib.asynccontextmanager
