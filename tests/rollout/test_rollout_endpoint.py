@@ -112,8 +112,8 @@ def test_a_reply_that_does_not_fit_together_is_refused(change, said):
 @pytest.mark.parametrize(
     ("hashed", "said"),
     [
-        (hash_of([3, 4, 6]), "rollouts gave the reply to another prompt than that of the request"),
-        (hash_of([3, 4]), "rollouts gave the reply to another prompt than that of the request"),
+        (hash_of([3, 4, 6]), "rollouts gave the reply to another prompt than the request has"),
+        (hash_of([3, 4]), "rollouts gave the reply to another prompt than the request has"),
         ("", "rollouts does not say which prompt it answers: install the same rljax beside both"),
     ],
 )
@@ -174,14 +174,14 @@ def test_replies_of_other_prompts_are_not_taken_and_said_once(fake, monkeypatch,
     }
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        f"{fake.url}/rljax/rollouts gave the reply to another prompt than that of the request; no such reply is "
+        f"{fake.url}/rljax/rollouts gave the reply to another prompt than the request has; no such reply is "
         "taken, rollout/retries counts them"
     )
 
 
 def test_replies_that_stay_mixed_up_end_in_one_line(fake, monkeypatch):
     mixed_up(fake, monkeypatch, 1000)
-    said = r"^response \d failed 3 times; the last: http\S+ gave the reply to another prompt than that of the request$"
+    said = r"^response \d failed 3 times; the last: http\S+ gave the reply to another prompt than the request has$"
     with opened(fake.url, backend=QUICK) as client, pytest.raises(ServerError, match=said):
         dict(stream(client, 4))
 

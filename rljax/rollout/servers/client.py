@@ -158,7 +158,7 @@ class ServerClient:
         return True
 
     def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
-        """Samples probes from one server, in any state. The errors are those of :meth:`call`."""
+        """Samples probes from one server, in any state. Raises the errors of :meth:`call`."""
         server = self._pool.get(url)
         sampled = [self._start(self._probe(server, request)) for request in requests]
         try:

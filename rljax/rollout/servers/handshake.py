@@ -131,7 +131,7 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
 
 
 def check_logprobs(client: Caller, info: ServerInfo, hint: str) -> None:
-    """Checks that log-probabilities are those of the distribution that the server samples from.
+    """Checks that log-probabilities belong to the distribution that the server samples from.
 
     Half the temperature must double their gaps. It raises HandshakeError, with ``hint`` as the remedy, if it does not,
     or if they are not finite.

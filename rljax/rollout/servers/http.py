@@ -88,7 +88,7 @@ class Http:
     async def ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
         """Returns the reply to a request, which is sent together with others to ``url`` of the same moment.
 
-        If the caller is cancelled, the server gives the request up. The errors are those of :meth:`exchange`.
+        If the caller is cancelled, the server gives the request up. It raises the errors of :meth:`exchange`.
         """
         address, loop = url + path, asyncio.get_running_loop()
         answer: asyncio.Future[_Reply] = loop.create_future()

@@ -53,7 +53,7 @@ class Backend(ABC):
     without_route = ""  # the remedy if a server lacks ``route``
     paused_route = ""  # the path at which a server says whether it is paused, or "" if there is none
     retries = Retries()  # the attempts at a request that a server refuses or answers wrongly
-    logprobs_hint: str  # the remedy if log-probabilities are not those of the distribution that a server samples from
+    logprobs_hint: str  # the remedy if log-probabilities belong to another distribution than the server samples from
     without_plugin: str  # the meaning of a refusal of a question to rljax's plugin
     version_route: str  # the path at which a server says which weights it holds
     without_version: str  # the meaning of a refusal at ``version_route``

@@ -132,7 +132,7 @@ class ServedModel(Admission, RolloutEngine):
 
         A mapping has the ``count`` likeliest tokens and the sequence's own token. The mapping of place 0 is empty. If
         the server tells the size of its vocabulary, ``count`` is at most that, because vLLM's engine ends at a larger
-        one. The errors are those of :meth:`score`.
+        one. It raises the errors of :meth:`score`.
         """
         check_prompts([sequence], 1, self.info)
         count = min(count, self.info.vocab_size or count)
@@ -143,7 +143,7 @@ class ServedModel(Admission, RolloutEngine):
     def logprobs_temperature(self, temperature: float) -> float | None:
         """Measures the temperature of the log-probabilities that come with responses sampled at ``temperature``.
 
-        It is ``temperature``, or 1 if they are those of the distribution before the temperature is applied, or None if
+        It is ``temperature``, or 1 if they belong to the distribution before the temperature is applied, or None if
         neither fits.
         """
         if temperature == 1.0:

@@ -89,7 +89,7 @@ def without_ties(logprobs: np.ndarray, tops: Tops) -> tuple[np.ndarray, Tops]:
     """Normalises log-probabilities over the reported tokens at positions where a server has kept ties.
 
     vLLM's build for a CPU keeps every token that ties with the last one of ``top_k``. So it could sample more tokens
-    than it reports. A position is changed only if its missing probability is that of a few such ties. Takes and returns
+    than it reports. A position is changed only if a few such ties explain its missing probability. Takes and returns
     the log-probabilities of the sampled tokens, float32 [t], and the reported tokens with theirs.
     """
     mass = _masses(tops)
@@ -162,7 +162,7 @@ def _masses(tops: Tops) -> np.ndarray:
 def check_own_prompt(route: str, is_own: bool) -> None:
     """Raises OtherPromptError unless the reply answers the prompt of its request."""
     if not is_own:
-        raise OtherPromptError(f"{route} gave the reply to another prompt than that of the request")
+        raise OtherPromptError(f"{route} gave the reply to another prompt than the request has")
 
 
 def check_completion(
