@@ -17,7 +17,6 @@ Ability = Literal[
     "updates_in_flight",  # it goes on with responses when new weights come
     "sleeps",  # it gives its devices back while the trainer trains
     "in_place",  # it writes only the changed elements of weights
-    "takes_trajectories",  # it may sample evaluations while another program samples the training data
     "cuts",  # it reports log-probabilities of the distribution after a cut
     "injects",  # its weights and logits can be changed on purpose
     "replays",  # the trainer may take over the experts of a recorded forward
@@ -28,17 +27,10 @@ Ability = Literal[
     "decodes_given",  # it decodes given tokens one by one
 ]
 
-_SERVER: tuple[Ability, ...] = (
-    "serves",
-    "lags",
-    "updates_in_flight",
-    "takes_trajectories",
-    "cache_form",
-    "is_invariant",
-)
+_SERVER: tuple[Ability, ...] = ("serves", "lags", "updates_in_flight", "cache_form", "is_invariant")
 ENGINES: dict[str, frozenset[Ability]] = {
     "exact": frozenset({"is_exact", "cuts", "injects"}),
-    "jax": frozenset({"decodes", "lags", "takes_trajectories", "cuts", "injects", "replays", "reports_routes"}),
+    "jax": frozenset({"decodes", "lags", "cuts", "injects", "replays", "reports_routes"}),
     "vllm": frozenset(
         {*_SERVER, "sleeps", "in_place", "cuts", "replays", "reports_routes", "weight_form", "decodes_given"}
     ),
@@ -59,9 +51,7 @@ class Wish:
 
 WISHES = (
     Wish("colocated", "sleeps", lambda c: c.colocated),
-    Wish(
-        "trajectories", "takes_trajectories", lambda c: c.trajectories is not None, ", which trains on its own samples"
-    ),
+    Wish("trajectories", "lags", lambda c: c.trajectories is not None, ", which trains on its own samples"),
     Wish("max_staleness", "lags", lambda c: c.max_staleness > 0, ", which samples with the policy that is trained"),
     Wish("update", "updates_in_flight", lambda c: c.update != "wait"),
     Wish("weight_quantization", "decodes", lambda c: c.weight_quantization != "none"),

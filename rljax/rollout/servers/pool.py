@@ -59,11 +59,6 @@ class ServerPool:
         """The URLs of the servers, in the order in which they were given."""
         return tuple(self._servers)
 
-    @property
-    def servers(self) -> tuple[Server, ...]:
-        """All servers."""
-        return tuple(self._servers.values())
-
     def get(self, url: str) -> Server:
         """Returns the server at ``url``. Raises ServerGoneError if it has left."""
         try:
