@@ -14,7 +14,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.families import FAMILIES
 from rljax.policy.model import abstract_params, init_params
 from rljax.rollout import build, kinds
-from rljax.rollout.kinds import ENGINES, WISHES, can
+from rljax.rollout.kinds import ENGINES, WISHES, can, engines_that
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
@@ -72,6 +72,10 @@ def test_an_unknown_engine_is_an_error():
         can("vlm", "serves")
     with pytest.raises(ValueError, match="the kind of a server must be vllm or sglang, got 'jax'"):
         build.connect(["http://127.0.0.1:1"], kind="jax")
+
+
+def test_each_engine_of_servers_has_a_maker():
+    assert set(build.BACKENDS) == set(engines_that("serves"))
 
 
 def test_each_ability_that_a_setting_needs_is_one_that_some_engines_lack():
