@@ -42,10 +42,10 @@ from rljax.rollout.build import load_jax_engine, policy_functions
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.engine import ServedEngine
+from rljax.rollout.servers.requests import Completion, Request, ServerInfo
 from rljax.rollout.servers.verify import LOOKS, Verifier
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo
 from rljax.rollout.types import InFlight, RolloutConfig
 from rljax.rollout.verify_config import VerifyConfig
 from rljax.weights.store import WeightVersion

@@ -35,7 +35,8 @@ from rljax.rollout.build import connect, make_engine
 from rljax.rollout.engine import RolloutEngine
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.hosts import EnvironmentHosts
-from rljax.rollout.types import SERVED, RolloutConfig, SamplingParams
+from rljax.rollout.kinds import Copying, can, named_engines
+from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.run.checkpoint import BEST, Checkpointer
 from rljax.run.config import Config, check_sampling
 from rljax.run.config_file import load_config
@@ -83,7 +84,7 @@ class Arguments:
     max_response_tokens: int | None = None
     """Longest response (tokens). None: what the toy task needs; for a file 8192, or less if the model has fewer
     positions."""
-    engine: Literal["jax", "vllm", "sglang"] = "jax"
+    engine: Copying = "jax"
     """jax: sample in this process. vllm, sglang: sample from running servers of that kind. The weights of a run are
     published to the servers first. For a Hugging Face directory, the servers must hold the model already."""
     urls: tuple[str, ...] = ()
@@ -119,8 +120,8 @@ class Arguments:
     def __post_init__(self) -> None:
         check_sampling(self)
         check_at_least(self, 1, "batch_size")
-        if (self.engine in SERVED) != bool(self.urls):
-            raise ValueError("urls are needed with engine = vllm or sglang, and only there")
+        if can(self.engine, "serves") != bool(self.urls):
+            raise ValueError(f"urls are needed with engine = {named_engines('serves')}, and only there")
         if (self.prompt_key or self.answer_key) and (self.dataset in TOYS or task_names(self.dataset)):
             raise ValueError(f"prompt_key and answer_key are for files, but the dataset is {self.dataset}")
         if self.best and self.step is not None:
@@ -204,10 +205,10 @@ def open_engine(
     Raises ConfigError if the weights cannot be read, or the engine cannot be used.
     """
     with caller_errors():
-        if rollout.engine in SERVED and policy.run is None:
+        if can(rollout.engine, "serves") and policy.run is None:
             made: RolloutEngine = connect(rollout.urls, kind=rollout.engine, api_key_file=rollout.api_key_file)
         else:
-            mesh = make_mesh(MeshConfig(), jax.devices()[:1] if rollout.engine in SERVED else None)
+            mesh = make_mesh(MeshConfig(), jax.devices()[:1] if can(rollout.engine, "serves") else None)
             params = policy.load(mesh)
             longest = prompt_tokens + response_tokens
             made = make_engine(rollout, policy.config, mesh, max_prompt_tokens=prompt_tokens, max_tokens=longest)
@@ -269,7 +270,7 @@ def main(argv: Sequence[str]) -> int:
     sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
     names = ("engine", "urls", "api_key_file", "dtype")
     rollout = RolloutConfig(**{name: getattr(arguments, name) for name in names})
-    at_once = arguments.batch_size if arguments.engine == "jax" else len(problems)
+    at_once = len(problems) if can(arguments.engine, "serves") else arguments.batch_size
     scored: list[Scored] = []
     total = len(problems) * arguments.n
     with (

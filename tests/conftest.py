@@ -24,7 +24,6 @@ OF_A_SCRIPT = {
     "harness": "tools/test_harnesses.sh",
     "launch_files": "tools/test_kubernetes.sh",
     "processes": "tools/test_processes.sh",
-    "router": "tools/test_router.sh",
     "sglang": "tools/test_sglang.sh",
     "slurm": "tools/test_slurm.sh",
     "store": "tools/test_store.sh",

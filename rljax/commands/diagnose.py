@@ -33,6 +33,7 @@ from rljax.diagnose.thresholds import cross
 from rljax.errors import ConfigError, MissingPackageError, caller_errors, import_for
 from rljax.record.rows import finite_json, run_dumps
 from rljax.record.training_logs import read_log
+from rljax.rollout.kinds import can
 from rljax.run.options import read_words
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def declared_of(config: Config | None, dump: TokenDump | None, tokens: TokenFact
             config.precision.compute_dtype,
             rollout.dtype,
             rollout.engine_form.label,
-            rollout.engine == "exact",
+            can(rollout.engine, "is_exact"),
             ", ".join(f"{name} {value}" for name, value in rollout.inject.given.items() if name != "seed"),
         )
     if dump is None or tokens is None:

@@ -21,12 +21,11 @@ from types import FrameType
 from typing import Any, TypeVar, get_args
 
 from rljax.errors import ConfigError, ServerFailedError
+from rljax.rollout.kinds import engines_that, named_engines
 from rljax.rollout.servers.process import Dtype, ServerConfig, ServerProcess
 from rljax.weights.access import find_key_file, make_own_key_file, private_address
 
 log = logging.getLogger(__name__)
-
-KINDS = ("vllm", "sglang")
 
 Config = TypeVar("Config", bound=ServerConfig)
 
@@ -37,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         print("rljax serve vllm --help lists the options.")
         return 0
-    if not argv or argv[0] not in KINDS:
-        raise ConfigError(f"expected a kind of server, vllm or sglang, got {argv[0] if argv else 'nothing'}")
+    if not argv or argv[0] not in engines_that("serves"):
+        raise ConfigError(f"expected a kind of server, {named_engines('serves')}, got {argv[0] if argv else 'nothing'}")
     server = importlib.import_module(f"rljax.rollout.servers.{argv[0]}.server")
     return serve(server.ServerConfig, server.start, server.ServerConfig.kind, argv[1:])
 

@@ -31,9 +31,10 @@ from rljax.policy.head import all_logits, matmul_precision
 from rljax.policy.hf import load_params
 from rljax.policy.model import Params, cast_params, hidden_states, lm_head_table
 from rljax.record.token_dumps import TokenDump
-from rljax.rollout.types import SERVED
+from rljax.rollout.kinds import engines_that
 
-KINDS = ("jax", "hf", *SERVED)
+_SERVERS = engines_that("serves")
+KINDS = ("jax", "hf", *_SERVERS)
 """The kinds of scorers that know distributions; a server knows only the likeliest tokens."""
 
 _MULTIPLE = 64  # tokens and places are padded to a multiple of this, so that few shapes are compiled
@@ -102,7 +103,7 @@ def compare_distributions(
       ServerError: A server does not answer, or refuses.
     """
     known = with_distributions(specs)
-    whole = {spec: split_spec(spec)[0] not in SERVED for spec in known}
+    whole = {spec: split_spec(spec)[0] not in _SERVERS for spec in known}
     if temperature != 1.0 and not all(whole.values()):
         raise ValueError(f"a server's prompt log-probabilities are at temperature 1, got {temperature:g}")
     directories = [split_model(spec, model)[1] for spec in known if whole[spec]]
@@ -171,7 +172,7 @@ def with_distributions(specs: Sequence[str]) -> list[str]:
     Raises ValueError if there are fewer than two.
     """
     kinds = {spec: split_spec(spec)[0] for spec in dict.fromkeys(specs)}
-    known = sorted((spec for spec in kinds if kinds[spec] in KINDS), key=lambda spec: kinds[spec] in SERVED)
+    known = sorted((spec for spec in kinds if kinds[spec] in KINDS), key=lambda spec: kinds[spec] in _SERVERS)
     if len(known) < 2:
         got = ", ".join(specs) or "none"
         raise ValueError(f"whole distributions need two scorers of the kinds {', '.join(KINDS)}, got {got}")
@@ -239,13 +240,13 @@ def _open_scorer(
     spec: str, dump: TokenDump, model: str | Path | None, temperature: float, top_k: int
 ) -> Iterator[DistributionsAt]:
     kind, argument = split_spec(spec)
-    if kind in SERVED:
+    if kind in _SERVERS:
         with open_server(argument, kind) as server:
             yield lambda ids, places: _read_top(server.top_logprobs(ids, top_k), places)
         return
     dtype, directory = split_model(spec, model)
     check_vocabulary(dump, read_config(directory).vocab_size)
-    yield (_jax_scorer if kind == "jax" else _hf_scorer)(directory, dtype, temperature)
+    yield {"jax": _jax_scorer, "hf": _hf_scorer}[kind](directory, dtype, temperature)
 
 
 def _read_top(tops: Sequence[dict[int, float]], places: np.ndarray) -> TokenLogprobs:

@@ -18,8 +18,9 @@ from rljax.policy.families import read_config
 from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump, common_prefix, dump_of_responses, make_dump
 from rljax.rollout.build import load_jax_engine
 from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.kinds import engines_that
 from rljax.rollout.servers.model import ServedModel
-from rljax.rollout.types import SERVED, Response, SamplingParams
+from rljax.rollout.types import Response, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ def split_sampler(spec: str) -> tuple[str, str]:
 
     Raises ValueError if the spec has an unknown form.
     """
-    return parse_spec("sampler", spec, {"jax-decode": "DTYPE"} | {f"{kind}-decode": "URL" for kind in SERVED})
+    return parse_spec(
+        "sampler", spec, {"jax-decode": "DTYPE"} | {f"{kind}-decode": "URL" for kind in engines_that("serves")}
+    )
 
 
 def toy_prompts(count: int, model: str | Path) -> TokenDump:
@@ -136,7 +139,7 @@ def _open_engine(
     kind: str, argument: str, model: str | Path, prompts: Sequence[np.ndarray]
 ) -> contextlib.AbstractContextManager[ServedModel | JaxEngine]:
     """Opens the server at the URL ``argument``, or the embedded engine in the dtype ``argument``."""
-    if kind in SERVED:
+    if kind in engines_that("serves"):
         return open_server(argument, kind)
     return contextlib.closing(load_jax_engine(model, argument, max(map(len, prompts))))
 

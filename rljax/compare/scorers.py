@@ -27,9 +27,10 @@ from rljax.rollout.build import connect, load_jax_engine
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.form import ServerForm
 from rljax.rollout.injected import CACHES
+from rljax.rollout.kinds import can, engines_that
 from rljax.rollout.servers.model import ServedModel
-from rljax.rollout.servers.wire import ServerInfo
-from rljax.rollout.types import SERVED, ClientLimits
+from rljax.rollout.servers.requests import ServerInfo
+from rljax.rollout.types import ClientLimits
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass
 from rljax.trainer.measure import Cause
@@ -47,7 +48,8 @@ _SERVER_LIMITS = ClientLimits(request_timeout_s=600.0)
 _NONE = np.full(1, np.nan, np.float32)  # position 0 carries no log-probability
 
 _OF_MODEL, _OF_ENGINE = "DTYPE[@DIR]", "DTYPE[/CACHE][@DIR]"
-_DECODE = "vllm-decode"  # the kind of scorer that has a server decode given tokens
+_SERVERS = engines_that("serves")
+_DECODERS = tuple(f"{kind}-decode" for kind in engines_that("decodes_given"))  # servers that decode given tokens
 _DTYPE = f"({'|'.join(DTYPES)})"
 _CACHE = f"(/({'|'.join(CACHES)}))?"
 _PATTERNS = {
@@ -60,7 +62,7 @@ _PATTERNS = {
 _FORMS = (
     dict.fromkeys(("jax", "exact", "hf"), _OF_MODEL)
     | dict.fromkeys(("jax-decode", "jax-prefill"), _OF_ENGINE)
-    | dict.fromkeys((*SERVED, _DECODE), "URL")
+    | dict.fromkeys((*_SERVERS, *_DECODERS), "URL")
     | {"dump": "FILE#COLUMN"}
 )
 
@@ -113,18 +115,18 @@ def score_column(
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    if kind in (*SERVED, _DECODE):
+    if kind in (*_SERVERS, *_DECODERS):
         if temperature != 1.0:
             raise ValueError(f"a server's log-probabilities of given tokens are at temperature 1, got {temperature:g}")
         served = kind.removesuffix("-decode")
         with open_server(argument, served) as server:
-            if kind == _DECODE:
+            if kind in _DECODERS:
                 prompts, responses = _split(dump)
                 decoded = server.decode(prompts, responses, at_once=batch_size)
                 scored: Iterable[np.ndarray] = after_prompts(prompts, counted(decoded, progress))
             else:
                 scored = counted(server.score(dump.token_ids, at_once=batch_size), progress)
-            return list(scored), server_source(server.info, "decode" if kind == _DECODE else "", 1.0, served)
+            return list(scored), server_source(server.info, "decode" if kind in _DECODERS else "", 1.0, served)
     dtype, directory = split_model(spec, model)
     if kind != "hf":  # transformers may read a model that this library cannot
         check_vocabulary(dump, read_config(directory).vocab_size)
@@ -183,8 +185,9 @@ def local_source(kind: str, dtype: str, temperature: float, model: str | os.Path
 
 def split_spec(spec: str) -> tuple[str, str]:
     """Splits a scorer's spec: ``jax:float32`` becomes ``("jax", "float32")``. Raises ValueError for an unknown form."""
-    if spec.startswith("sglang-decode:"):
-        reason = f"{spec!r} samples and cannot score, because SGLang decodes no given tokens"
+    kind = spec.partition("-decode:")[0]
+    if kind in _SERVERS and not can(kind, "decodes_given"):
+        reason = f"{spec!r} samples and cannot score, because {kind} decodes no given tokens"
         raise ValueError(f"{reason}; score them with {spec.replace('-decode', '', 1)}, or sample with --sample")
     return parse_spec("scorer", spec, _FORMS)
 
@@ -223,7 +226,7 @@ def name_columns(specs: Sequence[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     for spec in dict.fromkeys(specs):
         (kind, argument), name = split_spec(spec), spec
-        if kind in (*SERVED, _DECODE):
+        if kind in (*_SERVERS, *_DECODERS):
             with open_server(argument, kind.removesuffix("-decode")) as server:
                 name = f"{kind.replace('-decode', '-forced')}:{server_label(server.info)}"
         names[spec] = spec if name in names.values() else name

@@ -18,7 +18,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.rollout.build import version_bytes
 from rljax.rollout.decode_sizes import batch_sizes, cache_room, cache_token_bytes, padded_rows, row_ways
 from rljax.rollout.injected import CACHES
-from rljax.rollout.types import SERVED
+from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, is_offloaded
 
@@ -114,6 +114,11 @@ def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devi
     return Decoding(slots, config.num_sequences, places, math.ceil(slots * places * of_token))
 
 
+def route_bytes(config: Config, policy: PolicyConfig) -> int:
+    """Returns the largest number of bytes of one step's routes, for every place of its rows."""
+    return 0 if config.rollout.router_replay == "none" else policy.route_bytes * math.prod(batch_shape(config))
+
+
 def top_bytes(config: Config) -> int:
     """Returns the largest number of bytes of the likeliest tokens of one step's responses."""
     return config.num_sequences * config.rollout.max_response_tokens * config.rollout.reported * TOP_BYTES
@@ -172,7 +177,7 @@ def host_demand(
     ``decoding`` is the batch of the embedded engine, or None.
     """
     resident, state = resident_bytes(sizes), saved_bytes(sizes)[1] * devices.on_host
-    served = config.rollout.engine in SERVED
+    served = can(config.rollout.engine, "serves")
     weights = version_bytes(policy, config.rollout.dtype)
     parts = {"the process": PROCESS_BYTES}
     remedy = "adapters (lora.rank)"
@@ -181,11 +186,13 @@ def host_demand(
         remedy = "rollout.transfer_dir on a disk"
     if served and config.publish.store != "shared":
         parts["the last version for deltas"] = weights
-    if tops := top_bytes(config):
-        # The batches of this step, the batches sampled ahead for later steps, and one more that is packed into rows.
-        batches = held_batches(config) + config.rollout.max_staleness
+    # The batches of this step, and the batches sampled ahead for later steps.
+    batches = held_batches(config) + config.rollout.max_staleness
+    if tops := top_bytes(config):  # one more batch is packed into rows
         packed = math.prod(batch_shape(config)) * config.trained_tops * TOP_BYTES
         parts["likeliest tokens"] = batches * tops + packed
+    if routes := route_bytes(config, policy):
+        parts["routes"] = batches * routes
     if devices.memory is None:
         sampling = 0 if decoding is None else resident + decoding.bytes + top_bytes(config)
         parts["arrays of an update"] = devices.number * max(training, sampling)
@@ -208,7 +215,7 @@ def disk_demands(config: Config, policy: PolicyConfig, sizes: Sizes) -> list[Dem
         remedies.append("checkpoint.keep_best: false")
     remedy = ", ".join([*remedies, "run.dir on a larger disk"])
     demands = [Demand("on disk", parts, f"at {run_dir}", free_space(run_dir), remedy)]
-    if config.rollout.engine in SERVED:
+    if can(config.rollout.engine, "serves"):
         place, size = transfer_directory(config), VERSIONS * version_bytes(policy, config.rollout.dtype)
         remedy = "rollout.transfer_dir on a larger disk"
         if place == Path("/dev/shm"):

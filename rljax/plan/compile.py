@@ -19,6 +19,7 @@ from rljax.plan.dry_run import beside_bytes, check_shapes, in_units, planned_byt
 from rljax.plan.machines import Machine, topology_devices
 from rljax.policy.hub import policy_shape
 from rljax.policy.kernels import compiled_for_hopper
+from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, make_step, optional_logprobs, responses_per_update
 from rljax.sharding import make_mesh
@@ -50,7 +51,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
       ValueError: The machine's compiler is not installed, the mesh does not fit the machine, or the step does not fit
         its memory.
     """
-    if config.rollout.engine == "exact":
+    if can(config.rollout.engine, "is_exact"):
         raise ValueError("--compile: rollout.engine = exact has an executable of its own; choose another engine")
     policy = policy_shape(config.model.path)
     mesh = make_mesh(config.mesh, topology_devices(machine))

@@ -20,11 +20,10 @@ from rljax.plan.budget import (
     device_demands,
     disk_demands,
     find_devices,
-    held_batches,
     host_demand,
     plan_decoding,
     resident_bytes,
-    top_bytes,
+    route_bytes,
 )
 from rljax.plan.machines import Card
 from rljax.plan.memory import working_bytes, working_top_bytes
@@ -34,7 +33,7 @@ from rljax.policy.kernels import check_experts
 from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
 from rljax.rollout.build import check_reported, version_bytes
-from rljax.rollout.types import SERVED
+from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.refill import REFILL_LIMIT
 from rljax.run.training import batch_shape, exact_shape, has_separate_forward, is_offloaded, max_version_lag
@@ -85,7 +84,7 @@ def find_demands(
     sizes, devices = state_bytes(config, policy, mesh), find_devices(mesh, card)
     training = sum(part for _, part in planned_bytes(config, policy, mesh).values())
     resident = resident_bytes(sizes)
-    decoding = plan_decoding(config, policy, mesh, devices, resident) if config.rollout.engine == "jax" else None
+    decoding = plan_decoding(config, policy, mesh, devices, resident) if can(config.rollout.engine, "decodes") else None
     return [
         *device_demands(config, devices, training, resident, decoding),
         host_demand(config, policy, sizes, devices, training, decoding),
@@ -124,14 +123,14 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
         find_targets(policy, config.lora)
     ways = num_parts(mesh.shape, "batch_rows")
     _check_routes(config, policy)
-    _check_tops(config, policy)
+    check_reported(config.rollout, policy.vocab_size)
     if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
             f"{ways} ways that the mesh splits rows (mesh.replica x mesh.fsdp x mesh.expert)"
         )
     batch_shape(config)
-    if config.rollout.engine == "exact":  # its executable also scores the responses of evaluations
+    if can(config.rollout.engine, "is_exact"):  # its executable also scores the responses of evaluations
         rows, _ = exact_shape(config)
         if config.rollout.refill and config.rollout.group_size % rows:
             raise ValueError(
@@ -142,7 +141,7 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
 
 
 def _check_routes(config: Config, policy: PolicyConfig) -> None:
-    """Raises ValueError if ``rollout.router_replay`` does not fit the policy, the updates or the host's memory."""
+    """Raises ValueError if ``rollout.router_replay`` does not fit the policy or the updates."""
     replay = config.rollout.router_replay
     if replay == "none":
         return
@@ -150,30 +149,6 @@ def _check_routes(config: Config, policy: PolicyConfig) -> None:
         raise ValueError(f"rollout.router_replay = {replay} is for a mixture of experts; this policy is dense")
     if replay == "r2" and not has_separate_forward(config):
         raise ValueError("rollout.router_replay = r2 is for several updates a batch (loss.mini_batches, loss.epochs)")
-    needed = route_bytes(config, policy) * held_batches(config)
-    if needed > config.rollout.max_route_bytes:
-        raise ValueError(
-            f"the routes of a step can take {in_units(needed)} of the host's memory, "
-            f"rollout.max_route_bytes allows {in_units(config.rollout.max_route_bytes)}"
-        )
-
-
-def route_bytes(config: Config, policy: PolicyConfig) -> int:
-    """Returns the largest number of bytes of one step's routes, for every place of its rows."""
-    return 0 if config.rollout.router_replay == "none" else policy.route_bytes * math.prod(batch_shape(config))
-
-
-def _check_tops(config: Config, policy: PolicyConfig) -> None:
-    """Raises ValueError if the likeliest tokens are more than the vocabulary has, or than the host may hold."""
-    rollout = config.rollout
-    check_reported(rollout, policy.vocab_size)
-    needed = top_bytes(config) * held_batches(config)
-    if needed > rollout.max_top_bytes:
-        raise ValueError(
-            f"the likeliest tokens of a step ({rollout.reported_key}) can take "
-            f"{in_units(needed)} of the host's memory, rollout.max_top_bytes allows "
-            f"{in_units(rollout.max_top_bytes)}"
-        )
 
 
 def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tuple[int, int]]:
@@ -203,7 +178,7 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
         reference = merged if config.lora.adapter else {}
     if config.loss.kl != "none":
         trees["reference policy"] = reference
-    if config.rollout.engine in ("jax", "exact"):  # the exact one has an embedded one that guesses
+    if not can(config.rollout.engine, "serves"):  # the exact one has an embedded one that guesses
         trees[ENGINE] = weights(logical_axes(policy), config.rollout.dtype)
     if versions := max_version_lag(config) if config.diagnosis.behaviour_responses else 0:
         copy = state.params if config.lora.rank else weights(logical_axes(policy))
@@ -340,10 +315,9 @@ def _recipe(config: Config) -> dict[str, str]:
     evaluated = ", ".join(wanted.datasets) or f"{config.data.task}'s eval split"
     sampled = f"avg@{wanted.n} on {evaluated} every {wanted.every} steps" if wanted.is_wanted else "never"
     rollout = config.rollout
-    urls = rollout.urls if rollout.engine in SERVED else ()
+    urls = rollout.urls if can(rollout.engine, "serves") else ()
     where = f"what {rollout.discovery} lists" if rollout.discovery else ", ".join(urls)
     servers = f" at {where} (not asked)" if where else ""
-    servers += f", rollouts through {rollout.router}" if rollout.router else ""
     servers += ", whose servers sleep while the trainer trains" if rollout.colocated else ""
     head = ", LM head float32" if config.precision.lm_head_dtype == "float32" else ""
     return {

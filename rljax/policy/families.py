@@ -30,6 +30,7 @@ class Family:
     fields: Mapping[str, str] = field(default_factory=dict)  # the keys of this family's own fields, by our field names
     aliases: Mapping[str, str] = field(default_factory=dict)  # alternative keys in some files, by the usual key
     free_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_heads
+    has_head_norms: bool = True  # whether attention normalises the query and the key of each head
     windows_by_layer: bool = True  # whether the file says which layers have a sliding window; otherwise all have it
 
 
@@ -45,6 +46,7 @@ QWEN2 = Family(
     fixed=_FIXED,
     defaults={"num_kv_heads": 32},
     free_head_dim=False,
+    has_head_norms=False,
 )
 # Dense Qwen3: grouped-query attention with a norm of each head's query and key, and a SwiGLU.
 QWEN3 = Family(

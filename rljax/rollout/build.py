@@ -23,14 +23,14 @@ from rljax.rollout.engine import RolloutEngine, Stopping
 from rljax.rollout.exact import ExactEngine, Executable
 from rljax.rollout.external.address import is_address, parse_address
 from rljax.rollout.injected import InjectedEngine
-from rljax.rollout.servers.backend import Backend
-from rljax.rollout.servers.client import check_url
+from rljax.rollout.kinds import can, check_wishes, named_engines
 from rljax.rollout.servers.discovery import make_lookup
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.model import ServedModel
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.types import SERVED, ClientLimits, RolloutConfig
+from rljax.rollout.types import ClientLimits, RolloutConfig
 from rljax.sharding import MeshConfig, make_mesh, on_devices
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import check_weight_room
@@ -61,50 +61,21 @@ def check_engine(config: RolloutConfig) -> None:
 
     It neither opens a file nor asks a server.
     """
-    inject = config.inject
-    if config.colocated and config.engine != "vllm":
-        raise ValueError(f"rollout.colocated works with rollout.engine = vllm, not with {config.engine}")
-    if config.max_staleness and config.engine == "exact":
-        raise ValueError("rollout.max_staleness: the exact engine samples with the policy that is trained; give 0")
-    if config.max_staleness and config.colocated:
-        raise ValueError("rollout.max_staleness: colocated servers sleep while the trainer trains; give 0")
     if config.trajectories is not None:
         _check_trajectories(config)
+    check_wishes(config)
+    if config.max_staleness and config.colocated:
+        raise ValueError("rollout.max_staleness: colocated servers sleep while the trainer trains; give 0")
     if config.update != "wait":
         _check_in_flight(config)
-    for name, default in (("weight_quantization", "none"), ("kv_cache_dtype", "auto"), ("decode_tokens", 0)):
-        if config.engine != "jax" and getattr(config, name) != default:
-            raise ValueError(f"rollout.{name} works with rollout.engine = jax, not with {config.engine}")
-    if config.engine not in SERVED:
-        if config.server_form.is_rounded:
-            own = "; its own keys are rollout.weight_quantization and rollout.kv_cache_dtype"
-            said = f"works with rollout.engine = vllm or sglang, not with {config.engine}"
-            raise ValueError(f"rollout.server_form {said}{own if config.engine == 'jax' else ''}")
-        if config.batch_invariant:
-            raise ValueError(f"rollout.batch_invariant works with rollout.engine = vllm or sglang, not {config.engine}")
-    if config.engine == "sglang" and config.server_form.weights != "none":
-        raise ValueError("rollout.server_form.weights works with rollout.engine = vllm, not with sglang")
-    if config.weight_quantization != "none" and inject.quantize != "none":
+    if config.weight_quantization != "none" and config.inject.quantize != "none":
         raise ValueError("rollout.weight_quantization and rollout.inject.quantize both round the weights: give one")
-    if config.router is not None:
-        check_url(config.router)
-        if config.engine == "sglang":
-            raise ValueError("rollout.router works with rollout.engine = vllm, not with sglang")
-    if config.engine == "sglang" and config.router_replay == "r3":
-        raise ValueError("rollout.router_replay = r3 works with rollout.engine = jax or vllm, not with sglang")
-    if config.engine == "sglang" and config.is_cut:
-        said = "whose log-probabilities are of the distribution before the cut"
-        raise ValueError(f"rollout.top_k works with rollout.engine = exact, jax or vllm, not with sglang, {said}")
-    if config.engine in SERVED:
+    if can(config.engine, "serves"):
         if config.discovery is not None:
             make_lookup(config.discovery)
         elif not config.urls:
             needs = "needs at least one URL in rollout.urls, or rollout.discovery"
             raise ValueError(f"rollout.engine = {config.engine} {needs}")
-        if inject.changes_weights or inject.logit_noise:
-            raise ValueError(f"rollout.inject works with rollout.engine = exact or jax, not with {config.engine}")
-    if config.engine == "exact" and config.router_replay != "none":
-        raise ValueError("rollout.router_replay: the exact engine routes as the trainer does; give none")
 
 
 def _check_trajectories(config: RolloutConfig) -> None:
@@ -112,10 +83,6 @@ def _check_trajectories(config: RolloutConfig) -> None:
     said = "rollout.trajectories: another program samples, so"
     if is_address(config.trajectories or ""):
         parse_address(config.trajectories or "")
-    if config.engine == "exact":
-        raise ValueError(
-            f"{said} rollout.engine must be jax, vllm or sglang, got exact, which trains on its own samples"
-        )
     wanted = {"refill": False, "update": "wait", "colocated": False}
     for name, value in wanted.items():
         if (got := getattr(config, name)) != value:
@@ -125,14 +92,10 @@ def _check_trajectories(config: RolloutConfig) -> None:
 
 
 def _check_in_flight(config: RolloutConfig) -> None:
-    """Raises ValueError if ``update``, which is keep or abort, does not work with the engine or other settings."""
+    """Raises ValueError if ``update``, which is keep or abort, does not work with other settings."""
     said = f"rollout.update = {config.update}"
-    if config.engine not in SERVED:
-        raise ValueError(f"{said} works with rollout.engine = vllm or sglang, not with {config.engine}")
     if not config.max_staleness:
         raise ValueError(f"{said}: no response is under way when weights come; give rollout.max_staleness above 0")
-    if config.router is not None:
-        raise ValueError(f"{said}: through rollout.router nobody knows which server samples a response; give wait")
     if config.router_replay == "r3":
         raise ValueError(f"{said}: the experts of tokens before new weights are not reported; give wait")
 
@@ -181,11 +144,11 @@ def make_engine(
     if config.router_replay != "none" and not policy.num_experts:
         raise ValueError(f"rollout.router_replay = {config.router_replay} is for a mixture of experts; this is dense")
     check_reported(config, policy.vocab_size)
-    if config.engine in SERVED:
+    if can(config.engine, "serves"):
         head_dtype = config.dtype if lm_head_dtype == "compute" else lm_head_dtype
         options = {"max_tokens": max_tokens, "head_dtype": head_dtype, "stop": stop, "probe_prompts": probe_prompts}
         return _connected(config, policy, functions, publish, **options)
-    is_exact = config.engine == "exact"
+    is_exact = can(config.engine, "is_exact")
     embedded = JaxEngine(
         policy,
         config.dtype,
@@ -247,10 +210,24 @@ def load_jax_engine(
     return engine
 
 
-def _backend(kind: str, publish: PublishConfig | None = None, *, sleeps: bool = False) -> Backend:
-    if kind != "vllm":
-        return SglangBackend()
+def _make_vllm(publish: PublishConfig | None, sleeps: bool) -> Backend:
     return VllmBackend(in_place=publish is not None and publish.in_place, sleeps=sleeps)
+
+
+BACKENDS: dict[str, Callable[[PublishConfig | None, bool], Backend]] = {
+    "vllm": _make_vllm,
+    "sglang": lambda publish, sleeps: SglangBackend(),
+}
+"""The functions that make the kind of server, by the name of the engine.
+
+They take the way in which weights come to the servers, and whether these sleep while the trainer trains.
+"""
+
+
+def _backend(kind: str, publish: PublishConfig | None = None, *, sleeps: bool = False) -> Backend:
+    if kind not in BACKENDS:
+        raise ValueError(f"the kind of a server must be {named_engines('serves')}, got {kind!r}")
+    return BACKENDS[kind](publish, sleeps)
 
 
 def connect(

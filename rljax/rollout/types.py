@@ -10,6 +10,7 @@ import numpy as np
 from rljax.errors import check_at_least, check_finite, check_positive
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.form import ServerForm
+from rljax.rollout.kinds import Engine, can
 from rljax.rollout.verify_config import VerifyConfig
 
 NOISE_SEED = 0
@@ -51,29 +52,17 @@ class InjectConfig:
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """The limits of the HTTP client: times, requests and attempts."""
+    """The limits of the HTTP client."""
 
     request_timeout_s: float = 3600.0
     """The longest that one response may take, its wait at the server included (seconds)."""
-    connect_timeout_s: float = 10.0
-    """The longest that a connection may take to open (seconds)."""
     max_outstanding: int = 512
     """The most requests at one server at a time. The others wait in the client, so a faster server gets more."""
-    max_attempts: int = 6
-    """The number of attempts at one response. After the last one the run ends with an error."""
-    backoff_s: float = 0.25
-    """The wait before the first retry, which is doubled for each further one (seconds)."""
-    max_backoff_s: float = 8.0
-    """The longest wait before a retry (seconds)."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "request_timeout_s", "connect_timeout_s", "max_backoff_s")
-        check_at_least(self, 1, "max_outstanding", "max_attempts")
-        check_at_least(self, 0, "backoff_s")
+        check_positive(self, "request_timeout_s")
+        check_at_least(self, 1, "max_outstanding")
 
-
-SERVED = ("vllm", "sglang")
-"""The names of the engines that are servers over HTTP."""
 
 InFlight = Literal["wait", "keep", "abort"]
 
@@ -82,7 +71,7 @@ InFlight = Literal["wait", "keep", "abort"]
 class RolloutConfig:
     """The settings of sampling the responses of a step."""
 
-    engine: Literal["jax", "vllm", "sglang", "exact"] = "jax"
+    engine: Engine = "jax"
     """The engine that samples. jax: the embedded engine. vllm, sglang: servers of that kind over HTTP. exact: the
     trainer's own executable, with zero mismatch but slow."""
     urls: tuple[str, ...] = ()
@@ -124,9 +113,6 @@ class RolloutConfig:
     top_logprobs: int = 0
     """The number of likeliest tokens at each position that the engine reports with their log-probabilities. Score
     centering and the regions over the likeliest tokens need them. 0: none, or ``top_k`` where that is set."""
-    max_top_bytes: int = 8 * 2**30
-    """The most bytes that the likeliest tokens of one step may take on the host. A run that could need more is
-    refused."""
     top_p: float = 1.0
     """Sampling is cut to the smallest set of likeliest tokens that has at least this probability. 1: no cut. It needs
     ``top_k``."""
@@ -143,14 +129,9 @@ class RolloutConfig:
     """The experts of a mixture that the trainer's forward uses. none: the choice of its own router. r3: the experts
     that each token went to in the engine, with gates of the trainer's router; a vLLM server is started with
     --enable-return-routed-experts. r2: in all updates of a batch, the choice of the forward before the first one."""
-    max_route_bytes: int = 8 * 2**30
-    """The most bytes that the routes of one step may take on the host. A run that could need more is refused."""
     transfer_dir: str | None = None
     """The directory for weights. The servers must see it where ``publish.store`` is shared or directory, and all
     trainer processes where it is directory. None: a memory-backed directory on this machine."""
-    router: str | None = None
-    """The URL of a vllm-router that spreads rollouts over the servers, by its own policy. It knows only the verified
-    servers. Weights and checks go to each server directly. None: rollouts go to each server directly, too."""
     colocated: bool = False
     """Whether the vLLM servers are on the trainer's own devices. After sampling they sleep, which frees the memory of
     their weights and caches. Before sampling they wake, load the weights and are verified. Between updates the
@@ -158,9 +139,6 @@ class RolloutConfig:
     policy. Each process keeps its own shards. For a moment the state needs up to twice the bytes of its shards."""
     server_wait_s: float = 900.0
     """The longest that the run waits while no server answers (seconds)."""
-    seeded: bool = True
-    """Whether a seed is sent for each response. Equal weights then sample equal responses if the server supports it:
-    vLLM does, SGLang with its default settings does not. With another ``update`` than wait no seed is sent."""
     server_form: ServerForm = field(default_factory=ServerForm)
     """The form in which the servers hold weights and cache. Only for engines vllm and sglang."""
     batch_invariant: bool = False
@@ -194,7 +172,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 2, "group_size")
-        check_at_least(self, 1, "max_response_tokens", "max_route_bytes", "max_top_bytes")
+        check_at_least(self, 1, "max_response_tokens")
         check_finite(self, "temperature")
         check_positive(self, "temperature", "server_wait_s")
         if min(self.stop_token_ids, default=0) < 0:
@@ -230,7 +208,7 @@ class RolloutConfig:
     def engine_form(self) -> ServerForm:
         """The form in which the engine holds weights and cache, for every kind of engine."""
         own = ServerForm(self.weight_quantization, self.kv_cache_dtype)
-        return own if self.engine == "jax" else self.server_form
+        return self.server_form if can(self.engine, "serves") else own
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
 from rljax.rollout.build import PolicyFunctions, policy_functions
 from rljax.rollout.engine import RolloutEngine, Samples
+from rljax.rollout.kinds import can
 from rljax.rollout.turns import TurnRequest
-from rljax.rollout.types import SERVED, Response, SamplingParams
+from rljax.rollout.types import Response, SamplingParams
 from rljax.run.build import Inputs, Problems, build, make_run_engine, starting_point
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
@@ -104,7 +105,7 @@ def join(
         with caller_errors():
             checkpointer, trainer = SharedCheckpointer(processes, config), make_trainer(config, policy, mesh)
         state, _ = starting_state(config, policy, mesh, checkpointer)
-        if config.rollout.engine in SERVED:
+        if can(config.rollout.engine, "serves"):
             engine: SharedPublish | SharedEngine = make_publish(config, policy, processes)
         else:
             engine = SharedEngine(processes, make_run_engine(config, policy, mesh, StopRequest()))
@@ -320,7 +321,7 @@ def make_shared_engine(
     config, policy, _, mesh = inputs
     if processes.count == 1:
         return make_run_engine(config, policy, mesh, stop, prompts=prompts)
-    if config.rollout.engine in SERVED:
+    if can(config.rollout.engine, "serves"):
         functions = make_publish(config, policy, processes).functions()
         return make_run_engine(config, policy, mesh, stop, functions, prompts)
     if config.rollout.max_staleness:

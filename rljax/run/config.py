@@ -13,7 +13,8 @@ from rljax.errors import check_at_least, check_finite
 from rljax.policy.config import PolicyOptions
 from rljax.policy.lora import LoraConfig
 from rljax.record.trackers import RecordConfig
-from rljax.rollout.types import SERVED, RolloutConfig
+from rljax.rollout.kinds import can, named_engines
+from rljax.rollout.types import RolloutConfig
 from rljax.run.checkpoint import CheckpointConfig
 from rljax.run.guard import GuardConfig
 from rljax.run.rate import ScheduleConfig
@@ -174,19 +175,19 @@ class Config:
             raise ValueError(
                 f"correction.part = {correction.part} is for rollouts that may be stale: give rollout.max_staleness"
             )
-        if self.rollout.engine == "exact":
+        if can(self.rollout.engine, "is_exact"):
             self._check_exact()
         if self.advantage.estimator == "optimal_token" and correction.part != "whole":
             raise ValueError(
                 f"advantage.estimator = optimal_token needs correction.part = whole, got {correction.part}: its "
                 "energies are weighted by the whole ratio"
             )
-        if self.publish.store != "shared" and self.rollout.engine not in SERVED:
+        if self.publish.store != "shared" and not can(self.rollout.engine, "serves"):
             raise ValueError(
-                f"publish.store = {self.publish.store} is for servers: rollout.engine must be vllm or sglang, got "
-                f"{self.rollout.engine}"
+                f"publish.store = {self.publish.store} is for servers: rollout.engine must be "
+                f"{named_engines('serves')}, got {self.rollout.engine}"
             )
-        if self.publish.in_place and (self.rollout.engine != "vllm" or self.rollout.colocated):
+        if self.publish.in_place and (not can(self.rollout.engine, "in_place") or self.rollout.colocated):
             raise ValueError("publish.in_place is for rollout.engine = vllm without rollout.colocated")
 
     def _check_tokens(self, correction: CorrectionConfig) -> None:
@@ -264,7 +265,7 @@ class Config:
     @property
     def trained_tops(self) -> int:
         """The number of the sampler's likeliest tokens at each position that an update gets; 0 if it needs none."""
-        needed = self.rollout.is_cut or self.correction.needs_tops or self.rollout.engine == "exact"
+        needed = self.rollout.is_cut or self.correction.needs_tops or can(self.rollout.engine, "is_exact")
         return self.rollout.reported if needed else 0
 
     @property

@@ -14,6 +14,7 @@ from rljax.distributed.files import filled_directory, replacing
 from rljax.distributed.ownership import Ownership, claim, read
 from rljax.errors import ConfigError, OwnedError, caller_errors
 from rljax.record.rows import Row, read_rows
+from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.config_file import dotted, load_config
 
@@ -26,7 +27,7 @@ MAY_DIFFER = (
     "record.",
     *("eval.", "checkpoint.", "model.path", "data.reward_workers"),
     *("data.check_answers", "rollout.urls"),
-    *("rollout.discovery", "rollout.router", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
+    *("rollout.discovery", "rollout.colocated", "rollout.transfer_dir", "rollout.api_key_file"),
     *("rollout.server_wait_s", "rollout.limits.", "rollout.verify."),
     *("publish.", "lora.adapter"),
     *("rollout.dump_every", "rollout.transcript_every", "rollout.decode_tokens", "policy.attention", "policy.experts"),
@@ -202,7 +203,7 @@ def _is_bound(key: str, recorded: Config, config: Config) -> bool:
         return False
     # The embedded engines have room for the longest response, and sums of another shape may be rounded otherwise.
     engine = config.rollout.engine
-    is_shaped = engine == "exact" or (engine == "jax" and config.rollout.environment is not None)
+    is_shaped = can(engine, "is_exact") or (can(engine, "decodes") and config.rollout.environment is not None)
     has_shape = is_shaped and key == "eval.max_response_tokens"
     is_longer = recorded.max_engine_tokens != config.max_engine_tokens
     return config.schedule.metric.startswith("eval/") or (has_shape and is_longer)

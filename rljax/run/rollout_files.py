@@ -12,6 +12,7 @@ import numpy as np
 
 from rljax.data.tokenizer import Tokenizer
 from rljax.distributed.files import write_whole
+from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts
 from rljax.trainer.packing import TrainSequence
@@ -113,7 +114,7 @@ def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, Colum
     forms = {name: getattr(rollout, name) for name in ("weight_quantization", "kv_cache_dtype")}
     eight_bits = {name: kind for name, kind in forms.items() if kind not in ("none", "auto")}
     changes += [f"{name} {kind}" for name, kind in eight_bits.items() if name == "weight_quantization"]
-    sampler = f"{trainer} decode" if rollout.engine == "jax" else rollout.engine
+    sampler = f"{trainer} decode" if can(rollout.engine, "decodes") else rollout.engine
     sampled = "" if stale else ", ".join([weights, *changes])  # weights of several versions have no one name
     temperature, form, cut = rollout.temperature, rollout.engine_form.label, rollout.is_cut
     cuts = {name: getattr(rollout, name) for name in ("top_k", "top_p", "min_p")} if cut else {}

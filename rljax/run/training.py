@@ -18,6 +18,7 @@ from rljax.policy.hf import load_params
 from rljax.policy.lora import MergedPolicy, TrainedParams, init_adapters
 from rljax.policy.model import Params, param_shardings
 from rljax.policy.peft import load_adapters
+from rljax.rollout.kinds import can
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.fingerprint import array_checksums, json_checksum
@@ -79,7 +80,7 @@ def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolic
         return None
     base = load_params(config.model.path, policy, param_shardings(policy, mesh), dtype)
     base = on_host(base) if is_offloaded(config) else base
-    return MergedPolicy(policy, lora, mesh, base, dtype, as_float32=config.rollout.engine == "exact")
+    return MergedPolicy(policy, lora, mesh, base, dtype, as_float32=can(config.rollout.engine, "is_exact"))
 
 
 def initial_params(config: Config, policy: PolicyConfig, mesh: Mesh) -> Params:
@@ -215,7 +216,7 @@ def make_update(
     ``reference`` is the frozen policy of the KL penalty, from ``load_reference``. ``merged`` is the function from
     adapters to a whole policy, from ``load_merged``; None: the state holds the policy itself.
     """
-    if config.rollout.engine == "exact":
+    if can(config.rollout.engine, "is_exact"):
         exact = ExactUpdate(
             make_exact_pass(config, policy, mesh),
             policy,

@@ -114,8 +114,8 @@ def test_weights_that_were_published_since_have_no_known_hash(fake, model):
 
 
 def test_a_plain_server_is_scored_under_its_own_names(fake):
-    """The server has no plugin, no weight endpoints and no token endpoint, so dtype and weights are unknown."""
-    fake.routes, fake.model = {"/v1/completions"}, "org/name"
+    """The server has no plugin and no weight endpoints, so dtype and weights are unknown."""
+    fake.routes, fake.model = {"/inference/v1/generate"}, "org/name"
     fake.refuse = dict.fromkeys(["/collective_rpc", "/is_paused"], 404)
     vectors, source = score_column(f"vllm:{fake.url}", DUMP)
     assert vectors[0][2] == np.float32(-0.25)
@@ -153,7 +153,7 @@ def test_what_would_be_cut_short_or_end_the_server_is_not_sent(fake, ids, messag
 def test_other_refusals(fake):
     with pytest.raises(ValueError, match=r"at temperature 1, got 0\.7"):
         score_column(f"vllm:{fake.url}", DUMP, temperature=0.7)
-    with pytest.raises(ValueError, match=r"SGLang decodes no given tokens; .* sglang:http://h"):
+    with pytest.raises(ValueError, match=r"sglang decodes no given tokens; .* sglang:http://h"):
         split_spec("sglang-decode:http://h")
     with pytest.raises(ValueError, match=r"given tokens are at temperature 1, got 0\.7"):
         score_column(f"vllm-decode:{fake.url}", DUMP, temperature=0.7)

@@ -38,6 +38,7 @@ from rljax.policy.hf import load_params
 from rljax.rollout.build import make_engine
 from rljax.rollout.engine import Samples
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
+from rljax.rollout.servers.requests import Retries
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS, ServerConfig, start, vllm_python
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
@@ -210,7 +211,7 @@ def limits_of(stall_s: float) -> ClientLimits:
 
     A stalled response is then given up and sampled again.
     """
-    return ClientLimits(request_timeout_s=stall_s / 2, max_attempts=4, backoff_s=0.05, max_backoff_s=0.5)
+    return ClientLimits(request_timeout_s=stall_s / 2)
 
 
 MakeEngine = Callable[[str], ServedEngine]
@@ -364,6 +365,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.ERROR)
+    VllmBackend.retries = Retries(attempts=4, first_s=0.05, longest_s=0.5)
     asked = options.prompts * options.responses
     rows = []
     opened = (

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 # The only modules that may import each third party.
 DOORS = {
-    "httpx": {"rollout.servers.client", "rollout.servers.batches", "weights.source"},
+    "httpx": {"rollout.servers.http", "weights.source"},
     "starlette": {"weights.server", "rollout.external.receiver", "rollout.servers.vllm.endpoint"},
     "uvicorn": {"weights.http_limits"},
     "h11": {"weights.http_limits"},
@@ -28,8 +28,8 @@ DOORS = {
         "rollout.servers.vllm.client",
         "rollout.servers.vllm.endpoint",
         "rollout.servers.sglang.client",
-        "rollout.servers.batches",
-        "rollout.servers.wire",
+        "rollout.servers.http",
+        "rollout.servers.replies",
         "rollout.external.receiver",
         "rollout.external.bodies",
         "weights.format",

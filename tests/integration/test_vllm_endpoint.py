@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import urllib.request
 
@@ -11,11 +12,11 @@ import pytest
 from opened_clients import opened
 
 from rljax.errors import ServerRefusedError
-from rljax.rollout.servers.batches import Batches
+from rljax.rollout.servers.http import Http
+from rljax.rollout.servers.requests import Request, make_requests
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.servers.wire import Request, make_requests
 from rljax.rollout.types import SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.vllm
@@ -159,19 +160,17 @@ def test_the_server_gives_up_what_nobody_waits_for(float32, prompts):
 
 def test_a_request_that_is_given_up_alone_ends_alone(float32, prompts):
     async def ask():
-        async with httpx.AsyncClient() as http:
-            batches, wire = Batches(http, 5.0), VllmBackend()
+        backend = VllmBackend()
+        async with contextlib.aclosing(Http(backend, {})) as http:
             requests = make_requests(prompts[:1], MANY, LONG, 0)
-            bodies = [wire.body(ROLLOUTS, request, "policy") for request in requests]
-            asked = [asyncio.create_task(batches.ask(float32.url + ROLLOUTS, body)) for body in bodies]
+            bodies = [backend.body(ROLLOUTS, request, "policy") for request in requests]
+            asked = [asyncio.create_task(http.ask(float32.url, ROLLOUTS, 600.0, body)) for body in bodies]
             await until(lambda: generated(float32.url) > before)
             for each in asked[1:]:
                 each.cancel()
-            status, reply = await asked[0]
-            return status, wire.completion(ROLLOUTS, reply, requests[0])
+            return backend.completion(ROLLOUTS, await asked[0], requests[0])
 
     before = generated(float32.url)
-    status, completion = asyncio.run(ask())
-    assert (status, len(completion.token_ids)) == (200, 400)
+    assert len(asyncio.run(ask()).token_ids) == 400
     asyncio.run(until(lambda: running(float32.url) == 0))
     assert generated(float32.url) - before < 0.8 * MANY * 400

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.rollout.servers.vllm.client import COMPLETIONS
 from rljax.rollout.types import SamplingParams, VersionSpan
 
 pytestmark = pytest.mark.vllm
@@ -87,24 +86,6 @@ def test_logprobs_are_of_the_distribution_sampled_from(float32, prompts):
     sequences = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in drawn]
     scored = score(float32.model.params, sequences)
     assert max(np.abs(s[-16:] - r.logprobs).max() for s, r in zip(scored, drawn, strict=True)) < 1e-4
-
-
-def test_completions_endpoint_draws_the_same(float32, prompts):
-    """The fallback gives the same tokens and log-probabilities for the same seed, with the published version."""
-    engine = float32.engine()
-    try:
-        engine.publish(float32.model.params, 7)
-        first = list(engine.generate(prompts, 2, SamplingParams(8), seed=3))
-        engine.fleet.client.set_route(float32.url, COMPLETIONS)
-        second = list(engine.generate(prompts, 2, SamplingParams(8), seed=3))
-    finally:
-        engine.close()
-    by_place = {(r.prompt_index, r.sample_index): r for r in second}
-    for r in first:
-        other = by_place[r.prompt_index, r.sample_index]
-        assert r.token_ids.tolist() == other.token_ids.tolist()
-        np.testing.assert_allclose(r.logprobs, other.logprobs, atol=1e-5)
-        assert other.versions == (VersionSpan(7, 0, 8),)
 
 
 def test_requests_that_vllm_would_mishandle_are_refused(float32):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from exact_distributions import distributions
 
-from rljax.rollout.servers.vllm.client import COMPLETIONS
+from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
@@ -58,7 +58,7 @@ def test_the_five_likeliest_are_the_trainers(served, prompts):
         assert found >= TOKENS * len(responses) - 2  # two tokens may be nearly tied
 
 
-@pytest.mark.parametrize("route", [None, COMPLETIONS])
+@pytest.mark.parametrize("route", [None, GENERATE])
 def test_the_whole_vocabulary_sums_to_1(float32, prompts, route):
     responses = sampled(
         float32, prompts, SamplingParams(4, reported=VOCABULARY), 1, route=route, top_logprobs=VOCABULARY

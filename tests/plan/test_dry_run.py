@@ -252,20 +252,6 @@ def with_tops(**rollout):
     return changed(config, packing={"row_tokens": 128, "rows_per_micro_batch": 8})
 
 
-def test_likeliest_tokens_are_bounded_in_bytes():
-    """8 responses of 90 tokens with 5 likeliest tokens of 8 bytes take 28,800 bytes."""
-    for k in ({"top_logprobs": 5}, {"top_k": 5, "top_p": 0.9}):
-        fits, exceeds = (with_tops(max_top_bytes=most, **k) for most in (28_800, 28_799))
-        check_shapes(fits, TINY, shape_mesh(fits.mesh))
-        with pytest.raises(ValueError, match=r"can take 28.12 KiB of the host's memory, rollout.max_top_bytes allows"):
-            check_shapes(exceeds, TINY, shape_mesh(exceeds.mesh))
-    refilled = with_tops(max_top_bytes=57_599, top_logprobs=5, refill=True)  # a further round lies beside the batch
-    with pytest.raises(ValueError, match=r"can take 56.25 KiB of the host's memory"):
-        check_shapes(refilled, TINY, shape_mesh(refilled.mesh))
-    off = with_tops(max_top_bytes=1)
-    check_shapes(off, TINY, shape_mesh(off.mesh))
-
-
 @pytest.mark.parametrize("key", ["top_logprobs", "top_k"])
 def test_no_more_likeliest_tokens_than_the_vocabulary_has(key):
     config = with_tops(**{key: 25})

@@ -168,7 +168,6 @@ def test_a_response_given_up_without_new_weights_fails(fake):
     [
         ({"engine": "jax", "max_staleness": 1}, "works with rollout.engine = vllm or sglang, not with jax"),
         ({}, "give rollout.max_staleness above 0"),
-        ({"max_staleness": 1, "router": "http://r:1"}, "through rollout.router nobody knows"),
         ({"max_staleness": 1, "router_replay": "r3"}, "the experts of tokens before new weights"),
     ],
 )

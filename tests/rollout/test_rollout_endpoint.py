@@ -12,26 +12,27 @@ import socket
 import struct
 import threading
 
-import httpx
 import numpy as np
 import pytest
 from opened_clients import opened
+from quick_backends import quick
 from vllm_fake import FakeVllm, as_base64, flat_scores, hash_of
 
 from rljax.errors import ReplyError, ServerError
 from rljax.rollout.build import connect
-from rljax.rollout.servers.batches import Batches
 from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.http import Http
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.servers.wire import Request, check_completion
-from rljax.rollout.types import ClientLimits, SamplingParams
+from rljax.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.timeout(60)
 PROMPT = np.array([3, 4, 5], np.int32)
 REQUEST = Request(PROMPT, SamplingParams(2, reported=2), vocab_size=64)
-FAST = ClientLimits(backoff_s=0.001, max_backoff_s=0.002, max_attempts=3)
+QUICK = quick(attempts=3, wait_s=0.001)
 REPLY = {
     "prompt_hash": hash_of(PROMPT),
     "token_ids": as_base64([9, 2], "<i4"),
@@ -111,8 +112,8 @@ def test_a_reply_that_does_not_fit_together_is_refused(change, said):
 @pytest.mark.parametrize(
     ("hashed", "said"),
     [
-        (hash_of([3, 4, 6]), "rollouts gave the reply to another prompt than that of the request"),
-        (hash_of([3, 4]), "rollouts gave the reply to another prompt than that of the request"),
+        (hash_of([3, 4, 6]), "rollouts gave the reply to another prompt than the request has"),
+        (hash_of([3, 4]), "rollouts gave the reply to another prompt than the request has"),
         ("", "rollouts does not say which prompt it answers: install the same rljax beside both"),
     ],
 )
@@ -131,7 +132,7 @@ def test_the_hash_is_of_the_ids_as_little_endian_integers():
 
 
 def test_requests_are_gathered(fake):
-    with opened(fake.url, FAST) as client:
+    with opened(fake.url, backend=QUICK) as client:
         found = dict(stream(client, 5))
     assert {place: reply.token_ids.tolist() for place, reply in found.items()} == {
         (i, 0): [5 + i, 6 + i] for i in range(5)
@@ -141,7 +142,7 @@ def test_requests_are_gathered(fake):
 
 def test_one_that_failed_is_asked_again_alone(fake):
     fake.fail_next, metrics = [500], {}
-    with opened(fake.url, FAST) as client:
+    with opened(fake.url, backend=QUICK) as client:
         assert len(dict(stream(client, 4, metrics=metrics))) == 4
         assert client.losses == 0
     assert metrics == {"rollout/requests": 5, "rollout/retries": 1}
@@ -166,29 +167,29 @@ def shifted(lines, count):
 
 def test_replies_of_other_prompts_are_not_taken_and_said_once(fake, monkeypatch, caplog):
     mixed_up(fake, monkeypatch, 2)
-    with opened(fake.url, FAST) as client:
+    with opened(fake.url, backend=QUICK) as client:
         found = dict(stream(client, 4))
     assert {place: reply.token_ids.tolist() for place, reply in found.items()} == {
         (i, 0): [5 + i, 6 + i] for i in range(4)
     }
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        f"{fake.url}/rljax/rollouts gave the reply to another prompt than that of the request; no such reply is "
+        f"{fake.url}/rljax/rollouts gave the reply to another prompt than the request has; no such reply is "
         "taken, rollout/retries counts them"
     )
 
 
 def test_replies_that_stay_mixed_up_end_in_one_line(fake, monkeypatch):
     mixed_up(fake, monkeypatch, 1000)
-    said = r"^response \d failed 3 times; the last: http\S+ gave the reply to another prompt than that of the request$"
-    with opened(fake.url, FAST) as client, pytest.raises(ServerError, match=said):
+    said = r"^response \d failed 3 times; the last: http\S+ gave the reply to another prompt than the request has$"
+    with opened(fake.url, backend=QUICK) as client, pytest.raises(ServerError, match=said):
         dict(stream(client, 4))
 
 
 def test_one_that_is_refused_ends_in_one_line(fake):
     fake.fail_next = [400]
     with (
-        opened(fake.url, FAST) as client,
+        opened(fake.url, backend=QUICK) as client,
         pytest.raises(ServerError, match=r"rollouts answered 400: told to fail with 400$"),
     ):
         dict(stream(client, 3))
@@ -201,14 +202,6 @@ def test_a_server_without_the_endpoint_is_asked_at_vllms(fake, has_own):
         responses = list(engine.generate([PROMPT], 4, SamplingParams(3), seed=0))
     assert [response.logprobs.tolist() for response in responses] == [[-1.0, -1.0, -1.0]] * 4
     assert (fake.seen[ROLLOUTS] > 1) == has_own
-
-
-def test_no_router_is_asked_for_it(fake):
-    client = ServerClient([fake.url], VllmBackend(), FAST, router=fake.url)
-    with contextlib.closing(client):
-        VllmBackend().describe(client, fake.url)
-        client.sample(fake.url, [REQUEST])
-    assert fake.seen[ROLLOUTS] == 0
 
 
 # ---- Lines in the order of their arrival ----
@@ -267,7 +260,7 @@ def scripted():
 
 
 def test_a_response_comes_before_the_next_is_complete(scripted):
-    with opened(scripted.url, FAST) as client:
+    with opened(scripted.url, backend=QUICK) as client:
         found = stream(client, 3)
         accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(2, 1, 7, 40)))
         accepted.start()
@@ -280,7 +273,7 @@ def test_a_response_comes_before_the_next_is_complete(scripted):
 
 
 def test_a_stream_that_is_closed_closes_its_connection(scripted):
-    with opened(scripted.url, FAST) as client:
+    with opened(scripted.url, backend=QUICK) as client:
         found = stream(client, 2)
         accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(0)))
         accepted.start()
@@ -305,10 +298,10 @@ def test_a_request_that_is_given_up_alone_is_deleted(scripted):
         scripted.line(2)
 
     async def ask():
-        async with httpx.AsyncClient() as http:
-            batches = Batches(http, 5.0)
+        async with contextlib.aclosing(Http(VllmBackend(), {})) as http:
             body = VllmBackend().body(ROLLOUTS, REQUEST, "policy")
-            first, given_up, last = (asyncio.create_task(batches.ask(scripted.url, body)) for _ in range(3))
+            asked = (http.ask(scripted.url, "/", 30.0, body) for _ in range(3))
+            first, given_up, last = map(asyncio.create_task, asked)
             await asyncio.sleep(0)
             given_up.cancel()
             return await asyncio.gather(first, last)
@@ -317,13 +310,13 @@ def test_a_request_that_is_given_up_alone_is_deleted(scripted):
     server.start()
     replies = asyncio.run(ask())
     server.join()
-    assert [status for status, _ in replies] == [200, 200]
+    assert [VllmBackend().completion(ROLLOUTS, reply, REQUEST).finish_reason for reply in replies] == ["length"] * 2
     (named,) = heads
     assert re.fullmatch(r"DELETE /\?batch=[0-9a-f]{32}&number=1 HTTP/1.1", named)
 
 
 def test_what_came_before_the_connection_broke_is_kept(scripted):
-    with opened(scripted.url, FAST) as client:
+    with opened(scripted.url, backend=QUICK) as client:
         found = client.stream(ListedRequests([Request(PROMPT, SamplingParams(2))] * 2), 64)
         accepted = threading.Thread(target=lambda: (scripted.accept(), scripted.line(1), scripted.close()))
         accepted.start()
@@ -339,7 +332,7 @@ def test_a_batch_whose_server_dies_is_sampled_elsewhere(scripted, fake):
 
     The others are asked of the other server: none is lost, and none comes twice.
     """
-    client = ServerClient([scripted.url, fake.url], VllmBackend(), FAST)
+    client = ServerClient([scripted.url, fake.url], QUICK)
     with contextlib.closing(client):
         client.set_route(scripted.url, ROLLOUTS)
         client.set_route(fake.url, ROLLOUTS)
@@ -367,14 +360,17 @@ def test_whatever_line_comes_back(scripted, line):
                 scripted.connection.close()
 
     threading.Thread(target=answer, daemon=True).start()
-    with opened(scripted.url, FAST) as client, pytest.raises(ServerError, match="response 0 failed 3 times") as ended:
+    with (
+        opened(scripted.url, backend=QUICK) as client,
+        pytest.raises(ServerError, match="response 0 failed 3 times") as ended,
+    ):
         list(stream(client, 1))
     assert "\n" not in str(ended.value)
 
 
 def test_two_servers_do_not_share_a_batch(fake):
     other = FakeVllm()
-    client = ServerClient([fake.url, other.url], VllmBackend(), FAST)
+    client = ServerClient([fake.url, other.url], QUICK)
     try:
         for each in (fake, other):
             client.open(each.url, None)

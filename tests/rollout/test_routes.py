@@ -10,8 +10,9 @@ import pytest
 
 from rljax.errors import ReplyError
 from rljax.rollout.servers.handshake import Expectation
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
-from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import RolloutConfig, SamplingParams
 
 LAYERS, K, EXPERTS = 3, 2, 8

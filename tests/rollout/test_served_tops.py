@@ -11,12 +11,12 @@ from served_engines import PARAMS, PROMPTS, make
 from rljax.errors import HandshakeError, ReplyError
 from rljax.rollout.build import check_engine
 from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.replies import check_tops, make_tops, without_ties
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.sources import ListedRequests
-from rljax.rollout.servers.tops import check_tops, make_tops, without_ties
-from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import RolloutConfig, SamplingParams, Tops
 
 PROMPT = np.array([3, 4, 5], np.int32)
@@ -69,15 +69,13 @@ def test_a_response_without_tokens_has_no_positions():
     assert made(k=3).ids.shape == made(k=3).logprobs.shape == (0, 3)
 
 
-@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
 @pytest.mark.parametrize(
     ("k", "vocab_size", "asked"), [(0, 64, 0), (5, 64, 6), (5, None, 6), (63, 64, 64), (64, 64, 64)]
 )
-def test_one_token_more_is_asked_for_if_there_is_one(route, k, vocab_size, asked):
+def test_one_token_more_is_asked_for_if_there_is_one(k, vocab_size, asked):
     """If the sampled token is none of the k likeliest, vLLM cuts off the last of them."""
     request = Request(PROMPT, SamplingParams(2, reported=k), vocab_size=vocab_size)
-    sent = VllmBackend().body(route, request, "policy")
-    assert sent.get("sampling_params", sent)["logprobs"] == asked
+    assert VllmBackend().body(GENERATE, request, "policy")["sampling_params"]["logprobs"] == asked
 
 
 @pytest.mark.parametrize(("k", "vocab_size", "asked"), [(0, 64, 0), (5, 64, 5), (5, None, 5), (64, 64, 64)])
@@ -87,49 +85,29 @@ def test_rljaxs_endpoint_is_asked_for_no_token_more(k, vocab_size, asked):
     assert VllmBackend().body(ROLLOUTS, request, "policy")["sampling_params"]["logprobs"] == asked
 
 
-@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
-def test_the_cut_is_sent(route):
+def test_the_cut_is_sent():
     sampling = SamplingParams(2, top_p=0.9, top_k=7, min_p=0.05, reported=7)
-    sent = VllmBackend().body(route, Request(PROMPT, sampling), "policy")
-    sent = sent.get("sampling_params", sent)
+    sent = VllmBackend().body(GENERATE, Request(PROMPT, sampling), "policy")["sampling_params"]
     assert (sent["top_p"], sent["top_k"], sent["min_p"], sent["logprobs"]) == (0.9, 7, 0.05, 8)
 
 
-def reply_of(route, tokens, logprobs, tops):
-    if route == GENERATE:
-        listed = [[{"token_id": token, "logprob": value, "rank": 1} for token, value in row] for row in tops]
-        scored = {
-            "content": [
-                {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": top}
-                for token, value, top in zip(tokens, logprobs, listed, strict=True)
-            ]
-        }
-    else:
-        scored = {
-            "tokens": [f"token_id:{token}" for token in tokens],
-            "token_logprobs": logprobs,
-            "top_logprobs": [{f"token_id:{token}": value for token, value in row} for row in tops],
-        }
-    choice = {"index": 0, "token_ids": tokens, "finish_reason": "length", "logprobs": scored}
+def reply_of(tokens, logprobs, tops):
+    listed = [[{"token_id": token, "logprob": value, "rank": 1} for token, value in row] for row in tops]
+    content = [
+        {"token_id": token, "logprob": value, "rank": 1, "top_logprobs": top}
+        for token, value, top in zip(tokens, logprobs, listed, strict=True)
+    ]
+    choice = {"index": 0, "token_ids": tokens, "finish_reason": "length", "logprobs": {"content": content}}
     return json.dumps({"choices": [choice]}).encode()
 
 
-@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
-def test_a_reply_with_the_likeliest_tokens_is_read(route):
+def test_a_reply_with_the_likeliest_tokens_is_read():
     tops = [[(9, -4.0), (1, -0.5), (2, -1.5)], [(2, -1.5), (1, -0.5), (7, -3.0)]]
-    request = Request(PROMPT, SamplingParams(2, reported=2))
-    read = VllmBackend().completion(route, reply_of(route, [9, 2], [-4.0, -1.5], tops), request)
+    request, reply = Request(PROMPT, SamplingParams(2, reported=2)), reply_of([9, 2], [-4.0, -1.5], tops)
+    read = VllmBackend().completion(GENERATE, reply, request)
     assert pairs(read.tops) == [[(1, -0.5), (2, -1.5)]] * 2
-    plain = VllmBackend().completion(
-        route, reply_of(route, [9, 2], [-4.0, -1.5], tops), Request(PROMPT, SamplingParams(2))
-    )
+    plain = VllmBackend().completion(GENERATE, reply, Request(PROMPT, SamplingParams(2)))
     assert plain.tops is None
-
-
-def test_names_that_are_no_tokens_are_refused():
-    reply = reply_of(COMPLETIONS, [1], [-0.5], [[(1, -0.5)]]).replace(b"token_id:1", b"token_id:1x", 2)
-    with pytest.raises(ReplyError, match="answered with no completion"):
-        VllmBackend().completion(COMPLETIONS, reply, Request(PROMPT, SamplingParams(1, reported=1)))
 
 
 PLAIN = SamplingParams(2, reported=2)
@@ -212,7 +190,7 @@ def of_token(token):
     return [(token, -1.0), *others]
 
 
-@pytest.mark.parametrize(("better", "asked"), [((), 2), ((ROLLOUTS,), 3), ((ROLLOUTS, GENERATE), 3)])
+@pytest.mark.parametrize(("better", "asked"), [((), 2), ((ROLLOUTS,), 3)])
 def test_an_engine_hands_on_the_likeliest_tokens(fake, better, asked):
     """The server lacks the ``better`` routes. Only rljax's own route is asked for no further token."""
     fake.tops = of_token

@@ -13,7 +13,7 @@ from vllm_fake import FakeVllm
 
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.build import connect
-from rljax.rollout.servers.wire import response_seed
+from rljax.rollout.servers.requests import response_seed
 from rljax.rollout.turns import TurnQueue, TurnRequest
 from rljax.rollout.types import SamplingParams, VersionSpan
 

@@ -11,11 +11,12 @@ from served_engines import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
 from rljax.errors import HandshakeError, VerificationError
-from rljax.rollout.servers.client import ServerClient, check_url
+from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.discovery import Discovery, make_lookup
+from rljax.rollout.servers.http import check_url
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
-from rljax.rollout.servers.wire import Request
 from rljax.rollout.types import ClientLimits, SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
@@ -116,7 +117,7 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
     first, second = fakes(2)
     file = tmp_path / "servers"
     write(file, first)
-    limits = ClientLimits(max_outstanding=2, backoff_s=0.01, max_backoff_s=0.02)
+    limits = ClientLimits(max_outstanding=2)
     engine = make(discovery=str(file), limits=limits)
     try:
         engine.publish(PARAMS, 0)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from rljax.errors import ReplyError
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sglang.client import GENERATE, SglangBackend
-from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import SamplingParams
 
 PROMPT = np.array([3, 4, 5], np.int32)

@@ -8,25 +8,26 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from python_calls import count_calls
+from quick_backends import quick
 from vllm_fake import FakeVllm, rollout_reply
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
-from rljax.rollout.servers.vllm.client import COMPLETIONS, GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.client import GENERATE
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.servers.wire import Request, check_completion
 from rljax.rollout.types import ClientLimits, SamplingParams
 
 PROMPT = np.array([3, 4, 5], np.int32)
-FAST = ClientLimits(backoff_s=0.01, max_backoff_s=0.02)
-WIRE = VllmBackend()
+WIRE = quick()
 
 
 @pytest.fixture
 def client(fake):
-    made = ServerClient([fake.url], WIRE, FAST)
+    made = ServerClient([fake.url], WIRE)
     made.open(fake.url, None)
     yield made
     made.close()
@@ -37,7 +38,7 @@ def sampled(client, requests, metrics=None):
     return [item for item in client.stream(ListedRequests(requests), metrics=metrics) if item is not None]
 
 
-@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+@pytest.mark.parametrize("route", [ROLLOUTS, GENERATE])
 def test_both_routes_carry_tokens_and_logprobs(fake, client, route):
     client.set_route(fake.url, route)
     ((place, reply),) = sampled(client, [Request(PROMPT, SamplingParams(3), seed=1)])
@@ -45,17 +46,10 @@ def test_both_routes_carry_tokens_and_logprobs(fake, client, route):
     assert reply.token_ids.tolist() == [5, 6, 7]
     assert reply.token_ids.dtype == np.int32
     assert reply.logprobs.tolist() == [-1.0, -1.0, -1.0]
-    assert reply.spans == ((("default", 0, 3),) if route == GENERATE else None)
+    assert reply.spans == (("default", 0, 3),)
 
 
-def test_a_reply_of_another_prompt_is_refused():
-    choice = {"token_ids": [5], "finish_reason": "length", "prompt_token_ids": [3, 4, 6]}
-    reply = {"choices": [choice | {"logprobs": {"tokens": ["token_id:5"], "token_logprobs": [-1.0]}}]}
-    with pytest.raises(ReplyError, match=f"^{COMPLETIONS} gave the reply to another prompt"):
-        WIRE.completion(COMPLETIONS, json.dumps(reply).encode(), Request(PROMPT, SamplingParams(1)))
-
-
-@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+@pytest.mark.parametrize("route", [ROLLOUTS, GENERATE])
 def test_prompt_logprobs_come_only_when_asked_for(fake, client, route):
     client.set_route(fake.url, route)
     asked, not_asked = client.sample(
@@ -65,10 +59,9 @@ def test_prompt_logprobs_come_only_when_asked_for(fake, client, route):
     assert not_asked.prompt_logprobs == ()
 
 
-@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
-def test_a_server_may_call_its_model_otherwise(fake, client, route):
+def test_a_server_may_call_its_model_otherwise(fake, client):
     fake.model = "org/name"
-    client.set_route(fake.url, route)
+    client.set_route(fake.url, GENERATE)
     with pytest.raises(ServerRefusedError, match="no model policy"):
         client.sample(fake.url, [Request(PROMPT, SamplingParams(1))])
     client.set_model(fake.url, "org/name")
@@ -76,12 +69,12 @@ def test_a_server_may_call_its_model_otherwise(fake, client, route):
     assert reply.token_ids.tolist() == [5]
 
 
-@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+@pytest.mark.parametrize("route", [ROLLOUTS, GENERATE])
 def test_body_leaves_no_default_to_the_server(route):
     sent = WIRE.body(
         route, Request(PROMPT, SamplingParams(7, temperature=0.5, stop_token_ids=(1, 2)), seed=9), WIRE.model
     )
-    sampling = sent.get("sampling_params", sent)
+    sampling = sent["sampling_params"]
     assert (sampling["top_p"], sampling["top_k"], sampling["min_p"], sampling["repetition_penalty"]) == (1, 0, 0, 1)
     assert sampling["max_tokens"] == 7
     assert sampling["ignore_eos"] is True
@@ -104,27 +97,21 @@ def test_replies_that_are_none(reply):
 
 
 @pytest.mark.parametrize("top", [0, 2])
-@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
-def test_a_reply_is_read_as_pythons_json_reads_it(route, top):
+def test_a_reply_is_read_as_pythons_json_reads_it(top):
     """All bits of 2,000 log-probabilities are read. Fields that no one asked for may hold anything."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 2**31 - 1, 2000).tolist()
     logprobs = (-np.exp(rng.normal(-1, 2, 2000))).tolist()
     tops = [{i: x, (i + 1) % 2**31: 2 * x} for i, x in zip(ids, logprobs, strict=True)]
-    if route == GENERATE:
-        listed = [[{"token_id": i, "logprob": x, "rank": 1} for i, x in each.items()] for each in tops]
-        content = [
-            {"token_id": i, "logprob": x, "rank": None, "top_logprobs": each if top else "unread"}
-            for i, x, each in zip(ids, logprobs, listed, strict=True)
-        ]
-        scored = {"content": content}
-    else:
-        named = [{f"token_id:{i}": x for i, x in each.items()} for each in tops]
-        scored = {"tokens": [f"token_id:{i}" for i in ids], "token_logprobs": logprobs, "text_offset": [0]}
-        scored["top_logprobs"] = named if top else "unread"
-    choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": scored, "routed_experts": None}
+    listed = [[{"token_id": i, "logprob": x, "rank": 1} for i, x in each.items()] for each in tops]
+    content = [
+        {"token_id": i, "logprob": x, "rank": None, "top_logprobs": each if top else "unread"}
+        for i, x, each in zip(ids, logprobs, listed, strict=True)
+    ]
+    choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": content}}
+    choice["routed_experts"] = None
     request = Request(PROMPT, SamplingParams(2000, reported=top))
-    reply = WIRE.completion(route, json.dumps({"request_id": "é", "choices": [choice]}).encode(), request)
+    reply = WIRE.completion(GENERATE, json.dumps({"request_id": "é", "choices": [choice]}).encode(), request)
     assert reply.token_ids.tolist() == ids
     np.testing.assert_array_equal(reply.logprobs, np.array(logprobs, np.float32))
     assert reply.logprobs.dtype == np.float32
@@ -136,7 +123,7 @@ def test_a_reply_is_read_as_pythons_json_reads_it(route, top):
 
 
 @pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("route", [ROLLOUTS, GENERATE, COMPLETIONS])
+@pytest.mark.parametrize("route", [ROLLOUTS, GENERATE])
 def test_no_python_runs_for_each_token_of_a_reply(route, k):
     """The interpreter makes as many calls for 3,000 tokens as for 3. So only compiled code holds up the event loop."""
 
@@ -146,13 +133,7 @@ def test_no_python_runs_for_each_token_of_a_reply(route, k):
             {"token_id": i, "logprob": x, "rank": 1} for i, x in ((count, -0.7), (count + 1, -2.0), (count + 2, -3.0))
         ]
         content = [{"token_id": i, "logprob": -5.0, "rank": 9, "top_logprobs": top} for i in ids]
-        named = {
-            "tokens": [f"token_id:{i}" for i in ids],
-            "token_logprobs": [-5.0] * count,
-            "top_logprobs": [{f"token_id:{each['token_id']}": each["logprob"] for each in top}] * count,
-        }
-        scored = named if route == COMPLETIONS else {"content": content}
-        choice = {"token_ids": ids, "finish_reason": "length", "logprobs": scored}
+        choice = {"token_ids": ids, "finish_reason": "length", "logprobs": {"content": content}}
         whole = {"choices": [choice]} if route != ROLLOUTS else rollout_reply({"choices": [choice]}, PROMPT)
         reply, request = json.dumps(whole).encode(), Request(PROMPT, SamplingParams(count, reported=k))
         return count_calls(lambda: check_completion("", WIRE.completion(route, reply, request), request, None))
@@ -184,7 +165,7 @@ def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
             time.sleep(0.01)
         fake.paused = False
 
-    made = ServerClient([fake.url], WIRE, ClientLimits(backoff_s=0.01, max_backoff_s=0.01, max_attempts=2))
+    made = ServerClient([fake.url], quick(attempts=2))
     with contextlib.closing(made) as client, ThreadPoolExecutor() as threads:
         client.open(fake.url, None)
         resumed = threads.submit(resume)
@@ -201,8 +182,8 @@ def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
 @pytest.mark.parametrize("is_probe", [False, True])
 def test_a_server_that_stays_paused_is_given_up(fake, is_probe):
     fake.refuses_paused = fake.paused = True
-    limits = ClientLimits(backoff_s=0.01, max_backoff_s=0.01, max_attempts=2, request_timeout_s=0.3)
-    with contextlib.closing(ServerClient([fake.url], WIRE, limits)) as client:
+    limits = ClientLimits(request_timeout_s=0.3)
+    with contextlib.closing(ServerClient([fake.url], quick(attempts=2), limits)) as client:
         client.open(fake.url, None)
         request = Request(PROMPT, SamplingParams(1))
         with pytest.raises(ServerError, match="503: it is paused"):
@@ -265,7 +246,7 @@ def test_the_idler_server_samples_more():
 
 def test_the_work_of_a_server_that_is_down_goes_to_the_others():
     good, bad = FakeVllm(), FakeVllm()
-    client = ServerClient([good.url, bad.url], WIRE, FAST)
+    client = ServerClient([good.url, bad.url], WIRE)
     try:
         for fake in (good, bad):
             client.open(fake.url, None)
@@ -279,7 +260,7 @@ def test_the_work_of_a_server_that_is_down_goes_to_the_others():
 
 
 def test_replies_of_other_weights_are_not_handed_on(fake):
-    client = ServerClient([fake.url], WIRE, FAST)
+    client = ServerClient([fake.url], WIRE)
     try:
         client.open(fake.url, "run.1")
         stream = client.stream(ListedRequests([Request(PROMPT, SamplingParams(1))]))
@@ -294,7 +275,7 @@ def test_replies_of_other_weights_are_not_handed_on(fake):
 
 
 def test_nothing_is_sent_until_a_server_is_opened(fake):
-    client = ServerClient([fake.url], WIRE, FAST)
+    client = ServerClient([fake.url], WIRE)
     try:
         stream = client.stream(ListedRequests([Request(PROMPT, SamplingParams(1))]))
         assert next(stream) is None

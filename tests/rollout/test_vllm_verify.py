@@ -5,8 +5,8 @@ import pytest
 
 from rljax.errors import VerificationError
 from rljax.rollout.form import ServerForm
+from rljax.rollout.servers.requests import Completion, ServerInfo
 from rljax.rollout.servers.verify import Verifier, joined_prompts, lower_third, probe_length
-from rljax.rollout.servers.wire import Completion, ServerInfo
 from rljax.rollout.verify_config import DtypeBands, VerifyConfig
 
 

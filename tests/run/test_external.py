@@ -236,7 +236,6 @@ def test_a_place_that_is_no_directory_is_refused(tmp_path):
 
 
 REFUSED = {
-    "engine must be jax": {"engine": "exact"},
     "refill must be false": {"refill": True},
     "update must be wait": {"update": "keep"},
     "inject changes nothing": {"inject": InjectConfig(weight_noise=0.1)},
@@ -247,6 +246,13 @@ REFUSED = {
 def test_settings_of_sampling_are_refused(said):
     with pytest.raises(ValueError, match=f"another program samples, so .*{said}"):
         check_engine(RolloutConfig(trajectories="rows", **REFUSED[said]))
+
+
+def test_the_exact_engine_is_refused():
+    with pytest.raises(
+        ValueError, match=r"rollout\.trajectories works with rollout\.engine = jax, vllm or sglang, not"
+    ):
+        check_engine(RolloutConfig(trajectories="rows", engine="exact"))
 
 
 @pytest.mark.parametrize(

@@ -60,5 +60,5 @@ def test_an_unknown_tracker_ends_a_start_in_one_line(tmp_path):
 def test_settings_are_given_nested_and_by_dotted_key():
     nested, flat = settings_of(Config(run=RunConfig(seed=5)))
     assert nested["run"]["seed"] == flat["run.seed"] == 5
-    assert nested["rollout"]["limits"]["max_attempts"] == flat["rollout.limits.max_attempts"] == 6
+    assert nested["rollout"]["limits"]["max_outstanding"] == flat["rollout.limits.max_outstanding"] == 512
     assert not any(isinstance(value, dict) for value in flat.values())

@@ -14,8 +14,8 @@ from sglang_policy import Policy
 
 from rljax.errors import HandshakeError
 from rljax.rollout.servers.process import ServerProcess
+from rljax.rollout.servers.requests import make_requests
 from rljax.rollout.servers.sglang.server import ServerConfig, sglang_python, start
-from rljax.rollout.servers.wire import make_requests
 from rljax.rollout.types import SamplingParams, VersionSpan
 from rljax.weights.publish_config import PublishConfig
 

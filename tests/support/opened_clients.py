@@ -8,9 +8,9 @@ from rljax.rollout.servers.vllm.server import ROLLOUTS
 
 
 @contextlib.contextmanager
-def opened(url, limits=None, route=ROLLOUTS):
+def opened(url, limits=None, route=ROLLOUTS, backend=None):
     """Opens the server at ``url`` for rollouts over ``route``, without a handshake."""
-    client = ServerClient([url], VllmBackend(), limits)
+    client = ServerClient([url], backend or VllmBackend(), limits)
     try:
         client.open(url, None)
         client.set_route(url, route)

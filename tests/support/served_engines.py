@@ -1,11 +1,11 @@
 """Engines over stand-in servers whose log-probability is always -1."""
 
 import numpy as np
+from quick_backends import quick
 from vllm_fake import SHAPE
 
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
-from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.types import ClientLimits, RolloutConfig
+from rljax.rollout.types import RolloutConfig
 from rljax.weights.sums import array_checksum
 
 PROMPTS = [np.array([1, 2], np.int32), np.array([9], np.int32)]
@@ -29,10 +29,10 @@ def make(
     def checksums(params):
         return {name: array_checksum(array) for name, array in params.items()}
 
-    config = {"server_wait_s": 10.0, "limits": ClientLimits(backoff_s=0.01, max_backoff_s=0.02), **config}
+    config = {"server_wait_s": 10.0, **config}
     return ServedEngine(
         RolloutConfig(engine="vllm", urls=urls, dtype=dtype, transfer_dir=tmp_path and str(tmp_path), **config),
-        VllmBackend(),
+        quick(),
         PolicyFunctions(tensors, checksums, score),
         hf_config=SHAPE,
         max_tokens=100,

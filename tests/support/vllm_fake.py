@@ -59,7 +59,7 @@ class FakeVllm:
         self.obeys = True  # whether it decodes the given tokens
         self.names_versions = True
         self.fail_next: list[int] = []  # the statuses of the next samples
-        self.routes = {ROLLOUTS, "/inference/v1/generate", "/v1/completions", "/weight_info"}
+        self.routes = {ROLLOUTS, "/inference/v1/generate", "/weight_info"}
         self.dtype, self.protocol = "float32", PROTOCOL
         self.model, self.root = "policy", "nowhere"
         self.raw, self.paused, self.asleep = False, False, False
@@ -86,7 +86,7 @@ class FakeVllm:
 
     def answer(self, method: str, path: str, body: dict) -> tuple[int, dict | Iterator[bytes]]:
         self.seen[path] += 1
-        if path in (ROLLOUTS, "/inference/v1/generate", "/v1/completions", "/weight_info") and path not in self.routes:
+        if path in (ROLLOUTS, "/inference/v1/generate", "/weight_info") and path not in self.routes:
             return 404, {"error": "Not Found"}
         if path in self.refuse:
             return self.refuse[path], {"error": {"message": "no such thing"}}
@@ -96,7 +96,7 @@ class FakeVllm:
             self.asleep = path == "/sleep"
         if path == "/is_sleeping":
             return 200, {"is_sleeping": self.asleep}
-        if self.asleep and path.endswith(("/generate", "/completions", "_weight_update", "_weights")):
+        if self.asleep and path.endswith(("/generate", "_weight_update", "_weights")):
             return 500, {"error": {"message": "it sleeps"}}
         if path == "/is_paused":
             return 200, {"is_paused": self.paused}
@@ -125,8 +125,8 @@ class FakeVllm:
             if method == "DELETE":
                 return 200, {}
             return (200, self.lines(body)) if method == "POST" else (405, {"detail": "Method Not Allowed"})
-        if path.endswith(("/generate", "/completions")):
-            return self._sample(path, body) if method == "POST" else (405, {"detail": "Method Not Allowed"})
+        if path.endswith("/generate"):
+            return self._sample(body) if method == "POST" else (405, {"detail": "Method Not Allowed"})
         self.events.append(path)
         return 200, {}
 
@@ -171,27 +171,26 @@ class FakeVllm:
                 said = json.dumps(rollout_reply(reply, asked[number]["token_ids"]) if status == 200 else reply)
                 yield f"{number} {status} {said}\n".encode()
 
-    def _sample(self, path: str, body: dict) -> tuple[int, dict]:
+    def _sample(self, body: dict) -> tuple[int, dict]:
         with self._lock:
             self.running += 1
             self.most_running = max(self.most_running, self.running)
             status = self.fail_next.pop(0) if self.fail_next else 200
         try:
             time.sleep(self.delay_s + (self.after_load_s if self.pauses[1:] else 0.0))
-            return self._sampled(path, body, status)
+            return self._sampled(body, status)
         finally:
             with self._lock:
                 self.running -= 1
 
-    def _sampled(self, path: str, body: dict, status: int) -> tuple[int, dict]:
+    def _sampled(self, body: dict, status: int) -> tuple[int, dict]:
         if self.refuses_paused and self.paused:
             return 503, {"error": {"message": "it is paused"}}
         if status != 200:
             return status, {"error": {"message": f"told to fail with {status}"}}
         if body["model"] != self.model:
             return 404, {"error": {"message": f"there is no model {body['model']}"}}
-        sampling = body.get("sampling_params", body)
-        prompt = body.get("token_ids", body.get("prompt"))
+        sampling, prompt = body["sampling_params"], body["token_ids"]
         self.asked.append((prompt, sampling["max_tokens"], sampling["seed"]))
         self.sampling.append(sampling)
         tokens, spans, finish = [], [], self.finish
@@ -218,41 +217,27 @@ class FakeVllm:
         count = sampling["logprobs"]
         tops = [{t: -float(t) / sharpness for t in range(count)}] * len(tokens)
         if self.tops is not None and sampling["max_tokens"] > 1:
-            tops = [dict(self.tops(token)[: count + (path == "/v1/completions")]) for token in tokens]
+            tops = [dict(self.tops(token)[:count]) for token in tokens]
         scored = None
         if "prompt_logprobs" in sampling:
             if sampling["prompt_logprobs"] > 64:  # the engine of the real server ends
                 return 500, {"error": {"message": "selected index k out of range"}}
             likely = {str((60 + i) % 64): {"logprob": -4.0 - i} for i in range(sampling["prompt_logprobs"])}
             scored = [None] + [{**likely, str(token): {"logprob": -t / 8}} for t, token in enumerate(prompt) if t]
-        if path == "/inference/v1/generate":
-            content = [
-                {
-                    "token_id": token,
-                    "logprob": logprob,
-                    "top_logprobs": [{"token_id": t, "logprob": v} for t, v in top.items()],
-                }
-                for token, logprob, top in zip(tokens, logprobs, tops, strict=False)
-            ]
-            choice = {
-                "token_ids": tokens,
-                "finish_reason": finish,
-                "weight_versions": spans if self.names_versions else None,
-                "logprobs": {"content": content},
+        content = [
+            {
+                "token_id": token,
+                "logprob": logprob,
+                "top_logprobs": [{"token_id": t, "logprob": v} for t, v in top.items()],
             }
-        else:
-            choice = {
-                "token_ids": tokens,
-                "finish_reason": self.finish,
-                "prompt_logprobs": scored,
-                "prompt_token_ids": prompt,
-                "logprobs": {
-                    "tokens": [f"token_id:{token}" for token in tokens],
-                    "token_logprobs": logprobs[: len(tokens)],
-                    "top_logprobs": [{f"token_id:{t}": v for t, v in top.items()} for top in tops],
-                },
-            }
-            return 200, {"choices": [choice]}
+            for token, logprob, top in zip(tokens, logprobs, tops, strict=False)
+        ]
+        choice = {
+            "token_ids": tokens,
+            "finish_reason": finish,
+            "weight_versions": spans if self.names_versions else None,
+            "logprobs": {"content": content},
+        }
         return 200, {"choices": [choice], "prompt_logprobs": scored}
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import FAMILIES
 from rljax.policy.taps import LAYERS
 
 Values = dict[str, np.ndarray]
@@ -67,7 +68,7 @@ class Operation:
 def operations(config: PolicyConfig) -> list[Operation]:
     """Returns the operations of a policy, in order. A mixture's router and experts are one operation, ``mlp``."""
     kinds = list(IN_BLOCK)
-    if config.family == "qwen2":
+    if not FAMILIES[config.family].has_head_norms:
         kinds = [kind for kind in kinds if kind not in ("query_norm", "key_norm")]
     if config.num_experts:
         kinds = [kind for kind in kinds if kind not in ("gate", "up", "activation")]

@@ -17,7 +17,7 @@ import numpy as np
 from rljax.errors import ReplyError
 from rljax.policy.config import route_dtype
 from rljax.rollout.external.doubts import find_doubts
-from rljax.rollout.servers.tops import check_tops, make_tops
+from rljax.rollout.servers.replies import check_tops, make_tops
 from rljax.rollout.types import Response, SamplingParams, Tops, VersionSpan
 
 REQUIRED = ("prompt_ids", "token_ids", "logprobs", "reward", "version", "group")

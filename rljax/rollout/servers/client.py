@@ -2,7 +2,7 @@
 
 The requests of a group, which have one prompt, go to one open server while it has room, so that it computes the prompt
 once. The first goes to the server with the least outstanding work. Responses come back as they complete. The requests
-of a server that goes down are sent again to another one, or wait. A router gets rollouts and nothing else.
+of a server that goes down are sent again to another one, or wait.
 
 If new weights come while a response is sampled, its reply names several versions. The reply is handed on once the
 server is open with the newest of them. A server may also give a response up for new weights. Then its part is kept, and
@@ -12,33 +12,28 @@ any server samples the rest. A request that a paused server refuses waits and is
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
-import math
 import queue
-import random
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NoReturn, TypeVar
-
-import httpx
+from typing import Any, TypeVar
 
 from rljax.errors import (
     OtherPromptError,
     ReplyError,
     ServerError,
     ServerGoneError,
-    ServerPausedError,
     ServerRefusedError,
 )
-from rljax.rollout.servers.batches import Batches
-from rljax.rollout.servers.pool import Server, ServerPool, json_object, refusal_text
-from rljax.rollout.servers.retries import Pauses, may_pass
+from rljax.rollout.servers.http import Http, Pauses, check_url, json_object, may_pass
+from rljax.rollout.servers.kind import Backend
+from rljax.rollout.servers.pool import Server, ServerPool
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Completion, Request, join_parts, remaining_request
 from rljax.rollout.servers.sources import Ask, RequestSource
-from rljax.rollout.servers.wire import Completion, Request, Wire, check_completion, join_parts, remaining_request
 from rljax.rollout.types import ClientLimits
 from rljax.weights.access import find_client_key_file, read_api_key
 
@@ -58,58 +53,44 @@ class ServerClient:
     def __init__(
         self,
         urls: Sequence[str],
-        wire: Wire,
+        kind: Backend,
         limits: ClientLimits | None = None,
         *,
         api_key_file: str | None = None,
-        router: str | None = None,
     ) -> None:
         """Sends nothing yet. Every server is down until it is opened. The soft limit of file descriptors is raised.
 
         Args:
           urls: The addresses of the servers, ``http://host:port``. There may be none yet if servers join later.
-          wire: The form of the servers' requests and replies.
+          kind: The kind of the servers.
           limits: The limits on time and on outstanding requests. None: their defaults.
           api_key_file: The file with the key that the servers ask for. None: $RLJAX_API_KEY_FILE, or else ~/.rljax.key
             if that exists, or no key.
-          router: The address of a router that passes rollouts on to the servers, or None.
 
         Raises:
           ValueError: A URL stands twice, has another form or holds a password, or the key file cannot be used.
         """
         key_file = find_client_key_file(api_key_file)
         headers = {} if key_file is None else {"Authorization": f"Bearer {read_api_key(key_file)}"}
-        for url in (*urls, *([router] if router else [])):
+        for url in urls:
             check_url(url)
         if len(set(urls)) != len(urls):
             raise ValueError(f"urls must be distinct, got {list(urls)}")
         self.limits = limits or ClientLimits()
-        self._wire, self._router = wire, router and router.rstrip("/")
-        self._pool = ServerPool(wire, self.limits.max_outstanding, self._exchange, self._router)
+        self._kind = kind
+        self._pool = ServerPool(kind, self.limits.max_outstanding)
         self._pool.take(url.rstrip("/") for url in urls)
         self._has_warned = False  # whether a line was logged about replies of other prompts
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rljax-server-client", daemon=True)
         self._thread.start()
         self._reader = ThreadPoolExecutor(1, "rljax-reply-reader")  # one: a long reply takes many times its size
-        self._http = httpx.AsyncClient(
-            # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500.
-            # Requests for rollouts share one where the server has rljax's endpoint (``Batches``).
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            trust_env=False,
-            headers=headers,
-        )
-        self._batches = Batches(self._http, self.limits.connect_timeout_s)
+        self._http = Http(kind, headers)
 
     @property
     def urls(self) -> tuple[str, ...]:
         """The URLs of the servers, in the order in which they were given."""
         return self._pool.urls
-
-    @property
-    def has_router(self) -> bool:
-        """Whether rollouts go through a router, so that a failed rollout does not show which server is gone."""
-        return self._router is not None
 
     @property
     def losses(self) -> int:
@@ -139,7 +120,7 @@ class ServerClient:
         """Admits rollouts to ``url``, whose replies must name weight ``version``; None allows any version.
 
         A reply may also name a version that the server was opened with since the request was sent, or no version.
-        Another version marks the server down, or fails the attempt if a router is between.
+        Another version marks the server down.
         """
         server = self._pool.get(url)
         if version is not None and server.versions[-1:] != [version]:
@@ -155,7 +136,7 @@ class ServerClient:
         self._pool.get(url).route = route
 
     def set_model(self, url: str, model: str) -> None:
-        """Sets the name that the server at ``url`` gives its model, in place of ``wire.model``."""
+        """Sets the name that the server at ``url`` gives its model, in place of ``Backend.model``."""
         self._pool.get(url).model = model
 
     def call(self, url: str, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
@@ -165,7 +146,7 @@ class ServerClient:
         raises ServerGoneError if no answer comes or the server is not healthy, ReplyError if the answer is no JSON, and
         ServerRefusedError, with the server's message, for any other status than 200.
         """
-        reply = self._await(self._exchange(self._pool.get(url).url, method, path, timeout_s, **content))
+        reply = self._await(self._http.exchange(self._pool.get(url).url, method, path, timeout_s, **content))
         return json_object(reply) if reply.content and path != "/health" else {}
 
     def answers(self, url: str) -> bool:
@@ -177,7 +158,7 @@ class ServerClient:
         return True
 
     def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
-        """Samples probes from one server, in any state. The errors are those of :meth:`call`."""
+        """Samples probes from one server, in any state. Raises the errors of :meth:`call`."""
         server = self._pool.get(url)
         sampled = [self._start(self._probe(server, request)) for request in requests]
         try:
@@ -194,7 +175,7 @@ class ServerClient:
         Later requests of ``source`` are sent while the caller waits for the next item. Each quarter of a second it
         yields None, so that the caller can recover servers. Closing the iterator gives up the other responses. A token
         id of ``vocab_size`` or more makes a reply invalid; None allows any. ``metrics`` counts ``rollout/requests`` and
-        ``rollout/retries``. It raises ServerError, in one line with the URL, if a response failed ``max_attempts``
+        ``rollout/retries``. It raises ServerError, in one line with the URL, if a response failed ``Retries.attempts``
         times or was refused. Errors of ``source`` pass through.
         """
         completed: queue.SimpleQueue[Future[Completion] | None] = queue.SimpleQueue()
@@ -280,12 +261,12 @@ class ServerClient:
         """Returns the completion of a request. Raises ServerError if it is refused or all attempts failed."""
         failure, failures, pauses = "", 0, Pauses(self.limits.request_timeout_s)
         parts: list[Completion] = []
-        while failures < self.limits.max_attempts:
+        while failures < self._kind.retries.attempts:
             if failure:
                 metrics["rollout/retries"] += 1
-                await self._back_off(failures)
+                await asyncio.sleep(self._kind.retries.wait_s(failures))
             elif pauses.count:
-                await self._back_off(pauses.count)
+                await asyncio.sleep(self._kind.retries.wait_s(pauses.count))
             server = await self._pool.acquire(ask.group)
             metrics["rollout/requests"] += 1
             try:
@@ -296,8 +277,7 @@ class ServerClient:
                 continue
             except ServerGoneError as error:
                 failure = str(error)
-                for each in self._pool.servers if self._router else (server,):
-                    await self._pool.set_state(each, "down", failure)
+                await self._pool.set_state(server, "down", failure)
             except ReplyError as error:
                 failure = str(error)
                 if isinstance(error, OtherPromptError) and not self._has_warned:
@@ -312,16 +292,16 @@ class ServerClient:
                 failure = str(error)
             except Exception as error:
                 said = " ".join(f"{type(error).__name__} {error}".split())
-                raise ServerError(f"{ask.name} from {self._router or server.url} failed: {said}") from error
+                raise ServerError(f"{ask.name} from {server.url} failed: {said}") from error
             finally:
                 await self._pool.release(server)
             failures += 1
-        raise ServerError(f"{ask.name} failed {self.limits.max_attempts} times; the last: {failure}")
+        raise ServerError(f"{ask.name} failed {self._kind.retries.attempts} times; the last: {failure}")
 
     async def _rollout(self, server: Server, request: Request, vocab_size: int | None) -> Completion:
         """Returns a completion that may be trained on, or a part of one if new weights came meanwhile."""
-        url, first = self._router or server.url, max(0, len(server.versions) - 1)
-        completion = await self._sample(server, request, self.limits.request_timeout_s, url)
+        url, first = server.url, max(0, len(server.versions) - 1)
+        completion = await self._sample(server, request, self.limits.request_timeout_s)
         is_updated = server.state == "paused" or len(server.versions) - 1 > first
         check_completion(url, completion, request, vocab_size, may_be_part=is_updated)
         tags = [tag for tag, _, _ in completion.spans or ()]
@@ -331,8 +311,7 @@ class ServerClient:
 
         await self._pool.wait_for(lambda: not foreign() or server.state != "paused" or not self._pool.has(server))
         if others := foreign():
-            said = f"{url} samples from weights {min(others)!r}, not from {server.versions[-1]!r}"
-            raise ReplyError(said) if self._router else ServerGoneError(said)
+            raise ServerGoneError(f"{url} samples from weights {min(others)!r}, not from {server.versions[-1]!r}")
         return completion
 
     async def _probe(self, server: Server, request: Request) -> Completion:
@@ -345,90 +324,19 @@ class ServerClient:
             except (ReplyError, ServerRefusedError) as error:
                 if not pauses.may_end(error):
                     failures += 1
-                    if failures >= self.limits.max_attempts or not may_pass(error):
+                    if failures >= self._kind.retries.attempts or not may_pass(error):
                         raise
-            await self._back_off(failures + pauses.count)
+            await asyncio.sleep(self._kind.retries.wait_s(failures + pauses.count))
 
-    async def _sample(self, server: Server, request: Request, timeout_s: float, url: str = "") -> Completion:
-        """Returns one completion of ``server``, through the router at ``url`` if there is one."""
-        url = url or server.url
-        body = self._wire.body(server.route, request, server.model)
-        if server.route in self._wire.own_routes:
-            reply = await self._ask(url, server.route, timeout_s, body)
+    async def _sample(self, server: Server, request: Request, timeout_s: float) -> Completion:
+        """Returns one completion of ``server``."""
+        url, body = server.url, self._kind.body(server.route, request, server.model)
+        if server.route == self._kind.own_route:
+            reply = await self._http.ask(url, server.route, timeout_s, body)
         else:
-            reply = (await self._exchange(url, "POST", server.route, timeout_s, json=body)).content
-        read = functools.partial(self._wire.completion, server.route, reply, request)
+            reply = (await self._http.exchange(url, "POST", server.route, timeout_s, json=body)).content
+        read = functools.partial(self._kind.completion, server.route, reply, request)
         try:
             return await self._loop.run_in_executor(self._reader, read) if len(reply) > _LONG_REPLY else read()
         except ReplyError as error:
             raise type(error)(f"{url}{error}") from error
-
-    async def _ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
-        """Returns the reply to one request, which is sent together with others. Errors are those of :meth:`call`."""
-        async with _answering(url + path, timeout_s):
-            status, content = await self._batches.ask(url + path, body)
-        if status != 200:
-            await self._refuse(url, path, httpx.Response(status, content=content))
-        return content
-
-    async def _exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
-        """Returns a reply of status 200. The errors are those of :meth:`call`."""
-        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, self.limits.connect_timeout_s), pool=None)
-        async with _answering(url + path, timeout_s):
-            reply = await self._http.request(method, url + path, timeout=timeout, **content)
-        if reply.status_code != 200:
-            await self._refuse(url, path, reply)
-        return reply
-
-    async def _refuse(self, url: str, path: str, reply: httpx.Response) -> NoReturn:
-        """Raises the error that a reply of another status than 200 stands for."""
-        if path == "/health":
-            raise ServerGoneError(f"{url} is not healthy: {refusal_text(reply)}")
-        if reply.status_code >= 500:
-            await self._exchange(url, "GET", "/health", 10.0)  # raises where the server is gone
-        hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
-        wanted = hint if reply.status_code == 401 else ""
-        said = f"{url}{path} answered {refusal_text(reply)}{wanted}"
-        samples = path in (*self._wire.own_routes, *self._wire.routes)
-        if reply.status_code == 503 and samples and await self._is_paused(url):
-            raise ServerPausedError(said, reply.status_code)
-        raise ServerRefusedError(said, reply.status_code)
-
-    async def _is_paused(self, url: str) -> bool:
-        """Returns whether the server at ``url`` is paused or, if ``url`` is the router, any of the servers."""
-        for each in (self._pool.urls if url == self._router else (url,)) if self._wire.paused_route else ():
-            with contextlib.suppress(ServerError):
-                if json_object(await self._exchange(each, "GET", self._wire.paused_route, 10.0)).get("is_paused"):
-                    return True
-        return False
-
-    async def _back_off(self, attempt: int) -> None:
-        longest = min(self.limits.max_backoff_s, self.limits.backoff_s * 2.0 ** (attempt - 1))
-        await asyncio.sleep(longest * random.uniform(0.5, 1.0))  # so that retries do not come in step
-
-
-@contextlib.asynccontextmanager
-async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
-    """Limits the time of a reply. Raises ServerGoneError if none comes in time, and ReplyError if it is not HTTP."""
-    try:
-        # httpx's timeouts bound each read: a server that sends a byte now and then never exceeds them.
-        async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
-            yield
-    except (httpx.TransportError, TimeoutError) as error:
-        said = f"{type(error).__name__} {error}".rstrip()
-        late = f" within {timeout_s:g} s" if isinstance(error, TimeoutError) else ""
-        raise ServerGoneError(f"no answer from {address}{late}: {said}") from error
-    except httpx.RequestError as error:  # a body that cannot be decoded
-        raise ReplyError(f"{address} sent no valid HTTP reply: {error}") from error
-
-
-def check_url(url: str) -> None:
-    """Raises ValueError unless ``url`` is an http or https URL without user and password. Logs show the URL."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"expected URLs such as http://host:port, got {url!r}: {error}") from error
-    if parsed.userinfo:
-        raise ValueError(f"a URL of {parsed.host} holds a user or a password; URLs are logged")
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"expected URLs such as http://host:port, got {url!r}")

@@ -25,12 +25,12 @@ import numpy as np
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError
 from rljax.policy.config import route_dtype
 from rljax.rollout.engine import RolloutEngine, Samples, Stopping
-from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.handshake import Expectation, check_logprobs
+from rljax.rollout.servers.kind import Backend
+from rljax.rollout.servers.requests import Completion, ServerInfo, check_prompts, make_requests, shortest
 from rljax.rollout.servers.sources import ListedRequests, QueuedTurns, RequestSource
 from rljax.rollout.servers.verify import Difference, Look, Score, Verifier
-from rljax.rollout.servers.wire import Completion, ServerInfo, check_prompts, make_requests, shortest
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
 from rljax.weights.access import find_key_file
@@ -211,7 +211,7 @@ class ServedEngine(Admission, RolloutEngine):
     def _seed_sent(self, seed: int) -> int | None:
         """Returns the seed from which the seeds of responses are made, or None if the servers choose their own."""
         # When weights come while responses are sampled, that moment decides what is sampled, whatever the seed.
-        return seed if self._config.seeded and self._config.update == "wait" else None
+        return seed if self._config.update == "wait" else None
 
     def close(self) -> None:
         """Closes the client and removes the weight files. The servers keep running, with the last weights."""

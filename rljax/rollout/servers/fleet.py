@@ -18,17 +18,18 @@ from typing import Any
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServersLostError, StoppedWaitingError
 from rljax.rollout.engine import Stopping, check_wanted
-from rljax.rollout.servers.backend import Backend
-from rljax.rollout.servers.client import ServerClient, check_url
+from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.discovery import Discovery
+from rljax.rollout.servers.http import check_url
+from rljax.rollout.servers.kind import Backend
+from rljax.rollout.servers.requests import Completion
 from rljax.rollout.servers.sources import RequestSource
-from rljax.rollout.servers.wire import Completion
 from rljax.rollout.types import RolloutConfig
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 1.0  # The longest wait for answers before the servers are looked at again (seconds).
-_LOOK_EVERY_S = 0.5  # The time between two looks at a server that is down (seconds).
+_POLL_S = 1.0  # The longest wait for answers of servers that recover (seconds).
+_TRY_EVERY_S = 0.5  # The time between two attempts to recover a server (seconds).
 _RECOVERY_S = 10.0  # The time that a server may recover before a log line says that the run waits for it (seconds).
 _SAY_EVERY_S = 30.0  # The time between two such lines (seconds).
 _AT_ONCE = 64  # The most servers that are asked side by side.
@@ -49,10 +50,6 @@ class Admission(ABC):
     def refuse(self, url: str, error: Exception) -> None:
         """Marks a server down after ``error`` in ``recover`` or ``admit``, or raises it. On the caller's thread."""
         raise error
-
-    @abstractmethod
-    def check(self, url: str) -> None:
-        """Raises ServerError if an open server must be closed. Runs on a thread, and only with a router."""
 
     def may_recover(self) -> bool:
         """Returns whether servers can be recovered on the calling thread now."""
@@ -100,7 +97,7 @@ class Fleet:
         if not urls and config.discovery is None:
             raise ValueError("at least one server is needed, in urls or by discovery")
         self._backend, self._admission = backend, admission
-        self.client = ServerClient(urls, backend, config.limits, api_key_file=config.api_key_file, router=config.router)
+        self.client = ServerClient(urls, backend, config.limits, api_key_file=config.api_key_file)
         self.metrics = Metrics()  # the numbers that :meth:`report` returns
         self.discovery = None if config.discovery is None else Discovery(config.discovery, check_url)
         self._wait_s, self._stop = config.server_wait_s, stop
@@ -109,12 +106,11 @@ class Fleet:
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rljax-servers")
         self._asked: dict[str, Future[Any]] = {}  # the proof that each asked server will give, by URL
         self._outdated: set[Future[Any]] = set()  # the futures in ``_asked`` whose proof is of older weights
-        self._watched: dict[str, Future[None]] = {}  # the checks of open servers behind a router, by URL
-        self._next_look: dict[str, float] = {}  # the time of the next look at a server, by URL
+        self._next_try: dict[str, float] = {}  # the time of the next attempt to recover a server, by URL
         self._following = threading.Lock()
 
     def report(self) -> dict[str, float]:
-        """Returns the metrics of the servers since the last report, without those of sampling."""
+        """Returns the metrics of the servers since the last report. Sampling has metrics of its own."""
         losses = self.client.losses
         since, self._reported_losses = losses - self._reported_losses, losses
         return {
@@ -147,7 +143,7 @@ class Fleet:
         """Looks after the servers while responses are sampled, and recovers them if the calling thread may do that.
 
         It raises StoppedWaitingError if the run gives the responses up, and ServersLostError if all servers are down
-        and the calling thread may not recover them. Further errors are those of :meth:`recover_all`.
+        and the calling thread may not recover them. It also raises the errors of :meth:`recover_all`.
         """
         if self._stop is not None:
             check_wanted(self._stop)
@@ -155,7 +151,6 @@ class Fleet:
             self.recover_all()
             return
         self.follow_discovery()
-        self._watch_open()
         down = self.client.down()
         if len(down) == len(self.client.urls):  # a paused server is given weights, and goes on then
             reason = next(iter(down.values()), "none is listed")
@@ -168,12 +163,11 @@ class Fleet:
         the run was asked to stop.
         """
         self.follow_discovery()
-        self._watch_open()
         if self.client.opened():
             self.restart_wait()
         for url in self.client.down():
-            if time.monotonic() >= self._next_look.get(url, 0.0):
-                self._ask(url, self._look)
+            if time.monotonic() >= self._next_try.get(url, 0.0):
+                self._ask(url, self._recover)
         if not self.client.opened():
             wait(self._asked.values(), timeout=_POLL_S, return_when=FIRST_COMPLETED)
         down = len(self.client.down())
@@ -181,31 +175,31 @@ class Fleet:
         if not self.client.opened() and len(self.client.down()) >= down:
             self._wait(time.monotonic() - self._last_open)
 
-    def renew(self, act: Callable[[str], Any], urls: Sequence[str], patience_s: float) -> None:
-        """Pauses ``urls``, calls ``act`` for each, and recovers servers that are down. Returns once one is open.
+    def renew(self, work: Callable[[str], Any], urls: Sequence[str], patience_s: float) -> None:
+        """Pauses ``urls``, calls ``work`` for each, and recovers servers that are down. Returns once one is open.
 
-        ``act`` runs on threads and returns the proof for ``Admission.admit``. Once one server is ready, the others have
-        as long again, and at least ``patience_s`` seconds. Errors are those of :meth:`recover_all` and
+        ``work`` runs on threads and returns the proof for ``Admission.admit``. Once one server is ready, the others
+        have as long again, and at least ``patience_s`` seconds. It raises the errors of :meth:`recover_all` and
         ``Admission.refuse``.
         """
         begun = []
         for url in urls:
             self.client.pause(url)
-            begun.append(self._ask(url, act))
-        begun += [self._ask(url, self._look) for url in self.client.down()]
+            begun.append(self._ask(url, work))
+        begun += [self._ask(url, self._recover) for url in self.client.down()]
         wait_for_most((each for each in begun if each is not None), patience_s)
         self.restart_wait()
         self.take_answers()
         while not self.client.opened():
             self.recover_all()
 
-    def side_by_side(self, act: Callable[[str], None], urls: Sequence[str], patience_s: float = _LONGEST_S) -> None:
-        """Calls ``act(url)`` for each URL on threads, and marks down a server that fails or is much slower.
+    def side_by_side(self, work: Callable[[str], None], urls: Sequence[str], patience_s: float = _LONGEST_S) -> None:
+        """Calls ``work(url)`` for each URL on threads, and marks down a server that fails or is much slower.
 
         After the first success, the other calls may take as long again as that call took, and at least ``patience_s``
-        seconds. ``act`` raises ServerError if the server fails.
+        seconds. ``work`` raises ServerError if the server fails.
         """
-        futures = {url: self._threads.submit(act, url) for url in urls}
+        futures = {url: self._threads.submit(work, url) for url in urls}
         wait_for_most(futures.values(), patience_s)
         for url, future in futures.items():
             if not future.done():
@@ -234,7 +228,7 @@ class Fleet:
             log.info("%s joins", url)
         for url in left:
             log.info("%s leaves", url)
-            self._next_look.pop(url, None)
+            self._next_try.pop(url, None)
         for name, urls in (("joined", joined), ("left", left)):
             if urls:
                 self.metrics.add(f"rollout/servers_{name}", float(len(urls)))
@@ -242,14 +236,13 @@ class Fleet:
     def forget_asked(self) -> None:
         """Marks the proofs that servers are giving now as outdated, because other weights are published."""
         self._outdated.update(self._asked.values())
-        self._watched.clear()
 
     def take_answers(self) -> None:
         """Judges the proofs that servers have given, in the order of the servers. Admits those that pass."""
         urls = [url for url in self._asked if self._asked[url].done()]
         for url in sorted(urls, key=[*self.client.urls, *urls].index):
             answer = self._asked.pop(url)
-            self._next_look[url] = time.monotonic() + _LOOK_EVERY_S
+            self._next_try[url] = time.monotonic() + _TRY_EVERY_S
             outdated = answer in self._outdated
             self._outdated.discard(answer)
             if url not in self.client.urls:
@@ -268,31 +261,18 @@ class Fleet:
         """Restarts the count of the time without an open server."""
         self._last_open = time.monotonic()
 
-    def _ask(self, url: str, act: Callable[[str], Any]) -> Future[Any] | None:
-        """Begins ``act(url)`` on a thread. Returns None if that server is still being asked something else."""
+    def _ask(self, url: str, work: Callable[[str], Any]) -> Future[Any] | None:
+        """Begins ``work(url)`` on a thread. Returns None if that server is still being asked something else."""
         if url in self._asked:
             return None
-        self._asked[url] = self._threads.submit(act, url)
+        self._asked[url] = self._threads.submit(work, url)
         return self._asked[url]
 
-    def _look(self, url: str) -> Any:
+    def _recover(self, url: str) -> Any:
         """Recovers a server that was down. Raises ServerGoneError if it does not answer."""
         if not self.client.answers(url):
             raise ServerGoneError(self.client.down().get(url, f"{url} does not answer"))
         return self._admission.recover(url)
-
-    def _watch_open(self) -> None:
-        """Marks open servers down that are gone. Only with a router, whose failures do not show which server it was."""
-        for url, look in list(self._watched.items()):
-            if look.done():
-                del self._watched[url]
-                if isinstance(look.exception(), ServerError) and url in self.client.opened():
-                    self.client.mark_down(url, str(look.exception()))
-        now = time.monotonic()
-        for url in self.client.opened() if self.client.has_router else ():
-            if url not in self._watched and now >= self._next_look.get(url, 0.0):
-                self._next_look[url] = now + _LOOK_EVERY_S
-                self._watched[url] = self._threads.submit(self._admission.check, url)
 
     def _wait(self, waited: float) -> None:
         """Waits a moment, and logs the wait from time to time. ``waited``: The time without an open server (seconds).
@@ -314,7 +294,7 @@ class Fleet:
             so_far = f"{waited:.0f} s of at most {self._wait_s:g} s ({reason})"
             restart = f"restart it on the same port (rljax serve {name.lower()} MODEL --port P)"
             log.warning("waiting for a %s server, %s; %s and the run goes on", name, so_far, restart)
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_TRY_EVERY_S)
 
 
 def wait_for_most(futures: Iterable[Future[Any]], patience_s: float) -> None:

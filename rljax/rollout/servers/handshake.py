@@ -12,9 +12,8 @@ import numpy as np
 
 from rljax.errors import HandshakeError, ServerRefusedError
 from rljax.rollout.form import ServerForm
-from rljax.rollout.servers.client import ServerClient
+from rljax.rollout.servers.requests import Caller, ServerInfo
 from rljax.rollout.servers.verify import probe_length, sharpening
-from rljax.rollout.servers.wire import ServerInfo, Wire
 from rljax.rollout.types import RolloutConfig
 
 # The names of ``ServerForm.kv_cache``, by the servers' names, if these differ.
@@ -55,30 +54,12 @@ def refusals(url: str, meaning: str) -> Iterator[None]:
         raise HandshakeError(text) from error
 
 
-def ask_if_there(client: ServerClient, url: str, method: str, path: str, **content: Any) -> dict[str, Any]:
+def ask_if_there(client: Caller, url: str, method: str, path: str, **content: Any) -> dict[str, Any]:
     """Returns the reply of an endpoint that a server may lack, or {} if the server refuses the request."""
     try:
         return client.call(url, method, path, **content)
     except ServerRefusedError:
         return {}
-
-
-def find_route(client: ServerClient, url: str, wire: Wire) -> None:
-    """Sets the path that samples at ``url`` to the best path of ``wire`` that the server has. Nothing is sampled.
-
-    It raises HandshakeError if the server has none, and ServerRefusedError for another refusal than "not found".
-    """
-    for route in (*(() if client.has_router else wire.own_routes), *wire.routes):
-        client.set_route(url, route)
-        try:
-            client.call(url, "GET", route)
-            return
-        except ServerRefusedError as error:
-            if error.status == HTTPStatus.METHOD_NOT_ALLOWED:  # it is there, and takes only POST
-                return
-            if error.status != HTTPStatus.NOT_FOUND:
-                raise
-    raise HandshakeError(f"{url} has none of the routes {', '.join(wire.routes)}")
 
 
 def server_info(url: str, described: Mapping[str, Any], kind: str) -> ServerInfo:
@@ -149,8 +130,8 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
     return lines
 
 
-def check_logprobs(client: ServerClient, info: ServerInfo, hint: str) -> None:
-    """Checks that log-probabilities are those of the distribution that the server samples from.
+def check_logprobs(client: Caller, info: ServerInfo, hint: str) -> None:
+    """Checks that log-probabilities belong to the distribution that the server samples from.
 
     Half the temperature must double their gaps. It raises HandshakeError, with ``hint`` as the remedy, if it does not,
     or if they are not finite.

@@ -11,11 +11,12 @@ import numpy as np
 
 from rljax.errors import ReplyError, ServerGoneError
 from rljax.rollout.engine import RolloutEngine, Samples
-from rljax.rollout.servers.backend import Backend
 from rljax.rollout.servers.fleet import Admission, Fleet
+from rljax.rollout.servers.kind import Backend
+from rljax.rollout.servers.replies import check_completion
+from rljax.rollout.servers.requests import Completion, Request, check_prompts, make_requests, shortest
 from rljax.rollout.servers.sources import ListedRequests, QueuedTurns, RequestSource
 from rljax.rollout.servers.verify import sharpening
-from rljax.rollout.servers.wire import Completion, Request, check_completion, check_prompts, make_requests, shortest
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 
@@ -131,7 +132,7 @@ class ServedModel(Admission, RolloutEngine):
 
         A mapping has the ``count`` likeliest tokens and the sequence's own token. The mapping of place 0 is empty. If
         the server tells the size of its vocabulary, ``count`` is at most that, because vLLM's engine ends at a larger
-        one. The errors are those of :meth:`score`.
+        one. It raises the errors of :meth:`score`.
         """
         check_prompts([sequence], 1, self.info)
         count = min(count, self.info.vocab_size or count)
@@ -142,7 +143,7 @@ class ServedModel(Admission, RolloutEngine):
     def logprobs_temperature(self, temperature: float) -> float | None:
         """Measures the temperature of the log-probabilities that come with responses sampled at ``temperature``.
 
-        It is ``temperature``, or 1 if they are those of the distribution before the temperature is applied, or None if
+        It is ``temperature``, or 1 if they belong to the distribution before the temperature is applied, or None if
         neither fits.
         """
         if temperature == 1.0:
@@ -197,7 +198,3 @@ class ServedModel(Admission, RolloutEngine):
     def admit(self, url: str, shown: None) -> None:
         """Opens the server."""
         self._client.open(url, version=None)
-
-    def check(self, url: str) -> None:
-        """Raises ServerError unless the server is healthy."""
-        self._client.call(url, "GET", "/health", timeout_s=5.0)

@@ -1,4 +1,4 @@
-"""The servers of one client: the state of each, the choice of the next one, and the list that a router has of them.
+"""The servers of one client: the state of each, and the choice of the next one.
 
 A server is *paused* until its weights are verified. It is *open* while it may sample rollouts. It is *down* at the
 start and after a failure, until it is verified again. Servers may join and leave at any time. A server that has left
@@ -8,24 +8,18 @@ still answers the requests that it has. Coroutines run on the event loop of the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import resource
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from rljax.errors import ReplyError, ServerError, ServerGoneError
-from rljax.rollout.servers.wire import Wire
+from rljax.errors import ServerGoneError
+from rljax.rollout.servers.http import room_for
+from rljax.rollout.servers.kind import Backend
 
 log = logging.getLogger(__name__)
 
 State = Literal["paused", "open", "down"]
-Exchange = Callable[..., Awaitable[Any]]
-"""A function of (url, method, path, timeout in seconds, httpx's content) that returns a reply of status 200."""
-_ROUTER_S = 30.0  # The longest time in which a router adds or removes a server (seconds).
-_SPARE_FILES = 256  # The file descriptors left to checkpoints, rows, reward workers and the device driver.
 
 
 @dataclass(eq=False)
@@ -49,14 +43,14 @@ class Group:
 
 
 class ServerPool:
-    """The servers of a client by URL. It chooses an open server for each request, and tells a router which are open."""
+    """The servers of a client by URL. It chooses an open server for each request."""
 
-    def __init__(self, wire: Wire, max_outstanding: int, exchange: Exchange, router: str | None) -> None:
-        """Makes an empty pool. ``exchange`` sends requests to the router at the URL ``router``, if there is one."""
-        self._wire, self._exchange, self._router = wire, exchange, router
+    def __init__(self, kind: Backend, max_outstanding: int) -> None:
+        """Makes an empty pool of servers that get at most ``max_outstanding`` requests at a time each."""
+        self._kind = kind
         self._max_outstanding = self._most = max_outstanding
         self._servers: dict[str, Server] = {}
-        self._changed, self._telling = asyncio.Condition(), asyncio.Lock()
+        self._changed = asyncio.Condition()
         self.losses = 0
         """The number of times that a server went down so far."""
 
@@ -64,11 +58,6 @@ class ServerPool:
     def urls(self) -> tuple[str, ...]:
         """The URLs of the servers, in the order in which they were given."""
         return tuple(self._servers)
-
-    @property
-    def servers(self) -> tuple[Server, ...]:
-        """All servers."""
-        return tuple(self._servers.values())
 
     def get(self, url: str) -> Server:
         """Returns the server at ``url``. Raises ServerGoneError if it has left."""
@@ -93,7 +82,7 @@ class ServerPool:
         """
 
         def new(url: str) -> Server:
-            return Server(url, self._wire.routes[0], self._wire.model, f"{url}: /health does not answer 200")
+            return Server(url, self._kind.route, self._kind.model, f"{url}: /health does not answer 200")
 
         self._servers = {url: self._servers.get(url) or new(url) for url in urls}
         count = max(1, len(self._servers))
@@ -112,21 +101,15 @@ class ServerPool:
         async with self._changed:
             self.take(urls)
             self._changed.notify_all()
-        await self._tell_router()
 
     async def set_state(self, server: Server, state: State, reason: str = "") -> None:
-        """Changes the state of a server. Raises ServerGoneError if it opens and the router does not take it."""
-        if state == "open":
-            await self._tell_router(server)
-        changed = state != server.state
+        """Changes the state of a server. ``reason`` says why it is down."""
         async with self._changed:
             if state == "down" != server.state:
-                log.warning("a %s server is down: %s", self._wire.name, reason)
+                log.warning("a %s server is down: %s", self._kind.name, reason)
                 self.losses += 1
             server.state, server.reason = state, reason
             self._changed.notify_all()
-        if changed and state != "open":
-            await self._tell_router()
 
     async def acquire(self, group: Group) -> Server:
         """Waits for an open server with room for a request, counts the request there, and returns the server."""
@@ -155,70 +138,3 @@ class ServerPool:
             return home
         idlest = min(self.all_in("open"), key=lambda server: server.outstanding, default=None)
         return idlest if idlest and idlest.outstanding < self._most else None
-
-    async def _tell_router(self, more: Server | None = None) -> None:
-        """Makes the open servers and ``more`` the list of the router.
-
-        It raises ServerGoneError if the router does not take ``more``. Without ``more`` nothing is raised, because a
-        router that is gone sends no rollout to any server.
-        """
-        if self._router is None:
-            return
-        async with self._telling:
-            try:
-                wanted = {server.url for server in self.all_in("open")} | ({more.url} if more else set())
-                listed = await self._exchange(self._router, "GET", "/list_workers", _ROUTER_S)
-                known = set(json_object(listed).get("urls", ()))
-                changes = [("/remove_worker", url) for url in known - wanted]
-                changes += [("/add_worker", url) for url in wanted - known]
-                for path, url in changes:
-                    await self._exchange(self._router, "POST", path, _ROUTER_S, params={"url": url})
-            except ServerError as error:
-                if more is not None:
-                    raise ServerGoneError(f"the router does not take {more.url}: {error}") from error
-                log.warning("the router cannot be told which servers are open: %s", error)
-
-
-def json_object(reply: Any) -> dict[str, Any]:
-    """Returns the JSON object of an httpx reply. Any other JSON value comes under the key ``value``.
-
-    Raises ReplyError if the reply is not JSON.
-    """
-    try:
-        value = reply.json()
-    except (ValueError, RecursionError) as error:
-        raise ReplyError(f"{reply.url} sent no valid JSON: {reply.text[:200]!r}") from error
-    return value if isinstance(value, dict) else {"value": value}
-
-
-def refusal_text(reply: Any) -> str:
-    """Returns the status of an httpx reply and the server's own words, in one line."""
-    text = reply.text
-    with contextlib.suppress(ValueError, AttributeError):
-        error = reply.json().get("error", text)
-        text = error.get("message", text) if isinstance(error, dict) else str(error)
-    return f"{reply.status_code}: {' '.join(text.split())[:500]}"
-
-
-def room_for(connections: int) -> int:
-    """Returns the number of ``connections`` that can be open at a time. Each takes a file descriptor.
-
-    The soft limit of file descriptors of this process is raised as far as needed. Shells commonly set it to 1,024.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return connections
-    taken = count_open_files() + _SPARE_FILES
-    if soft < taken + connections:
-        wanted = taken + connections if hard == resource.RLIM_INFINITY else min(taken + connections, hard)
-        with contextlib.suppress(OSError, ValueError):  # a kernel that allows less than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-            soft = max(soft, wanted)
-    return max(1, min(connections, soft - taken))
-
-
-def count_open_files() -> int:
-    """Returns the number of open file descriptors of this process, or 0 if there is no /proc."""
-    with contextlib.suppress(OSError):
-        return len(os.listdir("/proc/self/fd"))
-    return 0

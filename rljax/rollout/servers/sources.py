@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from rljax.rollout.servers.pool import Group
-from rljax.rollout.servers.wire import Request, ServerInfo, check_prompts, response_seed
+from rljax.rollout.servers.requests import Request, ServerInfo, check_prompts, response_seed
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import SamplingParams
 

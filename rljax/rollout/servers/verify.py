@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import VerificationError
-from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo
+from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
 from rljax.rollout.types import SamplingParams
 from rljax.rollout.verify_config import VerifyConfig
 
@@ -86,7 +85,7 @@ def joined_prompts(prompts: Sequence[np.ndarray], shape: tuple[int, int], seed: 
     return found
 
 
-def sharpening(client: ServerClient, url: str, vocab_size: int, temperature: float) -> float:
+def sharpening(client: Caller, url: str, vocab_size: int, temperature: float) -> float:
     """Returns the ratio of the gaps between the likeliest tokens' log-probabilities at ``temperature`` to those at 1.
 
     It is 1 / temperature if a server reports the distribution that it samples from, and 1 if it reports the one before
@@ -150,11 +149,11 @@ class Verifier:
         self.own_band: float | None = None
         self._rounds: dict[str, int] = {}  # the number of looks that each server has sampled, by URL
 
-    def warm(self, client: ServerClient, url: str) -> None:
+    def warm(self, client: Caller, url: str) -> None:
         """Sends all probes, so that the server caches their keys and values under the weights that it has now."""
         client.sample(url, [Request(prompt, SamplingParams(1)) for prompt in self._prompts])
 
-    def sample(self, client: ServerClient, url: str) -> list[Look]:
+    def sample(self, client: Caller, url: str) -> list[Look]:
         """Makes the server generate from the probes: ``rounds`` looks before there is a band, and one look afterwards.
 
         Consecutive looks have other prompts. Several threads may call it, for different servers.
@@ -171,7 +170,7 @@ class Verifier:
             looks.append(Look(prompts, completions, again))
         return looks
 
-    def judge(self, client: ServerClient, url: str, looks: Sequence[Look], params: Any) -> Difference:
+    def judge(self, client: Caller, url: str, looks: Sequence[Look], params: Any) -> Difference:
         """Compares the looks of :meth:`sample` with the trainer's ``params``. The first call sets the band.
 
         If the worst look is out of the band, the server samples once more. At the first call the ceiling is the limit.

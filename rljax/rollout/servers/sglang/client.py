@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from http import HTTPStatus
 from operator import itemgetter
 from typing import Any, get_args
@@ -16,12 +16,11 @@ import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError, ServerRefusedError
-from rljax.rollout.servers.backend import UPDATE_S, Backend
-from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_differences, find_route, server_info
+from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_differences, server_info
+from rljax.rollout.servers.kind import UPDATE_S, Backend
 from rljax.rollout.servers.process import Dtype
-from rljax.rollout.servers.tops import as_floats, make_tops
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans, check_own_prompt
+from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_tops
+from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
 from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
 
@@ -65,7 +64,7 @@ class SglangBackend(Backend):
     """SGLang as one kind of server."""
 
     name = "SGLang"
-    routes: Sequence[str] = (GENERATE,)
+    route = GENERATE
     logprobs_hint = "SGLang reports them of other logits than it samples from"
     without_plugin = "rljax's plugin is not in this server: install rljax in SGLang's environment"
     version_route = "/model_info"
@@ -130,7 +129,7 @@ class SglangBackend(Backend):
         )
         return completion, list(map(itemgetter(1), meta.output_token_logprobs)) != read.output_ids
 
-    def ask_plugin(self, client: ServerClient, url: str, method: str, *arguments: Any) -> list[Any]:
+    def ask_plugin(self, client: Caller, url: str, method: str, *arguments: Any) -> list[Any]:
         """Asks the workers through ``/weights_checker``."""
         body = {"action": method, "selector": "target", "skip_tensor_list": [json.dumps(each) for each in arguments]}
         reply = client.call(url, "POST", "/weights_checker", json=body)
@@ -139,7 +138,7 @@ class SglangBackend(Backend):
         except (KeyError, TypeError, ValueError) as error:
             raise ReplyError(f"{url}/weights_checker answered without {error}: {str(reply)[:300]}") from error
 
-    def describe(self, client: ServerClient, url: str) -> ServerInfo:
+    def describe(self, client: Caller, url: str) -> ServerInfo:
         """Returns the description of any SGLang server. Without rljax's plugin it lacks the size of the vocabulary."""
         try:
             model = client.call(url, "GET", self.version_route)
@@ -160,11 +159,11 @@ class SglangBackend(Backend):
                 version=str(plain.get("version", "")),
                 max_model_len=plain.get("max_req_input_len"),
             )
-        find_route(client, url, self)
+        self.find_route(client, url)
         name = str(model.get("served_model_name") or root)
         return dataclasses.replace(info, model=name, root=root, has_first_weights=version == "default")
 
-    def resume(self, client: ServerClient, url: str) -> None:
+    def resume(self, client: Caller, url: str) -> None:
         """Resumes a paused server."""
         if _is_paused(client, url):
             log.info("%s was left paused; it goes on", url)
@@ -189,11 +188,11 @@ class SglangBackend(Backend):
             lines.append(f"default sampling is not plain: {said} (--preferred-sampling-params)")
         return lines
 
-    def show(self, client: ServerClient, url: str, probe: Mapping[str, Any]) -> None:
+    def show(self, client: Caller, url: str, probe: Mapping[str, Any]) -> None:
         """Sends the probe to the plugin's ``rljax_show``."""
         self.ask_plugin(client, url, "rljax_show", probe)
 
-    def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
+    def push(self, client: Caller, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """Waits for the responses under way, or pauses the server, makes it load the version, and flushes its cache."""
         path = "" if version.source else str(version.path)
         update = {"model_path": path, "weight_version": version.tag, "load_format": "safetensors", "flush_cache": True}
@@ -210,7 +209,7 @@ class SglangBackend(Backend):
             raise
 
 
-def _update(client: ServerClient, url: str, update: Mapping[str, Any]) -> Any:
+def _update(client: Caller, url: str, update: Mapping[str, Any]) -> Any:
     """Makes the server load a version. A server that could not flush its cache is paused, and loads the version again.
 
     SGLang sends the last token of a response before its scheduler has ended the request. Until then it cannot flush.
@@ -226,7 +225,7 @@ def _update(client: ServerClient, url: str, update: Mapping[str, Any]) -> Any:
     return client.call(url, "POST", "/update_weights_from_disk", timeout_s=UPDATE_S, json=update)
 
 
-def _is_paused(client: ServerClient, url: str) -> bool:
+def _is_paused(client: Caller, url: str) -> bool:
     try:
         client.call(url, "GET", "/ready")
     except ServerRefusedError as error:

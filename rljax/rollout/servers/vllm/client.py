@@ -1,8 +1,7 @@
 """The trainer's side of vLLM: its token endpoints, the handshake, and new weights in the order that it wants.
 
 ``/rljax/rollouts`` is the endpoint of rljax's plugin, which replies with arrays. ``/inference/v1/generate`` is vLLM's
-own, for servers without the first and for routers. Both report which weight version sampled which tokens.
-``/v1/completions`` is the fallback for servers that lack both.
+own, for servers without the first. Both report which weight version sampled which tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import dataclasses
 import io
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -21,27 +20,24 @@ import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError, ServerRefusedError
-from rljax.rollout.servers.backend import UPDATE_S, Backend
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import (
     Expectation,
     ask_if_there,
     common_differences,
-    find_route,
     refusals,
     server_info,
 )
-from rljax.rollout.servers.tops import as_floats, make_tops
+from rljax.rollout.servers.kind import UPDATE_S, Backend
+from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_tops
+from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
 from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS, ROLLOUTS, prompt_hash
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans, check_own_prompt
 from rljax.rollout.types import InFlight, Tops
 from rljax.weights.store import WeightVersion
 
 log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
-COMPLETIONS = "/v1/completions"
 FORCING_S = 3600.0
 """The longest time that a server goes on to force tokens for a client that is gone (seconds)."""
 
@@ -67,32 +63,18 @@ class _Content(msgspec.Struct, Generic[Item]):
     content: list[Item]
 
 
-class _Named(msgspec.Struct):
-    tokens: list[str]
-    token_logprobs: list[float]
-
-
-class _NamedAmongTops(_Named):
-    top_logprobs: list[dict[str, float]]
-
-
-_PromptScores = list[dict[int, _Scored] | None] | None
-
-
 class _Choice(msgspec.Struct, Generic[Scores], kw_only=True):
     token_ids: list[int]
     finish_reason: str | None
     logprobs: Scores
     index: int = 0
     weight_versions: list[Span] | None = None
-    prompt_logprobs: _PromptScores = None  # COMPLETIONS puts them here
     routed_experts: bytes | None = None  # a .npy file in base64
-    prompt_token_ids: list[int] | None = None  # COMPLETIONS repeats the prompt
 
 
 class _Reply(msgspec.Struct, Generic[Scores]):
     choices: list[_Choice[Scores]]
-    prompt_logprobs: _PromptScores = None  # GENERATE puts them here
+    prompt_logprobs: list[dict[int, _Scored] | None] | None = None
 
 
 class _Flat(msgspec.Struct):
@@ -111,12 +93,10 @@ class _Rollout(msgspec.Struct):
     prompt_hash: bytes = b""  # the value of ``prompt_hash`` of the prompt that was sampled from
 
 
-# The decoders, by the route and by whether the likeliest tokens are read.
-_DECODERS: dict[tuple[str, bool], msgspec.json.Decoder[Any]] = {
-    (GENERATE, False): msgspec.json.Decoder(_Reply[_Content[_Sampled] | None]),
-    (GENERATE, True): msgspec.json.Decoder(_Reply[_Content[_SampledAmongTops] | None]),
-    (COMPLETIONS, False): msgspec.json.Decoder(_Reply[_Named]),
-    (COMPLETIONS, True): msgspec.json.Decoder(_Reply[_NamedAmongTops]),
+# The decoders of GENERATE, by whether the likeliest tokens are read.
+_DECODERS: dict[bool, msgspec.json.Decoder[Any]] = {
+    False: msgspec.json.Decoder(_Reply[_Content[_Sampled] | None]),
+    True: msgspec.json.Decoder(_Reply[_Content[_SampledAmongTops] | None]),
 }
 _ROLLOUT_DECODER = msgspec.json.Decoder(_Rollout)
 
@@ -125,8 +105,9 @@ class VllmBackend(Backend):
     """vLLM as one kind of server."""
 
     name = "vLLM"
-    routes: Sequence[str] = (GENERATE, COMPLETIONS)
-    own_routes: Sequence[str] = (ROLLOUTS,)
+    route = GENERATE
+    own_route = ROLLOUTS
+    without_route = "rljax needs vLLM 0.32 or newer"
     logprobs_hint = "start with --logprobs-mode processed_logprobs"
     without_plugin = (
         "rljax's plugin is not in this server: install rljax beside vLLM and start it with "
@@ -170,13 +151,10 @@ class VllmBackend(Backend):
         tokens = request.prompt.tolist()
         if route == ROLLOUTS:
             return {"token_ids": tokens, "sampling_params": sampling}
-        if route == GENERATE:
-            return {"model": model, "token_ids": tokens, "sampling_params": sampling}
-        as_ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        return {"model": model, "prompt": tokens, **as_ids, **sampling}
+        return {"model": model, "token_ids": tokens, "sampling_params": sampling}
 
     def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
-        """Reads a reply of any route, as :meth:`Backend.read` says."""
+        """Reads a reply of either route, as :meth:`Backend.read` says."""
         k = request.sampling.reported
         if route == ROLLOUTS:
             rollout = _ROLLOUT_DECODER.decode(reply)
@@ -185,12 +163,11 @@ class VllmBackend(Backend):
             own_hash = prompt_hash(request.prompt.astype("<i4", copy=False).tobytes())
             check_own_prompt(route, rollout.prompt_hash == own_hash)
             return _read_rollout(rollout, k, with_routes=request.routes is not None)
-        read = _DECODERS[route, k > 0].decode(reply)
+        read = _DECODERS[k > 0].decode(reply)
         (choice,) = read.choices
-        check_own_prompt(route, choice.prompt_token_ids in (None, request.prompt.tolist()))
         if choice.index != 0:
             raise ValueError(f"its choice has index {choice.index}, expected 0")
-        are_others, logprobs, tops = (_read_content if route == GENERATE else _read_named)(choice, k)
+        are_others, logprobs, tops = _read_content(choice, k)
         completion = Completion(
             token_ids=np.array(choice.token_ids, np.int32),
             logprobs=logprobs,
@@ -198,14 +175,13 @@ class VllmBackend(Backend):
             spans=as_spans(choice.weight_versions),
             tops=tops,
             prompt_logprobs=tuple(
-                {token: scored.logprob for token, scored in (top or {}).items()}
-                for top in read.prompt_logprobs or choice.prompt_logprobs or ()
+                {token: scored.logprob for token, scored in (top or {}).items()} for top in read.prompt_logprobs or ()
             ),
             routes=None if request.routes is None else _read_routes(choice.routed_experts),
         )
         return completion, are_others
 
-    def ask_plugin(self, client: ServerClient, url: str, method: str, *arguments: Any) -> list[Any]:
+    def ask_plugin(self, client: Caller, url: str, method: str, *arguments: Any) -> list[Any]:
         """Asks the workers through ``/collective_rpc``."""
         answer = client.call(url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})
         try:
@@ -214,7 +190,7 @@ class VllmBackend(Backend):
             raise ReplyError(f"{url}/collective_rpc answered without {error}: {str(answer)[:300]}") from error
 
     @contextlib.contextmanager
-    def forcing(self, client: ServerClient, url: str) -> Iterator[Callable[[np.ndarray], Mapping[str, Any]]]:
+    def forcing(self, client: Caller, url: str) -> Iterator[Callable[[np.ndarray], Mapping[str, Any]]]:
         """Makes the workers force tokens, by hooks that are removed at the end, or by vLLM's own trace replay."""
         name = uuid.uuid4().hex
         try:
@@ -234,7 +210,7 @@ class VllmBackend(Backend):
         if any(errors):
             raise ReplyError(f"{url} gave up decoding given tokens: {next(filter(None, errors))}")
 
-    def describe(self, client: ServerClient, url: str) -> ServerInfo:
+    def describe(self, client: Caller, url: str) -> ServerInfo:
         """Returns the description of any vLLM server. Without rljax's plugin it lacks dtype and vocabulary."""
         try:
             (model,) = client.call(url, "GET", "/v1/models")["data"]
@@ -245,7 +221,7 @@ class VllmBackend(Backend):
         described = ask_if_there(client, url, "POST", "/collective_rpc", json={"method": "rljax_describe"})
         weights = ask_if_there(client, url, "GET", self.version_route)
         client.set_model(url, str(model["id"]))
-        find_route(client, url, self)
+        self.find_route(client, url)
         return dataclasses.replace(
             server_info(url, (described.get("results") or [{}])[0], "vllm"),
             model=str(model["id"]),
@@ -255,7 +231,7 @@ class VllmBackend(Backend):
             has_first_weights=weights.get("weight_version") == "default",
         )
 
-    def resume(self, client: ServerClient, url: str) -> None:
+    def resume(self, client: Caller, url: str) -> None:
         """Wakes and resumes a paused server. Raises HandshakeError if it has no endpoints for that."""
         development = (
             "no weight-update endpoints: start the server with VLLM_SERVER_DEV_MODE=1, as rljax serve vllm does"
@@ -298,11 +274,11 @@ class VllmBackend(Backend):
             lines.append(f"default sampling is not plain: {said}; start with --generation-config vllm")
         return lines
 
-    def show(self, client: ServerClient, url: str, probe: Mapping[str, Any]) -> None:
+    def show(self, client: Caller, url: str, probe: Mapping[str, Any]) -> None:
         """Sends the probe to the plugin as the start of a weight transfer."""
         client.call(url, "POST", "/init_weight_transfer_engine", json={"init_info": probe})
 
-    def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
+    def push(self, client: Caller, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """Pauses the server, updates its weights, resets its prefix cache and resumes it."""
         update: dict[str, Any] = {"path": "" if version.source else str(version.path), "tag": version.tag}
         if self.keeps_deltas:
@@ -328,11 +304,11 @@ class VllmBackend(Backend):
             raise RuntimeError(f"{url} could not reset its prefix cache: requests are still running there")
         post("/resume")
 
-    def sleep(self, client: ServerClient, url: str) -> None:
+    def sleep(self, client: Caller, url: str) -> None:
         """Puts the server to sleep at level 2, which drops its weights."""
         client.call(url, "POST", "/sleep", timeout_s=UPDATE_S, params={"level": 2, "mode": "wait"})
 
-    def wake(self, client: ServerClient, url: str) -> None:
+    def wake(self, client: Caller, url: str) -> None:
         """Wakes the server. It then holds no weights."""
         client.call(url, "POST", "/wake_up", timeout_s=UPDATE_S)
 
@@ -407,16 +383,3 @@ def _read_content(choice: Any, k: int) -> _Parts:
         ids, logprobs = map(attrgetter("token_id"), entries), map(attrgetter("logprob"), entries)
         tops = make_tops(map(len, lists), ids, logprobs, k)
     return are_others, as_floats(map(attrgetter("logprob"), content)), tops
-
-
-def _read_named(choice: Any, k: int) -> _Parts:
-    """Reads the scores of a choice of COMPLETIONS, whose tokens are named ``token_id:442``."""
-    scored = choice.logprobs
-    are_others = scored.tokens != list(map("token_id:{}".format, choice.token_ids))
-    tops = None
-    if k:
-        maps = scored.top_logprobs
-        names = ",".join(chain.from_iterable(maps)).replace("token_id:", "")
-        ids = msgspec.json.decode(f"[{names}]", type=list[int])
-        tops = make_tops(map(len, maps), ids, chain.from_iterable(map(dict.values, maps)), k)
-    return are_others, as_floats(scored.token_logprobs), tops

@@ -1,19 +1,34 @@
-"""The likeliest tokens of a response as arrays: read from a reply, checked, and joined."""
+"""Replies of servers: spans of versions, likeliest tokens as arrays, and the checks of a completion."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from rljax.errors import ReplyError
+from rljax.errors import OtherPromptError, ReplyError
+from rljax.rollout.servers.requests import Completion, Request
 from rljax.rollout.types import SamplingParams, Tops
 
 ROUNDING = 1e-3
 """The largest error of a log-probability (nats), or of a sum of probabilities, that counts as rounding."""
 _NEVER = -9999.0  # vLLM's value for the logarithm of 0. SGLang's value is lower.
 _TIES = 16  # The most tokens beyond ``top_k`` that a server may keep because they tie with the last one.
+
+
+class Span(msgspec.Struct):
+    """A part of a response in a reply: the tokens from ``start`` up to but not including ``end``."""
+
+    version: str
+    start: int
+    end: int
+
+
+def as_spans(spans: Iterable[Span] | None) -> tuple[tuple[str, int, int], ...] | None:
+    """Returns the spans of a reply as ``Completion.spans`` has them, or None if there are none."""
+    return tuple((span.version, span.start, span.end) for span in spans or ()) or None
 
 
 def as_floats(values: Iterable[float]) -> np.ndarray:
@@ -70,19 +85,11 @@ def _as_integers(values: Iterable[int], dtype: Any) -> np.ndarray:
     return values.astype(dtype) if isinstance(values, np.ndarray) else np.fromiter(values, dtype)
 
 
-def join_tops(parts: Sequence[Tops | None]) -> Tops | None:
-    """Returns the likeliest tokens of a response, joined from its parts, or None if a part has none."""
-    there = [part for part in parts if part is not None]
-    if len(there) < len(parts):
-        return None
-    return Tops(np.concatenate([part.ids for part in there]), np.concatenate([part.logprobs for part in there]))
-
-
 def without_ties(logprobs: np.ndarray, tops: Tops) -> tuple[np.ndarray, Tops]:
     """Normalises log-probabilities over the reported tokens at positions where a server has kept ties.
 
     vLLM's build for a CPU keeps every token that ties with the last one of ``top_k``. So it could sample more tokens
-    than it reports. A position is changed only if its missing probability is that of a few such ties. Takes and returns
+    than it reports. A position is changed only if a few such ties explain its missing probability. Takes and returns
     the log-probabilities of the sampled tokens, float32 [t], and the reported tokens with theirs.
     """
     mass = _masses(tops)
@@ -150,3 +157,63 @@ def _check_support(url: str, mass: np.ndarray, is_there: np.ndarray, among: np.n
 def _masses(tops: Tops) -> np.ndarray:
     """Returns the sum of the reported tokens' probabilities at each position, float64 [t]."""
     return np.exp(tops.logprobs).sum(axis=1, dtype=np.float64)
+
+
+def check_own_prompt(route: str, is_own: bool) -> None:
+    """Raises OtherPromptError unless the reply answers the prompt of its request."""
+    if not is_own:
+        raise OtherPromptError(f"{route} gave the reply to another prompt than the request has")
+
+
+def check_completion(
+    url: str, completion: Completion, request: Request, vocab_size: int | None, *, may_be_part: bool = False
+) -> None:
+    """Raises ReplyError if a completion cannot be the answer to ``request``, so that no step trains on it.
+
+    Messages name the server ``url``. Every token id is below ``vocab_size``, or that is None: it is not known.
+    ``may_be_part``: Whether the server may have given the response up after any number of tokens.
+    """
+    tokens, finish = completion.token_ids, completion.finish_reason
+    longest = request.sampling.max_response_tokens
+    is_part = may_be_part and finish == "abort"
+    if not is_part and finish not in ("stop", "length"):
+        raise ReplyError(f"{url} ended a response with {finish!r}")
+    count, scored = len(tokens), len(completion.logprobs)
+    if not (0 if is_part else 1) <= count <= longest - is_part or scored != count:
+        raise ReplyError(f"{url} gave {count} tokens and {scored} log-probabilities, asked for 1 to {longest}")
+    if is_part and not len(tokens):
+        return
+    if tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size):
+        raise ReplyError(f"{url} gave token ids from {tokens.min()} to {tokens.max()}, outside the vocabulary")
+    stops = np.isin(tokens, request.sampling.stop_token_ids)
+    if stops[:-1].any() or (finish == "stop" and not stops[-1]) or (is_part and stops[-1]):
+        raise ReplyError(f"{url} ended a response of {len(tokens)} tokens with {finish!r}, not at its first stop token")
+    if finish == "length" and len(tokens) != longest:
+        raise ReplyError(f"{url} ended a response at {len(tokens)} tokens, its limit was {longest}")
+    of_prompt = [value for top in completion.prompt_logprobs for value in top.values()]
+    reported = np.concatenate([completion.logprobs, np.array(of_prompt, np.float64)])
+    if not np.isfinite(reported).all():
+        raise ReplyError(f"{url} gave a log-probability of {reported[~np.isfinite(reported)][0]}")
+    if reported.max() > ROUNDING:
+        raise ReplyError(
+            f"{url} gives logits (a log-probability of {reported.max():.3g}): it must give log-probabilities of the "
+            "distribution sampled from (vLLM: --logprobs-mode processed_logprobs)"
+        )
+    places = [0, *(place for _, start, end in completion.spans or () for place in (start, end)), len(tokens)]
+    if completion.spans is not None and (places[::2] != places[1::2] or sorted(set(places)) != places[::2]):
+        raise ReplyError(f"{url} gave weight versions of other tokens: {completion.spans}, of {len(tokens)}")
+    if request.sampling.reported:
+        check_tops(url, completion.tops, tokens, completion.logprobs, request.sampling, vocab_size)
+    if request.routes is not None:
+        _check_routes(url, completion, request, request.routes)
+
+
+def _check_routes(url: str, completion: Completion, request: Request, wanted: tuple[int, int, int]) -> None:
+    layers, k, experts = wanted
+    routes, shape = completion.routes, (len(request.prompt) + len(completion.token_ids) - 1, layers, k)
+    if routes is None:
+        raise ReplyError(f"{url} does not report the experts of its tokens (vLLM: --enable-return-routed-experts)")
+    if routes.shape != shape or routes.dtype.kind != "u":
+        raise ReplyError(f"{url} gave routes {routes.dtype} {routes.shape}, expected unsigned integers {shape}")
+    if routes.max(initial=0) >= experts:
+        raise ReplyError(f"{url} gave the expert number {routes.max()}, expected at most {experts - 1}")

@@ -1,20 +1,19 @@
-"""Requests to an HTTP server and its replies as plain data, for every kind of server."""
+"""Requests to an HTTP server and its replies as plain data, for every kind of server. Nothing here sends them."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import math
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
-from rljax.errors import OtherPromptError, ReplyError
+from rljax.errors import ReplyError
 from rljax.rollout.form import ServerForm
-from rljax.rollout.servers.tops import ROUNDING, check_tops, join_tops
 from rljax.rollout.types import SamplingParams, Tops
 
 
@@ -65,37 +64,33 @@ class ServerInfo:
     has_first_weights: bool = False  # whether the server still has the weights of ``root`` that it was started with
 
 
-class Wire(Protocol):
-    """The requests and replies of one kind of server, without any I/O."""
+@dataclass(frozen=True)
+class Retries:
+    """The attempts at one request, and the waits between them."""
 
-    name: str  # the name of the kind in messages
-    routes: Sequence[str]  # the paths that may sample a response, the best first; a server has at least one of them
-    own_routes: Sequence[str]  # better paths, of rljax's plugin: a server may lack them, and no router passes them on
-    model: str  # the name of the model at servers that rljax starts
-    paused_route: str  # the path at which a server says whether it is paused, or "" if there is none
+    attempts: int = 6  # the most attempts, after which the error is raised
+    first_s: float = 0.25  # the wait before the second attempt, which is doubled before each further one (seconds)
+    longest_s: float = 8.0  # the longest wait (seconds)
 
-    def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
-        """Returns the JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""
-
-    def completion(self, route: str, reply: bytes, request: Request) -> Completion:
-        """Reads the bytes of a reply of ``route`` to ``request``.
-
-        It runs on the event loop or on another thread, once for each response. So no Python may run for each token
-        of the response. It raises ReplyError if the reply is not a completion. The message begins with ``route``.
-        """
+    def wait_s(self, failures: int) -> float:
+        """Returns the time to wait after so many failures (seconds). A random part keeps requests out of step."""
+        return min(self.longest_s, self.first_s * 2.0 ** (failures - 1)) * random.uniform(0.5, 1.0)
 
 
-class Span(msgspec.Struct):
-    """A part of a response in a reply: the tokens from ``start`` up to but not including ``end``."""
+class Caller(Protocol):
+    """What the handshake, the proof and each kind of server need of the client."""
 
-    version: str
-    start: int
-    end: int
+    def call(self, url: str, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
+        """Sends one request of the control plane, and returns the reply's JSON object."""
 
+    def sample(self, url: str, requests: Sequence[Request]) -> list[Completion]:
+        """Samples probes from one server."""
 
-def as_spans(spans: Iterable[Span] | None) -> tuple[tuple[str, int, int], ...] | None:
-    """Returns the spans of a reply as ``Completion.spans`` has them, or None if there are none."""
-    return tuple((span.version, span.start, span.end) for span in spans or ()) or None
+    def set_route(self, url: str, route: str) -> None:
+        """Sets the path at which the server at ``url`` samples."""
+
+    def set_model(self, url: str, model: str) -> None:
+        """Sets the name that the server at ``url`` gives its model."""
 
 
 def make_requests(
@@ -162,64 +157,12 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
     )
 
 
-def check_own_prompt(route: str, is_own: bool) -> None:
-    """Raises OtherPromptError unless the reply answers the prompt of its request."""
-    if not is_own:
-        raise OtherPromptError(f"{route} gave the reply to another prompt than that of the request")
-
-
-def check_completion(
-    url: str, completion: Completion, request: Request, vocab_size: int | None, *, may_be_part: bool = False
-) -> None:
-    """Raises ReplyError if a completion cannot be the answer to ``request``, so that no step trains on it.
-
-    Messages name the server ``url``. Every token id is below ``vocab_size``, or that is None: it is not known.
-    ``may_be_part``: Whether the server may have given the response up after any number of tokens.
-    """
-    tokens, finish = completion.token_ids, completion.finish_reason
-    longest = request.sampling.max_response_tokens
-    is_part = may_be_part and finish == "abort"
-    if not is_part and finish not in ("stop", "length"):
-        raise ReplyError(f"{url} ended a response with {finish!r}")
-    count, scored = len(tokens), len(completion.logprobs)
-    if not (0 if is_part else 1) <= count <= longest - is_part or scored != count:
-        raise ReplyError(f"{url} gave {count} tokens and {scored} log-probabilities, asked for 1 to {longest}")
-    if is_part and not len(tokens):
-        return
-    if tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size):
-        raise ReplyError(f"{url} gave token ids from {tokens.min()} to {tokens.max()}, outside the vocabulary")
-    stops = np.isin(tokens, request.sampling.stop_token_ids)
-    if stops[:-1].any() or (finish == "stop" and not stops[-1]) or (is_part and stops[-1]):
-        raise ReplyError(f"{url} ended a response of {len(tokens)} tokens with {finish!r}, not at its first stop token")
-    if finish == "length" and len(tokens) != longest:
-        raise ReplyError(f"{url} ended a response at {len(tokens)} tokens, its limit was {longest}")
-    of_prompt = [value for top in completion.prompt_logprobs for value in top.values()]
-    reported = np.concatenate([completion.logprobs, np.array(of_prompt, np.float64)])
-    if not np.isfinite(reported).all():
-        raise ReplyError(f"{url} gave a log-probability of {reported[~np.isfinite(reported)][0]}")
-    if reported.max() > ROUNDING:
-        raise ReplyError(
-            f"{url} gives logits (a log-probability of {reported.max():.3g}): it must give log-probabilities of the "
-            "distribution sampled from (vLLM: --logprobs-mode processed_logprobs)"
-        )
-    places = [0, *(place for _, start, end in completion.spans or () for place in (start, end)), len(tokens)]
-    if completion.spans is not None and (places[::2] != places[1::2] or sorted(set(places)) != places[::2]):
-        raise ReplyError(f"{url} gave weight versions of other tokens: {completion.spans}, of {len(tokens)}")
-    if request.sampling.reported:
-        check_tops(url, completion.tops, tokens, completion.logprobs, request.sampling, vocab_size)
-    if request.routes is not None:
-        _check_routes(url, completion, request, request.routes)
-
-
-def _check_routes(url: str, completion: Completion, request: Request, wanted: tuple[int, int, int]) -> None:
-    layers, k, experts = wanted
-    routes, shape = completion.routes, (len(request.prompt) + len(completion.token_ids) - 1, layers, k)
-    if routes is None:
-        raise ReplyError(f"{url} does not report the experts of its tokens (vLLM: --enable-return-routed-experts)")
-    if routes.shape != shape or routes.dtype.kind != "u":
-        raise ReplyError(f"{url} gave routes {routes.dtype} {routes.shape}, expected unsigned integers {shape}")
-    if routes.max(initial=0) >= experts:
-        raise ReplyError(f"{url} gave the expert number {routes.max()}, expected at most {experts - 1}")
+def join_tops(parts: Sequence[Tops | None]) -> Tops | None:
+    """Returns the likeliest tokens of a response, joined from its parts, or None if a part has none."""
+    there = [part for part in parts if part is not None]
+    if len(there) < len(parts):
+        return None
+    return Tops(np.concatenate([part.ids for part in there]), np.concatenate([part.logprobs for part in there]))
 
 
 def response_seed(seed: int, prompt: int, sample: int) -> int:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError, ServerRefusedError, VerificationError
 from rljax.rollout.servers import handshake
-from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import Expectation
-from rljax.rollout.servers.tops import without_ties
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Wire
+from rljax.rollout.servers.replies import without_ties
+from rljax.rollout.servers.requests import Caller, Completion, Request, Retries, ServerInfo
 from rljax.rollout.types import InFlight
 from rljax.weights.format import PROTOCOL, Checksum
 from rljax.weights.store import WeightDirectory, WeightVersion
@@ -39,21 +39,29 @@ class WorkerChecksums:
     equal: bool = False  # whether nothing was written, because the version before had the same tensors
 
 
-class Backend(Wire):
+class Backend(ABC):
     """One kind of server. A new kind is a subclass.
 
-    Every method but those of :class:`Wire` raises ServerGoneError if the server does not answer, and ReplyError if its
-    answer cannot be read.
+    Every method that takes a client raises ServerGoneError if the server does not answer, and ReplyError if its answer
+    cannot be read.
     """
 
-    model = "policy"
-    own_routes: Sequence[str] = ()
-    paused_route = ""
-    logprobs_hint: str  # the remedy if log-probabilities are not those of the distribution that a server samples from
+    name: str  # the name of the kind in messages
+    model = "policy"  # the name of the model at servers that rljax starts
+    route: str  # the path that samples a response
+    own_route = ""  # the better path of rljax's plugin, which a server may lack, or "" if there is none
+    without_route = ""  # the remedy if a server lacks ``route``
+    paused_route = ""  # the path at which a server says whether it is paused, or "" if there is none
+    retries = Retries()  # the attempts at a request that a server refuses or answers wrongly
+    logprobs_hint: str  # the remedy if log-probabilities belong to another distribution than the server samples from
     without_plugin: str  # the meaning of a refusal of a question to rljax's plugin
     version_route: str  # the path at which a server says which weights it holds
     without_version: str  # the meaning of a refusal at ``version_route``
     keeps_deltas = False  # whether the workers keep the changes of a version, to write them in place
+
+    @abstractmethod
+    def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
+        """Returns the JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""
 
     @abstractmethod
     def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
@@ -63,21 +71,21 @@ class Backend(Wire):
         """
 
     @abstractmethod
-    def ask_plugin(self, client: ServerClient, url: str, method: str, *arguments: Any) -> list[Any]:
+    def ask_plugin(self, client: Caller, url: str, method: str, *arguments: Any) -> list[Any]:
         """Calls a method of rljax's plugin in each worker, and returns the answers.
 
         It raises ServerRefusedError, with the reason, if there is no plugin or the method failed.
         """
 
     @abstractmethod
-    def describe(self, client: ServerClient, url: str) -> ServerInfo:
+    def describe(self, client: Caller, url: str) -> ServerInfo:
         """Returns the server's description of itself, and tells the client its model's name and its route.
 
         It raises ValueError if the server is of another kind, does not serve exactly one model, or is paused.
         """
 
     @abstractmethod
-    def resume(self, client: ServerClient, url: str) -> None:
+    def resume(self, client: Caller, url: str) -> None:
         """Resumes a server that an earlier run left paused."""
 
     @abstractmethod
@@ -85,14 +93,14 @@ class Backend(Wire):
         """Returns one line for each difference between ``expected`` and the plugin's answer ``described``."""
 
     @abstractmethod
-    def show(self, client: ServerClient, url: str, probe: Mapping[str, Any]) -> None:
+    def show(self, client: Caller, url: str, probe: Mapping[str, Any]) -> None:
         """Tells the plugin where the run's weights will be. Raises ServerRefusedError if the plugin cannot read there.
 
         ``probe`` has the arguments of ``WorkerWeights.show``.
         """
 
     @abstractmethod
-    def push(self, client: ServerClient, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
+    def push(self, client: Caller, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """Makes the server load a version that its machine can read. This does not prove that the weights arrived.
 
         ``in_flight`` is the fate of the responses under way, as ``RolloutConfig.update``. A token of the new weights
@@ -101,7 +109,7 @@ class Backend(Wire):
         """
 
     def forcing(
-        self, client: ServerClient, url: str
+        self, client: Caller, url: str
     ) -> contextlib.AbstractContextManager[Callable[[np.ndarray], Mapping[str, Any]]]:
         """Lets requests give the tokens that the server decodes, until the end of the ``with`` block.
 
@@ -110,16 +118,20 @@ class Backend(Wire):
         """
         raise ValueError(f"{url}: {self.name} decodes no given tokens; {self.name.lower()}:URL scores them by prefill")
 
-    def sleep(self, client: ServerClient, url: str) -> None:
+    def sleep(self, client: Caller, url: str) -> None:
         """Makes the server free its devices' memory, with weights and caches. Raises RuntimeError if it cannot."""
         raise RuntimeError(f"{url}: rollout.colocated works with vLLM servers")
 
-    def wake(self, client: ServerClient, url: str) -> None:
+    def wake(self, client: Caller, url: str) -> None:
         """Makes a sleeping server allocate its memory again, but load no weights. Raises RuntimeError if it cannot."""
         raise RuntimeError(f"{url}: rollout.colocated works with vLLM servers")
 
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
-        """Reads a reply by :meth:`read`, and checks that it has one log-probability for each token."""
+        """Reads the bytes of a reply of ``route`` to ``request``, which have a log-probability for each token.
+
+        It runs on the event loop or on another thread, once for each response. So no Python may run for each token
+        of the response. It raises ReplyError if the reply is not a completion. The message begins with ``route``.
+        """
         try:
             completion, are_others = self.read(route, reply, request)
             if request.sampling.top_k and completion.tops is not None:
@@ -134,7 +146,24 @@ class Backend(Wire):
             raise ReplyError(f"{route} gave {tokens} tokens and log-probabilities of {scored} others")
         return completion
 
-    def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
+    def find_route(self, client: Caller, url: str) -> None:
+        """Sets the path that samples at ``url`` to the best path that the server has. Nothing is sampled.
+
+        It raises HandshakeError if the server has none, and ServerRefusedError for another refusal than "not found".
+        """
+        for route in filter(None, (self.own_route, self.route)):
+            client.set_route(url, route)
+            try:
+                client.call(url, "GET", route)
+                return
+            except ServerRefusedError as error:
+                if error.status == HTTPStatus.METHOD_NOT_ALLOWED:  # it is there, and takes only POST
+                    return
+                if error.status != HTTPStatus.NOT_FOUND:
+                    raise
+        raise HandshakeError(f"{url} has no {self.route}: {self.without_route}")
+
+    def handshake(self, client: Caller, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
         """Compares a server with the trainer, and tells it where the run's weights will be. Nothing is sampled.
 
         It raises HandshakeError if they differ, with one line for each difference.
@@ -156,7 +185,7 @@ class Backend(Wire):
             raise HandshakeError("\n".join(f"{url}: {line}" for line in differing))
         with handshake.refusals(url, self.without_version):
             client.call(url, "GET", self.version_route)
-        handshake.find_route(client, url, self)
+        self.find_route(client, url)
         unread = f"the server cannot read the weight directory {files.root}; set transfer_dir to one that both see"
         unread += ", and publish.readable_by where the server runs as another user"
         if files.source:
@@ -167,7 +196,7 @@ class Backend(Wire):
             self.show(client, url, probe | {"version_bytes": expected.version_bytes})
         return handshake.server_info(url, described, self.name.lower())
 
-    def prepare(self, client: ServerClient, url: str, version: WeightVersion) -> Mapping[str, Any]:
+    def prepare(self, client: Caller, url: str, version: WeightVersion) -> Mapping[str, Any]:
         """Makes the workers pull a version into their machine's mirror while they sample. :meth:`push` loads it later.
 
         Returns the fields of ``pull.Pulled`` of the slowest worker, or {} if servers read the version in the directory
@@ -191,7 +220,7 @@ class Backend(Wire):
             time.sleep(_POLL_S)
         raise ServerGoneError(f"{url} did not pull {version.tag} within {UPDATE_S:g} s")
 
-    def serves(self, client: ServerClient, url: str, version: WeightVersion) -> bool:
+    def serves(self, client: Caller, url: str, version: WeightVersion) -> bool:
         """Returns whether the server says that it holds ``version``. Raises ServerGoneError also after a refusal."""
         try:
             answer = client.call(url, "GET", self.version_route, timeout_s=10.0)
@@ -199,13 +228,13 @@ class Backend(Wire):
             raise ServerGoneError(str(error)) from error
         return answer.get("weight_version") == version.tag
 
-    def check_serves(self, client: ServerClient, url: str, version: WeightVersion) -> None:
+    def check_serves(self, client: Caller, url: str, version: WeightVersion) -> None:
         """Raises ServerGoneError unless the server says that it holds ``version``."""
         if not self.serves(client, url, version):
             raise ServerGoneError(f"{url} does not hold {version.tag}: it was restarted or updated by others")
 
     def check_bits(
-        self, client: ServerClient, url: str, version: WeightVersion, sums: Mapping[str, Checksum]
+        self, client: Caller, url: str, version: WeightVersion, sums: Mapping[str, Checksum]
     ) -> Sequence[WorkerChecksums]:
         """Compares the weights that each worker loaded with the trainer's ``sums``, and returns the workers' answers.
 

@@ -1,0 +1,111 @@
+"""The engines, what each of them can do, and what the settings of a configuration need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from rljax.rollout.types import RolloutConfig
+
+Ability = Literal[
+    "serves",  # it samples in servers over HTTP, to which weights are published
+    "decodes",  # it decodes in this process, with a cache in a form of its own settings
+    "is_exact",  # it samples with the executable that the trainer trains with
+    "lags",  # it samples with a copy of the policy, so that the trainer may go on meanwhile
+    "updates_in_flight",  # it goes on with responses when new weights come
+    "sleeps",  # it gives its devices back while the trainer trains
+    "in_place",  # it writes only the changed elements of weights
+    "cuts",  # it reports log-probabilities of the distribution after a cut
+    "injects",  # its weights and logits can be changed on purpose
+    "replays",  # the trainer may take over the experts of a recorded forward
+    "reports_routes",  # it reports the experts of each token
+    "cache_form",  # it may hold keys and values in another form than the rollout dtype
+    "weight_form",  # it may hold weights in another form than the rollout dtype
+    "is_invariant",  # it can compute each token with bits that do not depend on the batch
+    "decodes_given",  # it decodes given tokens one by one
+]
+
+_SERVER: tuple[Ability, ...] = ("serves", "lags", "updates_in_flight", "cache_form", "is_invariant")
+ENGINES: dict[str, frozenset[Ability]] = {
+    "exact": frozenset({"is_exact", "cuts", "injects"}),
+    "jax": frozenset({"decodes", "lags", "cuts", "injects", "replays", "reports_routes"}),
+    "vllm": frozenset(
+        {*_SERVER, "sleeps", "in_place", "cuts", "replays", "reports_routes", "weight_form", "decodes_given"}
+    ),
+    "sglang": frozenset({*_SERVER, "replays"}),
+}
+"""What each engine can do, by its name in ``rollout.engine``. ``build.py`` makes the engine."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A setting that not every engine can have."""
+
+    key: str  # the setting, below ``rollout``
+    needs: Ability  # the ability that the engine needs for it
+    is_made: Callable[[RolloutConfig], bool]  # a function that tells whether a configuration has the setting
+    hint: str = ""  # the end of the message if the engine cannot have it
+
+
+WISHES = (
+    Wish("colocated", "sleeps", lambda c: c.colocated),
+    Wish("trajectories", "lags", lambda c: c.trajectories is not None, ", which trains on its own samples"),
+    Wish("max_staleness", "lags", lambda c: c.max_staleness > 0, ", which samples with the policy that is trained"),
+    Wish("update", "updates_in_flight", lambda c: c.update != "wait"),
+    Wish("weight_quantization", "decodes", lambda c: c.weight_quantization != "none"),
+    Wish("kv_cache_dtype", "decodes", lambda c: c.kv_cache_dtype != "auto"),
+    Wish("decode_tokens", "decodes", lambda c: c.decode_tokens > 0),
+    Wish(
+        "server_form",
+        "cache_form",
+        lambda c: c.server_form.is_rounded,
+        "; the keys of jax are rollout.weight_quantization and rollout.kv_cache_dtype",
+    ),
+    Wish("server_form.weights", "weight_form", lambda c: c.server_form.weights != "none"),
+    Wish("batch_invariant", "is_invariant", lambda c: c.batch_invariant),
+    Wish("router_replay", "replays", lambda c: c.router_replay != "none", ", which routes as the trainer does"),
+    Wish("router_replay = r3", "reports_routes", lambda c: c.router_replay == "r3"),
+    Wish("top_k", "cuts", lambda c: c.is_cut, ", whose log-probabilities are of the distribution before the cut"),
+    Wish("inject", "injects", lambda c: c.inject.changes_weights or c.inject.logit_noise > 0),
+)
+"""The settings that need an ability, in the order in which they are checked."""
+
+
+def can(engine: str, ability: Ability) -> bool:
+    """Returns whether an engine has an ability. Raises ValueError for an unknown engine."""
+    if engine not in ENGINES:
+        raise ValueError(f"the engine must be {_either(ENGINES)}, got {engine!r}")
+    return ability in ENGINES[engine]
+
+
+def engines_that(ability: Ability) -> tuple[str, ...]:
+    """Returns the names of the engines that have an ability."""
+    return tuple(name for name in ENGINES if can(name, ability))
+
+
+def named_engines(ability: Ability) -> str:
+    """Returns the names of the engines that have an ability, for a message: "jax, vllm or sglang"."""
+    return _either(engines_that(ability))
+
+
+if TYPE_CHECKING:
+    Engine: TypeAlias = str
+    Copying: TypeAlias = str
+else:
+    Engine = Literal[tuple(ENGINES)]  # the choices of a key that names any engine
+    Copying = Literal[engines_that("lags")]  # the choices of a key that names an engine for a policy that nobody trains
+
+
+def check_wishes(config: RolloutConfig) -> None:
+    """Raises ValueError for the first setting that the engine of ``config`` cannot have."""
+    for wish in WISHES:
+        if wish.is_made(config) and not can(config.engine, wish.needs):
+            works = f"works with rollout.engine = {named_engines(wish.needs)}"
+            raise ValueError(f"rollout.{wish.key} {works}, not with {config.engine}{wish.hint}")
+
+
+def _either(names: Iterable[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,304 @@
+"""HTTP exchanges with servers: one at a time or several on one connection, and the errors that they stand for.
+
+A request and a connection for each response cost both sides more processor time than a short response takes to sample.
+So requests of the same moment are sent to a server together, and their replies come as each is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import os
+import resource
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, NoReturn
+
+import httpx
+import msgspec
+
+from rljax.errors import (
+    ReplyError,
+    ServerError,
+    ServerGoneError,
+    ServerPausedError,
+    ServerRefusedError,
+)
+from rljax.rollout.servers.kind import Backend
+
+CONNECT_S = 10.0
+"""The longest that a connection may take to open (seconds)."""
+_MOST = 64  # The most requests that share a connection. All of them are lost if it breaks.
+_GATHER_S = 0.002  # The longest time that a request waits for others (seconds).
+_GIVE_UP_S = 10.0  # The longest time that a server may take to give requests up (seconds).
+_SPARE_FILES = 256  # The file descriptors left to checkpoints, rows, reward workers and the device driver.
+
+_Reply = tuple[int, bytes]
+"""The status and the content of a reply."""
+
+
+class _Batch:
+    def __init__(self) -> None:
+        self.name = uuid.uuid4().hex
+        self.bodies: list[dict[str, Any]] = []
+        self.answers: list[asyncio.Future[_Reply]] = []
+        self.given_up: list[int] = []  # the numbers of cancelled requests of which the server was not told yet
+        self.is_known = asyncio.Event()  # set once the server has the requests, or the exchange has ended
+
+
+class Http:
+    """HTTP exchanges with servers of one kind. One event loop uses it."""
+
+    def __init__(self, kind: Backend, headers: Mapping[str, str]) -> None:
+        """Opens nothing yet. Each request has ``headers``."""
+        self._kind = kind
+        self._http = httpx.AsyncClient(
+            # A connection for each request: vLLM closes idle ones after 5 s and resets one on which it answered 500.
+            # Requests for rollouts share one where the server has rljax's endpoint (``ask``).
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+            trust_env=False,
+            headers=headers,
+        )
+        self._timeout = httpx.Timeout(None, connect=CONNECT_S)
+        self._gathered: defaultdict[str, _Batch] = defaultdict(_Batch)  # by URL
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def aclose(self) -> None:
+        """Closes all connections."""
+        await self._http.aclose()
+
+    async def exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
+        """Returns a reply of status 200 within ``timeout_s`` seconds. ``content`` is passed on to httpx.
+
+        It raises ServerGoneError if no answer comes or the server is not healthy, ReplyError if the answer is no HTTP,
+        ServerPausedError if the server refuses a sample because it is paused, and ServerRefusedError, with the
+        server's message, for any other status.
+        """
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S), pool=None)
+        async with _answering(url + path, timeout_s):
+            reply = await self._http.request(method, url + path, timeout=timeout, **content)
+        if reply.status_code != 200:
+            await self._refuse(url, path, reply)
+        return reply
+
+    async def ask(self, url: str, path: str, timeout_s: float, body: dict[str, Any]) -> bytes:
+        """Returns the reply to a request, which is sent together with others to ``url`` of the same moment.
+
+        If the caller is cancelled, the server gives the request up. It raises the errors of :meth:`exchange`.
+        """
+        address, loop = url + path, asyncio.get_running_loop()
+        answer: asyncio.Future[_Reply] = loop.create_future()
+        batch = self._gathered[address]
+        batch.bodies.append(body)
+        batch.answers.append(answer)
+        if len(batch.answers) == 1:
+            loop.call_later(_GATHER_S, self._send, address, batch)
+        elif len(batch.answers) == _MOST:
+            self._send(address, batch)
+        async with _answering(address, timeout_s):
+            status, content = await answer
+        if status != 200:
+            await self._refuse(url, path, httpx.Response(status, content=content))
+        return content
+
+    async def _refuse(self, url: str, path: str, reply: httpx.Response) -> NoReturn:
+        """Raises the error that a reply of another status than 200 stands for."""
+        if path == "/health":
+            raise ServerGoneError(f"{url} is not healthy: {refusal_text(reply)}")
+        if reply.status_code >= 500:
+            await self.exchange(url, "GET", "/health", 10.0)  # raises where the server is gone
+        hint = "; name the server's key file in rollout.api_key_file or RLJAX_API_KEY_FILE"
+        wanted = hint if reply.status_code == 401 else ""
+        said = f"{url}{path} answered {refusal_text(reply)}{wanted}"
+        if reply.status_code == 503 and path in (self._kind.route, self._kind.own_route) and await self._is_paused(url):
+            raise ServerPausedError(said, reply.status_code)
+        raise ServerRefusedError(said, reply.status_code)
+
+    async def _is_paused(self, url: str) -> bool:
+        """Returns whether the server at ``url`` is paused."""
+        if self._kind.paused_route:
+            with contextlib.suppress(ServerError):
+                reply = await self.exchange(url, "GET", self._kind.paused_route, 10.0)
+                return bool(json_object(reply).get("is_paused"))
+        return False
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts ``work`` as a task, and holds a reference to the task until it is done."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _send(self, url: str, batch: _Batch) -> None:
+        """Sends ``batch``, unless it was sent before because it was full."""
+        if self._gathered.get(url) is not batch:
+            return
+        del self._gathered[url]
+        exchange, left = self._start(self._exchange_all(url, batch)), len(batch.answers)
+
+        def finished(number: int, answer: asyncio.Future[_Reply]) -> None:
+            nonlocal left
+            left -= 1
+            if answer.cancelled():
+                batch.given_up.append(number)
+                if len(batch.given_up) == 1:
+                    self._start(self._give_up(url, batch))
+            if batch.given_up and not left:
+                exchange.cancel()  # this closes the connection, so that the server gives up all that is left
+
+        for number, answer in enumerate(batch.answers):
+            answer.add_done_callback(functools.partial(finished, number))
+
+    async def _give_up(self, url: str, batch: _Batch) -> None:
+        """Makes the server give up the cancelled requests of ``batch``, unless all requests are answered."""
+        await batch.is_known.wait()
+        await asyncio.sleep(_GATHER_S)
+        numbers, batch.given_up = batch.given_up, []
+        if not all(answer.done() for answer in batch.answers):
+            with contextlib.suppress(httpx.RequestError):  # the server is gone, and the other requests see that, too
+                await self._http.delete(url, params={"batch": batch.name, "number": numbers}, timeout=_GIVE_UP_S)
+
+    async def _exchange_all(self, url: str, batch: _Batch) -> None:
+        """Sends ``batch``, and sets the reply of each request, or the error that ended the exchange."""
+        try:
+            content = msgspec.json.encode(batch.bodies)
+            async with self._http.stream(
+                "POST",
+                url,
+                params={"batch": batch.name},
+                content=content,
+                headers={"content-type": "application/json"},
+                timeout=self._timeout,
+            ) as reply:
+                batch.is_known.set()
+                if reply.status_code != 200:
+                    refused = reply.status_code, await reply.aread()
+                    for answer in batch.answers:
+                        _give(answer, refused)
+                    return
+                async for line in _lines(reply):
+                    try:
+                        number, status, said = line.split(b" ", 2)
+                        _give(batch.answers[int(number)], (int(status), said))
+                    except (ValueError, IndexError) as error:
+                        raise ReplyError(f"{url} sent an invalid line in a reply: {line[:200]!r}") from error
+            raise httpx.RemoteProtocolError("the reply ended before all responses")
+        except Exception as error:
+            for answer in batch.answers:
+                if not answer.done():
+                    answer.set_exception(error)
+        finally:
+            batch.is_known.set()
+
+
+def _give(answer: asyncio.Future[_Reply], reply: _Reply) -> None:
+    if not answer.done():
+        answer.set_result(reply)
+
+
+async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
+    parts: list[bytes] = []
+    async for chunk in reply.aiter_bytes():
+        *lines, rest = chunk.split(b"\n")
+        for line in lines:
+            yield b"".join((*parts, line))
+            parts.clear()
+        parts.append(rest)
+
+
+@contextlib.asynccontextmanager
+async def _answering(address: str, timeout_s: float) -> AsyncIterator[None]:
+    """Limits the time of a reply. Raises ServerGoneError if none comes in time, and ReplyError if it is not HTTP."""
+    try:
+        # httpx's timeouts bound each read: a server that sends a byte now and then never exceeds them.
+        async with asyncio.timeout(timeout_s if math.isfinite(timeout_s) else None):
+            yield
+    except (httpx.TransportError, TimeoutError) as error:
+        said = f"{type(error).__name__} {error}".rstrip()
+        late = f" within {timeout_s:g} s" if isinstance(error, TimeoutError) else ""
+        raise ServerGoneError(f"no answer from {address}{late}: {said}") from error
+    except httpx.RequestError as error:  # a body that cannot be decoded
+        raise ReplyError(f"{address} sent no valid HTTP reply: {error}") from error
+
+
+class Pauses:
+    """The refusals of one request by paused servers. They count as failed attempts only after ``longest_s`` seconds."""
+
+    def __init__(self, longest_s: float) -> None:
+        self.count, self._waits, self._longest_s, self._end = 0, False, longest_s, math.inf
+
+    def may_end(self, error: ServerError) -> bool:
+        """Returns whether ``error`` is the refusal of a paused server, and the wait may go on. Counts the refusal."""
+        # The server may resume between its refusal and the question whether it is paused. One refusal 503 counts, too.
+        waits, self._waits = self._waits, isinstance(error, ServerPausedError)
+        if not self._waits and not (waits and isinstance(error, ServerRefusedError) and error.status == 503):
+            return False
+        self._end = min(self._end, time.monotonic() + self._longest_s)
+        self.count += 1
+        return time.monotonic() < self._end
+
+
+def may_pass(error: ServerError) -> bool:
+    """Returns whether the same request may be answered later."""
+    return not isinstance(error, ServerRefusedError) or error.status >= 500 or error.status in (408, 429)
+
+
+def json_object(reply: Any) -> dict[str, Any]:
+    """Returns the JSON object of an httpx reply. Any other JSON value comes under the key ``value``.
+
+    Raises ReplyError if the reply is not JSON.
+    """
+    try:
+        value = reply.json()
+    except (ValueError, RecursionError) as error:
+        raise ReplyError(f"{reply.url} sent no valid JSON: {reply.text[:200]!r}") from error
+    return value if isinstance(value, dict) else {"value": value}
+
+
+def refusal_text(reply: Any) -> str:
+    """Returns the status of an httpx reply and the server's own words, in one line."""
+    text = reply.text
+    with contextlib.suppress(ValueError, AttributeError):
+        error = reply.json().get("error", text)
+        text = error.get("message", text) if isinstance(error, dict) else str(error)
+    return f"{reply.status_code}: {' '.join(text.split())[:500]}"
+
+
+def room_for(connections: int) -> int:
+    """Returns the number of ``connections`` that can be open at a time. Each takes a file descriptor.
+
+    The soft limit of file descriptors of this process is raised as far as needed. Shells commonly set it to 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return connections
+    taken = count_open_files() + _SPARE_FILES
+    if soft < taken + connections:
+        wanted = taken + connections if hard == resource.RLIM_INFINITY else min(taken + connections, hard)
+        with contextlib.suppress(OSError, ValueError):  # a kernel that allows less than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+            soft = max(soft, wanted)
+    return max(1, min(connections, soft - taken))
+
+
+def count_open_files() -> int:
+    """Returns the number of open file descriptors of this process, or 0 if there is no /proc."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/fd"))
+    return 0
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError unless ``url`` is an http or https URL without user and password. Logs show the URL."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"expected URLs such as http://host:port, got {url!r}: {error}") from error
+    if parsed.userinfo:
+        raise ValueError(f"a URL of {parsed.host} holds a user or a password; URLs are logged")
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ValueError(f"expected URLs such as http://host:port, got {url!r}")
