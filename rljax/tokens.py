@@ -39,7 +39,7 @@ COLUMNS: dict[str, Column] = {
     "turn": Column(np.int32, 0, "", "the turn, from 1, that sampled the token; 0 where an environment wrote it"),
     "top_ids": Column(np.int32, -1, "k", "the likeliest tokens, likeliest first; -1 where there are fewer", "top_ids"),
     "top_logprobs": Column(np.float32, -np.inf, "k", "the sampler's log-probabilities of them (nats)", "top_logprobs"),
-    "routes": Column(None, 0, "layers k", "1 + the experts that the token goes to; 0 for any, as at the last token"),
+    "routes": Column(None, 0, "layers k", "1 + the experts that the token goes to; 0 for any"),
     "staleness": Column(np.int32, 0, "", "the policy versions between the sampling of the token and this step"),
     "advantages": Column(np.float32, 0.0, "", "the advantage of the token, where tokens have their own"),
     "old_logprobs": Column(np.float32, 0.0, "", "under the trainer's policy before the batch's first update (nats)"),

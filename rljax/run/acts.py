@@ -29,10 +29,10 @@ from rljax.run.build import Inputs, Problems, build, make_run_engine, starting_p
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.directory import send_output_to_log
-from rljax.run.sampling import sequence_arrays, sequences_of
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_trainer, starting_state
+from rljax.tokens import TOPS, from_arrays, to_arrays
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import TrainerValues, Update, Updated, UpdateOptions
@@ -119,7 +119,7 @@ class Step(Act[FollowerState]):
 
     def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
         """Sends the sequences of the step to all processes; each of them packs the whole batch for itself."""
-        arrays = sequence_arrays(sequences, with_tops=self._with_tops)
+        arrays = to_arrays(sequences if self._with_tops else [s.without(*TOPS) for s in sequences])
         with self.lead("pack", arrays=arrays), self.processes.timed(PACK):
             return self._update.pack(sequences)
 
@@ -140,7 +140,7 @@ class Step(Act[FollowerState]):
         """Packs the sequences of process 0, makes the same update, or takes part in fetching the token values."""
         if request.part == "pack":
             with self.processes.timed(PACK):
-                self._sequences = sequences_of(request.arrays)
+                self._sequences = from_arrays(TrainSequence, request.arrays)
                 self._batch = self._update.pack(self._sequences)
         elif request.part == "update":
             assert self._batch is not None

@@ -14,6 +14,7 @@ from rljax.data.tokenizer import Tokenizer
 from rljax.distributed.files import write_whole
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts
+from rljax.tokens import common_columns
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.update import TrainerValues
 
@@ -70,19 +71,17 @@ def write_tokens(
     """
     from rljax.record.token_dumps import dump_of_responses, write_dump  # pyarrow, for few runs
 
-    stale = any(s.staleness is not None and s.staleness.any() for s in sequences)
-    columns, settings = _sources(config, policy_version, stale)
-    pairs = [(s.top_ids, s.top_logprobs) for s in sequences]
-    tops = [(ids, values) for ids, values in pairs if ids is not None and values is not None]
-    turns = [s.turns for s in sequences if s.turns is not None]
-    behind = [np.zeros(len(s.response)) if s.staleness is None else s.staleness for s in sequences]
+    columns, settings = _sources(config, policy_version, any(s["staleness"].any() for s in sequences))
+    names = common_columns(sequences)
+    tops = [(s["top_ids"], s["top_logprobs"]) for s in sequences] if "top_ids" in names else []
+    turns = [s.turns for s in sequences] if "turn" in names else []
     entropies = trainer.entropy and [_where_sampled(s, own) for s, own in zip(sequences, trainer.entropy, strict=True)]
     dump = dump_of_responses(
         [f"step{step}/{i}" for i in range(len(sequences))],
         [s.prompt for s in sequences],
         [s.response for s in sequences],
         {
-            ROLLOUT: [_where_sampled(s, s.rollout_logprobs) for s in sequences],
+            ROLLOUT: [_where_sampled(s, s["rollout_logprobs"]) for s in sequences],
             TRAINER: [_where_sampled(s, own) for s, own in zip(sequences, trainer.logprobs, strict=True)],
         },
         columns,
@@ -90,7 +89,7 @@ def write_tokens(
         tops,
         {
             "advantage": [np.broadcast_to(s.advantage, len(s.response)) for s in sequences],
-            "version": [policy_version - each for each in behind],
+            "version": [policy_version - s["staleness"] for s in sequences],
             "in_loss": [np.full(len(s.response), float(s.in_loss)) for s in sequences],
             **({"turn": turns} if turns else {}),
             **({"entropy": entropies} if entropies else {}),
@@ -144,7 +143,7 @@ def _write_transcript(
     rows = [(row, reward) for response, reward in pairs for row in response.trained_rows]
     lines = []
     for sequence, (response, reward), logprobs in zip(sequences, rows, trainer_logprobs, strict=True):
-        gap = np.asarray(logprobs, np.float64) - sequence.rollout_logprobs  # 0 at an environment's tokens
+        gap = np.asarray(logprobs, np.float64) - sequence["rollout_logprobs"]  # 0 at an environment's tokens
         worst = int(np.argmax(np.abs(gap))) if len(gap) else 0
         line = {
             "step": step,
@@ -165,7 +164,7 @@ def _write_transcript(
 
 def _where_sampled(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
     """Returns the values [r] of a response, with NaN at the tokens that an environment wrote."""
-    return values if sequence.turns is None else np.where(sequence.sampled, values, np.nan)
+    return np.where(sequence.sampled, values, np.nan)
 
 
 def _number(value: Any) -> float | None:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from rljax.algorithms.advantages import compute_advantages, groups_with_loss, groups_with_signal
 from rljax.data.prompts import Problem
-from rljax.distributed.messages import ragged, vectors_of
 from rljax.record.rows import Row
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config
-from rljax.trainer.packing import TrainSequence, trajectories
-
-_VECTORS = ("prompt", "response", "rollout_logprobs", "staleness")
-_WITHOUT_TOPS = ("routes", "turns")
-_OPTIONAL = (*_WITHOUT_TOPS, "top_ids", "top_logprobs")
+from rljax.tokens import as_stored
+from rljax.trainer.packing import TrainSequence
 
 
 class Scored(NamedTuple):
@@ -217,60 +213,22 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
     lacking = sum(response.tops is None and response.length > 0 for response in rollouts.all())
     if reported and lacking:
         raise RuntimeError(f"the engine reported no likeliest tokens for {lacking} of {lengths.size} responses")
-    return [
-        TrainSequence(
-            prompt if row.prompt is None else row.prompt,
-            row.token_ids,
-            row.logprobs,
-            float(advantages[i, j]),
-            bool(in_loss[i, j]),
-            staleness_of(row, policy_version),
-            routes=row.routes if config.rollout.router_replay == "r3" else None,
-            top_ids=row.tops.ids if reported and row.tops is not None else None,
-            top_logprobs=row.tops.logprobs if reported and row.tops is not None else None,
-            turns=row.turns,
-            trajectory=i * len(group) + j,
-        )
-        for i, (prompt, group) in enumerate(zip(rollouts.prompts, rollouts.responses, strict=True))
-        for j, response in enumerate(group)
-        for row in response.trained_rows
-    ]
-
-
-def staleness_of(response: Response, policy_version: int) -> np.ndarray:
-    """Returns by how many policy versions the sampler of each token was behind ``policy_version``, int32 [t]."""
-    behind = np.zeros(len(response.token_ids), np.int32)
-    for span in response.versions:
-        behind[span.start : span.end] = policy_version - span.version
-    return behind
-
-
-def sequence_arrays(sequences: Sequence[TrainSequence], *, with_tops: bool = True) -> dict[str, np.ndarray]:
-    """Returns the sequences of a step as arrays by name, which ``sequences_of`` turns back without loss of a bit.
-
-    The likeliest tokens of the sequences are left out if ``with_tops`` is False.
-    """
-    arrays: dict[str, np.ndarray] = {
-        "advantage": np.asarray([sequence.advantage for sequence in sequences], np.float64),
-        "in_loss": np.asarray([sequence.in_loss for sequence in sequences], np.bool_),
-        "trajectory": trajectories(sequences),
-    }
-    for name in _VECTORS:
-        arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
-    for name in _OPTIONAL if with_tops else _WITHOUT_TOPS:
-        if sequences and getattr(sequences[0], name) is not None:
-            arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
-    return arrays
-
-
-def sequences_of(arrays: Mapping[str, np.ndarray]) -> list[TrainSequence]:
-    """Returns the sequences that ``sequence_arrays`` packed."""
-    prompts, responses, logprobs, staleness = (vectors_of(name, arrays) for name in _VECTORS)
-    advantages, in_loss = arrays["advantage"].tolist(), arrays["in_loss"].tolist()
-    sequences = list(map(TrainSequence, prompts, responses, logprobs, advantages, in_loss, staleness))
-    numbers = arrays["trajectory"].tolist()
-    sequences = [s._replace(trajectory=each) for s, each in zip(sequences, numbers, strict=True)]
-    for name in (name for name in _OPTIONAL if name in arrays):
-        values: Sequence[Any] = vectors_of(name, arrays)
-        sequences = [s._replace(**{name: each}) for s, each in zip(sequences, values, strict=True)]
+    sequences = []
+    for i, (prompt, group) in enumerate(zip(rollouts.prompts, rollouts.responses, strict=True)):
+        for j, response in enumerate(group):
+            facts = {"advantage": float(advantages[i, j]), "in_loss": bool(in_loss[i, j])}
+            for row in response.trained_rows:
+                before = prompt if row.prompt is None else row.prompt
+                staleness = np.zeros(len(row.token_ids), np.int32)
+                for span in row.versions:
+                    staleness[span.start : span.end] = policy_version - span.version
+                arrays = {"rollout_logprobs": row.logprobs, "staleness": staleness}
+                if row.turns is not None:
+                    arrays["turn"] = row.turns
+                if reported and row.tops is not None:
+                    arrays |= {"top_ids": row.tops.ids, "top_logprobs": row.tops.logprobs}
+                if config.rollout.router_replay == "r3" and row.routes is not None:
+                    arrays["routes"] = as_stored(row.routes)
+                number = i * len(group) + j
+                sequences.append(TrainSequence.of(before, row.token_ids, arrays, trajectory=number, **facts))
     return sequences

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -19,7 +20,6 @@ from rljax.rollout.types import InjectConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, lay_out, micro_of
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import TrainSequence
 from rljax.trainer.precision import PrecisionConfig
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def mismatch(exact, params, *, seed=0, **inject):
     engine = InjectedEngine(ExactEngine(exact, inject=config), config, CONFIG, MESH)
     engine.publish(params, 3)
     responses = sample(engine, seed=seed)
-    sequences = [TrainSequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, 0.0, True) for r in responses]
+    sequences = [train_sequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, 0.0, True) for r in responses]
     micro = micro_of(lay_out(sequences, 8, 16), 0)
     one = exact.scalar(1.0)
     trainer = np.asarray(exact(params, exact.place(micro), one, one, one).scores.logprobs)

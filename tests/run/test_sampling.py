@@ -12,12 +12,12 @@ from rljax.run.sampling import (
     Rollouts,
     mixed_fraction,
     rollout_row,
-    sequence_arrays,
-    sequences_of,
     step_seed,
     training_sequences,
 )
 from rljax.run.single_turn import count_missed_stops
+from rljax.tokens import common_columns, from_arrays, to_arrays
+from rljax.trainer.packing import TrainSequence
 
 
 def response(i, j, tokens, truncated=False, versions=((3, 0, None),)):
@@ -71,7 +71,7 @@ def test_groups_without_signal_are_measured_but_carry_no_loss(rollouts):
     assert [s.advantage for s in sequences] == [1.0, -1.0, 0.0, 0.0]
     assert [s.response.tolist() for s in sequences] == [[5, 1], [5, 6, 7, 8], [1], [2, 2, 1]]
     assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [8], [8]]
-    assert [s.staleness.tolist() for s in sequences] == [[1, 1], [1, 1, 1, 1], [1], [2, 1, 1]]
+    assert [s["staleness"].tolist() for s in sequences] == [[1, 1], [1, 1, 1, 1], [1], [2, 1, 1]]
 
 
 def test_steps_and_runs_have_seeds_of_their_own():
@@ -90,12 +90,9 @@ def test_the_likeliest_tokens_come_to_the_trainer_where_asked(rollouts):
     config = Config(rollout=RolloutConfig(top_logprobs=2))
     told = dataclasses.replace(rollouts, responses=[[with_tops(one) for one in group] for group in rollouts.responses])
     sequences = training_sequences(told, config, policy_version=4)
-    assert [s.top_ids.tolist() for s in sequences] == [[[0, 0]] * 2, [[0, 0]] * 4, [[1, 1]], [[1, 1]] * 3]
-    assert [s.top_logprobs.tolist() for s in sequences] == [[[-0.5, -0.5]] * n for n in (2, 4, 1, 3)]
-    assert {s.top_ids is None for s in training_sequences(told, Config(), policy_version=4)} == {True}
-    for with_tops in (True, False):
-        back = sequences_of(sequence_arrays(sequences, with_tops=with_tops))
-        assert {s.top_ids is not None for s in back} == {s.top_logprobs is not None for s in back} == {with_tops}
+    assert [s["top_ids"].tolist() for s in sequences] == [[[0, 0]] * 2, [[0, 0]] * 4, [[1, 1]], [[1, 1]] * 3]
+    assert [s["top_logprobs"].tolist() for s in sequences] == [[[-0.5, -0.5]] * n for n in (2, 4, 1, 3)]
+    assert "top_ids" not in common_columns(training_sequences(told, Config(), policy_version=4))
     told.responses[1][0] = rollouts.responses[1][0]
     with pytest.raises(RuntimeError, match="reported no likeliest tokens for 1 of 4 responses"):
         training_sequences(told, config, policy_version=4)
@@ -130,6 +127,6 @@ def test_all_rows_of_a_trajectory_have_its_advantage():
     assert [s.trajectory for s in sequences] == [0, 1, 1, 2]
     assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [9, 9, 4], [9, 9]]
     assert sequences[0].sampled.tolist() == [True, False, True]
-    back = sequences_of(sequence_arrays(sequences))
+    back = from_arrays(TrainSequence, to_arrays(sequences))
     assert [s.trajectory for s in back] == [0, 1, 1, 2]
-    assert [s.turns.tolist() for s in back] == [[1, 0, 2], [1, 1], [2], [1]]
+    assert [s["turn"].tolist() for s in back] == [[1, 0, 2], [1, 1], [2], [1]]

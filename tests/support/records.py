@@ -1,11 +1,14 @@
-"""Small records of runs for the tests of reports."""
+"""Small records for tests: of runs for reports, and of tokens."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
+
 from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump
+from rljax.trainer.packing import TrainSequence
 
 BUCKETS = {"lt_64": (64, 1e-4), "64_to_256": (192, 2e-4), "ge_256": (100, 8e-4)}
 
@@ -72,3 +75,12 @@ def small_dump() -> TokenDump:
         {"rollout": source, "trainer": source},
         {},
     )
+
+
+def train_sequence(prompt, tokens, rollout_logprobs=None, advantage=0.0, in_loss=True, trajectory=-1, **arrays):
+    """Returns a sequence to train on, with arrays [r, ...] of its response by name. Those that are None are absent."""
+    zeros = np.zeros(len(tokens))
+    arrays = {"rollout_logprobs": zeros if rollout_logprobs is None else rollout_logprobs, "staleness": zeros} | arrays
+    given = {name: array for name, array in arrays.items() if array is not None}
+    facts = {"advantage": advantage, "in_loss": in_loss, "trajectory": trajectory}
+    return TrainSequence.of(np.int32(prompt), np.int32(tokens), given, **facts)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -21,7 +22,7 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, ExactUpdate, lay_out
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
+from rljax.trainer.packing import max_micro_batches, pack
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
@@ -92,13 +93,13 @@ def draw(engine, n=N, *, seed=0, temperature=0.8, limit=LIMIT, stops=STOPS, **as
 def to_train(responses, seed=0):
     draws = np.random.default_rng(seed).normal(size=len(responses))
     sequences = [
-        TrainSequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, float(a), i % 5 != 4)
+        train_sequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, float(a), i % 5 != 4)
         for i, (r, a) in enumerate(zip(responses, draws, strict=True))
     ]
     if responses[0].tops is None:
         return sequences
     pairs = zip(sequences, responses, strict=True)
-    return [s._replace(top_ids=r.tops.ids, top_logprobs=r.tops.logprobs) for s, r in pairs]
+    return [s.add({"top_ids": r.tops.ids, "top_logprobs": r.tops.logprobs}) for s, r in pairs]
 
 
 def not_exact(row):
@@ -123,7 +124,7 @@ def trained(dtype, steps, mesh=(1, 1), loss=PLAIN, head="compute", asked=None):
         sequences = to_train(draw(engine, seed=step, **asked), step)
         state, row, _, trainer = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, step == 0))
         for sequence, ours in zip(sequences, trainer().logprobs, strict=True):
-            np.testing.assert_array_equal(ours, sequence.rollout_logprobs)
+            np.testing.assert_array_equal(ours, sequence["rollout_logprobs"])
         rows.append(row)
     return rows
 
@@ -267,7 +268,7 @@ def test_the_gradient_is_that_of_the_packed_step():
 def test_sequences_lie_where_they_were_drawn():
     lengths = [3, 1, 2, 4, 2]
     sequences = [
-        TrainSequence(np.full(2, 9, np.int32), np.full(n, i, np.int32), np.full(n, -1.0, np.float32), 0.5, True)
+        train_sequence(np.full(2, 9, np.int32), np.full(n, i, np.int32), np.full(n, -1.0, np.float32), 0.5, True)
         for i, n in enumerate(lengths)
     ]
     batch = lay_out(sequences, 2, 8)
