@@ -85,12 +85,11 @@ def make_sequences(case: Case) -> list[TrainSequence]:
     """Makes sequences of random tokens; each response has an advantage."""
     rng, length = np.random.default_rng(0), case.length - PROMPT
     return [
-        TrainSequence(
-            rng.integers(0, 4096, PROMPT).astype(np.int32),
-            rng.integers(0, 4096, length).astype(np.int32),
-            np.full(length, -8.3, np.float32),
-            float(rng.normal()),
-            True,
+        TrainSequence.of(
+            rng.integers(0, 4096, PROMPT),
+            rng.integers(0, 4096, length),
+            {"rollout_logprobs": np.full(length, -8.3)},
+            advantage=float(rng.normal()),
         )
         for _ in range(case.sequences)
     ]

@@ -146,7 +146,7 @@ def packed(case: Case, *, alone: bool = False) -> Any:
     from rljax.trainer.rows import first_fit
 
     sequences = [
-        TrainSequence(*s, np.full(len(s.response), -np.log(case.vocab), np.float32), 1.0, True)
+        TrainSequence.of(*s, {"rollout_logprobs": np.full(len(s.response), -np.log(case.vocab))}, advantage=1.0)
         for s in sequences_of(case)
     ]
     each = [sum(n) for n in case.lengths()]

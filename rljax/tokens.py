@@ -73,7 +73,7 @@ class Tokens:
     @classmethod
     def of(cls, prompt: np.ndarray, response: np.ndarray, arrays: Mapping[str, Any], **facts: Any) -> Self:
         """Returns a sequence with the arrays of :meth:`add`, and further fields of the class by name."""
-        return cls(np.concatenate([prompt, response]), len(prompt), **facts).add(arrays)
+        return cls(np.concatenate([prompt, response], dtype=np.int32), len(prompt), **facts).add(arrays)
 
     @property
     def prompt(self) -> np.ndarray:

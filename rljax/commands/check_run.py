@@ -57,11 +57,14 @@ def check_engine() -> Found:
     began = time.perf_counter()
     again = list(engine.generate(prompts, 2, sampling, seed=0))
     seconds, tokens = time.perf_counter() - began, sum(one.length for one in again)
-    sequences = [np.concatenate([prompts[one.prompt_index], one.token_ids]) for one in responses]
+    sequences = [one.ids for one in responses]
     scored = make_scorer(policy, DTYPE)(load_params(BASE, policy), sequences)
-    gaps = [np.abs(one.logprobs - logprobs[-one.length :]) for one, logprobs in zip(responses, scored, strict=True)]
+    gaps = [
+        np.abs(one["rollout_logprobs"] - logprobs[-one.length :])
+        for one, logprobs in zip(responses, scored, strict=True)
+    ]
     mean, limit = float(np.concatenate(gaps).mean()), VerifyConfig().limits(DTYPE, mixture=False)[1]
-    same = all(np.array_equal(x.token_ids, y.token_ids) for x, y in zip(responses, again, strict=True))
+    same = all(np.array_equal(x.response, y.response) for x, y in zip(responses, again, strict=True))
     problems = [] if mean <= limit else [f"mean |engine - trainer| is {mean:.3g} nats, the ceiling is {limit:.3g}"]
     if not same:
         problems.append("the same seed gave other tokens")

@@ -14,7 +14,7 @@ from rljax.data.prompts import Problem
 from rljax.record.rows import Row
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config
-from rljax.tokens import as_stored
+from rljax.tokens import TOPS
 from rljax.trainer.packing import TrainSequence
 
 
@@ -180,7 +180,7 @@ def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
     rewards, lengths, truncated = rollouts.all_outcomes()
     known = rewards[~np.isnan(rewards)]
     sampled = [response for response in rollouts.all() if response.length] or [rollouts.responses[0][0]]
-    staleness = np.asarray([policy_version - response.oldest_version for response in sampled])
+    staleness = np.asarray([policy_version - response.versions[0] for response in sampled])
     return {
         "reward/mean": float(known.mean()) if known.size else math.nan,
         "reward/std": float(known.std()) if known.size else math.nan,
@@ -210,25 +210,20 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
     longest, reported = config.rollout.max_response_tokens, config.rollout.reported
     advantages = compute_advantages(rollouts.rewards, config.advantage, lengths=lengths, max_response_tokens=longest)
     in_loss = groups_with_loss(advantages)[:, None] & ~np.isnan(rollouts.rewards)
-    lacking = sum(response.tops is None and response.length > 0 for response in rollouts.all())
+    lacking = sum("top_ids" not in response.columns and response.length > 0 for response in rollouts.all())
     if reported and lacking:
         raise RuntimeError(f"the engine reported no likeliest tokens for {lacking} of {lengths.size} responses")
-    sequences = []
-    for i, (prompt, group) in enumerate(zip(rollouts.prompts, rollouts.responses, strict=True)):
-        for j, response in enumerate(group):
-            facts = {"advantage": float(advantages[i, j]), "in_loss": bool(in_loss[i, j])}
-            for row in response.trained_rows:
-                before = prompt if row.prompt is None else row.prompt
-                staleness = np.zeros(len(row.token_ids), np.int32)
-                for span in row.versions:
-                    staleness[span.start : span.end] = policy_version - span.version
-                arrays = {"rollout_logprobs": row.logprobs, "staleness": staleness}
-                if row.turns is not None:
-                    arrays["turn"] = row.turns
-                if reported and row.tops is not None:
-                    arrays |= {"top_ids": row.tops.ids, "top_logprobs": row.tops.logprobs}
-                if config.rollout.router_replay == "r3" and row.routes is not None:
-                    arrays["routes"] = as_stored(row.routes)
-                number = i * len(group) + j
-                sequences.append(TrainSequence.of(before, row.token_ids, arrays, trajectory=number, **facts))
-    return sequences
+    unused = ["version", *(() if reported else TOPS), *(() if config.rollout.router_replay == "r3" else ["routes"])]
+    return [
+        TrainSequence(
+            row.ids,
+            row.prompt_length,
+            row.without(*unused).columns,
+            float(advantages[i, j]),
+            bool(in_loss[i, j]),
+            i * len(group) + j,
+        ).add({"staleness": policy_version - row["version"]})
+        for i, group in enumerate(rollouts.responses)
+        for j, response in enumerate(group)
+        for row in response.trained_rows
+    ]

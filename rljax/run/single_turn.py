@@ -60,7 +60,7 @@ class SingleTurn:
 
         for response in responses:
             check_wanted(self._stop)
-            text, problem = self._tokenizer.decode(response.token_ids), problems[response.prompt_index]
+            text, problem = self._tokenizer.decode(response.response), problems[response.prompt_index]
             waiting.append((response, text, self._rewards.submit(problem, text, response.truncated)))
             while waiting and waiting[0][2].done():
                 yield first_scored()
@@ -75,7 +75,7 @@ def count_missed_stops(responses: Iterable[Response], stop: int, metrics: Row) -
     """
     missed = count = 0
     for response in responses:
-        inner = response.token_ids if response.truncated else response.token_ids[:-1]
+        inner = response.response if response.truncated else response.response[:-1]
         missed, count = missed + bool((inner == stop).any()), count + 1
         yield response
     if count:

@@ -201,8 +201,8 @@ class VerifiersEpisodes:
             yield Scored(prompts[i], response, self._text(response), one.reward)
 
     def _text(self, response: Response) -> str:
-        rows = ((row.token_ids, row.turns) for row in response.rows)
-        return "".join(self._tokenizer.decode(ids[turns > 0]) for ids, turns in rows if turns is not None)
+        rows = ((row.response, row.turns) for row in response.rows)
+        return "".join(self._tokenizer.decode(ids[turns > 0]) for ids, turns in rows)
 
     def _outcome(self, ended: Ended, answered: Sequence[Answered]) -> _Outcome:
         """Returns the part of a trajectory that is trained on. If the trajectory failed, counts the reason."""
@@ -239,12 +239,7 @@ class _Outcome(NamedTuple):
     def response(self, prompt: np.ndarray, prompt_index: int, sample_index: int) -> Response:
         """Returns the rows as one response to a problem with the ``prompt``."""
         made = [
-            row.response(
-                prompt_index,
-                sample_index,
-                truncated=self.is_truncated,
-                own_prompt=i > 0 or not np.array_equal(row.prompt, prompt),
-            )
-            for i, row in enumerate(self.rows or [Recorder(prompt)])
+            row.response(prompt_index, sample_index, truncated=self.is_truncated)
+            for row in self.rows or [Recorder(prompt)]
         ]
         return dataclasses.replace(made[0], further=tuple(itertools.islice(made, 1, None)))

@@ -70,7 +70,7 @@ class PackingConfig:
         return ways * max(1, self.tokens_per_device * context // row_tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainSequence(Tokens):
     """One prompt with one response, ready for the loss."""
 

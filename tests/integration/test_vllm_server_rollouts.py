@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rljax.rollout.servers.vllm.client import COMPLETIONS
-from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
 FLOAT16 = pytest.param("float16", marks=pytest.mark.harness)
@@ -19,9 +19,11 @@ def gaps(served, params, prompts, responses) -> np.ndarray:
 
     of every response token.
     """
-    sequences = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses]
+    sequences = [r.ids for r in responses]
     scored = served.score(params, sequences)
-    return np.concatenate([np.abs(s[-r.length :] - r.logprobs) for r, s in zip(responses, scored, strict=True)])
+    return np.concatenate(
+        [np.abs(s[-r.length :] - r["rollout_logprobs"]) for r, s in zip(responses, scored, strict=True)]
+    )
 
 
 @DTYPES
@@ -37,7 +39,7 @@ def test_engines_agree_after_each_publish(served, prompts):
             responses = list(samples)
             assert len(responses) == 20
             assert {(r.prompt_index, r.sample_index) for r in responses} == {(i, j) for i in range(5) for j in range(4)}
-            assert all(r.versions == (VersionSpan(version, 0, 24),) and r.truncated for r in responses)
+            assert all(r["version"].tolist() == [version] * 24 and r.truncated for r in responses)
             measured.append(gaps(served, params, prompts, responses))
             assert metrics["publish/seconds"] >= metrics["publish/stall_s"] > 0
             assert metrics["publish/bytes"] > 0
@@ -67,8 +69,8 @@ def test_stops_and_greedy(float32, prompts):
         engine.close()
     assert any(not r.truncated for r in drawn)
     for r in drawn:
-        assert not np.isin(r.token_ids[:-1], stops).any()
-        assert r.truncated == (r.token_ids[-1] not in stops)
+        assert not np.isin(r.response[:-1], stops).any()
+        assert r.truncated == (r.response[-1] not in stops)
     assert gaps(float32, float32.model.params, prompts, drawn).max() < 1e-4
     assert gaps(float32, float32.model.params, prompts, greedy).max() < 1e-4
 
@@ -84,9 +86,9 @@ def test_logprobs_are_of_the_distribution_sampled_from(float32, prompts):
     finally:
         engine.close()
     score = make_scorer(float32.model.config, jnp.float32, temperature=0.5)
-    sequences = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in drawn]
+    sequences = [r.ids for r in drawn]
     scored = score(float32.model.params, sequences)
-    assert max(np.abs(s[-16:] - r.logprobs).max() for s, r in zip(scored, drawn, strict=True)) < 1e-4
+    assert max(np.abs(s[-16:] - r["rollout_logprobs"]).max() for s, r in zip(scored, drawn, strict=True)) < 1e-4
 
 
 def test_completions_endpoint_draws_the_same(float32, prompts):
@@ -102,9 +104,9 @@ def test_completions_endpoint_draws_the_same(float32, prompts):
     by_place = {(r.prompt_index, r.sample_index): r for r in second}
     for r in first:
         other = by_place[r.prompt_index, r.sample_index]
-        assert r.token_ids.tolist() == other.token_ids.tolist()
-        np.testing.assert_allclose(r.logprobs, other.logprobs, atol=1e-5)
-        assert other.versions == (VersionSpan(7, 0, 8),)
+        assert r.response.tolist() == other.response.tolist()
+        np.testing.assert_allclose(r["rollout_logprobs"], other["rollout_logprobs"], atol=1e-5)
+        assert other["version"].tolist() == [7] * 8
 
 
 def test_requests_that_vllm_would_mishandle_are_refused(float32):

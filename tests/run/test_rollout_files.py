@@ -73,16 +73,15 @@ def test_a_dump_has_advantage_version_and_loss_of_each_token(tmp_path):
     config = Config(run=RunConfig(dir=str(tmp_path)))
     ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
     stale = np.asarray([2, 2, 0], np.int32)
-    by_token = np.asarray([0.5, 0.25, -1.0], np.float32)
     sequences = [
         train_sequence(ids, ids, logprobs, -0.5, False),
-        train_sequence(ids, ids, logprobs, advantages=by_token, staleness=stale),
+        train_sequence(ids, ids, logprobs, 0.25, staleness=stale),
     ]
     write_tokens(config, 4, 3, sequences, TrainerValues([logprobs, logprobs]))
     values = read_dump(tmp_path / "rollouts" / "step_000004.parquet").values
     found = {name: [vector[3:].tolist() for vector in vectors] for name, vectors in values.items()}
     assert found == {
-        "advantage": [[-0.5] * 3, [0.5, 0.25, -1.0]],
+        "advantage": [[-0.5] * 3, [0.25] * 3],
         "version": [[3, 3, 3], [1, 1, 3]],
         "in_loss": [[0, 0, 0], [1, 1, 1]],
     }

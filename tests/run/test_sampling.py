@@ -5,8 +5,9 @@ import math
 
 import numpy as np
 import pytest
+from records import response
 
-from rljax.rollout.types import Response, RolloutConfig, Tops, VersionSpan
+from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.run.sampling import (
     Rollouts,
@@ -19,21 +20,19 @@ from rljax.run.single_turn import count_missed_stops
 from rljax.tokens import common_columns, from_arrays, to_arrays
 from rljax.trainer.packing import TrainSequence
 
-
-def response(i, j, tokens, truncated=False, versions=((3, 0, None),)):
-    spans = tuple(VersionSpan(v, start, len(tokens) if end is None else end) for v, start, end in versions)
-    ids = np.asarray(tokens, np.int32)
-    return Response(i, j, ids, -0.5 * np.ones(len(tokens), np.float32), truncated, spans)
+PROMPTS = [np.array([9, 9], np.int32), np.array([8], np.int32)]
 
 
 @pytest.fixture
 def rollouts():
+    def one(i, j, tokens, version=3, **facts):
+        return response((i, j), tokens, version=version, prompt=PROMPTS[i], **facts)
+
     responses = [
-        [response(0, 0, [5, 1]), response(0, 1, [5, 6, 7, 8], truncated=True)],
-        [response(1, 0, [1]), response(1, 1, [2, 2, 1], versions=((2, 0, 1), (3, 1, None)))],
+        [one(0, 0, [5, 1]), one(0, 1, [5, 6, 7, 8], truncated=True)],
+        [one(1, 0, [1]), one(1, 1, [2, 2, 1], version=[2, 3, 3])],
     ]
-    prompts = [np.array([9, 9], np.int32), np.array([8], np.int32)]
-    return Rollouts(prompts, responses, np.array([[1, 0], [1, 1]], np.float32))
+    return Rollouts(PROMPTS, responses, np.array([[1, 0], [1, 1]], np.float32))
 
 
 def test_rollout_row_by_hand(rollouts):
@@ -84,8 +83,7 @@ def test_steps_and_runs_have_seeds_of_their_own():
 def test_the_likeliest_tokens_come_to_the_trainer_where_asked(rollouts):
     def with_tops(each):
         shape = (each.length, 2)
-        ids = np.full(shape, each.prompt_index, np.int32)
-        return dataclasses.replace(each, tops=Tops(ids, np.full(shape, -0.5, np.float32)))
+        return each.add({"top_ids": np.full(shape, each.prompt_index), "top_logprobs": np.full(shape, -0.5)})
 
     config = Config(rollout=RolloutConfig(top_logprobs=2))
     told = dataclasses.replace(rollouts, responses=[[with_tops(one) for one in group] for group in rollouts.responses])
@@ -98,25 +96,20 @@ def test_the_likeliest_tokens_come_to_the_trainer_where_asked(rollouts):
         training_sequences(told, config, policy_version=4)
 
 
-def trajectory(i, j, turns, *, further=(), prompt=None):
-    count = len(turns)
-    spans = (VersionSpan(3, 0, count),)
-    turns = np.asarray(turns, np.int32)
-    logprobs = np.where(turns > 0, -0.5, 0.0).astype(np.float32)
-    tokens = np.arange(10, 10 + count, dtype=np.int32)
-    return Response(i, j, tokens, logprobs, False, spans, turns=turns, prompt=prompt, further=further)
+def trajectory(i, j, turns, *, further=(), prompt=(9, 9)):
+    logprobs = np.where(np.asarray(turns) > 0, -0.5, 0.0)
+    tokens = np.arange(10, 10 + len(turns))
+    return response((i, j), tokens, logprobs, 3, prompt=prompt, further=further, turn=turns)
 
 
 def test_a_trajectory_is_as_long_as_its_sampled_tokens():
-    again = trajectory(0, 0, [2, 2], prompt=np.array([9, 7], np.int32))
+    again = trajectory(0, 0, [2, 2], prompt=[9, 7])
     one = trajectory(0, 0, [1, 1, 0, 0, 0, 2], further=(again,))
     assert [row.length for row in one.rows] == [5, 2]
-    with pytest.raises(ValueError, match=r"turns must be a vector of 2 entries, got \(1,\)"):
-        dataclasses.replace(again, turns=np.ones(1, np.int32))
 
 
 def test_all_rows_of_a_trajectory_have_its_advantage():
-    again = trajectory(0, 1, [2], prompt=np.array([9, 9, 4], np.int32))
+    again = trajectory(0, 1, [2], prompt=[9, 9, 4])
     group = [trajectory(0, 0, [1, 0, 2]), trajectory(0, 1, [1, 1], further=(again,)), trajectory(0, 2, [1])]
     rollouts = Rollouts([np.array([9, 9], np.int32)], [group], np.array([[1, 0, np.nan]], np.float32))
     row = rollout_row(rollouts, policy_version=3)

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump
+from rljax.rollout.servers.wire import Completion
+from rljax.rollout.types import Response
 from rljax.trainer.packing import TrainSequence
 
 BUCKETS = {"lt_64": (64, 1e-4), "64_to_256": (192, 2e-4), "ge_256": (100, 8e-4)}
@@ -77,10 +79,31 @@ def small_dump() -> TokenDump:
     )
 
 
+def make_tokens(kind, prompt, tokens, arrays, **facts):
+    """Returns a record of the class ``kind``. Arrays [r, ...] of its response that are None are absent."""
+    given = {name: array for name, array in arrays.items() if array is not None}
+    return kind.of(np.int32(prompt), np.int32(tokens), given, **facts)
+
+
 def train_sequence(prompt, tokens, rollout_logprobs=None, advantage=0.0, in_loss=True, trajectory=-1, **arrays):
-    """Returns a sequence to train on, with arrays [r, ...] of its response by name. Those that are None are absent."""
+    """Returns a sequence to train on, with further arrays of its response by name."""
     zeros = np.zeros(len(tokens))
     arrays = {"rollout_logprobs": zeros if rollout_logprobs is None else rollout_logprobs, "staleness": zeros} | arrays
-    given = {name: array for name, array in arrays.items() if array is not None}
-    facts = {"advantage": advantage, "in_loss": in_loss, "trajectory": trajectory}
-    return TrainSequence.of(np.int32(prompt), np.int32(tokens), given, **facts)
+    return make_tokens(
+        TrainSequence, prompt, tokens, arrays, advantage=advantage, in_loss=in_loss, trajectory=trajectory
+    )
+
+
+def response(place, tokens, rollout_logprobs=None, version=None, *, prompt=(9,), truncated=False, further=(), **arrays):
+    """Returns a response at ``place``, a (prompt, sample). ``version`` is of all tokens, or one for each of them."""
+    logprobs = np.full(len(tokens), -1.0) if rollout_logprobs is None else rollout_logprobs
+    versions = None if version is None else np.broadcast_to(version, len(tokens))
+    arrays = {"rollout_logprobs": logprobs, "version": versions} | arrays
+    facts = {"prompt_index": place[0], "sample_index": place[1], "truncated": truncated, "further": further}
+    return make_tokens(Response, prompt, tokens, arrays, **facts)
+
+
+def completion(tokens, rollout_logprobs, *, prompt=(9,), finish_reason="length", spans=None, scores=(), **arrays):
+    """Returns a completion of a server, with further arrays of its tokens by name."""
+    facts = {"finish_reason": finish_reason, "spans": spans, "prompt_logprobs": scores}
+    return make_tokens(Completion, prompt, tokens, {"rollout_logprobs": rollout_logprobs} | arrays, **facts)

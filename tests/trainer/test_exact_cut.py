@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from records import train_sequence
 from tiny_step import CONFIG, keep_gradient
 
 from rljax.algorithms.correction_choice import CorrectionConfig
@@ -15,7 +14,7 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import max_micro_batches, pack
+from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
 from rljax.trainer.step import TrainStep
@@ -45,14 +44,7 @@ def test_a_cut_run_has_no_mismatch_and_learns_what_is_left():
     responses = sorted(
         engine.generate(PROMPTS, N, sampling, seed=0), key=lambda one: (one.prompt_index, one.sample_index)
     )
-    sequences = [
-        train_sequence(
-            *(PROMPTS[one.prompt_index], one.token_ids, one.logprobs, (-1.0) ** i, True),
-            top_ids=one.tops.ids,
-            top_logprobs=one.tops.logprobs,
-        )
-        for i, one in enumerate(responses)
-    ]
+    sequences = [TrainSequence(one.ids, one.prompt_length, one.columns, (-1.0) ** i) for i, one in enumerate(responses)]
     assert any((s["top_ids"] < 0).any() for s in sequences)
     found = update(trained, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
     for sequence, trainer in zip(sequences, found.trainer().logprobs, strict=True):

@@ -62,8 +62,8 @@ def converse(engine, seed):
     for response in samples:
         key, turn = response.prompt_index, response.sample_index + 1
         assert response.length <= room(tokens[key])
-        tokens[key] = np.concatenate([tokens[key], response.token_ids])
-        logprobs[key] = np.concatenate([logprobs[key], response.logprobs])
+        tokens[key] = np.concatenate([tokens[key], response.response])
+        logprobs[key] = np.concatenate([logprobs[key], response["rollout_logprobs"]])
         turns[key] = np.concatenate([turns[key], np.full(response.length, turn)])
         if turn == TURNS[key] or len(tokens[key]) + 2 >= ROW_TOKENS:
             queue.end(key)

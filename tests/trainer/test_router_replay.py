@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -17,10 +16,9 @@ from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.types import SamplingParams
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.tokens import as_stored
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import max_micro_batches, pack, unpack_whole
+from rljax.trainer.packing import TrainSequence, max_micro_batches, pack, unpack_whole
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.router import balance_loss
 from rljax.trainer.state import create_state
@@ -56,17 +54,7 @@ def sampled(config, dtype="bfloat16", *, with_routes=True, seed=0):
         responses = list(engine.generate(prompts, GROUP, SamplingParams(LONGEST - 8, 1.0, (3,)), seed=seed))
     finally:
         engine.close()
-    return [
-        train_sequence(
-            prompts[r.prompt_index],
-            r.token_ids,
-            r.logprobs,
-            (-1.0) ** r.sample_index,
-            True,
-            routes=None if r.routes is None else as_stored(r.routes),
-        )
-        for r in responses
-    ]
+    return [TrainSequence(r.ids, r.prompt_length, r.columns, (-1.0) ** r.sample_index) for r in responses]
 
 
 def batches(sequences, rows=4):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -56,10 +55,10 @@ class Backend(Wire):
     keeps_deltas = False  # whether the workers keep the changes of a version, to write them in place
 
     @abstractmethod
-    def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
-        """Returns a completion, and whether its log-probabilities belong to other tokens than its own.
+    def read(self, route: str, reply: bytes, request: Request) -> Completion:
+        """Returns the completion in a reply, by ``make_completion``.
 
-        It may raise ValueError, ArithmeticError or RecursionError if the reply is not a completion.
+        It may also raise ValueError, ArithmeticError or RecursionError if the reply is not a completion.
         """
 
     @abstractmethod
@@ -119,20 +118,15 @@ class Backend(Wire):
         raise RuntimeError(f"{url}: rollout.colocated works with vLLM servers")
 
     def completion(self, route: str, reply: bytes, request: Request) -> Completion:
-        """Reads a reply by :meth:`read`, and checks that it has one log-probability for each token."""
+        """Reads a reply by :meth:`read`. Raises ReplyError if it is not a completion."""
         try:
-            completion, are_others = self.read(route, reply, request)
-            if request.sampling.top_k and completion.tops is not None:
-                logprobs, tops = without_ties(completion.logprobs, completion.tops)
-                completion = dataclasses.replace(completion, logprobs=logprobs, tops=tops)
+            completion = self.read(route, reply, request)
+            is_cut = request.sampling.top_k and "top_ids" in completion.columns
+            return without_ties(completion) if is_cut else completion
         except (ValueError, ArithmeticError, RecursionError) as error:
             said = f"{type(error).__name__} {error}"
             shown = " ".join(reply[:300].decode(errors="replace").split())
             raise ReplyError(f"{route} answered with no completion, {said}: {shown}") from error
-        tokens, scored = len(completion.token_ids), len(completion.logprobs)
-        if (are_others or scored != tokens) and completion.finish_reason != "abort":
-            raise ReplyError(f"{route} gave {tokens} tokens and log-probabilities of {scored} others")
-        return completion
 
     def handshake(self, client: ServerClient, url: str, expected: Expectation, files: WeightDirectory) -> ServerInfo:
         """Compares a server with the trainer, and tells it where the run's weights will be. Nothing is sampled.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from rljax.errors import ReplyError
-from rljax.rollout.types import SamplingParams, Tops
+from rljax.rollout.types import SamplingParams
+from rljax.tokens import TOPS, T, Tokens, blank
 
 ROUNDING = 1e-3
 """The largest error of a log-probability (nats), or of a sum of probabilities, that counts as rounding."""
@@ -24,12 +25,15 @@ def as_floats(values: Iterable[float]) -> np.ndarray:
         return np.fromiter(values, np.float64).astype(np.float32)
 
 
-def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[float], k: int) -> Tops:
-    """Returns the ``k`` likeliest of the tokens that a server reports at each position. No Python runs for each token.
+def make_tops(
+    counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[float], k: int, before: int = 0
+) -> dict[str, np.ndarray]:
+    """Returns ``top_ids`` and ``top_logprobs`` [t, k], the ``k`` likeliest of the tokens that a server reports.
 
     ``counts`` has the number of reported tokens at each position. The other two have their ids and log-probabilities
     (nats), position by position. The first one of a position, the sampled token, may be there twice. Of tokens with
-    equal log-probabilities the one that is reported first is taken.
+    equal log-probabilities the one that is reported first is taken. The first ``before`` entries of the result are
+    those of the prompt's tokens, which have none. No Python runs for each token.
     """
     numbers = _as_integers(counts, np.int64)
     width = max(int(numbers.max(initial=0)), k)
@@ -40,7 +44,9 @@ def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[floa
         is_reported = np.arange(width) < numbers[:, None]
         tokens, scores = (_spread(values, is_reported, gap) for values, gap in ((tokens, -1), (scores, -np.inf)))
     is_twice = (tokens[:, 1:] == tokens[:, :1]).any(axis=1)
-    kept, kept_scores = tokens[:, -k:].copy(), scores[:, -k:].copy()
+    whole = {name: blank(name, before + len(tokens), np.zeros((0, k))) for name in TOPS}
+    kept, kept_scores = (whole[name][before:] for name in TOPS)
+    kept[:], kept_scores[:] = tokens[:, -k:], scores[:, -k:]
     rows = np.arange(len(tokens))  # those whose last k entries are not the likeliest in order
     if width == k + 1:  # the usual form of a reply: the sampled token, and then the likeliest in order
         is_likely = ~is_twice & (scores[:, 0] >= scores[:, -1])
@@ -50,7 +56,7 @@ def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[floa
     kept[rows], kept_scores[rows] = _first_of(tokens[rows], of_rows, k)
     is_none = kept_scores <= _NEVER
     kept[is_none], kept_scores[is_none] = -1, -np.inf
-    return Tops(kept, kept_scores)
+    return whole
 
 
 def _spread(values: np.ndarray, is_reported: np.ndarray, gap: float) -> np.ndarray:
@@ -70,62 +76,47 @@ def _as_integers(values: Iterable[int], dtype: Any) -> np.ndarray:
     return values.astype(dtype) if isinstance(values, np.ndarray) else np.fromiter(values, dtype)
 
 
-def join_tops(parts: Sequence[Tops | None]) -> Tops | None:
-    """Returns the likeliest tokens of a response, joined from its parts, or None if a part has none."""
-    there = [part for part in parts if part is not None]
-    if len(there) < len(parts):
-        return None
-    return Tops(np.concatenate([part.ids for part in there]), np.concatenate([part.logprobs for part in there]))
-
-
-def without_ties(logprobs: np.ndarray, tops: Tops) -> tuple[np.ndarray, Tops]:
+def without_ties(reply: T) -> T:
     """Normalises log-probabilities over the reported tokens at positions where a server has kept ties.
 
     vLLM's build for a CPU keeps every token that ties with the last one of ``top_k``. So it could sample more tokens
-    than it reports. A position is changed only if its missing probability is that of a few such ties. Takes and returns
-    the log-probabilities of the sampled tokens, float32 [t], and the reported tokens with theirs.
+    than it reports. A position is changed only if its missing probability is that of a few such ties.
     """
+    tops = reply["top_logprobs"]
     mass = _masses(tops)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ties = (1.0 - mass) / np.exp(tops.logprobs[:, -1], dtype=np.float64)
+        ties = (1.0 - mass) / np.exp(tops[:, -1], dtype=np.float64)
         is_tied = (1.0 - mass > ROUNDING) & (np.abs(ties - np.rint(ties)) < 0.05) & (ties < _TIES + 0.5)
     if not is_tied.any():
-        return logprobs, tops
+        return reply
     excess = np.where(is_tied, np.log(mass), 0.0).astype(np.float32)
-    return logprobs - excess, Tops(tops.ids, tops.logprobs - excess[:, None])
+    logprobs = reply["rollout_logprobs"] - excess
+    return reply.add({"rollout_logprobs": logprobs, "top_logprobs": tops - excess[:, None]})
 
 
-def check_tops(
-    url: str,
-    tops: Tops | None,
-    tokens: np.ndarray,
-    logprobs: np.ndarray,
-    sampling: SamplingParams,
-    vocab_size: int | None,
-) -> None:
-    """Raises ReplyError if the likeliest tokens do not fit the distribution that ``tokens`` were sampled from.
+def check_tops(url: str, reply: Tokens, sampling: SamplingParams, vocab_size: int | None) -> None:
+    """Raises ReplyError if the likeliest tokens do not fit the distribution that the response was sampled from.
 
     There is at least one sampled token. Messages name the server ``url``. Every token id is below ``vocab_size``, or
     that is None: it is not known.
     """
-    shape = len(tokens), sampling.reported
-    if tops is None or tops.ids.shape != shape or tops.logprobs.shape != shape:
-        got = None if tops is None else (tops.ids.shape, tops.logprobs.shape)
+    tokens, logprobs, shape = reply.response, reply["rollout_logprobs"], (len(reply.response), sampling.reported)
+    if "top_ids" not in reply.columns or reply["top_ids"].shape != shape:
+        got = reply["top_ids"].shape if "top_ids" in reply.columns else None
         raise ReplyError(f"{url} gave likeliest tokens of shape {got}, expected {shape}")
-    is_there, is_sampled = tops.ids >= 0, tops.ids == tokens[:, None]
-    if tops.ids.min() < -1 or (vocab_size is not None and tops.ids.max() >= vocab_size):
-        raise ReplyError(
-            f"{url} gave likeliest tokens from {tops.ids.min()} to {tops.ids.max()}, outside the vocabulary"
-        )
-    if (is_there != np.isfinite(tops.logprobs)).any() or (tops.logprobs[:, 1:] > tops.logprobs[:, :-1]).any():
+    ids, tops = reply["top_ids"], reply["top_logprobs"]
+    is_there, is_sampled = ids >= 0, ids == tokens[:, None]
+    if ids.min() < -1 or (vocab_size is not None and ids.max() >= vocab_size):
+        raise ReplyError(f"{url} gave likeliest tokens from {ids.min()} to {ids.max()}, outside the vocabulary")
+    if (is_there != np.isfinite(tops)).any() or (tops[:, 1:] > tops[:, :-1]).any():
         raise ReplyError(
             f"{url} gave likeliest tokens that are not in order, or whose log-probabilities are not finite"
         )
     mass, among = _masses(tops), is_sampled.any(axis=1)
     if mass.max() > 1.0 + ROUNDING:
         raise ReplyError(f"{url} gave likeliest tokens whose probabilities sum to {mass.max():.4f}, expected at most 1")
-    gaps = np.abs(np.where(is_sampled, tops.logprobs - logprobs[:, None], 0.0)).max()
-    left_out = np.where(among, -np.inf, logprobs - tops.logprobs[:, -1]).max()
+    gaps = np.abs(np.where(is_sampled, tops - logprobs[:, None], 0.0)).max()
+    left_out = np.where(among, -np.inf, logprobs - tops[:, -1]).max()
     if gaps > ROUNDING or left_out > ROUNDING:
         gap = max(gaps, left_out)
         raise ReplyError(f"{url} gave log-probabilities of sampled tokens {gap:.3g} nats from their likeliest tokens'")
@@ -147,6 +138,6 @@ def _check_support(url: str, mass: np.ndarray, is_there: np.ndarray, among: np.n
         )
 
 
-def _masses(tops: Tops) -> np.ndarray:
+def _masses(tops: np.ndarray) -> np.ndarray:
     """Returns the sum of the reported tokens' probabilities at each position, float64 [t]."""
-    return np.exp(tops.logprobs).sum(axis=1, dtype=np.float64)
+    return np.exp(tops).sum(axis=1, dtype=np.float64)

@@ -13,9 +13,11 @@ import msgspec
 import numpy as np
 
 from rljax.errors import OtherPromptError, ReplyError
+from rljax.policy.config import route_dtype
 from rljax.rollout.form import ServerForm
-from rljax.rollout.servers.tops import ROUNDING, check_tops, join_tops
-from rljax.rollout.types import SamplingParams, Tops
+from rljax.rollout.servers.tops import ROUNDING, check_tops
+from rljax.rollout.types import SamplingParams
+from rljax.tokens import Tokens, as_stored, join
 
 
 @dataclass(frozen=True)
@@ -34,18 +36,14 @@ class Request:
     forced: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Completion:
+@dataclass(frozen=True, eq=False)
+class Completion(Tokens):
     """One sampled response as the server reports it. Fields that were not asked for are empty."""
 
-    token_ids: np.ndarray  # the token ids, int32 [t]
-    logprobs: np.ndarray  # the log-probability of each of these tokens (nats), float32 [t]
-    finish_reason: str  # "stop", "length", or "abort" if the server gave the response up
-    spans: tuple[tuple[str, int, int], ...] | None  # the (weight version tag, start, end) of each part, if reported
-    tops: Tops | None = None  # the ``sampling.reported`` likeliest tokens at each position
+    finish_reason: str = ""  # "stop", "length", or "abort" if the server gave the response up
+    spans: tuple[tuple[str, int, int], ...] | None = None  # the (weight version tag, start, end) of each part
     # The log-probabilities by token id at each position of the prompt, its own token among them; {} at position 0.
     prompt_logprobs: tuple[Mapping[int, float], ...] = ()
-    routes: np.ndarray | None = None  # the experts of each token but the last, uint8 or uint16 [s + t - 1, layers, k]
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,45 @@ def as_spans(spans: Iterable[Span] | None) -> tuple[tuple[str, int, int], ...] |
     return tuple((span.version, span.start, span.end) for span in spans or ()) or None
 
 
+def make_completion(
+    route: str,
+    request: Request,
+    tokens: np.ndarray,
+    arrays: dict[str, np.ndarray],
+    *,
+    are_others: bool,
+    experts: np.ndarray | None = None,
+    **facts: Any,
+) -> Completion:
+    """Returns the completion of a reply of ``route`` to ``request``. Raises ReplyError if an array is of other tokens.
+
+    Args:
+      route: The path at the server, with which messages begin.
+      request: The request that the reply answers.
+      tokens: The sampled tokens, int32 [r].
+      arrays: The arrays for :meth:`Tokens.add`, ``rollout_logprobs`` among them.
+      are_others: The answer to whether the log-probabilities are of other tokens. It may be true of an aborted reply.
+      experts: The experts of all tokens but the last, unsigned integers [s + r - 1, layers, k], or None.
+      facts: The other fields of the completion, by name.
+    """
+    count, scored = len(tokens), len(arrays["rollout_logprobs"])
+    if scored != count or (are_others and facts["finish_reason"] != "abort"):
+        raise ReplyError(f"{route} gave {count} tokens and log-probabilities of {scored} others")
+    if "top_ids" in arrays and len(arrays["top_ids"]) != len(request.prompt) + count:
+        got, k = len(arrays["top_ids"]) - len(request.prompt), request.sampling.reported
+        raise ReplyError(f"{route} gave likeliest tokens of shape {(got, k)}, expected {(count, k)}")
+    if experts is not None and request.routes is not None:
+        layers, k, most = request.routes
+        shape = len(request.prompt) + count - 1, layers, k
+        if experts.shape != shape or experts.dtype.kind != "u":
+            said = f"expected unsigned integers {shape}"
+            raise ReplyError(f"{route} gave routes {experts.dtype} {experts.shape}, {said}")
+        if experts.max(initial=0) >= most:
+            raise ReplyError(f"{route} gave the expert number {experts.max()}, expected at most {most - 1}")
+        arrays = {**arrays, "routes": as_stored(experts.astype(route_dtype(most), copy=False))}
+    return Completion.of(request.prompt, tokens, arrays, **facts)
+
+
 def make_requests(
     prompts: Sequence[np.ndarray],
     n: int,
@@ -119,7 +156,7 @@ def make_requests(
 
 def remaining_request(request: Request, parts: Sequence[Completion]) -> Request:
     """Returns the request for the rest of a response that servers gave up after ``parts``, with a seed of its own."""
-    tokens = [part.token_ids for part in parts]
+    tokens = [part.response for part in parts]
     count = sum(map(len, tokens))
     if not count:
         return request
@@ -142,7 +179,7 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
     *before, last = parts
     if not before:
         return last
-    if any(part.spans is None and len(part.token_ids) for part in parts):
+    if any(part.spans is None and len(part.response) for part in parts):
         raise ReplyError("the weights that sampled a part of a response are not named")
     spans: list[tuple[str, int, int]] = []
     at = 0
@@ -152,14 +189,10 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
                 spans[-1] = tag, spans[-1][1], at + end
             else:
                 spans.append((tag, at + start, at + end))
-        at += len(part.token_ids)
-    return Completion(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        last.finish_reason,
-        tuple(spans),
-        join_tops([part.tops for part in parts]),
-    )
+        at += len(part.response)
+    first = parts[0].without("routes")
+    whole = join([first, *(part.without("routes").cut(part.prompt_length) for part in parts[1:])], first.prompt_length)
+    return Completion(whole.ids, whole.prompt_length, whole.columns, last.finish_reason, tuple(spans))
 
 
 def check_own_prompt(route: str, is_own: bool) -> None:
@@ -176,15 +209,15 @@ def check_completion(
     Messages name the server ``url``. Every token id is below ``vocab_size``, or that is None: it is not known.
     ``may_be_part``: Whether the server may have given the response up after any number of tokens.
     """
-    tokens, finish = completion.token_ids, completion.finish_reason
+    tokens, finish = completion.response, completion.finish_reason
     longest = request.sampling.max_response_tokens
     is_part = may_be_part and finish == "abort"
     if not is_part and finish not in ("stop", "length"):
         raise ReplyError(f"{url} ended a response with {finish!r}")
-    count, scored = len(tokens), len(completion.logprobs)
-    if not (0 if is_part else 1) <= count <= longest - is_part or scored != count:
-        raise ReplyError(f"{url} gave {count} tokens and {scored} log-probabilities, asked for 1 to {longest}")
-    if is_part and not len(tokens):
+    count, logprobs = len(tokens), completion["rollout_logprobs"]
+    if not (0 if is_part else 1) <= count <= longest - is_part:
+        raise ReplyError(f"{url} gave {count} tokens and {count} log-probabilities, asked for 1 to {longest}")
+    if is_part and not count:
         return
     if tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size):
         raise ReplyError(f"{url} gave token ids from {tokens.min()} to {tokens.max()}, outside the vocabulary")
@@ -194,7 +227,7 @@ def check_completion(
     if finish == "length" and len(tokens) != longest:
         raise ReplyError(f"{url} ended a response at {len(tokens)} tokens, its limit was {longest}")
     of_prompt = [value for top in completion.prompt_logprobs for value in top.values()]
-    reported = np.concatenate([completion.logprobs, np.array(of_prompt, np.float64)])
+    reported = np.concatenate([logprobs, np.array(of_prompt, np.float64)])
     if not np.isfinite(reported).all():
         raise ReplyError(f"{url} gave a log-probability of {reported[~np.isfinite(reported)][0]}")
     if reported.max() > ROUNDING:
@@ -206,20 +239,9 @@ def check_completion(
     if completion.spans is not None and (places[::2] != places[1::2] or sorted(set(places)) != places[::2]):
         raise ReplyError(f"{url} gave weight versions of other tokens: {completion.spans}, of {len(tokens)}")
     if request.sampling.reported:
-        check_tops(url, completion.tops, tokens, completion.logprobs, request.sampling, vocab_size)
-    if request.routes is not None:
-        _check_routes(url, completion, request, request.routes)
-
-
-def _check_routes(url: str, completion: Completion, request: Request, wanted: tuple[int, int, int]) -> None:
-    layers, k, experts = wanted
-    routes, shape = completion.routes, (len(request.prompt) + len(completion.token_ids) - 1, layers, k)
-    if routes is None:
+        check_tops(url, completion, request.sampling, vocab_size)
+    if request.routes is not None and "routes" not in completion.columns:
         raise ReplyError(f"{url} does not report the experts of its tokens (vLLM: --enable-return-routed-experts)")
-    if routes.shape != shape or routes.dtype.kind != "u":
-        raise ReplyError(f"{url} gave routes {routes.dtype} {routes.shape}, expected unsigned integers {shape}")
-    if routes.max(initial=0) >= experts:
-        raise ReplyError(f"{url} gave the expert number {routes.max()}, expected at most {experts - 1}")
 
 
 def response_seed(seed: int, prompt: int, sample: int) -> int:

@@ -123,8 +123,8 @@ class VerifiersHost:
         self.answered[key].append(Answered(tokens, response))
         told = {
             "answer": number,
-            "token_ids": response.token_ids.tolist(),
-            "logprobs": response.logprobs.tolist(),
+            "token_ids": response.response.tolist(),
+            "logprobs": response["rollout_logprobs"].tolist(),
             "truncated": response.truncated,
         }
         with contextlib.suppress(OSError):  # The thread sees that the process has died.

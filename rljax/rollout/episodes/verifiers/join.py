@@ -36,7 +36,7 @@ class Answered(NamedTuple):
     @property
     def end(self) -> int:
         """The position behind the last token of the turn."""
-        return len(self.tokens) + len(self.response.token_ids)
+        return len(self.tokens) + len(self.response.response)
 
     def is_in(self, branch: Branch) -> bool:
         """Returns whether the branch holds this turn: the tokens before it, and its own tokens as sampled ones."""
@@ -45,7 +45,7 @@ class Answered(NamedTuple):
             self.end <= len(ids)
             and bool(sampled[self.start : self.end].all())
             and np.array_equal(ids[: self.start], self.tokens)
-            and np.array_equal(ids[self.start : self.end], self.response.token_ids)
+            and np.array_equal(ids[self.start : self.end], self.response.response)
         )
 
 

@@ -21,7 +21,15 @@ from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_differences, find_route, server_info
 from rljax.rollout.servers.process import Dtype
 from rljax.rollout.servers.tops import as_floats, make_tops
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans, check_own_prompt
+from rljax.rollout.servers.wire import (
+    Completion,
+    Request,
+    ServerInfo,
+    Span,
+    as_spans,
+    check_own_prompt,
+    make_completion,
+)
 from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
 
@@ -102,7 +110,7 @@ class SglangBackend(Backend):
             "stream": False,
         }
 
-    def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
+    def read(self, route: str, reply: bytes, request: Request) -> Completion:
         """Reads a reply of ``/generate``, as :meth:`Backend.read` says."""
         read = _DECODER.decode(reply)
         meta = read.meta_info
@@ -115,20 +123,21 @@ class SglangBackend(Backend):
                 {} if value is None else {other: v for v, other, _ in top or ()} | {token: value}
                 for (value, token, _), top in itertools.zip_longest(scored, likely[: len(scored)])
             )
-        tops = None
+        arrays = {"rollout_logprobs": as_floats(map(itemgetter(0), meta.output_token_logprobs))}
         if request.sampling.reported:
             lists = list(filter(None, meta.output_top_logprobs or ()))
             logprobs, ids = (map(itemgetter(i), itertools.chain.from_iterable(lists)) for i in (0, 1))
-            tops = make_tops(map(len, lists), ids, logprobs, request.sampling.reported)
-        completion = Completion(
-            token_ids=np.array(read.output_ids, np.int32),
-            logprobs=as_floats(map(itemgetter(0), meta.output_token_logprobs)),
+            arrays |= make_tops(map(len, lists), ids, logprobs, request.sampling.reported, len(request.prompt))
+        return make_completion(
+            route,
+            request,
+            np.array(read.output_ids, np.int32),
+            arrays,
+            are_others=list(map(itemgetter(1), meta.output_token_logprobs)) != read.output_ids,
             finish_reason="None" if meta.finish_reason is None else meta.finish_reason.type,
             spans=as_spans(meta.weight_versions),
-            tops=tops,
             prompt_logprobs=prompt,
         )
-        return completion, list(map(itemgetter(1), meta.output_token_logprobs)) != read.output_ids
 
     def ask_plugin(self, client: ServerClient, url: str, method: str, *arguments: Any) -> list[Any]:
         """Asks the workers through ``/weights_checker``."""

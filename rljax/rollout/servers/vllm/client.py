@@ -34,8 +34,16 @@ from rljax.rollout.servers.handshake import (
 from rljax.rollout.servers.tops import as_floats, make_tops
 from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS, ROLLOUTS, prompt_hash
-from rljax.rollout.servers.wire import Completion, Request, ServerInfo, Span, as_spans, check_own_prompt
-from rljax.rollout.types import InFlight, Tops
+from rljax.rollout.servers.wire import (
+    Completion,
+    Request,
+    ServerInfo,
+    Span,
+    as_spans,
+    check_own_prompt,
+    make_completion,
+)
+from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -175,35 +183,35 @@ class VllmBackend(Backend):
         as_ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         return {"model": model, "prompt": tokens, **as_ids, **sampling}
 
-    def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
+    def read(self, route: str, reply: bytes, request: Request) -> Completion:
         """Reads a reply of any route, as :meth:`Backend.read` says."""
-        k = request.sampling.reported
         if route == ROLLOUTS:
             rollout = _ROLLOUT_DECODER.decode(reply)
             if not rollout.prompt_hash:
                 raise ReplyError(f"{route} does not say which prompt it answers: install the same rljax beside both")
             own_hash = prompt_hash(request.prompt.astype("<i4", copy=False).tobytes())
             check_own_prompt(route, rollout.prompt_hash == own_hash)
-            return _read_rollout(rollout, k, with_routes=request.routes is not None)
-        read = _DECODERS[route, k > 0].decode(reply)
+            return _read_rollout(route, rollout, request)
+        read = _DECODERS[route, request.sampling.reported > 0].decode(reply)
         (choice,) = read.choices
         check_own_prompt(route, choice.prompt_token_ids in (None, request.prompt.tolist()))
         if choice.index != 0:
             raise ValueError(f"its choice has index {choice.index}, expected 0")
-        are_others, logprobs, tops = (_read_content if route == GENERATE else _read_named)(choice, k)
-        completion = Completion(
-            token_ids=np.array(choice.token_ids, np.int32),
-            logprobs=logprobs,
+        are_others, arrays = (_read_content if route == GENERATE else _read_named)(choice, request)
+        return make_completion(
+            route,
+            request,
+            np.array(choice.token_ids, np.int32),
+            arrays,
+            are_others=are_others,
+            experts=_read_routes(choice.routed_experts) if request.routes else None,
             finish_reason=str(choice.finish_reason),
             spans=as_spans(choice.weight_versions),
-            tops=tops,
             prompt_logprobs=tuple(
                 {token: scored.logprob for token, scored in (top or {}).items()}
                 for top in read.prompt_logprobs or choice.prompt_logprobs or ()
             ),
-            routes=None if request.routes is None else _read_routes(choice.routed_experts),
         )
-        return completion, are_others
 
     def ask_plugin(self, client: ServerClient, url: str, method: str, *arguments: Any) -> list[Any]:
         """Asks the workers through ``/collective_rpc``."""
@@ -358,23 +366,25 @@ def _asked(request: Request, route: str) -> int:
     return min(asked, request.vocab_size or asked) if k else 0
 
 
-def _read_rollout(read: _Rollout, k: int, *, with_routes: bool) -> tuple[Completion, bool]:
+def _read_rollout(route: str, read: _Rollout, request: Request) -> Completion:
     """Reads a reply of ROLLOUTS. Raises ValueError if its arrays do not fit together."""
     tokens = np.frombuffer(read.token_ids, "<i4")
     counts, ids, logprobs = _arrays(read.scores)
     if counts.min(initial=1) < 1:
         raise ValueError("a position without a log-probability")
-    firsts = np.cumsum(counts) - counts
-    completion = Completion(
-        token_ids=tokens.copy(),
-        logprobs=logprobs[firsts],
+    firsts, k = np.cumsum(counts) - counts, request.sampling.reported
+    tops = make_tops(counts, ids, logprobs, k, len(request.prompt)) if k else {}
+    return make_completion(
+        route,
+        request,
+        tokens,
+        {"rollout_logprobs": logprobs[firsts], **tops},
+        are_others=not np.array_equal(ids[firsts], tokens),
+        experts=_read_routes(read.routed_experts) if request.routes else None,
         finish_reason=str(read.finish_reason),
         spans=as_spans(read.weight_versions),
-        tops=make_tops(counts, ids, logprobs, k) if k else None,
         prompt_logprobs=() if read.prompt_scores is None else _by_position(*_arrays(read.prompt_scores)),
-        routes=_read_routes(read.routed_experts) if with_routes else None,
     )
-    return completion, not np.array_equal(ids[firsts], tokens)
 
 
 def _arrays(scores: _Flat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -392,31 +402,31 @@ def _by_position(counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> t
     return tuple(dict(entries[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True))
 
 
-_Parts = tuple[bool, np.ndarray, Tops | None]
-"""Whether other tokens than the sampled ones are scored, the log-probabilities (float32 [t]), the likeliest tokens."""
+_Scores = tuple[bool, dict[str, np.ndarray]]
+"""Whether other tokens than the sampled ones are scored, and the arrays of the scores."""
 
 
-def _read_content(choice: Any, k: int) -> _Parts:
-    """Reads the scores of a choice of GENERATE, and the ``k`` likeliest tokens."""
+def _read_content(choice: Any, request: Request) -> _Scores:
+    """Reads the scores of a choice of GENERATE, and the likeliest tokens."""
     content = choice.logprobs.content if choice.logprobs else []
     are_others = list(map(attrgetter("token_id"), content)) != choice.token_ids
-    tops = None
-    if k:
+    arrays = {"rollout_logprobs": as_floats(map(attrgetter("logprob"), content))}
+    if k := request.sampling.reported:
         lists = list(map(attrgetter("top_logprobs"), content))
         entries = list(chain.from_iterable(lists))
         ids, logprobs = map(attrgetter("token_id"), entries), map(attrgetter("logprob"), entries)
-        tops = make_tops(map(len, lists), ids, logprobs, k)
-    return are_others, as_floats(map(attrgetter("logprob"), content)), tops
+        arrays |= make_tops(map(len, lists), ids, logprobs, k, len(request.prompt))
+    return are_others, arrays
 
 
-def _read_named(choice: Any, k: int) -> _Parts:
+def _read_named(choice: Any, request: Request) -> _Scores:
     """Reads the scores of a choice of COMPLETIONS, whose tokens are named ``token_id:442``."""
     scored = choice.logprobs
     are_others = scored.tokens != list(map("token_id:{}".format, choice.token_ids))
-    tops = None
-    if k:
+    arrays = {"rollout_logprobs": as_floats(scored.token_logprobs)}
+    if k := request.sampling.reported:
         maps = scored.top_logprobs
         names = ",".join(chain.from_iterable(maps)).replace("token_id:", "")
         ids = msgspec.json.decode(f"[{names}]", type=list[int])
-        tops = make_tops(map(len, maps), ids, chain.from_iterable(map(dict.values, maps)), k)
-    return are_others, as_floats(scored.token_logprobs), tops
+        arrays |= make_tops(map(len, maps), ids, chain.from_iterable(map(dict.values, maps)), k, len(request.prompt))
+    return are_others, arrays
