@@ -204,8 +204,8 @@ def test_a_token_dump_of_a_run_is_told_apart():
 
 def test_a_logprob_just_above_zero_is_rounding():
     (one,) = read(ROW | {"logprobs": [1e-6, -1.0, 5.0, -2.0]})
-    assert one.response.logprobs[0] == 0.0
-    assert one.response.logprobs[2] == 0.0
+    assert one.response["rollout_logprobs"][0] == 0.0
+    assert one.response["rollout_logprobs"][2] == 0.0
 
 
 def test_the_rows_survive_json():

@@ -65,8 +65,8 @@ def test_a_dump_of_a_cut_sampling_has_its_support(tmp_path):
     assert {name: dump.sampling[name] for name in ("top_k", "top_p", "min_p")} == {"top_k": 2, "top_p": 0.9, "min_p": 0}
     assert dump.sources["rollout"].cut
     assert dump.sources["trainer"].cut
-    assert dump.top_ids[0].tolist() == [[-1, -1]] * 3 + tops[0].tolist()
-    np.testing.assert_array_equal(dump.top_logprobs[0][3:], tops[1])
+    assert dump.columns["top_ids"][0].tolist() == [[-1, -1]] * 3 + tops[0].tolist()
+    np.testing.assert_array_equal(dump.columns["top_logprobs"][0][3:], tops[1])
 
 
 def test_a_dump_has_advantage_version_and_loss_of_each_token(tmp_path):
@@ -112,7 +112,7 @@ def test_a_dump_has_the_trainers_entropies_and_likeliest_tokens(tmp_path):
     dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
     assert dump.values["entropy"][0][2:].tolist() == [1.25, 0.5]
     assert np.isnan(dump.values["entropy"][0][:2]).all()
-    assert dump.top_ids[0].tolist() == [[-1, -1], [-1, -1], [5, 7], [6, -1]]
-    ((of_trainer,), (values,)) = dump.other_tops["trainer"]
+    assert dump.columns["top_ids"][0].tolist() == [[-1, -1], [-1, -1], [5, 7], [6, -1]]
+    (of_trainer,), (values,) = dump.columns["top_ids/trainer"], dump.columns["top_logprobs/trainer"]
     assert of_trainer.tolist() == [[-1, -1], [-1, -1], [7, 5], [6, -1]]
     assert values[2:].tolist() == [[-0.75, -1.0], [-0.5, -np.inf]]
