@@ -33,9 +33,7 @@ COLUMNS: dict[str, Column] = {
     "rollout_logprobs": Column(
         np.float32, 0.0, "", "the inference engine's log-probability of the token (nats)", "logprobs/rollout"
     ),
-    "version": Column(
-        np.int32, -1, "", "the policy version that sampled the token; that before it at an environment's"
-    ),
+    "version": Column(np.int32, -1, "", "the policy version that sampled the token; an environment's repeats the last"),
     "turn": Column(np.int32, 0, "", "the turn, from 1, that sampled the token; 0 where an environment wrote it"),
     "top_ids": Column(np.int32, -1, "k", "the likeliest tokens, likeliest first; -1 where there are fewer", "top_ids"),
     "top_logprobs": Column(np.float32, -np.inf, "k", "the sampler's log-probabilities of them (nats)", "top_logprobs"),
@@ -55,7 +53,7 @@ def blank(name: str, count: int, like: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class TokenRecord:
     """A prompt of p tokens and the r tokens behind it, the response. They are t = p + r tokens in all.
 
     Without an array ``turn`` the policy sampled the whole response in one turn.
@@ -131,10 +129,10 @@ def as_stored(experts: np.ndarray) -> np.ndarray:
     return np.concatenate([experts + np.ones((), experts.dtype), np.zeros((1, *experts.shape[1:]), experts.dtype)])
 
 
-T = TypeVar("T", bound=Tokens)
+T = TypeVar("T", bound=TokenRecord)
 
 
-def join(pieces: Sequence[Tokens], prompt_length: int) -> Tokens:
+def join(pieces: Sequence[TokenRecord], prompt_length: int) -> TokenRecord:
     """Returns the tokens of all pieces in order. An array that only some pieces have is filled in the others."""
     columns = {}
     for name in dict.fromkeys(name for piece in pieces for name in piece.columns):
@@ -143,10 +141,10 @@ def join(pieces: Sequence[Tokens], prompt_length: int) -> Tokens:
         columns[name] = np.concatenate(
             [blank(name, len(p.ids), like) if x is None else x for p, x in zip(pieces, own, strict=True)]
         )
-    return Tokens(np.concatenate([piece.ids for piece in pieces]), prompt_length, columns)
+    return TokenRecord(np.concatenate([piece.ids for piece in pieces]), prompt_length, columns)
 
 
-def common_columns(sequences: Sequence[Tokens]) -> list[str]:
+def common_columns(sequences: Sequence[TokenRecord]) -> list[str]:
     """Returns the names of the sequences' arrays. Raises ValueError if only some of the sequences have one of them."""
     names = list(dict.fromkeys(name for sequence in sequences for name in sequence.columns))
     for name in names:
@@ -155,7 +153,7 @@ def common_columns(sequences: Sequence[Tokens]) -> list[str]:
     return names
 
 
-def to_arrays(sequences: Sequence[Tokens]) -> dict[str, np.ndarray]:
+def to_arrays(sequences: Sequence[TokenRecord]) -> dict[str, np.ndarray]:
     """Returns sequences of one class as a few arrays, which ``from_arrays`` turns back without loss of a bit.
 
     The fields that the class adds must be numbers or truth values.
@@ -184,6 +182,6 @@ def from_arrays(kind: type[T], arrays: Mapping[str, np.ndarray]) -> list[T]:
     ]
 
 
-def _facts(kind: type[Tokens]) -> list[str]:
+def _facts(kind: type[TokenRecord]) -> list[str]:
     """Returns the names of the fields that a class adds."""
-    return [each.name for each in dataclasses.fields(kind)][len(dataclasses.fields(Tokens)) :]
+    return [each.name for each in dataclasses.fields(kind)][len(dataclasses.fields(TokenRecord)) :]

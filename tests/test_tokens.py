@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from rljax.tokens import COLUMNS, Tokens, common_columns, from_arrays, join, to_arrays
+from rljax.tokens import COLUMNS, TokenRecord, common_columns, from_arrays, join, to_arrays
 
 
 def tokens(prompt, response, **arrays):
-    return Tokens.of(np.int32(prompt), np.int32(response), arrays)
+    return TokenRecord.of(np.int32(prompt), np.int32(response), arrays)
 
 
 def test_an_array_of_the_response_is_filled_at_the_prompt():
@@ -56,4 +56,4 @@ def test_sequences_of_a_batch_have_the_same_arrays():
     with pytest.raises(ValueError, match="turn must be given for all sequences or for none, got 1 of 2"):
         to_arrays(both)
     assert common_columns(both[:1]) == ["turn"]
-    assert from_arrays(Tokens, to_arrays([])) == []
+    assert from_arrays(TokenRecord, to_arrays([])) == []

@@ -11,7 +11,7 @@ from rljax.errors import check_at_least, check_finite, check_positive
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.form import ServerForm
 from rljax.rollout.verify_config import VerifyConfig
-from rljax.tokens import Tokens
+from rljax.tokens import TokenRecord
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, eq=False)
-class Response(Tokens):
+class Response(TokenRecord):
     """One sampled response behind its prompt, or a trajectory of several turns.
 
     The tokens of a trajectory are those of the policy and those of its environment, in the order in which the engine

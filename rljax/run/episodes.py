@@ -67,7 +67,7 @@ class Episodes:
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
         """Begins ``n`` trajectories of each problem. Raises the errors of ``Source.begin``."""
         batch = _Batch(self, problems, n, params, seed)
-        return Begun(batch.prompts, batch.scored(), batch.metrics)
+        return Begun(batch.scored(), batch.metrics)
 
     def failed(self, kind: str, message: str) -> None:
         """Counts a trajectory that failed, and logs the first since ``pop_metrics`` that was refused in this module.
@@ -115,10 +115,10 @@ class _Batch:
         self._all, self._n, self._seed = episodes, n, seed
         self._room = params.max_response_tokens
         self._params = dataclasses.replace(params, max_response_tokens=episodes.config.turn_tokens(self._room))
-        self.prompts = [prompt_ids(problem, episodes.tokenizer) for problem in problems]
+        prompts = [prompt_ids(problem, episodes.tokenizer) for problem in problems]
         self.metrics: Row = {}
         self._episodes = [
-            _Episode(i * n + j, next(episodes.numbers), problem, Recorder(self.prompts[i]))
+            _Episode(i * n + j, next(episodes.numbers), problem, Recorder(prompts[i]))
             for i, problem in enumerate(problems)
             for j in range(n)
         ]
@@ -264,4 +264,4 @@ class _Batch:
     def _finish(self, episode: _Episode, reward: float, *, truncated: bool) -> None:
         place = divmod(episode.key, self._n)
         response = episode.recorder.response(*place, truncated=truncated)
-        self._done.put(Scored(self.prompts[place[0]], response, "".join(episode.texts), reward))
+        self._done.put(Scored(response, "".join(episode.texts), reward))

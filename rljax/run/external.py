@@ -198,13 +198,12 @@ class ExternalBatches(Batches):
 
 
 def make_rollouts(groups: Sequence[Sequence[Trajectory]]) -> Rollouts:
-    """Returns the rollouts of complete groups. The prompt of a group is the prompt of its first trajectory."""
-    prompts = [group[0].response.prompt for group in groups]
+    """Returns the rollouts of complete groups."""
     responses = [
         [dataclasses.replace(one.response, prompt_index=i, sample_index=j) for j, one in enumerate(group)]
         for i, group in enumerate(groups)
     ]
-    return Rollouts(prompts, responses, np.asarray([[one.reward for one in group] for group in groups], np.float32))
+    return Rollouts(responses, np.asarray([[one.reward for one in group] for group in groups], np.float32))
 
 
 def make_external_batches(

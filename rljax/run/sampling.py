@@ -21,7 +21,6 @@ from rljax.trainer.packing import TrainSequence
 class Scored(NamedTuple):
     """A response to a problem, and its reward."""
 
-    prompt: np.ndarray  # the token ids of the problem's prompt, int32 [p]
     response: Response
     text: str  # the text of the response, without special tokens
     reward: float  # the reward; NaN for a trajectory that failed
@@ -52,8 +51,7 @@ class Outcomes(NamedTuple):
 class Rollouts:
     """The responses that a step trains on."""
 
-    prompts: list[np.ndarray]  # the token ids of b prompts, int32 [p] each
-    responses: list[list[Response]]  # the g responses to each of the b prompts
+    responses: list[list[Response]]  # the g responses to each of b prompts
     rewards: np.ndarray  # the rewards, float32 [b, g]; NaN for a trajectory that failed
     dropped: Outcomes | None = None  # the outcomes of groups that were sampled for the step and then replaced, if any
 
@@ -104,7 +102,6 @@ def step_seed(seed: int, step: int, round_number: int = 0) -> int:
 class Begun(NamedTuple):
     """Responses that are being sampled."""
 
-    prompts: list[np.ndarray]  # the token ids of each problem's prompt, int32 [p]
     scored: Iterator[Scored]  # the scored responses as they arrive; it can be used once
     metrics: Row  # counts and seconds for the row of the step, complete once ``scored`` has ended
 
@@ -156,7 +153,6 @@ class Sampler:
             raise RuntimeError(f"the engine returned {len(by_place)} responses, expected {len(problems) * self._n}")
         groups = [[by_place[i, j] for j in range(self._n)] for i in range(len(problems))]
         rollouts = Rollouts(
-            begun.prompts,
             [[one.response for one in group] for group in groups],
             np.asarray([[one.reward for one in group] for group in groups], np.float32),
         )

@@ -145,7 +145,7 @@ class VerifiersEpisodes:
         """Begins ``n`` trajectories of each problem. Raises the errors of ``Source.begin``."""
         prompts = [prompt_ids(problem, self._tokenizer) for problem in problems]
         metrics: Row = {}
-        return Begun(prompts, self._scored(problems, prompts, n, params, seed, metrics), metrics)
+        return Begun(self._scored(problems, prompts, n, params, seed, metrics), metrics)
 
     def pop_metrics(self) -> Row:
         """Returns the counts since the last call, of each kind of failure and of tools.
@@ -198,7 +198,7 @@ class VerifiersEpisodes:
         for key, one in outcomes.items():
             i, j = divmod(key, n)
             response = one.response(prompts[i], i, j)
-            yield Scored(prompts[i], response, self._text(response), one.reward)
+            yield Scored(response, self._text(response), one.reward)
 
     def _text(self, response: Response) -> str:
         rows = ((row.response, row.turns) for row in response.rows)

@@ -12,7 +12,7 @@ import numpy as np
 
 from rljax.errors import check_at_least
 from rljax.sharding import zeros_to_put
-from rljax.tokens import COLUMNS, TOPS, Tokens, common_columns
+from rljax.tokens import COLUMNS, TOPS, TokenRecord, common_columns
 from rljax.trainer.rows import lay_out_rows
 
 OptionalLogprobs = Literal["old_logprobs", "reference_logprobs", "behaviour_logprobs"]
@@ -71,7 +71,7 @@ class PackingConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class TrainSequence(Tokens):
+class TrainSequence(TokenRecord):
     """One prompt with one response, ready for the loss."""
 
     advantage: float = 0.0  # the advantage of the response, unless its tokens have ``advantages`` of their own

@@ -53,8 +53,7 @@ def scored(rewards):
     def one(i, j):
         return response((i, j), np.zeros(4 * i + j + 1), truncated=j == 2)
 
-    prompt = np.zeros(1, np.int32)
-    return [Scored(prompt, one(i, j), "", reward) for i, row in enumerate(rewards) for j, reward in enumerate(row)]
+    return [Scored(one(i, j), "", reward) for i, row in enumerate(rewards) for j, reward in enumerate(row)]
 
 
 def test_scores_by_hand():

@@ -60,7 +60,7 @@ def test_a_new_number_takes_three_lines(server, monkeypatch, tmp_path):
         engine.close()
 
     config = Config(run=RunConfig(dir=str(tmp_path)))
-    rollouts = Rollouts(PROMPTS, [responses[:2], responses[2:]], np.float32([[0, 1], [1, 0]]))
+    rollouts = Rollouts([responses[:2], responses[2:]], np.float32([[0, 1], [1, 0]]))
     sequences = from_arrays(TrainSequence, to_arrays(training_sequences(rollouts, config, 0)))
     pack(sequences, row_tokens=8, rows_per_micro_batch=4, micro_batches=1)  # it leaves out what no batch has
     assert [s["certainty"].mean() for s in sequences] == pytest.approx([s.response.mean() / 64 for s in sequences])

@@ -32,7 +32,7 @@ def rollouts():
         [one(0, 0, [5, 1]), one(0, 1, [5, 6, 7, 8], truncated=True)],
         [one(1, 0, [1]), one(1, 1, [2, 2, 1], version=[2, 3, 3])],
     ]
-    return Rollouts(PROMPTS, responses, np.array([[1, 0], [1, 1]], np.float32))
+    return Rollouts(responses, np.array([[1, 0], [1, 1]], np.float32))
 
 
 def test_rollout_row_by_hand(rollouts):
@@ -111,7 +111,7 @@ def test_a_trajectory_is_as_long_as_its_sampled_tokens():
 def test_all_rows_of_a_trajectory_have_its_advantage():
     again = trajectory(0, 1, [2], prompt=[9, 9, 4])
     group = [trajectory(0, 0, [1, 0, 2]), trajectory(0, 1, [1, 1], further=(again,)), trajectory(0, 2, [1])]
-    rollouts = Rollouts([np.array([9, 9], np.int32)], [group], np.array([[1, 0, np.nan]], np.float32))
+    rollouts = Rollouts([group], np.array([[1, 0, np.nan]], np.float32))
     row = rollout_row(rollouts, policy_version=3)
     assert (row["reward/mean"], row["reward/std"], row["response_length/mean"]) == (0.5, 0.5, 2.0)
     sequences = training_sequences(rollouts, Config(), policy_version=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rljax.rollout.types import Response
-from rljax.tokens import Tokens, blank, join
+from rljax.tokens import TokenRecord, blank, join
 
 
 class Recorder:
@@ -17,7 +17,7 @@ class Recorder:
     def __init__(self, prompt: np.ndarray) -> None:
         """Begins a trajectory that has no token behind ``prompt``, int32 [s], yet."""
         self.prompt, self.turn = prompt, 0
-        self._pieces = [Tokens(prompt, len(prompt))]
+        self._pieces = [TokenRecord(prompt, len(prompt))]
         self._routes: list[np.ndarray] = []  # the routes of all tokens before the last one of the last turn
 
     @property
@@ -39,7 +39,7 @@ class Recorder:
 
     def add_text(self, token_ids: np.ndarray) -> None:
         """Adds the tokens of a text that the environment wrote. They have the version of the token before them."""
-        last, text = self._pieces[-1].columns.get("version"), Tokens(token_ids, 0)
+        last, text = self._pieces[-1].columns.get("version"), TokenRecord(token_ids, 0)
         known = {} if last is None else {"version": np.full(len(token_ids), last[-1])}
         self._pieces.append(text.add(known))
 

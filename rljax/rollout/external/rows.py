@@ -18,7 +18,7 @@ from rljax.errors import ReplyError
 from rljax.rollout.external.doubts import find_doubts
 from rljax.rollout.servers.tops import check_tops, make_tops
 from rljax.rollout.types import Response, SamplingParams
-from rljax.tokens import TOPS, Tokens
+from rljax.tokens import TOPS, TokenRecord
 
 REQUIRED = ("prompt_ids", "token_ids", "logprobs", "reward", "version", "group")
 """The columns that each row has, besides one of ``mask`` and ``turns``."""
@@ -301,7 +301,7 @@ def _with_tops(row: Row, place: str, response: Response, limits: RowLimits) -> R
         raise ValueError(f"{place}: top_logprobs must be numbers of at most 0 (nats)")
     given = counts["top_ids"], ids.tolist(), np.minimum(own, 0.0).tolist()
     whole = response.add(make_tops(*given, limits.sampling.reported, response.prompt_length))
-    inner = Tokens(tokens[sampled], 0, {name: whole[name][sampled] for name in ("rollout_logprobs", *TOPS)})
+    inner = TokenRecord(tokens[sampled], 0, {name: whole[name][sampled] for name in ("rollout_logprobs", *TOPS)})
     try:
         check_tops(place, inner, limits.sampling, limits.vocab_size)
     except ReplyError as error:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rljax.errors import ReplyError
 from rljax.rollout.types import SamplingParams
-from rljax.tokens import TOPS, T, Tokens, blank
+from rljax.tokens import TOPS, T, TokenRecord, blank
 
 ROUNDING = 1e-3
 """The largest error of a log-probability (nats), or of a sum of probabilities, that counts as rounding."""
@@ -33,7 +33,7 @@ def make_tops(
     ``counts`` has the number of reported tokens at each position. The other two have their ids and log-probabilities
     (nats), position by position. The first one of a position, the sampled token, may be there twice. Of tokens with
     equal log-probabilities the one that is reported first is taken. The first ``before`` entries of the result are
-    those of the prompt's tokens, which have none. No Python runs for each token.
+    fills, for the prompt's tokens. No Python runs for each token.
     """
     numbers = _as_integers(counts, np.int64)
     width = max(int(numbers.max(initial=0)), k)
@@ -94,7 +94,7 @@ def without_ties(reply: T) -> T:
     return reply.add({"rollout_logprobs": logprobs, "top_logprobs": tops - excess[:, None]})
 
 
-def check_tops(url: str, reply: Tokens, sampling: SamplingParams, vocab_size: int | None) -> None:
+def check_tops(url: str, reply: TokenRecord, sampling: SamplingParams, vocab_size: int | None) -> None:
     """Raises ReplyError if the likeliest tokens do not fit the distribution that the response was sampled from.
 
     There is at least one sampled token. Messages name the server ``url``. Every token id is below ``vocab_size``, or

@@ -166,8 +166,7 @@ class Verifier:
             requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(prompts)]
             completions, again = client.sample(url, requests), []
             if self._is_rounded:
-                joined = [np.concatenate([p, c.response]) for p, c in zip(prompts, completions, strict=True)]
-                again = client.sample(url, [Request(p, SamplingParams(1), prompt_logprobs=0) for p in joined])
+                again = client.sample(url, [Request(c.ids, SamplingParams(1), prompt_logprobs=0) for c in completions])
             looks.append(Look(prompts, completions, again))
         return looks
 
@@ -193,7 +192,7 @@ class Verifier:
     def difference(self, look: Look, params: Any) -> Difference:
         """Returns the distance of a look's log-probabilities from those of the trainer's ``params``."""
         pairs = list(zip(look.prompts, look.completions, strict=True))
-        scored = self._score(params, [np.concatenate([prompt, sampled.response]) for prompt, sampled in pairs])
+        scored = self._score(params, [sampled.ids for _, sampled in pairs])
         gaps = [
             np.abs(np.asarray(logprobs, np.float32)[len(p) : len(p) + len(s.response)] - s["rollout_logprobs"])
             for (p, s), logprobs in zip(pairs, scored, strict=True)

@@ -17,7 +17,7 @@ from rljax.policy.config import route_dtype
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.tops import ROUNDING, check_tops
 from rljax.rollout.types import SamplingParams
-from rljax.tokens import Tokens, as_stored, join
+from rljax.tokens import TokenRecord, as_stored, join
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class Completion(Tokens):
+class Completion(TokenRecord):
     """One sampled response as the server reports it. Fields that were not asked for are empty."""
 
     finish_reason: str = ""  # "stop", "length", or "abort" if the server gave the response up
@@ -112,8 +112,8 @@ def make_completion(
       route: The path at the server, with which messages begin.
       request: The request that the reply answers.
       tokens: The sampled tokens, int32 [r].
-      arrays: The arrays for :meth:`Tokens.add`, ``rollout_logprobs`` among them.
-      are_others: The answer to whether the log-probabilities are of other tokens. It may be true of an aborted reply.
+      arrays: The arrays for :meth:`TokenRecord.add`, ``rollout_logprobs`` among them.
+      are_others: A mark that the log-probabilities are of other tokens, which only an aborted reply may have.
       experts: The experts of all tokens but the last, unsigned integers [s + r - 1, layers, k], or None.
       facts: The other fields of the completion, by name.
     """
