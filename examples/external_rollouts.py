@@ -25,23 +25,22 @@ from rljax.data.toy import addition_problems
 from rljax.evaluate import find_policy
 from rljax.rewards.resolve import resolve_reward
 from rljax.rollout.build import load_jax_engine
-from rljax.rollout.types import Response, SamplingParams, VersionSpan
+from rljax.rollout.types import Response, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
 
 def rows_of(group, problem, prompt, responses, tokenizer, reward):
     """Returns one row for each response to a problem. Rows with one ``group`` are compared with each other."""
     for response in responses:
-        versions = np.concatenate([np.full(span.end - span.start, span.version) for span in response.versions])
-        text = tokenizer.decode(response.token_ids)
+        text = tokenizer.decode(response.response)
         yield {
             "group": group,
             "prompt_ids": prompt.tolist(),
-            "token_ids": response.token_ids.tolist(),
-            "mask": [True] * len(response.token_ids),  # the policy sampled all of them
-            "logprobs": response.logprobs.tolist(),
+            "token_ids": response.response.tolist(),
+            "mask": [True] * len(response.response),  # the policy sampled all of them
+            "logprobs": response["rollout_logprobs"].tolist(),
             "reward": reward(problem, text, response.truncated),
-            "version": versions.tolist(),
+            "version": response["version"].tolist(),
             "truncated": response.truncated,
         }
 
@@ -75,18 +74,14 @@ def ask_server(url, prompts, count, sampling, seed):
         (choice,) = reply["choices"]
         logprobs = [each["logprob"] for each in choice["logprobs"]["content"]]
         # A run names its versions RUN.NUMBER; "default" are the weights that the server was started with.
-        spans = [
-            VersionSpan(0 if span["version"] == "default" else int(span["version"].rpartition(".")[2]), *place)
-            for span in choice["weight_versions"]
-            for place in [(span["start"], span["end"])]
-        ]
-        return Response(
-            number,
-            sample,
-            np.asarray(choice["token_ids"], np.int32),
-            np.asarray(logprobs, np.float32),
-            choice["finish_reason"] == "length",
-            tuple(spans),
+        versions = []
+        for span in choice["weight_versions"]:
+            version = 0 if span["version"] == "default" else int(span["version"].rpartition(".")[2])
+            versions += [version] * (span["end"] - span["start"])
+        arrays = {"rollout_logprobs": logprobs, "version": versions}
+        is_cut = choice["finish_reason"] == "length"
+        return Response.of(
+            prompts[number], choice["token_ids"], arrays, prompt_index=number, sample_index=sample, truncated=is_cut
         )
 
     with ThreadPoolExecutor(32) as pool:

@@ -85,8 +85,8 @@ def packed(case: Case) -> Any:
     from rljax.trainer.rows import first_fit
 
     sequences = [
-        TrainSequence(prompt, response, np.full(len(response), -np.log(case.vocab), np.float32), 1.0, True)
-        for prompt, response in sequences_of(case)
+        TrainSequence.of(p, r, {"rollout_logprobs": np.full(len(r), -np.log(case.vocab))}, advantage=1.0)
+        for p, r in sequences_of(case)
     ]
     each = [sum(n) for n in case.lengths()]
     rows = len(first_fit(each, sorted(range(len(each)), key=lambda i: -each[i]), max(each)))

@@ -114,8 +114,7 @@ class PlantedEngine(RolloutEngine):
         rng = np.random.default_rng([seed, response.prompt_index, response.sample_index])
         wrong = np.where(rng.random(count) < plant.extreme_share, rng.uniform(-6.0, -3.0, count), 0.0)
         noise = plant.noise_per_token * np.arange(count) * rng.normal(size=count)
-        logprobs = np.minimum(response.logprobs + wrong + noise, 0.0)
-        return dataclasses.replace(response, logprobs=logprobs.astype(np.float32))
+        return response.add({"rollout_logprobs": np.minimum(response["rollout_logprobs"] + wrong + noise, 0.0)})
 
     def close(self) -> None:
         """Closes the engine inside."""

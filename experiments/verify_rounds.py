@@ -76,7 +76,7 @@ class EmbeddedServer:
         with self._one:
             responses = list(self._engine.generate(prompts, 1, sampling, seed=requests[0].seed or 0))
         responses.sort(key=lambda response: response.prompt_index)
-        return [Completion(each.token_ids, each.logprobs, "length", None) for each in responses]
+        return [Completion(each.ids, each.prompt_length, each.columns, "length") for each in responses]
 
 
 class OneByOne:

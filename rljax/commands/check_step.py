@@ -73,7 +73,8 @@ def random_sequences(size: StepSize, count: int, vocab_size: int) -> list[TrainS
         response = int(rng.integers(size.max_response_tokens // 16, size.max_response_tokens // 2 + 1))
         before, after = (rng.integers(0, vocab_size, length, dtype=np.int32) for length in (prompt, response))
         logprobs = np.full(response, -math.log(vocab_size), np.float32)
-        sequences.append(TrainSequence(before, after, logprobs, 1.0 if index % 2 else -1.0, in_loss=True))
+        sign = 1.0 if index % 2 else -1.0
+        sequences.append(TrainSequence.of(before, after, {"rollout_logprobs": logprobs}, advantage=sign))
     return sequences
 
 
@@ -138,7 +139,7 @@ def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: 
     batch = make_pack(config, config.num_sequences)(sequences)
     seconds, row = run_steps(step, random_state(config, policy, mesh), batch, config, steps)
     found["bytes"]["peak_in_use"] = peak_bytes()
-    lengths, kind = [len(s.prompt) + len(s.response) for s in sequences], jax.devices()[0].device_kind
+    lengths, kind = [len(s.ids) for s in sequences], jax.devices()[0].device_kind
     found |= speeds(policy, lengths, seconds, dtype, devices=mesh.size, kind=kind)
     found |= {"compilations": step.compilations, "row": row, "used_micro_batches": int(batch.used)}
     if step.compilations != 1:

@@ -149,21 +149,20 @@ class Likeliest:
     def added(self, dump: TokenDump, columns: Mapping[str, str]) -> TokenDump:
         """Returns the dump with the collected tokens and entropies. ``columns`` has the name of each spec's column."""
         lengths = [len(ids) for ids in dump.token_ids]
-        tops = dict(dump.other_tops)
+        further: dict[str, tuple[np.ndarray, ...]] = {}
         for spec, found in self._tops.items():
             ids = [np.full((length, self._k), -1, np.int32) for length in lengths]
             logprobs = [np.full((length, self._k), -np.inf, np.float32) for length in lengths]
             for sequence, (places, *both) in found.items():
                 for matrix, part in zip((ids[sequence], logprobs[sequence]), both, strict=True):
                     matrix[places, : part.shape[1]] = part
-            tops[columns[spec]] = tuple(ids), tuple(logprobs)
-        values = dict(dump.values)
+            further |= {f"top_ids/{columns[spec]}": tuple(ids), f"top_logprobs/{columns[spec]}": tuple(logprobs)}
         if self._whole:
             entropy = [np.full(length, np.nan, np.float32) for length in lengths]
             for sequence, (places, part) in self._entropy.items():
                 entropy[sequence][places] = part
-            values["entropy"] = tuple(entropy)
-        return dataclasses.replace(dump, other_tops=tops, values=values)
+            further["values/entropy"] = tuple(entropy)
+        return dataclasses.replace(dump, columns={**dump.columns, **further})
 
 
 def with_distributions(specs: Sequence[str]) -> list[str]:

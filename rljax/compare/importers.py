@@ -164,8 +164,8 @@ def _jsonl_sequence(record: Row, number: int) -> TokenDump:
         return [None] * front + values if len(values) == len(token_ids) - front else values
 
     columns = {name: [_pick(padded(values), token_ids)] for name, values in record.get("logprobs", {}).items()}
-    more = {name: [padded(values)] for name, values in record.get("values", {}).items()}
-    return make_dump([str(record.get("sequence_id", number))], [token_ids], [mask], columns, values=more)
+    more = {f"values/{name}": [padded(values)] for name, values in record.get("values", {}).items()}
+    return make_dump([str(record.get("sequence_id", number))], [token_ids], [mask], columns, columns=more)
 
 
 def _pick(values: Sequence[Any], token_ids: Sequence[int]) -> list[Any]:
@@ -230,8 +230,8 @@ def _nemo_rl_sequence(record: Row, number: int) -> TokenDump:
     mask = [bool(mark) and is_used for mark in record["token_loss_mask"][:length]]
     found = {name: [record[key][:length]] for name, key in _NEMO_RL.items() if key in record}
     advantages = record.get("advantages")
-    more = {"advantage": [advantages[:length]]} if isinstance(advantages, list) else {}
-    return make_dump([str(number)], [record["token_ids"][:length]], [mask], found, values=more)
+    more = {"values/advantage": [advantages[:length]]} if isinstance(advantages, list) else {}
+    return make_dump([str(number)], [record["token_ids"][:length]], [mask], found, columns=more)
 
 
 def _read_parquet(place: Path) -> TokenDump:
@@ -305,9 +305,10 @@ def _assemble(
     unknown = [(np.full(len(part.token_ids[0]), np.nan, np.float32),) for part in parts]
     further = sorted({name for part in parts for name in part.values})
     values = {
-        name: [part.values.get(name, none)[0] for part, none in zip(parts, unknown, strict=True)] for name in further
+        f"values/{name}": [part.values.get(name, none)[0] for part, none in zip(parts, unknown, strict=True)]
+        for name in further
     }
     try:
-        return make_dump(names, ids, masks, columns, sources, sampling, values=values)
+        return make_dump(names, ids, masks, columns, sources, sampling, values)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error

@@ -15,7 +15,7 @@ from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import check_at_least
 from rljax.policy.families import read_config
-from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump, common_prefix, dump_of_responses, make_dump
+from rljax.record.token_dumps import SECOND_RUN, ColumnSource, TokenDump, after_prompts, common_prefix, make_dump
 from rljax.rollout.build import load_jax_engine
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.kinds import engines_that
@@ -75,14 +75,14 @@ def sample_responses(
     stops = () if full_length else read_config(model).stop_token_ids
     column, source, runs = _sample(prompts, model, spec, how, stops, progress)
     first = runs[0]
-    columns = {column: [response.logprobs for response in first]}
+    columns = {column: [response["rollout_logprobs"] for response in first]}
     for second in runs[1:]:
         columns[column + SECOND_RUN] = [_on_common_prefix(a, b) for a, b in zip(first, second, strict=True)]
-    return dump_of_responses(
+    return make_dump(
         [f"{dump.sequence_ids[response.prompt_index]}/{response.sample_index}" for response in first],
-        [prompts[response.prompt_index] for response in first],
-        [response.token_ids for response in first],
-        columns,
+        [response.ids for response in first],
+        [np.arange(len(response.ids)) >= response.prompt_length for response in first],
+        {name: after_prompts([one.prompt for one in first], vectors) for name, vectors in columns.items()},
         dict.fromkeys(columns, source),
         {"column": column} | {name: getattr(how, name) for name in ("temperature", "max_response_tokens", "seed")},
     )
@@ -153,5 +153,5 @@ def _prompt(name: str, ids: np.ndarray, mask: np.ndarray, vocab_size: int) -> np
 
 def _on_common_prefix(first: Response, second: Response) -> np.ndarray:
     """Returns the second response's log-probabilities on the tokens it shares with the first, and NaN after them."""
-    shared = common_prefix(first.token_ids, second.token_ids)
-    return np.concatenate([second.logprobs[:shared], np.full(first.length - shared, np.nan, np.float32)])
+    shared = common_prefix(first.response, second.response)
+    return np.concatenate([second["rollout_logprobs"][:shared], np.full(first.length - shared, np.nan, np.float32)])

@@ -162,8 +162,8 @@ def logit_grid(dump: TokenDump, column: str, temperature: float) -> str:
     their logits. Such pairs are in the responses to one prompt, and among the likeliest tokens of one place.
     """
     pairs = np.fromiter(_same_context(dump, column), float) * temperature
-    if column == dump.sampling.get("column", "rollout") and dump.top_logprobs:
-        pairs = np.concatenate([pairs, *(_neighbours(values) for values in dump.top_logprobs[:64])])
+    if column == dump.sampling.get("column", "rollout") and dump.columns.get("top_logprobs"):
+        pairs = np.concatenate([pairs, *(_neighbours(values) for values in dump.columns["top_logprobs"][:64])])
     pairs = pairs[np.isfinite(pairs) & (np.abs(pairs) > 1e-4)][:20_000]
     if len(pairs) < _FEWEST_PAIRS:
         return ""

@@ -14,6 +14,7 @@ neither. Reading a dump executes nothing in it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -52,10 +53,15 @@ ABOVE_ZERO = 1e-5
 """The largest log-probability (nats) that rounding explains."""
 
 _KEY, _SUM = b"rljax.dump", b"rljax.dump.crc32"
-_PREFIX = "logprobs/"
-_VALUES = "values/"
 _SOURCE_TEXTS = ("engine", "dtype", "weights_hash", "role")
-_TOPS = {"top_ids": pa.int32(), "top_logprobs": pa.float32()}
+_PLAIN = {"sequence_id": pa.string(), "token_ids": pa.list_(pa.int32()), "response_mask": pa.list_(pa.bool_())}
+_KINDS = {
+    "logprobs": pa.list_(pa.float32()),
+    "top_ids": pa.list_(pa.list_(pa.int32())),
+    "top_logprobs": pa.list_(pa.list_(pa.float32())),
+    "values": pa.list_(pa.float32()),
+}
+"""The type of each kind of further column. Its name in the file is the kind, or the kind, "/" and a name."""
 Tops = tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]
 """The ids and the log-probabilities of the likeliest tokens of n sequences, [t, k] each."""
 
@@ -109,16 +115,9 @@ class TokenDump:
     sequence_ids: tuple[str, ...]  # n distinct names
     token_ids: tuple[np.ndarray, ...]  # n int32 vectors [t] of prompt and response, with at least one token each
     response_mask: tuple[np.ndarray, ...]  # n bool vectors [t], True at response tokens; holes are allowed
-    logprobs: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)  # n float32 [t] (nats), NaN if unknown
-    sources: Mapping[str, ColumnSource] = field(default_factory=dict)  # the source of each column, by column name
+    columns: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)  # n arrays [t] or [t, k] by file name
+    sources: Mapping[str, ColumnSource] = field(default_factory=dict)  # the source of each of ``logprobs``, by its name
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    # The sampler's likeliest tokens at each token, n int32 [t, k], or () if unknown; -1 where there are fewer than k.
-    top_ids: tuple[np.ndarray, ...] = ()
-    top_logprobs: tuple[np.ndarray, ...] = ()  # the sampler's numbers (nats), n float32 [t, k]; -inf where the id is -1
-    # Further numbers of the tokens by name, n float32 [t] each, NaN if unknown: advantage, version, in_loss, entropy.
-    values: Mapping[str, tuple[np.ndarray, ...]] = field(default_factory=dict)
-    # The likeliest tokens of other columns, by column name, in the form of ``top_ids`` and ``top_logprobs``.
-    other_tops: Mapping[str, Tops] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, Mapping):
@@ -129,17 +128,31 @@ class TokenDump:
             raise ValueError(f"sequence ids must be distinct, got {twice[:3]} more than once")
         if set(self.sources) != set(self.logprobs):
             raise ValueError(f"columns and sources must match, got {sorted(self.logprobs)}, {sorted(self.sources)}")
-        _check_vectors("response_mask", self.response_mask, self.sequence_ids, self.token_ids)
-        for column, vectors in self.logprobs.items():
-            if not column:
-                raise ValueError("a column must have a name, got an empty string")
-            _check_vectors(f"column {column!r}", vectors, self.sequence_ids, self.token_ids)
-        for name, vectors in self.values.items():
-            _check_vectors(f"values {name!r}", vectors, self.sequence_ids, self.token_ids)
-        for tops in ((self.top_ids, self.top_logprobs), *self.other_tops.values()):
-            _check_tops(self, *tops)
-        if unknown := set(self.other_tops) - set(self.logprobs):
-            raise ValueError(f"likeliest tokens must be of a column, got {sorted(unknown)[0]!r:.60}")
+        if "" in self.logprobs:
+            raise ValueError("a column must have a name, got an empty string")
+        for name, arrays in {"response_mask": self.response_mask, **self.columns}.items():
+            _check_column(name, arrays, self)
+        for name, ids in self.of_kind("top_ids").items():
+            other = self.columns.get(f"top_logprobs/{name}" if name else "top_logprobs", ())
+            if [array.shape for array in ids] != [array.shape for array in other]:
+                raise ValueError("top_ids and top_logprobs must have the same shapes")
+            if name and name not in self.logprobs:
+                raise ValueError(f"likeliest tokens must be of a column, got {name!r:.60}")
+
+    def of_kind(self, kind: str) -> dict[str, tuple[np.ndarray, ...]]:
+        """Returns the columns of a kind by the names behind it, "" for a column that has none."""
+        names = {name: name.partition("/") for name in self.columns}
+        return {own: self.columns[name] for name, (of, _, own) in names.items() if of == kind}
+
+    @functools.cached_property
+    def logprobs(self) -> dict[str, tuple[np.ndarray, ...]]:
+        """The columns of log-probabilities by name, n float32 [t] each (nats), NaN if unknown."""
+        return self.of_kind("logprobs")
+
+    @functools.cached_property
+    def values(self) -> dict[str, tuple[np.ndarray, ...]]:
+        """Further numbers of the tokens by name, such as ``advantage``, n float32 [t] each, NaN if unknown."""
+        return self.of_kind("values")
 
     def role(self, name: str) -> str:
         """Returns the role of a column: "trainer", "rollout", or an empty string if it is unknown.
@@ -163,9 +176,9 @@ class TokenDump:
         return dataclasses.replace(self, sources={**self.sources, **declared})
 
     def with_column(self, name: str, vectors: Sequence[np.ndarray], source: ColumnSource) -> TokenDump:
-        """Returns this dump with the column ``name`` added, or replaced if there is one already."""
-        columns = {**self.logprobs, name: tuple(np.asarray(vector, np.float32) for vector in vectors)}
-        return dataclasses.replace(self, logprobs=columns, sources={**self.sources, name: source})
+        """Returns this dump with the log-probabilities ``name`` added, or replaced if there are some already."""
+        columns = {**self.columns, f"logprobs/{name}": tuple(np.asarray(vector, np.float32) for vector in vectors)}
+        return dataclasses.replace(self, columns=columns, sources={**self.sources, name: source})
 
 
 def make_dump(
@@ -175,96 +188,29 @@ def make_dump(
     logprobs: Mapping[str, Sequence[Sequence[float | None] | np.ndarray]],
     sources: Mapping[str, ColumnSource] | None = None,
     sampling: Mapping[str, Any] | None = None,
-    tops: Sequence[tuple[np.ndarray, np.ndarray]] = (),
-    values: Mapping[str, Sequence[Sequence[float | None] | np.ndarray]] | None = None,
-    other_tops: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]] | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> TokenDump:
     """Makes a dump from plain lists or arrays. None in a column becomes NaN; a missing source becomes an unknown one.
 
-    ``tops`` has the ids and log-probabilities of the likeliest tokens of each sequence, [t, k] each, or is empty.
-    ``values`` has the further numbers of the tokens, by name. ``other_tops`` has the likeliest tokens of other columns.
+    ``columns`` has further columns by their names in the file, such as ``values/advantage`` or ``top_ids``.
 
     Raises ValueError if lengths do not match, ids repeat, a token id does not fit int32, or a source has no column.
     """
     names = [f"sequence {name!r}" for name in sequence_ids]
 
-    def numbers(
-        kind: str, columns: Mapping[str, Sequence[Sequence[float | None] | np.ndarray]]
-    ) -> dict[str, tuple[np.ndarray, ...]]:
-        return {
-            column: tuple(to_float32(f"{name}: {kind} {column!r}", v) for name, v in zip(names, vectors, strict=True))
-            for column, vectors in columns.items()
-        }
+    def converted(column: str, arrays: Sequence[Any]) -> tuple[np.ndarray, ...]:
+        if _is_nested(column):
+            return tuple(np.asarray(array, _dtype(column)) for array in arrays)
+        return tuple(to_float32(f"{name}: {_label(column)}", each) for name, each in zip(names, arrays, strict=True))
 
+    every = {f"logprobs/{name}": vectors for name, vectors in logprobs.items()} | dict(columns or {})
     return TokenDump(
         sequence_ids=tuple(map(str, sequence_ids)),
         token_ids=tuple(to_int32(name, ids) for name, ids in zip(names, token_ids, strict=True)),
         response_mask=tuple(map(to_mask, names, response_mask)),
-        logprobs=numbers("column", logprobs),
+        columns={name: converted(name, arrays) for name, arrays in every.items()},
         sources={name: ColumnSource() for name in logprobs} | dict(sources or {}),
         sampling={} if sampling is None else sampling,
-        **dict(zip(_TOPS, _split_tops(tops), strict=True)),
-        values=numbers("values", values or {}),
-        other_tops={name: _split_tops(pairs) for name, pairs in (other_tops or {}).items()},
-    )
-
-
-def _split_tops(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tops:
-    return tuple(np.asarray(ids, np.int32) for ids, _ in tops), tuple(np.asarray(p, np.float32) for _, p in tops)
-
-
-def dump_of_responses(
-    sequence_ids: Sequence[str],
-    prompts: Sequence[np.ndarray],
-    responses: Sequence[np.ndarray],
-    logprobs: Mapping[str, Sequence[np.ndarray]],
-    sources: Mapping[str, ColumnSource],
-    sampling: Mapping[str, Any],
-    tops: Sequence[tuple[np.ndarray, np.ndarray]] = (),
-    values: Mapping[str, Sequence[np.ndarray]] | None = None,
-    sampled: Sequence[np.ndarray] | None = None,
-    other_tops: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]] | None = None,
-) -> TokenDump:
-    """Makes a dump of n sampled responses, one row each; the log-probabilities of prompt tokens are unknown.
-
-    Args:
-      sequence_ids: The names of the sequences.
-      prompts, responses: The token ids, n int32 vectors [s] and n int32 vectors [r].
-      logprobs: The log-probabilities of the response tokens by column, n float32 vectors [r] each (nats).
-      sources: The source of each column.
-      sampling: The settings of the sampling, as in ``TokenDump``.
-      tops: The ids and log-probabilities of the likeliest tokens of each response, [r, k] each; or empty.
-      values: The further numbers of the response tokens by name, n float vectors [r] each.
-      sampled: The marks of the response tokens that the policy sampled, n bool vectors [r]. None means all tokens.
-      other_tops: The likeliest tokens of other columns by column, in the form of ``tops``.
-
-    Raises:
-      ValueError: Lengths do not match, names repeat, or a source has no column.
-    """
-
-    def after(tops: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [_tops_after(prompt, *each) for prompt, each in zip(prompts, tops, strict=True)] if tops else []
-
-    pairs = list(zip(prompts, responses, strict=True))
-    masks = [np.ones(len(response), np.bool_) for response in responses] if sampled is None else sampled
-    return make_dump(
-        sequence_ids,
-        [np.concatenate(pair) for pair in pairs],
-        [np.concatenate([np.zeros(len(p), np.bool_), own]) for (p, _), own in zip(pairs, masks, strict=True)],
-        {name: after_prompts(prompts, vectors) for name, vectors in logprobs.items()},
-        sources,
-        sampling,
-        after(tops),
-        {name: after_prompts(prompts, vectors) for name, vectors in (values or {}).items()},
-        {name: after(each) for name, each in (other_tops or {}).items()},
-    )
-
-
-def _tops_after(prompt: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    none = len(prompt), ids.shape[1]
-    return (
-        np.concatenate([np.full(none, -1, np.int32), ids]),
-        np.concatenate([np.full(none, -np.inf, np.float32), logprobs]),
     )
 
 
@@ -287,19 +233,13 @@ def write_dump(path: str | os.PathLike[str], dump: TokenDump) -> Path:
     """
     out = Path(path)
     out.parent.mkdir(parents=True, exist_ok=True)
-    columns = (dump.token_ids, dump.response_mask, *dump.logprobs.values())
     sources = {name: source.document() for name, source in dump.sources.items()}
     note = {"version": FORMAT_VERSION, "columns": sources, "sampling": dict(dump.sampling)}
     document = json.dumps(note, sort_keys=True).encode()
-    schema = pa.schema(_types(dump.logprobs))
-    lists = map(_lists, columns, (kind.value_type for kind in schema.types[1:]))
-    table = pa.table([pa.array(dump.sequence_ids, pa.string()), *lists], schema=schema)
-    every = {"": (dump.top_ids, dump.top_logprobs)} | {f"/{name}": tops for name, tops in dump.other_tops.items()}
-    for end, tops in every.items():
-        for (name, kind), matrices in zip(_TOPS.items(), tops, strict=True) if tops[0] else ():
-            table = table.append_column(name + end, _nested(matrices, kind))
-    for name, vectors in dump.values.items():
-        table = table.append_column(_VALUES + name, _lists(vectors, pa.float32()))
+    columns = {"token_ids": dump.token_ids, "response_mask": dump.response_mask}
+    columns |= {name: dump.columns[name] for name in sorted(dump.columns, key=_place)}
+    lists = {name: _lists(arrays, _type(name)) for name, arrays in columns.items()}
+    table = pa.table({"sequence_id": pa.array(dump.sequence_ids, pa.string()), **lists})
     table = table.replace_schema_metadata({_KEY: document, _SUM: _checksum(document, table)})
     with replacing(out) as partial:
         # Hardly any number occurs twice, so a dictionary would take most of the time and make the file larger.
@@ -328,29 +268,20 @@ def read_dump(path: str | os.PathLike[str]) -> TokenDump:
         raise ValueError(f"{path}: its metadata must be an object with version, columns and sampling")
     if note.get("version") != FORMAT_VERSION:
         raise ValueError(f"{path} has dump version {note.get('version')!r:.60}, expected {FORMAT_VERSION}")
-    columns = [name.removeprefix(_PREFIX) for name in table.column_names if name.startswith(_PREFIX)]
-    ends = [name.removeprefix("top_ids") for name in table.column_names if name.partition("/")[0] == "top_ids"]
-    tops = {name + end: kind for end in ends for name, kind in _TOPS.items()}
-    values = [name for name in table.column_names if name.startswith(_VALUES)]
-    more = {name: pa.list_(pa.list_(kind)) for name, kind in tops.items()} | dict.fromkeys(
-        values, pa.list_(pa.float32())
-    )
-    for name, kind in (_types(columns) | more).items():
+    names = [name for name in table.column_names if name.partition("/")[0] in ("logprobs", "top_ids", "values")]
+    names += [name.replace("top_ids", "top_logprobs", 1) for name in names if name.startswith("top_ids")]
+    for name in (*_PLAIN, *sorted(names, key=_place)):
         got = table.schema.field(name).type if name in table.column_names else None
-        if got != kind:
-            raise ValueError(f"{path}: column {name!r} must be {kind}, got {got or 'none'}")
+        if got != _type(name):
+            raise ValueError(f"{path}: column {name!r} must be {_type(name)}, got {got or 'none'}")
     try:
-        read = {name: _matrices(table[name], kind.to_pandas_dtype()) for name, kind in tops.items()}
         return TokenDump(
             sequence_ids=tuple(table["sequence_id"].to_pylist()),
             token_ids=_vectors(table["token_ids"], np.dtype(np.int32)),
             response_mask=_vectors(table["response_mask"], np.dtype(bool)),
-            logprobs={name: _vectors(table[_PREFIX + name], np.dtype(np.float32)) for name in columns},
+            columns={name: (_matrices if _is_nested(name) else _vectors)(table[name], _dtype(name)) for name in names},
             sources={name: ColumnSource.read(source) for name, source in note["columns"].items()},
             sampling=note["sampling"],
-            values={name.removeprefix(_VALUES): _vectors(table[name], np.dtype(np.float32)) for name in values},
-            other_tops={end[1:]: (read["top_ids" + end], read["top_logprobs" + end]) for end in ends if end},
-            **{name: read[name] for name in _TOPS if name in read},
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -361,35 +292,47 @@ def _checksum(document: bytes, table: pa.Table) -> bytes:
     return f"{zlib.crc32(document + repr(table.column_names).encode()):08x}".encode()
 
 
-def _types(columns: Iterable[str]) -> dict[str, pa.DataType]:
-    """Returns the types of the table's fixed columns, and of a column of log-probabilities for each of ``columns``."""
-    plain = {"sequence_id": pa.string(), "token_ids": pa.list_(pa.int32()), "response_mask": pa.list_(pa.bool_())}
-    return plain | {_PREFIX + name: pa.list_(pa.float32()) for name in columns}
+def _type(name: str) -> pa.DataType:
+    """Returns the type of a column of the file."""
+    return _PLAIN.get(name) or _KINDS[name.partition("/")[0]]
 
 
-def _check_vectors(what: str, vectors: Sequence[Any], names: Sequence[str], tokens: Sequence[np.ndarray]) -> None:
-    if not len(vectors) == len(tokens) == len(names):
-        raise ValueError(f"{what} must have {len(names)} sequences, got {len(vectors)} for {len(tokens)} of token ids")
-    for name, vector, ids in zip(names, vectors, tokens, strict=True):
+def _is_nested(name: str) -> bool:
+    return pa.types.is_list(_type(name).value_type)
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    kind = _type(name).value_type
+    return np.dtype((kind.value_type if pa.types.is_list(kind) else kind).to_pandas_dtype())
+
+
+def _place(name: str) -> tuple[int, str, int]:
+    """Returns the key that sorts further columns as a file has them: both columns of likeliest tokens come together."""
+    kind, _, own = name.partition("/")
+    order = list(_KINDS).index(kind)
+    return (1, own, order) if kind.startswith("top_") else (order, "", 0)
+
+
+def _label(name: str) -> str:
+    """Returns the name of a column in messages: ``column 'x'`` for ``logprobs/x``."""
+    kind, _, own = name.partition("/")
+    return f"{'column' if kind == 'logprobs' else kind} {own!r}" if own else kind
+
+
+def _check_column(name: str, arrays: Sequence[Any], dump: TokenDump) -> None:
+    """Raises ValueError unless the column has an entry for each token, and each of its lists has the same k."""
+    what, tokens, names = _label(name), dump.token_ids, dump.sequence_ids
+    if not len(arrays) == len(tokens) == len(names):
+        raise ValueError(f"{what} must have {len(names)} sequences, got {len(arrays)} for {len(tokens)} of token ids")
+    lists = arrays[0].shape[1:] if arrays and _is_nested(name) else ()
+    for sequence, array, ids in zip(names, arrays, tokens, strict=True):
         if ids.ndim != 1 or len(ids) < 1:
-            raise ValueError(f"sequence {name!r}: token ids must be a vector of at least one, got shape {ids.shape}")
-        if vector.shape != ids.shape:
-            raise ValueError(f"sequence {name!r}: {what} must have {len(ids)} entries, got shape {vector.shape}")
-
-
-def _check_tops(dump: TokenDump, top_ids: tuple[np.ndarray, ...], top_logprobs: tuple[np.ndarray, ...]) -> None:
-    shapes = [[array.shape for array in arrays] for arrays in (top_ids, top_logprobs)]
-    if shapes[0] != shapes[1]:
-        raise ValueError("top_ids and top_logprobs must have the same shapes")
-    if not top_ids:
-        return
-    if len(top_ids) != len(dump.token_ids):
-        raise ValueError(f"top_ids must have {len(dump.token_ids)} sequences, got {len(top_ids)}")
-    k = top_ids[0].shape[-1]
-    for name, ids, tokens in zip(dump.sequence_ids, top_ids, dump.token_ids, strict=True):
-        if ids.shape != (len(tokens), k) or not k:
-            expected = f"{len(tokens)} lists of {k or 'at least 1'} tokens"
-            raise ValueError(f"sequence {name!r}: top_ids must have {expected}, got shape {ids.shape}")
+            raise ValueError(
+                f"sequence {sequence!r}: token ids must be a vector of at least one, got shape {ids.shape}"
+            )
+        if array.shape != (len(ids), *lists) or 0 in lists:
+            entries = f"{len(ids)} lists of {lists[0] or 'at least 1'} tokens" if lists else f"{len(ids)} entries"
+            raise ValueError(f"sequence {sequence!r}: {what} must have {entries}, got shape {array.shape}")
 
 
 def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray, ...]:
@@ -404,19 +347,15 @@ def _vectors(column: pa.ChunkedArray, dtype: np.dtype[Any]) -> tuple[np.ndarray,
     return tuple(found)
 
 
-def _lists(vectors: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
-    """Returns vectors [t] of one dtype as lists, without a Python object for each token."""
-    flat = np.concatenate(vectors) if vectors else np.zeros(0)
-    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *map(len, vectors)]), pa.int32()), pa.array(flat, kind))
-
-
-def _nested(matrices: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
-    """Returns matrices [t, k] as lists of lists, without a Python object for each token."""
-    k = matrices[0].shape[1]
-    flat = np.concatenate([matrix.ravel() for matrix in matrices])
-    inner = pa.ListArray.from_arrays(pa.array(np.arange(0, len(flat) + 1, k), pa.int32()), pa.array(flat, kind))
-    starts = np.cumsum([0, *map(len, matrices)])
-    return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), inner)
+def _lists(arrays: Sequence[np.ndarray], kind: pa.DataType) -> pa.Array:
+    """Returns arrays [t] as lists, or [t, k] as lists of lists, without a Python object for each token."""
+    flat = np.concatenate([array.ravel() for array in arrays]) if arrays else np.zeros(0)
+    starts = pa.array(np.cumsum([0, *map(len, arrays)]), pa.int32())
+    if not pa.types.is_list(kind.value_type):
+        return pa.ListArray.from_arrays(starts, pa.array(flat, kind.value_type))
+    ends = np.arange(0, len(flat) + 1, arrays[0].shape[1] if arrays else 1)
+    inner = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(flat, kind.value_type.value_type))
+    return pa.ListArray.from_arrays(starts, inner)
 
 
 def _matrices(column: pa.ChunkedArray, dtype: Any) -> tuple[np.ndarray, ...]:

@@ -27,6 +27,7 @@ from rljax.rollout.injected import to_cache
 from rljax.rollout.likeliest import ALL, NextTokens, Selection, next_tokens, token_key
 from rljax.rollout.types import InjectConfig
 from rljax.sharding import constrain
+from rljax.tokens import COLUMNS, TOPS
 
 Cache = tuple[Array, ...]  # the keys and the values, each [layers, b, s, kv heads, head_dim]
 CACHE_AXES = ("layers", "rows", "tokens", "kv_heads", "head_dim")
@@ -48,17 +49,13 @@ class Slots(NamedTuple):
 class Sampled(NamedTuple):
     """The samples so far."""
 
-    tokens: Int[Array, "n r"]  # the tokens of each response, 0 after its end
-    logprobs: Float[Array, "n r"]  # the log-probabilities of the tokens, 0 after the end
+    tokens: Any  # int32 [n, r], the tokens of each response, 0 after its end
+    arrays: dict[str, Any]  # their arrays [n, r, ...] by name, as ``NextTokens``; filled after the end
     counts: Int[Array, " n"]  # the number of tokens of each response
     stopped: Bool[Array, " n"]  # whether a stop token ended the response
     # The experts of each prompt's tokens, padded on the left, or None if they are not kept.
     prompt_routes: Int[Array, "p s l k"] | None
     routes: Int[Array, "n r l k"] | None  # the experts of each response's tokens, or None if they are not kept
-    # The likeliest tokens at each position, -1 where there are fewer than k, or None where none are reported.
-    top_ids: Int[Array, "n r k"] | None
-    # The log-probabilities of the likeliest tokens, -inf where the id is -1, or None.
-    top_logprobs: Float[Array, "n r k"] | None
 
 
 class Queue:
@@ -158,11 +155,9 @@ def empty(
         for size in ((prompts, width), (rows, limit))
     ]
     tokens, counts = jnp.zeros((rows, limit), jnp.int32), jnp.zeros((rows,), jnp.int32)
-    tops: tuple[Array | None, ...] = (None, None)
-    if reported:
-        size = (rows, limit, reported)
-        tops = jnp.full(size, -1, jnp.int32), jnp.full(size, -jnp.inf, jnp.float32)
-    return free, Sampled(tokens, jnp.zeros((rows, limit), jnp.float32), counts, counts > 0, *routes, *tops)
+    kept = {"rollout_logprobs": (rows, limit)} | dict.fromkeys(TOPS if reported else (), (rows, limit, reported))
+    arrays = {name: jnp.full(size, COLUMNS[name].fill, COLUMNS[name].dtype) for name, size in kept.items()}
+    return free, Sampled(tokens, arrays, counts, counts > 0, *routes)
 
 
 def prefill(
@@ -202,7 +197,8 @@ def prefill_logprobs(
     hidden, _, _ = prefill(params, config, tokens, lengths, cache_dtype)
 
     def column(given: tuple[Array, Array]) -> Array:
-        return next_tokens(params, given[0], None, temperature, False, given[1], lm_head_dtype).logprobs
+        new = next_tokens(params, given[0], None, temperature, False, given[1], lm_head_dtype)
+        return new.arrays["rollout_logprobs"]
 
     return jax.lax.map(column, (jnp.moveaxis(hidden, 1, 0), jnp.roll(tokens, -1, axis=1).T))
 
@@ -348,17 +344,12 @@ def _kept(
     at = row, step
     sampled = sampled._replace(
         tokens=sampled.tokens.at[at].set(new.tokens, mode="drop"),
-        logprobs=sampled.logprobs.at[at].set(new.logprobs, mode="drop"),
+        arrays={name: old.at[at].set(new.arrays[name], mode="drop") for name, old in sampled.arrays.items()},
         counts=sampled.counts.at[row].set(step + 1, mode="drop"),
         stopped=sampled.stopped.at[row].set(stopped, mode="drop"),
     )
     if sampled.routes is not None:
         sampled = sampled._replace(routes=sampled.routes.at[at].set(_routes(stats, config)[:, 0], mode="drop"))
-    if sampled.top_ids is not None and sampled.top_logprobs is not None:
-        sampled = sampled._replace(
-            top_ids=sampled.top_ids.at[at].set(new.top_ids, mode="drop"),
-            top_logprobs=sampled.top_logprobs.at[at].set(new.top_logprobs, mode="drop"),
-        )
     return sampled
 
 

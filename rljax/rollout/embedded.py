@@ -44,8 +44,9 @@ from rljax.rollout.engine import RolloutEngine, Samples, as_turns
 from rljax.rollout.injected import CACHES, quantize, restore
 from rljax.rollout.likeliest import Selection, selection_of
 from rljax.rollout.turns import TurnRequest
-from rljax.rollout.types import InjectConfig, Response, SamplingParams, Tops, VersionSpan
+from rljax.rollout.types import InjectConfig, Response, SamplingParams
 from rljax.sharding import replicated
+from rljax.tokens import as_stored
 
 
 class _Rows(NamedTuple):
@@ -258,17 +259,13 @@ class JaxEngine(RolloutEngine):
         metrics = {"time/generate_s": time.perf_counter() - start}
         responses = []
         for row, length in enumerate(sampled.counts[: len(prompts) * n].tolist()):
-            versions = (VersionSpan(self._version, 0, length),)
-            tokens, logprobs = np.asarray(sampled.tokens[row, :length]), np.asarray(sampled.logprobs[row, :length])
-            of_row = tops = None
+            prompt, arrays = prompts[row // n], {name: array[row, :length] for name, array in sampled.arrays.items()}
+            arrays["version"] = np.full(length, self._version)
             if sampled.routes is not None and sampled.prompt_routes is not None:
                 of_prompt, of_response = sampled.prompt_routes[row // n], sampled.routes[row]
-                of_row = np.concatenate([of_prompt[-len(prompts[row // n]) :], of_response[: length - 1]])
-            if sampled.top_ids is not None and sampled.top_logprobs is not None:
-                # Copies: views would keep the padding of all responses in memory.
-                tops = Tops(np.array(sampled.top_ids[row, :length]), np.array(sampled.top_logprobs[row, :length]))
-            truncated = not sampled.stopped[row]
-            responses.append(Response(*divmod(row, n), tokens, logprobs, truncated, versions, of_row, tops))
+                arrays["routes"] = as_stored(np.concatenate([of_prompt[-len(prompt) :], of_response[: length - 1]]))
+            facts = {"prompt_index": row // n, "sample_index": row % n, "truncated": not sampled.stopped[row]}
+            responses.append(Response.of(prompt, sampled.tokens[row, :length], arrays, **facts))
         return Samples(iter(responses), metrics)
 
     def score(
@@ -300,7 +297,8 @@ class JaxEngine(RolloutEngine):
         for row, response in zip(forced, responses, strict=True):
             row[: len(response)] = response
         sampling = SamplingParams(limit, temperature)
-        logprobs = self._run(self._laid_out(prompts, sampling), 1, sampling, 0, forced, numbers=None).logprobs
+        sampled = self._run(self._laid_out(prompts, sampling), 1, sampling, 0, forced, numbers=None)
+        logprobs = sampled.arrays["rollout_logprobs"]
         return [row[: len(response)] for row, response in zip(logprobs[: len(responses)], responses, strict=True)]
 
     def score_prefill(self, sequences: Sequence[np.ndarray], *, temperature: float = 1.0) -> list[np.ndarray]:

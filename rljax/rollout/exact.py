@@ -28,8 +28,9 @@ from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.likeliest import ALL, NextTokens, Selection, sample_support, selection_of, token_key, with_noise
 from rljax.rollout.turns import TurnRequest
-from rljax.rollout.types import InjectConfig, Response, SamplingParams, Tops, VersionSpan
+from rljax.rollout.types import InjectConfig, Response, SamplingParams
 from rljax.sharding import replicated
+from rljax.tokens import COLUMNS, TOPS
 
 
 class Executable(Protocol):
@@ -78,19 +79,18 @@ def sample_tokens(
         return sample_support(keys, log_softmax, selection)
     tokens = jnp.argmax(log_softmax, axis=-1) if greedy else jax.vmap(jax.random.categorical)(keys, log_softmax)
     logprobs = jnp.take_along_axis(log_softmax, tokens[:, None], axis=-1)[:, 0]
-    if not selection.reported:
-        return NextTokens(tokens.astype(jnp.int32), logprobs)
-    top_logprobs, top_ids = jax.lax.top_k(log_softmax, selection.reported)
-    return NextTokens(tokens.astype(jnp.int32), logprobs, top_ids.astype(jnp.int32), top_logprobs)
+    arrays = {"rollout_logprobs": logprobs}
+    if selection.reported:
+        top_logprobs, top_ids = jax.lax.top_k(log_softmax, selection.reported)
+        arrays |= {"top_ids": top_ids.astype(jnp.int32), "top_logprobs": top_logprobs}
+    return NextTokens(tokens.astype(jnp.int32), arrays)
 
 
 class _Rows(NamedTuple):
     """The rows of the executable while one batch is sampled."""
 
     tokens: np.ndarray  # the token ids, int32 [b, t], 0 after the last token
-    logprobs: np.ndarray  # the log-probabilities of the sampled tokens, float32 [b, t]
-    top_ids: np.ndarray  # the likeliest tokens at each position, int32 [b, t, k]
-    top_logprobs: np.ndarray  # their log-probabilities, float32 [b, t, k]
+    arrays: dict[str, np.ndarray]  # the arrays [b, t, ...] of the sampled tokens, by name
     numbers: np.ndarray  # the numbers that name each response (``token_key``), int32 [b, 2]
     starts: np.ndarray  # the number of tokens before each response, int32 [b]
     lengths: np.ndarray  # the number of tokens of each row so far, int32 [b]
@@ -106,7 +106,7 @@ class _Rows(NamedTuple):
         """Adds what was sampled up to the first wrong guess, its correction included, or up to a stop token.
 
         Args:
-          sampled: The tokens after the last one of each row, [r, b] and [r, b, k].
+          sampled: The tokens after the last one of each row, [r, b], and their arrays, [r, b, ...].
           guesses: The guesses for these tokens, int32 [b, r], -1 where there is none.
           stops: The tokens that end a response.
         """
@@ -117,9 +117,9 @@ class _Rows(NamedTuple):
         ahead &= (np.arange(new.shape[1]) < (self.ends - self.lengths)[:, None]) & self.is_open[:, None]
         rows, places = ahead.nonzero()
         at = rows, self.lengths[rows] + places
-        self.tokens[at], self.logprobs[at] = new[rows, places], sampled.logprobs[places, rows]
-        if sampled.top_ids is not None and sampled.top_logprobs is not None:
-            self.top_ids[at], self.top_logprobs[at] = sampled.top_ids[places, rows], sampled.top_logprobs[places, rows]
+        self.tokens[at] = new[rows, places]
+        for name, array in sampled.arrays.items():
+            self.arrays[name][at] = array[places, rows]
         self.lengths[:] += ahead.sum(axis=1)
         self.stopped[:] |= (ahead & is_stop).any(axis=1)
 
@@ -243,26 +243,24 @@ class ExactEngine(RolloutEngine):
                 )
             rows.append(jax.device_get(sampled), guesses, stops)
         metrics["time/generate_s"] += time.perf_counter() - start
-        for place, (key, turn, *_) in batch.items():
+        for place, (key, turn, before, _) in batch.items():
             own = slice(rows.starts[place], rows.lengths[place])
-            versions = (VersionSpan(self._version, 0, int(rows.lengths[place] - rows.starts[place])),)
-            of_row = rows.tokens[place, own], rows.logprobs[place, own], not rows.stopped[place], versions
-            tops = None
-            if selection.reported:
-                tops = Tops(rows.top_ids[place, own].copy(), rows.top_logprobs[place, own].copy())
-            yield Response(key, turn - 1, *of_row, tops=tops)
+            arrays = {name: array[place, own] for name, array in rows.arrays.items()}
+            arrays["version"] = np.full(own.stop - own.start, self._version)
+            facts = {"prompt_index": key, "sample_index": turn - 1, "truncated": not rows.stopped[place]}
+            yield Response.of(before, rows.tokens[place, own], arrays, **facts)
 
     def _laid_out(self, batch: Mapping[int, TurnRequest], reported: int) -> _Rows:
         """Returns the rows with the tokens before each response. A row without one has no room."""
         shape = self._executable.rows, self._executable.row_tokens
-        top_ids, top_logprobs = np.full((*shape, reported), -1, np.int32), np.full((*shape, reported), -np.inf, "f4")
+        kept = {"rollout_logprobs": shape} | dict.fromkeys(TOPS if reported else (), (*shape, reported))
+        arrays = {name: np.full(size, COLUMNS[name].fill, COLUMNS[name].dtype) for name, size in kept.items()}
         tokens, numbers = np.zeros(shape, np.int32), np.zeros((shape[0], 2), np.int32)
         lengths, ends = np.zeros(shape[0], np.int32), np.zeros(shape[0], np.int32)
         for place, (key, turn, before, limit) in batch.items():
             tokens[place, : len(before)] = before
             lengths[place], ends[place], numbers[place] = len(before), len(before) + limit, (key, turn - 1)
-        logprobs, stopped = np.zeros(shape, np.float32), np.zeros(shape[0], np.bool_)
-        return _Rows(tokens, logprobs, top_ids, top_logprobs, numbers, lengths.copy(), lengths, ends, stopped)
+        return _Rows(tokens, arrays, numbers, lengths.copy(), lengths, ends, np.zeros(shape[0], np.bool_))
 
     def _guesses(
         self, batch: Mapping[int, TurnRequest], rows: _Rows, count: int, sampling: SamplingParams, seed: int

@@ -14,6 +14,7 @@ from rljax.policy.head import head_operands, matmul_precision
 from rljax.policy.model import Params, lm_head_table
 from rljax.policy.score import over_support
 from rljax.rollout.types import NOISE_SEED, InjectConfig, SamplingParams
+from rljax.tokens import TOPS
 
 
 class Selection(NamedTuple):
@@ -113,14 +114,12 @@ def with_noise(
 
 
 class NextTokens(NamedTuple):
-    """The next token of each row, and the likeliest tokens."""
+    """The next token of each row."""
 
     tokens: Int[Array, " b"]  # the token ids
-    logprobs: Float[Array, " b"]  # the log-probabilities of the tokens in the distribution that is sampled from (nats)
-    # The ids of the likeliest tokens, -1 where fewer can be sampled; None where none are reported.
-    top_ids: Int[Array, "b k"] | None = None
-    # The log-probabilities of the likeliest tokens (nats), -inf where the id is -1, or None.
-    top_logprobs: Float[Array, "b k"] | None = None
+    # Its arrays [b, ...] by their names in ``tokens.COLUMNS``. The log-probabilities are those of the distribution that
+    # is sampled from. The likeliest tokens are there where some are reported.
+    arrays: dict[str, Array]
 
 
 def sample_support(keys: Array, logits: Float[Array, "b v"], selection: Selection) -> NextTokens:
@@ -134,9 +133,10 @@ def sample_support(keys: Array, logits: Float[Array, "b v"], selection: Selectio
     scored = over_support(value, values, ids)
     tops = scored.tops
     assert tops is not None
-    if not selection.reported:
-        return NextTokens(token, scored.logprobs)
-    return NextTokens(token, scored.logprobs, ids[:, : selection.reported], tops[:, : selection.reported])
+    arrays = {"rollout_logprobs": scored.logprobs}
+    if selection.reported:
+        arrays |= {"top_ids": ids[:, : selection.reported], "top_logprobs": tops[:, : selection.reported]}
+    return NextTokens(token, arrays)
 
 
 def _unless_forced(tokens: Int[Array, " b"], forced: Int[Array, " b"] | None) -> Int[Array, " b"]:
@@ -193,5 +193,7 @@ def next_tokens(
         drawn = jax.vmap(jax.random.categorical)(keys, logits)
     tokens = _unless_forced(drawn, forced)
     logprobs = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
-    tops = likeliest(logits, selection.reported) if selection.reported else ()
-    return NextTokens(tokens.astype(jnp.int32), logprobs, *tops)
+    arrays = {"rollout_logprobs": logprobs}
+    if selection.reported:
+        arrays |= dict(zip(TOPS, likeliest(logits, selection.reported), strict=True))
+    return NextTokens(tokens.astype(jnp.int32), arrays)

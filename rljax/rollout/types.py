@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.form import ServerForm
 from rljax.rollout.kinds import Engine, can
 from rljax.rollout.verify_config import VerifyConfig
+from rljax.tokens import TokenRecord
 
 NOISE_SEED = 0
 """The seed of the noise on weights and logits."""
@@ -230,55 +231,19 @@ class SamplingParams:
         check_finite(self, "temperature")
 
 
-class Tops(NamedTuple):
-    """The likeliest tokens at each position of a response, likeliest first, with the sampler's log-probabilities.
-
-    The sampled token is among them only where it is one of the likeliest. Where the distribution is cut (``top_p``,
-    ``top_k``, ``min_p``), these are all tokens that could be sampled.
-    """
-
-    ids: np.ndarray  # the token ids, int32 [t, k]; -1 where fewer than k tokens could be sampled
-    logprobs: np.ndarray  # of the distribution that is sampled from (nats), float32 [t, k]; -inf where the id is -1
-
-
-@dataclass(frozen=True)
-class VersionSpan:
-    """The response tokens that policy ``version`` sampled: from ``start`` up to but not including ``end``."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Response:
-    """One sampled response, or a trajectory of several turns.
+@dataclass(frozen=True, eq=False)
+class Response(TokenRecord):
+    """One sampled response behind its prompt, or a trajectory of several turns.
 
     The tokens of a trajectory are those of the policy and those of its environment, in the order in which the engine
-    saw them. At the environment's tokens the log-probability is 0.
+    saw them.
     """
 
-    prompt_index: int  # the position of the prompt in the request's list
-    sample_index: int  # the position among the responses to that prompt, 0 .. n-1
-    token_ids: np.ndarray  # the token ids, int32 [t], each stop token that was sampled included
-    logprobs: np.ndarray  # the engine's log-probability of each of these tokens (``rollout_logprobs``), float32 [t]
-    truncated: bool  # whether the length limit ended the response (finish_reason "length")
-    versions: tuple[VersionSpan, ...]  # the policy versions that sampled the tokens, in order and without gaps
-    # The experts of each token of prompt (s) and response (t) but the last, uint8 or uint16 [s + t - 1, layers, k].
-    routes: np.ndarray | None = None
-    tops: Tops | None = None  # the likeliest tokens at each position, where they were asked for
-    # The turn (1, 2, ...) that sampled each token, and 0 where the environment wrote it, int32 [t]. None: turn 1.
-    turns: np.ndarray | None = None
-    prompt: np.ndarray | None = None  # the tokens before the response, int32 [s]; None: the prompt of the request
+    prompt_index: int = 0  # the position of the prompt in the request's list
+    sample_index: int = 0  # the position among the responses to that prompt, 0 .. n-1
+    truncated: bool = False  # whether the length limit ended the response (finish_reason "length")
     # The other rows of the trajectory, which begin where a turn's prompt did not extend the tokens before it.
     further: tuple[Response, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.token_ids.ndim != 1 or self.token_ids.shape != self.logprobs.shape:
-            shapes = f"{self.token_ids.shape} and {self.logprobs.shape}"
-            raise ValueError(f"token_ids and logprobs must be vectors of one length, got {shapes}")
-        if self.turns is not None and self.turns.shape != self.token_ids.shape:
-            raise ValueError(f"turns must be a vector of {self.token_ids.shape[0]} entries, got {self.turns.shape}")
 
     @property
     def rows(self) -> tuple[Response, ...]:
@@ -288,34 +253,23 @@ class Response:
     @property
     def trained_rows(self) -> tuple[Response, ...]:
         """The rows that have at least one token behind their prompt."""
-        return tuple(row for row in self.rows if len(row.token_ids))
+        return tuple(row for row in self.rows if len(row.response))
 
     @property
     def length(self) -> int:
         """The number of sampled tokens, stop tokens included, over all rows."""
-        own = self.token_ids.shape[0] if self.turns is None else np.count_nonzero(self.turns)
-        return int(own) + sum(row.length for row in self.further)
+        return sum(int(np.count_nonzero(row.sampled)) for row in self.rows)
 
     @property
-    def oldest_version(self) -> int:
-        """The oldest policy version that sampled any of the tokens."""
-        return min(span.version for row in self.rows for span in row.versions)
+    def versions(self) -> np.ndarray:
+        """The policy versions that sampled any of the tokens, int32, in rising order. Empty if they are not known."""
+        known = [row["version"] for row in self.rows if "version" in row.columns]
+        return np.unique(np.concatenate([np.zeros(0, np.int32), *known]))
 
     def first(self, count: int) -> Response:
         """Returns the response cut to its first ``count`` tokens and marked as truncated.
 
         A response with no more tokens is returned unchanged. Only responses of one turn can be cut.
         """
-        beyond = len(self.token_ids) - count
-        if beyond <= 0:
-            return self
-        spans = tuple(replace(span, end=min(span.end, count)) for span in self.versions if span.start < count)
-        return replace(
-            self,
-            token_ids=self.token_ids[:count],
-            logprobs=self.logprobs[:count],
-            truncated=True,
-            versions=spans,
-            routes=None if self.routes is None else self.routes[:-beyond],
-            tops=None if self.tops is None else Tops(self.tops.ids[:count], self.tops.logprobs[:count]),
-        )
+        end = self.prompt_length + count
+        return self if len(self.ids) <= end else self.cut(0, end, truncated=True)

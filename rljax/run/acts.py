@@ -29,10 +29,10 @@ from rljax.run.build import Inputs, Problems, build, make_run_engine, starting_p
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.directory import send_output_to_log
-from rljax.run.sampling import sequence_arrays, sequences_of
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
 from rljax.run.training import make_trainer, starting_state
+from rljax.tokens import TOPS, from_arrays, to_arrays
 from rljax.trainer.packing import PackedBatch, TrainSequence
 from rljax.trainer.state import TrainState
 from rljax.trainer.update import TrainerValues, Update, Updated, UpdateOptions
@@ -129,7 +129,8 @@ class SharedUpdate(Shared):
 
     def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
         """Sends the sequences of the step to all processes. Each of them packs the whole batch for itself."""
-        return self._pack(sequence_arrays(sequences, with_tops=self._with_tops)).batch
+        sent = sequences if self._with_tops else [each.without(*TOPS) for each in sequences]
+        return self._pack(to_arrays(sent)).batch
 
     def __call__(
         self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
@@ -141,7 +142,7 @@ class SharedUpdate(Shared):
     @together
     def _pack(self, arrays: Mapping[str, np.ndarray]) -> Packed:
         with self.processes.timed(PACK):
-            sequences = sequences_of(arrays)
+            sequences = from_arrays(TrainSequence, arrays)
             return Packed(sequences, self._local.pack(sequences))
 
     @together

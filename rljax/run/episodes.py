@@ -67,7 +67,7 @@ class Episodes:
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
         """Begins ``n`` trajectories of each problem. Raises the errors of ``Source.begin``."""
         batch = _Batch(self, problems, n, params, seed)
-        return Begun(batch.prompts, batch.scored(), batch.metrics)
+        return Begun(batch.scored(), batch.metrics)
 
     def failed(self, kind: str, message: str) -> None:
         """Counts a trajectory that failed, and logs the first since ``pop_metrics`` that was refused in this module.
@@ -101,7 +101,6 @@ class _Episode:
     name: int  # its number for the hosts
     problem: Problem
     recorder: Recorder
-    own_prompt: bool = False  # whether the environment gave another prompt than the problem's
     texts: list[str] = dataclasses.field(default_factory=list)
     last: Response | None = None  # the newest turn
 
@@ -116,10 +115,10 @@ class _Batch:
         self._all, self._n, self._seed = episodes, n, seed
         self._room = params.max_response_tokens
         self._params = dataclasses.replace(params, max_response_tokens=episodes.config.turn_tokens(self._room))
-        self.prompts = [prompt_ids(problem, episodes.tokenizer) for problem in problems]
+        prompts = [prompt_ids(problem, episodes.tokenizer) for problem in problems]
         self.metrics: Row = {}
         self._episodes = [
-            _Episode(i * n + j, next(episodes.numbers), problem, Recorder(self.prompts[i]))
+            _Episode(i * n + j, next(episodes.numbers), problem, Recorder(prompts[i]))
             for i, problem in enumerate(problems)
             for j in range(n)
         ]
@@ -171,7 +170,7 @@ class _Batch:
     def _take_turn(self, episode: _Episode, response: Response) -> None:
         episode.recorder.add_turn(response)
         episode.last = response
-        text = self._all.tokenizer.decode(response.token_ids)
+        text = self._all.tokenizer.decode(response.response)
         episode.texts.append(text)
         self._ask(episode, self._all.hosts.step(episode.name, text, response.truncated), self._on_step)
 
@@ -208,7 +207,7 @@ class _Batch:
                 got = f"the environment gave a prompt of {len(tokens)} tokens"
                 self._fail(episode, _REFUSED, f"{got}, expected 1 to data.max_prompt_tokens = {longest}")
                 return
-            episode.recorder, episode.own_prompt = Recorder(tokens), True
+            episode.recorder = Recorder(tokens)
         self._put(episode)
 
     def _on_step(self, episode: _Episode, reply: Any) -> None:
@@ -236,7 +235,7 @@ class _Batch:
         if content is None or isinstance(content, str):
             return content or ""
         tokenizer = self._all.tokenizer
-        ended = int(last.token_ids[-1]) == tokenizer.template_stop
+        ended = int(last.response[-1]) == tokenizer.template_stop
         return tokenizer.render_reply(content, ended=ended, **self._all.template_arguments)
 
     def _put(self, episode: _Episode) -> None:
@@ -264,5 +263,5 @@ class _Batch:
 
     def _finish(self, episode: _Episode, reward: float, *, truncated: bool) -> None:
         place = divmod(episode.key, self._n)
-        response = episode.recorder.response(*place, truncated=truncated, own_prompt=episode.own_prompt)
-        self._done.put(Scored(self.prompts[place[0]], response, "".join(episode.texts), reward))
+        response = episode.recorder.response(*place, truncated=truncated)
+        self._done.put(Scored(response, "".join(episode.texts), reward))

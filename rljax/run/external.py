@@ -90,7 +90,7 @@ class ExternalSampler:
         """Returns how many trajectories and groups are odd, by the metric's name. The first of each kind is said."""
         found: dict[str, list[str]] = {name: [] for name in DOUBTS}
         for group in groups:
-            if any(not np.array_equal(one.prompt, group[0].prompt) for one in group):
+            if any(not np.array_equal(one.response.prompt, group[0].response.prompt) for one in group):
                 found[MIXED].append(
                     f"the trajectories of group {group[0].group!r:.60} have different prompts; {MIXED_REMEDY}"
                 )
@@ -198,21 +198,12 @@ class ExternalBatches(Batches):
 
 
 def make_rollouts(groups: Sequence[Sequence[Trajectory]]) -> Rollouts:
-    """Returns the rollouts of complete groups. The prompt of a group is the prompt of its first trajectory."""
-    prompts = [group[0].prompt for group in groups]
+    """Returns the rollouts of complete groups."""
     responses = [
-        [
-            dataclasses.replace(
-                one.response,
-                prompt_index=i,
-                sample_index=j,
-                prompt=None if np.array_equal(one.prompt, prompts[i]) else one.prompt,
-            )
-            for j, one in enumerate(group)
-        ]
+        [dataclasses.replace(one.response, prompt_index=i, sample_index=j) for j, one in enumerate(group)]
         for i, group in enumerate(groups)
     ]
-    return Rollouts(prompts, responses, np.asarray([[one.reward for one in group] for group in groups], np.float32))
+    return Rollouts(responses, np.asarray([[one.reward for one in group] for group in groups], np.float32))
 
 
 def make_external_batches(

@@ -40,7 +40,7 @@ class RefillingSampler:
         while not signal.all() and len(rows) <= REFILL_LIMIT:
             more, row = self._sampler.sample(self._stream.take(int((~signal).sum())), step, len(rows))
             rows.append(row)
-            counts.append(len(more.prompts))
+            counts.append(len(more.responses))
             signal = np.concatenate([signal, self.has_signal(more)])
             order = np.argsort(~signal, kind="stable")
             rollouts = split(join(rollouts, more), order[: len(problems)], order[len(problems) :])
@@ -66,7 +66,6 @@ class RefillingSampler:
 def join(first: Rollouts, second: Rollouts) -> Rollouts:
     """Returns the groups of both, and the dropped groups of ``first``."""
     return Rollouts(
-        [*first.prompts, *second.prompts],
         [*first.responses, *second.responses],
         np.concatenate([first.rewards, second.rewards]),
         first.dropped,
@@ -81,7 +80,6 @@ def split(rollouts: Rollouts, kept: np.ndarray, dropped: np.ndarray) -> Rollouts
     gone = rollouts.outcomes().select(dropped)
     return replace(
         rollouts,
-        prompts=[rollouts.prompts[i] for i in kept],
         responses=[rollouts.responses[i] for i in kept],
         rewards=rollouts.rewards[kept],
         dropped=gone if rollouts.dropped is None else rollouts.dropped.join(gone),

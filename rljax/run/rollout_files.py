@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from rljax.distributed.files import write_whole
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.sampling import Rollouts
+from rljax.tokens import COLUMNS, TOPS, common_columns
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.update import TrainerValues
 
@@ -69,35 +70,31 @@ def write_tokens(
     log-probability, and their ``turn`` is 0. ``policy_version`` and ``trainer`` are those before the update of this
     step.
     """
-    from rljax.record.token_dumps import dump_of_responses, write_dump  # pyarrow, for few runs
+    from rljax.record.token_dumps import make_dump, write_dump  # pyarrow, for few runs
 
-    stale = any(s.staleness is not None and s.staleness.any() for s in sequences)
-    columns, settings = _sources(config, policy_version, stale)
-    pairs = [(s.top_ids, s.top_logprobs) for s in sequences]
-    tops = [(ids, values) for ids, values in pairs if ids is not None and values is not None]
-    turns = [s.turns for s in sequences if s.turns is not None]
-    behind = [np.zeros(len(s.response)) if s.staleness is None else s.staleness for s in sequences]
-    entropies = trainer.entropy and [_where_sampled(s, own) for s, own in zip(sequences, trainer.entropy, strict=True)]
-    dump = dump_of_responses(
+    sources, settings = _sources(config, policy_version, any(s["staleness"].any() for s in sequences))
+    names = common_columns(sequences)
+    dumped = [name for name in names if COLUMNS[name].dump]
+    columns = {COLUMNS[name].dump: [_of_sampler(s, name) for s in sequences] for name in dumped}
+    columns[f"logprobs/{TRAINER}"] = list(map(_where_sampled, sequences, trainer.logprobs))
+    if trainer.tops is not None:
+        tops = list(map(_in_order, sequences, trainer.tops))
+        columns |= {f"{name}/{TRAINER}": [pair[name] for pair in tops] for name in TOPS}
+    columns["values/advantage"] = [_of_response(s, np.full(len(s.response), s.advantage)) for s in sequences]
+    columns["values/version"] = [_of_response(s, policy_version - s["staleness"]) for s in sequences]
+    columns["values/in_loss"] = [_of_response(s, np.full(len(s.response), s.in_loss)) for s in sequences]
+    if "turn" in names:
+        columns["values/turn"] = [_of_response(s, s.turns) for s in sequences]
+    if trainer.entropy:
+        columns["values/entropy"] = list(map(_where_sampled, sequences, trainer.entropy))
+    dump = make_dump(
         [f"step{step}/{i}" for i in range(len(sequences))],
-        [s.prompt for s in sequences],
-        [s.response for s in sequences],
-        {
-            ROLLOUT: [_where_sampled(s, s.rollout_logprobs) for s in sequences],
-            TRAINER: [_where_sampled(s, own) for s, own in zip(sequences, trainer.logprobs, strict=True)],
-        },
-        columns,
+        [s.ids for s in sequences],
+        [np.concatenate([np.zeros(s.prompt_length, np.bool_), s.sampled]) for s in sequences],
+        {},
+        sources,
         settings,
-        tops,
-        {
-            "advantage": [np.broadcast_to(s.advantage, len(s.response)) for s in sequences],
-            "version": [policy_version - each for each in behind],
-            "in_loss": [np.full(len(s.response), float(s.in_loss)) for s in sequences],
-            **({"turn": turns} if turns else {}),
-            **({"entropy": entropies} if entropies else {}),
-        },
-        [s.sampled for s in sequences],
-        {} if trainer.tops is None else {TRAINER: [*map(_in_order, (ids for ids, _ in tops), trainer.tops)]},
+        columns,
     )
     write_dump(_path(config, step, "parquet"), dump)
 
@@ -126,10 +123,11 @@ def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, Colum
     return columns, settings | ({"inject": injected} if injected else {})
 
 
-def _in_order(ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sorts the ids and log-probabilities [r, k] of each place, the likeliest token first."""
+def _in_order(sequence: TrainSequence, logprobs: np.ndarray) -> Mapping[str, np.ndarray]:
+    """Returns the likeliest tokens with other log-probabilities, [r, k] of the response, the likeliest token first."""
     order = np.argsort(-logprobs, axis=1, kind="stable")
-    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(logprobs, order, axis=1)
+    pair = zip(TOPS, (sequence["top_ids"], logprobs), strict=True)
+    return sequence.add({name: np.take_along_axis(array, order, axis=1) for name, array in pair}).columns
 
 
 def _write_transcript(
@@ -145,7 +143,7 @@ def _write_transcript(
     rows = [(row, reward) for response, reward in pairs for row in response.trained_rows]
     lines = []
     for sequence, (response, reward), logprobs in zip(sequences, rows, trainer_logprobs, strict=True):
-        gap = np.asarray(logprobs, np.float64) - sequence.rollout_logprobs  # 0 at an environment's tokens
+        gap = np.asarray(logprobs, np.float64) - sequence["rollout_logprobs"]  # 0 at an environment's tokens
         worst = int(np.argmax(np.abs(gap))) if len(gap) else 0
         line = {
             "step": step,
@@ -164,9 +162,19 @@ def _write_transcript(
     write_whole(path, "".join(lines))
 
 
+def _of_response(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
+    """Returns the values [r] of a response as values of all tokens, float [t], with NaN at the prompt's."""
+    return np.concatenate([np.full(sequence.prompt_length, np.nan, np.float32), values])
+
+
 def _where_sampled(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
-    """Returns the values [r] of a response, with NaN at the tokens that an environment wrote."""
-    return values if sequence.turns is None else np.where(sequence.sampled, values, np.nan)
+    """Returns the values [r] of a response as values of all tokens, with NaN at those that no policy sampled."""
+    return _of_response(sequence, np.where(sequence.sampled, values, np.nan))
+
+
+def _of_sampler(sequence: TrainSequence, name: str) -> np.ndarray:
+    """Returns an array of the sampler as a column of a dump, whose lists are filled where nothing is known."""
+    return sequence.columns[name] if COLUMNS[name].axes else _where_sampled(sequence, sequence[name])
 
 
 def _number(value: Any) -> float | None:

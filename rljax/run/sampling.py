@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from rljax.algorithms.advantages import compute_advantages, groups_with_loss, groups_with_signal
 from rljax.data.prompts import Problem
-from rljax.distributed.messages import ragged, vectors_of
 from rljax.record.rows import Row
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.config import Config
-from rljax.trainer.packing import TrainSequence, trajectories
-
-_VECTORS = ("prompt", "response", "rollout_logprobs", "staleness")
-_WITHOUT_TOPS = ("routes", "turns")
-_OPTIONAL = (*_WITHOUT_TOPS, "top_ids", "top_logprobs")
+from rljax.tokens import TOPS
+from rljax.trainer.packing import TrainSequence
 
 
 class Scored(NamedTuple):
     """A response to a problem, and its reward."""
 
-    prompt: np.ndarray  # the token ids of the problem's prompt, int32 [p]
     response: Response
     text: str  # the text of the response, without special tokens
     reward: float  # the reward; NaN for a trajectory that failed
@@ -56,8 +51,7 @@ class Outcomes(NamedTuple):
 class Rollouts:
     """The responses that a step trains on."""
 
-    prompts: list[np.ndarray]  # the token ids of b prompts, int32 [p] each
-    responses: list[list[Response]]  # the g responses to each of the b prompts
+    responses: list[list[Response]]  # the g responses to each of b prompts
     rewards: np.ndarray  # the rewards, float32 [b, g]; NaN for a trajectory that failed
     dropped: Outcomes | None = None  # the outcomes of groups that were sampled for the step and then replaced, if any
 
@@ -108,7 +102,6 @@ def step_seed(seed: int, step: int, round_number: int = 0) -> int:
 class Begun(NamedTuple):
     """Responses that are being sampled."""
 
-    prompts: list[np.ndarray]  # the token ids of each problem's prompt, int32 [p]
     scored: Iterator[Scored]  # the scored responses as they arrive; it can be used once
     metrics: Row  # counts and seconds for the row of the step, complete once ``scored`` has ended
 
@@ -160,7 +153,6 @@ class Sampler:
             raise RuntimeError(f"the engine returned {len(by_place)} responses, expected {len(problems) * self._n}")
         groups = [[by_place[i, j] for j in range(self._n)] for i in range(len(problems))]
         rollouts = Rollouts(
-            begun.prompts,
             [[one.response for one in group] for group in groups],
             np.asarray([[one.reward for one in group] for group in groups], np.float32),
         )
@@ -184,7 +176,7 @@ def rollout_row(rollouts: Rollouts, policy_version: int) -> Row:
     rewards, lengths, truncated = rollouts.all_outcomes()
     known = rewards[~np.isnan(rewards)]
     sampled = [response for response in rollouts.all() if response.length] or [rollouts.responses[0][0]]
-    staleness = np.asarray([policy_version - response.oldest_version for response in sampled])
+    staleness = np.asarray([policy_version - response.versions[0] for response in sampled])
     return {
         "reward/mean": float(known.mean()) if known.size else math.nan,
         "reward/std": float(known.std()) if known.size else math.nan,
@@ -214,63 +206,20 @@ def training_sequences(rollouts: Rollouts, config: Config, policy_version: int) 
     longest, reported = config.rollout.max_response_tokens, config.rollout.reported
     advantages = compute_advantages(rollouts.rewards, config.advantage, lengths=lengths, max_response_tokens=longest)
     in_loss = groups_with_loss(advantages)[:, None] & ~np.isnan(rollouts.rewards)
-    lacking = sum(response.tops is None and response.length > 0 for response in rollouts.all())
+    lacking = sum("top_ids" not in response.columns and response.length > 0 for response in rollouts.all())
     if reported and lacking:
         raise RuntimeError(f"the engine reported no likeliest tokens for {lacking} of {lengths.size} responses")
+    unused = ["version", *(() if reported else TOPS), *(() if config.rollout.router_replay == "r3" else ["routes"])]
     return [
         TrainSequence(
-            prompt if row.prompt is None else row.prompt,
-            row.token_ids,
-            row.logprobs,
+            row.ids,
+            row.prompt_length,
+            row.without(*unused).columns,
             float(advantages[i, j]),
             bool(in_loss[i, j]),
-            staleness_of(row, policy_version),
-            routes=row.routes if config.rollout.router_replay == "r3" else None,
-            top_ids=row.tops.ids if reported and row.tops is not None else None,
-            top_logprobs=row.tops.logprobs if reported and row.tops is not None else None,
-            turns=row.turns,
-            trajectory=i * len(group) + j,
-        )
-        for i, (prompt, group) in enumerate(zip(rollouts.prompts, rollouts.responses, strict=True))
+            i * len(group) + j,
+        ).add({"staleness": policy_version - row["version"]})
+        for i, group in enumerate(rollouts.responses)
         for j, response in enumerate(group)
         for row in response.trained_rows
     ]
-
-
-def staleness_of(response: Response, policy_version: int) -> np.ndarray:
-    """Returns by how many policy versions the sampler of each token was behind ``policy_version``, int32 [t]."""
-    behind = np.zeros(len(response.token_ids), np.int32)
-    for span in response.versions:
-        behind[span.start : span.end] = policy_version - span.version
-    return behind
-
-
-def sequence_arrays(sequences: Sequence[TrainSequence], *, with_tops: bool = True) -> dict[str, np.ndarray]:
-    """Returns the sequences of a step as arrays by name, which ``sequences_of`` turns back without loss of a bit.
-
-    The likeliest tokens of the sequences are left out if ``with_tops`` is False.
-    """
-    arrays: dict[str, np.ndarray] = {
-        "advantage": np.asarray([sequence.advantage for sequence in sequences], np.float64),
-        "in_loss": np.asarray([sequence.in_loss for sequence in sequences], np.bool_),
-        "trajectory": trajectories(sequences),
-    }
-    for name in _VECTORS:
-        arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
-    for name in _OPTIONAL if with_tops else _WITHOUT_TOPS:
-        if sequences and getattr(sequences[0], name) is not None:
-            arrays |= ragged(name, [getattr(sequence, name) for sequence in sequences])
-    return arrays
-
-
-def sequences_of(arrays: Mapping[str, np.ndarray]) -> list[TrainSequence]:
-    """Returns the sequences that ``sequence_arrays`` packed."""
-    prompts, responses, logprobs, staleness = (vectors_of(name, arrays) for name in _VECTORS)
-    advantages, in_loss = arrays["advantage"].tolist(), arrays["in_loss"].tolist()
-    sequences = list(map(TrainSequence, prompts, responses, logprobs, advantages, in_loss, staleness))
-    numbers = arrays["trajectory"].tolist()
-    sequences = [s._replace(trajectory=each) for s, each in zip(sequences, numbers, strict=True)]
-    for name in (name for name in _OPTIONAL if name in arrays):
-        values: Sequence[Any] = vectors_of(name, arrays)
-        sequences = [s._replace(**{name: each}) for s, each in zip(sequences, values, strict=True)]
-    return sequences

@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 
-import numpy as np
-
 from rljax.data.encoding import prompt_ids
 from rljax.data.files import Problem
 from rljax.data.tokenizer import Tokenizer
@@ -36,7 +34,7 @@ class SingleTurn:
         samples = self._engine.generate(prompts, n, params, seed=seed)
         stop = self._tokenizer.template_stop
         responses = samples.responses if stop is None else count_missed_stops(samples.responses, stop, samples.metrics)
-        return Begun(prompts, self._scored(problems, prompts, responses), samples.metrics)
+        return Begun(self._scored(problems, responses), samples.metrics)
 
     def pop_metrics(self) -> Row:
         """Returns ``reward/errors`` and ``reward/timeouts`` since the last call."""
@@ -46,9 +44,7 @@ class SingleTurn:
         """Closes the pool of rewards."""
         self._rewards.close()
 
-    def _scored(
-        self, problems: Sequence[Problem], prompts: Sequence[np.ndarray], responses: Iterable[Response]
-    ) -> Iterator[Scored]:
+    def _scored(self, problems: Sequence[Problem], responses: Iterable[Response]) -> Iterator[Scored]:
         waiting: deque[tuple[Response, str, Future[float]]] = deque()
 
         def first_scored() -> Scored:
@@ -56,11 +52,11 @@ class SingleTurn:
             while not wait([reward], TICK_S).done:
                 check_wanted(self._stop)
             self._stop.progress()
-            return Scored(prompts[response.prompt_index], response, text, reward.result())
+            return Scored(response, text, reward.result())
 
         for response in responses:
             check_wanted(self._stop)
-            text, problem = self._tokenizer.decode(response.token_ids), problems[response.prompt_index]
+            text, problem = self._tokenizer.decode(response.response), problems[response.prompt_index]
             waiting.append((response, text, self._rewards.submit(problem, text, response.truncated)))
             while waiting and waiting[0][2].done():
                 yield first_scored()
@@ -75,7 +71,7 @@ def count_missed_stops(responses: Iterable[Response], stop: int, metrics: Row) -
     """
     missed = count = 0
     for response in responses:
-        inner = response.token_ids if response.truncated else response.token_ids[:-1]
+        inner = response.response if response.truncated else response.response[:-1]
         missed, count = missed + bool((inner == stop).any()), count + 1
         yield response
     if count:

@@ -64,7 +64,7 @@ class Watch:
           sequences: The responses of the step.
           trainer: A function that fetches the trainer's numbers of their tokens.
         """
-        count, rollout = len(sequences), _sampled(sequences, [s.rollout_logprobs for s in sequences])
+        count, rollout = len(sequences), _sampled(sequences, [s["rollout_logprobs"] for s in sequences])
         tokens = _sampled(sequences, [s.response for s in sequences])
         sets = find_repeats([s.prompt for s in sequences], tokens, rollout)
         repeated = sum(len(equal) for equal in sets if is_no_chance(rollout[equal[0]]))
@@ -146,7 +146,7 @@ def _age(row: Mapping[str, Any]) -> int:
 def _sampled(sequences: Sequence[TrainSequence], values: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns the values [r] of each response without the tokens that an environment wrote."""
     pairs = zip(sequences, values, strict=True)
-    return [each if s.turns is None else each[s.sampled] for s, each in pairs]
+    return [each[s.sampled] for s, each in pairs]
 
 
 def _signature(trainer: Sequence[np.ndarray], rollout: Sequence[np.ndarray]) -> str:

@@ -140,7 +140,7 @@ class LengthTriggeredCallback(OfController):
         Raises:
           ModuleNotFoundError: transformers is not installed.
         """
-        return super().__new__(_trainer_callback(cls))
+        return super().__new__(_trainer_callback(cls))  # type: ignore[arg-type]
 
     def __init__(
         self,

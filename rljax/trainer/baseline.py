@@ -20,7 +20,7 @@ def subtract_baselines(
     group_size: int,
     correction: CorrectionConfig,
 ) -> list[TrainSequence]:
-    """Gives each token the advantage of ``optimal_token_advantages``. Sequences without loss are unchanged.
+    """Gives each token the advantage of ``optimal_token_advantages``. Tokens without loss keep their response's.
 
     The sequences of a batch come group by group, ``group_size`` responses to a prompt, with ``old_logprobs``. The
     ``advantage`` of each is its return. ``collisions`` has the sum of the squared probabilities at each token of each
@@ -29,27 +29,27 @@ def subtract_baselines(
     ratios: list[np.ndarray] | None = None
     if correction.weighting is not None:
         ratios = _ratios(sequences, *correction.weighting)
-    elif any(s.turns is not None for s in sequences):
+    elif any("turn" in s.columns for s in sequences):
         ratios = [s.sampled for s in sequences]  # tokens of an environment have no energy
-    result = list(sequences)
+    result = [s.add({"advantages": np.full(len(s.response), s.advantage, np.float32)}) for s in sequences]
     for group in groups_of(sequences, group_size):
         members = [i for i in group if sequences[i].in_loss]
         if not members:
             continue
         returns = np.array([float(sequences[i].advantage) for i in members])
-        own = [np.asarray(sequences[i].old_logprobs) for i in members]
+        own = [sequences[i]["old_logprobs"] for i in members]
         weights = None if ratios is None else [ratios[i] for i in members]
         advantages = optimal_token_advantages(returns, own, [collisions[i] for i in members], weights)
         for i, advantage in zip(members, advantages, strict=True):
-            result[i] = sequences[i]._replace(advantage=advantage)
+            result[i] = sequences[i].add({"advantages": advantage})
     return result
 
 
 def _ratios(sequences: Sequence[TrainSequence], level: Any, mode: Any, threshold: Any) -> list[np.ndarray]:
     """Computes the importance weights of the tokens of each sequence, without ``normalize``."""
     lengths = [len(s.response) for s in sequences]
-    trainer = np.concatenate([np.asarray(s.old_logprobs) for s in sequences])
-    rollout = np.concatenate([s.rollout_logprobs for s in sequences])
+    trainer = np.concatenate([s["old_logprobs"] for s in sequences])
+    rollout = np.concatenate([s["rollout_logprobs"] for s in sequences])
     weights, _ = importance_weights(
         trainer[None],
         rollout[None],

@@ -79,8 +79,8 @@ class SplitUpdate:
             known = [np.full(len(s.response), np.nan, np.float32) for s in sequences]
             for versions, logprobs in behaviour.items():
                 for s, of_sequence, values in zip(sequences, known, logprobs, strict=True):
-                    np.copyto(of_sequence, values, where=s.staleness == versions)
-            sequences = [s._replace(behaviour_logprobs=values) for s, values in zip(sequences, known, strict=True)]
+                    np.copyto(of_sequence, values, where=s["staleness"] == versions)
+            sequences = [s.add({"behaviour_logprobs": own}) for s, own in zip(sequences, known, strict=True)]
             batch = self.pack(sequences)
         else:
             chosen = spread(len(sequences), self._sample)
@@ -98,7 +98,7 @@ class SplitUpdate:
         self, sampled: Sequence[TrainSequence], batch: PackedBatch | None = None
     ) -> dict[int, list[np.ndarray]]:
         """Returns the log-probabilities, float32 [r] for each response, by the number of versions behind."""
-        behind = {int(d) for s in sampled if s.staleness is not None for d in np.unique(s.staleness)}
+        behind = {int(d) for s in sampled for d in np.unique(s["staleness"])}
         by_versions = {}
         for versions in sorted(behind & set(range(1, len(self._kept)))):
             batch = batch or self._pack_sample(sampled)
@@ -120,8 +120,8 @@ def split_metrics(
     policy. In ``behaviour`` they are under each older policy, by the number of versions behind. The ratios are
     truncated at ``is_threshold``, which is at least 1.
     """
-    rollout, now = to_rows([s.rollout_logprobs for s in sampled], 0.0), to_rows(trainer, 0.0)
-    behind = to_rows([np.where(s.sampled, 0 if s.staleness is None else s.staleness, -1) for s in sampled], -1)
+    rollout, now = to_rows([s["rollout_logprobs"] for s in sampled], 0.0), to_rows(trainer, 0.0)
+    behind = to_rows([np.where(s.sampled, s["staleness"], -1) for s in sampled], -1)
     then = now.copy()
     for versions, logprobs in behaviour.items():
         np.copyto(then, to_rows(logprobs, 0.0), where=behind == versions)

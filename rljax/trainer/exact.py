@@ -213,7 +213,7 @@ def lay_out(sequences: Sequence[TrainSequence], rows: int, row_tokens: int) -> P
     Raises:
       ValueError: A sequence does not fit a row, or only some of the sequences have reference log-probabilities.
     """
-    longest = max(len(s.prompt) + len(s.response) for s in sequences)
+    longest = max(len(s.ids) for s in sequences)
     if longest > row_tokens:
         raise ValueError(f"a sequence of {longest} tokens does not fit a row of {row_tokens}")
     count = -(-len(sequences) // rows)

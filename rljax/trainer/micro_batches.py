@@ -13,12 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rljax.mismatch import merge
 from rljax.sharding import constrain, put
+from rljax.tokens import TOPS
 from rljax.trainer.packing import PackedBatch, fill
 
 POLICY_ARRAYS = ("tokens", "segment_ids", "positions", "routes")
 """The names of the arrays of a batch that the policy reads."""
-TOP_ARRAYS = ("top_ids", "top_logprobs")
-"""The names of the arrays [m, b, t, k] of the sampler's likeliest tokens."""
 BATCH_AXES = ("micro", "batch_rows", "batch_tokens")
 """The logical axes of the arrays of a batch."""
 _AXIS = "replica"
@@ -156,9 +155,9 @@ def with_all_rows(micro: PackedBatch) -> PackedBatch:
 
     If a micro-batch has likeliest tokens, its ``tokens`` are gathered as well, because losses compare the two.
     """
-    tops = {name: getattr(micro, name) for name in TOP_ARRAYS if micro.top_ids is not None}
+    tops = {name: getattr(micro, name) for name in TOPS if micro.top_ids is not None}
     kept = {name: getattr(micro, name) for name in POLICY_ARRAYS if not (tops and name == "tokens")}
-    arrays, structure = jax.tree.flatten(micro._replace(**dict.fromkeys((*kept, *TOP_ARRAYS))))
+    arrays, structure = jax.tree.flatten(micro._replace(**dict.fromkeys((*kept, *TOPS))))
 
     def convert(x: jax.Array, dtype: Any) -> jax.Array:
         is_mask = jnp.bool_ in (x.dtype, dtype)

@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from rljax.errors import check_at_least
 from rljax.sharding import zeros_to_put
+from rljax.tokens import COLUMNS, TOPS, TokenRecord, common_columns
 from rljax.trainer.rows import lay_out_rows
 
 OptionalLogprobs = Literal["old_logprobs", "reference_logprobs", "behaviour_logprobs"]
@@ -69,35 +70,13 @@ class PackingConfig:
         return ways * max(1, self.tokens_per_device * context // row_tokens)
 
 
-_NO_TOPS = {"top_ids": np.int32(-1), "top_logprobs": np.float32(-np.inf)}  # where there are no likeliest tokens
+@dataclass(frozen=True, eq=False)
+class TrainSequence(TokenRecord):
+    """One prompt with one response, ready for the loss."""
 
-
-class TrainSequence(NamedTuple):
-    """One prompt with one response, ready for the loss; p prompt tokens, r response tokens. Absent arrays are None.
-
-    In a trajectory of several turns the response holds the environment's tokens, too. Their log-probabilities,
-    advantages and likeliest tokens are not used.
-    """
-
-    prompt: np.ndarray  # int32 [p], the token ids of the prompt
-    response: np.ndarray  # int32 [r], the token ids of the response
-    rollout_logprobs: np.ndarray  # float32 [r], the log-probabilities of the inference engine
-    advantage: float | np.ndarray  # the advantage of the response; or float32 [r], the advantage of each token
-    in_loss: bool  # whether the response is in the loss; False if all rewards of its group are equal
-    staleness: np.ndarray | None = None  # int32 [r], the policy versions between sampling and this step; None for 0
-    old_logprobs: np.ndarray | None = None  # float32 [r], of the trainer before the first update on this batch
-    reference_logprobs: np.ndarray | None = None  # float32 [r], of the frozen reference policy
-    behaviour_logprobs: np.ndarray | None = None  # float32 [r], of a stale token's own policy; NaN if unknown
-    routes: np.ndarray | None = None  # uint8 or uint16 [p + r - 1, l, k], the experts of each token but the last
-    top_ids: np.ndarray | None = None  # int32 [r, k], the sampler's likeliest tokens; -1 where there are fewer
-    top_logprobs: np.ndarray | None = None  # float32 [r, k], the sampler's log-probabilities of them; -inf at id -1
-    turns: np.ndarray | None = None  # int32 [r], the turn that sampled each token, from 1; 0: the environment wrote it
-    trajectory: int | None = None  # the number of its trajectory in the batch, group by group; None: its own place
-
-    @property
-    def sampled(self) -> np.ndarray:
-        """Whether the policy sampled each token of the response, bool [r]."""
-        return np.ones(len(self.response), np.bool_) if self.turns is None else self.turns > 0
+    advantage: float = 0.0  # the advantage of the response, unless its tokens have ``advantages`` of their own
+    in_loss: bool = True  # whether the response is in the loss; False if all rewards of its group are equal
+    trajectory: int = -1  # the number of its trajectory in the batch, group by group; -1: its position in the batch
 
 
 class PackedBatch(NamedTuple):
@@ -126,6 +105,9 @@ class PackedBatch(NamedTuple):
     top_logprobs: Any = None  # float32 [m, b, t, k], the sampler's log-probabilities of them; -inf where the id is -1
 
 
+_PACKED = frozenset(PackedBatch._fields)
+
+
 def max_micro_batches(num_sequences: int, max_sequence_tokens: int, row_tokens: int, rows_per_micro_batch: int) -> int:
     """Returns a number of micro-batches that always suffices."""
     # Every row but the last holds at least row_tokens // max_sequence_tokens sequences.
@@ -149,7 +131,7 @@ def pack(
     Raises:
       ValueError: The sequences do not fit, or only some of them have one of the optional arrays.
     """
-    lengths = [len(s.prompt) + len(s.response) for s in sequences]
+    lengths = [len(s.ids) for s in sequences]
     shape = (micro_batches, rows_per_micro_batch, row_tokens)
     layout = lay_out_rows(lengths, [s.in_loss for s in sequences], shape)
     batch = fill(sequences, layout.rows, shape, with_tops=with_tops)
@@ -171,53 +153,38 @@ def fill(
     Raises:
       ValueError: Only some of the sequences have one of the optional arrays.
     """
-    optional = [name for name in get_args(OptionalLogprobs) if _have(sequences, name)]
-    ints = ("tokens", "segment_ids", "positions", "sequence_ids", "staleness")
-    floats = ("rollout_logprobs", "advantages", *optional)
-    dtypes: dict[str, Any] = dict.fromkeys(ints, np.int32) | dict.fromkeys(floats, np.float32)
-    dtypes |= dict.fromkeys(("response_mask", "loss_mask"), np.bool_)
-    arrays = {name: zeros_to_put(shape, dtype) for name, dtype in dtypes.items()}
-    if _have(sequences, "routes"):
-        like: Any = sequences[0].routes
-        arrays["routes"] = zeros_to_put((*shape, math.prod(like.shape[1:])), like.dtype)  # 0 for any expert
-    tops = {name: empty for name, empty in _NO_TOPS.items() if with_tops and _have(sequences, name)}
-    for name, empty in tops.items():
-        arrays[name] = zeros_to_put((*shape, getattr(sequences[0], name).shape[1]), empty.dtype)
+    names = [name for name in common_columns(sequences) if name in _PACKED and (with_tops or name not in TOPS)]
+    kinds: dict[str, Any] = dict.fromkeys(("tokens", "segment_ids", "positions", "sequence_ids"), np.int32)
+    kinds |= dict.fromkeys(("response_mask", "loss_mask"), np.bool_)
+    arrays = {name: zeros_to_put(shape, dtype) for name, dtype in kinds.items()}
+    for name in dict.fromkeys(("rollout_logprobs", "advantages", "staleness", *names)):
+        like = sequences[0].columns[name] if name in names else np.zeros(0, COLUMNS[name].dtype)
+        axes = [math.prod(like.shape[1:])] if like.ndim > 1 else []
+        arrays[name] = zeros_to_put((*shape, *axes), like.dtype)
     used = 1 + max((micro for micro, _ in rows), default=-1)
     for row in itertools.product(range(used), range(shape[1])):  # The others are never computed.
         place = {name: array[row] for name, array in arrays.items()}
         start = 0
         for segment, index in enumerate(rows.get(row, ()), 1):
             s = sequences[index]
-            middle = start + len(s.prompt)
-            end = middle + len(s.response)
-            for name, empty in tops.items():
-                place[name][start:middle] = empty
-            place["tokens"][start:middle] = s.prompt
-            place["tokens"][middle:end] = s.response
+            middle, end = start + s.prompt_length, start + len(s.ids)
+            place["tokens"][start:end] = s.ids
             place["segment_ids"][start:end] = segment
             place["positions"][start:end] = np.arange(end - start)
             place["sequence_ids"][start:end] = index
             place["response_mask"][middle:end] = s.sampled
             place["loss_mask"][middle:end] = s.in_loss & s.sampled
             place["advantages"][middle:end] = s.advantage
-            place["staleness"][middle:end] = 0 if s.staleness is None else s.staleness
-            for name in ("rollout_logprobs", *optional, *tops):
-                place[name][middle:end] = getattr(s, name)
-            if s.routes is not None:
-                place["routes"][start : end - 1] = s.routes.reshape(len(s.routes), -1) + 1
+            for name in names:
+                place[name][start:end] = s.columns[name].reshape(end - start, *place[name].shape[1:])
+            if "routes" in names:
+                place["routes"][end - 1] = 0  # no token is predicted from the last one
             start = end
-        for name, empty in tops.items():
-            place[name][start:] = empty
+        for name in names:
+            if COLUMNS[name].fill:
+                place[name][start:] = COLUMNS[name].fill
     count = np.asarray(used, np.int32)
     return PackedBatch(**arrays, with_loss=count, used=count)
-
-
-def _have(sequences: Sequence[TrainSequence], name: str) -> bool:
-    has = [getattr(s, name) is not None for s in sequences]
-    if any(has) and not all(has):
-        raise ValueError(f"{name} must be given for all sequences or for none, got {sum(has)} of {len(has)}")
-    return any(has)
 
 
 def groups_of(sequences: Sequence[TrainSequence], group_size: int) -> list[range]:
@@ -229,17 +196,16 @@ def groups_of(sequences: Sequence[TrainSequence], group_size: int) -> list[range
 
 def trajectories(sequences: Sequence[TrainSequence]) -> np.ndarray:
     """Returns the number of each sequence's trajectory, int64 [n], in rising order."""
-    numbers = [i if s.trajectory is None else s.trajectory for i, s in enumerate(sequences)]
+    numbers = [i if s.trajectory < 0 else s.trajectory for i, s in enumerate(sequences)]
     return np.asarray(numbers, np.int64)
 
 
-def _by_sequence(values: Any, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-    """Returns the values of all tokens of each sequence in a packed batch [m, b, t], prompts included."""
+def unpack_whole(values: Any, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
+    """Returns the values of all tokens of each sequence in a packed batch [m, b, t, ...], prompts included."""
     mask = np.asarray(batch.segment_ids) > 0
     # A sequence lies in one row, so a stable sort keeps its tokens in order.
     order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
-    lengths = [len(s.prompt) + len(s.response) for s in sequences]
-    return np.split(np.asarray(values)[mask][order], np.cumsum(lengths)[:-1])
+    return np.split(np.asarray(values)[mask][order], np.cumsum([len(s.ids) for s in sequences])[:-1])
 
 
 def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
@@ -247,17 +213,12 @@ def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequ
 
     Where a token has a single number, it is 0 at tokens that an environment wrote.
     """
-    every = zip(_by_sequence(values, batch, sequences), sequences, strict=True)
-    responses = [(each[len(s.prompt) :], s) for each, s in every]
-    return [each if s.turns is None or each.ndim > 1 else np.where(s.sampled, each, 0) for each, s in responses]
-
-
-def unpack_routes(routes: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-    """Returns the routes of each sequence, [p + r - 1, 1, l * k], from the routes of a batch [m, b, t, l * k]."""
-    return [each[:-1, None] - np.ones((), each.dtype) for each in _by_sequence(routes, batch, sequences)]
+    every = zip(unpack_whole(values, batch, sequences), sequences, strict=True)
+    responses = [(each[s.prompt_length :], s) for each, s in every]
+    return [np.where(s.sampled, each, 0) if each.ndim == 1 and "turn" in s.columns else each for each, s in responses]
 
 
 def useful_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:
     """Returns the share of the computed places that hold a token."""
     _, rows, tokens = batch.tokens.shape
-    return sum(len(s.prompt) + len(s.response) for s in sequences) / (int(batch.used) * rows * tokens)
+    return sum(len(s.ids) for s in sequences) / (int(batch.used) * rows * tokens)

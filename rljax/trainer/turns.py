@@ -33,7 +33,7 @@ def turn_metrics(sequences: Sequence[TrainSequence], trainer: Sequence[np.ndarra
 
     ``trainer`` has the trainer's log-probabilities of each sequence's response tokens, float32 [r] each.
     """
-    turns = [np.ones(len(s.response), np.int32) if s.turns is None else s.turns for s in sequences]
+    turns = [s.turns for s in sequences]
     first = np.flatnonzero(np.diff(trajectories(sequences), prepend=-1))
     counts = np.maximum.reduceat([each.max(initial=0) for each in turns], first)
     tokens, sampled = sum(map(len, turns)), sum(np.count_nonzero(each) for each in turns)
@@ -42,5 +42,5 @@ def turn_metrics(sequences: Sequence[TrainSequence], trainer: Sequence[np.ndarra
         "max": float(np.max(counts)),
         "environment_fraction": (tokens - sampled) / max(tokens, 1),
     }
-    row |= mismatch_by_turn(trainer, [s.rollout_logprobs for s in sequences], turns)
+    row |= mismatch_by_turn(trainer, [s["rollout_logprobs"] for s in sequences], turns)
     return {f"turns/{name}": value for name, value in row.items()}

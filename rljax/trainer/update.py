@@ -12,7 +12,7 @@ import numpy as np
 from rljax.policy.model import Params
 from rljax.sharding import fetch, on_devices, on_host
 from rljax.trainer.forward import TokenValues
-from rljax.trainer.packing import PackedBatch, TrainSequence, groups_of, unpack, unpack_routes
+from rljax.trainer.packing import PackedBatch, TrainSequence, groups_of, unpack, unpack_whole
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
 
@@ -33,7 +33,7 @@ class TrainerValues(NamedTuple):
 
     logprobs: list[np.ndarray]  # float32 [r], the log-probabilities (nats)
     entropy: list[np.ndarray] | None = None  # float32 [r], the entropies of the distributions (nats); None if not kept
-    # float32 [r, k], the log-probabilities of ``TrainSequence.top_ids``, -inf where the id is -1; None if not kept
+    # float32 [r, k], the log-probabilities of ``top_ids``, -inf where the id is -1; None if not kept
     tops: list[np.ndarray] | None = None
 
 
@@ -175,15 +175,15 @@ class MultipleUpdates:
         measured, values = self._forward(state.params, batch, **flags)
         trainer = unpack_values(values, batch, sequences)
         old = trainer.logprobs
-        known = [s._replace(old_logprobs=own) for s, own in zip(sequences, old, strict=True)]
+        known = [s.add({"old_logprobs": own}) for s, own in zip(sequences, old, strict=True)]
         if values.routes is not None:
-            of_sequences = unpack_routes(fetch(values.routes), batch, sequences)
-            known = [s._replace(routes=own) for s, own in zip(known, of_sequences, strict=True)]
+            of_sequences = unpack_whole(fetch(values.routes), batch, sequences)
+            known = [s.add({"routes": own}) for s, own in zip(known, of_sequences, strict=True)]
         if self._baseline is not None:
             known = self._baseline(known, unpack(fetch(values.collision), batch, sequences))
         if self._reference is not None:
             of_reference = unpack(self._reference(batch), batch, sequences)
-            known = [s._replace(reference_logprobs=own) for s, own in zip(known, of_reference, strict=True)]
+            known = [s.add({"reference_logprobs": own}) for s, own in zip(known, of_reference, strict=True)]
         results: list[tuple[dict[str, jax.Array], bool]] = []
         for mini in self._split(known, options.seed):
             mini_batch = self.pack_mini(mini)

@@ -275,11 +275,11 @@ def _entropies(dump: TokenDump) -> tuple[list[np.ndarray], str]:
     """Returns the entropy of each token (nats), and a text that names its source."""
     if "entropy" in dump.values:
         return list(dump.values["entropy"]), "entropy"
-    if not dump.top_ids:
+    if not dump.columns.get("top_ids"):
         return [], ""
-    k = dump.top_ids[0].shape[1]
+    k = dump.columns["top_ids"][0].shape[1]
     text = f"the sampler's entropy, at least: of its {k} likeliest tokens and all others as one"
-    return [_entropy_of_tops(logprobs) for logprobs in dump.top_logprobs], text
+    return [_entropy_of_tops(logprobs) for logprobs in dump.columns["top_logprobs"]], text
 
 
 def _entropy_of_tops(logprobs: np.ndarray) -> np.ndarray:

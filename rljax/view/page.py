@@ -97,9 +97,10 @@ class Page:
         }
         if measured.trainer:
             found["trainer"] = joined(dump.logprobs[measured.trainer], "<f4")
-        sides: dict[str, Tops] = {"rollout": (dump.top_ids, dump.top_logprobs)} if dump.top_ids else {}
-        columns = {"trainer": measured.trainer, "rollout": measured.rollout}
-        sides |= {side: dump.other_tops[name] for side, name in columns.items() if name in dump.other_tops}
+        ids, logprobs = dump.of_kind("top_ids"), dump.of_kind("top_logprobs")
+        own = {"trainer": measured.trainer, "rollout": measured.rollout}
+        named = [("rollout", ""), *(pair for pair in own.items() if pair[1])]
+        sides: dict[str, Tops] = {side: (ids[name], logprobs[name]) for side, name in named if name in ids}
         found["tops"] = {
             side: self._tops(rows, dump, tops, alternatives)
             for side, tops in sides.items()

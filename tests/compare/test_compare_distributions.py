@@ -139,7 +139,10 @@ def test_the_likeliest_tokens_of_each_scorer_come_into_the_dump():
     served = np.asarray([[-3.0, -0.5, -2.0]], np.float32), np.asarray([[9, 6, 7]], np.int32)
     collected("vllm:URL", 0, place, TokenLogprobs(*served))
     found = collected.added(dump, {"jax:float32": "jax:float32", "vllm:URL": "vllm:float32"})
-    assert [ids[0].tolist() for ids, _ in found.other_tops.values()] == [[[-1, -1], [1, 0]], [[-1, -1], [6, 7]]]
-    assert found.other_tops["vllm:float32"][1][0].tolist() == [[-np.inf, -np.inf], [-0.5, -2.0]]
+    assert {name: ids[0].tolist() for name, ids in found.of_kind("top_ids").items()} == {
+        "jax:float32": [[-1, -1], [1, 0]],
+        "vllm:float32": [[-1, -1], [6, 7]],
+    }
+    assert found.columns["top_logprobs/vllm:float32"][0].tolist() == [[-np.inf, -np.inf], [-0.5, -2.0]]
     entropy = 0.5 * np.log(2) + 2 * 0.25 * np.log(4)
     np.testing.assert_allclose(found.values["entropy"][0], [np.nan, entropy], rtol=1e-6)

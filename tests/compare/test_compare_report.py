@@ -531,7 +531,8 @@ def turned_dump(values=None):
     rollout = [[None, -1.0, None, -1.0, -1.0], [None, None, -2.0, None, None]]
     trainer = [[None, -2.0, None, -1.25, -0.5], [None, None, -1.25, None, None]]
     columns = {"trainer": trainer, "rollout": rollout}
-    return make_dump(["a", "b"], [[1, 2, 3, 4, 5]] * 2, mask, columns, values=values)
+    more = {f"values/{name}": vectors for name, vectors in (values or {}).items()}
+    return make_dump(["a", "b"], [[1, 2, 3, 4, 5]] * 2, mask, columns, columns=more)
 
 
 def test_a_mask_with_holes_gives_the_mismatch_by_turn():

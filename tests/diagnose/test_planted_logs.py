@@ -65,17 +65,21 @@ def test_a_dump_alone(planted):
     assert found(LOGS / f"{planted}.parquet")["cause"] == OF_TOKENS[planted]
 
 
+def with_versions(dump, versions):
+    return dataclasses.replace(dump, columns={**dump.columns, "values/version": tuple(versions)})
+
+
 def test_a_dump_with_versions_is_called_stale(tmp_path):
     """Older rollouts look like other weights, but the versions of tokens and weights tell them apart."""
     dump = read_dump(LOGS / "staleness.parquet")
     assert dump.sources["trainer"].weights_hash == "staleness version 39"
     known = [np.where(mask, np.float32(37), np.nan) for mask in dump.response_mask]
-    write_dump(tmp_path / "stale.parquet", dataclasses.replace(dump, values={"version": tuple(known)}))
+    write_dump(tmp_path / "stale.parquet", with_versions(dump, known))
     said = found(tmp_path / "stale.parquet")
     assert (said["cause"], said["confidence"]) == ("staleness", "likely")
     assert "sampled 2 versions before" in str(said["findings"])
     fresh = [np.where(mask, np.float32(39), np.nan) for mask in dump.response_mask]
-    write_dump(tmp_path / "fresh.parquet", dataclasses.replace(dump, values={"version": tuple(fresh)}))
+    write_dump(tmp_path / "fresh.parquet", with_versions(dump, fresh))
     assert found(tmp_path / "fresh.parquet")["cause"] == "other_weights"
 
 

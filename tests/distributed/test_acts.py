@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from records import train_sequence
 
 from rljax.distributed.acts import Own, Shared, gather_results, to_the_end, together, values_of
 from rljax.distributed.messages import Announcement, pack, ragged, read_announcement, unpack, vectors_of
@@ -18,7 +19,7 @@ from rljax.distributed.processes import Processes, is_of_devices, start_processe
 from rljax.errors import ConfigError
 from rljax.rollout.turns import TurnRequest
 from rljax.rollout.types import SamplingParams
-from rljax.run.sampling import sequence_arrays, sequences_of
+from rljax.tokens import from_arrays, to_arrays
 from rljax.trainer.packing import TrainSequence
 from rljax.trainer.update import UpdateOptions
 from rljax.weights.writer import Kind
@@ -29,34 +30,31 @@ def test_sequences_come_out_as_they_went_in(optional):
     rng = np.random.default_rng(0)
     lengths = [(3, 5), (1, 1), (4, 2)]
     sequences = [
-        TrainSequence(
+        train_sequence(
             rng.integers(0, 9, p).astype(np.int32),
             rng.integers(0, 9, r).astype(np.int32),
             rng.normal(size=r).astype(np.float32),
             float(rng.normal()),
             bool(r % 2),
-            rng.integers(0, 3, r).astype(np.int32),
-            routes=rng.integers(0, 9, (p + r - 1, 2, 3)).astype(np.uint8) if optional else None,
+            staleness=rng.integers(0, 3, r),
+            routes=rng.integers(0, 9, (p + r, 2, 3)).astype(np.uint8) if optional else None,
             top_ids=rng.integers(0, 9, (r, 4)).astype(np.int32) if optional else None,
             top_logprobs=rng.normal(size=(r, 4)).astype(np.float32) if optional else None,
         )
         for p, r in lengths
     ]
-    sent = Announcement("step", "_pack", pack([sequence_arrays(sequences)]))
+    sent = Announcement("step", "_pack", pack([to_arrays(sequences)]))
     announced = read_announcement(sent.packed())
     assert announced == sent
     assert (announced.place, Announcement("stop").place) == ("pack", "stop")
     (arrays,) = unpack(announced.arguments, tuple[Mapping[str, np.ndarray]])
-    found = sequences_of(arrays)
+    found = from_arrays(TrainSequence, arrays)
     assert len(found) == len(sequences)
     for one, other in zip(found, sequences, strict=True):
-        assert (one.advantage, one.in_loss) == (other.advantage, other.in_loss)
-        names = ("routes", "top_ids", "top_logprobs")
-        if not optional:
-            assert [getattr(one, name) for name in names] == [None] * 3
-            names = ()
-        for name in ("prompt", "response", "rollout_logprobs", "staleness", *names):
-            got, expected = getattr(one, name), getattr(other, name)
+        facts = [(each.advantage, each.in_loss, each.trajectory, each.prompt_length) for each in (one, other)]
+        assert facts[0] == facts[1]
+        assert list(one.columns) == list(other.columns)
+        for got, expected in zip([one.ids, *one.columns.values()], [other.ids, *other.columns.values()], strict=True):
             assert got.dtype == expected.dtype
             np.testing.assert_array_equal(got, expected)
 

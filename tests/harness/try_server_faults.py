@@ -297,14 +297,12 @@ def rollout(make: MakeEngine, proxy: Proxy, fault: str, times: int, prompts: int
 
 
 def is_sound(response: Response, vocab: int) -> bool:
-    (span,) = response.versions
     return bool(
-        span.version == VERSION
-        and (span.start, span.end) == (0, TOKENS)
-        and len(response.token_ids) == TOKENS
-        and 0 <= response.token_ids.min() <= response.token_ids.max() < vocab
-        and np.isfinite(response.logprobs).all()
-        and response.logprobs.max() <= 1e-3
+        response["version"].tolist() == [VERSION] * TOKENS
+        and len(response.response) == TOKENS
+        and 0 <= response.response.min() <= response.response.max() < vocab
+        and np.isfinite(response["rollout_logprobs"]).all()
+        and response["rollout_logprobs"].max() <= 1e-3
     )
 
 

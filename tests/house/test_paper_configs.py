@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.plan.dry_run import dry_run
@@ -20,7 +21,6 @@ from rljax.run.config_file import load_config
 from rljax.run.rate import make_rate_controller
 from rljax.run.training import make_update
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.packing import TrainSequence
 from rljax.trainer.state import abstract_state, create_state, make_optimizer
 from rljax.trainer.update import SingleUpdate, UpdateOptions
 
@@ -308,7 +308,7 @@ def random_sequences(count):
     rng = np.random.default_rng(0)
     for index in range(count):
         tokens, length = rng.integers(0, 24, 16).astype(np.int32), 3 + index
-        yield TrainSequence(
+        yield train_sequence(
             tokens[:4], tokens[4 : 4 + length], np.full(length, -3.0, np.float32), 1.0 - index % 2 * 2, True
         )
 

@@ -23,9 +23,8 @@ def run(base, run_dir, *options, steps=2):
 def assert_reported(dump, k):
     """Checks that each sampled token among the likeliest ones has its log-probability there. Returns their number."""
     found = 0
-    for ids, logprobs, tokens, values, mask in zip(
-        dump.top_ids, dump.top_logprobs, dump.token_ids, dump.logprobs["rollout"], dump.response_mask, strict=True
-    ):
+    columns = map(dump.columns.get, ("top_ids", "top_logprobs", "logprobs/rollout"))
+    for ids, logprobs, values, tokens, mask in zip(*columns, dump.token_ids, dump.response_mask, strict=True):
         assert ids.shape == logprobs.shape == (len(tokens), k)
         assert (ids[~mask] == -1).all()
         hit = (ids == tokens[:, None]) & mask[:, None]
@@ -54,8 +53,8 @@ def test_a_run_that_reports_tops_trains_on_the_same_tokens(toy_base, tmp_path):
         assert row["policy/entropy"] == pytest.approx(other["policy/entropy"], abs=1e-5)
     assert_entropies(plain, dumps)
     for dump, other in zip(with_tops, dumps, strict=True):
-        assert other.top_ids == ()
-        assert dump.other_tops == {}  # the loss of this run does not need the trainer's likeliest tokens
+        assert "top_ids" not in other.columns
+        assert list(dump.of_kind("top_ids")) == [""]  # the loss needs none of the trainer
         assert_reported(dump, 4)
         for a, b in zip(dump.token_ids, other.token_ids, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -72,7 +71,7 @@ def test_a_run_of_cut_sampling_has_float32_s_mismatch(toy_base, tmp_path):
     for dump in dumps:
         assert dump.sampling["top_k"] == 5
         assert assert_reported(dump, 5) == sum(mask.sum() for mask in dump.response_mask)
-        assert any((ids[mask] < 0).any() for ids, mask in zip(dump.top_ids, dump.response_mask, strict=True))
+        assert any((ids[mask] < 0).any() for ids, mask in zip(dump.columns["top_ids"], dump.response_mask, strict=True))
         (pair,) = compare_columns(dump).pairs
         assert pair.verdict.status == "pass", pair.verdict
 
@@ -93,8 +92,8 @@ def test_a_run_of_score_centering_dumps_the_trainers_side(toy_base, tmp_path):
     rows, dumps = run(toy_base, tmp_path / "run", *options)
     assert_entropies(rows, dumps)
     for dump in dumps:
-        ids, logprobs = dump.other_tops["trainer"]
-        for ours, values, theirs, expected in zip(ids, logprobs, dump.top_ids, dump.top_logprobs, strict=True):
+        names = ("top_ids/trainer", "top_logprobs/trainer", "top_ids", "top_logprobs")
+        for ours, values, theirs, expected in zip(*map(dump.columns.get, names), strict=True):
             assert (values[:, :-1] >= values[:, 1:]).all()
             np.testing.assert_array_equal(np.sort(ours, axis=1), np.sort(theirs, axis=1))
             np.testing.assert_allclose(values, expected, atol=1e-4)

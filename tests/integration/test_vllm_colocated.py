@@ -29,7 +29,7 @@ def is_asleep(engine) -> bool:
 def sampled_versions(engine) -> set[int]:
     responses = list(engine.generate(PROMPTS, 2, SamplingParams(6), seed=3))
     assert len(responses) == 4
-    return {span.version for response in responses for span in response.versions}
+    return {version for response in responses for version in response.versions.tolist()}
 
 
 def test_it_sleeps_and_wakes_with_the_current_weights(bfloat16, colocated):

@@ -96,7 +96,7 @@ def sampled(url):
     prompt = np.arange(PROMPT, dtype=np.int32)
     with open_server(url) as server:
         (response,) = server.generate([prompt], 1, SamplingParams(SAMPLED), seed=3)
-    return prompt, response.token_ids, response.logprobs
+    return prompt, response.response, response["rollout_logprobs"]
 
 
 def forced_again(url, response):

@@ -17,7 +17,7 @@ from rljax.rollout.servers.requests import Request, make_requests
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
 
@@ -62,11 +62,11 @@ def test_it_samples_what_vllms_own_endpoint_does(float32, prompts, cut):
     finally:
         engine.close()
     for own, plain in zip(*found.values(), strict=True):
-        assert own.versions == plain.versions == (VersionSpan(0, 0, 24),)
-        np.testing.assert_array_equal(own.token_ids, plain.token_ids)
-        np.testing.assert_allclose(own.logprobs, plain.logprobs, atol=1e-6)
-        np.testing.assert_array_equal(own.tops.ids, plain.tops.ids)
-        np.testing.assert_allclose(own.tops.logprobs, plain.tops.logprobs, atol=1e-6)
+        assert own["version"].tolist() == plain["version"].tolist() == [0] * 24
+        np.testing.assert_array_equal(own.response, plain.response)
+        np.testing.assert_allclose(own["rollout_logprobs"], plain["rollout_logprobs"], atol=1e-6)
+        np.testing.assert_array_equal(own["top_ids"], plain["top_ids"])
+        np.testing.assert_allclose(own["top_logprobs"], plain["top_logprobs"], atol=1e-6)
 
 
 def test_scores_of_a_prompt_are_those_of_vllms_endpoint(float32, prompts):
@@ -139,7 +139,7 @@ def test_one_bad_request_does_not_harm_the_others(float32, prompts):
     with opened(float32.url) as client:
         with pytest.raises(ServerRefusedError, match="answered 400: "):
             client.sample(float32.url, [*good, bad])
-        assert [len(reply.token_ids) for reply in client.sample(float32.url, good)] == [4, 4, 4]
+        assert [len(reply.response) for reply in client.sample(float32.url, good)] == [4, 4, 4]
 
 
 # The server samples 64 requests at a time, and all of them take many seconds. So a server that is slow to notice a
@@ -153,7 +153,7 @@ def test_the_server_gives_up_what_nobody_waits_for(float32, prompts):
         requests = make_requests(prompts[:1], MANY, LONG, 0)
         requests[0] = Request(prompts[0], SamplingParams(2))
         (index, _), first = next(item for item in client.stream(ListedRequests(requests)) if item is not None)
-        assert len(first.token_ids) == requests[index].sampling.max_response_tokens  # of any batch
+        assert len(first.response) == requests[index].sampling.max_response_tokens  # of any batch
     asyncio.run(until(lambda: running(float32.url) == 0))
     assert 0 < generated(float32.url) - before < 0.8 * MANY * 400
 
@@ -171,6 +171,6 @@ def test_a_request_that_is_given_up_alone_ends_alone(float32, prompts):
             return backend.completion(ROLLOUTS, await asked[0], requests[0])
 
     before = generated(float32.url)
-    assert len(asyncio.run(ask()).token_ids) == 400
+    assert len(asyncio.run(ask()).response) == 400
     asyncio.run(until(lambda: running(float32.url) == 0))
     assert generated(float32.url) - before < 0.8 * MANY * 400

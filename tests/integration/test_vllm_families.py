@@ -83,9 +83,11 @@ def test_what_is_published_is_proven_and_sampled_from(served):
         responses = list(engine.generate(prompts, 1, SamplingParams(48), seed=0))
     finally:
         engine.close()
-    whole = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses]
+    whole = [r.ids for r in responses]
     scored = served.score(served.model.params, whole)
-    differences = np.concatenate([np.abs(s[12:] - r.logprobs) for s, r in zip(scored, responses, strict=True)])
+    differences = np.concatenate(
+        [np.abs(s[12:] - r["rollout_logprobs"]) for s, r in zip(scored, responses, strict=True)]
+    )
     assert len(differences) > 500
     assert differences.mean() < BOUNDS[served.model.config.family][served.dtype]
 

@@ -70,8 +70,8 @@ def test_head_dtype(served, served_rpc, prompts):
             responses = list(engine.generate(prompts, 4, SamplingParams(24), seed=0))
         finally:
             engine.close()
-        scored = served.score(flat, [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses])
-        return max(np.abs(s[-r.length :] - r.logprobs).max() for r, s in zip(responses, scored, strict=True))
+        scored = served.score(flat, [r.ids for r in responses])
+        return max(np.abs(s[-r.length :] - r["rollout_logprobs"]).max() for r, s in zip(responses, scored, strict=True))
 
     where = "(precision.lm_head_dtype): start"
     line = f"the LM head computes in {served.dtype}, expected float32 {where} with {OPTION}"
@@ -125,8 +125,10 @@ def test_a_head_that_the_files_repeat_is_tied(bfloat16, prompts):
         responses = list(engine.generate(prompts, 4, SamplingParams(24), seed=0))
     finally:
         engine.close()
-    scored = bfloat16.score(model.moved(2), [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses])
-    gaps = np.concatenate([np.abs(s[-r.length :] - r.logprobs) for s, r in zip(scored, responses, strict=True)])
+    scored = bfloat16.score(model.moved(2), [r.ids for r in responses])
+    gaps = np.concatenate(
+        [np.abs(s[-r.length :] - r["rollout_logprobs"]) for s, r in zip(scored, responses, strict=True)]
+    )
     print(len(gaps), gaps.mean())
     assert gaps.mean() < 0.03
 
@@ -167,7 +169,7 @@ def test_directory_that_the_server_does_not_see(float32):
 
 
 def test_protocol(float32, monkeypatch):
-    monkeypatch.setattr("rljax.rollout.servers.backend.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("rljax.rollout.servers.kind.PROTOCOL", PROTOCOL + 1)
     assert refused(float32).startswith(f"the plugin speaks protocol {PROTOCOL}, the trainer {PROTOCOL + 1}")
 
 

@@ -144,7 +144,7 @@ def test_steps_at_the_papers_rate_arrive_as_deltas(bfloat16, pulling, store, tmp
         assert {"publish/encode_s", "publish/pull_s", "publish/load_s"} <= metrics.keys()
     assert_bits(engine, bfloat16, params)
     response = next(iter(engine.generate([np.array([1, 2], np.int32)], 1, SamplingParams(4), seed=0)))
-    assert response.oldest_version == 4
+    assert response.versions[0] == 4
 
 
 def test_a_bit_that_flips_in_the_mirror_is_repaired(bfloat16, pulling, caplog):
@@ -220,7 +220,7 @@ def test_a_server_that_missed_versions_gets_the_newest(bfloat16, pulling):
     engine.fleet.client.call(bfloat16.url, "POST", "/start_weight_update")
     engine.fleet.client.call(bfloat16.url, "POST", "/finish_weight_update", json={"weight_version": "another"})
     responses = list(engine.generate([np.array([1, 2], np.int32)], 2, SamplingParams(4), seed=0))
-    assert [response.oldest_version for response in responses] == [2, 2]
+    assert [response.versions[0] for response in responses] == [2, 2]
     metrics = engine.fleet.report()
     assert metrics["rollout/servers_brought_back"] == 1
     first = read_version(min(engine.files.root.glob("v*")))

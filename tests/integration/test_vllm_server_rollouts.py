@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
 FLOAT16 = pytest.param("float16", marks=pytest.mark.harness)
@@ -18,9 +18,11 @@ def gaps(served, params, prompts, responses) -> np.ndarray:
 
     of every response token.
     """
-    sequences = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses]
+    sequences = [r.ids for r in responses]
     scored = served.score(params, sequences)
-    return np.concatenate([np.abs(s[-r.length :] - r.logprobs) for r, s in zip(responses, scored, strict=True)])
+    return np.concatenate(
+        [np.abs(s[-r.length :] - r["rollout_logprobs"]) for r, s in zip(responses, scored, strict=True)]
+    )
 
 
 @DTYPES
@@ -36,7 +38,7 @@ def test_engines_agree_after_each_publish(served, prompts):
             responses = list(samples)
             assert len(responses) == 20
             assert {(r.prompt_index, r.sample_index) for r in responses} == {(i, j) for i in range(5) for j in range(4)}
-            assert all(r.versions == (VersionSpan(version, 0, 24),) and r.truncated for r in responses)
+            assert all(r["version"].tolist() == [version] * 24 and r.truncated for r in responses)
             measured.append(gaps(served, params, prompts, responses))
             assert metrics["publish/seconds"] >= metrics["publish/stall_s"] > 0
             assert metrics["publish/bytes"] > 0
@@ -66,8 +68,8 @@ def test_stops_and_greedy(float32, prompts):
         engine.close()
     assert any(not r.truncated for r in drawn)
     for r in drawn:
-        assert not np.isin(r.token_ids[:-1], stops).any()
-        assert r.truncated == (r.token_ids[-1] not in stops)
+        assert not np.isin(r.response[:-1], stops).any()
+        assert r.truncated == (r.response[-1] not in stops)
     assert gaps(float32, float32.model.params, prompts, drawn).max() < 1e-4
     assert gaps(float32, float32.model.params, prompts, greedy).max() < 1e-4
 
@@ -83,9 +85,9 @@ def test_logprobs_are_of_the_distribution_sampled_from(float32, prompts):
     finally:
         engine.close()
     score = make_scorer(float32.model.config, jnp.float32, temperature=0.5)
-    sequences = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in drawn]
+    sequences = [r.ids for r in drawn]
     scored = score(float32.model.params, sequences)
-    assert max(np.abs(s[-16:] - r.logprobs).max() for s, r in zip(scored, drawn, strict=True)) < 1e-4
+    assert max(np.abs(s[-16:] - r["rollout_logprobs"]).max() for s, r in zip(scored, drawn, strict=True)) < 1e-4
 
 
 def test_requests_that_vllm_would_mishandle_are_refused(float32):

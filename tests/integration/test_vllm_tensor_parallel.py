@@ -59,7 +59,7 @@ def test_parts_of_two_workers_add_up_and_a_stale_one_is_caught(two_workers, tmp_
             assert metrics["publish/verified_tensors"] == 25
             assert "rollout/servers_brought_back" not in metrics
         responses = list(engine.generate([np.array([1, 2], np.int32)], 2, SamplingParams(4), seed=0))
-        assert {response.oldest_version for response in responses} == {1}
+        assert {response.versions[0] for response in responses} == {1}
         assert len(rpc(two_workers, "rljax_checksums")) == 2
         # The second worker loads the tensors of its last load again. The first worker loads the new ones.
         rpc(two_workers, "sabotage_load_of", "1", "previous", "")

@@ -44,12 +44,12 @@ def test_the_five_likeliest_are_the_trainers(served, prompts):
     responses = sampled(served, prompts, sampling, top_logprobs=5)
     gaps, found, of_sampled = [], 0, 0
     for response in responses:
-        tops, trainers = response.tops, distributions(served.model.params, served.model.config, prompts, response, 0.8)
-        assert tops.ids.shape == (TOKENS, 5)
-        assert (np.diff(tops.logprobs, axis=1) <= 0).all()
-        gaps.append(np.abs(np.take_along_axis(trainers, tops.ids, 1) - tops.logprobs))
-        found += (np.sort(np.argsort(-trainers, axis=1)[:, :5]) == np.sort(tops.ids)).all(axis=1).sum()
-        of_sampled += (tops.ids == response.token_ids[:, None]).any(axis=1).sum()
+        trainers = distributions(served.model.params, served.model.config, prompts, response, 0.8)
+        assert response["top_ids"].shape == (TOKENS, 5)
+        assert (np.diff(response["top_logprobs"], axis=1) <= 0).all()
+        gaps.append(np.abs(np.take_along_axis(trainers, response["top_ids"], 1) - response["top_logprobs"]))
+        found += (np.sort(np.argsort(-trainers, axis=1)[:, :5]) == np.sort(response["top_ids"])).all(axis=1).sum()
+        of_sampled += (response["top_ids"] == response.response[:, None]).any(axis=1).sum()
     together = np.concatenate(gaps)
     print(served.dtype, "mean", together.mean(), "largest", together.max(), "sampled among", of_sampled)
     assert together.max() < WITHIN[served.dtype]
@@ -64,13 +64,12 @@ def test_the_whole_vocabulary_sums_to_1(float32, prompts, route):
         float32, prompts, SamplingParams(4, reported=VOCABULARY), 1, route=route, top_logprobs=VOCABULARY
     )
     for response in responses:
-        tops, trainers = (
-            response.tops,
-            distributions(float32.model.params, float32.model.config, prompts, response, 1.0),
+        trainers = distributions(float32.model.params, float32.model.config, prompts, response, 1.0)
+        np.testing.assert_array_equal(np.sort(response["top_ids"]), np.tile(np.arange(VOCABULARY), (4, 1)))
+        np.testing.assert_allclose(np.exp(response["top_logprobs"].astype(np.float64)).sum(1), 1.0, atol=1e-5)
+        np.testing.assert_allclose(
+            np.take_along_axis(trainers, response["top_ids"], 1), response["top_logprobs"], atol=WITHIN["float32"]
         )
-        np.testing.assert_array_equal(np.sort(tops.ids), np.tile(np.arange(VOCABULARY), (4, 1)))
-        np.testing.assert_allclose(np.exp(tops.logprobs.astype(np.float64)).sum(1), 1.0, atol=1e-5)
-        np.testing.assert_allclose(np.take_along_axis(trainers, tops.ids, 1), tops.logprobs, atol=WITHIN["float32"])
 
 
 @pytest.mark.parametrize(
@@ -89,10 +88,10 @@ def test_supports_are_those_of_the_trainers_distribution(served, prompts, cut):
     responses = sampled(served, prompts, sampling, **cut)
     equal, sizes, gaps = [], [], []
     for response in responses:
-        tops, trainers = response.tops, distributions(served.model.params, served.model.config, prompts, response, 0.9)
-        assert (tops.ids == response.token_ids[:, None]).any(axis=1).all()
-        np.testing.assert_allclose(np.exp(tops.logprobs.astype(np.float64)).sum(1), 1.0, atol=1e-5)
-        for ids, reported, logprobs in zip(tops.ids, tops.logprobs, trainers, strict=True):
+        trainers = distributions(served.model.params, served.model.config, prompts, response, 0.9)
+        assert (response["top_ids"] == response.response[:, None]).any(axis=1).all()
+        np.testing.assert_allclose(np.exp(response["top_logprobs"].astype(np.float64)).sum(1), 1.0, atol=1e-5)
+        for ids, reported, logprobs in zip(response["top_ids"], response["top_logprobs"], trainers, strict=True):
             kept = ids[ids >= 0]
             stays = np.zeros(VOCABULARY, bool)
             stays[kept] = True
@@ -114,11 +113,11 @@ def test_a_head_in_16_bits_has_ties(served, prompts):
     responses = sampled(served, prompts, sampling, 6, top_k=20)
     gaps = []
     for response in responses:
-        tops, trainers = response.tops, distributions(served.model.params, served.model.config, prompts, response, 1.5)
-        assert (tops.ids == response.token_ids[:, None]).any(axis=1).all()
-        np.testing.assert_allclose(np.exp(tops.logprobs.astype(np.float64)).sum(1), 1.0, atol=2e-3)
-        kept = np.take_along_axis(trainers, tops.ids, 1)
-        gaps.append(np.abs(kept - np.log(np.exp(kept).sum(1, keepdims=True)) - tops.logprobs))
+        trainers = distributions(served.model.params, served.model.config, prompts, response, 1.5)
+        assert (response["top_ids"] == response.response[:, None]).any(axis=1).all()
+        np.testing.assert_allclose(np.exp(response["top_logprobs"].astype(np.float64)).sum(1), 1.0, atol=2e-3)
+        kept = np.take_along_axis(trainers, response["top_ids"], 1)
+        gaps.append(np.abs(kept - np.log(np.exp(kept).sum(1, keepdims=True)) - response["top_logprobs"]))
     together = np.concatenate(gaps)
     print("mean", together.mean(), "largest", together.max())
     assert together.mean() < 0.02

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rljax.rollout.turns import TurnQueue, TurnRequest
-from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.rollout.types import SamplingParams
 
 pytestmark = pytest.mark.vllm
 
@@ -21,11 +21,11 @@ def converse(engine, prompts, seed):
         key, turn = response.prompt_index, response.sample_index + 1
         before = prompts[key] if turn == 1 else responses[key, 1][1]
         if turn == 1:
-            row = np.concatenate([before, response.token_ids, ENVIRONMENT])
+            row = np.concatenate([before, response.response, ENVIRONMENT])
             responses[key, 1] = response, row
             queue.put(TurnRequest(key, 2, row, 12))
         else:
-            responses[key, 2] = response, np.concatenate([before, response.token_ids])
+            responses[key, 2] = response, np.concatenate([before, response.response])
             queue.end(key)
     return responses
 
@@ -45,12 +45,14 @@ def test_a_second_turn_goes_on_from_the_tokens_of_the_first(float32, prompts):
         starts = len(prompt), len(first[key, 1][1])
         for turn, start, most in ((1, starts[0], 20), (2, starts[1], 12)):
             response = first[key, turn][0]
-            assert response.versions == (VersionSpan(3, 0, response.length),)
-            assert response.truncated == (response.token_ids[-1] not in LIMITS.stop_token_ids)
+            assert response["version"].tolist() == [3] * response.length
+            assert response.truncated == (response.response[-1] not in LIMITS.stop_token_ids)
             assert response.length == most or not response.truncated
-            np.testing.assert_allclose(response.logprobs, logprobs[start : start + response.length], atol=1e-4, rtol=0)
-            np.testing.assert_array_equal(response.token_ids, again[key, turn][0].token_ids)
-    assert any(first[place][0].token_ids.tolist() != other[place][0].token_ids.tolist() for place in first)
+            np.testing.assert_allclose(
+                response["rollout_logprobs"], logprobs[start : start + response.length], atol=1e-4, rtol=0
+            )
+            np.testing.assert_array_equal(response.response, again[key, turn][0].response)
+    assert any(first[place][0].response.tolist() != other[place][0].response.tolist() for place in first)
 
 
 def test_many_seeded_prompts_are_computed_whole(float32):

@@ -14,7 +14,7 @@ import pytest
 from rljax.data.files import read_rows
 from rljax.errors import ConfigError
 from rljax.record.event_files import scalar_rows
-from rljax.record.token_dumps import ColumnSource, dump_of_responses, read_dump, write_dump
+from rljax.record.token_dumps import ColumnSource, make_dump, read_dump, write_dump
 
 SummaryWriter = pytest.importorskip("tensorboardX").SummaryWriter
 
@@ -83,21 +83,21 @@ def test_bytes_that_are_no_event_are_refused(events):
 
 def small_dump():
     """Returns a dump of two responses with every kind of column."""
-    tokens = [np.asarray([7, 2], np.int32), np.asarray([4], np.int32)]
-    numbers = [np.asarray([-0.1, -0.7], np.float32), np.zeros(1, np.float32)]
-    tops = [(np.asarray([[7, 3], [2, 9]], np.int32), -np.ones((2, 2), np.float32))]
-    tops += [(np.asarray([[4, 5]], np.int32), -np.ones((1, 2), np.float32))]
-    prompts = [np.asarray([5], np.int32), np.asarray([6, 8], np.int32)]
+    numbers = [[None, -0.1, -0.7], [None, None, 0.0]]
+    none = [-1, -1]
+    columns = {
+        "top_ids": [[none, [7, 3], [2, 9]], [none, none, [4, 5]]],
+        "top_logprobs": [-np.ones((3, 2))] * 2,
+        "values/advantage": numbers,
+    }
+    tokens, masks = [[5, 7, 2], [6, 8, 4]], [[False, True, True], [False, False, True]]
     sources = {"rollout": ColumnSource("vllm", "bfloat16", "sha256:12", 0.7, "rollout")}
-    sampling = {"temperature": 0.7}
-    columns, values = {"rollout": numbers}, {"advantage": numbers}
-    return dump_of_responses(["a", "b"], prompts, tokens, columns, sources, sampling, tops, values)
+    return make_dump(["a", "b"], tokens, masks, {"rollout": numbers}, sources, {"temperature": 0.7}, columns)
 
 
 def contents(dump):
     """Returns every name and number of a dump, in a form that can be compared."""
-    columns = {**dump.logprobs, **dump.values, "ids": dump.token_ids, "mask": dump.response_mask}
-    columns |= {"top_ids": dump.top_ids, "top_logprobs": dump.top_logprobs}
+    columns = {**dump.columns, "ids": dump.token_ids, "mask": dump.response_mask}
     bits = {name: [each.tobytes() for each in arrays] for name, arrays in columns.items()}
     return dump.sequence_ids, dump.sources, dump.sampling, bits
 

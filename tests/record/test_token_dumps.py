@@ -11,7 +11,7 @@ import pytest
 from python_calls import count_calls
 
 from rljax.compare.importers import read_tokens
-from rljax.record.token_dumps import ColumnSource, TokenDump, dump_of_responses, make_dump, read_dump, write_dump
+from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump, read_dump, write_dump
 
 
 def small_dump():
@@ -63,26 +63,28 @@ def dump_with_tops():
 
     At the last place only one can be sampled.
     """
-    ids = [np.asarray([[7, 3], [2, 9]], np.int32), np.asarray([[4, -1]], np.int32)]
-    values = [np.asarray([[-0.1, -2.5], [-0.7, -0.8]], np.float32), np.asarray([[0.0, -np.inf]], np.float32)]
-    return dump_of_responses(
+    none, nothing = [-1, -1], [-np.inf, -np.inf]
+    columns = {
+        "top_ids": [[none, [7, 3], [2, 9]], [none, none, [4, -1]]],
+        "top_logprobs": [[nothing, [-0.1, -2.5], [-0.7, -0.8]], [nothing, nothing, [0.0, -np.inf]]],
+    }
+    return make_dump(
         ["a", "b"],
-        [np.asarray([5], np.int32), np.asarray([6, 8], np.int32)],
-        [np.asarray([7, 2], np.int32), np.asarray([4], np.int32)],
-        {"rollout": [np.asarray([-0.1, -0.7], np.float32), np.zeros(1, np.float32)]},
+        [[5, 7, 2], [6, 8, 4]],
+        [[False, True, True], [False, False, True]],
+        {"rollout": [[None, -0.1, -0.7], [None, None, 0.0]]},
         {"rollout": ColumnSource(cut=True)},
         {"top_k": 2},
-        list(zip(ids, values, strict=True)),
+        columns,
     )
 
 
 def test_the_likeliest_tokens_are_read_back(tmp_path):
     dump = dump_with_tops()
-    assert dump.top_ids[1].tolist() == [[-1, -1], [-1, -1], [4, -1]]
     found = read_dump(write_dump(tmp_path / "x.parquet", dump))
     assert_same(found, dump)
     for name in ("top_ids", "top_logprobs"):
-        for a, b in zip(getattr(found, name), getattr(dump, name), strict=True):
+        for a, b in zip(found.columns[name], dump.columns[name], strict=True):
             np.testing.assert_array_equal(a, b, strict=True)
     assert found.sources["rollout"].cut
     table = pq.read_table(tmp_path / "x.parquet")
@@ -91,20 +93,21 @@ def test_the_likeliest_tokens_are_read_back(tmp_path):
 
 
 def test_values_and_tops_of_other_columns_are_read_back(tmp_path):
-    values = {"advantage": tuple(np.asarray(each, np.float32) for each in ([np.nan, 1, -1], [np.nan, np.nan, 0]))}
-    sampled = dump_with_tops()
-    other = {"rollout": (sampled.top_ids, sampled.top_logprobs)}
-    dump = dataclasses.replace(sampled, top_ids=(), top_logprobs=(), values=values, other_tops=other)
+    advantage = tuple(np.asarray(each, np.float32) for each in ([np.nan, 1, -1], [np.nan, np.nan, 0]))
+    sampled = dump_with_tops().columns
+    columns = {"values/advantage": advantage, "logprobs/rollout": sampled["logprobs/rollout"]}
+    tops = {name: sampled[name] for name in ("top_ids", "top_logprobs")}
+    of_rollout = {f"{name}/rollout": arrays for name, arrays in tops.items()}
+    dump = dataclasses.replace(dump_with_tops(), columns=columns | of_rollout)
     found = read_dump(write_dump(tmp_path / "x.parquet", dump))
-    assert found.top_ids == ()
-    for a, b in zip(found.values["advantage"], values["advantage"], strict=True):
-        np.testing.assert_array_equal(a, b, strict=True)
-    for a, b in zip(found.other_tops["rollout"], other["rollout"], strict=True):
-        np.testing.assert_array_equal(np.concatenate(a), np.concatenate(b), strict=True)
+    assert list(found.columns) == ["logprobs/rollout", "top_ids/rollout", "values/advantage", "top_logprobs/rollout"]
+    for name, arrays in dump.columns.items():
+        for a, b in zip(found.columns[name], arrays, strict=True):
+            np.testing.assert_array_equal(a, b, strict=True)
     with pytest.raises(ValueError, match="likeliest tokens must be of a column, got 'x'"):
-        dataclasses.replace(dump, other_tops={"x": other["rollout"]})
+        dataclasses.replace(dump, columns=columns | {f"{name}/x": arrays for name, arrays in tops.items()})
     with pytest.raises(ValueError, match=r"values 'advantage' must have 3 entries, got shape \(1,\)"):
-        dataclasses.replace(dump, values={"advantage": (np.zeros(1), np.zeros(3))})
+        dataclasses.replace(dump, columns=columns | {"values/advantage": (np.zeros(1), np.zeros(3))})
 
 
 def test_values_of_jsonl_may_cover_the_response_alone(tmp_path):
@@ -118,17 +121,20 @@ def test_a_dump_without_likeliest_tokens_is_as_before(tmp_path):
     table = pq.read_table(write_dump(tmp_path / "x.parquet", small_dump()))
     assert not {"top_ids", "top_logprobs"} & set(table.column_names)
     assert "cut" not in json.loads(table.schema.metadata[b"rljax.dump"])["columns"]["rollout"]
-    assert read_dump(tmp_path / "x.parquet").top_ids == ()
+    assert "top_ids" not in read_dump(tmp_path / "x.parquet").columns
 
 
 def test_likeliest_tokens_of_another_shape_are_refused():
+    def tops(ids, logprobs):
+        return {"top_ids": [ids], "top_logprobs": [logprobs]}
+
     ids, values = np.zeros((2, 3), np.int32), np.zeros((2, 3), np.float32)
     with pytest.raises(ValueError, match=r"top_ids must have 2 lists of 3 tokens, got shape \(1, 3\)"):
-        make_dump(["a"], [[1, 2]], [[True, True]], {}, tops=[(ids[:1], values[:1])])
+        make_dump(["a"], [[1, 2]], [[True, True]], {}, columns=tops(ids[:1], values[:1]))
     with pytest.raises(ValueError, match="top_ids and top_logprobs must have the same shapes"):
-        make_dump(["a"], [[1, 2]], [[True, True]], {}, tops=[(ids, values[:, :2])])
+        make_dump(["a"], [[1, 2]], [[True, True]], {}, columns=tops(ids, values[:, :2]))
     with pytest.raises(ValueError, match="top_ids must have 2 sequences, got 1"):
-        make_dump(["a", "b"], [[1, 2]] * 2, [[True, True]] * 2, {}, tops=[(ids, values)])
+        make_dump(["a", "b"], [[1, 2]] * 2, [[True, True]] * 2, {}, columns=tops(ids, values))
 
 
 def test_an_empty_dump_and_one_without_columns_survive(tmp_path):
@@ -449,9 +455,9 @@ def test_bytes_of_no_known_kind_are_refused(tmp_path):
 def test_no_python_runs_for_a_token(tmp_path):
     def calls(tokens):
         ids, logprobs = np.ones(tokens, np.int32), np.full(tokens, -1, np.float32)
-        tops = [(np.ones((tokens, 2), np.int32), np.full((tokens, 2), -1, np.float32))] * 3
-        columns = {"trainer": [logprobs] * 3}
-        dump = dump_of_responses(["a", "b", "c"], [ids] * 3, [ids] * 3, columns, {}, {}, tops, {"advantage": [ids] * 3})
+        columns = {"top_ids": np.ones((tokens, 2)), "top_logprobs": np.full((tokens, 2), -1), "values/advantage": ids}
+        rows = [ids] * 3, [ids > 0] * 3, {"trainer": [logprobs] * 3}, {}, {}
+        dump = make_dump(["a", "b", "c"], *rows, {name: [array] * 3 for name, array in columns.items()})
         path = tmp_path / "x.parquet"
         count_calls(lambda: (write_dump(path, dump), read_dump(path)))  # the first call imports modules
         return count_calls(lambda: (write_dump(path, dump), read_dump(path)))

@@ -51,9 +51,8 @@ def sampled(samples):
     """Returns all that the responses say, and the number of runs of the executable."""
     said = []
     for one in samples:
-        tops = None if one.tops is None else [part.tolist() for part in one.tops]
-        numbers = one.token_ids.tolist(), one.logprobs.tolist(), tops
-        said.append((one.prompt_index, one.sample_index, *numbers, one.truncated, one.versions))
+        arrays = {name: array.tolist() for name, array in one.columns.items()}
+        said.append((one.prompt_index, one.sample_index, one.ids.tolist(), arrays, one.truncated))
     return said, samples.metrics["rollout/executable_runs"]
 
 
@@ -113,11 +112,11 @@ def test_a_draft_goes_on_from_the_given_tokens():
     engine.publish(PARAMS, 0)
     responses = list(engine.generate(PROMPTS, 1, settings(), seed=7))
     requests = [TurnRequest(i, 1, prompt, LIMIT) for i, prompt in enumerate(PROMPTS)]
-    begun = [one.token_ids[: min(i, one.length - 1)] for i, one in enumerate(responses)]
+    begun = [one.response[: min(i, one.length - 1)] for i, one in enumerate(responses)]
     numbers = np.arange(len(PROMPTS), dtype=np.int32)[:, None]
     rest = engine.draft(requests, begun, numbers, settings(), seed=7)
     for known, drafted, one in zip(begun, rest, responses, strict=True):
-        np.testing.assert_array_equal(np.concatenate([known, drafted]), one.token_ids)
+        np.testing.assert_array_equal(np.concatenate([known, drafted]), one.response)
     # Another first token is also kept, and other tokens follow it.
     others = engine.draft(requests, [np.asarray([2], np.int32)] * 4, numbers, settings(), seed=7)
-    assert any(a.tolist() != one.token_ids[1:].tolist() for a, one in zip(others, responses, strict=True))
+    assert any(a.tolist() != one.response[1:].tolist() for a, one in zip(others, responses, strict=True))

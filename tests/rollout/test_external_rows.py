@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rljax.rollout.external.rows import RowLimits, read_trajectories
-from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.rollout.types import SamplingParams
 
 LIMITS = RowLimits(10, 3, SamplingParams(5), max_rows=2)
 ROW = {
@@ -41,22 +41,22 @@ def test_a_row_becomes_a_response_of_turns():
     (one,) = read(ROW | {"truncated": True})
     response = one.response
     assert (one.group, one.reward, one.rows) == ("7", 0.25, (1,))
-    np.testing.assert_array_equal(one.prompt, [1, 2])
-    np.testing.assert_array_equal(response.token_ids, [3, 4, 5, 6])
+    np.testing.assert_array_equal(response.prompt, [1, 2])
+    np.testing.assert_array_equal(response.response, [3, 4, 5, 6])
     np.testing.assert_array_equal(response.turns, [1, 1, 0, 2])
-    np.testing.assert_array_equal(response.logprobs, np.float32([-0.5, -1.0, 0.0, -2.0]))
-    assert response.token_ids.dtype == response.turns.dtype == np.int32
+    np.testing.assert_array_equal(response["rollout_logprobs"], np.float32([-0.5, -1.0, 0.0, -2.0]))
+    assert response.response.dtype == response.turns.dtype == np.int32
     assert response.length == 3
     assert response.truncated
-    assert response.versions == (VersionSpan(3, 0, 4),)
+    assert response["version"].tolist() == [3] * 4
 
 
-def test_the_versions_of_tokens_become_spans():
-    """The environment's token belongs to the span before it, whatever its own entry says."""
+def test_each_token_has_its_version():
+    """The environment's token has the version of the token before it, whatever its own entry says."""
     (one,) = read(ROW | {"version": [2, 3, None, 3]})
-    assert one.response.versions == (VersionSpan(2, 0, 1), VersionSpan(3, 1, 4))
+    assert one.response["version"].tolist() == [2, 3, 3, 3]
     (one,) = read(ROW | {"mask": [False, True, False, True], "version": [9, 4, 8, 5]})
-    assert one.response.versions == (VersionSpan(4, 0, 3), VersionSpan(5, 3, 4))
+    assert one.response["version"].tolist() == [4, 4, 4, 5]
     assert (one.oldest_version, one.newest_version) == (4, 5)
 
 
@@ -92,9 +92,9 @@ def test_likeliest_tokens_come_in_order():
         "top_logprobs": [[quarter, half], [half, quarter], None, [half, quarter]],
     }
     (one,) = read(row, limits=limits)
-    np.testing.assert_array_equal(one.response.tops.ids, [[3, 4], [8, 4], [-1, -1], [1, 2]])
-    np.testing.assert_allclose(one.response.tops.logprobs[0], [half, quarter], rtol=1e-6)
-    assert np.isneginf(one.response.tops.logprobs[2]).all()
+    np.testing.assert_array_equal(one.response["top_ids"], [[3, 4], [8, 4], [-1, -1], [1, 2]])
+    np.testing.assert_allclose(one.response["top_logprobs"][0], [half, quarter], rtol=1e-6)
+    assert np.isneginf(one.response["top_logprobs"][2]).all()
     assert "lacks top_ids" in refusal(ROW, limits=limits)
     assert "top_logprobs has 1 entries" in refusal(row | {"top_logprobs": [[0.0]]}, limits=limits)
     assert "nats from their likeliest" in refusal(row | {"logprobs": [-5.0, quarter, None, rest]}, limits=limits)
@@ -219,8 +219,8 @@ def test_a_token_dump_of_a_run_is_told_apart():
 
 def test_a_logprob_just_above_zero_is_rounding():
     (one,) = read(ROW | {"logprobs": [1e-6, -1.0, 5.0, -2.0]})
-    assert one.response.logprobs[0] == 0.0
-    assert one.response.logprobs[2] == 0.0
+    assert one.response["rollout_logprobs"][0] == 0.0
+    assert one.response["rollout_logprobs"][2] == 0.0
 
 
 def test_the_rows_survive_json():

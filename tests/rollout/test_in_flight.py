@@ -41,13 +41,6 @@ def until(is_so):
         time.sleep(0.01)
 
 
-def versions_of(response):
-    """Returns the version of each token of a response."""
-    found = np.concatenate([[span.version] * (span.end - span.start) for span in response.versions])
-    assert len(found) == response.length
-    return found
-
-
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update):
     fake.tops = tops_of
@@ -68,7 +61,7 @@ def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update)
     of_rollouts = [asked for asked in fake.asked if asked[0][:2] in ([1, 2], [9], [9, 9])]  # without the probes
     assert all(seed is None for _, _, seed in of_rollouts)
     for response in responses:
-        versions = versions_of(response)
+        versions = response["version"]
         assert set(versions) == {0, 1}
         assert (np.diff(versions) >= 0).all()
         first = int((versions == 0).sum())
@@ -76,9 +69,9 @@ def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update)
         whole = prompt[-1] + np.arange(TOKENS)
         if update == "abort":
             whole[first:] -= 1
-            assert (prompt + response.token_ids[:first].tolist(), TOKENS - first, None) in of_rollouts
-        np.testing.assert_array_equal(response.token_ids, whole)
-        np.testing.assert_array_equal(response.tops.ids, np.stack([whole, (whole + 7) % 64], 1))
+            assert (prompt + response.response[:first].tolist(), TOKENS - first, None) in of_rollouts
+        np.testing.assert_array_equal(response.response, whole)
+        np.testing.assert_array_equal(response["top_ids"], np.stack([whole, (whole + 7) % 64], 1))
         assert response.truncated
     assert len(of_rollouts) == (8 if update == "abort" else 4)
 
@@ -97,7 +90,7 @@ def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
         metrics = engine.fleet.report() | samples.metrics
     finally:
         engine.close()
-    assert all(set(versions_of(response)) == {0, 1} for response in responses)
+    assert all(set(response["version"]) == {0, 1} for response in responses)
     assert (metrics["rollout/requests"], metrics["rollout/retries"], metrics["rollout/server_losses"]) == (4, 0, 0)
 
 
@@ -120,8 +113,8 @@ def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, upda
         other.stop()
     assert len(responses) == 4
     for response in responses:
-        of_unproven = response.logprobs == np.float32(-1.001)
-        assert not (of_unproven & (versions_of(response) == 1)).any()
+        of_unproven = response["rollout_logprobs"] == np.float32(-1.001)
+        assert not (of_unproven & (response["version"] == 1)).any()
 
 
 def test_where_no_server_passes_nothing_is_handed_on(fake, elsewhere):

@@ -56,7 +56,7 @@ def mismatch(exact, params, *, seed=0, **inject):
     engine = InjectedEngine(ExactEngine(exact, inject=config), config, CONFIG, MESH)
     engine.publish(params, 3)
     responses = sample(engine, seed=seed)
-    sequences = [TrainSequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, 0.0, True) for r in responses]
+    sequences = [TrainSequence(r.ids, r.prompt_length, r.columns) for r in responses]
     micro = micro_of(lay_out(sequences, 8, 16), 0)
     one = exact.scalar(1.0)
     trainer = np.asarray(exact(params, exact.place(micro), one, one, one).scores.logprobs)
@@ -83,8 +83,8 @@ def test_the_embedded_engine_records_the_noisy_distribution(params):
     engine = JaxEngine(CONFIG, "float32", 6, mesh=MESH, inject=InjectConfig(logit_noise=0.3))
     engine.publish(params, 0)
     responses = sample(engine)
-    plain = engine.score([PROMPTS[one.prompt_index] for one in responses], [one.token_ids for one in responses])
-    recorded = np.concatenate([one.logprobs for one in responses])
+    plain = engine.score([PROMPTS[one.prompt_index] for one in responses], [one.response for one in responses])
+    recorded = np.concatenate([one["rollout_logprobs"] for one in responses])
     assert 0.6 * 0.3 < np.abs(recorded - np.concatenate(plain)).mean() < 1.0 * 0.3
 
 
@@ -99,7 +99,7 @@ def test_logit_noise_repeats_by_seed_and_token(exact, params):
     def logprobs(seed):
         engine = ExactEngine(exact, inject=InjectConfig(logit_noise=0.3))
         engine.publish(params, 0)
-        return [r.logprobs.tolist() for r in sample(engine, seed=seed)]
+        return [r["rollout_logprobs"].tolist() for r in sample(engine, seed=seed)]
 
     assert logprobs(0) == logprobs(0) != logprobs(1)
 
@@ -153,12 +153,12 @@ def test_stale_weights_are_of_the_version_they_are_said_to_be(kind, exact):
         # The trainer's next step takes over the buffers of the published weights.
         jax.tree.map(lambda leaf: leaf.delete(), published)
         found = sample(stale)
-        (span,) = found[0].versions
-        versions.append(span.version)
-        plain.publish(init_params(CONFIG, span.version), span.version)
+        (sampled_with,) = found[0].versions.tolist()
+        versions.append(sampled_with)
+        plain.publish(init_params(CONFIG, sampled_with), sampled_with)
         for r, expected in zip(found, sample(plain), strict=True):
-            np.testing.assert_array_equal(r.token_ids, expected.token_ids)
-            np.testing.assert_array_equal(r.logprobs, expected.logprobs)
+            np.testing.assert_array_equal(r.response, expected.response)
+            np.testing.assert_array_equal(r["rollout_logprobs"], expected["rollout_logprobs"])
     assert versions == [0, 0, 0, 1, 2]
 
 

@@ -35,11 +35,11 @@ def sample(engine, n=3, *, seed=0, temperature=1.0, limit=12, stops=(0, 1)):
 def test_logprobs_are_those_of_the_full_forward(temperature):
     engine, params = make()
     responses = sample(engine, temperature=temperature)
-    full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses]
+    full = [r.ids for r in responses]
     scored = make_scorer(CONFIG, jnp.float32, temperature=temperature)(params, full)
     assert len(responses) == 12
     for r, logprobs in zip(responses, scored, strict=True):
-        np.testing.assert_allclose(r.logprobs, logprobs[len(PROMPTS[r.prompt_index]) :], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(r["rollout_logprobs"], logprobs[len(PROMPTS[r.prompt_index]) :], atol=2e-5, rtol=0)
 
 
 def test_greedy_takes_the_argmax_of_the_full_forward():
@@ -47,8 +47,8 @@ def test_greedy_takes_the_argmax_of_the_full_forward():
     for r in sample(engine, n=1, temperature=0.0, stops=()):
         prompt = list(PROMPTS[r.prompt_index])
         score = make_scorer(CONFIG, jnp.float32)
-        for i, token in enumerate(r.token_ids[:2]):
-            context = np.asarray(prompt + list(r.token_ids[:i]))
+        for i, token in enumerate(r.response[:2]):
+            context = np.asarray(prompt + list(r.response[:i]))
             every = score(params, [np.append(context, t) for t in range(CONFIG.vocab_size)])
             assert int(np.argmax([logprobs[-1] for logprobs in every])) == token
 
@@ -60,20 +60,20 @@ def test_responses_end_with_a_stop_token_or_at_the_limit():
     assert stopped
     assert len(stopped) < len(responses)
     for r in responses:
-        assert r.versions[0].end == r.length
+        assert r["version"].shape == (r.length,)
         if r.truncated:
             assert r.length == 12
-            assert not set(r.token_ids) & {0, 1}
+            assert not set(r.response) & {0, 1}
         else:
-            assert r.token_ids[-1] in (0, 1)
-            assert not set(r.token_ids[:-1]) & {0, 1}
+            assert r.response[-1] in (0, 1)
+            assert not set(r.response[:-1]) & {0, 1}
 
 
 def test_samples_follow_the_distribution():
     engine, params = make()
     prompt = PROMPTS[0]
     responses = engine.generate([prompt] * 4, 2000, SamplingParams(1, 1.0, ()), seed=5)
-    counts = np.bincount([r.token_ids[0] for r in responses], minlength=CONFIG.vocab_size)
+    counts = np.bincount([r.response[0] for r in responses], minlength=CONFIG.vocab_size)
     every = make_scorer(CONFIG, jnp.float32)(params, [np.append(prompt, t) for t in range(CONFIG.vocab_size)])
     expected = np.exp([logprobs[-1] for logprobs in every]) * counts.sum()
     chi2 = np.sum((counts - expected) ** 2 / expected)
@@ -86,7 +86,11 @@ def test_a_float32_head_does_not_round_the_logits():
     hidden, token = jnp.asarray([[1.0, 2.0**-8]], jnp.bfloat16), jnp.zeros(1, jnp.int32)
 
     def logprob(dtype):
-        return float(next_tokens({"lm_head": table}, hidden, None, jnp.float32(1.0), False, token, dtype)[1][0])
+        return float(
+            next_tokens({"lm_head": table}, hidden, None, jnp.float32(1.0), False, token, dtype).arrays[
+                "rollout_logprobs"
+            ][0]
+        )
 
     assert logprob(None) == pytest.approx(-np.log1p(np.exp(-1.0)), abs=1e-7)
     assert logprob(jnp.float32) == pytest.approx(-np.log1p(np.exp(-1.0 - 2.0**-8)), abs=1e-7)
@@ -106,9 +110,9 @@ def test_engine_and_trainer_agree_in_a_float32_head(dtype, least):
         engine = JaxEngine(CONFIG, dtype, 6, mesh=make_mesh(MeshConfig(1, 1)), lm_head_dtype=head)
         engine.publish(params, 0)
         responses = sample(engine)
-        full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses]
+        full = [r.ids for r in responses]
         scored = make_scorer(CONFIG, dtype)(params, full)
-        differences = [r.logprobs - s[-r.length :] for r, s in zip(responses, scored, strict=True)]
+        differences = [r["rollout_logprobs"] - s[-r.length :] for r, s in zip(responses, scored, strict=True)]
         gaps[head] = np.abs(np.concatenate(differences)).max()
     assert gaps[jnp.float32] < 2e-6
     assert gaps[None] > least
@@ -118,9 +122,9 @@ def test_same_seed_same_bits_other_seed_other_draws():
     engine, _ = make(jnp.bfloat16)
     first, again, other = sample(engine, seed=3), sample(engine, seed=3), sample(engine, seed=4)
     for a, b in zip(first, again, strict=True):
-        np.testing.assert_array_equal(a.token_ids, b.token_ids)
-        np.testing.assert_array_equal(a.logprobs, b.logprobs)
-    assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(first, other, strict=True))
+        np.testing.assert_array_equal(a.response, b.response)
+        np.testing.assert_array_equal(a["rollout_logprobs"], b["rollout_logprobs"])
+    assert any(a.response.tolist() != b.response.tolist() for a, b in zip(first, other, strict=True))
 
 
 def test_new_weights_seeds_and_temperatures_compile_nothing():
@@ -131,7 +135,7 @@ def test_new_weights_seeds_and_temperatures_compile_nothing():
     for version in range(1, 4):
         engine.publish(jax.tree.map(lambda p: p * 1.01, params), version)
         responses = sample(engine, seed=version, temperature=1.0 / version)
-        assert {r.oldest_version for r in responses} == {version}
+        assert {r.versions[0] for r in responses} == {version}
     assert engine.compilations == 1
 
 
@@ -152,8 +156,8 @@ def test_requests_for_a_part_of_a_step_share_programs():
         assert [len(responses) for responses in of_three] == [9, 9]
         for one, other in zip(*of_three, strict=True):
             assert (one.prompt_index, one.sample_index) == (other.prompt_index, other.sample_index)
-            np.testing.assert_array_equal(one.token_ids, other.token_ids)
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5, rtol=0)
+            np.testing.assert_array_equal(one.response, other.response)
+            np.testing.assert_allclose(one["rollout_logprobs"], other["rollout_logprobs"], atol=2e-5, rtol=0)
     assert plain.compilations == 2
     for count in (4, 2, 1, 3):
         assert len(list(padded.generate(PROMPTS[:count], 3, limits, seed=0))) == 3 * count
@@ -166,14 +170,14 @@ def test_engines_of_one_kind_share_only_their_programs():
     alike, again, other = sample(first), sample(second), sample(third)
     assert third.compilations == 1
     for a, b in zip(alike, again, strict=True):
-        np.testing.assert_array_equal(a.token_ids, b.token_ids)
-        np.testing.assert_array_equal(a.logprobs, b.logprobs)
-    assert any(a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(alike, other, strict=True))
+        np.testing.assert_array_equal(a.response, b.response)
+        np.testing.assert_array_equal(a["rollout_logprobs"], b["rollout_logprobs"])
+    assert any(a.response.tolist() != b.response.tolist() for a, b in zip(alike, other, strict=True))
     first.close()
     with pytest.raises(RuntimeError, match="no policy was published"):
         sample(first)
     for a, b in zip(sample(second), again, strict=True):
-        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+        np.testing.assert_array_equal(a["rollout_logprobs"], b["rollout_logprobs"])
     assert second.compilations == 1
     assert make(jnp.float16)[0].compilations == 0
 
@@ -183,17 +187,17 @@ def test_published_weights_survive_the_donation_of_the_trainers():
     before = sample(engine)
     jax.tree.map(lambda p: p.delete(), params)
     for a, b in zip(before, sample(engine), strict=True):
-        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+        np.testing.assert_array_equal(a["rollout_logprobs"], b["rollout_logprobs"])
 
 
 @pytest.mark.parametrize(("dtype", "low", "high"), [(jnp.bfloat16, 1e-4, 5e-2), (jnp.float16, 1e-5, 5e-3)])
 def test_sixteen_bit_engines_show_a_mismatch_of_their_size(dtype, low, high):
     engine, params = make(dtype)
     responses = sample(engine, n=8)
-    full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses]
+    full = [r.ids for r in responses]
     scored = make_scorer(CONFIG, dtype)(cast_params(params, jnp.float32), full)
     gaps = [
-        np.abs(r.logprobs - logprobs[len(PROMPTS[r.prompt_index]) :])
+        np.abs(r["rollout_logprobs"] - logprobs[len(PROMPTS[r.prompt_index]) :])
         for r, logprobs in zip(responses, scored, strict=True)
     ]
     assert low < np.concatenate(gaps).mean() < high
@@ -203,7 +207,7 @@ def test_given_responses_score_as_the_full_forward_scores_them():
     """The scores are the same in any order, alone or together, and under another limit."""
     engine, params = make()
     responses = sample(engine, n=2, temperature=0.7)[::-1]
-    prompts, tokens = [PROMPTS[r.prompt_index] for r in responses], [r.token_ids for r in responses]
+    prompts, tokens = [PROMPTS[r.prompt_index] for r in responses], [r.response for r in responses]
     scored = engine.score(prompts, tokens, temperature=0.7)
     scored += engine.score(prompts[:1], tokens[:1], temperature=0.7, max_response_tokens=20)
     full = make_scorer(CONFIG, jnp.float32, temperature=0.7)(
@@ -218,9 +222,9 @@ def test_given_responses_keep_the_rounding_of_decoding(dtype):
     """The scores have the rounding of decoding: the full forward is more than five times as far from the samples."""
     engine, params = make(dtype)
     responses = sample(engine, n=2)
-    prompts, tokens = [PROMPTS[r.prompt_index] for r in responses], [r.token_ids for r in responses]
+    prompts, tokens = [PROMPTS[r.prompt_index] for r in responses], [r.response for r in responses]
     scored = np.concatenate(engine.score(prompts, tokens))
-    sampled = np.concatenate([r.logprobs for r in responses])
+    sampled = np.concatenate([r["rollout_logprobs"] for r in responses])
     full = make_scorer(CONFIG, dtype)(params, [np.concatenate(pair) for pair in zip(prompts, tokens, strict=True)])
     forward = np.concatenate([row[len(prompt) :] for prompt, row in zip(prompts, full, strict=True)])
     assert np.abs(forward - sampled).mean() > 5 * np.abs(scored - sampled).mean()
@@ -230,9 +234,9 @@ def test_given_responses_keep_the_rounding_of_decoding(dtype):
 def test_sharded_engine_draws_valid_responses():
     engine, params = make(jnp.float32, mesh=(2, 2))
     responses = sample(engine)
-    full = [np.concatenate([PROMPTS[r.prompt_index], r.token_ids]) for r in responses]
+    full = [r.ids for r in responses]
     for r, logprobs in zip(responses, make_scorer(CONFIG, jnp.float32)(params, full), strict=True):
-        np.testing.assert_allclose(r.logprobs, logprobs[len(PROMPTS[r.prompt_index]) :], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(r["rollout_logprobs"], logprobs[len(PROMPTS[r.prompt_index]) :], atol=2e-5, rtol=0)
 
 
 def test_misuse_is_refused():

@@ -16,7 +16,7 @@ def cut(logits, selection):
     """Returns the ids of the support and its log-probabilities, in the form that is reported for a sample."""
     keys = jax.random.split(jax.random.key(0), len(logits))
     new = sample_support(keys, logits, selection._replace(reported=selection.top_k))
-    return new.top_ids, new.top_logprobs
+    return new.arrays["top_ids"], new.arrays["top_logprobs"]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_samples_follow_the_cut_distribution(selection, probabilities, threshold
     assert not counts[expected == 0].any()
     chosen = expected > 0
     assert np.sum((counts - expected)[chosen] ** 2 / expected[chosen]) < threshold
-    np.testing.assert_allclose(np.exp(new.logprobs), np.asarray(probabilities)[new.tokens], atol=1e-6)
+    np.testing.assert_allclose(np.exp(new.arrays["rollout_logprobs"]), np.asarray(probabilities)[new.tokens], atol=1e-6)
 
 
 def test_greedy_requests_are_never_cut():

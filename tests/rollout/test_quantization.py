@@ -35,8 +35,8 @@ def sample(engine, *, seed=0):
 
 def assert_same_bits(found, expected):
     for a, b in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(a.token_ids, b.token_ids)
-        np.testing.assert_array_equal(a.logprobs, b.logprobs)
+        np.testing.assert_array_equal(a.response, b.response)
+        np.testing.assert_array_equal(a["rollout_logprobs"], b["rollout_logprobs"])
 
 
 def test_which_axes_a_matrix_sums_over():

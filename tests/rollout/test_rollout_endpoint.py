@@ -59,11 +59,11 @@ def stream(client, count, vocab_size=64, metrics=None):
 
 def test_a_reply_is_read():
     completion = read(REPLY)
-    assert completion.token_ids.tolist() == [9, 2]
-    assert completion.logprobs.tolist() == [-4.0, -1.5]
+    assert completion.response.tolist() == [9, 2]
+    assert completion["rollout_logprobs"].tolist() == [-4.0, -1.5]
     assert completion.spans == (("v1", 0, 2),)
-    assert completion.tops.ids.tolist() == [[1, 2], [1, 2]]
-    assert completion.tops.logprobs.tolist() == [[-0.5, -1.5], [-0.5, -1.5]]
+    assert completion["top_ids"].tolist() == [[1, 2], [1, 2]]
+    assert completion["top_logprobs"].tolist() == [[-0.5, -1.5], [-0.5, -1.5]]
 
 
 def test_scores_of_a_prompt_are_read():
@@ -134,7 +134,7 @@ def test_the_hash_is_of_the_ids_as_little_endian_integers():
 def test_requests_are_gathered(fake):
     with opened(fake.url, backend=QUICK) as client:
         found = dict(stream(client, 5))
-    assert {place: reply.token_ids.tolist() for place, reply in found.items()} == {
+    assert {place: reply.response.tolist() for place, reply in found.items()} == {
         (i, 0): [5 + i, 6 + i] for i in range(5)
     }
     assert 0 < fake.seen[ROLLOUTS] < 5
@@ -169,7 +169,7 @@ def test_replies_of_other_prompts_are_not_taken_and_said_once(fake, monkeypatch,
     mixed_up(fake, monkeypatch, 2)
     with opened(fake.url, backend=QUICK) as client:
         found = dict(stream(client, 4))
-    assert {place: reply.token_ids.tolist() for place, reply in found.items()} == {
+    assert {place: reply.response.tolist() for place, reply in found.items()} == {
         (i, 0): [5 + i, 6 + i] for i in range(4)
     }
     (line,) = [record.getMessage() for record in caplog.records]
@@ -200,7 +200,7 @@ def test_a_server_without_the_endpoint_is_asked_at_vllms(fake, has_own):
     fake.routes -= set() if has_own else {ROLLOUTS}
     with contextlib.closing(connect([fake.url])) as engine:
         responses = list(engine.generate([PROMPT], 4, SamplingParams(3), seed=0))
-    assert [response.logprobs.tolist() for response in responses] == [[-1.0, -1.0, -1.0]] * 4
+    assert [response["rollout_logprobs"].tolist() for response in responses] == [[-1.0, -1.0, -1.0]] * 4
     assert (fake.seen[ROLLOUTS] > 1) == has_own
 
 
@@ -266,7 +266,7 @@ def test_a_response_comes_before_the_next_is_complete(scripted):
         accepted.start()
         place, reply = next(found)
         accepted.join()
-        assert (place, reply.token_ids.tolist()) == ((2, 0), [7, 7])
+        assert (place, reply.response.tolist()) == ((2, 0), [7, 7])
         scripted.line(0)
         scripted.line(1)
         assert sorted(place for place, _ in found) == [(0, 0), (1, 0)]

@@ -6,18 +6,19 @@ import threading
 
 import numpy as np
 import pytest
+from records import completion
 from served_engines import PARAMS, PROMPTS, make
 
 from rljax.errors import HandshakeError, ReplyError
 from rljax.rollout.build import check_engine
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.replies import check_tops, make_tops, without_ties
+from rljax.rollout.servers.replies import check_tops, make_completion, make_tops, without_ties
 from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
-from rljax.rollout.types import RolloutConfig, SamplingParams, Tops
+from rljax.rollout.types import RolloutConfig, SamplingParams
 
 PROMPT = np.array([3, 4, 5], np.int32)
 NONE = -math.inf
@@ -25,11 +26,11 @@ HALF, QUARTER, EIGHTH = -math.log(2), -math.log(4), -math.log(8)
 
 
 def array_tops(*rows):
-    """Returns the ``Tops`` of rows of (token, log-probability) pairs."""
-    return Tops(
-        np.array([[token for token, _ in row] for row in rows], np.int32),
-        np.array([[value for _, value in row] for row in rows], np.float32),
-    )
+    """Returns the arrays of rows of (token, log-probability) pairs."""
+    return {
+        "top_ids": np.array([[token for token, _ in row] for row in rows], np.int32),
+        "top_logprobs": np.array([[value for _, value in row] for row in rows], np.float32),
+    }
 
 
 def made(*rows, k):
@@ -39,7 +40,8 @@ def made(*rows, k):
 
 
 def pairs(tops):
-    return [list(zip(*row, strict=True)) for row in zip(tops.ids.tolist(), tops.logprobs.tolist(), strict=True)]
+    lists = (tops["top_ids"].tolist(), tops["top_logprobs"].tolist())
+    return [list(zip(*row, strict=True)) for row in zip(*lists, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -62,11 +64,11 @@ def test_the_likeliest_of_what_a_server_lists(row, kept):
     other = [(5, -0.25), (6, -2.0), (8, -3.0)]
     tops = made(other, row, k=2)
     assert pairs(tops) == [[(5, -0.25), (6, -2.0)], kept]
-    assert (tops.ids.dtype, tops.logprobs.dtype) == (np.int32, np.float32)
+    assert (tops["top_ids"].dtype, tops["top_logprobs"].dtype) == (np.int32, np.float32)
 
 
 def test_a_response_without_tokens_has_no_positions():
-    assert made(k=3).ids.shape == made(k=3).logprobs.shape == (0, 3)
+    assert made(k=3)["top_ids"].shape == made(k=3)["top_logprobs"].shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +107,9 @@ def test_a_reply_with_the_likeliest_tokens_is_read():
     tops = [[(9, -4.0), (1, -0.5), (2, -1.5)], [(2, -1.5), (1, -0.5), (7, -3.0)]]
     request, reply = Request(PROMPT, SamplingParams(2, reported=2)), reply_of([9, 2], [-4.0, -1.5], tops)
     read = VllmBackend().completion(GENERATE, reply, request)
-    assert pairs(read.tops) == [[(1, -0.5), (2, -1.5)]] * 2
+    assert pairs(read) == [[(1, -0.5), (2, -1.5)]] * 2
     plain = VllmBackend().completion(GENERATE, reply, Request(PROMPT, SamplingParams(2)))
-    assert plain.tops is None
+    assert set(plain.columns) == {"rollout_logprobs"}
 
 
 PLAIN = SamplingParams(2, reported=2)
@@ -127,14 +129,13 @@ WHOLE = array_tops([(1, HALF), (2, HALF)], [(1, 0.0), (-1, NONE)])
     ],
 )
 def test_sound_likeliest_tokens_pass(sampling, tops, tokens, logprobs):
-    check_tops("u", tops, np.int32(tokens), np.float32(logprobs), sampling, 8)
+    check_tops("u", completion(tokens, logprobs, **tops), sampling, 8)
 
 
 @pytest.mark.parametrize(
     ("sampling", "tops", "tokens", "logprobs", "said"),
     [
-        (PLAIN, None, [1, 2], [HALF, QUARTER], "shape None, expected (2, 2)"),
-        (PLAIN, SOUND, [1], [HALF], "shape ((2, 2), (2, 2)), expected (1, 2)"),
+        (PLAIN, {}, [1, 2], [HALF, QUARTER], "shape None, expected (2, 2)"),
         (SamplingParams(2, reported=3), SOUND, [1, 2], [HALF, QUARTER], "expected (2, 3)"),
         (PLAIN, array_tops([(8, HALF), (2, QUARTER)]), [2], [QUARTER], "from 2 to 8, outside the vocabulary"),
         (PLAIN, array_tops([(-2, HALF), (2, QUARTER)]), [2], [QUARTER], "from -2 to 2, outside the vocabulary"),
@@ -151,10 +152,17 @@ def test_sound_likeliest_tokens_pass(sampling, tops, tokens, logprobs):
 )
 def test_likeliest_tokens_that_cannot_be_are_refused(sampling, tops, tokens, logprobs, said):
     with pytest.raises(ReplyError) as refused:
-        check_tops("u", tops, np.int32(tokens), np.float32(logprobs), sampling, 8)
+        check_tops("u", completion(tokens, logprobs, **tops), sampling, 8)
     assert str(refused.value).startswith("u ")
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_likeliest_tokens_of_fewer_positions_are_refused():
+    arrays = {"rollout_logprobs": np.float32([HALF, HALF]), **made([(1, HALF), (2, HALF)], k=2)}
+    request, tokens = Request(np.zeros(0, np.int32), PLAIN), np.int32([1, 2])
+    with pytest.raises(ReplyError, match=r"/generate gave likeliest tokens of shape \(1, 2\), expected \(2, 2\)"):
+        make_completion("/generate", request, tokens, arrays, are_others=False)
 
 
 def test_a_token_that_ties_with_the_last_one_is_left_out():
@@ -163,20 +171,19 @@ def test_a_token_that_ties_with_the_last_one_is_left_out():
     A server may sample all three tokens, and two are reported.
     """
     tied = array_tops([(1, math.log(0.4)), (2, math.log(0.3))], [(1, HALF), (2, HALF)])
-    logprobs, tops = without_ties(np.float32([math.log(0.3), HALF]), tied)
-    np.testing.assert_allclose(np.exp(tops.logprobs), [[4 / 7, 3 / 7], [0.5, 0.5]], rtol=1e-6)
-    np.testing.assert_allclose(np.exp(logprobs), [3 / 7, 0.5], rtol=1e-6)
-    np.testing.assert_array_equal(tops.ids, tied.ids)
-    check_tops("u", tops, np.int32([2, 1]), logprobs, CUT, 8)
+    reply = without_ties(completion([2, 1], [math.log(0.3), HALF], **tied))
+    np.testing.assert_allclose(np.exp(reply["top_logprobs"]), [[4 / 7, 3 / 7], [0.5, 0.5]], rtol=1e-6)
+    np.testing.assert_allclose(np.exp(reply["rollout_logprobs"]), [3 / 7, 0.5], rtol=1e-6)
+    np.testing.assert_array_equal(reply["top_ids"], tied["top_ids"])
+    check_tops("u", reply, CUT, 8)
 
 
 def test_a_distribution_that_was_not_cut_stays_refused():
     """A probability of 0.2 is missing, which is 0.8 tokens of 0.25. Ties would be a whole number of tokens."""
-    uncut = array_tops([(1, math.log(0.55)), (2, math.log(0.25))])
-    logprobs, tops = without_ties(np.float32([math.log(0.55)]), uncut)
-    assert tops is uncut
+    uncut = completion([1], [math.log(0.55)], **array_tops([(1, math.log(0.55)), (2, math.log(0.25))]))
+    assert without_ties(uncut) is uncut
     with pytest.raises(ReplyError, match=r"have probability 0\.8000, expected 1"):
-        check_tops("u", tops, np.int32([1]), logprobs, CUT, 8)
+        check_tops("u", uncut, CUT, 8)
 
 
 def of_token(token):
@@ -204,9 +211,11 @@ def test_an_engine_hands_on_the_likeliest_tokens(fake, better, asked):
         engine.close()
     assert {sampling["logprobs"] for sampling in fake.sampling[probes:]} == {asked}
     for response in responses:
-        tokens = response.token_ids
-        np.testing.assert_array_equal(response.tops.ids, np.stack([(tokens + 1) % 64, tokens], 1))
-        np.testing.assert_allclose(response.tops.logprobs, [[math.log(0.8 * (1 - math.exp(-1))), -1.0]] * 5, rtol=1e-6)
+        tokens = response.response
+        np.testing.assert_array_equal(response["top_ids"], np.stack([(tokens + 1) % 64, tokens], 1))
+        np.testing.assert_allclose(
+            response["top_logprobs"], [[math.log(0.8 * (1 - math.exp(-1))), -1.0]] * 5, rtol=1e-6
+        )
 
 
 def test_probes_are_of_the_whole_distribution(fake):
@@ -222,7 +231,7 @@ def test_probes_are_of_the_whole_distribution(fake):
     shapes = [{name: sampling[name] for name in cut} for sampling in fake.sampling]
     assert all(shape == {"top_k": 0, "top_p": 1.0, "min_p": 0.0} for shape in shapes[:probes])
     assert shapes[probes:] == [cut]
-    np.testing.assert_allclose(np.exp(response.tops.logprobs).sum(1), 1.0, rtol=1e-6)
+    np.testing.assert_allclose(np.exp(response["top_logprobs"]).sum(1), 1.0, rtol=1e-6)
 
 
 def test_a_server_must_allow_as_many_as_are_reported(fake):
@@ -266,7 +275,7 @@ def test_a_long_reply_is_read_beside_the_event_loop(fake):
         for k in (1, 300):
             request = Request(PROMPT, SamplingParams(500, reported=k))
             ((_, reply),) = [item for item in client.stream(ListedRequests([request])) if item is not None]
-            assert reply.tops.ids.shape == (500, k)
+            assert reply["top_ids"].shape == (500, k)
     finally:
         client.close()
     assert threads[False] == "rljax-server-client"

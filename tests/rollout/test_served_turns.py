@@ -15,7 +15,7 @@ from rljax.errors import StoppedWaitingError
 from rljax.rollout.build import connect
 from rljax.rollout.servers.requests import response_seed
 from rljax.rollout.turns import TurnQueue, TurnRequest
-from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.rollout.types import SamplingParams
 
 LIMITS = SamplingParams(6)
 ENVIRONMENT = [40, 41]  # the tokens that the environment of these tests writes after each turn
@@ -51,7 +51,7 @@ def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, tur
         responses.append(response)
         after(response)
         key, turn = response.prompt_index, response.sample_index + 1
-        rows[key] += [*response.token_ids.tolist(), *ENVIRONMENT]
+        rows[key] += [*response.response.tolist(), *ENVIRONMENT]
         if turn == turns[key]:
             queue.end(key)
         else:
@@ -76,9 +76,9 @@ def test_each_turn_extends_the_one_before(fake):
     assert sorted(places(responses)) == [(0, 0), (0, 1), (0, 2), (1, 0)]
     for response in responses:
         assert response.length == (6 if response.prompt_index else 2)
-        assert response.versions == (VersionSpan(0, 0, response.length),)
+        assert response["version"].tolist() == [0] * response.length
         assert response.truncated
-        assert set(response.logprobs) == {-1.0}
+        assert set(response["rollout_logprobs"]) == {-1.0}
     assert metrics["rollout/requests"] == 4
     assert metrics["rollout/retries"] == 0
     assert metrics["time/generate_s"] > 0
@@ -140,7 +140,7 @@ def test_another_server_goes_on_where_one_dies():
     by_place = dict(zip(places(undisturbed), undisturbed, strict=True))
     for response in responses:
         wanted = by_place[response.prompt_index, response.sample_index]
-        np.testing.assert_array_equal(response.token_ids, wanted.token_ids)
+        np.testing.assert_array_equal(response.response, wanted.response)
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
@@ -156,9 +156,8 @@ def test_new_weights_may_come_in_the_middle_of_a_turn(fake, update):
         responses, _ = answering.result(timeout=30)
     assert sorted(places(responses)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for response in responses:
-        versions = [span.version for span in response.versions]
-        assert versions == ([1] if response.sample_index else [0, 1])
-        assert response.versions[-1].end == response.length == 40
+        assert response.versions.tolist() == ([1] if response.sample_index else [0, 1])
+        assert response.length == 40
     assert all(sampling["seed"] is None for sampling in fake.sampling if sampling["max_tokens"] == 40)
 
 

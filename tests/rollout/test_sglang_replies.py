@@ -73,11 +73,11 @@ def test_everything_that_shapes_the_distribution_is_sent():
 def test_a_reply_is_read():
     request = Request(PROMPT, SamplingParams(2, reported=2))
     got = read(REPLY, request)
-    assert got.token_ids.tolist() == [14, 14]
-    np.testing.assert_array_equal(got.logprobs, np.float32([-0.0033606071956455708, -0.0020496377255767584]))
+    assert got.response.tolist() == [14, 14]
+    np.testing.assert_array_equal(got["rollout_logprobs"], np.float32([-0.0033606071956455708, -0.0020496377255767584]))
     assert (got.finish_reason, got.spans) == ("length", (("run.3", 0, 2),))
-    assert got.tops.ids.tolist() == [[14, 15], [14, 15]]
-    np.testing.assert_array_equal(got.tops.logprobs[1], np.float32([-0.0020496377255767584, -8.02249813079834]))
+    assert got["top_ids"].tolist() == [[14, 15], [14, 15]]
+    np.testing.assert_array_equal(got["top_logprobs"][1], np.float32([-0.0020496377255767584, -8.02249813079834]))
     check_completion("u", got, request, 16)
 
 
@@ -85,15 +85,17 @@ def test_tokens_whose_probability_is_0_in_float32_are_left_out():
     """SGLang reports the smallest float32 as the log-probability of such tokens."""
     tops = [[[-0.003, 14, None], [-98.5, 15, None], [-3.4028234663852886e38, 3, None]], [[-0.002, 14, None]]]
     got = read(changed(output_top_logprobs=tops), Request(PROMPT, SamplingParams(2, reported=3)))
-    assert got.tops.ids.tolist() == [[14, 15, -1], [14, -1, -1]]
-    np.testing.assert_array_equal(got.tops.logprobs, np.float32([[-0.003, -98.5, -np.inf], [-0.002, -np.inf, -np.inf]]))
+    assert got["top_ids"].tolist() == [[14, 15, -1], [14, -1, -1]]
+    np.testing.assert_array_equal(
+        got["top_logprobs"], np.float32([[-0.003, -98.5, -np.inf], [-0.002, -np.inf, -np.inf]])
+    )
 
 
 def test_logprobs_of_a_prompt_and_a_stop_token():
     request = Request(PROMPT, SamplingParams(4, stop_token_ids=(14,)), prompt_logprobs=0)
     got = read(SCORED, request)
     assert got.prompt_logprobs == ({}, {4: -7.3416523933410645}, {5: -9.421671867370605})
-    assert (got.finish_reason, got.token_ids.tolist()) == ("stop", [14])
+    assert (got.finish_reason, got.response.tolist()) == ("stop", [14])
     check_completion("u", got, request, 16)
 
 

@@ -65,7 +65,7 @@ def log_softmax_of(response, temperature=TEMPERATURE):
     """Returns the log-softmax that each token of a response was sampled from, [r, v]."""
     prompt = PROMPTS[response.prompt_index]
     tokens = np.zeros(WIDTH + LIMIT, np.int32)
-    known = np.concatenate([prompt, response.token_ids])
+    known = np.concatenate([prompt, response.response])
     tokens[: len(known)] = known
     logprobs = np.asarray(jax.nn.log_softmax(whole_logits(tokens) / temperature))
     return logprobs[len(prompt) - 1 : len(known) - 1]
@@ -73,7 +73,7 @@ def log_softmax_of(response, temperature=TEMPERATURE):
 
 def assert_same(first, second):
     for a, b in zip(first, second, strict=True):
-        np.testing.assert_array_equal(a.token_ids, b.token_ids)
+        np.testing.assert_array_equal(a.response, b.response)
         assert a.truncated == b.truncated
 
 
@@ -81,11 +81,11 @@ def assert_same(first, second):
 def test_the_likeliest_tokens_are_those_of_the_full_forward(make):
     for r in sample(make(), **TOPS):
         expected = log_softmax_of(r)
-        assert r.tops.ids.dtype == np.int32
-        assert r.tops.logprobs.dtype == np.float32
-        assert r.tops.ids.shape == r.tops.logprobs.shape == (r.length, 4)
-        np.testing.assert_allclose(r.tops.logprobs, -np.sort(-expected)[:, :4], atol=2e-5, rtol=0)
-        np.testing.assert_allclose(np.take_along_axis(expected, r.tops.ids, 1), r.tops.logprobs, atol=2e-5, rtol=0)
+        assert r["top_ids"].dtype == np.int32
+        assert r["top_logprobs"].dtype == np.float32
+        assert r["top_ids"].shape == r["top_logprobs"].shape == (r.length, 4)
+        np.testing.assert_allclose(r["top_logprobs"], -np.sort(-expected)[:, :4], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(np.take_along_axis(expected, r["top_ids"], 1), r["top_logprobs"], atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("make", [embedded, exact])
@@ -94,18 +94,18 @@ def test_reporting_changes_no_token(make):
     plain, told = sample(engine, seed=5), sample(engine, seed=5, **TOPS)
     assert_same(plain, told)
     for a, b in zip(plain, told, strict=True):
-        assert a.tops is None
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-6, rtol=0)
-        hit = b.tops.ids == b.token_ids[:, None]
+        assert "top_ids" not in a.columns
+        np.testing.assert_allclose(a["rollout_logprobs"], b["rollout_logprobs"], atol=1e-6, rtol=0)
+        hit = b["top_ids"] == b.response[:, None]
         assert hit.sum() > 0
-        np.testing.assert_allclose(b.tops.logprobs[hit], b.logprobs[hit.any(axis=1)], atol=1e-6, rtol=0)
+        np.testing.assert_allclose(b["top_logprobs"][hit], b["rollout_logprobs"][hit.any(axis=1)], atol=1e-6, rtol=0)
 
 
 def test_greedy_reports_at_temperature_1_and_is_not_cut():
     for r in sample(embedded(), n=1, temperature=0.0, **CUT):
-        np.testing.assert_array_equal(r.token_ids, r.tops.ids[:, 0])
-        np.testing.assert_allclose(r.tops.logprobs[:, 0], r.logprobs, atol=1e-6)
-        np.testing.assert_allclose(r.tops.logprobs, -np.sort(-log_softmax_of(r, 1.0))[:, :5], atol=2e-5, rtol=0)
+        np.testing.assert_array_equal(r.response, r["top_ids"][:, 0])
+        np.testing.assert_allclose(r["top_logprobs"][:, 0], r["rollout_logprobs"], atol=1e-6)
+        np.testing.assert_allclose(r["top_logprobs"], -np.sort(-log_softmax_of(r, 1.0))[:, :5], atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("make", [embedded, exact])
@@ -113,8 +113,8 @@ def test_a_cut_response_has_its_whole_support(make):
     sizes = set()
     for r in sample(make(), **CUT):
         whole = log_softmax_of(r)
-        for place, token in enumerate(r.token_ids):
-            ids, logprobs = r.tops.ids[place], r.tops.logprobs[place]
+        for place, token in enumerate(r.response):
+            ids, logprobs = r["top_ids"][place], r["top_logprobs"][place]
             stays = ids >= 0
             sizes.add(int(stays.sum()))
             assert np.isneginf(logprobs).tolist() == (~stays).tolist()
@@ -123,7 +123,7 @@ def test_a_cut_response_has_its_whole_support(make):
             assert stays.sum() == np.sum(likelier < 0.9)
             own = np.exp(whole[place][ids[stays]])
             np.testing.assert_allclose(logprobs[stays], np.log(own / own.sum()), atol=3e-5, rtol=0)
-            assert r.logprobs[place] == logprobs[ids == token]
+            assert r["rollout_logprobs"][place] == logprobs[ids == token]
     assert len(sizes) > 1
 
 
@@ -134,10 +134,10 @@ def test_first_tokens_follow_the_cut_distribution(make):
     engine, count = make(), 2000 if make is embedded else 300
     asked = SamplingParams(1, TEMPERATURE, (), **CUT)
     responses = list(engine.generate(PROMPTS[:1], count, asked, seed=2))
-    ids, logprobs = responses[0].tops.ids[0], responses[0].tops.logprobs[0]
+    ids, logprobs = responses[0]["top_ids"][0], responses[0]["top_logprobs"][0]
     stays = ids >= 0
     expected = count * np.exp(logprobs[stays])
-    counts = np.bincount([r.token_ids[0] for r in responses], minlength=CONFIG.vocab_size)
+    counts = np.bincount([r.response[0] for r in responses], minlength=CONFIG.vocab_size)
     assert counts[ids[stays]].sum() == count
     assert np.sum((counts[ids[stays]] - expected) ** 2 / expected) < quantiles[int(stays.sum())]
 
@@ -158,16 +158,16 @@ def test_the_tops_do_not_depend_on_the_budget(at_once, asked):
     refilled = sample(embedded(decode_tokens=at_once * (LIMIT + WIDTH)), **asked)
     assert_same(together, refilled)
     for a, b in zip(together, refilled, strict=True):
-        np.testing.assert_array_equal(a.tops.ids, b.tops.ids)
-        np.testing.assert_allclose(a.tops.logprobs, b.tops.logprobs, atol=6e-6, rtol=0)
+        np.testing.assert_array_equal(a["top_ids"], b["top_ids"])
+        np.testing.assert_allclose(a["top_logprobs"], b["top_logprobs"], atol=6e-6, rtol=0)
 
 
 def test_the_exact_engine_reports_bits_of_its_executable():
     """A sampled token among the likeliest ones has the same bits there as in the log-probabilities."""
     for asked in (TOPS, CUT):
         for r in sample(exact(), **asked):
-            hit = r.tops.ids == r.token_ids[:, None]
-            np.testing.assert_array_equal(r.tops.logprobs[hit], r.logprobs[hit.any(axis=1)])
+            hit = r["top_ids"] == r.response[:, None]
+            np.testing.assert_array_equal(r["top_logprobs"][hit], r["rollout_logprobs"][hit.any(axis=1)])
 
 
 def test_noise_is_in_the_reported_numbers():
@@ -175,16 +175,16 @@ def test_noise_is_in_the_reported_numbers():
     assert_same(noisy, sample(exact(noise=2.0)))
     gaps = []
     for r in noisy:
-        hit = r.tops.ids == r.token_ids[:, None]
-        np.testing.assert_allclose(r.tops.logprobs[hit], r.logprobs[hit.any(axis=1)], atol=1e-6)
-        gaps.append(np.abs(np.take_along_axis(log_softmax_of(r), r.tops.ids, 1) - r.tops.logprobs).max())
+        hit = r["top_ids"] == r.response[:, None]
+        np.testing.assert_allclose(r["top_logprobs"][hit], r["rollout_logprobs"][hit.any(axis=1)], atol=1e-6)
+        gaps.append(np.abs(np.take_along_axis(log_softmax_of(r), r["top_ids"], 1) - r["top_logprobs"]).max())
     assert min(gaps) > 0.1
 
 
 def test_all_tokens_of_the_vocabulary_sum_to_one():
     for r in sample(embedded(jnp.bfloat16), n=1, reported=CONFIG.vocab_size):
-        assert {tuple(sorted(ids)) for ids in r.tops.ids.tolist()} == {tuple(range(CONFIG.vocab_size))}
-        np.testing.assert_allclose(np.exp(r.tops.logprobs).sum(axis=1), 1.0, atol=1e-5)
+        assert {tuple(sorted(ids)) for ids in r["top_ids"].tolist()} == {tuple(range(CONFIG.vocab_size))}
+        np.testing.assert_allclose(np.exp(r["top_logprobs"]).sum(axis=1), 1.0, atol=1e-5)
 
 
 @pytest.mark.mesh
@@ -193,9 +193,9 @@ def test_a_sharded_engine_reports_the_same():
     engine.publish(PARAMS, 0)
     for r in sample(engine, **CUT):
         assert (
-            (r.logprobs[:, None] == np.where(r.tops.ids == r.token_ids[:, None], r.tops.logprobs, 1.0))
+            (r["rollout_logprobs"][:, None] == np.where(r["top_ids"] == r.response[:, None], r["top_logprobs"], 1.0))
             .any(axis=1)
             .all()
         )
     for r in sample(engine, **TOPS):
-        np.testing.assert_allclose(r.tops.logprobs, -np.sort(-log_softmax_of(r))[:, :4], atol=2e-5, rtol=0)
+        np.testing.assert_allclose(r["top_logprobs"], -np.sort(-log_softmax_of(r))[:, :4], atol=2e-5, rtol=0)

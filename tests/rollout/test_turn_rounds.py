@@ -9,7 +9,7 @@ from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.embedded import JaxEngine, make_functions
 from rljax.rollout.turns import TurnQueue, TurnRequest
-from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.rollout.types import SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.25)
@@ -34,7 +34,7 @@ def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, tur
     for response in samples:
         key, turn = response.prompt_index, response.sample_index + 1
         responses[key, turn] = response, rows[key]
-        rows[key] = np.concatenate([rows[key], response.token_ids, ENVIRONMENT])
+        rows[key] = np.concatenate([rows[key], response.response, ENVIRONMENT])
         if turn == wanted[key]:
             queue.end(key)
         else:
@@ -55,8 +55,8 @@ def check_logprobs(responses, config, params):
     """Checks what was sampled in turns against one pass of the trainer's forward over the joined tokens."""
     score = make_scorer(config, jnp.float32)
     for response, tokens in responses.values():
-        (scored,) = score(params, [np.concatenate([tokens, response.token_ids])])
-        np.testing.assert_allclose(response.logprobs, scored[len(tokens) :], atol=2e-5, rtol=0)
+        (scored,) = score(params, [np.concatenate([tokens, response.response])])
+        np.testing.assert_allclose(response["rollout_logprobs"], scored[len(tokens) :], atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,12 @@ def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
     assert metrics["time/generate_s"] > 0
     check_logprobs(responses, config, params)
     for response, tokens in responses.values():
-        assert response.versions == (VersionSpan(3, 0, response.length),)
+        assert response["version"].tolist() == [3] * response.length
         if config.num_experts:
-            assert response.routes.shape == (len(tokens) + response.length - 1, 2, 2)
+            routes = response.columns["routes"]
+            assert routes.shape == (len(tokens) + response.length, 2, 2)
+            assert routes[:-1].min() > 0
+            assert not routes[-1].any()
 
 
 @pytest.mark.mesh
@@ -88,9 +91,9 @@ def test_the_loop_scores_the_joined_tokens_as_it_sampled_them():
     scorer.publish(params, 3)
     responses, _ = converse(engine, turns=(3, 1, 2))
     rows = [tokens for _, tokens in responses.values()]
-    scored = scorer.score(rows, [response.token_ids for response, _ in responses.values()])
+    scored = scorer.score(rows, [response.response for response, _ in responses.values()])
     for (response, _), logprobs in zip(responses.values(), scored, strict=True):
-        np.testing.assert_allclose(response.logprobs, logprobs, atol=2e-5, rtol=0)
+        np.testing.assert_allclose(response["rollout_logprobs"], logprobs, atol=2e-5, rtol=0)
 
 
 def test_turns_compile_few_loops_and_leave_those_of_one_turn():
@@ -117,18 +120,18 @@ def test_turns_report_the_likeliest_tokens():
     engine, _ = make()
     responses, _ = converse(engine, (2, 2, 2), limits=SamplingParams(5, 1.0, (0, 1), reported=3))
     for response, _ in responses.values():
-        assert response.tops.ids.shape == response.tops.logprobs.shape == (response.length, 3)
-        among = response.tops.ids == response.token_ids[:, None]
-        np.testing.assert_array_equal(response.tops.logprobs[among], response.logprobs[among.any(axis=1)])
+        assert response["top_ids"].shape == response["top_logprobs"].shape == (response.length, 3)
+        among = response["top_ids"] == response.response[:, None]
+        np.testing.assert_array_equal(response["top_logprobs"][among], response["rollout_logprobs"][among.any(axis=1)])
 
 
 def test_a_seed_decides_each_turn():
     engine, _ = make()
     first, again, other = (converse(engine, turns=(2, 2, 2), seed=seed)[0] for seed in (3, 3, 4))
     for place, (response, _) in first.items():
-        np.testing.assert_array_equal(response.token_ids, again[place][0].token_ids)
-        np.testing.assert_array_equal(response.logprobs, again[place][0].logprobs)
-    assert any(first[place][0].token_ids.tolist() != other[place][0].token_ids.tolist() for place in first)
+        np.testing.assert_array_equal(response.response, again[place][0].response)
+        np.testing.assert_array_equal(response["rollout_logprobs"], again[place][0]["rollout_logprobs"])
+    assert any(first[place][0].response.tolist() != other[place][0].response.tolist() for place in first)
 
 
 def test_a_turn_is_cut_to_its_own_limit():
@@ -140,4 +143,4 @@ def test_a_turn_is_cut_to_its_own_limit():
     lengths = {place: response.length for place, (response, _) in responses.items()}
     assert lengths == {(4, 1): 5, (4, 2): 5, (0, 1): 1, (0, 2): 2, (7, 1): 1, (7, 2): 2}
     assert all(response.truncated for response, _ in responses.values())
-    assert {response.versions[0].end for response, _ in responses.values()} == {1, 2, 5}
+    assert {len(response["version"]) for response, _ in responses.values()} == {1, 2, 5}

@@ -5,11 +5,12 @@ import time
 
 import numpy as np
 import pytest
+from records import response
 from stopping import StopWhen
 
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.turns import TurnQueue, TurnRequest
-from rljax.rollout.types import Response, Tops, VersionSpan
+from rljax.tokens import as_stored
 
 
 def ask(key, turn, tokens=(1,), max_tokens=4):
@@ -130,18 +131,17 @@ def test_the_first_tokens_of_a_response_keep_all_of_theirs():
 
     The first 3 tokens of the response are left.
     """
-    routes = np.arange(6 * 2, dtype=np.uint8).reshape(6, 2, 1)
-    tops = Tops(np.arange(10, dtype=np.int32).reshape(5, 2), -np.arange(10, dtype=np.float32).reshape(5, 2))
-    tokens, logprobs = np.array([6, 7, 8, 9, 1], np.int32), np.array([-1, -2, -3, -4, -5], np.float32)
-    spans = VersionSpan(4, 0, 2), VersionSpan(5, 2, 4), VersionSpan(6, 4, 5)
-    whole = Response(3, 1, tokens, logprobs, False, spans, routes, tops)
+    arrays = {"top_ids": np.arange(10).reshape(5, 2), "top_logprobs": -np.arange(10.0).reshape(5, 2)}
+    arrays["routes"] = as_stored(np.arange(6 * 2, dtype=np.uint8).reshape(6, 2, 1))
+    versions = [4, 4, 5, 5, 6]
+    whole = response((3, 1), [6, 7, 8, 9, 1], [-1, -2, -3, -4, -5], versions, prompt=[2, 3], **arrays)
     cut = whole.first(3)
     assert (cut.prompt_index, cut.sample_index, cut.truncated) == (3, 1, True)
-    assert cut.token_ids.tolist() == [6, 7, 8]
-    assert cut.logprobs.tolist() == [-1, -2, -3]
-    assert cut.versions == (VersionSpan(4, 0, 2), VersionSpan(5, 2, 3))
-    assert cut.routes.tolist() == routes[:4].tolist()  # 2 + 3 - 1 tokens have routes
-    assert cut.tops.ids.tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert cut.tops.logprobs.tolist() == [[0, -1], [-2, -3], [-4, -5]]
+    assert cut.response.tolist() == [6, 7, 8]
+    assert cut["rollout_logprobs"].tolist() == [-1, -2, -3]
+    assert cut["version"].tolist() == [4, 4, 5]
+    assert cut.columns["routes"][:, 0, 0].tolist() == [1, 3, 5, 7, 9]
+    assert cut["top_ids"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert cut["top_logprobs"].tolist() == [[0, -1], [-2, -3], [-4, -5]]
     assert whole.first(5) is whole
     assert whole.first(6) is whole

@@ -43,9 +43,9 @@ def test_both_routes_carry_tokens_and_logprobs(fake, client, route):
     client.set_route(fake.url, route)
     ((place, reply),) = sampled(client, [Request(PROMPT, SamplingParams(3), seed=1)])
     assert place == (0, 0)
-    assert reply.token_ids.tolist() == [5, 6, 7]
-    assert reply.token_ids.dtype == np.int32
-    assert reply.logprobs.tolist() == [-1.0, -1.0, -1.0]
+    assert reply.response.tolist() == [5, 6, 7]
+    assert reply.response.dtype == np.int32
+    assert reply["rollout_logprobs"].tolist() == [-1.0, -1.0, -1.0]
     assert reply.spans == (("default", 0, 3),)
 
 
@@ -66,7 +66,7 @@ def test_a_server_may_call_its_model_otherwise(fake, client):
         client.sample(fake.url, [Request(PROMPT, SamplingParams(1))])
     client.set_model(fake.url, "org/name")
     (reply,) = client.sample(fake.url, [Request(PROMPT, SamplingParams(1))])
-    assert reply.token_ids.tolist() == [5]
+    assert reply.response.tolist() == [5]
 
 
 @pytest.mark.parametrize("route", [ROLLOUTS, GENERATE])
@@ -112,14 +112,14 @@ def test_a_reply_is_read_as_pythons_json_reads_it(top):
     choice["routed_experts"] = None
     request = Request(PROMPT, SamplingParams(2000, reported=top))
     reply = WIRE.completion(GENERATE, json.dumps({"request_id": "é", "choices": [choice]}).encode(), request)
-    assert reply.token_ids.tolist() == ids
-    np.testing.assert_array_equal(reply.logprobs, np.array(logprobs, np.float32))
-    assert reply.logprobs.dtype == np.float32
+    assert reply.response.tolist() == ids
+    np.testing.assert_array_equal(reply["rollout_logprobs"], np.array(logprobs, np.float32))
+    assert reply["rollout_logprobs"].dtype == np.float32
     if not top:
-        assert reply.tops is None
+        assert "top_ids" not in reply.columns
         return
-    assert reply.tops.ids.tolist() == [list(each) for each in tops]
-    np.testing.assert_array_equal(reply.tops.logprobs, np.array([list(each.values()) for each in tops], np.float32))
+    assert reply["top_ids"].tolist() == [list(each) for each in tops]
+    np.testing.assert_array_equal(reply["top_logprobs"], np.array([list(each.values()) for each in tops], np.float32))
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -174,7 +174,7 @@ def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
         resumed.result()
         assert client.opened() == [fake.url]
         assert client.losses == 0
-    assert reply.token_ids.tolist() == [5]
+    assert reply.response.tolist() == [5]
     assert fake.seen[GENERATE] > 3
     assert metrics.get("rollout/retries", 0) == 0
 
@@ -222,7 +222,7 @@ def test_hundreds_of_responses_come_back_as_they_complete(fake, client):
         if item is not None:
             first = first or time.monotonic() - began
             completed.add(item[0])
-            assert item[1].token_ids[0] == item[0][0] % 64
+            assert item[1].response[0] == item[0][0] % 64
     assert completed == {(i, 0) for i in range(640)}
     assert first < 0.8 * (time.monotonic() - began)
     assert 256 < fake.most_running <= 512

@@ -16,7 +16,7 @@ from vllm_fake import SHAPE, FakeVllm
 from rljax.errors import HandshakeError, NotWrittenError, StoppedWaitingError, VerificationError
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.vllm.client import GENERATE
-from rljax.rollout.types import ClientLimits, SamplingParams, VersionSpan
+from rljax.rollout.types import ClientLimits, SamplingParams
 from rljax.weights.format import PROTOCOL
 
 SERVED_METRICS = re.compile(
@@ -47,7 +47,7 @@ def test_publish_keeps_its_order(fake):
         assert sorted((r.prompt_index, r.sample_index) for r in responses) == [
             (i, j) for i in range(2) for j in range(3)
         ]
-        assert all(r.versions == (VersionSpan(4, 0, 5),) for r in responses)
+        assert all(r["version"].tolist() == [4] * 5 for r in responses)
     finally:
         engine.close()
 
@@ -110,7 +110,7 @@ def test_a_server_restarted_between_rollouts_is_recovered_first(fake, caplog):
     finally:
         engine.close()
         again.stop()
-    assert all(r.versions == (VersionSpan(2, 0, 3),) for r in responses)
+    assert all(r["version"].tolist() == [2] * 3 for r in responses)
     assert metrics["rollout/servers_brought_back"] == 1
     assert again.version == engine.files.tag(2)
     assert "is back with policy version 2, verified" in caplog.text
@@ -299,7 +299,7 @@ def test_replies_of_another_version_of_this_run_are_refused(fake):
         responses = list(engine.generate(PROMPTS, 3, SamplingParams(5), seed=0))
         assert len(responses) == 6
         assert not wrong
-        assert all(r.versions == (VersionSpan(10, 0, 5),) for r in responses)
+        assert all(r["version"].tolist() == [10] * 5 for r in responses)
         assert engine.fleet.report()["rollout/server_losses"] >= 1
     finally:
         engine.close()
@@ -312,7 +312,7 @@ def test_replies_without_version_are_counted(fake, caplog):
         engine.publish(PARAMS, 6)
         samples = engine.generate(PROMPTS, 3, SamplingParams(2), seed=0)
         responses = list(samples)
-        assert all(r.versions == (VersionSpan(6, 0, 2),) for r in responses)
+        assert all(r["version"].tolist() == [6] * 2 for r in responses)
         assert samples.metrics["rollout/responses_without_version"] == 6
         again = engine.generate(PROMPTS, 1, SamplingParams(2), seed=0)
         assert len(list(again)) == again.metrics["rollout/responses_without_version"] == 2
@@ -378,7 +378,7 @@ def test_a_sleeping_server_gets_the_weights_before_it_samples(fake):
         engine.publish(PARAMS, 0)
         for loaded in (1, 2, 3):
             responses = list(engine.generate(PROMPTS, 1, SamplingParams(2), seed=0))
-            assert [r.versions for r in responses] == [(VersionSpan(0, 0, 2),)] * 2
+            assert [r["version"].tolist() for r in responses] == [[0, 0]] * 2
             assert fake.seen["/update_weights"] == loaded
         fake.not_loaded = {"b"}
         with pytest.raises(VerificationError, match=r"1 tensor differs: b \(not loaded"):
@@ -622,7 +622,8 @@ def test_weights_without_room_are_refused_before_any_server(fake, tmp_path):
             return {path: path.read_bytes() for path in sorted(engine.files.root.rglob("*")) if path.is_file()}
 
         def sampled():
-            return {span.version for r in engine.generate(PROMPTS, 2, SamplingParams(5), seed=0) for span in r.versions}
+            responses = engine.generate(PROMPTS, 2, SamplingParams(5), seed=0)
+            return {version for r in responses for version in r.versions.tolist()}
 
         try:
             engine.publish(params, 1)

@@ -106,7 +106,7 @@ def test_a_bad_reply_is_sampled_again_and_then_ends_in_one_line(fake, change, sa
     with opened(fake.url) as client:
         metrics = {}
         ((_, reply),) = sampled(client, [REQUEST], metrics=metrics)
-        assert reply.token_ids.tolist() == [5, 6, 7]
+        assert reply.response.tolist() == [5, 6, 7]
         assert (metrics, client.losses) == ({"rollout/requests": 3, "rollout/retries": 2}, 0)
         bad[0] = 99
         with pytest.raises(ServerError) as ended:

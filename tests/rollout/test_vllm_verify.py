@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from records import completion
 
 from rljax.errors import VerificationError
 from rljax.rollout.form import ServerForm
-from rljax.rollout.servers.requests import Completion, ServerInfo
+from rljax.rollout.servers.requests import ServerInfo
 from rljax.rollout.servers.verify import Verifier, joined_prompts, lower_third, probe_length
 from rljax.rollout.verify_config import DtypeBands, VerifyConfig
 
@@ -24,11 +25,11 @@ class Server:
     def generated(self, request):
         count = request.sampling.max_response_tokens
         logprobs = np.full(count, -2.0 - self.gap - self.stale, np.float32)
-        return Completion(np.zeros(count, np.int32), logprobs, "length", None)
+        return completion(np.zeros(count), logprobs, prompt=request.prompt)
 
     def scored(self, request):
         scores = ({}, *({int(token): -2.0 - self.gap} for token in request.prompt[1:]))
-        return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "length", None, prompt_logprobs=scores)
+        return completion([0], [0.0], prompt=request.prompt, scores=scores)
 
 
 def verifier(dtype="float32", mixture=False, form=ServerForm(), **config) -> Verifier:  # noqa: B008

@@ -4,6 +4,7 @@ import counting_environments as environments
 import numpy as np
 import pytest
 import tokenizers
+from records import response
 
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import build_tokenizer
@@ -11,7 +12,7 @@ from rljax.errors import StoppedWaitingError
 from rljax.rollout.engine import RolloutEngine, Samples
 from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.hosts import EnvironmentHosts
-from rljax.rollout.types import Response, SamplingParams, VersionSpan
+from rljax.rollout.types import SamplingParams
 from rljax.run.episodes import Episodes
 from rljax.run.sampling import Sampler
 from rljax.run.stop import StopRequest
@@ -39,8 +40,8 @@ class Scripted(RolloutEngine):
             whole = np.append(TOKENIZER.encode("7" * self.digits(prompt)), np.int32(STOP))
             ids = whole[: sampling.max_response_tokens]
             logprobs = -np.arange(1.0, len(ids) + 1, dtype=np.float32)
-            span = VersionSpan(len(self.asked), 0, len(ids))
-            yield Response(i, 0, ids, logprobs, len(ids) < len(whole), (span,))
+            is_cut = len(ids) < len(whole)
+            yield response((i, 0), ids, logprobs, len(self.asked), prompt=prompt, truncated=is_cut)
 
 
 def hosts_of(environment, **limits):
@@ -66,12 +67,12 @@ def test_tokens_and_masks_recounted():
     rollouts, row = sample(problems, environments.Doubling, engine, n=2)
     seven, three = TOKENIZER.encode("7")[0], TOKENIZER.encode("2")[0]
     turn, text = [seven, seven, STOP], [three, three]  # the decoded turn has two characters
-    assert rollouts.responses[0][1].token_ids.tolist() == turn
+    assert rollouts.responses[0][1].response.tolist() == turn
     long = rollouts.responses[1][0]
-    assert long.token_ids.tolist() == turn + text + turn + text + turn
+    assert long.response.tolist() == turn + text + turn + text + turn
     assert long.turns.tolist() == [1, 1, 1, 0, 0, 2, 2, 2, 0, 0, 3, 3, 3]
-    np.testing.assert_array_equal(long.logprobs[[0, 1, 2, 3, 4, 5]], np.float32([-1, -2, -3, 0, 0, -1]))
-    assert [(s.version, s.start, s.end) for s in long.versions] == [(1, 0, 5), (2, 5, 10), (3, 10, 13)]
+    np.testing.assert_array_equal(long["rollout_logprobs"][[0, 1, 2, 3, 4, 5]], np.float32([-1, -2, -3, 0, 0, -1]))
+    assert long["version"].tolist() == [1] * 5 + [2] * 5 + [3] * 3
     assert (long.length, long.truncated, long.prompt.tolist()) == (9, False, TOKENIZER.encode("9=").tolist())
     assert rollouts.rewards.tolist() == [[2, 2], [6, 6]]
     assert (row["turns/limited"], row["reward/errors"], row["time/generate_s"]) == (0, 0, 3.0)
@@ -96,20 +97,19 @@ def test_only_first_prompts_begin_with_the_prefix(tmp_path):
     rollouts, _ = sample(problems, environments.Doubling, engine, tokenizer=load_tokenizer(tmp_path))
     first, *_ = engine.asked
     assert first == [[pad, *TOKENIZER.encode("1+1=")], [pad, *TOKENIZER.encode("9=")]]
-    for (response,) in rollouts.responses:
-        assert pad not in response.token_ids
+    assert all(pad not in one.response for (one,) in rollouts.responses)
 
 
 def test_limits_end_a_trajectory():
     problems = [problem("1+1=", "9")]
     turns = sample(problems, environments.Doubling, Scripted(), max_turns=2)
     assert turns.rollouts.responses[0][0].turns.max() == 2
-    assert turns.rollouts.responses[0][0].token_ids[-1] == STOP  # no text follows the last turn
+    assert turns.rollouts.responses[0][0].response[-1] == STOP  # no text follows the last turn
     assert (turns.row["turns/limited"], turns.rollouts.responses[0][0].truncated) == (1, True)
     assert turns.rollouts.rewards[0, 0] == 4  # a limited trajectory is scored
     # Turns have three tokens and texts have two. So 3 + 2 + 3 fill eight, and a text of two more leaves no room.
     tokens = sample(problems, environments.Doubling, Scripted(), params=SamplingParams(10, 1.0, (STOP,)))
-    assert len(tokens.rollouts.responses[0][0].token_ids) == 8
+    assert len(tokens.rollouts.responses[0][0].response) == 8
     # With eleven tokens the third turn has one.
     cut = sample(problems, environments.Doubling, Scripted(), params=SamplingParams(11, 1.0, (STOP,)))
     assert cut.rollouts.responses[0][0].turns.tolist() == [1, 1, 1, 0, 0, 2, 2, 2, 0, 0, 3]

@@ -5,13 +5,14 @@ import json
 
 import numpy as np
 import pytest
+from records import response
 
 from rljax.data.toy import addition_problems, build_tokenizer
 from rljax.errors import ConfigError
 from rljax.evaluate import Arguments, find_policy, in_batches, write_responses
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import Samples
-from rljax.rollout.types import Response, SamplingParams
+from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config, EvalConfig
 from rljax.run.config_file import load_config
 from rljax.run.evaluation import EVAL_SEED, Evaluation, mean_accuracy, pass_at_k, summarize_scores
@@ -38,7 +39,7 @@ class ScriptedEngine:
     def respond(self):
         for i, j in self.order:
             ids = self.tokenizer.encode(RESPONSES[i, j])
-            yield Response(i, j, ids, np.zeros(len(ids), np.float32), (i, j) in CUT, ())
+            yield response((i, j), ids, truncated=(i, j) in CUT)
 
 
 @pytest.fixture
@@ -49,12 +50,10 @@ def tokenizer():
 def scored(rewards):
     """Returns scored responses. Response j to problem i has 4 i + j + 1 tokens, and each third one is truncated."""
 
-    def response(i, j):
-        length = 4 * i + j + 1
-        return Response(i, j, np.zeros(length, np.int32), np.zeros(length, np.float32), j == 2, ())
+    def one(i, j):
+        return response((i, j), np.zeros(4 * i + j + 1), truncated=j == 2)
 
-    prompt = np.zeros(1, np.int32)
-    return [Scored(prompt, response(i, j), "", reward) for i, row in enumerate(rewards) for j, reward in enumerate(row)]
+    return [Scored(one(i, j), "", reward) for i, row in enumerate(rewards) for j, reward in enumerate(row)]
 
 
 def test_scores_by_hand():

@@ -39,7 +39,7 @@ def test_responses_of_all_servers_come_back_to_their_prompts(fakes, old):
     responses = list(samples)
     assert sorted((r.prompt_index, r.sample_index) for r in responses) == [(i, j) for i in range(2) for j in range(3)]
     for response in responses:
-        assert response.token_ids.tolist() == ([5, 6] if response.prompt_index == 0 else [9, 10])
+        assert response.response.tolist() == ([5, 6] if response.prompt_index == 0 else [9, 10])
         assert response.truncated
     assert all("sample" in fake.events for fake in fakes)
     assert samples.metrics["rollout/requests"] == 6

@@ -76,12 +76,12 @@ def test_hand_worked_rows_become_sequences(place):
     one, two, three, four = training_sequences(sampled.rollouts, config, 3)
     assert [s.advantage for s in (one, two, three, four)] == [1.0, -1.0, 0.0, 0.0]
     assert [s.in_loss for s in (one, two, three, four)] == [True, True, False, False]
-    assert one.staleness.tolist() == [2, 1, 1]
-    assert two.staleness.tolist() == [2, 2, 2, 2]
+    assert one["staleness"].tolist() == [2, 1, 1]
+    assert two["staleness"].tolist() == [2, 2, 2, 2]
     assert one.turns.tolist() == [1, 1, 1]
     assert two.turns.tolist() == [1, 0, 0, 2]
     assert two.sampled.tolist() == [True, False, False, True]
-    assert two.rollout_logprobs.tolist() == [-1.0, 0.0, 0.0, -2.0]
+    assert two["rollout_logprobs"].tolist() == [-1.0, 0.0, 0.0, -2.0]
     assert [s.prompt.tolist() for s in (one, two, three, four)] == [[1, 2], [1, 2], [1, 2], [9]]
     row = rollout_row(sampled.rollouts, 3)
     assert (row["response_length/mean"], row["reward/mean"]) == ((3 + 2 + 3 + 3) / 4, pytest.approx(2 / 3))

@@ -80,7 +80,7 @@ def refilling(engine, **advantage):
 
 
 def prompts_of(sampled):
-    return [TOKENIZER.decode(prompt) for prompt in sampled.rollouts.prompts]
+    return [TOKENIZER.decode(group[0].prompt) for group in sampled.rollouts.responses]
 
 
 def sample(signal, size=SIZE, **advantage):

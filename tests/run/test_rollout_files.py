@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from records import train_sequence
 
 from rljax.record.token_dumps import read_dump
 from rljax.rollout.types import InjectConfig, RolloutConfig
 from rljax.run.config import Config, RunConfig
 from rljax.run.rollout_files import write_tokens
-from rljax.trainer.packing import TrainSequence
 from rljax.trainer.update import TrainerValues
 
 
@@ -34,7 +34,7 @@ def test_a_dump_names_the_weights_that_sampled(tmp_path, inject, staleness, expe
     config = Config(run=RunConfig(dir=str(tmp_path)), rollout=RolloutConfig(inject=InjectConfig(**inject)))
     logprobs = -np.ones(3, np.float32)
     ids = np.arange(3, dtype=np.int32)
-    sequence = TrainSequence(ids, ids, logprobs, 0.5, True, np.full(3, staleness, np.int32))
+    sequence = train_sequence(ids, ids, logprobs, 0.5, staleness=np.full(3, staleness))
     write_tokens(config, 4, 3, [sequence], TrainerValues([logprobs]))
     dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
     trainer = dump.sources["trainer"].weights_hash
@@ -47,9 +47,7 @@ def test_a_dump_names_the_eight_bits_of_the_engine(tmp_path):
     rollout = RolloutConfig(weight_quantization="int8", kv_cache_dtype="fp8_e4m3")
     config = Config(run=RunConfig(dir=str(tmp_path)), rollout=rollout)
     ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
-    write_tokens(
-        config, 4, 3, [TrainSequence(ids, ids, logprobs, 0.5, True, np.zeros(3, np.int32))], TrainerValues([logprobs])
-    )
+    write_tokens(config, 4, 3, [train_sequence(ids, ids, logprobs, 0.5)], TrainerValues([logprobs]))
     dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
     assert dump.sources["rollout"].weights_hash == f"{tmp_path} version 3, weight_quantization int8"
     assert dump.sources["trainer"].weights_hash == f"{tmp_path} version 3"
@@ -61,30 +59,29 @@ def test_a_dump_of_a_cut_sampling_has_its_support(tmp_path):
     config = Config(run=RunConfig(dir=str(tmp_path)), rollout=rollout)
     ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
     tops = np.asarray([[0, 4], [1, -1], [2, 5]], np.int32), np.asarray([[-1, -2], [0, -np.inf], [-1, -2]], np.float32)
-    sequence = TrainSequence(ids, ids, logprobs, 0.5, True, np.zeros(3, np.int32), None, None, None, None, *tops)
+    sequence = train_sequence(ids, ids, logprobs, 0.5, top_ids=tops[0], top_logprobs=tops[1])
     write_tokens(config, 4, 3, [sequence], TrainerValues([logprobs]))
     dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
     assert {name: dump.sampling[name] for name in ("top_k", "top_p", "min_p")} == {"top_k": 2, "top_p": 0.9, "min_p": 0}
     assert dump.sources["rollout"].cut
     assert dump.sources["trainer"].cut
-    assert dump.top_ids[0].tolist() == [[-1, -1]] * 3 + tops[0].tolist()
-    np.testing.assert_array_equal(dump.top_logprobs[0][3:], tops[1])
+    assert dump.columns["top_ids"][0].tolist() == [[-1, -1]] * 3 + tops[0].tolist()
+    np.testing.assert_array_equal(dump.columns["top_logprobs"][0][3:], tops[1])
 
 
 def test_a_dump_has_advantage_version_and_loss_of_each_token(tmp_path):
     config = Config(run=RunConfig(dir=str(tmp_path)))
     ids, logprobs = np.arange(3, dtype=np.int32), -np.ones(3, np.float32)
     stale = np.asarray([2, 2, 0], np.int32)
-    by_token = np.asarray([0.5, 0.25, -1.0], np.float32)
     sequences = [
-        TrainSequence(ids, ids, logprobs, -0.5, False),
-        TrainSequence(ids, ids, logprobs, by_token, True, stale),
+        train_sequence(ids, ids, logprobs, -0.5, False),
+        train_sequence(ids, ids, logprobs, 0.25, staleness=stale),
     ]
     write_tokens(config, 4, 3, sequences, TrainerValues([logprobs, logprobs]))
     values = read_dump(tmp_path / "rollouts" / "step_000004.parquet").values
     found = {name: [vector[3:].tolist() for vector in vectors] for name, vectors in values.items()}
     assert found == {
-        "advantage": [[-0.5] * 3, [0.5, 0.25, -1.0]],
+        "advantage": [[-0.5] * 3, [0.25] * 3],
         "version": [[3, 3, 3], [1, 1, 3]],
         "in_loss": [[0, 0, 0], [1, 1, 1]],
     }
@@ -94,7 +91,7 @@ def test_a_dump_has_advantage_version_and_loss_of_each_token(tmp_path):
 def test_a_dump_tells_an_environments_tokens_apart(tmp_path):
     config = Config(run=RunConfig(dir=str(tmp_path)))
     ids, turns = np.arange(4, dtype=np.int32), np.array([1, 0, 0, 2], np.int32)
-    sequence = TrainSequence(ids[:2], ids, np.float32([-1, 0, 0, -2]), 0.5, True, np.zeros(4, np.int32), turns=turns)
+    sequence = train_sequence(ids[:2], ids, np.float32([-1, 0, 0, -2]), 0.5, turn=turns)
     write_tokens(config, 4, 3, [sequence], TrainerValues([np.float32([-1.5, 0, 0, -2.5])]))
     dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
     assert dump.response_mask[0].tolist() == [False, False, True, False, False, True]
@@ -109,13 +106,13 @@ def test_a_dump_has_the_trainers_entropies_and_likeliest_tokens(tmp_path):
     ids, logprobs = np.arange(2, dtype=np.int32), -np.ones(2, np.float32)
     tops = np.asarray([[5, 7], [6, -1]], np.int32), np.asarray([[-0.5, -1.5], [-0.25, -np.inf]], np.float32)
     trainer = np.asarray([[-1.0, -0.75], [-0.5, -np.inf]], np.float32)
-    sequence = TrainSequence(ids, ids, logprobs, 0.5, True, None, None, None, None, None, *tops)
+    sequence = train_sequence(ids, ids, logprobs, 0.5, top_ids=tops[0], top_logprobs=tops[1])
     entropy = np.asarray([1.25, 0.5], np.float32)
     write_tokens(config, 4, 3, [sequence], TrainerValues([logprobs], [entropy], [trainer]))
     dump = read_dump(tmp_path / "rollouts" / "step_000004.parquet")
     assert dump.values["entropy"][0][2:].tolist() == [1.25, 0.5]
     assert np.isnan(dump.values["entropy"][0][:2]).all()
-    assert dump.top_ids[0].tolist() == [[-1, -1], [-1, -1], [5, 7], [6, -1]]
-    ((of_trainer,), (values,)) = dump.other_tops["trainer"]
+    assert dump.columns["top_ids"][0].tolist() == [[-1, -1], [-1, -1], [5, 7], [6, -1]]
+    (of_trainer,), (values,) = dump.columns["top_ids/trainer"], dump.columns["top_logprobs/trainer"]
     assert of_trainer.tolist() == [[-1, -1], [-1, -1], [7, 5], [6, -1]]
     assert values[2:].tolist() == [[-0.75, -1.0], [-0.5, -np.inf]]

@@ -5,35 +5,34 @@ import math
 
 import numpy as np
 import pytest
+from records import response
 
-from rljax.rollout.types import Response, RolloutConfig, Tops, VersionSpan
+from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.run.sampling import (
     Rollouts,
     mixed_fraction,
     rollout_row,
-    sequence_arrays,
-    sequences_of,
     step_seed,
     training_sequences,
 )
 from rljax.run.single_turn import count_missed_stops
+from rljax.tokens import common_columns, from_arrays, to_arrays
+from rljax.trainer.packing import TrainSequence
 
-
-def response(i, j, tokens, truncated=False, versions=((3, 0, None),)):
-    spans = tuple(VersionSpan(v, start, len(tokens) if end is None else end) for v, start, end in versions)
-    ids = np.asarray(tokens, np.int32)
-    return Response(i, j, ids, -0.5 * np.ones(len(tokens), np.float32), truncated, spans)
+PROMPTS = [np.array([9, 9], np.int32), np.array([8], np.int32)]
 
 
 @pytest.fixture
 def rollouts():
+    def one(i, j, tokens, version=3, **facts):
+        return response((i, j), tokens, version=version, prompt=PROMPTS[i], **facts)
+
     responses = [
-        [response(0, 0, [5, 1]), response(0, 1, [5, 6, 7, 8], truncated=True)],
-        [response(1, 0, [1]), response(1, 1, [2, 2, 1], versions=((2, 0, 1), (3, 1, None)))],
+        [one(0, 0, [5, 1]), one(0, 1, [5, 6, 7, 8], truncated=True)],
+        [one(1, 0, [1]), one(1, 1, [2, 2, 1], version=[2, 3, 3])],
     ]
-    prompts = [np.array([9, 9], np.int32), np.array([8], np.int32)]
-    return Rollouts(prompts, responses, np.array([[1, 0], [1, 1]], np.float32))
+    return Rollouts(responses, np.array([[1, 0], [1, 1]], np.float32))
 
 
 def test_rollout_row_by_hand(rollouts):
@@ -71,7 +70,7 @@ def test_groups_without_signal_are_measured_but_carry_no_loss(rollouts):
     assert [s.advantage for s in sequences] == [1.0, -1.0, 0.0, 0.0]
     assert [s.response.tolist() for s in sequences] == [[5, 1], [5, 6, 7, 8], [1], [2, 2, 1]]
     assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [8], [8]]
-    assert [s.staleness.tolist() for s in sequences] == [[1, 1], [1, 1, 1, 1], [1], [2, 1, 1]]
+    assert [s["staleness"].tolist() for s in sequences] == [[1, 1], [1, 1, 1, 1], [1], [2, 1, 1]]
 
 
 def test_steps_and_runs_have_seeds_of_their_own():
@@ -84,44 +83,35 @@ def test_steps_and_runs_have_seeds_of_their_own():
 def test_the_likeliest_tokens_come_to_the_trainer_where_asked(rollouts):
     def with_tops(each):
         shape = (each.length, 2)
-        ids = np.full(shape, each.prompt_index, np.int32)
-        return dataclasses.replace(each, tops=Tops(ids, np.full(shape, -0.5, np.float32)))
+        return each.add({"top_ids": np.full(shape, each.prompt_index), "top_logprobs": np.full(shape, -0.5)})
 
     config = Config(rollout=RolloutConfig(top_logprobs=2))
     told = dataclasses.replace(rollouts, responses=[[with_tops(one) for one in group] for group in rollouts.responses])
     sequences = training_sequences(told, config, policy_version=4)
-    assert [s.top_ids.tolist() for s in sequences] == [[[0, 0]] * 2, [[0, 0]] * 4, [[1, 1]], [[1, 1]] * 3]
-    assert [s.top_logprobs.tolist() for s in sequences] == [[[-0.5, -0.5]] * n for n in (2, 4, 1, 3)]
-    assert {s.top_ids is None for s in training_sequences(told, Config(), policy_version=4)} == {True}
-    for with_tops in (True, False):
-        back = sequences_of(sequence_arrays(sequences, with_tops=with_tops))
-        assert {s.top_ids is not None for s in back} == {s.top_logprobs is not None for s in back} == {with_tops}
+    assert [s["top_ids"].tolist() for s in sequences] == [[[0, 0]] * 2, [[0, 0]] * 4, [[1, 1]], [[1, 1]] * 3]
+    assert [s["top_logprobs"].tolist() for s in sequences] == [[[-0.5, -0.5]] * n for n in (2, 4, 1, 3)]
+    assert "top_ids" not in common_columns(training_sequences(told, Config(), policy_version=4))
     told.responses[1][0] = rollouts.responses[1][0]
     with pytest.raises(RuntimeError, match="reported no likeliest tokens for 1 of 4 responses"):
         training_sequences(told, config, policy_version=4)
 
 
-def trajectory(i, j, turns, *, further=(), prompt=None):
-    count = len(turns)
-    spans = (VersionSpan(3, 0, count),)
-    turns = np.asarray(turns, np.int32)
-    logprobs = np.where(turns > 0, -0.5, 0.0).astype(np.float32)
-    tokens = np.arange(10, 10 + count, dtype=np.int32)
-    return Response(i, j, tokens, logprobs, False, spans, turns=turns, prompt=prompt, further=further)
+def trajectory(i, j, turns, *, further=(), prompt=(9, 9)):
+    logprobs = np.where(np.asarray(turns) > 0, -0.5, 0.0)
+    tokens = np.arange(10, 10 + len(turns))
+    return response((i, j), tokens, logprobs, 3, prompt=prompt, further=further, turn=turns)
 
 
 def test_a_trajectory_is_as_long_as_its_sampled_tokens():
-    again = trajectory(0, 0, [2, 2], prompt=np.array([9, 7], np.int32))
+    again = trajectory(0, 0, [2, 2], prompt=[9, 7])
     one = trajectory(0, 0, [1, 1, 0, 0, 0, 2], further=(again,))
     assert [row.length for row in one.rows] == [5, 2]
-    with pytest.raises(ValueError, match=r"turns must be a vector of 2 entries, got \(1,\)"):
-        dataclasses.replace(again, turns=np.ones(1, np.int32))
 
 
 def test_all_rows_of_a_trajectory_have_its_advantage():
-    again = trajectory(0, 1, [2], prompt=np.array([9, 9, 4], np.int32))
+    again = trajectory(0, 1, [2], prompt=[9, 9, 4])
     group = [trajectory(0, 0, [1, 0, 2]), trajectory(0, 1, [1, 1], further=(again,)), trajectory(0, 2, [1])]
-    rollouts = Rollouts([np.array([9, 9], np.int32)], [group], np.array([[1, 0, np.nan]], np.float32))
+    rollouts = Rollouts([group], np.array([[1, 0, np.nan]], np.float32))
     row = rollout_row(rollouts, policy_version=3)
     assert (row["reward/mean"], row["reward/std"], row["response_length/mean"]) == (0.5, 0.5, 2.0)
     sequences = training_sequences(rollouts, Config(), policy_version=3)
@@ -130,6 +120,6 @@ def test_all_rows_of_a_trajectory_have_its_advantage():
     assert [s.trajectory for s in sequences] == [0, 1, 1, 2]
     assert [s.prompt.tolist() for s in sequences] == [[9, 9], [9, 9], [9, 9, 4], [9, 9]]
     assert sequences[0].sampled.tolist() == [True, False, True]
-    back = sequences_of(sequence_arrays(sequences))
+    back = from_arrays(TrainSequence, to_arrays(sequences))
     assert [s.trajectory for s in back] == [0, 1, 1, 2]
-    assert [s.turns.tolist() for s in back] == [[1, 0, 2], [1, 1], [2], [1]]
+    assert [s["turn"].tolist() for s in back] == [[1, 0, 2], [1, 1], [2], [1]]

@@ -4,12 +4,13 @@ import sys
 
 import numpy as np
 import pytest
+from records import response
 
 from rljax.data.prompts import PromptStream
 from rljax.data.toy import build_tokenizer
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import Samples
-from rljax.rollout.types import Response, SamplingParams, VersionSpan
+from rljax.rollout.types import SamplingParams
 from rljax.run.sampling import Sampler
 from rljax.run.single_turn import SingleTurn
 
@@ -38,8 +39,7 @@ class Landing:
         places = [(i, j) for i in range(len(prompts)) for j in range(n)]
         for k in np.random.default_rng(self.seed).permutation(len(places))[self.missing :]:
             i, j = places[k]
-            tokens = np.full(j + 1, 3, np.int32)
-            yield Response(i, j, tokens, np.zeros(j + 1, np.float32), False, (VersionSpan(0, 0, j + 1),))
+            yield response((i, j), [3] * (j + 1), version=0, prompt=prompts[i])
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from records import train_sequence
 
 from rljax.run.watch import Watch
-from rljax.trainer.packing import TrainSequence
 from rljax.trainer.update import TrainerValues
 
 RNG = np.random.default_rng(0)
@@ -23,7 +23,7 @@ def look(watch, step, sampled, trainer, *, staleness=0.0, turns=None, **row):
     """Returns the keys that ``watch`` adds to the row of a step whose trainer has the numbers ``trainer``."""
     turns = turns or [None] * len(trainer)
     sequences = [
-        TrainSequence(prompt, ids, rollout, 1.0, True, turns=turn)
+        train_sequence(prompt, ids, rollout, 1.0, turn=turn)
         for prompt, ids, rollout, turn in zip(*sampled, turns, strict=True)
     ]
     gaps = np.concatenate([np.abs(a - b) for a, b in zip(trainer, sampled[2], strict=True)])

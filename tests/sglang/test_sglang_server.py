@@ -21,7 +21,7 @@ from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.sglang.client import SglangBackend
 from rljax.rollout.servers.sglang.server import ServerConfig, sglang_python, start
-from rljax.rollout.types import SamplingParams, VersionSpan
+from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
 pytestmark = pytest.mark.sglang
@@ -99,10 +99,10 @@ def test_published_weights_are_proven_and_sampled_from(served, opened, store):
     score = served.policy.scorer(temperature=0.7)
     for response in responses:
         prompt = PROMPTS[response.prompt_index]
-        (expected,) = score(served.policy.moved(2), [np.concatenate([prompt, response.token_ids])])
-        np.testing.assert_allclose(response.logprobs, expected[len(prompt) :][: response.length], atol=2e-5)
-        assert response.versions == (VersionSpan(2, 0, response.length),)
-        assert response.truncated or response.token_ids[-1] == 14
+        (expected,) = score(served.policy.moved(2), [np.concatenate([prompt, response.response])])
+        np.testing.assert_allclose(response["rollout_logprobs"], expected[len(prompt) :][: response.length], atol=2e-5)
+        assert response["version"].tolist() == [2] * response.length
+        assert response.truncated or response.response[-1] == 14
     assert {response.truncated for response in responses} != {True}
 
 
@@ -114,7 +114,7 @@ def test_the_likeliest_tokens_are_the_trainers(served, opened, k):
     found = positions = 0
     for response in engine.generate(PROMPTS, 3, SamplingParams(24, 0.8, reported=k), seed=3):
         trainers = distributions(policy.params, policy.config, PROMPTS, response, 0.8)
-        ids, logprobs = response.tops.ids, response.tops.logprobs
+        ids, logprobs = response["top_ids"], response["top_logprobs"]
         assert ids.shape == (response.length, k)
         assert (np.diff(logprobs, axis=1) <= 0).all()
         np.testing.assert_allclose(np.take_along_axis(trainers, ids, 1), logprobs, atol=1.5e-5)
@@ -248,8 +248,8 @@ def test_a_prompt_may_hold_the_last_id_of_the_vocabulary(served, opened):
     """
     prompt = np.array([3, 15, 4, 15, 15], np.int32)
     (response,) = opened().generate([prompt], 1, SamplingParams(8), seed=0)
-    (expected,) = served.policy.scorer()(served.policy.params, [np.concatenate([prompt, response.token_ids])])
-    np.testing.assert_allclose(response.logprobs, expected[5:], atol=2e-5)
+    (expected,) = served.policy.scorer()(served.policy.params, [np.concatenate([prompt, response.response])])
+    np.testing.assert_allclose(response["rollout_logprobs"], expected[5:], atol=2e-5)
     server = connect([served.server.url], kind="sglang")
     try:
         with pytest.raises(RuntimeError, match="scored other tokens"):

@@ -8,6 +8,7 @@ import pytest
 from cut_batches import with_supports
 from jax.sharding import NamedSharding, PartitionSpec
 from packed_rows import gradients, heads, row
+from records import train_sequence
 from sharded_step import CONFIG, CORRECTION, COUNT, LOSS, batch, gradient_keeper, shape
 
 from rljax.algorithms.correction_choice import CorrectionConfig
@@ -18,7 +19,7 @@ from rljax.policy.model import init_params
 from rljax.sharding import MeshConfig, constrain, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.packing import pack
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
 from rljax.trainer.step import TrainStep
@@ -151,7 +152,7 @@ def long_batch():
     rng = np.random.default_rng(3)
     lengths = [(8, 40), (5, 28), *[(3, 5)] * 6]
     sequences = [
-        TrainSequence(
+        train_sequence(
             *(rng.integers(0, 32, n).astype(np.int32) for n in (p, r)),
             *(rng.normal(-3.0, 0.5, r).astype(np.float32), float(rng.normal()), True),
             **{name: rng.normal(-3.0, 0.5, r).astype(np.float32) for name in ("old_logprobs", "reference_logprobs")},

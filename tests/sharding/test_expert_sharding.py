@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -19,7 +20,7 @@ from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
+from rljax.trainer.packing import max_micro_batches, pack
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
 from rljax.trainer.step import TrainStep
@@ -42,7 +43,7 @@ def batch(routed):
         p, r = int(rng.integers(2, 9)), int(rng.integers(1, 22))
         tokens = [rng.integers(0, 32, size).astype(np.int32) for size in (p, r)]
         sequences.append(
-            TrainSequence(*tokens, rng.normal(-3.0, 0.5, r).astype(np.float32), float(rng.normal()), i % 5 != 0)
+            train_sequence(*tokens, rng.normal(-3.0, 0.5, r).astype(np.float32), float(rng.normal()), i % 5 != 0)
         )
     packed = pack(sequences, row_tokens=ROW, rows_per_micro_batch=ROWS, micro_batches=SHAPE[0])
     if not routed:

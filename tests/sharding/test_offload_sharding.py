@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -13,7 +14,7 @@ from rljax.policy.model import init_params
 from rljax.run.fingerprint import array_checksums
 from rljax.sharding import HOST_MEMORY, MeshConfig, make_mesh, on_devices, on_host
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
+from rljax.trainer.packing import max_micro_batches, pack
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
@@ -31,7 +32,7 @@ def sequences():
     for _ in range(COUNT):
         prompt, response = (rng.integers(0, 32, int(rng.integers(2, 16))).astype(np.int32) for _ in range(2))
         logprobs = rng.normal(-3, 0.5, len(response)).astype(np.float32)
-        found.append(TrainSequence(prompt, response, logprobs, float(rng.normal()), True))
+        found.append(train_sequence(prompt, response, logprobs, float(rng.normal()), True))
     return found
 
 

@@ -24,7 +24,7 @@ def distributions(
 ) -> np.ndarray:
     """Returns the log-probability of every token at each position of a response, float64 [t, v]."""
     prompt = prompts[response.prompt_index]
-    ids = np.concatenate([prompt, response.token_ids])
+    ids = np.concatenate([prompt, response.response])
     tokens, segments = np.zeros((2, 1, -(-len(ids) // MULTIPLE) * MULTIPLE), np.int32)
     tokens[0, : len(ids)], segments[0, : len(ids)] = ids, 1
     hidden = np.asarray(states(params, config, tokens, segments), np.float64)

@@ -63,7 +63,7 @@ def check_versions(scores, prompts, responses, tolerance):
       responses: The responses of all versions. Some have tokens of several versions.
       tolerance: The largest difference (nats).
     """
-    sampled = sorted({span.version for response in responses for span in response.versions})
+    sampled = sorted({version for response in responses for version in response.versions.tolist()})
     assert sampled == list(range(len(scores)))
     assert any(len(response.versions) > 1 for response in responses)
     gaps = gaps_by_version(scores, prompts, responses)
@@ -76,11 +76,11 @@ def gaps_by_version(scores, prompts, responses):
 
     Entry [v, w] is over the tokens that version v sampled, and ``scores[w]`` computes them.
     """
-    sequences = [np.concatenate([prompts[r.prompt_index], r.token_ids]) for r in responses]
+    sequences = [r.ids for r in responses]
     found = np.zeros((len(scores), len(scores)))
     for w, score in enumerate(scores):
         for response, scored in zip(responses, score(sequences), strict=True):
-            gaps = np.abs(scored[-response.length :] - response.logprobs)
-            for span in response.versions:
-                found[span.version, w] = max(found[span.version, w], gaps[span.start : span.end].max())
+            gaps = np.abs(scored[-response.length :] - response["rollout_logprobs"])
+            for version in response.versions:
+                found[version, w] = max(found[version, w], gaps[response["version"] == version].max())
     return found

@@ -1,11 +1,16 @@
-"""Small records of runs for the tests of reports."""
+"""Small records for tests: of runs for reports, and of tokens."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import numpy as np
+
 from rljax.record.token_dumps import ColumnSource, TokenDump, make_dump
+from rljax.rollout.servers.requests import Completion
+from rljax.rollout.types import Response
+from rljax.trainer.packing import TrainSequence
 
 BUCKETS = {"lt_64": (64, 1e-4), "64_to_256": (192, 2e-4), "ge_256": (100, 8e-4)}
 
@@ -72,3 +77,33 @@ def small_dump() -> TokenDump:
         {"rollout": source, "trainer": source},
         {},
     )
+
+
+def make_tokens(kind, prompt, tokens, arrays, **facts):
+    """Returns a record of the class ``kind``. Arrays [r, ...] of its response that are None are absent."""
+    given = {name: array for name, array in arrays.items() if array is not None}
+    return kind.of(np.int32(prompt), np.int32(tokens), given, **facts)
+
+
+def train_sequence(prompt, tokens, rollout_logprobs=None, advantage=0.0, in_loss=True, trajectory=-1, **arrays):
+    """Returns a sequence to train on, with further arrays of its response by name."""
+    zeros = np.zeros(len(tokens))
+    arrays = {"rollout_logprobs": zeros if rollout_logprobs is None else rollout_logprobs, "staleness": zeros} | arrays
+    return make_tokens(
+        TrainSequence, prompt, tokens, arrays, advantage=advantage, in_loss=in_loss, trajectory=trajectory
+    )
+
+
+def response(place, tokens, rollout_logprobs=None, version=None, *, prompt=(9,), truncated=False, further=(), **arrays):
+    """Returns a response at ``place``, a (prompt, sample). ``version`` is of all tokens, or one for each of them."""
+    logprobs = np.full(len(tokens), -1.0) if rollout_logprobs is None else rollout_logprobs
+    versions = None if version is None else np.broadcast_to(version, len(tokens))
+    arrays = {"rollout_logprobs": logprobs, "version": versions} | arrays
+    facts = {"prompt_index": place[0], "sample_index": place[1], "truncated": truncated, "further": further}
+    return make_tokens(Response, prompt, tokens, arrays, **facts)
+
+
+def completion(tokens, rollout_logprobs, *, prompt=(9,), finish_reason="length", spans=None, scores=(), **arrays):
+    """Returns a completion of a server, with further arrays of its tokens by name."""
+    facts = {"finish_reason": finish_reason, "spans": spans, "prompt_logprobs": scores}
+    return make_tokens(Completion, prompt, tokens, {"rollout_logprobs": rollout_logprobs} | arrays, **facts)

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from records import response
 
 from rljax.data.tokenizer import Tokenizer
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.engine import Samples
-from rljax.rollout.types import Response, SamplingParams, VersionSpan
+from rljax.rollout.types import Response, SamplingParams
 
 
 class ScriptedEngine:
@@ -51,8 +52,8 @@ class ScriptedEngine:
                 metrics["rollout/requests"] += 1
                 tokens = self.tokenizer.encode(self.script(prompt, j, seed))[: sampling.max_response_tokens]
                 truncated = tokens[-1] not in sampling.stop_token_ids
-                span = VersionSpan(self.published[-1], 0, len(tokens))
-                yield Response(i, j, tokens, np.full(len(tokens), -1.0, np.float32), truncated, (span,))
+                version = self.published[-1]
+                yield response((i, j), tokens, version=version, prompt=prompts[i], truncated=truncated)
 
     def prepare(self, params: dict, policy_version: int) -> None:
         pass

@@ -21,6 +21,7 @@ def make(
     head_dtype=None,
     stop=None,
     publish=None,
+    backend=None,
     **config,
 ):
     def score(params, sequences):
@@ -32,7 +33,7 @@ def make(
     config = {"server_wait_s": 10.0, **config}
     return ServedEngine(
         RolloutConfig(engine="vllm", urls=urls, dtype=dtype, transfer_dir=tmp_path and str(tmp_path), **config),
-        quick(),
+        backend or quick(),
         PolicyFunctions(tensors, checksums, score),
         hf_config=SHAPE,
         max_tokens=100,

@@ -4,12 +4,13 @@ import functools
 
 import numpy as np
 import optax
+from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.schedule import inject_learning_rate
-from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
+from rljax.trainer.packing import max_micro_batches, pack
 
 CONFIG = PolicyConfig(32, 32, 64, 2, 4, 2, 8, tie_word_embeddings=True, initializer_range=0.2)
 ROW, ROWS, COUNT, LONGEST = 64, 8, 48, 30
@@ -27,7 +28,7 @@ def sequences(seed=0):
         p, r = int(rng.integers(2, 9)), int(rng.integers(1, 22))
         rollout, old, reference = (rng.normal(-3.0, 0.5, r).astype(np.float32) for _ in range(3))
         result.append(
-            TrainSequence(
+            train_sequence(
                 rng.integers(0, 32, p).astype(np.int32),
                 rng.integers(0, 32, r).astype(np.int32),
                 rollout,

@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from records import train_sequence
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.packing import TrainSequence, max_micro_batches, pack
+from rljax.trainer.packing import max_micro_batches, pack
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 COUNT, LONGEST = 12, 19
@@ -25,7 +26,7 @@ def sequences(in_loss=lambda i: i % 4 != 0):
         p, r = int(rng.integers(1, 6)), int(rng.integers(1, 14))
         prompt, response = (rng.integers(0, 24, n).astype(np.int32) for n in (p, r))
         noise = rng.normal(-3.0, 0.4, r).astype(np.float32)
-        result.append(TrainSequence(prompt, response, noise, float(rng.normal()), in_loss(i)))
+        result.append(train_sequence(prompt, response, noise, float(rng.normal()), in_loss(i)))
     return result
 
 

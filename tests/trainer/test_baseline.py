@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from records import train_sequence
 from tiny_step import (
     CONFIG,
     COUNT,
@@ -28,7 +29,6 @@ from rljax.run.training import has_separate_forward
 from rljax.trainer.baseline import subtract_baselines
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import TrainSequence
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
 from rljax.trainer.step import TrainStep
@@ -50,20 +50,20 @@ def test_advantages_worked_by_hand():
 
 
 def test_an_environments_tokens_have_no_energy():
-    one, tokens = TrainSequence, np.zeros(3, np.int32)
+    one, tokens = train_sequence, np.zeros(3, np.int32)
     turns = np.array([1, 0, 2], np.int32)
     logprobs = [np.log(np.float32([0.5, 1.0, 0.25])), np.log(np.float32([0.5, 0.25, 0.5]))]
     collisions = [np.array([0.5, 0.0, 0.5]), np.array([0.5, 0.5, 0.5])]
     group = [
-        one(tokens[:1], tokens, logprobs[i], gain, True, old_logprobs=logprobs[i], turns=turned)
+        one(tokens[:1], tokens, logprobs[i], gain, True, old_logprobs=logprobs[i], turn=turned)
         for i, (gain, turned) in enumerate([(1.0, turns), (0.0, np.ones(3, np.int32))])
     ]
     first, second = subtract_baselines(group, collisions, group_size=2, correction=CorrectionConfig())
     # The energies 1 - 2p + sum p^2 of sampled tokens are 0.5, none, 1 more in the first response, and 0.5, 1 more, 0.5
     # more in the second.
     baselines = np.array([0.5 / 1.0, 0.5 / 2.0, 1.5 / 3.5])
-    np.testing.assert_allclose(first.advantage, 1 - baselines, rtol=1e-6)
-    np.testing.assert_allclose(second.advantage, -baselines, rtol=1e-6)
+    np.testing.assert_allclose(first["advantages"], 1 - baselines, rtol=1e-6)
+    np.testing.assert_allclose(second["advantages"], -baselines, rtol=1e-6)
 
 
 def test_equal_energies_give_the_mean_of_those_that_go_on():
@@ -103,15 +103,16 @@ def test_importance_weights_weigh_the_energies():
         n = int(rng.integers(2, 6))
         own.append(-rng.exponential(size=n).astype(np.float32))
         rollout = (own[-1] + rng.normal(0, 0.5, n)).astype(np.float32)
-        given.append(TrainSequence(np.zeros(1), np.zeros(n), rollout, float(i), of_group(i), old_logprobs=own[-1]))
+        given.append(train_sequence(np.zeros(1), np.zeros(n), rollout, float(i), of_group(i), old_logprobs=own[-1]))
     collisions = [rng.uniform(0.2, 0.9, len(each)) for each in own]
     config = CorrectionConfig(level="token", threshold=1.2)
     result = subtract_baselines(given, collisions, group_size=GROUP, correction=config)
-    ratios = weighed(own, [s.rollout_logprobs for s in given], 1.2)
+    ratios = weighed(own, [s["rollout_logprobs"] for s in given], 1.2)
     expected = optimal_token_advantages(np.arange(3.0), own[:GROUP], collisions[:GROUP], ratios[:GROUP])
     for s, each in zip(result[:GROUP], expected, strict=True):
-        np.testing.assert_allclose(s.advantage, each, rtol=1e-6, atol=1e-7)
-    assert [s.advantage for s in result[GROUP:]] == [3.0, 4.0, 5.0]  # this group carries no loss
+        np.testing.assert_allclose(s["advantages"], each, rtol=1e-6, atol=1e-7)
+    for s, advantage in zip(result[GROUP:], (3.0, 4.0, 5.0), strict=True):
+        assert set(s["advantages"]) == {advantage}  # this group carries no loss
 
 
 def scored(given):
@@ -133,7 +134,7 @@ def test_the_update_has_the_gradient_of_token_advantages():
         returns = np.array([s.advantage for s in given[group]])
         if given[start].in_loss:
             each = optimal_token_advantages(returns, logprobs[group], collisions[group])
-            expected[group] = [s._replace(advantage=a) for s, a in zip(given[group], each, strict=True)]
+            expected[group] = [s.add({"advantages": a}) for s, a in zip(given[group], each, strict=True)]
     step = TrainStep(
         CONFIG,
         keep_gradient(),

@@ -3,13 +3,14 @@
 import jax
 import numpy as np
 import pytest
+from records import train_sequence
 
 from rljax.policy.config import toy_config
 from rljax.policy.model import init_params, param_shardings
 from rljax.sharding import MeshConfig, make_mesh, put
 from rljax.trainer.behaviour import SplitUpdate, make_copy, split_metrics
 from rljax.trainer.forward import TokenValues
-from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.packing import pack
 from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
 
 OPTIONS = UpdateOptions(1e-3, 0, noise=False)
@@ -17,7 +18,7 @@ OPTIONS = UpdateOptions(1e-3, 0, noise=False)
 
 def sequence(rollout, behind):
     tokens = np.ones(len(rollout), np.int32)
-    return TrainSequence(tokens[:1], tokens, np.float32(rollout), 0.0, True, np.int32(behind))
+    return train_sequence(tokens[:1], tokens, rollout, staleness=behind)
 
 
 def test_parts_by_hand():
@@ -92,7 +93,7 @@ def test_a_correction_gets_logprobs_of_every_kept_version():
 
     class Seeing(Inner):
         def __call__(self, state, batch, sequences, options):
-            seen.append((batch.behaviour_logprobs, [s.behaviour_logprobs for s in sequences]))
+            seen.append((batch.behaviour_logprobs, [s["behaviour_logprobs"] for s in sequences]))
             return super().__call__(state, batch, sequences, options)
 
     inner = Seeing()

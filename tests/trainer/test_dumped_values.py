@@ -42,7 +42,7 @@ def with_tops():
         ids = np.stack([rng.permutation(CONFIG.vocab_size)[:K] for _ in s.response]).astype(np.int32)
         logprobs = np.log(rng.dirichlet(np.ones(K + 1), len(ids))[:, :K]).astype(np.float32)
         ids[-1, -1], logprobs[-1, -1] = -1, -np.inf
-        found.append(s._replace(top_ids=ids, top_logprobs=logprobs))
+        found.append(s.add({"top_ids": ids, "top_logprobs": logprobs}))
     return found
 
 
@@ -51,8 +51,8 @@ def written_out(given):
     rows = log_distributions(init_params(CONFIG, 0), *in_own_rows(given), TEMPERATURE)
     for s, row in zip(given, np.asarray(rows, np.float64), strict=True):
         every = row[len(s.prompt) - 1 :][: len(s.response)]
-        ids = np.maximum(s.top_ids, 0)
-        tops = np.where(s.top_ids < 0, -np.inf, np.take_along_axis(every, ids, axis=1))
+        ids = np.maximum(s["top_ids"], 0)
+        tops = np.where(s["top_ids"] < 0, -np.inf, np.take_along_axis(every, ids, axis=1))
         yield -(np.exp(every) * every).sum(axis=1), tops
 
 

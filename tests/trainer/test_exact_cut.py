@@ -44,18 +44,11 @@ def test_a_cut_run_has_no_mismatch_and_learns_what_is_left():
     responses = sorted(
         engine.generate(PROMPTS, N, sampling, seed=0), key=lambda one: (one.prompt_index, one.sample_index)
     )
-    sequences = [
-        TrainSequence(
-            *(PROMPTS[one.prompt_index], one.token_ids, one.logprobs, (-1.0) ** i, True),
-            top_ids=one.tops.ids,
-            top_logprobs=one.tops.logprobs,
-        )
-        for i, one in enumerate(responses)
-    ]
-    assert any((s.top_ids < 0).any() for s in sequences)
+    sequences = [TrainSequence(one.ids, one.prompt_length, one.columns, (-1.0) ** i) for i, one in enumerate(responses)]
+    assert any((s["top_ids"] < 0).any() for s in sequences)
     found = update(trained, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
     for sequence, trainer in zip(sequences, found.trainer().logprobs, strict=True):
-        np.testing.assert_array_equal(trainer, sequence.rollout_logprobs)
+        np.testing.assert_array_equal(trainer, sequence["rollout_logprobs"])
     assert found.row["mismatch/logprob_abs_diff_max"] == 0.0
 
     shape = (max_micro_batches(COUNT, ROW_TOKENS, 24, 2), 2, 24)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -91,14 +92,8 @@ def draw(engine, n=N, *, seed=0, temperature=0.8, limit=LIMIT, stops=STOPS, **as
 
 def to_train(responses, seed=0):
     draws = np.random.default_rng(seed).normal(size=len(responses))
-    sequences = [
-        TrainSequence(PROMPTS[r.prompt_index], r.token_ids, r.logprobs, float(a), i % 5 != 4)
-        for i, (r, a) in enumerate(zip(responses, draws, strict=True))
-    ]
-    if responses[0].tops is None:
-        return sequences
-    pairs = zip(sequences, responses, strict=True)
-    return [s._replace(top_ids=r.tops.ids, top_logprobs=r.tops.logprobs) for s, r in pairs]
+    pairs = enumerate(zip(responses, draws, strict=True))
+    return [TrainSequence(r.ids, r.prompt_length, r.columns, float(a), i % 5 != 4) for i, (r, a) in pairs]
 
 
 def not_exact(row):
@@ -123,7 +118,7 @@ def trained(dtype, steps, mesh=(1, 1), loss=PLAIN, head="compute", asked=None):
         sequences = to_train(draw(engine, seed=step, **asked), step)
         state, row, _, trainer = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, step == 0))
         for sequence, ours in zip(sequences, trainer().logprobs, strict=True):
-            np.testing.assert_array_equal(ours, sequence.rollout_logprobs)
+            np.testing.assert_array_equal(ours, sequence["rollout_logprobs"])
         rows.append(row)
     return rows
 
@@ -178,7 +173,7 @@ def test_each_token_follows_from_the_kept_rows_and_the_seed():
             for row, r in enumerate(batch):
                 if position >= r.length:
                     continue
-                before = np.concatenate([PROMPTS[r.prompt_index], r.token_ids[:position]])
+                before = np.concatenate([PROMPTS[r.prompt_index], r.response[:position]])
                 assert lengths[row] == len(before)
                 np.testing.assert_array_equal(tokens[row, : len(before)], before)
                 assert not tokens[row, len(before) :].any()
@@ -187,11 +182,11 @@ def test_each_token_follows_from_the_kept_rows_and_the_seed():
                     key = jax.random.fold_in(key, number)
                 kept = said[row, len(before) - 1]
                 # A sample of a categorical distribution is the largest of log-probability plus Gumbel noise.
-                assert int(np.argmax(kept + np.asarray(jax.random.gumbel(key, kept.shape)))) == r.token_ids[position]
-                assert kept[r.token_ids[position]] == r.logprobs[position]
+                assert int(np.argmax(kept + np.asarray(jax.random.gumbel(key, kept.shape)))) == r.response[position]
+                assert kept[r.response[position]] == r["rollout_logprobs"][position]
                 assert np.exp(kept, dtype=np.float64).sum() == pytest.approx(1.0, abs=1e-5)
     assert next(calls, None) is None
-    assert {span.version for r in responses for span in r.versions} == {7}
+    assert {version for r in responses for version in r.versions.tolist()} == {7}
 
 
 def test_responses_end_with_a_stop_token_or_at_the_limit():
@@ -201,19 +196,19 @@ def test_responses_end_with_a_stop_token_or_at_the_limit():
     responses = draw(engine, 6)
     assert {r.truncated for r in responses} == {True, False}
     for r in responses:
-        assert not set(r.token_ids[:-1]) & set(STOPS)
-        assert r.truncated == (r.token_ids[-1] not in STOPS)
+        assert not set(r.response[:-1]) & set(STOPS)
+        assert r.truncated == (r.response[-1] not in STOPS)
         assert not r.truncated or r.length == LIMIT
-        assert r.versions[0].end == r.length
+        assert r["version"].shape == (r.length,)
     again = draw(engine, 6)
     for r, s in zip(responses, again, strict=True):
-        np.testing.assert_array_equal(r.token_ids, s.token_ids)
-        np.testing.assert_array_equal(r.logprobs, s.logprobs)
+        np.testing.assert_array_equal(r.response, s.response)
+        np.testing.assert_array_equal(r["rollout_logprobs"], s["rollout_logprobs"])
     # A sample depends on its own prompt and number, not on how many there are.
     for r in draw(engine):
-        np.testing.assert_array_equal(r.token_ids, responses[6 * r.prompt_index + r.sample_index].token_ids)
+        np.testing.assert_array_equal(r.response, responses[6 * r.prompt_index + r.sample_index].response)
     other = draw(engine, 6, seed=1)
-    assert any(list(r.token_ids) != list(s.token_ids) for r, s in zip(responses, other, strict=True))
+    assert any(list(r.response) != list(s.response) for r, s in zip(responses, other, strict=True))
 
 
 def test_greedy_takes_the_argmax_and_scores_it_at_temperature_1():
@@ -223,11 +218,11 @@ def test_greedy_takes_the_argmax_and_scores_it_at_temperature_1():
     score = make_scorer(CONFIG, jnp.float32, multiple=16)
     for r in draw(engine, 1, temperature=0.0, stops=(), limit=3):
         prompt = PROMPTS[r.prompt_index]
-        for i, token in enumerate(r.token_ids):
-            context = np.concatenate([prompt, r.token_ids[:i]])
+        for i, token in enumerate(r.response):
+            context = np.concatenate([prompt, r.response[:i]])
             every = [values[-1] for values in score(state.params, [np.append(context, t) for t in range(24)])]
             assert int(np.argmax(every)) == token
-            assert r.logprobs[i] == pytest.approx(every[token], abs=2e-5)
+            assert r["rollout_logprobs"][i] == pytest.approx(every[token], abs=2e-5)
 
 
 @functools.cache
@@ -267,7 +262,7 @@ def test_the_gradient_is_that_of_the_packed_step():
 def test_sequences_lie_where_they_were_drawn():
     lengths = [3, 1, 2, 4, 2]
     sequences = [
-        TrainSequence(np.full(2, 9, np.int32), np.full(n, i, np.int32), np.full(n, -1.0, np.float32), 0.5, True)
+        train_sequence(np.full(2, 9, np.int32), np.full(n, i, np.int32), np.full(n, -1.0, np.float32), 0.5, True)
         for i, n in enumerate(lengths)
     ]
     batch = lay_out(sequences, 2, 8)

@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+from records import train_sequence
 from tiny_step import CONFIG, keep_gradient
 
 from rljax.algorithms.correction_choice import CorrectionConfig
@@ -16,7 +17,6 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.exact import ExactPass, ExactUpdate
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import TrainSequence
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
 from rljax.trainer.update import UpdateOptions
@@ -62,8 +62,8 @@ def converse(engine, seed):
     for response in samples:
         key, turn = response.prompt_index, response.sample_index + 1
         assert response.length <= room(tokens[key])
-        tokens[key] = np.concatenate([tokens[key], response.token_ids])
-        logprobs[key] = np.concatenate([logprobs[key], response.logprobs])
+        tokens[key] = np.concatenate([tokens[key], response.response])
+        logprobs[key] = np.concatenate([logprobs[key], response["rollout_logprobs"]])
         turns[key] = np.concatenate([turns[key], np.full(response.length, turn)])
         if turn == TURNS[key] or len(tokens[key]) + 2 >= ROW_TOKENS:
             queue.end(key)
@@ -72,13 +72,12 @@ def converse(engine, seed):
         logprobs[key], turns[key] = np.append(logprobs[key], [0.0, 0.0]), np.append(turns[key], [0, 0])
         queue.put(TurnRequest(key, turn + 1, tokens[key], room(tokens[key])))
     sequences = [
-        TrainSequence(
+        train_sequence(
             prompt,
             tokens[key][len(prompt) :].astype(np.int32),
             logprobs[key].astype(np.float32),
             (-1.0) ** key,
-            True,
-            turns=turns[key].astype(np.int32),
+            turn=turns[key],
         )
         for key, prompt in enumerate(PROMPTS)
     ]
@@ -93,7 +92,7 @@ def test_trajectories_of_several_turns_have_no_mismatch():
     found = update(state, update.pack(sequences), sequences, UpdateOptions(1e-2, 0, False))
     for sequence, trainer in zip(sequences, found.trainer().logprobs, strict=True):
         sampled = sequence.turns > 0
-        np.testing.assert_array_equal(trainer[sampled], sequence.rollout_logprobs[sampled])
+        np.testing.assert_array_equal(trainer[sampled], sequence["rollout_logprobs"][sampled])
     assert found.row["mismatch/logprob_abs_diff_max"] == 0.0
     assert found.row["optimizer/grad_norm"] > 0
 
@@ -103,7 +102,7 @@ def test_a_seed_decides_each_trajectory():
     first, again, other = (converse(engine, seed)[0] for seed in (3, 3, 4))
     for one, two in zip(first, again, strict=True):
         np.testing.assert_array_equal(one.response, two.response)
-        np.testing.assert_array_equal(one.rollout_logprobs, two.rollout_logprobs)
+        np.testing.assert_array_equal(one["rollout_logprobs"], two["rollout_logprobs"])
     assert any(one.response.tolist() != two.response.tolist() for one, two in zip(first, other, strict=True))
 
 

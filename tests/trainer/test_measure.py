@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from records import train_sequence
 
 from rljax.mismatch import merge, mismatch_metrics, zeros
 from rljax.mismatch.histogram import bin_edges
 from rljax.policy.model import ForwardStats
 from rljax.policy.score import Scores
 from rljax.trainer.measure import HISTOGRAM, DiagnosisConfig, finalize_measured, measure, without_empty_buckets
-from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.packing import pack
 from rljax.trainer.totals import gradient_noise
 
 DIAGNOSIS = DiagnosisConfig(position_edges=(3, 6), is_threshold=1.5)
@@ -21,13 +22,12 @@ DIAGNOSIS = DiagnosisConfig(position_edges=(3, 6), is_threshold=1.5)
 def batch_of(lengths, gaps, staleness, advantages=None):
     """Returns a batch with rollout log-probabilities of -1, and the trainer's log-probabilities of -1 + gap."""
     sequences = [
-        TrainSequence(
+        train_sequence(
             np.zeros(2, np.int32),
             np.zeros(n, np.int32),
             np.full(n, -1.0, np.float32),
             0.0 if advantages is None else advantages[i],
-            True,
-            np.full(n, staleness[i], np.int32),
+            staleness=np.full(n, staleness[i]),
         )
         for i, n in enumerate(lengths)
     ]

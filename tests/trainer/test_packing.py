@@ -1,5 +1,7 @@
 """In first-fit packing nothing is lost, nothing leaks, and there is always room."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from python_calls import count_calls
+from records import train_sequence
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer, packed_logprobs
 from rljax.trainer.packing import (
     PackingConfig,
-    TrainSequence,
     groups_of,
     max_micro_batches,
     pack,
@@ -23,7 +25,7 @@ from rljax.trainer.packing import (
 
 
 def sequence(rng, prompt, response, in_loss=True):
-    return TrainSequence(
+    return train_sequence(
         rng.integers(0, 32, prompt).astype(np.int32),
         rng.integers(0, 32, response).astype(np.int32),
         rng.normal(-2, 1, response).astype(np.float32),
@@ -51,10 +53,10 @@ def test_every_sequence_comes_back_out(seed, count):
         mask = flat["response_mask"][row, places]
         np.testing.assert_array_equal(mask, np.arange(len(places)) >= len(s.prompt))
         np.testing.assert_array_equal(flat["loss_mask"][row, places], mask & s.in_loss)
-        np.testing.assert_array_equal(flat["rollout_logprobs"][row, places][mask], s.rollout_logprobs)
+        np.testing.assert_array_equal(flat["rollout_logprobs"][row, places][mask], s["rollout_logprobs"])
         np.testing.assert_array_equal(flat["advantages"][row, places][mask], np.float32(s.advantage))
     for values, s in zip(unpack(batch.rollout_logprobs, batch, sequences), sequences, strict=True):
-        np.testing.assert_array_equal(values, s.rollout_logprobs)
+        np.testing.assert_array_equal(values, s["rollout_logprobs"])
     used = int(batch.used) * 2
     assert not flat["segment_ids"][used:].any()
     assert flat["segment_ids"][used - 2 : used].any()
@@ -66,9 +68,7 @@ def test_rows_are_dealt_in_turn_and_given_arrays_are_carried():
     """Lengths are 10, 9, 8, 7 and 6 in rows of 10. Two micro-batches of three rows get 10 8 6 and 9 7."""
     rng = np.random.default_rng(0)
     sequences = [
-        sequence(rng, 1, n - 1)._replace(
-            staleness=np.full(n - 1, n, np.int32), old_logprobs=np.full(n - 1, -float(n), np.float32)
-        )
+        sequence(rng, 1, n - 1).add({"staleness": np.full(n - 1, n), "old_logprobs": np.full(n - 1, -float(n))})
         for n in (6, 10, 8, 9, 7)
     ]
     batch = pack(sequences, row_tokens=10, rows_per_micro_batch=3, micro_batches=4)
@@ -80,7 +80,7 @@ def test_rows_are_dealt_in_turn_and_given_arrays_are_carried():
     assert batch.reference_logprobs is None
     with pytest.raises(ValueError, match="old_logprobs must be given for all sequences or for none, got 4 of 5"):
         pack(
-            [sequences[0]._replace(old_logprobs=None), *sequences[1:]],
+            [sequences[0].without("old_logprobs"), *sequences[1:]],
             row_tokens=10,
             rows_per_micro_batch=3,
             micro_batches=4,
@@ -89,8 +89,8 @@ def test_rows_are_dealt_in_turn_and_given_arrays_are_carried():
 
 def test_tokens_of_an_environment_are_in_no_mask():
     rng = np.random.default_rng(0)
-    of_turns = sequence(rng, 2, 5)._replace(turns=np.array([1, 0, 0, 2, 2], np.int32), top_ids=None)
-    single = sequence(rng, 1, 2)._replace(turns=np.ones(2, np.int32))
+    of_turns = sequence(rng, 2, 5).add({"turn": np.array([1, 0, 0, 2, 2])})
+    single = sequence(rng, 1, 2).add({"turn": np.ones(2)})
     batch = pack([of_turns, single], row_tokens=12, rows_per_micro_batch=1, micro_batches=1)
     assert batch.response_mask[0, 0, :10].tolist() == [False] * 2 + [True, False, False, True, True] + [
         False,
@@ -105,7 +105,7 @@ def test_tokens_of_an_environment_are_in_no_mask():
 
 def test_a_group_has_the_rows_of_its_prompt():
     one = sequence(np.random.default_rng(0), 1, 1)
-    rows = [one._replace(trajectory=number) for number in (0, 0, 1, 2, 6, 7)]
+    rows = [dataclasses.replace(one, trajectory=number) for number in (0, 0, 1, 2, 6, 7)]
     assert [list(group) for group in groups_of(rows, 2)] == [[0, 1, 2], [3], [4, 5]]
     assert [list(group) for group in groups_of([one] * 4, 2)] == [[0, 1], [2, 3]]
     assert groups_of([], 2) == []
@@ -156,9 +156,8 @@ def test_the_likeliest_tokens_lie_with_their_tokens():
     """Two sequences lie in a row of 8. Prompts and padding have id -1 and log-probability -inf."""
     rng = np.random.default_rng(0)
     sequences = [
-        sequence(rng, prompt, response)._replace(
-            top_ids=rng.integers(0, 32, (response, 2)).astype(np.int32),
-            top_logprobs=rng.normal(-2, 1, (response, 2)).astype(np.float32),
+        sequence(rng, prompt, response).add(
+            {"top_ids": rng.integers(0, 32, (response, 2)), "top_logprobs": rng.normal(-2, 1, (response, 2))}
         )
         for prompt, response in ((2, 3), (1, 1))
     ]
@@ -167,7 +166,7 @@ def test_the_likeliest_tokens_lie_with_their_tokens():
     assert batch.top_ids.shape == batch.top_logprobs.shape == (2, 1, 8, 2)
     for name, empty in (("top_ids", -1), ("top_logprobs", -np.inf)):
         found, nothing = getattr(batch, name), np.full((2, 2), empty)
-        values = [getattr(s, name) for s in sequences]
+        values = [s[name] for s in sequences]
         np.testing.assert_array_equal(
             found[0, 0], np.concatenate([nothing, values[0], nothing[:1], values[1], nothing[:1]])
         )
@@ -175,7 +174,7 @@ def test_the_likeliest_tokens_lie_with_their_tokens():
         for a, b in zip(unpack(found, batch, sequences), values, strict=True):
             np.testing.assert_array_equal(a, b)
     plain = pack(
-        [s._replace(top_ids=None, top_logprobs=None) for s in sequences],
+        [s.without("top_ids", "top_logprobs") for s in sequences],
         row_tokens=8,
         rows_per_micro_batch=1,
         micro_batches=2,

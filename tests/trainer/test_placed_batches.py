@@ -12,6 +12,7 @@ from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.run.training import make_pack
 from rljax.sharding import MeshConfig, make_mesh, named_sharding, replicated
+from rljax.tokens import TOPS
 from rljax.trainer.micro_batches import BATCH_AXES, place_batch, place_used
 from rljax.trainer.packing import pack
 
@@ -51,13 +52,7 @@ def test_one_device_shares_the_memory_of_the_batch():
 
 @pytest.mark.parametrize("centers", [False, True])
 def test_only_what_the_loss_reads_is_packed(centers):
-    every = [
-        s._replace(
-            top_ids=np.zeros((len(s.response), 2), np.int32),
-            top_logprobs=np.zeros((len(s.response), 2), np.float32),
-        )
-        for s in sequences()
-    ]
+    every = [s.add({name: np.zeros((len(s.response), 2)) for name in TOPS}) for s in sequences()]
     config = Config(
         data=DataConfig(batch_size=12, max_prompt_tokens=9),
         rollout=RolloutConfig(group_size=4, max_response_tokens=22, top_logprobs=2),

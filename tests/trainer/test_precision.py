@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -18,7 +19,7 @@ from rljax.policy.score import packed_logprobs
 from rljax.schedule import LengthTriggeredLR, SurgeConfig, SurgeTracker, inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.packing import pack
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
@@ -42,7 +43,7 @@ MESH = make_mesh(MeshConfig(1, 1))
 def batch(advantage=1.0, seed=0):
     rng = np.random.default_rng(seed)
     sequences = [
-        TrainSequence(
+        train_sequence(
             rng.integers(0, 24, 3).astype(np.int32),
             rng.integers(0, 24, 9).astype(np.int32),
             np.full(9, -3.0, np.float32),

@@ -18,7 +18,7 @@ from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import TrainSequence, max_micro_batches, pack, unpack_routes
+from rljax.trainer.packing import TrainSequence, max_micro_batches, pack, unpack_whole
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.router import balance_loss
 from rljax.trainer.state import create_state
@@ -54,10 +54,7 @@ def sampled(config, dtype="bfloat16", *, with_routes=True, seed=0):
         responses = list(engine.generate(prompts, GROUP, SamplingParams(LONGEST - 8, 1.0, (3,)), seed=seed))
     finally:
         engine.close()
-    return [
-        TrainSequence(prompts[r.prompt_index], r.token_ids, r.logprobs, (-1.0) ** r.sample_index, True, routes=r.routes)
-        for r in responses
-    ]
+    return [TrainSequence(r.ids, r.prompt_length, r.columns, (-1.0) ** r.sample_index) for r in responses]
 
 
 def batches(sequences, rows=4):
@@ -91,12 +88,13 @@ def test_the_engine_reports_the_experts_that_its_tokens_went_to():
     step, state = make(dtype="float32")
     batch = batches(sequences)
     routes = forward(step, state.params, batch._replace(routes=None), with_routes=True)[1].routes
-    own = unpack_routes(np.asarray(routes), batch, sequences)
+    own = unpack_whole(np.asarray(routes), batch, sequences)
     assert len({len(s.prompt) for s in sequences}) > 2
     for s, expected in zip(sequences, own, strict=True):
-        assert s.routes.shape == (len(s.prompt) + len(s.response) - 1, 3, 2)
-        assert s.routes.dtype == np.uint8
-        np.testing.assert_array_equal(s.routes.reshape(len(s.routes), -1), expected[:, 0])
+        given = s.columns["routes"]
+        assert (given.shape, given.dtype) == ((len(s.ids), 3, 2), np.uint8)
+        np.testing.assert_array_equal(given[:-1].reshape(len(given) - 1, -1), expected[:-1])
+        assert not given[-1].any()
 
 
 def test_with_replay_the_mismatch_is_that_of_a_dense_policy():
@@ -180,7 +178,7 @@ def test_r2_replays_the_forward_before_the_first_update():
             group_size=GROUP,
             replays_own=replays_own,
         )
-        sequences = [s._replace(routes=None) for s in sampled(CONFIG)]
+        sequences = [s.without("routes") for s in sampled(CONFIG)]
         updated = update(state, update.pack(sequences), sequences, UpdateOptions(0.3, 0, False))
         taken[replays_own] = updated.row
     assert "router/disagreement" not in taken[False]

@@ -4,9 +4,10 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from records import train_sequence
 
 from rljax.trainer.forward import TokenValues
-from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.packing import pack
 from rljax.trainer.self_check import (
     SelfCheckedUpdate,
     at_other_shape,
@@ -24,7 +25,7 @@ DUE = UpdateOptions(1e-3, 0, noise=False, self_mismatch=True)
 
 def sequence(length):
     tokens = np.ones(length, np.int32)
-    return TrainSequence(tokens[:1], tokens, np.zeros(length, np.float32), 0.0, True)
+    return train_sequence(tokens[:1], tokens, np.zeros(length, np.float32), 0.0, True)
 
 
 class Inner:

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -11,7 +12,7 @@ from rljax.policy.model import init_params
 from rljax.sharding import MeshConfig, make_mesh, replicated
 from rljax.trainer.micro_batches import place_batch
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import TrainSequence, pack
+from rljax.trainer.packing import pack
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import OptimizerConfig, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
@@ -29,7 +30,7 @@ def make_step(mesh):
 
 def make_batch(**more):
     r = np.arange(5, dtype=np.int32)
-    one = TrainSequence(r[:2], r, np.full(5, -1.0, np.float32), 1.0, True, **more)
+    one = train_sequence(r[:2], r, np.full(5, -1.0, np.float32), 1.0, True, **more)
     return pack([one] * 3, row_tokens=16, rows_per_micro_batch=1, micro_batches=2)
 
 

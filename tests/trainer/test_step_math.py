@@ -84,7 +84,7 @@ def test_mismatch_rows_are_those_of_unpacked_arrays():
     for i, s in enumerate(batch_sequences):
         places = batch.response_mask & (batch.sequence_ids == i)
         trainer[i, : len(s.response)] = logprobs[places]
-        rollout[i, : len(s.response)] = s.rollout_logprobs
+        rollout[i, : len(s.response)] = s["rollout_logprobs"]
         mask[i, : len(s.response)] = 1
     expected = mismatch_metrics(trainer, rollout, mask)
     for name, value in expected.items():

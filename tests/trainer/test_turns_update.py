@@ -3,22 +3,22 @@
 import numpy as np
 import pytest
 from glossary import glossary
+from records import train_sequence
 
-from rljax.trainer.packing import TrainSequence
 from rljax.trainer.turns import TurnsUpdate, turn_metrics
 from rljax.trainer.update import TrainerValues, Updated, UpdateOptions
 
 OPTIONS = UpdateOptions(1e-3, 0, noise=False)
 
 
-def sequence(turns, *, trajectory=None, in_loss=True):
+def sequence(turns, *, trajectory=-1, in_loss=True):
     tokens = np.ones(len(turns), np.int32)
     rollout = np.where(np.array(turns) > 0, -1.0, 0.0).astype(np.float32)
-    return TrainSequence(tokens[:1], tokens, rollout, 0.0, in_loss, turns=np.int32(turns), trajectory=trajectory)
+    return train_sequence(tokens[:1], tokens, rollout, 0.0, in_loss, trajectory, turn=turns)
 
 
 def trainer_of(sequences, gap):
-    return [np.where(s.turns > 0, s.rollout_logprobs - gap, 0.0).astype(np.float32) for s in sequences]
+    return [np.where(s.turns > 0, s["rollout_logprobs"] - gap, 0.0).astype(np.float32) for s in sequences]
 
 
 def test_trajectories_by_hand():
@@ -49,7 +49,7 @@ def test_the_glossary_has_these_keys():
 
 
 def test_responses_of_one_turn_have_turn_one():
-    plain = sequence([1, 1])._replace(turns=None)
+    plain = sequence([1, 1]).without("turn")
     row = turn_metrics([plain], [np.float32([-1.0, -2.0])])
     assert (row["turns/mean"], row["turns/max"], row["turns/environment_fraction"]) == (1, 1, 0)
     assert row["turns/turn_1/extreme_rate"] == 0.5

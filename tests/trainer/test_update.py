@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from records import train_sequence
 
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
@@ -24,7 +25,7 @@ from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.objective import Objective
-from rljax.trainer.packing import PackingConfig, TrainSequence, max_micro_batches, pack
+from rljax.trainer.packing import PackingConfig, max_micro_batches, pack
 from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import create_state
 from rljax.trainer.step import TrainStep
@@ -57,7 +58,7 @@ def drawn():
         prompt, response = (
             rng.integers(0, 24, n).astype(np.int32) for n in (rng.integers(1, 6), rng.integers(1, LIMIT))
         )
-        result.append(TrainSequence(prompt, response, np.zeros(0), float(rng.normal()), i % 4 != 3))
+        result.append(train_sequence(prompt, response, None, float(rng.normal()), i % 4 != 3))
     return result
 
 
@@ -70,8 +71,8 @@ def sequences(old_noise=None):
     result = []
     for s, own in zip(drawn(), on_policy_logprobs(), strict=True):
         rollout = (own + rng.normal(0, 0.3, len(own))).astype(np.float32)
-        old = None if old_noise is None else (own + rng.normal(0, old_noise, len(own))).astype(np.float32)
-        result.append(s._replace(rollout_logprobs=rollout, old_logprobs=old))
+        old = {} if old_noise is None else {"old_logprobs": own + rng.normal(0, old_noise, len(own))}
+        result.append(s.add({"rollout_logprobs": rollout, **old}))
     return result
 
 
@@ -150,13 +151,13 @@ def test_a_correction_of_one_part_uses_its_two_logprobs(fields, part):
     stale, drifts, all_numerics = [], [], []
     for i, s in enumerate(sequences(old_noise=0.2)):
         size = len(s.response)
-        behaviour = (s.old_logprobs + rng.normal(0, 0.3, size)).astype(np.float32)
+        behaviour = (s["old_logprobs"] + rng.normal(0, 0.3, size)).astype(np.float32)
         behind = rng.integers(0, 3, size).astype(np.int32)
         behaviour[behind == 2] = np.nan if i % 2 else behaviour[behind == 2]
-        then = np.where((behind > 0) & np.isfinite(behaviour), behaviour, s.old_logprobs)
-        stale.append(s._replace(behaviour_logprobs=behaviour, staleness=behind))
-        all_numerics.append(s._replace(old_logprobs=then))
-        drifts.append(s._replace(rollout_logprobs=then))
+        then = np.where((behind > 0) & np.isfinite(behaviour), behaviour, s["old_logprobs"])
+        stale.append(s.add({"behaviour_logprobs": behaviour, "staleness": behind}))
+        all_numerics.append(s.add({"old_logprobs": then}))
+        drifts.append(s.add({"rollout_logprobs": then}))
     same = {"numerics": all_numerics, "drift": drifts}[part]
     found, measured = gradient(loss, CorrectionConfig(**fields, part=part), stale, 240, 1)
     expected, wanted = gradient(loss, CorrectionConfig(**fields), same, 240, 1)
@@ -193,13 +194,12 @@ def test_normalised_weights_leave_the_kl_penalty_as_it_is():
     weights = CorrectionConfig(level="token", mode="truncate", threshold=1.2, normalize=True)
     rng = np.random.default_rng(7)
     given = [
-        s._replace(reference_logprobs=(s.old_logprobs + rng.normal(0, 0.5, len(s.old_logprobs))).astype(np.float32))
-        for s in sequences(0.1)
+        s.add({"reference_logprobs": s["old_logprobs"] + rng.normal(0, 0.5, len(s.response))}) for s in sequences(0.1)
     ]
     both, metrics = gradient(penalty, weights, given, 20, 2)
     policy, _ = gradient(LossConfig(), weights, given, 20, 2)
     # Without advantages only the penalty is left.
-    alone, pure = gradient(penalty, CorrectionConfig(), [s._replace(advantage=0.0) for s in given], 20, 2)
+    alone, pure = gradient(penalty, CorrectionConfig(), [dataclasses.replace(s, advantage=0.0) for s in given], 20, 2)
     assert metrics["correction/weight_mean"] < 0.97
     for found, p, a in zip(*map(jax.tree.leaves, (both, policy, alone)), strict=True):
         assert np.abs(a).max() > 0.02 * np.abs(p).max()
@@ -216,7 +216,7 @@ def test_token_weights_multiply_the_gradient_of_each_token():
     trainer, rollout, mask = (np.zeros((COUNT, width)) for _ in range(3))
     for i, (s, own) in enumerate(zip(batch_sequences, on_policy_logprobs(), strict=True)):
         n = len(s.response) if s.in_loss else 0
-        trainer[i, :n], rollout[i, :n], mask[i, :n] = own[:n], s.rollout_logprobs[:n], 1
+        trainer[i, :n], rollout[i, :n], mask[i, :n] = own[:n], s["rollout_logprobs"][:n], 1
     weights, _ = importance_weights(trainer, rollout, mask, level="token", mode="truncate", threshold=2.0)
     assert weights.max() > 1.5
     of_tokens = np.float32(weights * mask * np.array([[s.advantage] for s in batch_sequences]) / mask.sum())
@@ -341,7 +341,7 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
     assert step.compilations == 1
     trainer = [np.zeros((COUNT, LIMIT)) for _ in range(3)]
     for i, (s, own) in enumerate(zip(given, on_policy_logprobs(), strict=True)):
-        for array, values in zip(trainer, (own, s.rollout_logprobs, np.ones(len(own))), strict=True):
+        for array, values in zip(trainer, (own, s["rollout_logprobs"], np.ones(len(own))), strict=True):
             array[i, : len(own)] = values
     assert updated.row["mismatch/k3_kl"] == pytest.approx(mismatch_metrics(*trainer)["k3_kl"], rel=1e-3)
     again = train(update, fresh_state(tx), given, 0.5, seed=3, noise=True)
@@ -351,7 +351,7 @@ def test_epochs_train_on_every_group_against_the_first_logprobs():
 def test_a_kl_penalty_pulls_towards_the_frozen_reference():
     """At the reference the k2 penalty and its gradient are 0. Away from it the gradient is coef (lp - ref)."""
     loss = LossConfig(kl="k2", kl_coefficient=0.7)
-    silent = [s._replace(advantage=0.0) for s in sequences()]
+    silent = [dataclasses.replace(s, advantage=0.0) for s in sequences()]
     step = make_step(loss, CorrectionConfig(), 240, 1)
     pack_all = packer(240, 1)[0]
     forward = make_forward(240, 1)

@@ -1,6 +1,5 @@
 """Tests of the page of a token dump in a real Chromium: contents, selections and the pointer, dark and light."""
 
-import dataclasses
 import json
 import math
 import os
@@ -36,7 +35,7 @@ def write_page(tmp_path):
         mask,
         {"trainer": TRAINER, "rollout": ROLLOUT},
         {"trainer": ColumnSource("jax", role="trainer"), "rollout": ColumnSource("vllm", role="rollout")},
-        values={"advantage": advantage, "version": version, "entropy": entropy},
+        columns={"values/advantage": advantage, "values/version": version, "values/entropy": entropy},
     )
     path = write_dump(tmp_path / "tokens.parquet", dump)
     status, _, err = outcome(main, [path, "-o", tmp_path / "page.html"])
@@ -119,8 +118,9 @@ def test_the_card_has_the_likeliest_tokens_of_either_side(tmp_path, opened):
     ids, nothing = np.asarray([[-1, -1], [11, 3]], np.int32), [-np.inf, -np.inf]
     sides = [np.asarray([nothing, logprobs], np.float32) for logprobs in ([-0.25, -1.5], [-0.125, -2.5])]
     columns = {"trainer": [[None, -2.5]], "rollout": [[None, -1.5]]}
-    dump = make_dump(["a"], [[1, 3]], [[False, True]], columns, tops=[(ids, sides[0])])
-    dump = dataclasses.replace(dump, other_tops={"trainer": ((ids,), (sides[1],))})
+    tops = {"top_ids": [ids], "top_logprobs": [sides[0]]}
+    tops |= {"top_ids/trainer": [ids], "top_logprobs/trainer": [sides[1]]}
+    dump = make_dump(["a"], [[1, 3]], [[False, True]], columns, columns=tops)
     path = write_dump(tmp_path / "x.parquet", dump)
     assert outcome(main, [path, "-o", tmp_path / "page.html", "--model", "toy-base"])[0] == 0
     page = opened((tmp_path / "page.html").as_uri())

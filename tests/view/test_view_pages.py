@@ -17,6 +17,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.commands.view import main
 from rljax.mismatch import mismatch_metrics
 from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
+from rljax.tokens import TOPS
 from rljax.view.measure import choose_columns, measure
 
 K3 = [math.exp(-0.25) - 1 + 0.25, math.exp(0.5) - 1.5 + math.exp(-1)]  # for the two sequences of ``small_dump``
@@ -100,8 +101,12 @@ def values_dump():
         [[5, 3, 7, 9, 8]],
         [[False, True, False, True, True]],
         {"trainer": [trainer], "rollout": [rollout]},
-        tops=[(ids, logprobs)],
-        values={"advantage": [[None, 1.0, None, -1.0, -1.0]], "version": [[None, 3, None, 4, 4]]},
+        columns={
+            "top_ids": [ids],
+            "top_logprobs": [logprobs],
+            "values/advantage": [[None, 1.0, None, -1.0, -1.0]],
+            "values/version": [[None, 3, None, 4, 4]],
+        },
     )
 
 
@@ -121,8 +126,8 @@ def test_rank_entropy_turn_and_alternatives_are_there(tmp_path):
 
 
 def test_the_turns_of_a_dump_are_charted(tmp_path):
-    turned = {**values_dump().values, "turn": ((np.float32([math.nan, 3, 0, 4, 4])),)}
-    (dump,) = viewed(tmp_path, dump_of(tmp_path, dataclasses.replace(values_dump(), values=turned)))["dumps"]
+    turned = {**values_dump().columns, "values/turn": ((np.float32([math.nan, 3, 0, 4, 4])),)}
+    (dump,) = viewed(tmp_path, dump_of(tmp_path, dataclasses.replace(values_dump(), columns=turned)))["dumps"]
     np.testing.assert_equal(numbers(dump["tokens"]["values"]["turn"]), [math.nan, 3, 0, 4, 4])
     # The first turn of the row is turn 3, so its prompt ends with the environment's tokens.
     np.testing.assert_equal(numbers(dump["tokens"]["values"]["after"]), [math.nan, 1, math.nan, 1, 2])
@@ -140,8 +145,8 @@ def test_a_dump_of_one_turn_has_no_turns(tmp_path):
 
 def test_each_side_has_its_own_likeliest_tokens(tmp_path):
     dump = values_dump()
-    turned = tuple(ids[:, ::-1] for ids in dump.top_ids), tuple(logprobs[:, ::-1] for logprobs in dump.top_logprobs)
-    path = dump_of(tmp_path, dataclasses.replace(dump, other_tops={"trainer": turned}))
+    turned = {f"{name}/trainer": tuple(array[:, ::-1] for array in dump.columns[name]) for name in TOPS}
+    path = dump_of(tmp_path, dataclasses.replace(dump, columns={**dump.columns, **turned}))
     (found,) = viewed(tmp_path, path)["dumps"]
     tops = found["tokens"]["tops"]
     assert [numbers(tops[side]["rank"]) for side in ("rollout", "trainer")] == [[0, 2, 0, 1, 3], [0, 1, 0, 2, 3]]

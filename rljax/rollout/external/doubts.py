@@ -20,16 +20,15 @@ def find_doubts(row: Response, place: str, stop_token_ids: Sequence[int]) -> dic
     A policy that is sure of each token, or draws evenly, also has equal log-probabilities. An engine that ignores the
     stop tokens also goes on after them.
     """
-    assert row.turns is not None
     places = np.flatnonzero(row.turns > 0)
-    sampled, found = row.logprobs[places], {}
+    sampled, found = row["rollout_logprobs"][places], {}
     if len(sampled) >= _SEVERAL and (sampled == sampled[0]).all():
         said = f"{place}: logprobs are {sampled[0]:g} at all {len(sampled)} sampled tokens"
         found[CONSTANT] = f"{said}; send those of the sampler"
-    stops = np.isin(row.token_ids[places[:-1]], stop_token_ids) & (row.turns[places[1:]] == row.turns[places[:-1]])
+    stops = np.isin(row.response[places[:-1]], stop_token_ids) & (row.turns[places[1:]] == row.turns[places[:-1]])
     if stops.any():
         first = int(np.flatnonzero(stops)[0])
-        stop, after = row.token_ids[places[first]], places[first + 1]
+        stop, after = row.response[places[first]], places[first + 1]
         said = f"{place}: token_ids goes on at token {after} after the stop token {stop} of the same turn"
         found[AFTER_STOP] = f"{said}; end a turn there, or say in turns that another one begins"
     return found

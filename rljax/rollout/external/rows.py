@@ -18,7 +18,8 @@ from rljax.errors import ReplyError
 from rljax.policy.config import route_dtype
 from rljax.rollout.external.doubts import find_doubts
 from rljax.rollout.servers.replies import check_tops, make_tops
-from rljax.rollout.types import Response, SamplingParams, Tops, VersionSpan
+from rljax.rollout.types import Response, SamplingParams
+from rljax.tokens import TOPS, TokenRecord, as_stored
 
 REQUIRED = ("prompt_ids", "token_ids", "logprobs", "reward", "version", "group")
 """The columns that each row has, besides one of ``mask`` and ``turns``."""
@@ -46,7 +47,6 @@ class Trajectory(NamedTuple):
     """One trajectory of another program."""
 
     group: str  # the name of its group
-    prompt: np.ndarray  # the token ids of its first row's prompt, int32 [p]
     response: Response  # the response, whose prompt_index and sample_index are 0 until a step takes it
     reward: float  # the reward, or NaN if the trajectory has failed
     rows: tuple[int, ...]  # the numbers of its rows in their file
@@ -55,12 +55,12 @@ class Trajectory(NamedTuple):
     @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled any of its tokens."""
-        return self.response.oldest_version
+        return int(self.response.versions[0])
 
     @property
     def newest_version(self) -> int:
         """The newest policy version that sampled any of its tokens."""
-        return max(span.version for row in self.response.rows for span in row.versions)
+        return int(self.response.versions[-1])
 
 
 def read_trajectories(numbered: Iterable[tuple[int, Row]], where: str, limits: RowLimits) -> list[Trajectory]:
@@ -117,24 +117,19 @@ def _read_trajectory(group: str, rows: Sequence[tuple[int, Row]], where: str, li
     rewards = [_reward(row["reward"], f"{where}: row {number}: reward") for number, row in rows]
     if not np.array_equal(rewards, [rewards[0]] * len(rewards), equal_nan=True):
         raise ValueError(f"{place}: all rows of a trajectory have one reward, got {rewards}")
-    prompts, responses, turn = [], [], 0
+    responses: list[Response] = []
     doubts: dict[str, str] = {}
     for i, (number, row) in enumerate(rows):
-        prompt, response = _read_row(row, f"{where}: row {number}", limits, turn, is_first=i == 0)
-        assert response.turns is not None
-        turn = int(response.turns.max())
+        before = int(responses[-1].turns.max()) if responses else 0
+        response = _read_row(row, f"{where}: row {number}", limits, before, is_first=i == 0)
         doubts = find_doubts(response, f"{where}: row {number}", limits.sampling.stop_token_ids) | doubts
-        prompts.append(prompt)
         responses.append(response)
-    further = tuple(replace(one, prompt=prompt) for one, prompt in zip(responses[1:], prompts[1:], strict=True))
-    whole = replace(responses[0], truncated=responses[-1].truncated, further=further)
-    return Trajectory(group, prompts[0], whole, rewards[0], tuple(number for number, _ in rows), doubts)
+    whole = replace(responses[0], truncated=responses[-1].truncated, further=tuple(responses[1:]))
+    return Trajectory(group, whole, rewards[0], tuple(number for number, _ in rows), doubts)
 
 
-def _read_row(
-    row: Row, place: str, limits: RowLimits, turns_before: int, *, is_first: bool
-) -> tuple[np.ndarray, Response]:
-    """Returns the prompt and the response of one row, whose turns come after the turn ``turns_before``.
+def _read_row(row: Row, place: str, limits: RowLimits, turns_before: int, *, is_first: bool) -> Response:
+    """Returns one row, whose turns come after the turn ``turns_before``.
 
     The prompt and the response of the first row have limits of their own.
     """
@@ -157,14 +152,15 @@ def _read_row(
             f"{most_prompt + most} (data.max_prompt_tokens + rollout.max_response_tokens)"
         )
     turns = _turns(row, place, count, turns_before)
-    logprobs = _logprobs(row["logprobs"], f"{place}: logprobs", turns > 0)
-    versions = _versions(row["version"], f"{place}: version", turns > 0)
+    arrays = {"turn": turns, "rollout_logprobs": _logprobs(row["logprobs"], f"{place}: logprobs", turns > 0)}
+    arrays["version"] = _versions(row["version"], f"{place}: version", turns > 0)
     truncated = row.get("truncated") or False
     if not isinstance(truncated, bool):
         raise ValueError(f"{place}: truncated must be true or false, got {truncated!r:.60}")
-    tops = _tops(row, place, tokens, logprobs, turns > 0, limits) if limits.sampling.reported else None
-    routes = _routes(row, place, len(prompt) + count - 1, limits.routes) if limits.routes else None
-    return prompt, Response(0, 0, tokens, logprobs, truncated, versions, routes, tops, turns)
+    if limits.routes:
+        arrays["routes"] = as_stored(_routes(row, place, len(prompt) + count - 1, limits.routes))
+    response = Response.of(prompt, tokens, arrays, truncated=truncated)
+    return _with_tops(row, place, response, limits) if limits.sampling.reported else response
 
 
 def _name(value: Any, what: str) -> str:
@@ -269,15 +265,15 @@ def _logprobs(values: Any, what: str, sampled: np.ndarray) -> np.ndarray:
     return np.minimum(array, np.float32(0.0))
 
 
-def _versions(value: Any, what: str, sampled: np.ndarray) -> tuple[VersionSpan, ...]:
-    """Returns the spans of tokens with one version each. An environment's tokens belong to the span before them.
+def _versions(value: Any, what: str, sampled: np.ndarray) -> np.ndarray:
+    """Returns the version of each token, int32 [t]. An environment's tokens have that of the token before them.
 
     ``value`` is one version for all tokens, or a list with one for each token. ``sampled`` is bool [t].
     """
     count = len(sampled)
     if isinstance(value, int) and not isinstance(value, bool):
         version = int(_integers([value], what)[0])
-        return (VersionSpan(version, 0, count),)
+        return np.full(count, version, np.int32)
     if not isinstance(value, list | tuple | np.ndarray):
         raise ValueError(f"{what} must be a whole number, or one for each of token_ids, got {value!r:.60}")
     if isinstance(value, list | tuple) and len(value) == count:
@@ -286,17 +282,12 @@ def _versions(value: Any, what: str, sampled: np.ndarray) -> tuple[VersionSpan, 
     places = np.flatnonzero(sampled)
     # A token that was not sampled takes the version of the last sampled token before it. Those before the first sampled
     # token take its version.
-    versions = versions[places[np.maximum(np.cumsum(sampled) - 1, 0)]]
-    starts = np.flatnonzero(np.concatenate([[True], versions[1:] != versions[:-1]])).tolist()
-    ends = [*starts[1:], count]
-    return tuple(VersionSpan(int(versions[start]), start, end) for start, end in zip(starts, ends, strict=True))
+    return versions[places[np.maximum(np.cumsum(sampled) - 1, 0)]]
 
 
-def _tops(
-    row: Row, place: str, tokens: np.ndarray, logprobs: np.ndarray, sampled: np.ndarray, limits: RowLimits
-) -> Tops:
-    """Returns the likeliest tokens of each position, likeliest first, and none where the policy did not sample."""
-    lists = {}
+def _with_tops(row: Row, place: str, response: Response, limits: RowLimits) -> Response:
+    """Returns a row with the likeliest tokens of each position. There are none where the policy did not sample."""
+    lists, tokens, sampled = {}, response.response, response.sampled
     for name in ("top_ids", "top_logprobs"):
         if not isinstance(row.get(name), list | tuple):
             raise ValueError(
@@ -313,13 +304,14 @@ def _tops(
     own = _numbers(flat["top_logprobs"], f"{place}: top_logprobs")
     if own.dtype.kind not in "iuf" or np.isnan(own).any() or own.max(initial=0.0) > _ROUNDING:
         raise ValueError(f"{place}: top_logprobs must be numbers of at most 0 (nats)")
-    tops = make_tops(counts["top_ids"], ids.tolist(), np.minimum(own, 0.0).tolist(), limits.sampling.reported)
-    inner = Tops(tops.ids[sampled], tops.logprobs[sampled])
+    given = counts["top_ids"], ids.tolist(), np.minimum(own, 0.0).tolist()
+    whole = response.add(make_tops(*given, limits.sampling.reported, response.prompt_length))
+    inner = TokenRecord(tokens[sampled], 0, {name: whole[name][sampled] for name in ("rollout_logprobs", *TOPS)})
     try:
-        check_tops(place, inner, tokens[sampled], logprobs[sampled], limits.sampling, limits.vocab_size)
+        check_tops(place, inner, limits.sampling, limits.vocab_size)
     except ReplyError as error:
         raise ValueError(str(error)) from error
-    return tops
+    return whole
 
 
 def _routes(row: Row, place: str, count: int, sizes: tuple[int, int, int]) -> np.ndarray:

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from rljax.errors import HandshakeError, ReplyError, ServerGoneError
-from rljax.policy.config import route_dtype
 from rljax.rollout.engine import RolloutEngine, Samples, Stopping
 from rljax.rollout.servers.fleet import Admission, Fleet
 from rljax.rollout.servers.handshake import Expectation, check_logprobs
@@ -32,7 +31,7 @@ from rljax.rollout.servers.requests import Completion, ServerInfo, check_prompts
 from rljax.rollout.servers.sources import ListedRequests, QueuedTurns, RequestSource
 from rljax.rollout.servers.verify import Difference, Look, Score, Verifier
 from rljax.rollout.turns import TurnQueue
-from rljax.rollout.types import Response, RolloutConfig, SamplingParams, VersionSpan
+from rljax.rollout.types import Response, RolloutConfig, SamplingParams
 from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum
 from rljax.weights.publish_config import PublishConfig
@@ -249,13 +248,11 @@ class ServedEngine(Admission, RolloutEngine):
                     "rollout/responses_without_version",
                     self.files.policy_version(self.version.tag),
                 )
-        spans = reply.spans or ((self.version.tag, 0, len(reply.token_ids)),)
-        versions = tuple(VersionSpan(self.files.policy_version(tag), *span) for tag, *span in spans)
-        routes = None
-        if reply.routes is not None and self._expected.routes is not None:
-            routes = reply.routes.astype(route_dtype(self._expected.routes[2]), copy=False)
-        sampled = reply.token_ids, reply.logprobs
-        return Response(*place, *sampled, reply.finish_reason == "length", versions, routes, reply.tops)
+        versions = np.zeros(len(reply.response), np.int32)
+        for tag, start, end in reply.spans or ((self.version.tag, 0, len(versions)),):
+            versions[start:end] = self.files.policy_version(tag)
+        columns = reply.add({"version": versions}).columns
+        return Response(reply.ids, reply.prompt_length, columns, *place, reply.finish_reason == "length")
 
     @property
     def version(self) -> WeightVersion:

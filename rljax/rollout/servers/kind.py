@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -64,10 +63,10 @@ class Backend(ABC):
         """Returns the JSON body of ``request`` for ``route``, at a server that calls its model ``model``."""
 
     @abstractmethod
-    def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
-        """Returns a completion, and whether its log-probabilities belong to other tokens than its own.
+    def read(self, route: str, reply: bytes, request: Request) -> Completion:
+        """Returns the completion in a reply, by ``make_completion``.
 
-        It may raise ValueError, ArithmeticError or RecursionError if the reply is not a completion.
+        It may also raise ValueError, ArithmeticError or RecursionError if the reply is not a completion.
         """
 
     @abstractmethod
@@ -133,18 +132,13 @@ class Backend(ABC):
         of the response. It raises ReplyError if the reply is not a completion. The message begins with ``route``.
         """
         try:
-            completion, are_others = self.read(route, reply, request)
-            if request.sampling.top_k and completion.tops is not None:
-                logprobs, tops = without_ties(completion.logprobs, completion.tops)
-                completion = dataclasses.replace(completion, logprobs=logprobs, tops=tops)
+            completion = self.read(route, reply, request)
+            is_cut = request.sampling.top_k and "top_ids" in completion.columns
+            return without_ties(completion) if is_cut else completion
         except (ValueError, ArithmeticError, RecursionError) as error:
             said = f"{type(error).__name__} {error}"
             shown = " ".join(reply[:300].decode(errors="replace").split())
             raise ReplyError(f"{route} answered with no completion, {said}: {shown}") from error
-        tokens, scored = len(completion.token_ids), len(completion.logprobs)
-        if (are_others or scored != tokens) and completion.finish_reason != "abort":
-            raise ReplyError(f"{route} gave {tokens} tokens and log-probabilities of {scored} others")
-        return completion
 
     def find_route(self, client: Caller, url: str) -> None:
         """Sets the path that samples at ``url`` to the best path that the server has. Nothing is sampled.

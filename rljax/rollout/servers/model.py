@@ -120,12 +120,12 @@ class ServedModel(Admission, RolloutEngine):
 
     def _decoded(self, tokens: np.ndarray, reply: Completion) -> np.ndarray:
         """Returns the log-probabilities in ``reply``. Raises ReplyError if its tokens are not ``tokens``."""
-        others = np.flatnonzero(reply.token_ids != tokens)
+        others = np.flatnonzero(reply.response != tokens)
         if len(others):
             at = int(others[0])
-            said = f"token {at} is {reply.token_ids[at]}, expected {tokens[at]}"
+            said = f"token {at} is {reply.response[at]}, expected {tokens[at]}"
             raise ReplyError(f"{self.info.url} decoded other tokens than those given: {said}")
-        return reply.logprobs
+        return reply["rollout_logprobs"]
 
     def top_logprobs(self, sequence: np.ndarray, count: int) -> list[dict[int, float]]:
         """Returns a mapping of token id to log-probability at temperature 1 for each place of ``sequence``, int32 [t].
@@ -169,7 +169,8 @@ class ServedModel(Admission, RolloutEngine):
     def _responses(self, source: RequestSource, metrics: dict[str, float]) -> Iterator[Response]:
         with contextlib.closing(self._fleet.stream(source, self.info.vocab_size, metrics)) as stream:
             for place, reply in stream:
-                yield Response(*place, reply.token_ids, reply.logprobs, reply.finish_reason == "length", ())
+                is_cut = reply.finish_reason == "length"
+                yield Response(reply.ids, reply.prompt_length, reply.columns, *place, is_cut)
 
     def _scored(self, requests: Iterable[Request], at_once: int) -> Iterator[Completion]:
         """Yields one server's checked replies to these requests. ``at_once`` requests are sent at a time."""

@@ -9,8 +9,10 @@ import msgspec
 import numpy as np
 
 from rljax.errors import OtherPromptError, ReplyError
+from rljax.policy.config import route_dtype
 from rljax.rollout.servers.requests import Completion, Request
-from rljax.rollout.types import SamplingParams, Tops
+from rljax.rollout.types import SamplingParams
+from rljax.tokens import TOPS, T, TokenRecord, as_stored, blank
 
 ROUNDING = 1e-3
 """The largest error of a log-probability (nats), or of a sum of probabilities, that counts as rounding."""
@@ -39,12 +41,15 @@ def as_floats(values: Iterable[float]) -> np.ndarray:
         return np.fromiter(values, np.float64).astype(np.float32)
 
 
-def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[float], k: int) -> Tops:
-    """Returns the ``k`` likeliest of the tokens that a server reports at each position. No Python runs for each token.
+def make_tops(
+    counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[float], k: int, before: int = 0
+) -> dict[str, np.ndarray]:
+    """Returns ``top_ids`` and ``top_logprobs`` [t, k], the ``k`` likeliest of the tokens that a server reports.
 
     ``counts`` has the number of reported tokens at each position. The other two have their ids and log-probabilities
     (nats), position by position. The first one of a position, the sampled token, may be there twice. Of tokens with
-    equal log-probabilities the one that is reported first is taken.
+    equal log-probabilities the one that is reported first is taken. The first ``before`` entries of the result are
+    fills, for the prompt's tokens. No Python runs for each token.
     """
     numbers = _as_integers(counts, np.int64)
     width = max(int(numbers.max(initial=0)), k)
@@ -55,7 +60,9 @@ def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[floa
         is_reported = np.arange(width) < numbers[:, None]
         tokens, scores = (_spread(values, is_reported, gap) for values, gap in ((tokens, -1), (scores, -np.inf)))
     is_twice = (tokens[:, 1:] == tokens[:, :1]).any(axis=1)
-    kept, kept_scores = tokens[:, -k:].copy(), scores[:, -k:].copy()
+    whole = {name: blank(name, before + len(tokens), np.zeros((0, k))) for name in TOPS}
+    kept, kept_scores = (whole[name][before:] for name in TOPS)
+    kept[:], kept_scores[:] = tokens[:, -k:], scores[:, -k:]
     rows = np.arange(len(tokens))  # those whose last k entries are not the likeliest in order
     if width == k + 1:  # the usual form of a reply: the sampled token, and then the likeliest in order
         is_likely = ~is_twice & (scores[:, 0] >= scores[:, -1])
@@ -65,7 +72,7 @@ def make_tops(counts: Iterable[int], ids: Iterable[int], logprobs: Iterable[floa
     kept[rows], kept_scores[rows] = _first_of(tokens[rows], of_rows, k)
     is_none = kept_scores <= _NEVER
     kept[is_none], kept_scores[is_none] = -1, -np.inf
-    return Tops(kept, kept_scores)
+    return whole
 
 
 def _spread(values: np.ndarray, is_reported: np.ndarray, gap: float) -> np.ndarray:
@@ -85,54 +92,47 @@ def _as_integers(values: Iterable[int], dtype: Any) -> np.ndarray:
     return values.astype(dtype) if isinstance(values, np.ndarray) else np.fromiter(values, dtype)
 
 
-def without_ties(logprobs: np.ndarray, tops: Tops) -> tuple[np.ndarray, Tops]:
+def without_ties(reply: T) -> T:
     """Normalises log-probabilities over the reported tokens at positions where a server has kept ties.
 
     vLLM's build for a CPU keeps every token that ties with the last one of ``top_k``. So it could sample more tokens
-    than it reports. A position is changed only if a few such ties explain its missing probability. Takes and returns
-    the log-probabilities of the sampled tokens, float32 [t], and the reported tokens with theirs.
+    than it reports. A position is changed only if its missing probability is that of a few such ties.
     """
+    tops = reply["top_logprobs"]
     mass = _masses(tops)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ties = (1.0 - mass) / np.exp(tops.logprobs[:, -1], dtype=np.float64)
+        ties = (1.0 - mass) / np.exp(tops[:, -1], dtype=np.float64)
         is_tied = (1.0 - mass > ROUNDING) & (np.abs(ties - np.rint(ties)) < 0.05) & (ties < _TIES + 0.5)
     if not is_tied.any():
-        return logprobs, tops
+        return reply
     excess = np.where(is_tied, np.log(mass), 0.0).astype(np.float32)
-    return logprobs - excess, Tops(tops.ids, tops.logprobs - excess[:, None])
+    logprobs = reply["rollout_logprobs"] - excess
+    return reply.add({"rollout_logprobs": logprobs, "top_logprobs": tops - excess[:, None]})
 
 
-def check_tops(
-    url: str,
-    tops: Tops | None,
-    tokens: np.ndarray,
-    logprobs: np.ndarray,
-    sampling: SamplingParams,
-    vocab_size: int | None,
-) -> None:
-    """Raises ReplyError if the likeliest tokens do not fit the distribution that ``tokens`` were sampled from.
+def check_tops(url: str, reply: TokenRecord, sampling: SamplingParams, vocab_size: int | None) -> None:
+    """Raises ReplyError if the likeliest tokens do not fit the distribution that the response was sampled from.
 
     There is at least one sampled token. Messages name the server ``url``. Every token id is below ``vocab_size``, or
     that is None: it is not known.
     """
-    shape = len(tokens), sampling.reported
-    if tops is None or tops.ids.shape != shape or tops.logprobs.shape != shape:
-        got = None if tops is None else (tops.ids.shape, tops.logprobs.shape)
+    tokens, logprobs, shape = reply.response, reply["rollout_logprobs"], (len(reply.response), sampling.reported)
+    if "top_ids" not in reply.columns or reply["top_ids"].shape != shape:
+        got = reply["top_ids"].shape if "top_ids" in reply.columns else None
         raise ReplyError(f"{url} gave likeliest tokens of shape {got}, expected {shape}")
-    is_there, is_sampled = tops.ids >= 0, tops.ids == tokens[:, None]
-    if tops.ids.min() < -1 or (vocab_size is not None and tops.ids.max() >= vocab_size):
-        raise ReplyError(
-            f"{url} gave likeliest tokens from {tops.ids.min()} to {tops.ids.max()}, outside the vocabulary"
-        )
-    if (is_there != np.isfinite(tops.logprobs)).any() or (tops.logprobs[:, 1:] > tops.logprobs[:, :-1]).any():
+    ids, tops = reply["top_ids"], reply["top_logprobs"]
+    is_there, is_sampled = ids >= 0, ids == tokens[:, None]
+    if ids.min() < -1 or (vocab_size is not None and ids.max() >= vocab_size):
+        raise ReplyError(f"{url} gave likeliest tokens from {ids.min()} to {ids.max()}, outside the vocabulary")
+    if (is_there != np.isfinite(tops)).any() or (tops[:, 1:] > tops[:, :-1]).any():
         raise ReplyError(
             f"{url} gave likeliest tokens that are not in order, or whose log-probabilities are not finite"
         )
     mass, among = _masses(tops), is_sampled.any(axis=1)
     if mass.max() > 1.0 + ROUNDING:
         raise ReplyError(f"{url} gave likeliest tokens whose probabilities sum to {mass.max():.4f}, expected at most 1")
-    gaps = np.abs(np.where(is_sampled, tops.logprobs - logprobs[:, None], 0.0)).max()
-    left_out = np.where(among, -np.inf, logprobs - tops.logprobs[:, -1]).max()
+    gaps = np.abs(np.where(is_sampled, tops - logprobs[:, None], 0.0)).max()
+    left_out = np.where(among, -np.inf, logprobs - tops[:, -1]).max()
     if gaps > ROUNDING or left_out > ROUNDING:
         gap = max(gaps, left_out)
         raise ReplyError(f"{url} gave log-probabilities of sampled tokens {gap:.3g} nats from their likeliest tokens'")
@@ -154,15 +154,54 @@ def _check_support(url: str, mass: np.ndarray, is_there: np.ndarray, among: np.n
         )
 
 
-def _masses(tops: Tops) -> np.ndarray:
+def _masses(tops: np.ndarray) -> np.ndarray:
     """Returns the sum of the reported tokens' probabilities at each position, float64 [t]."""
-    return np.exp(tops.logprobs).sum(axis=1, dtype=np.float64)
+    return np.exp(tops).sum(axis=1, dtype=np.float64)
 
 
 def check_own_prompt(route: str, is_own: bool) -> None:
     """Raises OtherPromptError unless the reply answers the prompt of its request."""
     if not is_own:
         raise OtherPromptError(f"{route} gave the reply to another prompt than the request has")
+
+
+def make_completion(
+    route: str,
+    request: Request,
+    tokens: np.ndarray,
+    arrays: dict[str, np.ndarray],
+    *,
+    are_others: bool,
+    experts: np.ndarray | None = None,
+    **facts: Any,
+) -> Completion:
+    """Returns the completion of a reply of ``route`` to ``request``. Raises ReplyError if an array is of other tokens.
+
+    Args:
+      route: The path at the server, with which messages begin.
+      request: The request that the reply answers.
+      tokens: The sampled tokens, int32 [r].
+      arrays: The arrays for :meth:`TokenRecord.add`, ``rollout_logprobs`` among them.
+      are_others: A mark that the log-probabilities are of other tokens, which only an aborted reply may have.
+      experts: The experts of all tokens but the last, unsigned integers [s + r - 1, layers, k], or None.
+      facts: The other fields of the completion, by name.
+    """
+    count, scored = len(tokens), len(arrays["rollout_logprobs"])
+    if scored != count or (are_others and facts["finish_reason"] != "abort"):
+        raise ReplyError(f"{route} gave {count} tokens and log-probabilities of {scored} others")
+    if "top_ids" in arrays and len(arrays["top_ids"]) != len(request.prompt) + count:
+        got, k = len(arrays["top_ids"]) - len(request.prompt), request.sampling.reported
+        raise ReplyError(f"{route} gave likeliest tokens of shape {(got, k)}, expected {(count, k)}")
+    if experts is not None and request.routes is not None:
+        layers, k, most = request.routes
+        shape = len(request.prompt) + count - 1, layers, k
+        if experts.shape != shape or experts.dtype.kind != "u":
+            said = f"expected unsigned integers {shape}"
+            raise ReplyError(f"{route} gave routes {experts.dtype} {experts.shape}, {said}")
+        if experts.max(initial=0) >= most:
+            raise ReplyError(f"{route} gave the expert number {experts.max()}, expected at most {most - 1}")
+        arrays = {**arrays, "routes": as_stored(experts.astype(route_dtype(most), copy=False))}
+    return Completion.of(request.prompt, tokens, arrays, **facts)
 
 
 def check_completion(
@@ -173,15 +212,15 @@ def check_completion(
     Messages name the server ``url``. Every token id is below ``vocab_size``, or that is None: it is not known.
     ``may_be_part``: Whether the server may have given the response up after any number of tokens.
     """
-    tokens, finish = completion.token_ids, completion.finish_reason
+    tokens, finish = completion.response, completion.finish_reason
     longest = request.sampling.max_response_tokens
     is_part = may_be_part and finish == "abort"
     if not is_part and finish not in ("stop", "length"):
         raise ReplyError(f"{url} ended a response with {finish!r}")
-    count, scored = len(tokens), len(completion.logprobs)
-    if not (0 if is_part else 1) <= count <= longest - is_part or scored != count:
-        raise ReplyError(f"{url} gave {count} tokens and {scored} log-probabilities, asked for 1 to {longest}")
-    if is_part and not len(tokens):
+    count, logprobs = len(tokens), completion["rollout_logprobs"]
+    if not (0 if is_part else 1) <= count <= longest - is_part:
+        raise ReplyError(f"{url} gave {count} tokens and {count} log-probabilities, asked for 1 to {longest}")
+    if is_part and not count:
         return
     if tokens.min() < 0 or (vocab_size is not None and tokens.max() >= vocab_size):
         raise ReplyError(f"{url} gave token ids from {tokens.min()} to {tokens.max()}, outside the vocabulary")
@@ -191,7 +230,7 @@ def check_completion(
     if finish == "length" and len(tokens) != longest:
         raise ReplyError(f"{url} ended a response at {len(tokens)} tokens, its limit was {longest}")
     of_prompt = [value for top in completion.prompt_logprobs for value in top.values()]
-    reported = np.concatenate([completion.logprobs, np.array(of_prompt, np.float64)])
+    reported = np.concatenate([logprobs, np.array(of_prompt, np.float64)])
     if not np.isfinite(reported).all():
         raise ReplyError(f"{url} gave a log-probability of {reported[~np.isfinite(reported)][0]}")
     if reported.max() > ROUNDING:
@@ -203,17 +242,6 @@ def check_completion(
     if completion.spans is not None and (places[::2] != places[1::2] or sorted(set(places)) != places[::2]):
         raise ReplyError(f"{url} gave weight versions of other tokens: {completion.spans}, of {len(tokens)}")
     if request.sampling.reported:
-        check_tops(url, completion.tops, tokens, completion.logprobs, request.sampling, vocab_size)
-    if request.routes is not None:
-        _check_routes(url, completion, request, request.routes)
-
-
-def _check_routes(url: str, completion: Completion, request: Request, wanted: tuple[int, int, int]) -> None:
-    layers, k, experts = wanted
-    routes, shape = completion.routes, (len(request.prompt) + len(completion.token_ids) - 1, layers, k)
-    if routes is None:
+        check_tops(url, completion, request.sampling, vocab_size)
+    if request.routes is not None and "routes" not in completion.columns:
         raise ReplyError(f"{url} does not report the experts of its tokens (vLLM: --enable-return-routed-experts)")
-    if routes.shape != shape or routes.dtype.kind != "u":
-        raise ReplyError(f"{url} gave routes {routes.dtype} {routes.shape}, expected unsigned integers {shape}")
-    if routes.max(initial=0) >= experts:
-        raise ReplyError(f"{url} gave the expert number {routes.max()}, expected at most {experts - 1}")

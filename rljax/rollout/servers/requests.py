@@ -14,7 +14,8 @@ import numpy as np
 
 from rljax.errors import ReplyError
 from rljax.rollout.form import ServerForm
-from rljax.rollout.types import SamplingParams, Tops
+from rljax.rollout.types import SamplingParams
+from rljax.tokens import TokenRecord, join
 
 
 @dataclass(frozen=True)
@@ -33,18 +34,14 @@ class Request:
     forced: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Completion:
+@dataclass(frozen=True, eq=False)
+class Completion(TokenRecord):
     """One sampled response as the server reports it. Fields that were not asked for are empty."""
 
-    token_ids: np.ndarray  # the token ids, int32 [t]
-    logprobs: np.ndarray  # the log-probability of each of these tokens (nats), float32 [t]
-    finish_reason: str  # "stop", "length", or "abort" if the server gave the response up
-    spans: tuple[tuple[str, int, int], ...] | None  # the (weight version tag, start, end) of each part, if reported
-    tops: Tops | None = None  # the ``sampling.reported`` likeliest tokens at each position
+    finish_reason: str = ""  # "stop", "length", or "abort" if the server gave the response up
+    spans: tuple[tuple[str, int, int], ...] | None = None  # the (weight version tag, start, end) of each part
     # The log-probabilities by token id at each position of the prompt, its own token among them; {} at position 0.
     prompt_logprobs: tuple[Mapping[int, float], ...] = ()
-    routes: np.ndarray | None = None  # the experts of each token but the last, uint8 or uint16 [s + t - 1, layers, k]
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,7 @@ def make_requests(
 
 def remaining_request(request: Request, parts: Sequence[Completion]) -> Request:
     """Returns the request for the rest of a response that servers gave up after ``parts``, with a seed of its own."""
-    tokens = [part.token_ids for part in parts]
+    tokens = [part.response for part in parts]
     count = sum(map(len, tokens))
     if not count:
         return request
@@ -137,7 +134,7 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
     *before, last = parts
     if not before:
         return last
-    if any(part.spans is None and len(part.token_ids) for part in parts):
+    if any(part.spans is None and len(part.response) for part in parts):
         raise ReplyError("the weights that sampled a part of a response are not named")
     spans: list[tuple[str, int, int]] = []
     at = 0
@@ -147,22 +144,10 @@ def join_parts(parts: Sequence[Completion]) -> Completion:
                 spans[-1] = tag, spans[-1][1], at + end
             else:
                 spans.append((tag, at + start, at + end))
-        at += len(part.token_ids)
-    return Completion(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        last.finish_reason,
-        tuple(spans),
-        join_tops([part.tops for part in parts]),
-    )
-
-
-def join_tops(parts: Sequence[Tops | None]) -> Tops | None:
-    """Returns the likeliest tokens of a response, joined from its parts, or None if a part has none."""
-    there = [part for part in parts if part is not None]
-    if len(there) < len(parts):
-        return None
-    return Tops(np.concatenate([part.ids for part in there]), np.concatenate([part.logprobs for part in there]))
+        at += len(part.response)
+    first = parts[0].without("routes")
+    whole = join([first, *(part.without("routes").cut(part.prompt_length) for part in parts[1:])], first.prompt_length)
+    return Completion(whole.ids, whole.prompt_length, whole.columns, last.finish_reason, tuple(spans))
 
 
 def response_seed(seed: int, prompt: int, sample: int) -> int:

@@ -106,9 +106,9 @@ def sharpening(client: Caller, url: str, vocab_size: int, temperature: float) ->
 
 def _first(reply: Completion) -> dict[int, float]:
     """Returns the log-probability of each of the likeliest tokens at the first position of a response."""
-    if reply.tops is None or not len(reply.tops.ids):
+    if not len(reply.response) or "top_ids" not in reply.columns:
         return {}
-    pairs = zip(reply.tops.ids[0].tolist(), reply.tops.logprobs[0].tolist(), strict=True)
+    pairs = zip(reply["top_ids"][0].tolist(), reply["top_logprobs"][0].tolist(), strict=True)
     return {token: logprob for token, logprob in pairs if token >= 0}
 
 
@@ -165,8 +165,7 @@ class Verifier:
             requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(prompts)]
             completions, again = client.sample(url, requests), []
             if self._is_rounded:
-                joined = [np.concatenate([p, c.token_ids]) for p, c in zip(prompts, completions, strict=True)]
-                again = client.sample(url, [Request(p, SamplingParams(1), prompt_logprobs=0) for p in joined])
+                again = client.sample(url, [Request(c.ids, SamplingParams(1), prompt_logprobs=0) for c in completions])
             looks.append(Look(prompts, completions, again))
         return looks
 
@@ -192,9 +191,9 @@ class Verifier:
     def difference(self, look: Look, params: Any) -> Difference:
         """Returns the distance of a look's log-probabilities from those of the trainer's ``params``."""
         pairs = list(zip(look.prompts, look.completions, strict=True))
-        scored = self._score(params, [np.concatenate([prompt, sampled.token_ids]) for prompt, sampled in pairs])
+        scored = self._score(params, [sampled.ids for _, sampled in pairs])
         gaps = [
-            np.abs(np.asarray(logprobs, np.float32)[len(p) : len(p) + len(s.token_ids)] - s.logprobs)
+            np.abs(np.asarray(logprobs, np.float32)[len(p) : len(p) + len(s.response)] - s["rollout_logprobs"])
             for (p, s), logprobs in zip(pairs, scored, strict=True)
         ]
         together = np.concatenate(gaps)
@@ -267,6 +266,6 @@ def _own_gap(prompt: np.ndarray, sampled: Completion, scored: Completion) -> flo
 
     It is NaN if the second score lacks a token.
     """
-    pairs = zip(sampled.token_ids.tolist(), scored.prompt_logprobs[len(prompt) :], strict=True)
+    pairs = zip(sampled.response.tolist(), scored.prompt_logprobs[len(prompt) :], strict=True)
     again = [found.get(token, np.nan) for token, found in pairs]
-    return float(np.mean(np.abs(sampled.logprobs - np.array(again, np.float32))))
+    return float(np.mean(np.abs(sampled["rollout_logprobs"] - np.array(again, np.float32))))

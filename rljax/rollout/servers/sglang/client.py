@@ -19,7 +19,7 @@ from rljax.errors import ReplyError, ServerRefusedError
 from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_differences, server_info
 from rljax.rollout.servers.kind import UPDATE_S, Backend
 from rljax.rollout.servers.process import Dtype
-from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_tops
+from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_completion, make_tops
 from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
 from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
@@ -101,7 +101,7 @@ class SglangBackend(Backend):
             "stream": False,
         }
 
-    def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
+    def read(self, route: str, reply: bytes, request: Request) -> Completion:
         """Reads a reply of ``/generate``, as :meth:`Backend.read` says."""
         read = _DECODER.decode(reply)
         meta = read.meta_info
@@ -114,20 +114,21 @@ class SglangBackend(Backend):
                 {} if value is None else {other: v for v, other, _ in top or ()} | {token: value}
                 for (value, token, _), top in itertools.zip_longest(scored, likely[: len(scored)])
             )
-        tops = None
+        arrays = {"rollout_logprobs": as_floats(map(itemgetter(0), meta.output_token_logprobs))}
         if request.sampling.reported:
             lists = list(filter(None, meta.output_top_logprobs or ()))
             logprobs, ids = (map(itemgetter(i), itertools.chain.from_iterable(lists)) for i in (0, 1))
-            tops = make_tops(map(len, lists), ids, logprobs, request.sampling.reported)
-        completion = Completion(
-            token_ids=np.array(read.output_ids, np.int32),
-            logprobs=as_floats(map(itemgetter(0), meta.output_token_logprobs)),
+            arrays |= make_tops(map(len, lists), ids, logprobs, request.sampling.reported, len(request.prompt))
+        return make_completion(
+            route,
+            request,
+            np.array(read.output_ids, np.int32),
+            arrays,
+            are_others=list(map(itemgetter(1), meta.output_token_logprobs)) != read.output_ids,
             finish_reason="None" if meta.finish_reason is None else meta.finish_reason.type,
             spans=as_spans(meta.weight_versions),
-            tops=tops,
             prompt_logprobs=prompt,
         )
-        return completion, list(map(itemgetter(1), meta.output_token_logprobs)) != read.output_ids
 
     def ask_plugin(self, client: Caller, url: str, method: str, *arguments: Any) -> list[Any]:
         """Asks the workers through ``/weights_checker``."""

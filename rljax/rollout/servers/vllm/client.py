@@ -28,11 +28,11 @@ from rljax.rollout.servers.handshake import (
     server_info,
 )
 from rljax.rollout.servers.kind import UPDATE_S, Backend
-from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_tops
+from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_completion, make_tops
 from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
 from rljax.rollout.servers.verify import TOP
 from rljax.rollout.servers.vllm.server import BACKEND, FORCED_TOKENS, ROLLOUTS, prompt_hash
-from rljax.rollout.types import InFlight, Tops
+from rljax.rollout.types import InFlight
 from rljax.weights.store import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -153,33 +153,33 @@ class VllmBackend(Backend):
             return {"token_ids": tokens, "sampling_params": sampling}
         return {"model": model, "token_ids": tokens, "sampling_params": sampling}
 
-    def read(self, route: str, reply: bytes, request: Request) -> tuple[Completion, bool]:
+    def read(self, route: str, reply: bytes, request: Request) -> Completion:
         """Reads a reply of either route, as :meth:`Backend.read` says."""
-        k = request.sampling.reported
         if route == ROLLOUTS:
             rollout = _ROLLOUT_DECODER.decode(reply)
             if not rollout.prompt_hash:
                 raise ReplyError(f"{route} does not say which prompt it answers: install the same rljax beside both")
             own_hash = prompt_hash(request.prompt.astype("<i4", copy=False).tobytes())
             check_own_prompt(route, rollout.prompt_hash == own_hash)
-            return _read_rollout(rollout, k, with_routes=request.routes is not None)
-        read = _DECODERS[k > 0].decode(reply)
+            return _read_rollout(route, rollout, request)
+        read = _DECODERS[request.sampling.reported > 0].decode(reply)
         (choice,) = read.choices
         if choice.index != 0:
             raise ValueError(f"its choice has index {choice.index}, expected 0")
-        are_others, logprobs, tops = _read_content(choice, k)
-        completion = Completion(
-            token_ids=np.array(choice.token_ids, np.int32),
-            logprobs=logprobs,
+        are_others, arrays = _read_content(choice, request)
+        return make_completion(
+            route,
+            request,
+            np.array(choice.token_ids, np.int32),
+            arrays,
+            are_others=are_others,
+            experts=_read_routes(choice.routed_experts) if request.routes else None,
             finish_reason=str(choice.finish_reason),
             spans=as_spans(choice.weight_versions),
-            tops=tops,
             prompt_logprobs=tuple(
                 {token: scored.logprob for token, scored in (top or {}).items()} for top in read.prompt_logprobs or ()
             ),
-            routes=None if request.routes is None else _read_routes(choice.routed_experts),
         )
-        return completion, are_others
 
     def ask_plugin(self, client: Caller, url: str, method: str, *arguments: Any) -> list[Any]:
         """Asks the workers through ``/collective_rpc``."""
@@ -334,23 +334,25 @@ def _asked(request: Request, route: str) -> int:
     return min(asked, request.vocab_size or asked) if k else 0
 
 
-def _read_rollout(read: _Rollout, k: int, *, with_routes: bool) -> tuple[Completion, bool]:
+def _read_rollout(route: str, read: _Rollout, request: Request) -> Completion:
     """Reads a reply of ROLLOUTS. Raises ValueError if its arrays do not fit together."""
     tokens = np.frombuffer(read.token_ids, "<i4")
     counts, ids, logprobs = _arrays(read.scores)
     if counts.min(initial=1) < 1:
         raise ValueError("a position without a log-probability")
-    firsts = np.cumsum(counts) - counts
-    completion = Completion(
-        token_ids=tokens.copy(),
-        logprobs=logprobs[firsts],
+    firsts, k = np.cumsum(counts) - counts, request.sampling.reported
+    tops = make_tops(counts, ids, logprobs, k, len(request.prompt)) if k else {}
+    return make_completion(
+        route,
+        request,
+        tokens,
+        {"rollout_logprobs": logprobs[firsts], **tops},
+        are_others=not np.array_equal(ids[firsts], tokens),
+        experts=_read_routes(read.routed_experts) if request.routes else None,
         finish_reason=str(read.finish_reason),
         spans=as_spans(read.weight_versions),
-        tops=make_tops(counts, ids, logprobs, k) if k else None,
         prompt_logprobs=() if read.prompt_scores is None else _by_position(*_arrays(read.prompt_scores)),
-        routes=_read_routes(read.routed_experts) if with_routes else None,
     )
-    return completion, not np.array_equal(ids[firsts], tokens)
 
 
 def _arrays(scores: _Flat) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -368,18 +370,18 @@ def _by_position(counts: np.ndarray, ids: np.ndarray, logprobs: np.ndarray) -> t
     return tuple(dict(entries[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True))
 
 
-_Parts = tuple[bool, np.ndarray, Tops | None]
-"""Whether other tokens than the sampled ones are scored, the log-probabilities (float32 [t]), the likeliest tokens."""
+_Scores = tuple[bool, dict[str, np.ndarray]]
+"""Whether other tokens than the sampled ones are scored, and the arrays of the scores."""
 
 
-def _read_content(choice: Any, k: int) -> _Parts:
-    """Reads the scores of a choice of GENERATE, and the ``k`` likeliest tokens."""
+def _read_content(choice: Any, request: Request) -> _Scores:
+    """Reads the scores of a choice of GENERATE, and the likeliest tokens."""
     content = choice.logprobs.content if choice.logprobs else []
     are_others = list(map(attrgetter("token_id"), content)) != choice.token_ids
-    tops = None
-    if k:
+    arrays = {"rollout_logprobs": as_floats(map(attrgetter("logprob"), content))}
+    if k := request.sampling.reported:
         lists = list(map(attrgetter("top_logprobs"), content))
         entries = list(chain.from_iterable(lists))
         ids, logprobs = map(attrgetter("token_id"), entries), map(attrgetter("logprob"), entries)
-        tops = make_tops(map(len, lists), ids, logprobs, k)
-    return are_others, as_floats(map(attrgetter("logprob"), content)), tops
+        arrays |= make_tops(map(len, lists), ids, logprobs, k, len(request.prompt))
+    return are_others, arrays
