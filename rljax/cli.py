@@ -42,7 +42,7 @@ COMMANDS = {
 REMOVED = {
     "bench-mismatch": "rljax compare --serve --model MODEL --scorer vllm:bfloat16 --lengths 32 256 (--help explains it)"
 }
-"""What to type instead of a command that was removed."""
+"""The commands that were removed, with the words to type instead."""
 USAGE = "usage: rljax COMMAND [words of the command]"
 COMPLETION = "--tyro-print-completion"
 SHELLS = ("bash", "zsh", "tcsh", "fish")

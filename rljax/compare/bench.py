@@ -79,7 +79,7 @@ class BenchConfig:
     out: Path = Path("comparison")  # the directory to write
 
 
-class Form(NamedTuple):
+class BenchForm(NamedTuple):
     """The scorer of a row, in the words of the report, and the length."""
 
     engine: str
@@ -88,7 +88,7 @@ class Form(NamedTuple):
     length: int  # the length of the scored responses, in tokens
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> Form:
+    def of(cls, row: Mapping[str, Any]) -> BenchForm:
         """Returns the form of a row of the bench's document."""
         return cls(*(row[name] for name in cls._fields))
 
@@ -99,14 +99,14 @@ class Form(NamedTuple):
         return f"{kind}:{self.dtype}".replace("vllm-decode", "vllm-forced")
 
 
-def find_forms(config: BenchConfig) -> dict[Form, str]:
+def find_forms(config: BenchConfig) -> dict[BenchForm, str]:
     """Returns the spec of the scorer of each row.
 
     Raises:
       ValueError: A scorer is none of ``ROWS``.
       ServerError: A server that a scorer names does not answer.
     """
-    forms: dict[Form, str] = {}
+    forms: dict[BenchForm, str] = {}
     for spec in config.scorers:
         kind, _, dtype = spec.partition(":")
         if kind in STARTED and "://" in dtype:
@@ -116,7 +116,7 @@ def find_forms(config: BenchConfig) -> dict[Form, str]:
             kinds, dtypes = ", ".join(ROWS), ", ".join(DTYPES)
             raise ValueError(f"--serve measures KIND:DTYPE of {kinds} and {dtypes}, or vllm:URL; got {spec!r}")
         engine, path = ROWS[kind]
-        forms |= {Form(engine, dtype, path, length): spec for length in config.lengths}
+        forms |= {BenchForm(engine, dtype, path, length): spec for length in config.lengths}
     return forms
 
 
@@ -195,7 +195,7 @@ class Bench:
         """
         self.config, self.path, self._prompts = config, config.out / "bench.json", prompts
         self.document = resumed(new_document(config, prompts, prompts_name, command), self.path)
-        done = set(map(Form.of, self.document["rows"]))
+        done = set(map(BenchForm.of, self.document["rows"]))
         self._todo = {form: spec for form, spec in find_forms(config).items() if form not in done}
         self._dumps: dict[int, TokenDump] = {}
 
@@ -217,13 +217,13 @@ class Bench:
                         bar.update(1)
 
     @contextlib.contextmanager
-    def _failing(self, forms: Sequence[Form]) -> Iterator[None]:
+    def _failing(self, forms: Sequence[BenchForm]) -> Iterator[None]:
         """Turns an error of the block into a row with the reason for each form without a row; then writes the rows."""
         rows = self.document["rows"]
         try:
             yield
         except Exception as error:  # of any kind: the other rows go on
-            done = set(map(Form.of, rows))
+            done = set(map(BenchForm.of, rows))
             rows += [form._asdict() | {"reason": reason_of(error)} for form in forms if form not in done]
         finally:
             write_whole(self.path, json.dumps(self.document, indent=1) + "\n")
@@ -246,7 +246,7 @@ class Bench:
         return self.config.out / f"tokens-{length}.parquet"
 
     @contextlib.contextmanager
-    def _server(self, forms: Sequence[Form]) -> Iterator[str]:
+    def _server(self, forms: Sequence[BenchForm]) -> Iterator[str]:
         """Starts the server that any of the forms needs, and yields its URL, or "" if none needs one."""
         if not any(is_started(self._todo[form]) for form in forms):
             yield ""
@@ -265,7 +265,7 @@ class Bench:
         with vllm.start(serving) as process:
             yield process.url
 
-    def _measure(self, form: Form, address: str) -> dict[str, Any]:
+    def _measure(self, form: BenchForm, address: str) -> dict[str, Any]:
         """Scores the tokens with a form, writes the log-probabilities, and returns the numbers of its row."""
         config, dump, reference = self.config, self._dumps[form.length], self.config.reference
         reference = reference if ":" in reference else f"{reference}:{form.dtype}"
@@ -293,7 +293,7 @@ def of_responses(dump: TokenDump, vectors: Vectors) -> np.ndarray:
 
 
 def measure_form(
-    form: Form, dump: TokenDump, reference: str, score: Score, batch_size: int, *, shape: bool, repeat: int
+    form: BenchForm, dump: TokenDump, reference: str, score: Score, batch_size: int, *, shape: bool, repeat: int
 ) -> tuple[dict[str, Any], TokenDump]:
     """Measures one row of a bench. Returns its numbers, and the dump with the form's new columns.
 
@@ -378,5 +378,5 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     names = ("logprob_abs_diff_mean", "floor_shape", "floor_repeat", *METRICS[1:], "seconds")
     numbers = [f"{row[name]:.3g}" if name in row else "" for name in names]
     lost = f"{row['nonfinite_count']:.0f} tokens are not finite" if row["nonfinite_count"] else ""
-    note = "the reference" if row["reference"] == Form.of(row).column else lost
+    note = "the reference" if row["reference"] == BenchForm.of(row).column else lost
     return [*form, f"{row['token_count']:.0f}", *numbers, note]

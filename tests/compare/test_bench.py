@@ -10,12 +10,12 @@ from bench_tables import collected
 
 from rljax.cli import main as rljax
 from rljax.commands.compare import main
-from rljax.compare.bench import Form, bench_rows, measure_form, reason_of, without_places
+from rljax.compare.bench import BenchForm, bench_rows, measure_form, reason_of, without_places
 from rljax.errors import ConfigError
 from rljax.record.token_dumps import ColumnSource, make_dump, read_dump
 
 SOURCE = ColumnSource("engine 1", "float32")
-FORM = Form("transformers", "float32", "forward", 2)
+FORM = BenchForm("transformers", "float32", "forward", 2)
 FILES = Path(__file__).parents[2] / "benchmarks" / "mismatch_bench"
 
 
@@ -110,12 +110,12 @@ def test_a_bench_of_the_toy_goes_on_where_it_stopped(tmp_path, capsys, monkeypat
     assert main([*words, *scorers("hf:float32", "vllm:float32"), "--lengths", "6", "2000"]) == 1
     path = tmp_path / "bench" / "bench.json"
     text = path.read_text()
-    rows = {Form(row["engine"], row["dtype"], row["path"], row["length"]): row for row in json.loads(text)["rows"]}
-    measured_row = rows[Form("transformers", "float32", "forward", 6)]
+    rows = {BenchForm(row["engine"], row["dtype"], row["path"], row["length"]): row for row in json.loads(text)["rows"]}
+    measured_row = rows[BenchForm("transformers", "float32", "forward", 6)]
     assert 0 < measured_row["logprob_abs_diff_mean"] < 1e-5
     assert (measured_row["token_count"], measured_row["floor_repeat"]) == (24, 0)
-    assert "positions of the model" in rows[Form("transformers", "float32", "forward", 2000)]["reason"]
-    assert rows[Form("vllm", "float32", "prefill", 6)]["reason"].startswith("no vllm environment at none")
+    assert "positions of the model" in rows[BenchForm("transformers", "float32", "forward", 2000)]["reason"]
+    assert rows[BenchForm("vllm", "float32", "prefill", 6)]["reason"].startswith("no vllm environment at none")
     assert str(tmp_path) not in text
     assert "positions of the model" in capsys.readouterr().out
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rljax.commands import compare
+from rljax.compare import picture
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import compare_columns, to_json, to_markdown, to_text
 from rljax.compare.scorers import score_column
@@ -378,15 +379,15 @@ def test_many_pairs_are_drawn_by_dtype_and_failures_by_name(tmp_path, monkeypatc
     far = [row - 3.0 * (np.arange(len(row)) % 2) for row in dump.logprobs["a"]]
     comparison = compare_columns(dump.with_column("far", far, SOURCE))
     drawn = []
-    figure = compare.Figure
+    figure = picture.Figure
 
     class Kept(figure):
         def savefig(self, *args, **options):
             drawn.append([text.get_text() for text in self.legends[0].get_texts()])
             super().savefig(*args, **options)
 
-    monkeypatch.setitem(vars(compare), "Figure", Kept)
-    compare.plot_comparison(comparison, tmp_path / "r.png")
+    monkeypatch.setitem(vars(picture), "Figure", Kept)
+    picture.plot_comparison(comparison, tmp_path / "r.png")
     assert len(comparison.pairs) == 36
     failed = {f"{p.trainer} / {p.rollout}: {p.verdict.status}" for p in comparison.pairs if p.verdict.status != "pass"}
     assert len(failed) == 8
