@@ -8,7 +8,7 @@ from served_engines import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
 
 from rljax.record.token_dumps import read_dump
-from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
+from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ROLLOUTS
 from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config, RunConfig
@@ -24,8 +24,7 @@ class Server(FakeVllm):
 
     def answer(self, command, path, body):
         status, reply = super().answer(command, path, body)
-        if path == GENERATE:
-            (choice,) = reply["choices"]
+        for choice in reply.get("choices", ()):
             choice["certainty"] = [token / 64 for token in choice["token_ids"]]
         return status, reply
 
