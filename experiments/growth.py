@@ -171,7 +171,7 @@ def lay_out(count: int, _: Path) -> Work:
 def publish_changed(changed: int, directory: Path) -> Work:
     """Writes deltas of a tensor of 2^24 elements, of which ``changed`` differ each time."""
     old = np.zeros(2**24, np.float16)
-    files = open_weight_directory(PublishConfig(store="http", anchor_every=10**6), str(directory))
+    files = open_weight_directory(PublishConfig(store="http"), str(directory), anchor_every=10**6)
     state = {"version": 0, "weights": old}
     sums = array_checksum(old)
 

@@ -224,7 +224,7 @@ def _connected(
         check_weight_room(config.transfer_dir, size // jax.process_count() if shares_writing else size)
         return ServedEngine(
             config,
-            _backend(config.engine, publish, sleeps=config.colocated),
+            _backend(config.engine),
             functions or policy_functions(policy, config.dtype),
             hf_config=config_to_hf(policy, config.dtype),
             publish=publish,
@@ -249,10 +249,8 @@ def load_jax_engine(
     return engine
 
 
-def _backend(kind: str, publish: PublishConfig | None = None, *, sleeps: bool = False) -> Backend:
-    if kind != "vllm":
-        return SglangBackend()
-    return VllmBackend(in_place=publish is not None and publish.in_place, sleeps=sleeps)
+def _backend(kind: str) -> Backend:
+    return VllmBackend() if kind == "vllm" else SglangBackend()
 
 
 def connect(

@@ -191,8 +191,6 @@ class Config:
                 f"publish.store = {self.publish.store} is for servers: rollout.engine must be vllm or sglang, got "
                 f"{self.rollout.engine}"
             )
-        if self.publish.in_place and (self.rollout.engine != "vllm" or self.rollout.colocated):
-            raise ValueError("publish.in_place is for rollout.engine = vllm without rollout.colocated")
 
     def _check_tokens(self, correction: CorrectionConfig) -> None:
         """Raises ValueError for settings that rule out the correction of single tokens or the clip of stale ones."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from rljax.distributed.files import check_room, memory_directory, remove_abandoned
 from rljax.distributed.ownership import claim
-from rljax.weights import delta
+from rljax.weights.delta import decode_piece
 from rljax.weights.format import (
     PROTOCOL,
     VERSION_FILE,
@@ -145,19 +145,17 @@ class Mirror:
                 sums = dict(zip(largest_first, pool.map(summed, largest_first), strict=True))
         self._record(version, files, sums, None)
 
-    def apply(self, version: Version, paths: Mapping[str, Path], *, keep: bool = False) -> None:
+    def apply(self, version: Version, paths: Mapping[str, Path]) -> None:
         """Applies a delta to the version that the mirror holds, which must be the delta's base.
 
-        ``paths`` has the paths of the delta's files by name. The caller has compared their hashes. With ``keep`` the
-        delta is kept for servers that hold its base (``delta.keep``). Raises DamagedError if a tensor does not have the
-        version's checksum, or a file cannot be used. The mirror then holds no version.
+        ``paths`` has the paths of the delta's files by name. The caller has compared their hashes. Raises DamagedError
+        if a tensor does not have the version's checksum, or a file cannot be used. The mirror then holds no version.
         """
         before = self.version
         assert before is not None
         assert version.base is not None
         assert before.digest == version.base.digest
         (self.root / VERSION_FILE).unlink()
-        delta.forget(self.root)
         files = {piece.tensor: piece.file for piece in before.dense}
         sources = {file: mapped(paths[file]) for file in version.files_of(version.delta)}
         pieces = _by_tensor(version.delta)
@@ -169,7 +167,7 @@ class Mirror:
                 return sums
             flat = mapped(self.root / files[name], writable=True)[name]
             for piece in changing:
-                places, new = delta.decode_piece(piece, sources[piece.file], flat.dtype)
+                places, new = decode_piece(piece, sources[piece.file], flat.dtype)
                 sums = changed_checksum(sums, flat[places], new, places)
                 flat[places] = new
             return sums
@@ -177,13 +175,10 @@ class Mirror:
         with ThreadPoolExecutor(THREADS) as pool, _damaged_if_unusable(version):
             sums = dict(zip(version.tensors, pool.map(take, version.tensors), strict=True))
         self._record(version, {name: files[name] for name in sums}, sums, before)
-        if keep:
-            delta.keep(self.root, version, paths)
 
     def clear(self) -> None:
         """Removes the version that the mirror holds."""
         (self.root / VERSION_FILE).unlink(missing_ok=True)
-        delta.forget(self.root)
         for path in self.root.glob("*.safetensors"):
             path.unlink()
 
@@ -307,15 +302,6 @@ class WorkerWeights:
             raise ValueError(f"{directory} lies in no directory that a trainer has shown at its handshake")
         yield directory, _loadable_files(directory, tag)
 
-    def mirrored(self) -> tuple[str, delta.KeptDelta | None]:
-        """Returns the digest of the version in this machine's mirror ("": none), and the kept delta to it, or None.
-
-        Call it in the block of ``version("", tag)``. Raises ValueError if no trainer has named a source.
-        """
-        mirror = self.pulls.mirror
-        version = mirror.version
-        return ("", None) if version is None else (version.digest, delta.kept(mirror.root, version.name))
-
 
 class Pulls:
     """The pulls of one server process. Each pull is a program of its own, so that the server is not delayed.
@@ -339,12 +325,11 @@ class Pulls:
         self._running: subprocess.Popen[str] | None = None
         self._result: dict[str, Any] = {}  # the result of the pull of ``_name``, once it has ended
 
-    def begin(self, name: str, *, keep_delta: bool = False) -> None:
+    def begin(self, name: str) -> None:
         """Starts to pull the version ``name`` (``pull.pull``), unless this pull already runs. Ends any other pull."""
         if self._name != name or self._running is None:
             self._stop()
             words = [sys.executable, "-m", "rljax.weights.pull", self.source, name, str(self.mirror.root)]
-            words += ["--keep-delta"] * keep_delta
             self._running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             self._name, self._result = name, {}
 

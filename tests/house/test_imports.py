@@ -33,7 +33,6 @@ DOORS = {
         "rollout.external.receiver",
         "rollout.external.bodies",
         "weights.format",
-        "weights.delta",
         "weights.writer",
         "distributed.acts",
         "distributed.answering",

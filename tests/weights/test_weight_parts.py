@@ -68,8 +68,9 @@ class Pod:
 
     def __init__(self, root, count, store="http", anchor_every=4):
         self.parts = [own_parts(store, root / f"process_{index}", index) for index in range(count)]
-        publish = PublishConfig(store=store, anchor_every=anchor_every)
-        files = open_weight_directory(publish, root / "process_0", writer=InTurn(self.parts))
+        files = open_weight_directory(
+            PublishConfig(store=store), root / "process_0", writer=InTurn(self.parts), anchor_every=anchor_every
+        )
         self.training = Training(root, files=files)
 
     def close(self):
