@@ -1,26 +1,23 @@
 """Brings a machine's mirror to a version: by the deltas since the version that it holds, or from a dense version.
 
-    python -m rljax.weights.pull SOURCE VERSION MIRROR
-
 Servers of one machine call it side by side; the first one does the work. It needs neither jax nor torch nor vLLM.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import random
 import shutil
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from rljax.distributed.answering import answer_requests, end_with_parent
+from rljax.distributed.frames import Frames
 from rljax.weights.format import VERSION_FILE, Version, is_newer, parse_version, xxh3_of
 from rljax.weights.mirror import THREADS, DamagedError, Mirror
 from rljax.weights.source import PLACES, Source, SourceError, open_source
@@ -181,25 +178,18 @@ def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path)
         return {file: path for paths in pool.map(fetch, places) for file, path in paths.items()}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the program and returns its exit status.
+def answer(frames: Frames, source: str, name: str, mirror: Path) -> None:
+    """Pulls the version ``name`` at the parent's request. This is the program of a child process.
 
-    It prints the fields of ``Pulled`` as one line of JSON. After a failure it prints one line on stderr and returns 1.
+    The answer is a :class:`Pulled`, or one line that says why the version could not be pulled.
     """
-    parser = argparse.ArgumentParser(prog="python -m rljax.weights.pull", description=__doc__)
-    parser.add_argument("source", help="directory, http:// URL, or URL of an object store")
-    parser.add_argument("version", help="name of the version's directory there")
-    parser.add_argument("mirror", type=Path, help="directory of this machine; made if it does not exist")
-    wanted = parser.parse_args(argv)
-    try:
-        with contextlib.closing(open_source(wanted.source)) as source:
-            done = pull(source, wanted.version, Mirror(wanted.mirror))
-        print(json.dumps(asdict(done)))
-    except (DamagedError, OSError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
 
+    def take() -> Pulled | str:
+        try:
+            with contextlib.closing(open_source(source)) as opened:
+                return pull(opened, name, Mirror(mirror))
+        except (DamagedError, OSError, ValueError) as error:
+            return " ".join(str(error).split())
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with_parent(frames)
+    answer_requests(frames, take)

@@ -41,6 +41,7 @@ DOORS = {
         "rollout.episodes.host_messages",
         "rollout.episodes.verifiers.host",
         "weights.outlets",
+        "weights.worker",
     },
     "zstandard": {"weights.delta"},
     "xxhash": {"weights.format", "weights.writer"},

@@ -31,8 +31,8 @@ from rljax.rollout.servers.vllm.forced import ForcedDecoding
 from rljax.rollout.servers.vllm.server import BACKEND
 from rljax.rollout.servers.vllm.taps import TapMethods
 from rljax.weights.format import Checksum
-from rljax.weights.mirror import WorkerWeights
 from rljax.weights.sums import as_published, tensor_checksum
+from rljax.weights.worker import WorkerWeights
 
 
 def register() -> None:
@@ -250,11 +250,11 @@ class WorkerExtension(ForcedDecoding, TapMethods):
         return describe(self.vllm_config, tied=tied)
 
     def rljax_pull(self, name: str) -> None:
-        """Begins to pull the version ``name`` into this machine's mirror (``weights.mirror.Pulls.begin``)."""
+        """Begins to pull the version ``name`` into this machine's mirror (``weights.worker.Pulls.begin``)."""
         self.weight_transfer_engine.weights.pulls.begin(name)
 
     def rljax_pulled(self, name: str) -> dict[str, Any] | None:
-        """Returns the result of the pull of ``name``, or None while it runs (``weights.mirror.Pulls.result``)."""
+        """Returns the result of the pull of ``name``, or None while it runs (``weights.worker.Pulls.result``)."""
         return self.weight_transfer_engine.weights.pulls.result(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
