@@ -201,7 +201,7 @@ def test_a_process_elsewhere_serves_at_its_own_address(tmp_path):
         shutil.rmtree(tmp_path / "run")
         with Publishers(tmp_path / "run", 2, host="127.0.0.1", **where) as run:
             assert run.processes[1].wait(120) == 2
-            line = "process 1 cannot hand over its part of the weights: publish.host = 127.0.0.1 is reached on the"
+            line = "process 1 cannot hand over its part of the weights: publish.host = 127.0.0.1 is reached only on the"
             assert line in run.said()[1].replace("\n", " ")
 
 

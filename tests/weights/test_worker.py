@@ -73,7 +73,7 @@ def test_a_pull_that_fails_says_why_and_may_be_begun_again(files, pulling):
     assert ended(pulling, version.path.name)["error"] == ""
 
 
-def test_a_pull_whose_process_dies_says_so_and_may_be_begun_again(files, pulling):
+def test_a_pull_whose_process_dies_may_be_begun_again(files, pulling):
     """The mirror is locked meanwhile, so that the pull waits and can be killed."""
     version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
     with pulling.mirror.locked():
