@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,18 @@ _OWN = os.getpid()
 def tell_ready(frames: Frames, complaint: str | None = None) -> None:
     """Tells the parent that this process can answer, or in one line why it cannot."""
     send(frames, 0, complaint)
+
+
+def end_with_parent(frames: Frames) -> None:
+    """Ends this process when its parent has ended or has closed the socket, even while it works."""
+    ends = select.poll()
+    ends.register(frames.fileno(), 0)  # the end of the other side is reported always
+
+    def watch() -> None:
+        ends.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def answer_requests(frames: Frames, answer: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Child processes that run a person's code: bounded in time and memory, killed with their children, and replaced.
+"""Child processes that answer, serve or run a person's code: bounded, killed with their children, and replaced.
 
 The parent sends pickles. A child sends msgpack, which is decoded into a given type, so nothing that it writes is
 executed here. A reply repeats the random number of its request. A child that sends anything else is replaced.
@@ -60,7 +60,7 @@ class Child:
         title: str,
         program: str,
         settings: tuple[Any, ...],
-        memory_gib: float,
+        memory_gib: float | None = None,
         *,
         longest: int = LONGEST,
         files: Sequence[int] = (),
@@ -72,14 +72,15 @@ class Child:
           title: The words for such a process in messages, such as "reward worker".
           program: The function ``module:name(frames, *settings)`` that it runs. It must call ``tell_ready``.
           settings: The further arguments of the function. They are pickled.
-          memory_gib: The memory limit of the process, in GiB.
+          memory_gib: The memory limit of the process, in GiB. None: no limit.
           longest: The longest reply (bytes).
           files: The file descriptors that the process inherits.
           on_unasked: A function that ``ask`` calls if the process sent something before the request, or a second reply
             to the request before it. The new process then gets the request. The argument says what happened.
         """
         self._title, self._files, self._longest, self._on_unasked = title, files, longest, on_unasked
-        self._setup = pickle.dumps((sys.path, int(memory_gib * 2**30), program, pickle.dumps(settings)))
+        memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
+        self._setup = pickle.dumps((sys.path, memory_bytes, program, pickle.dumps(settings)))
         self._lock = threading.Lock()
         self._stopped = self._ready = False
         self._last: int | None = None  # the number of the last request to this process
@@ -148,6 +149,24 @@ class Child:
                 return
             complaint = f"{printable(complaint[:_SHOWN])} ({self.replace()})"
         raise RuntimeError(f"a {self._title} cannot be started: {complaint}")
+
+    def keep(self, on_end: Callable[[str], None]) -> None:
+        """Replaces the process whenever it ends, until :meth:`stop`. This is for a program that answers no requests.
+
+        ``on_end`` is called after each end. Its argument says what happened, as the end of a sentence. Raises
+        RuntimeError if no process can be started.
+        """
+        with contextlib.suppress(CancelledError):
+            while True:
+                self.wait_until_ready()
+                try:
+                    self.frames.receive()
+                    end = self.refuse("a message that nobody asked for")
+                except (EOFError, OSError):
+                    end = f"died ({self.replace()})"
+                except FrameError as error:
+                    end = self.refuse(error)
+                on_end(end)
 
     def replace(self) -> str:
         """Ends the process, if it still runs, and starts another; returns the exit status of the first."""

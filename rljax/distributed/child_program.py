@@ -1,8 +1,8 @@
 """The program of a child process. Of the trainer it imports only the modules that it runs.
 
 ``multiprocessing`` would import the trainer's main module, and jax with it, into every child. Here standard input is
-one end of a pair of sockets. The first frame is a pickle of ``(sys.path, memory in bytes, program, settings)``, in
-which the settings are pickled once more. The function ``program``, written ``module:name``, gets ``(frames,
+one end of a pair of sockets. The first frame is a pickle of ``(sys.path, bytes of memory or None, program, settings)``,
+in which the settings are pickled once more. The function ``program``, written ``module:name``, gets ``(frames,
 *settings)``. It runs in a process of its own, and the process between it and the trainer ends what it leaves behind.
 """
 
@@ -59,7 +59,8 @@ def _work(end: socket.socket) -> None:
     _, body = frames.receive()
     sys.path[:], memory_bytes, program, settings = pickle.loads(body)
     run = pkgutil.resolve_name(program)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    if memory_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     run(frames, *pickle.loads(settings))
 
 

@@ -185,7 +185,7 @@ def _connected(
         check_weight_room(config.transfer_dir, size // jax.process_count() if shares_writing else size)
         return ServedEngine(
             config,
-            _backend(config.engine, publish, sleeps=config.colocated),
+            _backend(config.engine),
             functions or policy_functions(policy, config.dtype),
             hf_config=config_to_hf(policy, config.dtype),
             publish=publish,
@@ -210,24 +210,14 @@ def load_jax_engine(
     return engine
 
 
-def _make_vllm(publish: PublishConfig | None, sleeps: bool) -> Backend:
-    return VllmBackend(in_place=publish is not None and publish.in_place, sleeps=sleeps)
+BACKENDS: dict[str, Callable[[], Backend]] = {"vllm": VllmBackend, "sglang": SglangBackend}
+"""The kinds of servers, by the name of the engine."""
 
 
-BACKENDS: dict[str, Callable[[PublishConfig | None, bool], Backend]] = {
-    "vllm": _make_vllm,
-    "sglang": lambda publish, sleeps: SglangBackend(),
-}
-"""The functions that make the kind of server, by the name of the engine.
-
-They take the way in which weights come to the servers, and whether these sleep while the trainer trains.
-"""
-
-
-def _backend(kind: str, publish: PublishConfig | None = None, *, sleeps: bool = False) -> Backend:
+def _backend(kind: str) -> Backend:
     if kind not in BACKENDS:
         raise ValueError(f"the kind of a server must be {named_engines('serves')}, got {kind!r}")
-    return BACKENDS[kind](publish, sleeps)
+    return BACKENDS[kind]()
 
 
 def connect(

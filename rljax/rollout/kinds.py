@@ -16,7 +16,6 @@ Ability = Literal[
     "lags",  # it samples with a copy of the policy, so that the trainer may go on meanwhile
     "updates_in_flight",  # it goes on with responses when new weights come
     "sleeps",  # it gives its devices back while the trainer trains
-    "in_place",  # it writes only the changed elements of weights
     "cuts",  # it reports log-probabilities of the distribution after a cut
     "injects",  # its weights and logits can be changed on purpose
     "replays",  # the trainer may take over the experts of a recorded forward
@@ -31,9 +30,7 @@ _SERVER: tuple[Ability, ...] = ("serves", "lags", "updates_in_flight", "cache_fo
 ENGINES: dict[str, frozenset[Ability]] = {
     "exact": frozenset({"is_exact", "cuts", "injects"}),
     "jax": frozenset({"decodes", "lags", "cuts", "injects", "replays", "reports_routes"}),
-    "vllm": frozenset(
-        {*_SERVER, "sleeps", "in_place", "cuts", "replays", "reports_routes", "weight_form", "decodes_given"}
-    ),
+    "vllm": frozenset({*_SERVER, "sleeps", "cuts", "replays", "reports_routes", "weight_form", "decodes_given"}),
     "sglang": frozenset({*_SERVER, "replays"}),
 }
 """What each engine can do, by its name in ``rollout.engine``. ``build.py`` makes the engine."""

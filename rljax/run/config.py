@@ -187,8 +187,6 @@ class Config:
                 f"publish.store = {self.publish.store} is for servers: rollout.engine must be "
                 f"{named_engines('serves')}, got {self.rollout.engine}"
             )
-        if self.publish.in_place and (not can(self.rollout.engine, "in_place") or self.rollout.colocated):
-            raise ValueError("publish.in_place is for rollout.engine = vllm without rollout.colocated")
 
     def _check_tokens(self, correction: CorrectionConfig) -> None:
         """Raises ValueError for settings that rule out the correction of single tokens or the clip of stale ones."""

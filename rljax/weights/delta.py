@@ -5,31 +5,21 @@ unchanged elements since the changed element before it, in the narrowest integer
 arrays of gaps and of bits are laid out byte by byte, all lowest bytes first, and compressed by zstd. This helps because
 the high bytes of neighboring gaps or weights hardly differ. Where more than a quarter of a part changed, all of its
 bits are stored uncompressed, which takes far less time and little more room.
-
-A delta that a mirror has applied can be kept beside it, for servers that write it into their weights in place.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import zstandard
 
-from rljax.weights.format import Piece, Version, mapped, read_version, write_version
+from rljax.weights.format import Piece
 
 _LEVEL = 1
 _MOST = 0.25  # share of a part's elements above which all of its bits are stored
 _GAP_TYPES = {f"uint{8 * size}": np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-
-MOST_KEPT = 0.25
-"""Share of all elements above which a delta is not kept: writing it in place would spare little."""
-_KEPT_DIRECTORY = "last_delta"
 
 
 class Delta(NamedTuple):
@@ -101,61 +91,3 @@ def _decompressed(content: bytes, count: int, dtype: np.dtype) -> np.ndarray:
     except zstandard.ZstdError as error:
         raise ValueError(f"compressed content cannot be read: {error}") from error
     return np.ascontiguousarray(planes.reshape(dtype.itemsize, count).T).view(dtype).reshape(-1)
-
-
-@dataclass(frozen=True)
-class KeptDelta:
-    """The delta that a mirror has applied last. Its files change only under the mirror's lock."""
-
-    version: Version  # the version after the delta
-    base_digest: str  # the digest of the version before the delta
-    directory: Path  # the delta's files
-
-    def patches(self) -> Iterator[tuple[str, tuple[int, ...], np.ndarray, np.ndarray]]:
-        """Yields the changes of each piece that has any. Only one piece's changes are in memory at a time.
-
-        An item has four parts: the tensor's Hugging Face name, its shape, the flat indices of the changed elements
-        (int64, each once), and their new bits (uint16 or uint32). Raises OSError if a file cannot be read, and
-        ValueError or KeyError if its content does not fit the piece.
-        """
-        changed = [piece for piece in self.version.delta if piece.changed]
-        files = {file: mapped(self.directory / file) for file in self.version.files_of(changed)}
-        dtype = np.dtype("uint32" if self.version.dtype == "float32" else "uint16")
-        for piece in changed:
-            shape = self.version.tensors[piece.tensor].shape
-            yield piece.tensor, shape, *decode_piece(piece, files[piece.file], dtype)
-
-
-def keep(root: Path, version: Version, paths: Mapping[str, Path]) -> None:
-    """Keeps the delta that was applied to the mirror in ``root``, and removes the delta that was kept before.
-
-    A delta is not kept if it changes more than ``MOST_KEPT`` of the elements, or if there is no room for it. Servers
-    load the whole mirror then. ``paths`` has the paths of the delta's files by name.
-    """
-    forget(root)
-    changed = sum(piece.changed for piece in version.delta)
-    if changed > MOST_KEPT * sum(record.sums.count for record in version.tensors.values()):
-        return
-    directory = root / _KEPT_DIRECTORY
-    try:
-        directory.mkdir()
-        for file in version.files_of(version.delta):
-            shutil.copyfile(paths[file], directory / file)
-        write_version(directory, msgspec.structs.replace(version, dense=()))
-    except OSError:
-        forget(root)
-
-
-def forget(root: Path) -> None:
-    """Removes the delta that is kept for the mirror in ``root``."""
-    shutil.rmtree(root / _KEPT_DIRECTORY, ignore_errors=True)
-
-
-def kept(root: Path, name: str) -> KeptDelta | None:
-    """Returns the delta to the version ``name`` that is kept for the mirror in ``root``; None if there is none."""
-    directory = root / _KEPT_DIRECTORY
-    try:
-        version = read_version(directory, name)
-    except (OSError, ValueError):
-        return None
-    return KeptDelta(version, version.base.digest, directory) if version.base is not None else None

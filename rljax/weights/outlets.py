@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
+from rljax.distributed.child import Child
 from rljax.distributed.files import OwnedDirectory
 from rljax.errors import ConfigError
-from rljax.weights.access import KEY_FILE, own_address
+from rljax.weights.access import KEY_FILE, listen, own_address, serving_key
 from rljax.weights.format import PREFIX, VERSION_FILE
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.source import open_store
 from rljax.weights.writer import Kind, MakeParts, PartWriter, WrittenFiles
 
 log = logging.getLogger(__name__)
-
-_START_S = 60.0  # the longest time that the HTTP server may take until it listens
-_LOG = "server.log"  # the HTTP server's messages, in the run's directory; it is not served
 
 
 class Outlet:
@@ -65,7 +60,7 @@ class StoreOutlet(Outlet):
             raise RuntimeError(f"weights cannot be served from {url}: {error}") from error
 
     def add(self, path: Path) -> None:
-        """Uploads a file, or the files of a version. Raises OSError."""
+        """Uploads a file, or moves the files of a version into the store. Raises OSError."""
         files = [path] if path.is_file() else sorted(path.iterdir(), key=lambda file: file.name == VERSION_FILE)
         for file in files:
             name = file.relative_to(path.parent)
@@ -73,6 +68,8 @@ class StoreOutlet(Outlet):
                 self._fs.put_file(str(file), f"{self._folder}/{name}")
             except Exception as error:
                 raise OSError(f"{self.source}/{name} cannot be written: {error}") from error
+            if file.suffix == ".safetensors":
+                file.unlink()
 
     def remove(self, name: str) -> None:
         """Deletes the files of the version ``name``."""
@@ -88,149 +85,105 @@ class StoreOutlet(Outlet):
 
 
 class HttpOutlet(Outlet):
-    """An HTTP server of the run's directory: a program of its own (``weights.server``), which ends with this process.
+    """An HTTP server of a directory: a child process (``weights.server``), which is replaced whenever it ends.
 
-    It is started again if a signal ends it. ``process`` is the running program, and ``source`` the URL of the server.
+    ``source`` is the URL. This process holds the socket, so requests wait until a new server answers them.
     """
 
     def __init__(self, root: Path, *, host: str, port: int, api_key_file: Path | None) -> None:
         """Starts the server of ``root`` at the address ``host`` and a port (0: a free one).
 
-        With ``api_key_file`` every request must bring the key in that file. Raises RuntimeError if the server does not
-        start.
+        Every request must bring the key in ``api_key_file``, if there is one. Raises RuntimeError if the server does
+        not start.
         """
-        self._root, self._host, self._environment = root, host, dict(os.environ)
-        self._environment.pop(KEY_FILE, None)
-        if api_key_file is not None:
-            self._environment[KEY_FILE] = str(api_key_file)
-        self._closing, self._changing = False, threading.Lock()
-        self._start(port)
-        threading.Thread(target=self._restart_when_killed, name="rljax-weight-server", daemon=True).start()
+        try:
+            key_file = serving_key(host, api_key_file, f"{KEY_FILE} must name a key file")
+            self._listening, source = listen(host, port)
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"weights cannot be served on {host}:{port}: {error}") from error
+        super().__init__(source)
+        self._failure: RuntimeError | None = None
+        settings = root, host, self._listening.fileno(), key_file
+        self._child = Child(
+            "server of weights", "rljax.weights.server:serve", settings, files=[self._listening.fileno()]
+        )
+        try:
+            self._child.wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        threading.Thread(target=self._keep, name="rljax-weight-server", daemon=True).start()
 
     def add(self, path: Path) -> None:
-        """Checks that the server runs; it serves ``path`` from where it is. Raises OSError if the server has ended."""
-        with self._changing:
-            if not self._runs():
-                raise OSError(f"the server of weights ended with status {self.process.returncode}")
+        """Does nothing, because ``path`` is served from where it is. Raises OSError if no server can be started."""
+        if self._failure is not None:
+            raise OSError(str(self._failure))
 
     def close(self) -> None:
         """Ends the server; may be called twice."""
-        with self._changing:
-            self._closing = True
-            self._end()
+        self._child.stop()
+        self._listening.close()
 
-    def _start(self, port: int) -> None:
-        words = [sys.executable, "-m", "rljax.weights.server", str(self._root)]
-        words += ["--host", self._host, "--port", str(port)]
-        pipe, log_file = subprocess.PIPE, self._root / _LOG
-        with log_file.open("w") as messages:  # not a pipe, which would fill up: nobody reads it
-            self.process = subprocess.Popen(
-                words, stdin=pipe, stdout=pipe, stderr=messages, text=True, env=self._environment
-            )
-        assert self.process.stdout is not None
-        answers, _, _ = select.select([self.process.stdout], [], [], _START_S)
-        source = self.process.stdout.readline().strip() if answers else ""
-        if not source:
-            self._end()
-            lines = log_file.read_text().strip().splitlines() or [f"no answer within {_START_S:g} s"]
-            raise RuntimeError(f"weights cannot be served on {self._host}:{port}: {lines[-1]}")
-        self.source = source
+    def _keep(self) -> None:
+        def warn(end: str) -> None:
+            log.warning("the server of weights at %s %s; another one is started", self.source, end)
 
-    def _restart_when_killed(self) -> None:
-        goes_on = True
-        while goes_on:
-            self.process.wait()
-            with self._changing:
-                goes_on = not self._closing and self._runs()
-
-    def _runs(self) -> bool:
-        """Returns whether the server runs, after starting it again if a signal ended it."""
-        status = self.process.poll()
-        if status is None or status >= 0:
-            return status is None
-        log.warning("the server of weights at %s was ended by signal %d and is started again", self.source, -status)
-        self._end()
         try:
-            self._start(int(self.source.rpartition(":")[2]))
-        except (OSError, RuntimeError) as error:
-            log.warning("%s", error)
-        return self.process.poll() is None
-
-    def _end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
-        self.process.wait()
+            self._child.keep(warn)
+        except RuntimeError as error:
+            self._failure = error
 
 
-# ---- the writers of several processes ----
+class OfferingPartWriter(PartWriter):
+    """A writer of one of several processes that offers its files itself: it serves them, or uploads them.
 
+    ``directory`` has the files, unless it is None: then they are in the version's directory. ``outlet`` serves them. If
+    it is None, they are uploaded into the folder of process 0's run under ``url``, and no file stays on this machine.
+    """
 
-class HttpPartWriter(PartWriter):
-    """A writer of a process other than 0, which serves its files from a directory that it takes over."""
-
-    def __init__(self, parts: MakeParts, name: str, directory: OwnedDirectory, outlet: HttpOutlet) -> None:
+    def __init__(
+        self,
+        parts: MakeParts,
+        name: str,
+        directory: OwnedDirectory | None,
+        *,
+        outlet: HttpOutlet | None = None,
+        url: str = "",
+    ) -> None:
         super().__init__(parts, name)
-        self.directory, self.outlet = directory, outlet
+        self.directory, self.outlet, self._url = directory, outlet, url
 
     def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes the parts into this process's directory. Their file records name this process's server."""
-        own = self.directory.root / directory.name
+        """Writes and offers the parts of this process. The records of served files name this process's server."""
+        own = directory if self.directory is None else self.directory.root / directory.name
         own.mkdir(exist_ok=True)
         written = super().write(kind, own)
-        self.outlet.add(own)
-        at = self.outlet.source
+        outlet = self.outlet or StoreOutlet(directory.parent, url=self._url)
+        outlet.add(own)
+        at = "" if self.outlet is None else self.outlet.source
         files = {name: msgspec.structs.replace(record, at=at) for name, record in written.files.items()}
         return WrittenFiles(written.pieces, files)
+
+    def wait(self, directory: Path, written: WrittenFiles) -> None:
+        """Returns at once, because the files of other processes do not come into process 0's directory."""
 
     def forget(self, directory: Path) -> None:
         """Gives up a version and removes this process's files of it."""
         super().forget(directory)
-        shutil.rmtree(self.directory.root / directory.name, ignore_errors=True)
+        if self.directory is not None:
+            shutil.rmtree(self.directory.root / directory.name, ignore_errors=True)
 
     def keep_only(self, names: Collection[str]) -> None:
         """Removes this process's files of all versions except ``names``."""
-        for path in self.directory.root.glob("v*"):
+        for path in () if self.directory is None else self.directory.root.glob("v*"):
             if path.name not in names:
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
         """Ends the outlet and removes the directory; may be called twice."""
-        self.outlet.close()
-        self.directory.close()
-
-
-class StorePartWriter(PartWriter):
-    """A writer that uploads its files into the folder of process 0's run. No file stays on this machine."""
-
-    def __init__(self, parts: MakeParts, name: str, directory: OwnedDirectory | None, url: str) -> None:
-        """Takes over ``directory``, which holds files before their upload to ``url``. None: the version's directory."""
-        super().__init__(parts, name)
-        self._directory, self._url = directory, url
-
-    def write(self, kind: Kind, directory: Path) -> WrittenFiles:
-        """Writes the parts of this process, uploads the files, and removes the local copies."""
-        own = directory if self._directory is None else self._directory.root / directory.name
-        own.mkdir(exist_ok=True)
-        try:
-            written = super().write(kind, own)
-            StoreOutlet(directory.parent, url=self._url).add(own)
-        finally:
-            for file in own.iterdir():
-                file.unlink()
-            if self._directory is not None:
-                own.rmdir()
-        return written
-
-    def wait(self, directory: Path, written: WrittenFiles) -> None:
-        """Returns at once, because every process can read an uploaded file."""
-
-    def close(self) -> None:
-        """Removes the directory that holds files before their upload."""
-        if self._directory is not None:
-            self._directory.close()
+        for each in (self.outlet, self.directory):
+            if each is not None:
+                each.close()
 
 
 def make_part_writer(
@@ -258,18 +211,18 @@ def make_part_writer(
     """
     name, store = str(index), publish.store
     if index == 0 or store == "directory":
-        return StorePartWriter(parts, name, None, store) if "://" in store else PartWriter(parts, name)
+        return OfferingPartWriter(parts, name, None, url=store) if "://" in store else PartWriter(parts, name)
     try:
         directory = OwnedDirectory(PREFIX, parent)
         try:
             if store != "http":
-                return StorePartWriter(parts, name, directory, store)
+                return OfferingPartWriter(parts, name, directory, url=store)
             own_host = own_address(publish.host, coordinator.rpartition(":")[0].strip("[]"))
             own_port = publish.port and publish.port + index
             if own_port >= 65536:
                 raise ValueError(f"publish.port + {index} must be in 0..65535, got {own_port}")
             outlet = HttpOutlet(directory.root, host=own_host, port=own_port, api_key_file=api_key_file)
-            return HttpPartWriter(parts, name, directory, outlet)
+            return OfferingPartWriter(parts, name, directory, outlet=outlet)
         except BaseException:
             directory.close()
             raise

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rljax.errors import check_at_least, check_positive
-from rljax.weights.readers import check_readers
-
 
 @dataclass(frozen=True)
 class PublishConfig:
@@ -16,15 +13,6 @@ class PublishConfig:
     """The place that servers get weights from. shared: servers read each version in ``rollout.transfer_dir``, which
     they and the trainer see. Otherwise each server's machine pulls what changed into its own memory: from that
     directory (directory), from the trainer's machines (http), or from the object store at this URL (s3://..., gs://...)."""
-    straggler_s: float = 30.0
-    """The time that a publish waits for the other servers once the first one is ready (seconds). It waits longer if
-    the first one itself took longer. A server that is not ready by then is left out until it is."""
-    anchor_every: int = 16
-    """The number of versions from one that is written whole to the next one. Of the versions between them only the
-    changes are written."""
-    in_place: bool = False
-    """Whether vLLM servers write only the changed elements into their weights, instead of loading all of them. A worker
-    whose layers repack or round their weights, as on a CPU, still loads all of them. It has not run on a GPU yet."""
     host: str = "127.0.0.1"
     """The address of process 0's machine that ``store: http`` binds to: a loopback address, or a private one with
     ``rollout.api_key_file``. Each other process serves its part of the weights at the address from which its machine
@@ -38,14 +26,12 @@ class PublishConfig:
     unless they pull with ``store: http`` or from an object store."""
 
     def __post_init__(self) -> None:
-        check_readers(self.readable_by)
+        kind, _, group = self.readable_by.partition(":")
+        if kind not in ("owner", "group", "all") or (kind == "group") != bool(group):
+            raise ValueError(f"readable_by must be owner, group:NAME or all, got {self.readable_by!r}")
         if self.store not in ("shared", "directory", "http") and "://" not in self.store:
             raise ValueError(f"store must be shared, directory, http or a URL, got {self.store!r}")
         if self.store.startswith(("http://", "https://")):
             raise ValueError(f"store must be http, with host and port, for weights that are served, got {self.store!r}")
-        if self.in_place and self.store == "shared":
-            raise ValueError("in_place is for weights that servers pull: store must be directory, http or a URL")
-        check_at_least(self, 1, "anchor_every")
-        check_positive(self, "straggler_s")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be in 0..65535, got {self.port}")

@@ -1,26 +1,23 @@
 """Brings a machine's mirror to a version: by the deltas since the version that it holds, or from a dense version.
 
-    python -m rljax.weights.pull SOURCE VERSION MIRROR [--keep-delta]
-
 Servers of one machine call it side by side; the first one does the work. It needs neither jax nor torch nor vLLM.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import random
 import shutil
-import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from rljax.distributed.answering import answer_requests, end_with_parent
+from rljax.distributed.frames import Frames
 from rljax.weights.format import VERSION_FILE, Version, is_newer, parse_version, xxh3_of
 from rljax.weights.mirror import THREADS, DamagedError, Mirror
 from rljax.weights.source import PLACES, Source, SourceError, open_source
@@ -42,10 +39,8 @@ class Pulled:
     repaired: str = ""  # the damage that was found, in the mirror or in a file, before the pull was repeated
 
 
-def pull(source: Source, name: str, mirror: Mirror, *, keep_delta: bool = False) -> Pulled:
+def pull(source: Source, name: str, mirror: Mirror) -> Pulled:
     """Brings a mirror to the version ``name``.
-
-    With ``keep_delta`` the delta is kept (``delta.keep``) if it is the only one that is applied.
 
     Raises:
       SourceError: The source cannot be read.
@@ -61,19 +56,17 @@ def pull(source: Source, name: str, mirror: Mirror, *, keep_delta: bool = False)
         done.tag = version.tag
         if not mirror.holds(version):
             try:
-                _bring(source, version, mirror, done, held, keep_delta)
+                _bring(source, version, mirror, done, held)
             except DamagedError as error:
                 done.repaired = str(error)
                 mirror.clear()
-                _bring(source, version, mirror, done, None, keep_delta)
+                _bring(source, version, mirror, done, None)
     done.seconds = time.monotonic() - began
     done.check_s += mirror.check_s - checks
     return done
 
 
-def _bring(
-    source: Source, version: Version, mirror: Mirror, done: Pulled, held: Version | None, keep_delta: bool
-) -> None:
+def _bring(source: Source, version: Version, mirror: Mirror, done: Pulled, held: Version | None) -> None:
     """Brings the mirror to ``version`` from ``held``, or from a dense version. Adds the work to ``done``."""
     chain, from_dense = _chain(source, version, held)
     if not from_dense:
@@ -84,7 +77,7 @@ def _bring(
             if dense:
                 mirror.fill(each, paths)
             else:
-                mirror.apply(each, paths, keep=keep_delta and len(chain) == 1)
+                mirror.apply(each, paths)
         done.dense |= dense
         done.deltas += not dense
 
@@ -185,27 +178,18 @@ def _fetch(source: Source, version: Version, files: Sequence[str], folder: Path)
         return {file: path for paths in pool.map(fetch, places) for file, path in paths.items()}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the program and returns its exit status.
+def answer(frames: Frames, source: str, name: str, mirror: Path) -> None:
+    """Pulls the version ``name`` at the parent's request. This is the program of a child process.
 
-    It prints the fields of ``Pulled`` as one line of JSON. After a failure it prints one line on stderr and returns 1.
+    The answer is a :class:`Pulled`, or one line that says why the version could not be pulled.
     """
-    parser = argparse.ArgumentParser(prog="python -m rljax.weights.pull", description=__doc__)
-    parser.add_argument("source", help="directory, http:// URL, or URL of an object store")
-    parser.add_argument("version", help="name of the version's directory there")
-    parser.add_argument("mirror", type=Path, help="directory of this machine; made if it does not exist")
-    keep_help = "keep a single delta for servers that load only the delta"
-    parser.add_argument("--keep-delta", action="store_true", help=keep_help)
-    wanted = parser.parse_args(argv)
-    try:
-        with contextlib.closing(open_source(wanted.source)) as source:
-            done = pull(source, wanted.version, Mirror(wanted.mirror), keep_delta=wanted.keep_delta)
-        print(json.dumps(asdict(done)))
-    except (DamagedError, OSError, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    return 0
 
+    def take() -> Pulled | str:
+        try:
+            with contextlib.closing(open_source(source)) as opened:
+                return pull(opened, name, Mirror(mirror))
+        except (DamagedError, OSError, ValueError) as error:
+            return " ".join(str(error).split())
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with_parent(frames)
+    answer_requests(frames, take)

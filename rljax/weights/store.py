@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import grp
 import math
 import os
 import shutil
@@ -16,10 +17,12 @@ from rljax.errors import NotWrittenError
 from rljax.weights.format import PREFIX, Base, Checksum, TensorRecord, Version, format_of, write_version
 from rljax.weights.outlets import HttpOutlet, Outlet, StoreOutlet
 from rljax.weights.publish_config import PublishConfig
-from rljax.weights.readers import let_read
 from rljax.weights.writer import PartWriter, StreamWriter, Writer, WrittenFiles, whole_parts
 
 PROBE = "probe.txt"
+ANCHOR_EVERY = 16
+"""The number of versions from one that is written whole to the next one. The versions between them are deltas."""
+_MODES = {"owner": 0o700, "group": 0o750, "all": 0o755}  # the modes of a directory, by ``PublishConfig.readable_by``
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class WeightDirectory(OwnedDirectory):
         self,
         parent: str | os.PathLike[str] | None = None,
         *,
-        anchor_every: int = 16,
+        anchor_every: int = ANCHOR_EVERY,
         make_outlet: Callable[[Path], Outlet] = Outlet,
         writer: Writer | None = None,
         readable_by: str = "owner",
@@ -172,6 +175,23 @@ class WeightDirectory(OwnedDirectory):
         return max(index for index, each in enumerate(self._chain) if each.dense)
 
 
+def let_read(path: Path, readable_by: str) -> None:
+    """Lets exactly these users read a file, or a directory with all that it holds, whatever the umask is.
+
+    ``readable_by`` is ``PublishConfig.readable_by``. Raises ValueError if this machine has no such group, and OSError
+    if the owner is not in it.
+    """
+    kind, _, name = readable_by.partition(":")
+    try:
+        group = grp.getgrnam(name).gr_gid if kind == "group" else -1
+    except KeyError:
+        raise ValueError(f"publish.readable_by: this machine has no group {name!r}") from None
+    for each in (*path.rglob("*"), path):
+        if kind == "group":
+            os.chown(each, -1, group)
+        each.chmod(_MODES[kind] & (0o777 if each.is_dir() else 0o666))
+
+
 def check_weight_room(parent: str | os.PathLike[str] | None, version_bytes: int) -> None:
     """Raises RuntimeError if ``parent`` cannot be written, or has no room for two versions of the weights.
 
@@ -189,12 +209,13 @@ def open_weight_directory(
     *,
     api_key_file: Path | None = None,
     writer: Writer | None = None,
+    anchor_every: int = ANCHOR_EVERY,
 ) -> WeightDirectory:
     """Makes the directory of a run's versions, and opens the place where servers read them.
 
     The directory is made in ``parent``, or in this machine's memory. With the store "shared" all versions are dense,
     and ``writer`` must be None, which means the default writer. ``api_key_file`` has the key that every HTTP request
-    must bring.
+    must bring. Each ``anchor_every``-th version is dense.
 
     Raises:
       RuntimeError: The directory cannot be written or given to its readers, the HTTP server does not start, or the
@@ -211,7 +232,7 @@ def open_weight_directory(
         make_outlet = functools.partial(StoreOutlet, url=store)
     return WeightDirectory(
         parent,
-        anchor_every=publish.anchor_every,
+        anchor_every=anchor_every,
         make_outlet=make_outlet,
         writer=writer,
         readable_by=publish.readable_by,

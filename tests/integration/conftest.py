@@ -121,7 +121,7 @@ class Served:
         """Returns an engine for this server. ``config`` has fields of RolloutConfig."""
         return ServedEngine(
             RolloutConfig(engine="vllm", urls=(self.url,), **{"dtype": self.dtype, **config}),
-            VllmBackend(in_place=publish is not None and publish.in_place),
+            VllmBackend(),
             PolicyFunctions(tensors or self.model.tensors(self.dtype), self.model.checksums(self.dtype), self.score),
             hf_config=hf_config or self.model.hf_config,
             max_tokens=max_tokens,
@@ -176,15 +176,9 @@ def make_model(tmp_path_factory) -> Callable[..., Model]:
 
 @pytest.fixture(scope="session")
 def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProcess]:
-    def run(
-        model: Model, dtype: str, *, port: int = 0, workers: int = 1, unpacked: bool = False, more: tuple[str, ...] = ()
-    ) -> ServerProcess:
+    def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1, more: tuple[str, ...] = ()) -> ServerProcess:
         path = [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {
-            "PYTHONPATH": os.pathsep.join(path),
-            "SABOTAGE_UNPACKED": "1" if unpacked else "",
-            **ONE_THREAD,
-        }
+        environment = {"PYTHONPATH": os.pathsep.join(path), **ONE_THREAD}
         config = ServerConfig(
             model=str(model.path),
             python=vllm_interpreter,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from child_servers import server_at
 from network_link import Side, linked
 from shard_publishers import Publishers, assert_holds, take
 from toy_runs import ROOT, environment
@@ -36,6 +37,12 @@ def mirror(tmp_path):
 
 def files_of(told):
     return json.loads((Path(told["path"]) / "version.json").read_text())["files"]
+
+
+def url_of(told, index):
+    """Returns the URL at which a process other than 0 serves its files."""
+    (url,) = {it["at"] for name, it in files_of(told).items() if name.startswith(f"{index}-")}
+    return url
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -69,7 +76,8 @@ def test_each_process_serves_what_it_wrote_and_only_that(count, tmp_path, mirror
 
 def test_a_server_that_stands_still_in_mid_pull_and_goes_on(tmp_path, mirror):
     with Publishers(tmp_path / "run", 2) as run:
-        told, stopped = run.publish(), run.server_of(1)
+        told = run.publish()
+        stopped = server_at(url_of(told, 1))
         os.kill(stopped, signal.SIGSTOP)
         thread, failures = pulling(told, mirror)
         own_bytes = sum(it["bytes"] for it in files_of(told).values() if "at" not in it)
@@ -85,7 +93,8 @@ def test_a_server_that_stands_still_in_mid_pull_and_goes_on(tmp_path, mirror):
 def test_a_server_killed_in_a_pull_is_started_again(tmp_path, mirror, monkeypatch):
     monkeypatch.setattr(sources, "RANGE_BYTES", 4000)
     with Publishers(tmp_path / "run", 2) as run:
-        told, killed = run.publish(), run.server_of(1)
+        told = run.publish()
+        killed = server_at(url_of(told, 1))
         os.kill(killed, signal.SIGSTOP)
         thread, failures = pulling(told, mirror)
         time.sleep(0.5)
@@ -93,11 +102,11 @@ def test_a_server_killed_in_a_pull_is_started_again(tmp_path, mirror, monkeypatc
         thread.join(120)
         assert failures == []
         assert_holds(mirror, run.truth(0))
-        assert run.server_of(1) != killed
+        assert server_at(url_of(told, 1)) != killed
         take(run.publish(), mirror)
         assert_holds(mirror, run.truth(1))
         assert run.end() == [0, 0], run.said()
-    assert "was ended by signal 9 and is started again" in run.said()[1]
+    assert "died (exit status -9); another one is started" in run.said()[1]
 
 
 def test_a_damaged_file_is_refused_until_an_anchor_comes(tmp_path, mirror):
@@ -182,7 +191,7 @@ def test_a_process_elsewhere_serves_at_its_own_address(tmp_path):
                 places = {it["at"].rpartition(":")[0] for it in files_of(told).values() if "at" in it}
                 assert places == {f"http://{second.address}"}
                 before = second.sent_bytes()
-                pulled = [sys.executable, "-m", "rljax.weights.pull", told["source"], Path(told["path"]).name]
+                pulled = [sys.executable, "tests/support/pulling.py", told["source"], Path(told["path"]).name]
                 words = [*inside(0), *pulled, str(tmp_path / "mirror")]
                 subprocess.run(words, check=True, cwd=ROOT, env=environment(), timeout=120, capture_output=True)
                 assert_holds(Mirror(tmp_path / "mirror"), run.truth(number))
@@ -192,7 +201,7 @@ def test_a_process_elsewhere_serves_at_its_own_address(tmp_path):
         shutil.rmtree(tmp_path / "run")
         with Publishers(tmp_path / "run", 2, host="127.0.0.1", **where) as run:
             assert run.processes[1].wait(120) == 2
-            line = "process 1 cannot hand over its part of the weights: publish.host = 127.0.0.1 is reached on the"
+            line = "process 1 cannot hand over its part of the weights: publish.host = 127.0.0.1 is reached only on the"
             assert line in run.said()[1].replace("\n", " ")
 
 

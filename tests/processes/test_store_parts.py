@@ -37,7 +37,7 @@ def test_what_each_process_uploads_is_pulled_bit_for_bit(s3, count, tmp_path):
             assert told["source"].startswith(f"{URL}/")
             name = Path(told["path"]).name
             # Another process of the same machine pulls, so what this process remembers of the bucket cannot help it.
-            words = [sys.executable, "-m", "rljax.weights.pull", told["source"], name, str(mirror.root)]
+            words = [sys.executable, "tests/support/pulling.py", told["source"], name, str(mirror.root)]
             done = json.loads(subprocess.run(words, check=True, cwd=ROOT, timeout=120, capture_output=True).stdout)
             assert (done["dense"], done["deltas"], done["repaired"]) == (number == 0, int(number > 0), "")
             assert_holds(mirror, run.truth(number))

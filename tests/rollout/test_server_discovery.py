@@ -18,7 +18,6 @@ from rljax.rollout.servers.requests import Request
 from rljax.rollout.servers.sources import ListedRequests
 from rljax.rollout.servers.vllm.client import GENERATE, VllmBackend
 from rljax.rollout.types import ClientLimits, SamplingParams
-from rljax.weights.publish_config import PublishConfig
 
 
 @pytest.fixture
@@ -291,10 +290,11 @@ def test_what_was_recovered_for_older_weights_is_not_opened(fakes):
 
 
 @pytest.mark.parametrize("path", ["/start_weight_update", "/collective_rpc"])
-def test_a_publish_waits_for_a_straggler_as_long_as_told(fakes, path):
+def test_a_publish_waits_for_a_straggler_for_a_while(fakes, path, monkeypatch):
     """A server that hangs in its update or in its proof is left out. It is opened once it is ready."""
     quick, slow = fakes(2)
-    engine = make(quick.url, slow.url, publish=PublishConfig(straggler_s=1.0))
+    monkeypatch.setattr("rljax.rollout.servers.engine.STRAGGLER_S", 1.0)
+    engine = make(quick.url, slow.url)
     answer, hold = slow.answer, threading.Event()
 
     def waits(method, asked, body):

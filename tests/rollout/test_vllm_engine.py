@@ -28,8 +28,7 @@ OF_A_PULL = {
     "publish/check_s",
     "publish/pulled_bytes",
     "publish/mirrors_repaired",
-    "publish/servers_in_place",
-}  # test_vllm_pull.py and test_vllm_in_place.py have these
+}  # test_vllm_pull.py has these
 OF_ROUNDING = {"publish/verify_own_abs_diff_mean", "publish/verify_own_band"}  # test_vllm_forms.py has these
 
 
@@ -48,28 +47,6 @@ def test_publish_keeps_its_order(fake):
             (i, j) for i in range(2) for j in range(3)
         ]
         assert all(r["version"].tolist() == [4] * 5 for r in responses)
-    finally:
-        engine.close()
-
-
-def test_a_server_that_loaded_nothing_keeps_its_proof(fake):
-    """The server's bits are compared. Probes are sampled again only if the server has not passed with them."""
-    shift = [0.0]
-    engine = make(fake.url, score_shift=lambda: shift[0])
-    try:
-        shift[0] = 2e-6
-        passed = engine.publish(PARAMS, 0)["publish/verify_abs_diff_mean"]
-        assert passed == pytest.approx(2e-6, abs=1e-7)
-        shift[0], fake.loads_nothing = 1.0, True
-        metrics = engine.publish(PARAMS, 1)
-        assert metrics["publish/verify_abs_diff_mean"] == passed
-        assert metrics["publish/verified_tensors"] == len(PARAMS)
-        fake.loads_nothing = False
-        with pytest.raises(VerificationError, match="is 1, then 1 nats"):
-            engine.publish(PARAMS, 2)
-        fake.loads_nothing = True
-        with pytest.raises(VerificationError, match="is 1, then 1 nats"):
-            engine.publish(PARAMS, 3)
     finally:
         engine.close()
 

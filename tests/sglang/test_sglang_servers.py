@@ -117,7 +117,7 @@ def test_both_servers_pull_what_changed_over_http(pair, engine_of):
 
     Both servers prove that they hold it.
     """
-    engine = engine_of(*pair.urls, publish=PublishConfig(store="http", anchor_every=3))
+    engine = engine_of(*pair.urls, publish=PublishConfig(store="http"))
     whole = engine_of.first
     assert whole["publish/pulled_bytes"] == whole["publish/bytes"] > 0
     params = pair.policy.params

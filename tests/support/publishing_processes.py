@@ -75,7 +75,7 @@ class Move(Shared):
 def main(index, count, coordinator, store, host, directory, heartbeat_s):
     """Runs one process."""
     root = Path(directory)
-    publish = PublishConfig(store=store, host=host, anchor_every=3)
+    publish = PublishConfig(store=store, host=host)
     rollout = RolloutConfig(transfer_dir=str(root / f"process_{index}"))
     with start_processes(count, index, coordinator, heartbeat_s=float(heartbeat_s)) as processes:
         config = read_config(MODEL)
@@ -100,6 +100,7 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
                 rollout.transfer_dir,
                 api_key_file=find_key_file(None),
                 writer=act,
+                anchor_every=3,
             )
             for folder in ("truth", "answers"):
                 (root / folder).mkdir()

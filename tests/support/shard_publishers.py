@@ -99,21 +99,8 @@ class Publishers:
         (found,) = (self.root / f"process_{index}").glob("rljax-weights-*")
         return found
 
-    def server_of(self, index):
-        """Returns the id of the process that serves a process's weights."""
-        wanted = f"rljax.weights.server\0{self.own(index)}\0"
-        found = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if wanted in _read(path)]
-        (pid,) = found
-        return pid
-
     def truth(self, number):
         return np.load(self.root / f"truth/{number}.npz")
-
-
-def _read(path):
-    with contextlib.suppress(OSError):
-        return path.read_text()
-    return ""
 
 
 def take(told, mirror):

@@ -72,7 +72,6 @@ class FakeVllm:
         self.seen: Counter[str] = Counter()
         self.events: list[str] = []
         self.running, self.most_running = 0, 0
-        self.loads_nothing = False  # whether it says that the last version equals the previous one
         self._lock = threading.Condition()
         self._holds, self._given_up = False, 0
         self._httpd = _Server(("127.0.0.1", port), _handler(self))
@@ -158,7 +157,7 @@ class FakeVllm:
             tensors |= {name: dataclasses.astuple(array_checksum(array)) for name, array in load_file(file).items()}
         left_out = dict.fromkeys(self.not_loaded)
         tensors |= left_out
-        return {"tag": self.version, "tensors": tensors, "seconds": 0.25, "equal": self.loads_nothing}
+        return {"tag": self.version, "tensors": tensors, "seconds": 0.25}
 
     def lines(self, asked: list[dict]) -> Iterator[bytes]:
         """Yields the lines of rljax's endpoint; each has the answer of /inference/v1/generate to its request."""

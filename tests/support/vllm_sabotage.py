@@ -1,25 +1,18 @@
 """An extension of the test servers' workers: it breaks them in ways that a check must notice."""
 
 import json
-import os
 import time
 
 import planted_in_vllm
 import torch
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-from vllm.model_executor.layers import utils as vllm_layers
 
 from rljax.rollout.servers.vllm import plugin as vllm_plugin
 
 _REPAIR = vllm_plugin.repair_tied_head
 _REPACK = vllm_plugin.repack_experts
-_PATCHES = vllm_plugin.KeptDelta.patches
 
 SpinCondition.__init__.__defaults__ = (0.05,)  # seconds instead of 1: a waiting worker leaves its core to other tests
-
-if os.environ.get("SABOTAGE_UNPACKED"):  # linear layers use their weights unpacked, as on a GPU
-    vllm_layers.check_cpu_sgl_kernel = lambda *sizes: False
-    vllm_layers.ops._supports_onednn = False
 
 
 class Sabotage(vllm_plugin.WorkerExtension):
@@ -80,22 +73,6 @@ class Sabotage(vllm_plugin.WorkerExtension):
         """Calls ``sabotage_load`` in the worker of this rank only."""
         if self.rank == int(rank):
             self.sabotage_load(how, of)
-
-    def sabotage_patches(self, how: str, of: str) -> None:
-        """Breaks the update in place: ``skip`` leaves out the tensor ``of``, ``raise`` fails at this tensor."""
-
-        def patches(delta):
-            for tensor, *changes in _PATCHES(delta):
-                if how == "raise" and tensor == of:
-                    raise RuntimeError("planted")
-                if how != "skip" or tensor != of:
-                    yield tensor, *changes
-
-        vllm_plugin.KeptDelta.patches = patches
-
-    def sabotage_scale(self, of: str) -> None:
-        """Doubles a parameter without the plugin's knowledge."""
-        self.weight_transfer_engine.model.get_parameter(of).data.mul_(2)
 
     def sabotage_finish(self, state: str) -> None:
         """Makes the next update end in an error."""

@@ -3,23 +3,27 @@
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import httpx
 import numpy as np
 import pytest
+from child_servers import kill_server, server_at
 from cutting_proxy import CuttingProxy
 
 from rljax.weights.access import KEY_FILE
 from rljax.weights.format import PROTOCOL, FileRecord
-from rljax.weights.mirror import Mirror, WorkerWeights
+from rljax.weights.mirror import Mirror
 from rljax.weights.outlets import HttpOutlet
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import HttpSource, SourceError, open_source
 from rljax.weights.store import open_weight_directory
 from rljax.weights.sums import array_checksum
+from rljax.weights.worker import WorkerWeights
 
 KEY = "a-key-of-more-than-sixteen-letters"
 
@@ -64,7 +68,6 @@ def test_ranges_of_the_runs_files_and_nothing_else(tmp_path, served, content):
     (tmp_path / "root/owner.key").write_text("secret")
     url = served().source
     assert httpx.get(f"{url}/health").text == "ok\n"
-    assert (tmp_path / "root/server.log").is_file()
     assert httpx.get(f"{url}/{NAME}").content == content
     part = httpx.get(f"{url}/{NAME}", headers={"Range": "bytes=1000-1999"})
     assert (part.status_code, part.content) == (206, content[1000:2000])
@@ -73,7 +76,6 @@ def test_ranges_of_the_runs_files_and_nothing_else(tmp_path, served, content):
         "../outside.txt",
         "%2e%2e/outside.txt",
         "owner.key",
-        "server.log",
         "v00000001-1",
         "",
         "v1-1/../owner.key",
@@ -183,13 +185,41 @@ def test_a_shown_trainer_leaves_no_connection_in_the_worker(tmp_path):
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_server_ends_with_the_run(tmp_path):
-    """However the run ends, the pipe of the server's standard input is closed."""
-    files = HttpOutlet(tmp_path, host="127.0.0.1", port=0, api_key_file=None)
-    assert httpx.get(f"{files.source}/health").status_code == 200
-    files.process.stdin.close()
-    assert files.process.wait(timeout=20) == 0
-    with pytest.raises(OSError, match="the server of weights ended with status 0"):
+def test_a_server_that_was_killed_is_replaced_at_its_address(tmp_path, caplog):
+    (tmp_path / "probe.txt").write_text("seen")
+    with contextlib.closing(HttpOutlet(tmp_path, host="127.0.0.1", port=0, api_key_file=None)) as files:
+        killed = kill_server(files.source)
+        assert open_source(files.source).read("probe.txt") == b"seen"
+        assert server_at(files.source) != killed
         files.add(tmp_path)
-    files.close()
-    assert KEY_FILE not in os.environ
+    assert f"the server of weights at {files.source} died (exit status -9)" in caplog.text
+
+
+def test_a_server_that_cannot_start_again_fails_the_publish(tmp_path, key_file):
+    with contextlib.closing(HttpOutlet(tmp_path, host="127.0.0.1", port=0, api_key_file=key_file)) as files:
+        key_file.unlink()
+        kill_server(files.source)
+        with pytest.raises(OSError, match=r"a server of weights cannot be started: the key file \S+ cannot be read"):
+            repeat(lambda: files.add(tmp_path))
+
+
+def test_the_server_ends_with_the_run(tmp_path):
+    """However the run ends, its end of the connection is closed."""
+    words = "import sys; from pathlib import Path; from rljax.weights.outlets import HttpOutlet\n"
+    words += "print(HttpOutlet(Path(sys.argv[1]), host='127.0.0.1', port=0, api_key_file=None).source, flush=True)\n"
+    words += "sys.stdin.read()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", words, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as run:
+        url = run.stdout.readline().strip()
+        assert httpx.get(f"{url}/health").status_code == 200
+        run.kill()
+    with pytest.raises(httpx.TransportError):
+        repeat(lambda: httpx.get(f"{url}/health", timeout=20))
+
+
+def repeat(call):
+    """Calls a function until it raises an error, for at most 30 seconds."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        call()
+        time.sleep(0.05)

@@ -1,7 +1,6 @@
 """Versions of the weights are written, and the tests check which deltas and anchors a machine pulls."""
 
 import contextlib
-import json
 import runpy
 import shutil
 import threading
@@ -13,7 +12,6 @@ import pytest
 from toy_runs import ROOT
 from weight_training import SHAPES, Training, assert_holds, held, shards
 
-from rljax.weights import pull as pulls
 from rljax.weights.format import Base, TensorRecord, Version, write_version
 from rljax.weights.mirror import Mirror
 from rljax.weights.outlets import StoreOutlet
@@ -240,14 +238,3 @@ def test_an_object_store_loses_the_versions_with_the_run(tmp_path, mirror):
         (run,) = Path(tmp_path / "bucket").iterdir()
         assert sorted(path.name for path in run.iterdir()) == ["probe.txt", "v00000002-3", "v00000003-4"]
     assert list(Path(tmp_path / "bucket").iterdir()) == []
-
-
-def test_the_program_says_what_it_did_and_what_it_could_not(training, mirror, capsys):
-    version = training.step()
-    assert pulls.main([version.source, version.path.name, str(mirror.root)]) == 0
-    assert json.loads(capsys.readouterr().out)["tag"] == version.tag
-    assert pulls.main([version.source, "v00000077-1", str(mirror.root)]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert "v00000077-1/version.json cannot be read" in error
-    assert len(error.splitlines()) == 1

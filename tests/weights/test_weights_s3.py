@@ -38,7 +38,7 @@ def pulled(training, root):
     """
     version = training.versions[-1]
     shutil.rmtree(version.path, ignore_errors=True)
-    words = [sys.executable, "-m", "rljax.weights.pull", version.source, version.path.name, str(root)]
+    words = [sys.executable, "tests/support/pulling.py", version.source, version.path.name, str(root)]
     ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     return ended.returncode, ended.stderr if ended.returncode else json.loads(ended.stdout)
 

@@ -1,7 +1,12 @@
 """Checks of the weights that a server's worker may load, and of the pulls that it starts."""
 
 import contextlib
+import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -10,10 +15,10 @@ from safetensors.numpy import load_file
 from small_disk import small_disk
 
 from rljax.weights.format import PROTOCOL, read_version, write_version
-from rljax.weights.mirror import MIRROR_DIR, Pulls, WorkerWeights
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.store import WeightDirectory, open_weight_directory
 from rljax.weights.sums import array_checksum
+from rljax.weights.worker import MIRROR_DIR, Pulls, WorkerWeights
 
 TENSOR = np.arange(12, dtype=np.float32).reshape(3, 4)
 
@@ -66,6 +71,49 @@ def test_a_pull_that_fails_says_why_and_may_be_begun_again(files, pulling):
     (version.path / "elsewhere.json").rename(version.path / "version.json")
     pulling.begin(version.path.name)
     assert ended(pulling, version.path.name)["error"] == ""
+
+
+def test_a_pull_whose_process_dies_may_be_begun_again(files, pulling):
+    """The mirror is locked meanwhile, so that the pull waits and can be killed."""
+    version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
+    with pulling.mirror.locked():
+        pulling.begin(version.path.name)
+        wait_for(lambda: holders(pulling.mirror))
+        for pid in holders(pulling.mirror):
+            os.kill(pid, signal.SIGKILL)
+        assert ended(pulling, version.path.name)["error"] == "the pull failed: LostError: died (exit status -9)"
+        pulling.begin(version.path.name)
+        time.sleep(0.5)
+        assert pulling.result(version.path.name) is None
+    assert ended(pulling, version.path.name)["error"] == ""
+
+
+def test_a_pull_ends_with_the_server_that_began_it(files, pulling):
+    version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
+    words = "import sys, time; from rljax.weights.worker import Pulls\n"
+    words += "pulls = Pulls(*sys.argv[1:3]); pulls.begin(sys.argv[3]); time.sleep(600)"
+    named = [files.source, files.run_tag, version.path.name]
+    with pulling.mirror.locked(), subprocess.Popen([sys.executable, "-c", words, *named]) as server:
+        wait_for(lambda: holders(pulling.mirror))
+        server.kill()
+        wait_for(lambda: not holders(pulling.mirror))
+
+
+def holders(mirror):
+    """Returns the ids of the other processes that wait for the lock of a mirror."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == str(mirror.root / "lock"):
+                found.add(int(link.parts[2]))
+    return found - {os.getpid()}
+
+
+def wait_for(holds):
+    until = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_the_last_user_takes_the_mirror_with_it(files, pulling):

@@ -29,7 +29,7 @@ from rljax.rollout.servers.handshake import Expectation, check_logprobs
 from rljax.rollout.servers.kind import Backend
 from rljax.rollout.servers.requests import Completion, ServerInfo, check_prompts, make_requests, shortest
 from rljax.rollout.servers.sources import ListedRequests, QueuedTurns, RequestSource
-from rljax.rollout.servers.verify import Difference, Look, Score, Verifier
+from rljax.rollout.servers.verify import Look, Score, Verifier
 from rljax.rollout.turns import TurnQueue
 from rljax.rollout.types import Response, RolloutConfig, SamplingParams
 from rljax.weights.access import find_key_file
@@ -40,10 +40,13 @@ from rljax.weights.writer import Part, Writer
 
 log = logging.getLogger(__name__)
 
+STRAGGLER_S = 30.0
+"""The shortest time that a publish waits for the other servers once the first one is ready (seconds)."""
+
 _Shown = tuple[ServerInfo | None, Sequence[Look]]
 """The proof of a server: its description or None, and its completions of the probes, one ``Look`` for each round.
 
-The description is there after a handshake. There are no looks before the first publish, or if no tensor has changed."""
+The description is there after a handshake. There are no looks before the first publish."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,6 @@ class ServedEngine(Admission, RolloutEngine):
         self._publisher = threading.get_ident()  # the thread that may use the policy of ``_current``
         self._verified = self._warned = False
         self._rejected: dict[str, Exception] = {}  # the servers that failed under the current version, and how
-        self._passed: dict[str, Difference] = {}  # the difference that a server's probes last passed with, by URL
         self._infos: dict[str, ServerInfo] = {}
         self._asleep: set[str] = set()
         self.fleet = Fleet(config, backend, self, stop)
@@ -144,7 +146,7 @@ class ServedEngine(Admission, RolloutEngine):
         self.fleet.take_answers()
         # A server that cannot read the version now may read it later: it is updated when it is brought back.
         pull = functools.partial(self._pull, version)
-        self.fleet.side_by_side(pull, self.fleet.answering(), self._publish.straggler_s)
+        self.fleet.side_by_side(pull, self.fleet.answering(), STRAGGLER_S)
         self._prepared = _Published(version, params, sums)
         self._metrics.add("publish/bytes", version.num_bytes)
         self._metrics.add("publish/seconds", time.monotonic() - began)
@@ -263,7 +265,7 @@ class ServedEngine(Admission, RolloutEngine):
     def _renew_all(self, urls: Sequence[str]) -> None:
         """Gives the current weights to these servers and to those that came back. Returns once one is verified."""
         assert self._current is not None
-        self.fleet.renew(functools.partial(self._renew, self._current), urls, self._publish.straggler_s)
+        self.fleet.renew(functools.partial(self._renew, self._current), urls, STRAGGLER_S)
 
     def _handshake(self, url: str) -> ServerInfo:
         info = self._backend.handshake(self._client, url, self._expected, self.files)
@@ -319,10 +321,6 @@ class ServedEngine(Admission, RolloutEngine):
         workers = self._backend.check_bits(self._client, url, published.version, published.sums)
         self._metrics.put("publish/verified_tensors", len(published.sums))
         self._metrics.highest("time/server_checksums_s", max(worker.seconds for worker in workers))
-        if self._publish.in_place:
-            self._metrics.add("publish/servers_in_place", all(worker.in_place for worker in workers))
-        if url in self._passed and all(worker.equal for worker in workers):
-            return info, ()  # nothing changed in the server since its probes passed
         began = time.monotonic()
         looks = self.verifier.sample(self._client, url)
         self._metrics.highest("publish/probe_s", time.monotonic() - began)
@@ -340,7 +338,6 @@ class ServedEngine(Admission, RolloutEngine):
         """
         if url in self._rejected:
             raise ServerGoneError(str(self._rejected[url]))
-        self._passed.pop(url, None)
         published = self._current
         if published is None:
             try:
@@ -384,15 +381,14 @@ class ServedEngine(Admission, RolloutEngine):
         if current is None:
             self._client.pause(url)
             return
-        if probes:
-            began = time.monotonic()
-            self._passed[url] = self.verifier.judge(self._client, url, probes, current.params)
-            self._metrics.add("publish/score_s", time.monotonic() - began)
+        began = time.monotonic()
+        difference = self.verifier.judge(self._client, url, probes, current.params)
+        self._metrics.add("publish/score_s", time.monotonic() - began)
         assert self.verifier.band is not None
-        self._metrics.highest("publish/verify_abs_diff_mean", self._passed[url].mean)
+        self._metrics.highest("publish/verify_abs_diff_mean", difference.mean)
         self._metrics.put("publish/verify_band", self.verifier.band)
         if self.verifier.own_band is not None:
-            self._metrics.highest("publish/verify_own_abs_diff_mean", self._passed[url].own)
+            self._metrics.highest("publish/verify_own_abs_diff_mean", difference.own)
             self._metrics.put("publish/verify_own_band", self.verifier.own_band)
         self._client.open(url, current.version.tag)
         if info is not None:
@@ -405,7 +401,6 @@ class ServedEngine(Admission, RolloutEngine):
         if self._current is None and self.fleet.discovery is None:
             raise error
         self._rejected[url] = error
-        self._passed.pop(url, None)
         self._metrics.add("rollout/servers_rejected", 1.0)
         if url in self._client.down():
             log.warning("a %s server is left out: %s", self._backend.name, error)

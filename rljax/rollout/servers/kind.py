@@ -34,8 +34,6 @@ class WorkerChecksums:
     # The checksum of each tensor, or of the worker's part of it, as it was loaded; None where it was not loaded.
     tensors: Mapping[str, Checksum | None]
     seconds: float  # the time that the checksums took
-    in_place: bool = False  # whether only the changed elements were written, or nothing
-    equal: bool = False  # whether nothing was written, because the version before had the same tensors
 
 
 class Backend(ABC):
@@ -56,7 +54,6 @@ class Backend(ABC):
     without_plugin: str  # the meaning of a refusal of a question to rljax's plugin
     version_route: str  # the path at which a server says which weights it holds
     without_version: str  # the meaning of a refusal at ``version_route``
-    keeps_deltas = False  # whether the workers keep the changes of a version, to write them in place
 
     @abstractmethod
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
@@ -199,7 +196,7 @@ class Backend(ABC):
         if not version.source:
             return {}
         name, begun = version.path.name, time.monotonic()
-        self.ask_plugin(client, url, "rljax_pull", name, *([True] if self.keeps_deltas else []))
+        self.ask_plugin(client, url, "rljax_pull", name)
         while time.monotonic() - begun < UPDATE_S:
             answers = self.ask_plugin(client, url, "rljax_pulled", name)
             try:
@@ -242,10 +239,7 @@ class Backend(ABC):
                 raise VerificationError(f"{url} was last given the weights {sorted(tags)}, not {version.tag!r}")
             workers = [
                 WorkerChecksums(
-                    {name: sums and Checksum(*sums) for name, sums in each["tensors"].items()},
-                    each["seconds"],
-                    bool(each.get("in_place")),
-                    bool(each.get("equal")),
+                    {name: sums and Checksum(*sums) for name, sums in each["tensors"].items()}, each["seconds"]
                 )
                 for each in answers
             ]

@@ -32,8 +32,8 @@ from rljax.rollout.servers.loaded import ModelTensors, described_shape, has_tied
 from rljax.rollout.servers.sglang.server import ROOM
 from rljax.weights.access import KEY_FILE, RequireKey
 from rljax.weights.format import PROTOCOL
-from rljax.weights.mirror import WorkerWeights
 from rljax.weights.sums import tensor_checksum
+from rljax.weights.worker import WorkerWeights
 
 ANSWER = "rljax"
 """The key of the answer, which is JSON, among the checksums in a reply of /weights_checker."""
@@ -71,11 +71,11 @@ class Worker:
         self.weights.show(**probe)
 
     def rljax_pull(self, runner: Any, name: str) -> None:
-        """Begins to pull the version ``name`` into this machine's mirror (``weights.mirror.Pulls.begin``)."""
+        """Begins to pull the version ``name`` into this machine's mirror (``weights.worker.Pulls.begin``)."""
         self.weights.pulls.begin(name)
 
     def rljax_pulled(self, runner: Any, name: str) -> dict[str, Any] | None:
-        """Returns the result of the pull of ``name``, or None while it runs (``weights.mirror.Pulls.result``)."""
+        """Returns the result of the pull of ``name``, or None while it runs (``weights.worker.Pulls.result``)."""
         return self.weights.pulls.result(name)
 
     def rljax_checksums(self, runner: Any) -> dict[str, Any]:

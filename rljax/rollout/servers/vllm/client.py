@@ -117,14 +117,6 @@ class VllmBackend(Backend):
     version_route = "/weight_info"
     without_version = "it does not say which weights it holds: no /weight_info; a newer vLLM has it"
 
-    def __init__(self, *, in_place: bool = False, sleeps: bool = False) -> None:
-        """Sets how the workers treat weights.
-
-        ``in_place``: Whether they write only the changed elements, as ``PublishConfig.in_place``. ``sleeps``: Whether
-        servers sleep, and so lose their weights between publishes.
-        """
-        self.keeps_deltas, self._keeps_equal = in_place, not (in_place or sleeps)
-
     def body(self, route: str, request: Request, model: str) -> dict[str, Any]:
         """Returns a body with all settings that shape the distribution, so that no default of the server can change it.
 
@@ -280,11 +272,7 @@ class VllmBackend(Backend):
 
     def push(self, client: Caller, url: str, version: WeightVersion, in_flight: InFlight = "wait") -> None:
         """Pauses the server, updates its weights, resets its prefix cache and resumes it."""
-        update: dict[str, Any] = {"path": "" if version.source else str(version.path), "tag": version.tag}
-        if self.keeps_deltas:
-            update["in_place"] = True
-        if self._keeps_equal and version.source:
-            update["keep_equal"] = True
+        update = {"path": "" if version.source else str(version.path), "tag": version.tag}
 
         def post(path: str, **kwargs: Any) -> dict[str, Any]:
             return client.call(url, "POST", path, timeout_s=UPDATE_S, **kwargs)

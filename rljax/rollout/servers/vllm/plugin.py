@@ -4,10 +4,6 @@ vLLM calls :func:`register` in each of its processes through the entry-point gro
 the weight-transfer backend ``rljax_file`` known, which reads safetensors from a directory that trainer and server both
 see. :class:`WorkerExtension` (``--worker-extension-cls``) answers the handshake, and tells which bits were loaded.
 
-A delta is written by vLLM's own ``load_checkpoint_weight_patches``. It goes through the model's loader, and so knows
-names, fused tensors and tensor parallelism. It packs nothing, and is right only if a layer computes with the parameters
-that it loaded. To know that, the checksums at the end of a load are compared with those before packing.
-
 There is no jax in vLLM's environment, so this module imports nothing that needs it.
 """
 
@@ -15,9 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,12 +30,9 @@ from rljax.rollout.servers.vllm.description import describe
 from rljax.rollout.servers.vllm.forced import ForcedDecoding
 from rljax.rollout.servers.vllm.server import BACKEND
 from rljax.rollout.servers.vllm.taps import TapMethods
-from rljax.weights.delta import KeptDelta
-from rljax.weights.format import Checksum, TensorRecord, read_version
-from rljax.weights.mirror import WorkerWeights
+from rljax.weights.format import Checksum
 from rljax.weights.sums import as_published, tensor_checksum
-
-log = logging.getLogger(__name__)
+from rljax.weights.worker import WorkerWeights
 
 
 def register() -> None:
@@ -74,8 +66,6 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
 
     path: str  # the directory of the version; "" for this machine's own mirror, which must hold the version already
     tag: str  # the tag that the version must have
-    in_place: bool = False  # whether only the mirror's delta is written, if the parameters are as they were loaded
-    keep_equal: bool = False  # whether nothing is loaded if the mirror's version equals the loaded one
 
 
 class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
@@ -83,13 +73,8 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
     init_info_cls = FileInitInfo
     update_info_cls = FileUpdateInfo
-    loaded: PatchedWeights | None = None  # the checksums of the last finished update
-    _loading: PatchedWeights | None = None  # the checksums of the update under way
-    _in_place = False  # whether the update under way comes from the mirror and asks for ``in_place``
-    _digest = ""  # the digest of the version that is loaded or being loaded; "" if it is not known
-    _stands = False  # whether the parameters are as they were loaded last, so that a delta can be written into them
-    _records: Mapping[str, TensorRecord] = {}  # the records of the loaded version's tensors; empty if not known
-    _sums: Mapping[str, Checksum | None] = {}  # the checksums that were taken as that version was loaded
+    loaded: LoadedWeights | None = None  # the checksums of the last finished update
+    _loading: LoadedWeights | None = None  # the checksums of the update under way
 
     @functools.cached_property
     def weights(self) -> WorkerWeights:
@@ -106,8 +91,6 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
         Raises ValueError if one of them is not the trainer's, and RuntimeError if the mirror has too little room.
         """
-        self._stands = False  # a trainer that begins, or has found wrong bits here, first sends all weights
-        self._records = {}
         self.weights.show(**dataclasses.asdict(init_info))
 
     def start_weight_update(self) -> None:
@@ -120,41 +103,15 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
 
         Raises ValueError if it has another tag, cannot be loaded, or lies in no directory that a trainer has shown.
         """
-        held, self._digest = self._digest, ""
-        known, self._records = self._records, {}
-        self._in_place = update_info.in_place and not update_info.path
         with self.weights.version(update_info.path, update_info.tag) as (directory, files):
-            digest, delta = self.weights.mirrored() if self._in_place else ("", None)
-            fits = delta is not None and self._stands and delta.base_digest == held
-            records = read_version(directory).tensors if update_info.keep_equal and not update_info.path else {}
-            self._stands = False
-            if records and records == known:
-                self._loading = EqualWeights(self.model, self.model_config.dtype, self._sums)
-            elif not (fits and delta is not None and self._patch(delta)):
-                self._reload(directory, files)
-            assert self._loading is not None
-            self._loading.tag, self._loading.records = update_info.tag, records
-            self._digest = digest
-
-    def _reload(self, directory: Path, files: list[str]) -> None:
-        tied = self.has_tied_head  # While the model loads, no two layers share a parameter.
-        initialize_layerwise_reload(self.model)
-        self._loading = LoadedWeights(self.model, self.model_config.dtype, tied=tied)
-        try:
-            self.model.load_weights(read_tensors(directory, files))
-        except BaseException:
-            self.shutdown()
-            raise
-
-    def _patch(self, delta: KeptDelta) -> bool:
-        """Writes a delta into the parameters. Returns whether it could be written; if not, all must be loaded."""
-        try:
-            write_in_place(self.model, delta)
-        except Exception as error:
-            log.warning("%s is loaded whole, it could not be written in place: %s", delta.version.tag, error)
-            return False
-        self._loading = PatchedWeights(self.model, self.model_config.dtype, tied=self.has_tied_head)
-        return True
+            tied = self.has_tied_head  # While the model loads, no two layers share a parameter.
+            initialize_layerwise_reload(self.model)
+            self._loading = LoadedWeights(self.model, self.model_config.dtype, update_info.tag, tied=tied)
+            try:
+                self.model.load_weights(read_tensors(directory, files))
+            except BaseException:
+                self.shutdown()
+                raise
 
     def finish_weight_update(self) -> None:
         """Puts the layers back into service, the tied head included, and computes the missing checksums.
@@ -166,12 +123,7 @@ class FileWeightTransferEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo
         try:
             self._loading.put_back(self.model, self.model_config)
             self._loading.finish()
-            self._stands = self._in_place and (
-                not isinstance(self._loading, LoadedWeights)
-                or stands_as_loaded(self.model, self.model_config.dtype, self._loading.tensors)
-            )
             self.loaded = self._loading
-            self._records, self._sums = self._loading.records, self._loading.tensors
         finally:
             self.shutdown()
 
@@ -187,53 +139,7 @@ def tensors_of(model: torch.nn.Module) -> ModelTensors:
     return ModelTensors(model, getattr(model, "packed_modules_mapping", {}))
 
 
-def checksums(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> dict[str, Checksum]:
-    """Returns the checksum of each tensor by name. ``dtype``: The dtype of the published weights."""
-    return {name: tensor_checksum(as_published(tensor, dtype)) for name, tensor in tensors}
-
-
-class PatchedWeights:
-    """The checksums of all parameters after an update that wrote the changed elements into them."""
-
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, *, tied: bool) -> None:
-        """Computes no checksum yet. ``dtype``: The dtype of the published weights. ``tied``: See ``has_tied_head``."""
-        self._model, self._dtype, self._tied = tensors_of(model), dtype, tied
-        self.tag = ""  # the tag of the version
-        self.records: Mapping[str, TensorRecord] = {}  # the version's records, if the next one is compared with them
-        self.tensors: dict[str, Checksum | None] = {}  # the checksums by Hugging Face name; None: not loaded
-        self.seconds = 0.0  # the time that the checksums took
-
-    def put_back(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Puts the layers back into service: a tied head gets the new embedding."""
-        if self._tied:
-            repair_tied_head(model)
-
-    def finish(self) -> None:
-        """Computes the checksums of all parameters."""
-        began = time.monotonic()
-        self.tensors.update(checksums(self._model.of_model(), self._dtype))
-        self.seconds = time.monotonic() - began
-
-    def detach(self) -> None:
-        """Does nothing: no layer was changed. It may be called twice."""
-
-
-class EqualWeights(PatchedWeights):
-    """The checksums of an update whose tensors all equal the loaded ones, so that nothing is loaded."""
-
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, sums: Mapping[str, Checksum | None]) -> None:
-        """Takes over the checksums ``sums``, which were computed when these tensors were loaded."""
-        super().__init__(model, dtype, tied=False)
-        self.tensors.update(sums)
-
-    def put_back(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Does nothing: all layers are in service."""
-
-    def finish(self) -> None:
-        """Computes no checksum: some layers have packed their parameters, which cannot be read any more."""
-
-
-class LoadedWeights(PatchedWeights):
+class LoadedWeights:
     """The checksums of all parameters as they were loaded. Each is computed just before its layer packs the parameter.
 
     vLLM loads a layer, lets its quantization method pack it, and copies the result into the old memory. A layer that
@@ -241,9 +147,14 @@ class LoadedWeights(PatchedWeights):
     method packs nothing and is read at the end.
     """
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, *, tied: bool) -> None:
-        """Puts a step before each layer's packing, until :meth:`detach`. The base class has the same arguments."""
-        super().__init__(model, dtype, tied=tied)
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype, tag: str, *, tied: bool) -> None:
+        """Puts a step before each layer's packing, until :meth:`detach`.
+
+        ``dtype``: The dtype of the published weights. ``tag``: The version's tag. ``tied``: See ``has_tied_head``.
+        """
+        self._model, self._dtype, self._tied, self.tag = tensors_of(model), dtype, tied, tag
+        self.tensors: dict[str, Checksum | None] = {}  # the checksums by Hugging Face name; None: not loaded
+        self.seconds = 0.0  # the time that the checksums took
         methods = {layer: getattr(layer, "quant_method", None) for layer in model.modules()}
         self._unpacked = {
             layer: method if isinstance(method, QuantizeMethodBase) else None for layer, method in methods.items()
@@ -255,7 +166,8 @@ class LoadedWeights(PatchedWeights):
     def put_back(self, model: torch.nn.Module, model_config: Any) -> None:
         """Lets vLLM finish its layers, and gives a tied head the new embedding."""
         finalize_layerwise_reload(model, model_config)
-        super().put_back(model, model_config)
+        if self._tied:
+            repair_tied_head(model)
 
     def detach(self) -> None:
         """Removes the steps. It may be called twice."""
@@ -287,7 +199,8 @@ class LoadedWeights(PatchedWeights):
     def _record(self, layer: torch.nn.Module) -> None:
         began = time.monotonic()
         self._unpacked.pop(layer, None)
-        self.tensors.update(checksums(self._model.of_layer(layer), self._dtype))
+        for name, tensor in self._model.of_layer(layer):
+            self.tensors[name] = tensor_checksum(as_published(tensor, self._dtype))
         self.seconds += time.monotonic() - began
 
 
@@ -321,39 +234,6 @@ def repack_experts(layer: torch.nn.Module, kernel: Any) -> None:
     kernel.fused_experts.process_weights_after_loading(layer)
 
 
-def stands_as_loaded(model: torch.nn.Module, dtype: torch.dtype, loaded: Mapping[str, Checksum | None]) -> bool:
-    """Returns whether the model computes with its parameters, and these still have the checksums ``loaded``.
-
-    A tensor without a checksum is not compared: it is a tied head, whose parameter is the embedding's. A model with a
-    method that quantizes does not pass, because the method keeps a second copy of its layer's parameters.
-    """
-    methods = (getattr(layer, "quant_method", None) for layer in model.modules())
-    named = (type(method).__name__ for method in methods if isinstance(method, QuantizeMethodBase))
-    if not all(name.startswith("Unquantized") for name in named):
-        return False
-    try:
-        standing = checksums(tensors_of(model).of_model(), dtype)
-    except (RuntimeError, IndexError, ValueError):  # after packing a parameter has another shape, or is empty
-        return False
-    return all(standing.get(name) == sums for name, sums in loaded.items() if sums is not None)
-
-
-def write_in_place(model: torch.nn.Module, delta: KeptDelta) -> None:
-    """Writes the changed elements of a delta into the parameters, which must hold the version before it.
-
-    It may raise any error of the model's loader, after some parameters have been changed.
-    """
-    # Some versions of vLLM that the plugin works with lack this module.
-    from vllm.model_executor.model_loader import checkpoint_weight_patch as patching
-
-    dtype, device = getattr(torch, delta.version.dtype), next(model.parameters()).device
-    for name, shape, places, bits in delta.patches():
-        signed = bits.view(f"int{8 * bits.itemsize}")
-        values = torch.from_numpy(signed).view(dtype).to(device)
-        patch = patching.CheckpointWeightPatch(name, shape, dtype, values, torch.from_numpy(places).to(device))
-        patching.load_checkpoint_weight_patches(model, [patch], validate_unique_indices=False)
-
-
 class WorkerExtension(ForcedDecoding, TapMethods):
     """The methods that vLLM's workers gain, which ``/collective_rpc`` reaches."""
 
@@ -369,25 +249,21 @@ class WorkerExtension(ForcedDecoding, TapMethods):
         tied = engine.has_tied_head if is_ours else has_tied_head(self.model_runner.get_model(), text)
         return describe(self.vllm_config, tied=tied)
 
-    def rljax_pull(self, name: str, keep_delta: bool = False) -> None:
-        """Begins to pull the version ``name`` into this machine's mirror (``weights.mirror.Pulls.begin``)."""
-        self.weight_transfer_engine.weights.pulls.begin(name, keep_delta=keep_delta)
+    def rljax_pull(self, name: str) -> None:
+        """Begins to pull the version ``name`` into this machine's mirror (``weights.worker.Pulls.begin``)."""
+        self.weight_transfer_engine.weights.pulls.begin(name)
 
     def rljax_pulled(self, name: str) -> dict[str, Any] | None:
-        """Returns the result of the pull of ``name``, or None while it runs (``weights.mirror.Pulls.result``)."""
+        """Returns the result of the pull of ``name``, or None while it runs (``weights.worker.Pulls.result``)."""
         return self.weight_transfer_engine.weights.pulls.result(name)
 
     def rljax_checksums(self) -> dict[str, Any]:
-        """Returns tag, checksums and seconds of the last update as plain JSON. Before the first one the tag is empty.
-
-        ``in_place`` says whether not all tensors were loaded, and ``equal`` whether none was.
-        """
-        loaded: PatchedWeights | None = self.weight_transfer_engine.loaded
+        """Returns tag, checksums and seconds of the last update as plain JSON. Before the first, the tag is empty."""
+        loaded: LoadedWeights | None = self.weight_transfer_engine.loaded
         if loaded is None:
             return {"tag": "", "tensors": {}, "seconds": 0.0}
         tensors = {name: sums and dataclasses.astuple(sums) for name, sums in loaded.tensors.items()}
-        done = {"in_place": not isinstance(loaded, LoadedWeights), "equal": isinstance(loaded, EqualWeights)}
-        return {"tag": loaded.tag, "tensors": tensors, "seconds": loaded.seconds, **done}
+        return {"tag": loaded.tag, "tensors": tensors, "seconds": loaded.seconds}
 
     def rljax_end_update(self) -> None:
         """Ends an update that broke off, so that vLLM allows the next one."""
