@@ -19,23 +19,23 @@ _DECAY = Remedy(
     "a learning rate that decays on the surge of the response length",
     "--schedule.kind length_triggered",
     "nothing a step; learning slows down after the surge",
-    "arXiv 2602.01826, figures 7 and 8; rljax's page study: 16 of 24 runs end well with it, 1 of 18 at the constant "
+    "arXiv 2602.01826, figures 7 and 8; rljax's page studies: 16 of 24 runs end well with it, 1 of 18 at the constant "
     "rate, with three seeds",
 )
 _DECAY_STALE = _DECAY._replace(
-    source="rljax's page study, staleness: of nine stale runs each, eight end well with it, none at the constant rate, "
-    "with three seeds"
+    source="rljax's page studies, staleness: of nine stale runs each, eight end well with it, none at the constant "
+    "rate, with three seeds"
 )
 _DECAY_EIGHT = _DECAY._replace(
-    source="arXiv 2602.01826, figures 7 and 8; rljax's page study_collapse, cache of 8 bits: 1 of 9 runs "
+    source="arXiv 2602.01826, figures 7 and 8; rljax's page studies, cache of 8 bits: 1 of 9 runs "
     "collapses with it, 8 of 9 without; mean reward after the surge +0.37 (corrected p 0.039); page study_late: with a "
     "decay from step 100, which needs no surge, 0 of 9 collapse"
 )
 _TENTH = Remedy(
     "a tenth of the learning rate from the start",
     "--optimizer.learning-rate RATE/10",
-    "nothing a step; slow in arXiv 2602.01826 (figure 4) and in most seeds of rljax's page study_collapse",
-    "rljax's page study_collapse, cache of 8 bits: 0 of 9 runs collapse with it, 8 of 9 at the whole rate; page "
+    "nothing a step; slow in arXiv 2602.01826 (figure 4) and in most seeds of rljax's page studies",
+    "rljax's page studies, cache of 8 bits: 0 of 9 runs collapse with it, 8 of 9 at the whole rate; page "
     "study, engine of 8 bits: 8 of 8 runs end well with it, 2 of 8 at the whole rate",
 )
 _TOKEN_TIS = Remedy(
@@ -43,14 +43,14 @@ _TOKEN_TIS = Remedy(
     "--correction.preset token_tis",
     "a few elementwise operations",
     "arXiv 2602.01826, figure 2: the only weights that prevent the collapse; rljax's page algorithms, large "
-    "mismatch: drift 0.063 for 0.97; rljax's page study: alone it saves 1 of 3 toy runs, with the decay 2 of 3; page "
+    "mismatch: drift 0.063 for 0.97; rljax's page studies: alone it saves 1 of 3 toy runs, with the decay 2 of 3; page "
     "study_collapse: 1 of 4 runs collapses with it, 4 of 4 without",
 )
 _TOKEN_MIS = Remedy(
     "masked importance weights of single tokens",
     "--correction.preset token_mis",
     "a few elementwise operations; masked tokens teach nothing",
-    "rljax's page study: with the decay 3 of 3 runs end well (engine of 8 bits), alone 1 of 3",
+    "rljax's page studies: with the decay 3 of 3 runs end well (engine of 8 bits), alone 1 of 3",
 )
 _CENTERING = Remedy(
     "score centering",
@@ -90,7 +90,7 @@ _SIXTEEN = Remedy(
     "an engine in 16 bits",
     "--rollout.weight-quantization none --rollout.kv-cache-dtype auto (a server: without its 8-bit flags)",
     "memory and speed of the engine",
-    "rljax's page study, engines: gap per uncertainty 0.013 in bfloat16, 0.045 with fp8 weights, 0.057 to 0.11 with "
+    "rljax's page studies, engines: gap per uncertainty 0.013 in bfloat16, 0.045 with fp8 weights, 0.057 to 0.11 with "
     "an fp8 cache; 2 of 3 runs end well at the constant rate for 0 of 3; page study_collapse: 1 of 4 runs collapses, "
     "4 of 4 with an fp8 cache; page study_late: with 16 bits from step 100 3 of 9 collapse, 8 of 9 with the fp8 cache",
 )
@@ -98,7 +98,7 @@ _FRESH = Remedy(
     "fresher rollouts",
     "--rollout.max-staleness 0 (or 1)",
     "the trainer waits for the engine: about half of the time where both take as long",
-    "rljax's page study, a server ahead: final accuracy 0.78 to 0.84 at age 0, 0.61 to 0.64 at one version, 0.02 to "
+    "rljax's page studies, a server ahead: final accuracy 0.78 to 0.84 at age 0, 0.61 to 0.64 at one version, 0.02 to "
     "0.32 at two and four",
 )
 _DRIFT = Remedy(
@@ -141,14 +141,14 @@ _CACHE = Remedy(
     "a key-value cache in the engine's own dtype",
     "--rollout.kv-cache-dtype auto (a server: --kv-cache-dtype auto)",
     "twice the memory of an 8-bit cache",
-    "rljax's page study, fixed weights: with an fp8 cache the gap per uncertainty triples along 28 tokens; in 16 "
+    "rljax's page studies, fixed weights: with an fp8 cache the gap per uncertainty triples along 28 tokens; in 16 "
     "bits it does not",
 )
 _GEOMETRIC = Remedy(
     "a band of the mean ratio of a response",
     "--correction.preset geometric_band",
     "a few elementwise operations; responses outside the band teach nothing",
-    "rljax's page algorithms; sequence weights alone end well in 0 of 6 toy runs (rljax's page study)",
+    "rljax's page algorithms; sequence weights alone end well in 0 of 6 toy runs (rljax's page studies)",
 )
 _REFILL = Remedy(
     "new problems in the place of groups without signal",

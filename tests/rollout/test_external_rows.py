@@ -105,9 +105,12 @@ def test_routes_are_the_experts_of_each_token_but_the_last():
     limits = RowLimits(10, 3, SamplingParams(5), routes=(2, 2, 8))
     routes = [[0, 1, 2, 3], [7, 6, 5, 4], [0, 2, 4, 6], [1, 3, 5, 7], [0, 1, 0, 1]]
     (one,) = read(ROW | {"routes": routes}, limits=limits)
-    assert one.response.routes.dtype == np.uint8
-    assert one.response.routes.tolist() == [[each[:2], each[2:]] for each in routes]
-    assert read(ROW | {"routes": routes})[0].response.routes is None
+    stored = one.response.columns["routes"]  # 1 + the expert, and 0 for the last token
+    assert stored.dtype == np.uint8
+    assert stored.tolist() == [[[1 + e for e in each[:2]], [1 + e for e in each[2:]]] for each in routes] + [
+        [[0] * 2] * 2
+    ]
+    assert "routes" not in read(ROW | {"routes": routes})[0].response.columns
     assert "lacks routes, which rollout.router_replay = r3 needs" in refusal(ROW, limits=limits)
     assert "has 4 entries, expected 5, one for each of" in refusal(ROW | {"routes": routes[1:]}, limits=limits)
     for wrong in ([0, 1, 2], None, 3):

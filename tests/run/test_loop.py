@@ -30,6 +30,7 @@ from rljax.rollout.types import RolloutConfig
 from rljax.run.build import build, starting_point
 from rljax.run.checkpoint import CheckpointConfig, Checkpointer
 from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
+from rljax.run.evaluation import EVAL_SEED
 from rljax.run.fingerprint import check_fingerprints
 from rljax.run.loop import train
 from rljax.run.rate import ScheduleConfig
@@ -230,7 +231,7 @@ def test_a_run_stopped_and_resumed_has_the_same_rows(go, whole):
 
 def test_an_evaluation_added_at_a_resume_changes_no_number(go, whole):
     first = go(stop_after=2, eval={"every": 0})
-    second = go(last_row=first.rows[-1], eval={"every": 1, "n": 2, "temperature": 1.0, "seed": 3})
+    second = go(last_row=first.rows[-1], eval={"every": 1, "n": 2, "temperature": 1.0})
     assert all("eval/toy/accuracy" in row for row in second.rows)
     rows, others = (
         [{key: row[key] for key in row if not key.startswith("eval/")} for row in without_clock(rows)]
@@ -353,8 +354,8 @@ def asked_to_stop(*, step, pause_s=0.0, evaluation=False, saved=None):
         is_new = seed not in seeds
         if is_new:
             seeds.append(seed)
-        is_evaluation = seed == EvalConfig().seed
-        if is_new and is_evaluation == evaluation and len([s for s in seeds if s != EvalConfig().seed]) == step:
+        is_evaluation = seed == EVAL_SEED
+        if is_new and is_evaluation == evaluation and len([s for s in seeds if s != EVAL_SEED]) == step:
             deadline = time.monotonic() + 60
             while saved and not saved.exists() and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -478,7 +479,7 @@ def test_the_best_evaluated_step_is_kept_beside_the_newest(go):
     evaluations = []
 
     def script(prompt, sample, seed):
-        if seed == EvalConfig().seed:
+        if seed == EVAL_SEED:
             evaluations.append(prompt)
             return f"{sum_of(prompt)}$" if 200 < len(evaluations) <= 400 else "1$"
         return half_right(prompt, sample, seed)

@@ -15,7 +15,6 @@ from rljax.trainer.update import TrainerValues
     ("inject", "staleness", "expected", "said"),
     [
         ({}, 0, "{trainer}", None),
-        ({"seed": 3}, 0, "{trainer}", {"seed": 3}),
         ({"logit_noise": 0.5}, 0, "{trainer}", {"logit_noise": 0.5}),
         ({"weight_noise": 0.1}, 0, "{trainer}, weight_noise 0.1", {"weight_noise": 0.1}),
         (
