@@ -45,7 +45,7 @@ from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.requests import Completion, Request, ServerInfo
 from rljax.rollout.servers.verify import LOOKS, Verifier
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
 from rljax.rollout.types import InFlight, RolloutConfig
 from rljax.rollout.verify_config import VerifyConfig
 from rljax.weights.store import WeightVersion
@@ -260,7 +260,7 @@ def opened(options: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[An
     if options.engine == "embedded":
         return EmbeddedServer(options.path, options.dtype), None, backend
     cache, policy = ("--kv-cache-dtype", options.kv_cache_dtype), read_config(options.path)
-    config = ServerConfig(options.path, str(vllm_python()), options.dtype, max_model_len=512, extra_args=cache)
+    config = VllmConfig(options.path, str(vllm_python()), options.dtype, max_model_len=512, extra_args=cache)
     server = stack.enter_context(start(config, timeout_s=600))
     rollout = RolloutConfig(
         engine="vllm", urls=(server.url,), dtype=options.dtype, server_form=ServerForm(kv_cache=options.kv_cache_dtype)

@@ -44,7 +44,7 @@ from rljax.run.data_check import refuse_placeholders
 from rljax.run.directory import recorded_config
 from rljax.run.episodes import Episodes
 from rljax.run.evaluation import all_failed_line, summarize_scores
-from rljax.run.sampling import Sampler, Scored, Source
+from rljax.run.sampling import ResponseSource, Sampler, Scored
 from rljax.run.single_turn import SingleTurn
 from rljax.run.training import load_merged, wanted_state
 from rljax.sharding import MeshConfig, make_mesh
@@ -54,7 +54,7 @@ LONGEST_RESPONSE = 8192
 
 
 @dataclass(frozen=True)
-class Arguments:
+class EvaluateArguments:
     """The arguments of the evaluation."""
 
     path: str = "configs/toy-base"
@@ -237,7 +237,7 @@ def response_limit(wanted: int | None, policy: PolicyConfig, prompt_tokens: int)
 
 def main(argv: Sequence[str]) -> int:
     """Evaluates a policy and prints one JSON object; returns the exit status. Raises ConfigError for bad arguments."""
-    arguments = load_config(Arguments, argv, prog="rljax evaluate", description=__doc__ or "")
+    arguments = load_config(EvaluateArguments, argv, prog="rljax evaluate", description=__doc__ or "")
     with caller_errors():
         policy = find_policy(arguments.path, step=arguments.step, best=arguments.best)
         tokenizer = load_tokenizer(policy.hf_path)
@@ -278,7 +278,7 @@ def main(argv: Sequence[str]) -> int:
         open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=total, desc=name, unit="response", file=sys.stderr) as bar,
     ):
-        source: Source
+        source: ResponseSource
         if isinstance(scorer, RewardPool):
             source = SingleTurn(engine, tokenizer, scorer)
         else:

@@ -40,6 +40,7 @@ from tqdm import tqdm
 from rljax.commands import check_kernels as kernels
 from rljax.commands import check_machine as machine
 from rljax.commands import check_step as training
+from rljax.commands.check_kernels import CheckFacts
 from rljax.distributed.files import write_whole
 from rljax.distributed.processes import unused_gpus
 from rljax.errors import ConfigError, install_words
@@ -51,8 +52,7 @@ from rljax.policy.hub import KNOWN_SHAPES
 from rljax.run.options import parse_arguments
 
 ROOT = Path(__file__).parents[2]
-Found = dict[str, Any]
-Parts = dict[str, Callable[[], Found]]
+Parts = dict[str, Callable[[], CheckFacts]]
 TINY = PolicyConfig(512, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, tie_word_embeddings=True)
 DEVICE = "device"
 _MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION"
@@ -79,7 +79,7 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Arguments:
+class CheckArguments:
     """The arguments of the check."""
 
     models: tuple[Literal["0.6B", "1.7B", "4B", "8B", "14B", "32B"], ...] = ("0.6B",)
@@ -97,7 +97,7 @@ class Arguments:
     """The longest time of all parts together (seconds). Parts for which none is left are skipped."""
 
 
-def make_parts(arguments: Arguments) -> Parts:
+def make_parts(arguments: CheckArguments) -> Parts:
     """Returns the functions to run, by the names of their parts, in the order of the report; the device comes first."""
     tiny = arguments.tiny
     policies = {"tiny": TINY} if tiny else {size: KNOWN_SHAPES[f"Qwen/Qwen3-{size}"] for size in arguments.models}
@@ -129,8 +129,8 @@ def make_parts(arguments: Arguments) -> Parts:
 
 
 def on_attention(
-    check: Callable[..., Found], name: AttentionName, tokens: int, dtype: str, policy: PolicyConfig, *rest: Any
-) -> Found:
+    check: Callable[..., CheckFacts], name: AttentionName, tokens: int, dtype: str, policy: PolicyConfig, *rest: Any
+) -> CheckFacts:
     """Runs a check of one attention implementation. If auto means xla it is skipped, because xla has its own part."""
     here = (jax.devices()[0], dtype, policy.head_dim)
     picked = find_implementation(name, *here)
@@ -147,7 +147,7 @@ def group(name: str) -> str:
     return name if first == "step" else _GROUPS.get(first, first)
 
 
-def describe_device() -> Found:
+def describe_device() -> CheckFacts:
     """Returns the devices, their drivers and the versions of JAX."""
     device = jax.devices()[0]
     try:
@@ -174,13 +174,15 @@ def describe_device() -> Found:
     }
 
 
-def run_parts(parts: Parts, arguments: Arguments, keep: Callable[[dict[str, Found]], object]) -> dict[str, Found]:
+def run_parts(
+    parts: Parts, arguments: CheckArguments, keep: Callable[[dict[str, CheckFacts]], object]
+) -> dict[str, CheckFacts]:
     """Runs the parts, each group in a process of its own, and returns their findings by name.
 
     ``keep`` is called with all findings so far after each part, so that a program that is killed leaves them. On a CPU
     without --tiny the kernels and the step are skipped, because they would take hours there.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, CheckFacts] = {}
     end = time.monotonic() + arguments.limit_s
     with tqdm(total=len(parts), unit="part", file=sys.stderr) as bar:
         for one in dict.fromkeys(map(group, parts)):
@@ -200,7 +202,7 @@ def run_parts(parts: Parts, arguments: Arguments, keep: Callable[[dict[str, Foun
     return {name: found[name] for name in parts}
 
 
-def judged(name: str, found: Found) -> Found:
+def judged(name: str, found: CheckFacts) -> CheckFacts:
     """Returns a part's findings with its status (ok, failed or skipped), and with its remedy unless it is ok."""
     failed = found.get("error") or found.get("problems")
     status = "failed" if failed else "skipped" if "skipped" in found else "ok"
@@ -208,7 +210,7 @@ def judged(name: str, found: Found) -> Found:
     return {"status": status, **found, "remedy": remedy}
 
 
-def run_apart(parts: Parts, limit_s: float) -> Iterator[tuple[str, Found]]:
+def run_apart(parts: Parts, limit_s: float) -> Iterator[tuple[str, CheckFacts]]:
     """Runs parts in one process and yields the findings of each.
 
     If the process dies or takes longer than ``limit_s`` seconds, each part without findings gets the end of its output.
@@ -260,7 +262,7 @@ def send_findings(parts: Parts, sender: Connection, log: str, cache: str) -> Non
         sender.send((name, found | {"seconds": round(time.perf_counter() - start, 2)}))
 
 
-def line(found: Found) -> str:
+def line(found: CheckFacts) -> str:
     """Returns one line about a part: its status, its findings or its problems, and the remedy."""
     problems = [found["error"].strip().splitlines()[0][:200]] if "error" in found else found.get("problems", [])
     what = "; ".join(problems) or found.get("skipped") or found.get("says", "")
@@ -270,11 +272,11 @@ def line(found: Found) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the checks, prints a table, writes the JSON file, and returns the exit status."""
-    arguments = parse_arguments(Arguments, argv, prog="rljax check", description=__doc__ or "")
+    arguments = parse_arguments(CheckArguments, argv, prog="rljax check", description=__doc__ or "")
     parts = make_parts(arguments)
     began = time.monotonic()
 
-    def keep(found: dict[str, Found]) -> Path | None:
+    def keep(found: dict[str, CheckFacts]) -> Path | None:
         path = arguments.json
         if path is None and not arguments.tiny:
             path = Path(f"accelerator_{slug(found[DEVICE].get('kind', 'unknown'))}.json")

@@ -21,7 +21,7 @@ from rljax.policy.attention import PackedAttention, attend, segment_mask
 from rljax.policy.config import PolicyConfig
 from rljax.policy.head import token_logprobs
 
-Found = dict[str, Any]
+CheckFacts = dict[str, Any]
 RESULTS = ("output", "dq", "dk", "dv")
 _SHARES = (0.35, 0.25, 0.2, 0.12, 0.06)
 _UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -30,7 +30,7 @@ MOST_UNITS = 2.0
 MOST_LOGPROB_ERROR = 1e-3
 _CALLS = 4
 # Triton's products are switched off, because under the first option XLA chooses no tiling for them.
-_FIXED_SUMS: Found = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
+_FIXED_SUMS: CheckFacts = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 
 
 def median_ms(run: Callable[[], Any], repeats: int) -> float:
@@ -88,7 +88,9 @@ def reference(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Ar
     return tuple(jnp.moveaxis(x, 0, 2).reshape(b, t, -1, d) for x in results)
 
 
-def check_attention(attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig, repeats: int) -> Found:
+def check_attention(
+    attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig, repeats: int
+) -> CheckFacts:
     """Measures one row's forward and backward pass: its errors against float32, times, and operations a second."""
     segments, lengths = packed_row(tokens)
     arrays = random_heads(policy, segments, dtype)
@@ -139,7 +141,7 @@ def compile_with_fixed_sums(lowered: jax.stages.Lowered) -> tuple[jax.stages.Com
         return lowered.compile(), False
 
 
-def check_leak(attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig) -> Found:
+def check_leak(attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig) -> CheckFacts:
     """Counts the values in other segments that change when one whole segment is changed.
 
     If the order of sums is not fixed, results that differ between two equal runs are not judged.
@@ -192,7 +194,7 @@ def _head_gradients(head: Callable[..., Any]) -> Any:
     return run
 
 
-def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_chunk: int) -> Found:
+def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_chunk: int) -> CheckFacts:
     """Measures the head in chunks and from all logits: errors against float32, times, and temporaries (bytes)."""
     rng = np.random.default_rng(0)
     d, v = policy.hidden_size, policy.vocab_size
@@ -204,7 +206,7 @@ def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_
         wide = (hidden.astype(jnp.float32), table.astype(jnp.float32), targets, cotangents)
         expected = jax.device_get(jax.jit(_head_gradients(naive_logprobs))(*wide))
     del wide
-    found: Found = {"tokens": tokens, "dtype": dtype, "hidden_size": d, "vocabulary": v, "problems": []}
+    found: CheckFacts = {"tokens": tokens, "dtype": dtype, "hidden_size": d, "vocabulary": v, "problems": []}
     says = []
     in_chunks: Callable[..., Any] = functools.partial(token_logprobs, max_chunk=max_chunk)
     for name, head in (("chunks", in_chunks), ("naive", naive_logprobs)):

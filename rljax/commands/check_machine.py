@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax import DISTRIBUTION
-from rljax.commands.check_kernels import median_ms
+from rljax.commands.check_kernels import CheckFacts, median_ms
 from rljax.distributed.files import VERSIONS, memory_directory
 from rljax.errors import install_words
 from rljax.plan.dry_run import in_units
@@ -32,7 +32,6 @@ from rljax.rollout.build import version_bytes
 from rljax.rollout.servers.process import has_gpu
 from rljax.rollout.servers.vllm.server import vllm_python
 
-Found = dict[str, Any]
 _CUDA_12 = "nvidia-cuda-runtime-cu12"  # a torch for CUDA 12, which older drivers run, needs this package
 VLLM_DRIVER = 580
 """The oldest NVIDIA driver for vLLM, whose torch is built with CUDA 13."""
@@ -72,7 +71,7 @@ def server_python() -> str | None:
     return None
 
 
-def check_driver() -> Found:
+def check_driver() -> CheckFacts:
     """Compares the NVIDIA driver with the oldest driver for vLLM."""
     version = next(iter(nvidia_smi("driver_version")), None)
     if version is None:
@@ -87,7 +86,7 @@ def check_driver() -> Found:
     return {"driver": version, "says": says, "problems": [says] if is_old and not is_met else []}
 
 
-def check_packages() -> Found:
+def check_packages() -> CheckFacts:
     """Compares installed versions with the requirements of this version of rljax, here and in vLLM's environment."""
     from packaging.requirements import Requirement  # comes with transformers
 
@@ -132,7 +131,7 @@ def unmet(needs: Sequence[Any], versions: dict[str, str]) -> list[str]:
     ]
 
 
-def check_compiler() -> Found:
+def check_compiler() -> CheckFacts:
     """Looks for a C compiler and Python.h, with which Triton compiles kernels inside vLLM's workers."""
     named = os.environ.get("CC")
     compiler = next(filter(None, map(shutil.which, [named] if named else ["gcc", "clang"])), None)
@@ -145,7 +144,7 @@ def check_compiler() -> Found:
     return {"problems": [reason]} if has_gpu() else {"skipped": f"{reason}; only vLLM on a GPU needs it"}
 
 
-def check_shm(model: str, policy: PolicyConfig) -> Found:
+def check_shm(model: str, policy: PolicyConfig) -> CheckFacts:
     """Compares the free space of the directory in memory with the two versions of the weights that a publish needs.
 
     ``policy`` has the shapes of ``model``, whose weights are published in 16 bits.
@@ -159,7 +158,7 @@ def check_shm(model: str, policy: PolicyConfig) -> Found:
     return {"bytes": sizes, "says": says, "problems": [] if space.free >= needed else [says]}
 
 
-def check_collective(mebibytes: int, repeats: int) -> Found:
+def check_collective(mebibytes: int, repeats: int) -> CheckFacts:
     """Sums an array over all devices of this process (NCCL on GPUs), checks the sum, and measures the bandwidth.
 
     The bandwidth is the bus bandwidth of nccl-tests: 2 (n - 1) / n times the bytes on one device, divided by the time.

@@ -17,24 +17,23 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.commands.check_kernels import memory_analysis
+from rljax.commands.check_kernels import CheckFacts, memory_analysis
 from rljax.data.prompts import DataConfig
 from rljax.plan.compile import memory_by_kind
 from rljax.plan.dry_run import beside_bytes, in_units, planned_bytes
 from rljax.plan.flops import model_flops
 from rljax.plan.machines import card_of_kind
-from rljax.policy.config import PolicyConfig
+from rljax.policy.config import Dtype, PolicyConfig
 from rljax.policy.model import Remat, init_params, param_shardings
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, make_pack, make_step
 from rljax.sharding import make_mesh
 from rljax.trainer.packing import PackedBatch, PackingConfig, TrainSequence
-from rljax.trainer.precision import Dtype, PrecisionConfig
+from rljax.trainer.precision import PrecisionConfig
 from rljax.trainer.state import TrainState, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 
-Found = dict[str, Any]
 WARM_UP = 2  # steps before the timed ones; the first step compiles
 # Compiled for an H100, Qwen3-0.6B's step in bfloat16 with remat none takes 45.8 GiB, and the plan says 39.4.
 FULL = 0.8  # the share of a device's memory that the plan may fill when the check chooses remat
@@ -111,7 +110,9 @@ def choose_remat(size: StepSize, dtype: Dtype, policy: PolicyConfig, mesh: Mesh,
     return next((one for one in configs if limit is None or plan(one, policy, mesh) <= FULL * limit), configs[-1])
 
 
-def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: StepSize, remat: Remat | None) -> Found:
+def check_step(
+    name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: StepSize, remat: Remat | None
+) -> CheckFacts:
     """Compiles and times a step of the model ``name``, and compares the planned, compiled and used bytes.
 
     ``steps`` steps after the warm-up are timed. None for ``remat`` means the first of ``_REMATS`` whose plan fits.
@@ -119,7 +120,7 @@ def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: 
     mesh, limit = make_mesh(Config().mesh), device_memory()
     config = step_config(size, dtype, remat) if remat else choose_remat(size, dtype, policy, mesh, limit)
     planned = plan(config, policy, mesh)
-    found: Found = {
+    found: CheckFacts = {
         "model": name,
         "dtype": dtype,
         "devices": mesh.size,
@@ -151,7 +152,7 @@ def check_step(name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: 
     return found | {"says": summary(found)}
 
 
-def summary(found: Found) -> str:
+def summary(found: CheckFacts) -> str:
     """Returns a line about the findings of a step."""
     sizes, utilisation = found["bytes"], found["model_flops_utilisation"]
     memory = {"plan": sizes["planned"], "compiler": (sizes["compiled"] or {}).get("total")}
@@ -180,7 +181,7 @@ def run_steps(
 
 def speeds(
     policy: PolicyConfig, lengths: Sequence[int], seconds: Sequence[float], dtype: Dtype, *, devices: int, kind: str
-) -> Found:
+) -> CheckFacts:
     """Computes tokens per second and device, and model-FLOPs utilisation. Padding counts in neither.
 
     ``lengths`` are the lengths of a step's sequences (tokens), ``seconds`` the times of the steps, and ``kind`` JAX's
@@ -188,7 +189,7 @@ def speeds(
     """
     median = statistics.median(seconds)
     flops = model_flops(policy, 1, list(lengths))
-    found: Found = {
+    found: CheckFacts = {
         "step_s": list(seconds),
         "median_step_s": median,
         "tokens": sum(lengths),

@@ -40,7 +40,7 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from rljax.compare.bench import ROWS, Bench, BenchConfig, bench_rows, without_places
+from rljax.compare.bench import REFERENCES, ROWS, Bench, BenchConfig, bench_rows, without_places
 from rljax.compare.distributions import DistributionPair, Likeliest, compare_distributions, with_distributions
 from rljax.compare.importers import read_tokens
 from rljax.compare.layers.differences import compare_layers
@@ -71,7 +71,7 @@ OF_BOTH |= {"seed", "trainer", "batch_size", "second_run", "out"}
 
 
 @dataclass(frozen=True)
-class Arguments:
+class CompareArguments:
     """The arguments of the comparison."""
 
     tokens: tyro.conf.Positional[Path | None] = None
@@ -143,10 +143,10 @@ class Arguments:
     """The directory to write."""
 
 
-def parse(argv: Sequence[str]) -> Arguments:
+def parse(argv: Sequence[str]) -> CompareArguments:
     """Returns the arguments of the command line, with the arguments that --toy stands for filled in."""
-    given = parse_arguments(Arguments, argv, prog="rljax compare", description=__doc__ or "")
-    for field in dataclasses.fields(Arguments):
+    given = parse_arguments(CompareArguments, argv, prog="rljax compare", description=__doc__ or "")
+    for field in dataclasses.fields(CompareArguments):
         is_taken = field.name in OF_BOTH or (field.name in OF_SERVE) == given.serve
         if not is_taken and getattr(given, field.name) != field.default:
             raise ConfigError(
@@ -167,7 +167,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 Job = tuple[str, str, int, Cause]  # column, spec, batch size, program
 
 
-def jobs(dump: TokenDump, columns: dict[str, str], options: Arguments) -> list[Job]:
+def jobs(dump: TokenDump, columns: dict[str, str], options: CompareArguments) -> list[Job]:
     """Returns the columns to compute: one for each scorer, and one for each noise floor of ``--floors``.
 
     The engine that sampled the responses has its first column already, so only its noise floor is added.
@@ -186,7 +186,7 @@ def jobs(dump: TokenDump, columns: dict[str, str], options: Arguments) -> list[J
     return first + seconds + [(name + OTHER_RUNS[cause], spec, size, cause) for (spec, name), cause in others]
 
 
-def scored(dump: TokenDump, todo: Sequence[Job], options: Arguments) -> Iterator[TokenDump]:
+def scored(dump: TokenDump, todo: Sequence[Job], options: CompareArguments) -> Iterator[TokenDump]:
     """Computes the columns one after another, and yields the dump after each. Raises ConfigError if one fails."""
     with tqdm(total=len(todo) * len(dump.sequence_ids), desc="scoring", unit="seq", disable=not todo) as bar:
         score = functools.partial(score_column, temperature=options.temperature, progress=bar.update)
@@ -198,7 +198,7 @@ def scored(dump: TokenDump, todo: Sequence[Job], options: Arguments) -> Iterator
             yield dump
 
 
-def sequences(options: Arguments) -> TokenDump:
+def sequences(options: CompareArguments) -> TokenDump:
     """Returns the sequences of TOKENS or the prompts of the toy task; with --sample, new responses to their prompts."""
     if (options.tokens is None) == (options.toy_prompts is None):
         raise ConfigError("expected either TOKENS or --toy-prompts N")
@@ -214,7 +214,7 @@ def sequences(options: Arguments) -> TokenDump:
 
 
 def distributions(
-    dump: TokenDump, options: Arguments, columns: Mapping[str, str]
+    dump: TokenDump, options: CompareArguments, columns: Mapping[str, str]
 ) -> tuple[list[DistributionPair], TokenDump]:
     """Compares the scorers' distributions. Returns the comparisons, and the dump with the likeliest tokens.
 
@@ -229,7 +229,7 @@ def distributions(
     return pairs, likeliest.added(dump, columns)
 
 
-def named_roles(options: Arguments, columns: Collection[str]) -> dict[str, str]:
+def named_roles(options: CompareArguments, columns: Collection[str]) -> dict[str, str]:
     """Returns the roles that --trainer and --rollout give to columns, by column name. Raises ConfigError."""
     roles = dict.fromkeys(options.trainer, "trainer") | dict.fromkeys(options.rollout, "rollout")
     if len(roles) < len(set(options.trainer)) + len(set(options.rollout)):
@@ -255,7 +255,7 @@ def choose_sequence(dump: TokenDump, name: str | None, longest: int) -> np.ndarr
     return tokens
 
 
-def run_layers(dump: TokenDump, options: Arguments) -> int:
+def run_layers(dump: TokenDump, options: CompareArguments) -> int:
     """Compares the first scorer with each other one, writes the reports, and returns the exit status."""
     scorers, model, out = options.scorer, options.model, options.out
     if len(scorers) < 2:
@@ -289,7 +289,7 @@ def _check_alike(spec: str, config: PolicyConfig, first: str, expected: PolicyCo
             raise ConfigError(f"scorer {spec!r} has {name} = {got}, expected {wanted}, that of {first}")
 
 
-def run_bench(options: Arguments, argv: Sequence[str]) -> int:
+def run_bench(options: CompareArguments, argv: Sequence[str]) -> int:
     """Measures the scorers one by one in the directory OUT, which exists, and returns the exit status."""
     if options.model is None or (options.tokens and options.toy_prompts):
         raise ConfigError("--serve needs --model, and takes the prompts of either TOKENS or --toy-prompts N")
@@ -297,8 +297,8 @@ def run_bench(options: Arguments, argv: Sequence[str]) -> int:
         if np.size(value := getattr(options, name)) == 0 or np.min(value) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     reference = options.trainer[0] if options.trainer else "jax"
-    if len(options.trainer) > 1 or reference.partition(":")[0] not in ("jax", "jax-decode", "hf"):
-        raise ConfigError(f"--serve takes one --trainer of jax, jax-decode and hf, got {' '.join(options.trainer)}")
+    if len(options.trainer) > 1 or reference.partition(":")[0] not in REFERENCES:
+        raise ConfigError(f"--serve takes one --trainer of {', '.join(REFERENCES)}, got {' '.join(options.trainer)}")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the engines share the memory of a card
     parts = [[Path(part).name if os.path.exists(part) else part for part in word.split("=")] for word in argv]
     with caller_errors():
@@ -338,7 +338,7 @@ def main(argv: Sequence[str]) -> int:
         return run_bench(options, argv) if options.serve else run(options)
 
 
-def run(options: Arguments) -> int:
+def run(options: CompareArguments) -> int:
     """Does the comparison in the directory OUT, which exists, and returns the exit status."""
     stopped: KeyboardInterrupt | ConfigError | None = None
     with caller_errors():

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class DiagnoseArguments:
     """The arguments of the diagnosis."""
 
     tokens: Path | None = None
@@ -100,7 +100,7 @@ def read_source(source: Path, tokens: Path | None) -> tuple[Log | None, TokenDum
         return None, dump, None
 
 
-def with_roles(dump: TokenDump, given: Arguments) -> TokenDump:
+def with_roles(dump: TokenDump, given: DiagnoseArguments) -> TokenDump:
     """Returns the dump with the roles of ``--trainer`` and ``--rollout``. Raises ConfigError if it lacks a column."""
     named = {column: role for role, column in (("trainer", given.trainer), ("rollout", given.rollout)) if column}
     if unknown := sorted(set(named) - set(dump.logprobs)):
@@ -146,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
     """Diagnoses the source, prints the page or the JSON, and returns the exit status."""
     words = [re.sub(r"^--engine(?==|$)", "--rollout", word) for word in argv]
     named = {"paths": "SOURCE", "prog": "rljax diagnose", "description": __doc__ or ""}
-    (source,), given = read_words(Arguments, words, most=1, **named)
+    (source,), given = read_words(DiagnoseArguments, words, most=1, **named)
     with caller_errors():
         log, dump, config = read_source(source, given.tokens)
         dump = with_roles(dump, given) if dump is not None else None

@@ -29,7 +29,7 @@ from rljax.sharding import MeshConfig, make_mesh
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ExportArguments:
     """The arguments of the export."""
 
     run: Annotated[Path, tyro.conf.Positional]
@@ -46,7 +46,7 @@ class Arguments:
 
 def main(argv: Sequence[str]) -> int:
     """Writes the Hugging Face directory and returns the exit status."""
-    arguments = parse_arguments(Arguments, argv, prog="rljax export", description=__doc__ or "")
+    arguments = parse_arguments(ExportArguments, argv, prog="rljax export", description=__doc__ or "")
     with caller_errors():
         policy = find_policy(arguments.run, step=arguments.step)
         if policy.run is None:

@@ -17,7 +17,7 @@ from rljax.run.options import read_words
 
 
 @dataclass(frozen=True)
-class Arguments:
+class PlotArguments:
     """The arguments of the plot."""
 
     metrics: str | None = None
@@ -30,7 +30,7 @@ class Arguments:
 
 def main(argv: Sequence[str]) -> int:
     """Plots the runs, prints the path of the picture, and returns the exit status."""
-    runs, given = read_words(Arguments, argv, paths="RUN", prog="rljax plot", description=__doc__ or "")
+    runs, given = read_words(PlotArguments, argv, paths="RUN", prog="rljax plot", description=__doc__ or "")
     with caller_errors():
         for path in runs:
             if path.is_file():

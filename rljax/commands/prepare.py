@@ -32,8 +32,8 @@ from rljax.data.encoding import prompt_ids, say_prefix
 from rljax.data.files import (
     FILE_SUFFIXES,
     PASS_RATE,
+    FileRow,
     Problem,
-    Row,
     Tally,
     answered_rows,
     prompt_text,
@@ -41,7 +41,7 @@ from rljax.data.files import (
     read_rows,
     write_rows,
 )
-from rljax.data.forms import Form, FormName, OwnKeys
+from rljax.data.forms import DataForm, Form, OwnKeys
 from rljax.data.gym_problems import task_names
 from rljax.data.prompts import FILE_REWARD, is_own, prompt_key, render_problem, template_arguments
 from rljax.data.scores import ScoreFile
@@ -60,7 +60,7 @@ _HUB_ID = re.compile(r"([\w.-]+/[\w.-]+)(?::(.+))?")
 
 
 @dataclass(frozen=True)
-class Arguments:
+class PrepareArguments:
     """The arguments of the preparation.
 
     Attributes:
@@ -93,7 +93,7 @@ class Arguments:
 
     source: tyro.conf.Positional[str]
     out: tyro.conf.Positional[Path]
-    form: FormName | None = None
+    form: DataForm | None = None
     prompt_key: str = ""
     answer_key: str = ""
     model: str | None = None
@@ -157,10 +157,10 @@ class Arguments:
 
 
 @dataclass
-class Selection:
+class KeptRows:
     """The rows that are kept so far, and the numbers that each step kept and dropped."""
 
-    rows: list[Row]  # the rows as they were read
+    rows: list[FileRow]  # the rows as they were read
     problems: list[Problem]  # the same rows, checked
     steps: list[dict[str, Any]] = field(default_factory=list)  # the entries of the provenance, one for each filter
 
@@ -207,13 +207,13 @@ def find_source(source: str) -> Path:
         raise ConfigError(f"{source} is not a local file and the Hugging Face hub does not give it: {error}") from error
 
 
-def read_distinct(path: Path, form: Form, tally: Tally, *, whole: bool) -> Selection:
+def read_distinct(path: Path, form: Form, tally: Tally, *, whole: bool) -> KeptRows:
     """Reads the first row of each prompt, by ``prompt_key``, and counts rows and repeats in ``tally``.
 
     ``whole`` is as in ``parse_row``.
     """
     seen: dict[bytes, str] = {}
-    selection, contradicting = Selection([], []), 0
+    selection, contradicting = KeptRows([], []), 0
     tally.repeats = 0
     rows = tqdm(read_rows(path), desc="reading", unit="row", mininterval=1.0)
     for row, problem in answered_rows(path, tally, form, rows, whole=whole):
@@ -231,7 +231,7 @@ def read_distinct(path: Path, form: Form, tally: Tally, *, whole: bool) -> Selec
     return selection
 
 
-def drop_long(selection: Selection, tokenizer: Tokenizer, limit: int, tally: Tally) -> None:
+def drop_long(selection: KeptRows, tokenizer: Tokenizer, limit: int, tally: Tally) -> None:
     """Keeps problems whose rendered prompts have at most ``limit`` tokens, and counts the others in ``tally``."""
     lengths = [len(prompt_ids(p, tokenizer)) for p in tqdm(selection.problems, desc="counting", unit="prompt")]
     kept = [length <= limit for length in lengths]
@@ -239,7 +239,7 @@ def drop_long(selection: Selection, tokenizer: Tokenizer, limit: int, tally: Tal
     selection.keep("prompt length", kept, max_prompt_tokens=limit, longest=max(lengths))
 
 
-def score_problems(arguments: Arguments, problems: Sequence[Problem], tokenizer: Tokenizer) -> ScoreFile:
+def score_problems(arguments: PrepareArguments, problems: Sequence[Problem], tokenizer: Tokenizer) -> ScoreFile:
     """Samples and scores ``samples`` responses to each problem that is not scored yet."""
     with caller_errors():
         policy = find_policy(str(arguments.model))
@@ -287,7 +287,7 @@ def problem_key(problem: Problem) -> str:
     return hashlib.sha256(json.dumps([problem["prompt"], problem["answer"]]).encode()).hexdigest()[:24]
 
 
-def drop_unfit(selection: Selection, scores: ScoreFile, low: float, high: float, samples: int) -> None:
+def drop_unfit(selection: KeptRows, scores: ScoreFile, low: float, high: float, samples: int) -> None:
     """Keeps problems whose pass rate is in [low, high] and is neither 0 nor 1, and records the rates in the rows."""
     rates = [
         sum(reward > SOLVED for reward in scores.rewards[problem_key(problem)]) / samples
@@ -305,7 +305,7 @@ def drop_unfit(selection: Selection, scores: ScoreFile, low: float, high: float,
     )
 
 
-def hold_out(selection: Selection, count: int, seed: int) -> list[Row]:
+def hold_out(selection: KeptRows, count: int, seed: int) -> list[FileRow]:
     """Removes ``count`` random rows from the selection and returns them. Raises ConfigError if no other row is left."""
     if count >= len(selection.rows):
         raise ConfigError(f"--hold-out {count} leaves nothing of {len(selection.rows)} problems to train on")
@@ -323,7 +323,7 @@ def digest(path: Path) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prepares the training file and returns the exit status."""
-    arguments = parse_arguments(Arguments, argv, prog="rljax prepare", description=__doc__ or "")
+    arguments = parse_arguments(PrepareArguments, argv, prog="rljax prepare", description=__doc__ or "")
     arguments.check()
     with caller_errors():
         source = find_source(arguments.source)
@@ -358,7 +358,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def look_at(tally: Tally, arguments: Arguments) -> list[str]:
+def look_at(tally: Tally, arguments: PrepareArguments) -> list[str]:
     """Checks the right answers, prints the table of counts, and returns its lines."""
     with caller_errors():
         refuse_placeholders(tally.problems, arguments.reward, arguments.source)

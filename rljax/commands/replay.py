@@ -33,7 +33,7 @@ from rljax.record.text_tables import cell, text_table
 from rljax.record.training_logs import STEP_COLUMNS
 from rljax.run.options import read_words
 from rljax.schedule import LengthTriggeredLR, SurgeConfig
-from rljax.schedule.neighbours import Outcome, RateLaw, largest_ratio, neighbours_of, replay_rule
+from rljax.schedule.neighbours import RateLaw, RuleOutcome, largest_ratio, neighbours_of, replay_rule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ _LONGEST_NAME = 40  # the most letters of a log's name in it
 
 
 @dataclass(frozen=True)
-class Arguments(SurgeConfig):
+class ReplayArguments(SurgeConfig):
     """The options of the replay. Those of ``SurgeConfig`` are the rule in use."""
 
     column: str | None = None
@@ -83,17 +83,17 @@ class Replay:
 
     path: Path  # the path of the log, as it was given
     log: LengthLog  # the lengths of the log
-    outcomes: list[Outcome]  # the outcome of each rule; the rule in use comes first
+    outcomes: list[RuleOutcome]  # the outcome of each rule; the rule in use comes first
     # The largest ratio with which the rule in use would have called, and the step of that call.
     largest: tuple[float, int] | None
 
     @property
-    def in_use(self) -> Outcome:
+    def in_use(self) -> RuleOutcome:
         """The outcome of the rule in use."""
         return self.outcomes[0]
 
 
-def replay_log(path: Path, options: Arguments) -> Replay:
+def replay_log(path: Path, options: ReplayArguments) -> Replay:
     """Reads a log and replays it. Raises ConfigError, whose message names the log."""
     try:
         with caller_errors():
@@ -110,7 +110,7 @@ def replay_log(path: Path, options: Arguments) -> Replay:
     return Replay(path, log, outcomes, largest_ratio(log.lengths, log.truncated, config))
 
 
-def verdict(outcome: Outcome) -> str:
+def verdict(outcome: RuleOutcome) -> str:
     """Returns the step at which the rule calls the surge, in one line."""
     if outcome.surge_step is None:
         return f"no surge in {len(outcome.rates)} steps"
@@ -214,7 +214,7 @@ def known(values: Sequence[float]) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values]
 
 
-def outcome_numbers(outcome: Outcome) -> dict[str, Any]:
+def outcome_numbers(outcome: RuleOutcome) -> dict[str, Any]:
     """Returns the entry of a rule in the JSON."""
     config, level = outcome.rule.config, outcome.nearest
     return {
@@ -251,7 +251,7 @@ def log_numbers(result: Replay) -> dict[str, Any]:
     }
 
 
-def numbers(found: dict[Path, Replay | str], options: Arguments) -> dict[str, Any]:
+def numbers(found: dict[Path, Replay | str], options: ReplayArguments) -> dict[str, Any]:
     """Returns the whole JSON document. The entry of a log that cannot be read has only its path and its error."""
     given = dataclasses.asdict(options)
     rate = {name: given[name] for name in ("learning_rate", "multiplier", "decay_factor", "floor_ratio")}
@@ -340,7 +340,7 @@ def draw_calls(results: Sequence[Replay], axis: Axes, style: Any) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Replays the logs, prints the report, and writes the picture and the JSON; returns the exit status."""
-    paths, options = read_words(Arguments, argv, paths="LOG", prog="rljax replay", description=__doc__ or "")
+    paths, options = read_words(ReplayArguments, argv, paths="LOG", prog="rljax replay", description=__doc__ or "")
     style = import_for("--picture", "rljax.record.panel_style", "replay") if options.picture else None
     with caller_errors():
         LengthTriggeredLR(**options.law()._asdict())  # checks the rates

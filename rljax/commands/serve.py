@@ -21,13 +21,14 @@ from types import FrameType
 from typing import Any, TypeVar, get_args
 
 from rljax.errors import ConfigError, ServerFailedError
+from rljax.policy.config import Dtype
 from rljax.rollout.kinds import engines_that, named_engines
-from rljax.rollout.servers.process import Dtype, ServerConfig, ServerProcess
+from rljax.rollout.servers.process import ServerConfig, ServerProcess
 from rljax.weights.access import find_key_file, make_own_key_file, private_address
 
 log = logging.getLogger(__name__)
 
-Config = TypeVar("Config", bound=ServerConfig)
+ServerKind = TypeVar("ServerKind", bound=ServerConfig)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,7 +78,7 @@ def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def serve(
-    make: Callable[..., Config], start: Callable[[Config, float], ServerProcess], kind: str, argv: Sequence[str]
+    make: Callable[..., ServerKind], start: Callable[[ServerKind, float], ServerProcess], kind: str, argv: Sequence[str]
 ) -> int:
     """Serves until this program is interrupted or terminated, or the server ends. Returns the exit status.
 

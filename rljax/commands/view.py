@@ -45,7 +45,7 @@ TOKENIZER_FILES = ("tokenizer*", "*.jinja", "config.json", "special_tokens_map.j
 
 
 @dataclass(frozen=True)
-class Arguments:
+class ViewArguments:
     """The arguments of the page."""
 
     source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DUMP_OR_RUN")]
@@ -146,7 +146,9 @@ def correction_text(correction: CorrectionConfig) -> str:
     return "The run's correction: " + ", ".join(f"{name} {value}" for name, value in changed.items()) + "."
 
 
-def add_dumps(page: Page, files: Sequence[Path], given: Arguments, correction: CorrectionConfig | None) -> list[str]:
+def add_dumps(
+    page: Page, files: Sequence[Path], given: ViewArguments, correction: CorrectionConfig | None
+) -> list[str]:
     """Adds the dumps to the page. Returns a line for each dump that cannot be shown.
 
     If there is only one dump and it cannot be shown, this raises ValueError or OSError instead.
@@ -169,7 +171,7 @@ def add_dumps(page: Page, files: Sequence[Path], given: Arguments, correction: C
 
 def main(argv: Sequence[str]) -> int:
     """Writes the page, prints its path, and returns the exit status."""
-    given = parse_arguments(Arguments, argv, prog="rljax view", description=__doc__ or "")
+    given = parse_arguments(ViewArguments, argv, prog="rljax view", description=__doc__ or "")
     if not given.source.exists():
         raise ConfigError(f"{given.source}: no such file or directory")
     run = find_run(given.source)

@@ -50,6 +50,8 @@ ROWS = {
     "vllm-decode": ("vllm", "decode"),
 }
 """The engine and the path of a row, by the kind of its scorer."""
+REFERENCES = ("jax", "jax-decode", "hf")
+"""The kinds of scorers that can be the one that the others are compared with."""
 STARTED = ("vllm", "vllm-decode")
 """The kinds of scorers whose server a bench starts when they name a dtype and no URL."""
 METRICS = ("logprob_abs_diff_mean", "k3_kl", "logprob_abs_diff_max", "extreme_rate", "log_ppl_abs_diff")
@@ -57,8 +59,8 @@ COUNTS = ("token_count", "nonfinite_count")
 PACKAGES = ("jax", "jaxlib", "numpy", "torch", "transformers")
 """The packages whose versions bench.json holds, beside rljax."""
 
-Vectors = Sequence[np.ndarray]
-Score = Callable[[int], tuple[Vectors, ColumnSource]]
+ScoredVectors = Sequence[np.ndarray]
+ScoreRows = Callable[[int], tuple[ScoredVectors, ColumnSource]]
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ class Bench:
         config, dtype = self.config, forms[0].dtype
         longest = max(len(ids) for dump in self._dumps.values() for ids in dump.token_ids)
         python, log = str(environment_python("vllm")), config.out / f"vllm-{dtype}.log"
-        serving = vllm.ServerConfig(
+        serving = vllm.VllmConfig(
             str(config.model),
             python,
             dtype,  # type: ignore[arg-type]
@@ -276,7 +278,7 @@ class Bench:
         if is_started(spec):
             spec = f"{spec.partition(':')[0]}:{address}"
 
-        def score(batch_size: int) -> tuple[Vectors, ColumnSource]:
+        def score(batch_size: int) -> tuple[ScoredVectors, ColumnSource]:
             return score_column(spec, dump, config.model, batch_size=batch_size)
 
         numbers, dump = measure_form(
@@ -287,13 +289,13 @@ class Bench:
         return numbers
 
 
-def of_responses(dump: TokenDump, vectors: Vectors) -> np.ndarray:
+def of_responses(dump: TokenDump, vectors: ScoredVectors) -> np.ndarray:
     """Returns the log-probabilities of the response tokens, [n, t]. All responses must have the same length."""
     return np.stack([vector[mask] for vector, mask in zip(vectors, dump.response_mask, strict=True)])
 
 
 def measure_form(
-    form: BenchForm, dump: TokenDump, reference: str, score: Score, batch_size: int, *, shape: bool, repeat: int
+    form: BenchForm, dump: TokenDump, reference: str, score: ScoreRows, batch_size: int, *, shape: bool, repeat: int
 ) -> tuple[dict[str, Any], TokenDump]:
     """Measures one row of a bench. Returns its numbers, and the dump with the form's new columns.
 
@@ -323,7 +325,7 @@ def measure_form(
     row: dict[str, Any] = {"program": source.engine, "form": source.form, "reference": reference, **_gap(theirs, own)}
     row["seconds"] = seconds
 
-    def floor(again: Vectors) -> float:
+    def floor(again: ScoredVectors) -> float:
         return _gap(own, of_responses(dump, again))["logprob_abs_diff_mean"]
 
     if shape:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.data.files import Row, json_lines
+from rljax.data.files import FileRow, json_lines
 from rljax.errors import parse_json
 from rljax.record.foreign_files import TRL_TEXTS, foreign_kind
 from rljax.record.parquet_files import parquet_file, parquet_rows
@@ -85,7 +85,7 @@ def _unread_kind(place: Path, start: bytes) -> str:
     return next((kind for magic, kind in _KINDS.items() if start.startswith(magic)), "")
 
 
-_Line = tuple[Path, int, Row]
+_Line = tuple[Path, int, FileRow]
 
 
 def _documents(place: Path) -> list[_Line]:
@@ -144,7 +144,7 @@ def read_prime_rl(path: str | os.PathLike[str]) -> TokenDump:
     return _assemble(place, lines, _prime_rl_sequence, {"trainer": trainer, "inference": inference}, {})
 
 
-def _jsonl_sequence(record: Row, number: int) -> TokenDump:
+def _jsonl_sequence(record: FileRow, number: int) -> TokenDump:
     """Makes a dump of one line of generic JSONL; columns that cover only the response are padded in front."""
     if _HEADER in record:
         raise ValueError(f"expected one header of version 1 in the first line, got {record[_HEADER]!r}")
@@ -192,7 +192,7 @@ def _choices(lines: Iterable[_Line]) -> Iterator[_Line]:
             yield file, number, {**choice, "prompt_token_ids": prompt}
 
 
-def _reply_sequence(choice: Row, number: int) -> TokenDump:
+def _reply_sequence(choice: FileRow, number: int) -> TokenDump:
     """Makes a dump of one choice of a completion, a chat completion, or vLLM's ``RequestOutput`` as JSON.
 
     SGLang has a list of [log-probability, token id, text] for the response, and one for the prompt from the token
@@ -221,7 +221,7 @@ def _reply_sequence(choice: Row, number: int) -> TokenDump:
     return _jsonl_sequence({"prompt_ids": prompt, "response_ids": ids, "logprobs": {"rollout": values}}, number)
 
 
-def _nemo_rl_sequence(record: Row, number: int) -> TokenDump:
+def _nemo_rl_sequence(record: FileRow, number: int) -> TokenDump:
     """Makes a dump of one line of NeMo-RL's ``train_data_step*.jsonl``; padding after ``input_lengths`` is left out."""
     if "token_ids" not in record:
         raise ValueError(f"this is NeMo-RL's training data of a release that writes no token_ids, and {_NO_IDS}")
@@ -250,7 +250,7 @@ def _read_parquet(place: Path) -> TokenDump:
     return _assemble(place, lines, _miles_sequence, sources, {})
 
 
-def _miles_sequence(record: Row, number: int) -> TokenDump:
+def _miles_sequence(record: FileRow, number: int) -> TokenDump:
     """Makes a dump of one sample of Miles; its mask and its log-probabilities cover only the response."""
     length = record["response_length"]
     front = len(record["tokens"]) - length
@@ -263,7 +263,7 @@ def _miles_sequence(record: Row, number: int) -> TokenDump:
     return make_dump([str(number)], [record["tokens"]], [mask], columns)
 
 
-def _prime_rl_sequence(record: Row, _: int) -> TokenDump:
+def _prime_rl_sequence(record: FileRow, _: int) -> TokenDump:
     if record.get("schema_version") != PRIME_RL_SCHEMA:
         raise ValueError(f"schema_version {record.get('schema_version')!r}, expected {PRIME_RL_SCHEMA}")
     run = f"{record['run_id']}/" if record.get("run_id") else ""
@@ -279,7 +279,7 @@ def _prime_rl_sequence(record: Row, _: int) -> TokenDump:
 def _assemble(
     place: Path,
     lines: Iterable[_Line],
-    parse: Callable[[Row, int], TokenDump],
+    parse: Callable[[FileRow, int], TokenDump],
     sources: Mapping[str, ColumnSource],
     sampling: Mapping[str, Any],
 ) -> TokenDump:

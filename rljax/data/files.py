@@ -38,7 +38,7 @@ _CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 _TRUTH = pa.struct([("ground_truth", pa.string()), ("style", pa.string())])
 _CANONICAL = pa.schema([("data_source", pa.string()), ("prompt", pa.string()), ("reward_model", _TRUTH)])
 
-Row = dict[str, Any]
+FileRow = dict[str, Any]
 Problem = dict[str, Any]
 
 
@@ -57,7 +57,7 @@ class Tally:
     unread: Counter[str] = field(default_factory=Counter)  # the keys that nothing reads, with the number of their rows
 
 
-def read_rows(path: str | Path) -> Iterator[tuple[int, Row]]:
+def read_rows(path: str | Path) -> Iterator[tuple[int, FileRow]]:
     """Yields (number, row) of a file of problems. Numbers count from 1; in JSONL and CSV they are line numbers.
 
     Raises:
@@ -141,10 +141,10 @@ def answered_rows(
     path: str | Path,
     tally: Tally,
     form: Form = None,
-    rows: Iterable[tuple[int, Row]] | None = None,
+    rows: Iterable[tuple[int, FileRow]] | None = None,
     *,
     whole: bool = False,
-) -> Iterator[tuple[Row, Problem]]:
+) -> Iterator[tuple[FileRow, Problem]]:
     """Yields each row of a file and its problem; rows whose right answer is empty are only counted.
 
     The counts of the file are added to ``tally``. ``form`` and ``whole`` are as in ``parse_row``. ``rows`` are the
@@ -181,7 +181,7 @@ def prompt_text(prompt: str | list[dict[str, str]]) -> str:
 
 def write_rows(
     path: str | Path,
-    rows: Iterable[Row],
+    rows: Iterable[FileRow],
     *,
     like: str | Path,
     provenance: Mapping[str, Any],
@@ -223,7 +223,7 @@ def read_provenance(path: str | Path) -> dict[str, Any] | None:
     return json.loads(metadata[_KEY]) if _KEY in metadata else None
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
+def json_lines(path: Path) -> Iterator[tuple[int, FileRow]]:
     """Yields the line number (from 1) and the object of every line that is not blank.
 
     Raises:
@@ -242,7 +242,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Row]]:
             raise ValueError(f"{path} is not JSONL: it is not UTF-8 text") from error
 
 
-def _json_array(path: Path) -> Iterator[tuple[int, Row]]:
+def _json_array(path: Path) -> Iterator[tuple[int, FileRow]]:
     with naming(path):
         rows = parse_json(path.read_bytes())
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -250,7 +250,7 @@ def _json_array(path: Path) -> Iterator[tuple[int, Row]]:
     yield from enumerate(rows, 1)
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, Row]]:
+def _csv_rows(path: Path) -> Iterator[tuple[int, FileRow]]:
     """Yields (line number, row) of a CSV file with commas, whose first row names the columns. Each value is a text."""
     csv.field_size_limit(_LONGEST_FIELD)
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -307,7 +307,7 @@ def _content_text(content: str | list[dict[str, Any]]) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _canonical(problem: Problem, *, chat: bool) -> Row:
+def _canonical(problem: Problem, *, chat: bool) -> FileRow:
     prompt = problem["prompt"]
     if chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]

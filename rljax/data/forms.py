@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from rljax.errors import naming
 
-FormName = Literal[
+DataForm = Literal[
     "plain",
     "verl",
     "gsm8k",
@@ -33,7 +33,7 @@ _SHORT = ("reward_model", "answer", "ground_truth", "label", "expected_answer", 
 _WORKED = ("solution", "solutions")  # the keys of worked answers, which count where no short answer is
 _NESTED = ("reward_model", "verification_info")  # the keys of records whose ``ground_truth`` is the answer
 # The keys of the prompt and of the answer; the first of them that a row has counts. Case does not matter.
-FORMS: Mapping[FormName, tuple[tuple[str, ...], tuple[str, ...]]] = {
+FORMS: Mapping[DataForm, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plain": (("prompt",), ("answer",)),
     "verl": (("prompt",), ("reward_model",)),
     "gsm8k": (("question",), ("answer",)),
@@ -67,7 +67,7 @@ class OwnKeys(NamedTuple):
     optional: bool = False  # whether a key that a row lacks is ignored in that row
 
 
-Form = FormName | OwnKeys | None  # None: the row's keys tell the form
+Form = DataForm | OwnKeys | None  # None: the row's keys tell the form
 
 
 class Alternatives(NamedTuple):

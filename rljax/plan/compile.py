@@ -25,7 +25,7 @@ from rljax.run.training import batch_shape, make_step, optional_logprobs, respon
 from rljax.sharding import make_mesh
 from rljax.trainer.state import make_optimizer
 
-Report = dict[str, Any]
+CompiledReport = dict[str, Any]
 # CUB's sort asks a GPU of this process how much memory it needs, so the program uses XLA's own sort.
 COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {"cuda": {"xla_gpu_enable_cub_radix_sort": False}}
 """The options of XLA for ahead-of-time compilation, by the platform of the machine."""
@@ -101,7 +101,7 @@ def needed_bytes(machine: Machine, memory: dict[str, int]) -> int:
     return memory["peak"] if machine.platform == "tpu" else max(memory["peak"], memory["total"])
 
 
-def report(compiled: CompiledStep) -> Report:
+def report(compiled: CompiledStep) -> CompiledReport:
     """Reports the compiler's numbers of a step on one device, as plain values for JSON."""
     config, machine, mesh = compiled.config, compiled.machine, compiled.mesh
     policy = policy_shape(config.model.path)
@@ -128,7 +128,7 @@ def report(compiled: CompiledStep) -> Report:
     }
 
 
-def describe(facts: Report) -> str:
+def describe(facts: CompiledReport) -> str:
     """Formats a report as lines of text."""
     sizes, batch, cost = facts["bytes"], facts["batch"], facts["cost"]
     mesh = " x ".join(f"{name} {size}" for name, size in facts["mesh"].items())

@@ -15,7 +15,7 @@ from rljax.policy.context import device_heads, exchange_back, exchange_heads, he
 from rljax.policy.cudnn import CAPABILITY, cudnn_attention
 from rljax.policy.flash import (
     OUT_NAME,
-    Keys,
+    KeyBlocks,
     Queries,
     SegmentIds,
     block_attention,
@@ -32,7 +32,7 @@ _MASKED = -1e30
 _LANES, _SPLASH_BLOCK = 128, 512
 """The lanes of a TPU's vector register, and the largest block (tokens). The block and the width of a head must be
 multiples of the lanes."""
-PackedAttention = Callable[[Queries, Keys, Keys, SegmentIds], Queries]
+PackedAttention = Callable[[Queries, KeyBlocks, KeyBlocks, SegmentIds], Queries]
 """Causal attention inside each segment of packed rows: a function of queries, keys, values and segment ids.
 
 The output is in the dtype of the inputs. Query head i attends to key-value head i // (h / g). Scores are scaled by
@@ -67,7 +67,7 @@ def attend(
     return out.reshape(b, t, h, d).astype(q.dtype)
 
 
-def packed_attention(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds) -> Queries:
+def packed_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, segment_ids: SegmentIds) -> Queries:
     """Computes ``PackedAttention`` on any backend: up to ``ONE_PIECE`` tokens in one piece, longer rows in blocks."""
     return _or_one_piece(block_attention)(q, k, v, segment_ids)
 
@@ -84,7 +84,7 @@ def _or_one_piece(kernel: PackedAttention) -> PackedAttention:
 
 
 def attention_of_parts(
-    kernel: PackedAttention, parts: int, q: Queries, k: Keys, v: Keys, segment_ids: Int[Array, "rows tokens"]
+    kernel: PackedAttention, parts: int, q: Queries, k: KeyBlocks, v: KeyBlocks, segment_ids: Int[Array, "rows tokens"]
 ) -> Queries:
     """Computes attention of folded rows (``context.fold``). ``parts`` devices share each whole row.
 
@@ -107,7 +107,13 @@ def attention_of_parts(
 
 
 def splash_attention(
-    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, *, block: int | None = None, interpret: bool = False
+    q: Queries,
+    k: KeyBlocks,
+    v: KeyBlocks,
+    segment_ids: SegmentIds,
+    *,
+    block: int | None = None,
+    interpret: bool = False,
 ) -> Queries:
     """Computes ``PackedAttention`` on a TPU by splash attention, the Pallas kernel of JAX, with segment ids.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from rljax.policy.flash import Keys, Queries, SegmentIds, block_attention, head_axes
+from rljax.policy.flash import KeyBlocks, Queries, SegmentIds, block_attention, head_axes
 from rljax.sharding import on_each_device
 
 TOKENS_PER_SEGMENT = 256
@@ -30,7 +30,7 @@ def max_segments(t: int) -> int:
     return max(FEWEST_SEGMENTS, t // TOKENS_PER_SEGMENT)
 
 
-def cudnn_attention(q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds) -> Queries:
+def cudnn_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, segment_ids: SegmentIds) -> Queries:
     """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
 
     Queries, keys and values are bfloat16 or float16. The padding of a row is a segment like any other, because cuDNN

@@ -38,7 +38,7 @@ _LAST = np.iinfo(np.int32).max
 
 Triple = tuple[Array, Array, Array]
 Queries = Float[Array, "b t h k"]
-Keys = Float[Array, "b t g k"]
+KeyBlocks = Float[Array, "b t g k"]
 """The keys or the values. Query head i attends to key-value head i // (h / g)."""
 SegmentIds = Int[Array, "b t"]
 """The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence."""
@@ -114,7 +114,7 @@ def segment_axes(parts: int) -> tuple[str | None, ...]:
 
 
 def block_attention(
-    q: Queries, k: Keys, v: Keys, segment_ids: SegmentIds, *, block: int | None = None, parts: int = 1
+    q: Queries, k: KeyBlocks, v: KeyBlocks, segment_ids: SegmentIds, *, block: int | None = None, parts: int = 1
 ) -> Queries:
     """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
 

@@ -16,7 +16,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import CHUNK_BYTES, on_host_ahead, policy_leaves
 from rljax.policy.model import Params
 from rljax.sharding import fetch
-from rljax.weights.format import Checksum, Region
+from rljax.weights.format import Checksum, TensorRegion
 from rljax.weights.sums import mixed, place_weights
 from rljax.weights.writer import Part
 
@@ -34,7 +34,7 @@ def hf_parts(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[Part]
 
 def _shard_chunks(
     params: Params, config: PolicyConfig, dtype: Any
-) -> Iterator[tuple[tuple[np.ndarray, tuple[int, ...], Region], jax.Array]]:
+) -> Iterator[tuple[tuple[np.ndarray, tuple[int, ...], TensorRegion], jax.Array]]:
     """Yields chunks of this process's shards. A label has the names, the shape of a whole tensor, and the region."""
     flat = flatten_dict(params)
     for leaf in policy_leaves(config):
@@ -45,7 +45,7 @@ def _shard_chunks(
             bounds = [slice(*s.indices(n)) for s, n in zip(shard.index, whole.shape, strict=True)]
             *rows, columns = leaf.hf_slices(bounds[leaf.stacked :])
             row = rows[0] if rows else slice(0, 1)
-            region = Region(
+            region = TensorRegion(
                 row.start, row.stop - row.start, columns.start, columns.stop - columns.start, leaf.hf_shape[-1]
             )
             of_shard = np.asarray(leaf.names[tuple(bounds[: leaf.stacked])], object)

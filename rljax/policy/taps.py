@@ -26,21 +26,21 @@ class Substitutes(NamedTuple):
     flags: dict[str, Bool[Array, "*l"]]  # whether the value of this name, in each layer if it is a block's, is put in
 
 
-class Recorder(NamedTuple):
+class TapRecorder(NamedTuple):
     """The values that a forward has recorded so far, and the substitutes for computed ones."""
 
     recorded: Values
     substitutes: Substitutes
 
 
-_active: contextvars.ContextVar[Recorder | None] = contextvars.ContextVar("recorder", default=None)
+_active: contextvars.ContextVar[TapRecorder | None] = contextvars.ContextVar("recorder", default=None)
 _NONE = Substitutes({}, {})
 
 
 @contextlib.contextmanager
 def recording(substitutes: Substitutes = _NONE) -> Iterator[Values]:
     """Records every ``tap`` inside the context. Yields the dictionary that receives the values by name."""
-    recorder = Recorder({}, substitutes)
+    recorder = TapRecorder({}, substitutes)
     token = _active.set(recorder)
     try:
         yield recorder.recorded

@@ -18,7 +18,7 @@ _DIGIT_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _SPACED_GROUPS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\{,\}|\\[,;:! ]|~| )\d{3})+(?![\d,])")
 
 
-class Form(NamedTuple):
+class AnswerForm(NamedTuple):
     """The outer form of an answer."""
 
     kind: str  # "set", "tuple" (an interval, too), "list" for parts without brackets, or "one" for a single value
@@ -27,7 +27,7 @@ class Form(NamedTuple):
     names: tuple[str, ...] = ()  # the letter in front of each part (x = 1), if every part has a letter of its own
 
 
-def form_of(text: str) -> Form:
+def form_of(text: str) -> AnswerForm:
     """Returns the outer form of an answer that ``math_text.tidy`` has cleaned."""
     system = _SYSTEM.match(text)
     if system is not None:
@@ -39,8 +39,8 @@ def form_of(text: str) -> Form:
         if opening == r"\{" and closing == r"\}":
             return _labelled("set", items)
         if len(items) > 1 and closing in (")", "]") and opening != r"\{":
-            return Form("tuple", opening + closing, tuple(items))
-        return Form("one", "", (text,))
+            return AnswerForm("tuple", opening + closing, tuple(items))
+        return AnswerForm("one", "", (text,))
     return _labelled("list", expanded(split(text)))
 
 
@@ -105,16 +105,18 @@ def without_label(text: str) -> tuple[str, str]:
     return found[1], text[found.end() :]
 
 
-def _labelled(kind: str, items: Sequence[str]) -> Form:
+def _labelled(kind: str, items: Sequence[str]) -> AnswerForm:
     """Returns the form of a set or a list. The names in front of its parts are taken off if all parts have one."""
     if kind == "list" and len(items) < 2:
-        return Form("one", "", tuple(items) or ("",))
+        return AnswerForm("one", "", tuple(items) or ("",))
     pairs = [without_label(item) for item in items]
     if not all(label for label, _ in pairs):
-        return Form(kind, "", tuple(items))
+        return AnswerForm(kind, "", tuple(items))
     pairs.sort(key=lambda pair: pair[0])
     letters = tuple(label.partition("_")[0] for label, _ in pairs)  # x_1 and x_2 are two values of one letter
-    return Form(kind, "", tuple(value for _, value in pairs), letters if len(set(letters)) == len(letters) else ())
+    return AnswerForm(
+        kind, "", tuple(value for _, value in pairs), letters if len(set(letters)) == len(letters) else ()
+    )
 
 
 def _split_words(piece: str) -> list[str]:

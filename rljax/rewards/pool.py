@@ -12,7 +12,7 @@ from typing import Any
 
 from rljax.distributed.child import Child, ChildPool, Decoder, LostError, NotSentError
 from rljax.errors import printable
-from rljax.rewards.resolve import CHEAP, Verdict, resolve_reward, score, score_responses
+from rljax.rewards.resolve import CHEAP, RewardOrReason, resolve_reward, score, score_responses
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class RewardPool:
             self._errors += 1
         log.warning("a reward worker %s; the next response went to a new one", said)
 
-    def _settle(self, verdict: Verdict) -> float:
+    def _settle(self, verdict: RewardOrReason) -> float:
         value, complaint = verdict
         return value if value is not None else self._fail(str(complaint))
 

@@ -14,7 +14,7 @@ from rljax.distributed.frames import Frames
 from rljax.rewards.call_forms import NamedReward
 
 RewardFunction = Callable[[Any, str, bool], float]  # (problem, decoded response, truncated) -> reward
-Verdict = tuple[float, None] | tuple[None, str]  # (reward, None), or (None, reason)
+RewardOrReason = tuple[float, None] | tuple[None, str]  # (reward, None), or (None, reason)
 
 SHIPPED: Mapping[str, str] = {
     "addition": "rljax.data.toy:addition_reward",
@@ -83,7 +83,7 @@ def accepts(function: Callable[..., Any], *arguments: Any) -> bool:
     return True
 
 
-def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, truncated: bool) -> Verdict:
+def score(reward: RewardFunction, problem: Mapping[str, Any], response: str, truncated: bool) -> RewardOrReason:
     """Returns (a finite reward, None), or (None, one line with the reason).
 
     Every exception of the reward is caught, except KeyboardInterrupt, which a user may cause.

@@ -35,7 +35,7 @@ def cache_token_bytes(config: PolicyConfig, mesh: Mesh, dtype: Any) -> float:
     return whole / (row_ways(mesh) * heads)
 
 
-class Batch(NamedTuple):
+class DecodeSizes(NamedTuple):
     """The sizes of a continuous batch."""
 
     slots: int  # the number of responses that are decoded at once
@@ -44,19 +44,19 @@ class Batch(NamedTuple):
     group: int  # the number of units that start together once the first batch is full
 
 
-def batch_sizes(rows: int, n: int, budget: int, ways: int) -> Batch:
+def batch_sizes(rows: int, n: int, budget: int, ways: int) -> DecodeSizes:
     """Returns the sizes of the batch that decodes ``rows`` responses, ``n`` to a prompt.
 
     The cache of ``budget`` responses fits into memory. A batch with fewer slots than ``rows`` has a multiple of
     ``ways``, which may be more than a very small budget. The mesh splits rows into ``ways`` parts.
     """
     if rows <= budget:
-        return Batch(rows, n, rows // n)
+        return DecodeSizes(rows, n, rows // n)
     most = max(1, budget // 8)
     unit = max(divisor for divisor in range(1, n + 1) if n % divisor == 0 and divisor <= most)
     step = math.lcm(unit, ways)
     slots = max(1, budget // step) * step
-    return Batch(rows, n, rows // n) if slots >= rows else Batch(slots, unit, max(1, slots // (8 * unit)))
+    return DecodeSizes(rows, n, rows // n) if slots >= rows else DecodeSizes(slots, unit, max(1, slots // (8 * unit)))
 
 
 def padded_count(count: int, step_prompts: int) -> int:

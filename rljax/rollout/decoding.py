@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig, route_dtype
 from rljax.policy.model import ForwardStats, Params, embed_tokens, run_blocks
-from rljax.rollout.decode_sizes import Batch
+from rljax.rollout.decode_sizes import DecodeSizes
 from rljax.rollout.injected import to_cache
 from rljax.rollout.likeliest import ALL, NextTokens, Selection, next_tokens, token_key
 from rljax.rollout.types import InjectConfig
@@ -61,10 +61,10 @@ class Sampled(NamedTuple):
 class Queue:
     """The responses that no slot has taken yet, in their order. ``left`` is the number of units that wait.
 
-    They start in units: responses to one prompt that start together (``Batch.unit``).
+    They start in units: responses to one prompt that start together (``DecodeSizes.unit``).
     """
 
-    def __init__(self, prompts: np.ndarray, lengths: np.ndarray, n: int, batch: Batch, most: int | None = None):
+    def __init__(self, prompts: np.ndarray, lengths: np.ndarray, n: int, batch: DecodeSizes, most: int | None = None):
         """Begins with ``n`` responses to each of the ``prompts``, int32 [p, s], which have ``lengths``, int32 [p].
 
         ``most``: The most units that start together, or None for as many as there are slots.

@@ -30,7 +30,7 @@ from rljax.policy.head import matmul_precision
 from rljax.policy.model import Params, cast_params, logical_axes, param_shardings
 from rljax.rollout import decoding
 from rljax.rollout.decode_sizes import (
-    Batch,
+    DecodeSizes,
     batch_sizes,
     free_cache_tokens,
     padded_count,
@@ -49,7 +49,7 @@ from rljax.sharding import replicated
 from rljax.tokens import as_stored
 
 
-class _Rows(NamedTuple):
+class _PromptRows(NamedTuple):
     """The prompts of one request as arrays, and the sizes that the request decodes with."""
 
     prompts: np.ndarray  # the prompts padded on the left, int32 [p, s]
@@ -237,7 +237,7 @@ class JaxEngine(RolloutEngine):
         ends = zip(begun, sampled.counts, sampled.tokens, strict=False)
         return [tokens[len(known) : count] for known, count, tokens in ends]
 
-    def _turn_rows(self, requests: Sequence[TurnRequest], sampling: SamplingParams) -> _Rows:
+    def _turn_rows(self, requests: Sequence[TurnRequest], sampling: SamplingParams) -> _PromptRows:
         """Returns the rows of one response to each of ``requests``, padded to a few sizes."""
         limit, places = sampling.max_response_tokens, self._max_tokens or self._width + sampling.max_response_tokens
         for request in requests:
@@ -247,10 +247,10 @@ class JaxEngine(RolloutEngine):
         limits = np.zeros(padded_rows(len(prompts)), np.int32)
         limits[: len(prompts)] = [min(request.max_tokens, limit) for request in requests]
         at_once = prefill_rows(self._config, padded.shape[1], row_ways(self._mesh))
-        return _Rows(padded, lengths, len(limits), places, limits, at_once)
+        return _PromptRows(padded, lengths, len(limits), places, limits, at_once)
 
     def _sample(
-        self, prompts: Sequence[np.ndarray], rows: _Rows, n: int, sampling: SamplingParams, seed: int
+        self, prompts: Sequence[np.ndarray], rows: _PromptRows, n: int, sampling: SamplingParams, seed: int
     ) -> Samples:
         """Samples ``n`` responses to each of ``prompts``. ``rows`` has the same prompts as padded arrays."""
         start = time.perf_counter()
@@ -320,7 +320,7 @@ class JaxEngine(RolloutEngine):
 
     def _run(
         self,
-        rows: _Rows,
+        rows: _PromptRows,
         n: int,
         sampling: SamplingParams,
         seed: int,
@@ -357,11 +357,11 @@ class JaxEngine(RolloutEngine):
                     return Sampled(*jax.device_get(sampled))
                 free = np.flatnonzero(jax.device_get(is_free))
 
-    def _laid_out(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> _Rows:
+    def _laid_out(self, prompts: Sequence[np.ndarray], sampling: SamplingParams) -> _PromptRows:
         """Returns the rows of a request for responses to ``prompts``, padded to ``max_prompt_tokens``."""
         padded, lengths = self._padded(prompts, self._width)
         count = padded_count(len(prompts), self._step_prompts)
-        return _Rows(padded, lengths, count, self._width + sampling.max_response_tokens)
+        return _PromptRows(padded, lengths, count, self._width + sampling.max_response_tokens)
 
     def _padded(self, prompts: Sequence[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the prompts padded on the left to ``width``, int32 [n, s], and their lengths, int32 [n]."""
@@ -374,7 +374,7 @@ class JaxEngine(RolloutEngine):
             row[width - len(prompt) :] = prompt
         return padded, np.asarray([len(prompt) for prompt in prompts], np.int32)
 
-    def _batch(self, rows: int, n: int, places: int) -> Batch:
+    def _batch(self, rows: int, n: int, places: int) -> DecodeSizes:
         """Returns the sizes of a batch whose cache, with ``places`` tokens for each response, fits into the budget."""
         if not self._decode_tokens:
             self._decode_tokens = free_cache_tokens(self._config, self._mesh, self._cache_dtype)

@@ -86,7 +86,7 @@ def sample_tokens(
     return NextTokens(tokens.astype(jnp.int32), arrays)
 
 
-class _Rows(NamedTuple):
+class _ExactRows(NamedTuple):
     """The rows of the executable while one batch is sampled."""
 
     tokens: np.ndarray  # the token ids, int32 [b, t], 0 after the last token
@@ -250,7 +250,7 @@ class ExactEngine(RolloutEngine):
             facts = {"prompt_index": key, "sample_index": turn - 1, "truncated": not rows.stopped[place]}
             yield Response.of(before, rows.tokens[place, own], arrays, **facts)
 
-    def _laid_out(self, batch: Mapping[int, TurnRequest], reported: int) -> _Rows:
+    def _laid_out(self, batch: Mapping[int, TurnRequest], reported: int) -> _ExactRows:
         """Returns the rows with the tokens before each response. A row without one has no room."""
         shape = self._executable.rows, self._executable.row_tokens
         kept = {"rollout_logprobs": shape} | dict.fromkeys(TOPS if reported else (), (*shape, reported))
@@ -260,10 +260,10 @@ class ExactEngine(RolloutEngine):
         for place, (key, turn, before, limit) in batch.items():
             tokens[place, : len(before)] = before
             lengths[place], ends[place], numbers[place] = len(before), len(before) + limit, (key, turn - 1)
-        return _Rows(tokens, arrays, numbers, lengths.copy(), lengths, ends, np.zeros(shape[0], np.bool_))
+        return _ExactRows(tokens, arrays, numbers, lengths.copy(), lengths, ends, np.zeros(shape[0], np.bool_))
 
     def _guesses(
-        self, batch: Mapping[int, TurnRequest], rows: _Rows, count: int, sampling: SamplingParams, seed: int
+        self, batch: Mapping[int, TurnRequest], rows: _ExactRows, count: int, sampling: SamplingParams, seed: int
     ) -> np.ndarray:
         """Returns guesses for the next ``count`` tokens of each row, int32 [b, count], -1 where there is none."""
         guesses = np.full((len(rows.tokens), count), -1, np.int32)

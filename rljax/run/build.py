@@ -45,7 +45,7 @@ from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.rate import make_rate_controller
 from rljax.run.refill import REFILL_LIMIT, RefillingSampler
-from rljax.run.sampling import BatchSampler, Sampler, Source
+from rljax.run.sampling import BatchSampler, ResponseSource, Sampler
 from rljax.run.single_turn import SingleTurn
 from rljax.run.step import Progress, RunParts
 from rljax.run.stop import StopRequest
@@ -179,7 +179,7 @@ def make_run_engine(
     )
 
 
-def make_source(config: Config, engine: RolloutEngine, tokenizer: Tokenizer, stop: StopRequest) -> Source:
+def make_source(config: Config, engine: RolloutEngine, tokenizer: Tokenizer, stop: StopRequest) -> ResponseSource:
     """Returns the source of the run's responses: of one turn with a reward function, or with an environment.
 
     Raises ConfigError if the reward or the environment cannot be used.
@@ -206,7 +206,7 @@ def make_batches(
     config: Config,
     policy: PolicyConfig,
     engine: RolloutEngine,
-    source: Source,
+    source: ResponseSource,
     stops: tuple[int, ...],
     problems: Problems,
     checkpointer: Checkpointer,

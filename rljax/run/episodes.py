@@ -26,7 +26,7 @@ from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Content
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.episodes.outcomes import Outcome
-from rljax.rollout.episodes.recorder import Recorder
+from rljax.rollout.episodes.recorder import TokenRecorder
 from rljax.rollout.turns import TurnQueue, TurnRequest
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.sampling import Begun, Scored
@@ -66,7 +66,7 @@ class Episodes:
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
         """Begins ``n`` trajectories of each problem. Raises the errors of ``Source.begin``."""
-        batch = _Batch(self, problems, n, params, seed)
+        batch = _Trajectories(self, problems, n, params, seed)
         return Begun(batch.scored(), batch.metrics)
 
     def failed(self, kind: str, message: str) -> None:
@@ -100,12 +100,12 @@ class _Episode:
     key: int  # its number in the batch
     name: int  # its number for the hosts
     problem: Problem
-    recorder: Recorder
+    recorder: TokenRecorder
     texts: list[str] = dataclasses.field(default_factory=list)
     last: Response | None = None  # the newest turn
 
 
-class _Batch:
+class _Trajectories:
     """The trajectories of one request. Methods that take outcomes run on threads of the hosts."""
 
     def __init__(
@@ -118,7 +118,7 @@ class _Batch:
         prompts = [prompt_ids(problem, episodes.tokenizer) for problem in problems]
         self.metrics: Row = {}
         self._episodes = [
-            _Episode(i * n + j, next(episodes.numbers), problem, Recorder(prompts[i]))
+            _Episode(i * n + j, next(episodes.numbers), problem, TokenRecorder(prompts[i]))
             for i, problem in enumerate(problems)
             for j in range(n)
         ]
@@ -207,7 +207,7 @@ class _Batch:
                 got = f"the environment gave a prompt of {len(tokens)} tokens"
                 self._fail(episode, _REFUSED, f"{got}, expected 1 to data.max_prompt_tokens = {longest}")
                 return
-            episode.recorder = Recorder(tokens)
+            episode.recorder = TokenRecorder(tokens)
         self._put(episode)
 
     def _on_step(self, episode: _Episode, reply: Any) -> None:

@@ -31,7 +31,7 @@ from rljax.rollout.external.rows import RowLimits, Trajectory
 from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config
 from rljax.run.pipeline import Batches
-from rljax.run.sampling import Rollouts, Sampled
+from rljax.run.sampling import Rollouts, SampledStep
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 
@@ -52,7 +52,7 @@ class ExternalSampler:
         self._queue, self._stop = queue, stop
         self._said: set[str] = set()  # the metrics of the doubts that were said
 
-    def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
+    def sample(self, problems: Sequence[Problem], step: int) -> SampledStep:
         """Waits for as many complete groups as there are ``problems``. Only the number of ``problems`` matters.
 
         Raises StoppedWaitingError as soon as the run is asked to stop, and ConfigError if a row cannot be used.
@@ -75,7 +75,7 @@ class ExternalSampler:
         waited_s = time.perf_counter() - began
         rollouts = make_rollouts(batch.groups)
         counts = self._queue.counts()
-        return Sampled(
+        return SampledStep(
             rollouts,
             {
                 "rollout/dropped_stale_rows": batch.dropped_rows,
@@ -153,7 +153,7 @@ class ExternalBatches(Batches):
                 self._has_started = True
                 print(f"trajectories are received at {self._receiver.url}/trajectories", file=sys.stderr, flush=True)
 
-    def take(self, timers: Timers) -> Sampled:
+    def take(self, timers: Timers) -> SampledStep:
         """Returns the batch of the next step; received files that no checkpoint needs any more are deleted."""
         sampled = super().take(timers)
         if self._receiver is not None and len(kept := self._kept_steps()) > 1:

@@ -20,7 +20,7 @@ ERRORS = "reward/error_fraction"
 
 
 @dataclass(frozen=True)
-class Rule:
+class GuardRule:
     """The rule ``metric > bound`` (above) or ``metric < bound`` on ``steps`` rows in a row; ``text`` is as written."""
 
     text: str
@@ -36,15 +36,15 @@ class Rule:
         return value > self.bound if self.above else value < self.bound
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> GuardRule:
     """Reads ``METRIC > NUMBER`` or ``METRIC < NUMBER``, and optionally ``for STEPS``. Raises ValueError otherwise."""
     match = _RULE.fullmatch(text)
     if match is None:
         raise ValueError(f"a guard reads 'METRIC > NUMBER' or 'METRIC > NUMBER for STEPS', got {text!r}")
-    return Rule(text, match["metric"], match["sign"] == ">", float(match["bound"]), int(match["steps"] or 1))
+    return GuardRule(text, match["metric"], match["sign"] == ">", float(match["bound"]), int(match["steps"] or 1))
 
 
-EVERY_REWARD_FAILS = Rule(f"{ERRORS} = 1 for 3", ERRORS, above=True, bound=math.nextafter(1.0, 0.0), steps=3)
+EVERY_REWARD_FAILS = GuardRule(f"{ERRORS} = 1 for 3", ERRORS, above=True, bound=math.nextafter(1.0, 0.0), steps=3)
 """The stop rule of every run without a stop rule of its own for this metric."""
 
 

@@ -22,7 +22,7 @@ from rljax.data.prompts import Problem, PromptStream
 from rljax.errors import ServersLostError
 from rljax.policy.model import Params
 from rljax.rollout.engine import RolloutEngine
-from rljax.run.sampling import BatchSampler, Sampled
+from rljax.run.sampling import BatchSampler, SampledStep
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 
@@ -40,7 +40,7 @@ class Batches:
         """Allows sampling to begin, now that the policy after ``step`` is published."""
         self._taken = step
 
-    def take(self, timers: Timers) -> Sampled:
+    def take(self, timers: Timers) -> SampledStep:
         """Returns the batch of the next step. Raises the errors of ``Source.begin``."""
         self._taken += 1
         with timers.phase("rollout"):
@@ -108,7 +108,9 @@ class BatchesAhead(Batches):
         self._changed = threading.Condition()  # guards the fields below
         self._version = self._begun = 0
         self._data: dict[str, Any] | None = None  # the state of the stream to save; None before the start
-        self._ready: dict[int, tuple[Sampled, _Job, float]] = {}  # by step; the float is the time its sampling began
+        self._ready: dict[
+            int, tuple[SampledStep, _Job, float]
+        ] = {}  # by step, with the time at which its sampling began
         self._under_way: _Job | None = None
         self._lost: _Job | None = None
         self._error: BaseException | None = None
@@ -120,7 +122,7 @@ class BatchesAhead(Batches):
         self._data = self._stream.state_dict()
         self._thread.start()
 
-    def take(self, timers: Timers) -> Sampled:
+    def take(self, timers: Timers) -> SampledStep:
         """Waits for the batch of the next step; ``time/ahead_s`` says how long before this call its sampling began."""
         step, asked = self._taken + 1, time.perf_counter()
         with timers.phase("wait"):
@@ -213,7 +215,7 @@ class BatchesAhead(Batches):
     def _finish(self, job: _Job) -> None:
         """Samples the batch that is under way, on the caller's thread."""
         began = time.perf_counter()
-        outcome: Sampled | BaseException
+        outcome: SampledStep | BaseException
         self._stream.load_state_dict(job.data)  # A lost batch may have taken further problems. They are taken again.
         try:
             outcome = self._sampler.sample(job.problems, job.step)
@@ -222,7 +224,7 @@ class BatchesAhead(Batches):
             outcome = error
         with self._changed:
             self._under_way = None
-            if isinstance(outcome, Sampled):
+            if isinstance(outcome, SampledStep):
                 self._ready[job.step] = (outcome, job._replace(data=self._stream.state_dict()), began)
             elif isinstance(outcome, ServersLostError) and threading.current_thread() is self._thread:
                 self._lost = job

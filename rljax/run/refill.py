@@ -16,7 +16,7 @@ from rljax.algorithms.advantages import compute_advantages, groups_with_loss
 from rljax.data.prompts import Problem, PromptStream
 from rljax.record.rows import Row
 from rljax.run.config import Config
-from rljax.run.sampling import Rollouts, Sampled, Sampler
+from rljax.run.sampling import Rollouts, SampledStep, Sampler
 
 REFILL_LIMIT = 4  # the most further rounds of a step
 
@@ -28,7 +28,7 @@ class RefillingSampler:
         """Samples nothing yet. The problems of further rounds are the next ones of ``stream``."""
         self._sampler, self._stream, self._config = sampler, stream, config
 
-    def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
+    def sample(self, problems: Sequence[Problem], step: int) -> SampledStep:
         """Samples the rollouts of ``step``, as many groups as there are ``problems``.
 
         The groups with signal come first, in the order of their problems. If places are left after
@@ -51,7 +51,7 @@ class RefillingSampler:
             "rollout/refill_rounds": len(rows) - 1,
             "rollout/refilled_tokens": 0 if dropped is None else int(dropped.lengths.sum()),
         }
-        return Sampled(rollouts, sum_rows(rows, counts) | replaced)
+        return SampledStep(rollouts, sum_rows(rows, counts) | replaced)
 
     def has_signal(self, rollouts: Rollouts) -> np.ndarray:
         """Marks the groups that carry loss, bool [b]: their rewards differ, with the penalty of long responses."""

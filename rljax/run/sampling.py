@@ -75,7 +75,7 @@ class Rollouts:
         return int(self.all_outcomes().lengths.sum())
 
 
-class Sampled(NamedTuple):
+class SampledStep(NamedTuple):
     """The rollouts of one step, and the measurements of their sampling."""
 
     rollouts: Rollouts  # the responses, in the order of the problems unless groups were replaced
@@ -85,10 +85,10 @@ class Sampled(NamedTuple):
 class BatchSampler(Protocol):
     """An object that samples the batch of a step."""
 
-    def sample(self, problems: Sequence[Problem], step: int) -> Sampled:
+    def sample(self, problems: Sequence[Problem], step: int) -> SampledStep:
         """Samples the rollouts of ``step``, as many groups as there are ``problems``.
 
-        Raises the errors of ``Source.begin``.
+        Raises the errors of ``ResponseSource.begin``.
         """
         ...
 
@@ -106,7 +106,7 @@ class Begun(NamedTuple):
     metrics: Row  # counts and seconds for the row of the step, complete once ``scored`` has ended
 
 
-class Source(Protocol):
+class ResponseSource(Protocol):
     """An object that samples responses to problems and has each scored: of one turn, or with an environment."""
 
     def begin(self, problems: Sequence[Problem], n: int, params: SamplingParams, seed: int) -> Begun:
@@ -134,7 +134,7 @@ class Sampler:
     """Samples batches of responses to problems from a source, with a seed of their own for each step."""
 
     def __init__(
-        self, source: Source, params: SamplingParams, n: int, *, seed: int = 0, counts_mixed: bool = False
+        self, source: ResponseSource, params: SamplingParams, n: int, *, seed: int = 0, counts_mixed: bool = False
     ) -> None:
         """Samples nothing yet. The engine of ``source`` must have a policy before the first sampling.
 
@@ -142,10 +142,10 @@ class Sampler:
         """
         self.source, self._params, self._n, self._seed, self._counts_mixed = source, params, n, seed, counts_mixed
 
-    def sample(self, problems: Sequence[Problem], step: int, round_number: int = 0) -> Sampled:
+    def sample(self, problems: Sequence[Problem], step: int, round_number: int = 0) -> SampledStep:
         """Samples the rollouts of ``step``. Step and round number decide the seed.
 
-        Raises the errors of ``Source.begin``, and RuntimeError if the engine returned too few responses.
+        Raises the errors of ``ResponseSource.begin``, and RuntimeError if the engine returned too few responses.
         """
         begun = self.source.begin(problems, self._n, self._params, step_seed(self._seed, step, round_number))
         by_place = {one.place: one for one in begun.scored}
@@ -160,10 +160,10 @@ class Sampler:
         row: Row = {**counts, "reward/error_fraction": counts["reward/errors"] / len(by_place), **begun.metrics}
         if self._counts_mixed:
             row["rollout/mixed_fraction"] = mixed_fraction(rollouts)
-        return Sampled(rollouts, row)
+        return SampledStep(rollouts, row)
 
     def scored(self, problems: Sequence[Problem], seed: int) -> Iterator[Scored]:
-        """Yields sampled and scored responses, in the order of arrival. Raises the errors of ``Source.begin``."""
+        """Yields scored responses in the order of arrival. Raises the errors of ``ResponseSource.begin``."""
         return self.source.begin(problems, self._n, self._params, seed).scored
 
 

@@ -25,7 +25,7 @@ from rljax.run.guard import Guard, SkippedUpdates
 from rljax.run.pipeline import Batches
 from rljax.run.rate import RateController, load_fork, observed_value, schedule_row
 from rljax.run.rollout_files import write_rollouts
-from rljax.run.sampling import Source, rollout_row, step_seed, training_sequences
+from rljax.run.sampling import ResponseSource, rollout_row, step_seed, training_sequences
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 from rljax.run.watch import Watch
@@ -51,7 +51,7 @@ class RunParts:
     engine: RolloutEngine
     batches: Batches
     tokenizer: Tokenizer
-    source: Source
+    source: ResponseSource
     evaluation: Evaluation
     update: Update
     controller: RateController

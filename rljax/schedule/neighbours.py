@@ -43,7 +43,7 @@ class RateLaw(NamedTuple):
     floor_ratio: float = 0.1
 
 
-class Level(NamedTuple):
+class SmoothedLength(NamedTuple):
     """The smoothed length and the baseline of a step."""
 
     step: int  # 1-based
@@ -53,7 +53,7 @@ class Level(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RuleOutcome:
     """The result of a replay under one rule.
 
     Attributes:
@@ -76,7 +76,7 @@ class Outcome:
     changes: tuple[tuple[int, float], ...] = ()
     rates: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
-    nearest: Level | None = None
+    nearest: SmoothedLength | None = None
     ignored: int = 0
     held_out: int = 0
 
@@ -133,7 +133,7 @@ def neighbours_of(config: SurgeConfig, more: Mapping[str, Sequence[float]] | Non
     return rules
 
 
-def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float], law: RateLaw) -> Outcome:
+def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float], law: RateLaw) -> RuleOutcome:
     """Gives the steps of a log to a controller with the tracker of a rule, one after the other.
 
     ``lengths`` (tokens) and ``truncated`` have the mean response length and the truncated fraction of each step from 1
@@ -143,10 +143,10 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
       ValueError: The law is out of range, or the two sequences differ in length.
     """
     if rule.error is not None:
-        return Outcome(rule)
+        return RuleOutcome(rule)
     tracker = rule.tracker()
     controller = LengthTriggeredLR(tracker=tracker, **law._asdict())
-    levels: list[Level] = []
+    levels: list[SmoothedLength] = []
     missing = 0
     for step, (length, fraction) in enumerate(zip(lengths, truncated, strict=True), 1):
         if not math.isfinite(length) and step != tracker.config.max_wait:
@@ -156,12 +156,12 @@ def replay_rule(rule: Rule, lengths: Sequence[float], truncated: Sequence[float]
         controller.step(length, fraction)
         smoothed, baseline = tracker.smoothed, tracker.baseline
         if smoothed is not None and baseline is not None:
-            levels.append(Level(step, smoothed / baseline, smoothed, baseline))
+            levels.append(SmoothedLength(step, smoothed / baseline, smoothed, baseline))
     changes = rate_changes(controller.decay_period, law)
     ratios = [math.nan] * len(lengths)
     for level in levels:
         ratios[level.step - 1] = level.ratio
-    return Outcome(
+    return RuleOutcome(
         rule=rule,
         surge_step=tracker.surge_step,
         crossing_step=tracker.crossing_step,

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from rljax.policy.config import Dtype
 from rljax.policy.model import Remat
-
-Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Checksum:
 
 
 @dataclass(frozen=True)
-class Region:
+class TensorRegion:
     """A rectangle of a tensor, which is taken as a matrix of its first axis by all other axes together.
 
     A vector is a matrix of one row.
@@ -70,7 +70,7 @@ class Region:
     stride: int  # the number of columns of the whole tensor
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Region:
+    def whole(cls, shape: Sequence[int]) -> TensorRegion:
         """Returns the region that covers a whole tensor of this shape."""
         rows = shape[0] if len(shape) > 1 else 1
         width = math.prod(shape[1:]) if len(shape) > 1 else math.prod(shape)
@@ -78,7 +78,7 @@ class Region:
 
     def lies_in(self, shape: Sequence[int]) -> bool:
         """Returns whether the region is a part of a tensor of this shape."""
-        whole = Region.whole(shape)
+        whole = TensorRegion.whole(shape)
         inside = 0 <= self.row <= self.row + self.rows <= whole.rows
         return inside and 0 <= self.column <= self.column + self.width <= self.stride == whole.stride
 
@@ -97,7 +97,7 @@ class Piece(msgspec.Struct, frozen=True, omit_defaults=True):
     """A part of the tensor with this Hugging Face name, in a safetensors file."""
 
     tensor: str
-    region: Region
+    region: TensorRegion
     file: str
     key: str  # the key of the part's entry in the file; a delta has two entries: KEY.gaps and KEY.values
     changed: int = 0  # in a delta: the number of changed elements

@@ -23,7 +23,7 @@ from rljax.weights.format import (
     Checksum,
     FileRecord,
     Piece,
-    Region,
+    TensorRegion,
     Version,
     create_file,
     mapped,
@@ -100,7 +100,7 @@ class Mirror:
 
         def take(number: int, name: str) -> str:
             record, file = version.tensors[name], f"{number:05d}.safetensors"
-            whole = Region.whole(record.shape)
+            whole = TensorRegion.whole(record.shape)
             if [piece.region for piece in pieces[name]] == [whole]:
                 (piece,) = pieces[name]
                 create_file(self.root / file, name, version.dtype, record.shape, sources[piece.file][piece.key])
@@ -116,7 +116,9 @@ class Mirror:
             return file
 
         def summed(name: str) -> Checksum:
-            return region_checksum(mapped(self.root / files[name])[name], Region.whole(version.tensors[name].shape))
+            return region_checksum(
+                mapped(self.root / files[name])[name], TensorRegion.whole(version.tensors[name].shape)
+            )
 
         with ThreadPoolExecutor(THREADS) as pool:
             with _damaged_if_unusable(version):
@@ -180,7 +182,7 @@ class Mirror:
 
         with self._timed(), ThreadPoolExecutor(THREADS) as pool:
             records = dict(zip(files.values(), pool.map(record, files), strict=True))
-        dense = tuple(Piece(name, Region.whole(version.tensors[name].shape), files[name], name) for name in files)
+        dense = tuple(Piece(name, TensorRegion.whole(version.tensors[name].shape), files[name], name) for name in files)
         tensors = {name: version.tensors[name] for name in files}
         write_version(self.root, Version(version.name, version.tag, version.dtype, tensors, records, dense))
 

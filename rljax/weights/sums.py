@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.weights.format import Checksum, Region
+from rljax.weights.format import Checksum, TensorRegion
 
 _PLACE_FACTOR = 0x9E3779B1
 # The elements that are summed at a time. Their temporary arrays, 24 bytes an element, stay in a core's own cache. The
@@ -71,10 +71,10 @@ def bits_of(array: np.ndarray) -> np.ndarray:
 
 def array_checksum(array: np.ndarray) -> Checksum:
     """Returns the checksum of a whole tensor of 16-bit or 32-bit elements."""
-    return region_checksum(bits_of(array).reshape(-1), Region.whole(array.shape))
+    return region_checksum(bits_of(array).reshape(-1), TensorRegion.whole(array.shape))
 
 
-def region_checksum(bits: np.ndarray, region: Region) -> Checksum:
+def region_checksum(bits: np.ndarray, region: TensorRegion) -> Checksum:
     """Returns the checksum of a part of a tensor. The checksums of all parts of a tensor add up to the tensor's.
 
     ``bits`` are the bit patterns of the region's elements, row by row: a vector of uint16 or uint32.

@@ -22,7 +22,7 @@ from rljax.distributed.child import Child
 from rljax.distributed.files import check_room, memory_directory, remove_abandoned
 from rljax.distributed.ownership import claim
 from rljax.errors import describe
-from rljax.weights.format import PROTOCOL, VERSION_FILE, Region, read_version
+from rljax.weights.format import PROTOCOL, VERSION_FILE, TensorRegion, read_version
 from rljax.weights.mirror import Mirror
 from rljax.weights.pull import Pulled
 from rljax.weights.source import open_source
@@ -185,7 +185,7 @@ def _loadable_files(directory: Path, tag: str) -> list[str]:
     if version.tag != tag:
         raise ValueError(f"{directory} holds {version.tag}, the update is for {tag}")
     for piece in version.dense:
-        whole = piece.region == Region.whole(version.tensors[piece.tensor].shape)
+        whole = piece.region == TensorRegion.whole(version.tensors[piece.tensor].shape)
         if not whole or piece.key != piece.tensor or version.files[piece.file].at:
             raise ValueError(f"{directory} does not have {piece.tensor} whole, under its name, in a file of its own")
     if not version.dense:

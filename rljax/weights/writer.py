@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from rljax.weights.delta import Delta, encode
-from rljax.weights.format import FileRecord, Piece, Region, bytes_of, file_header
+from rljax.weights.format import FileRecord, Piece, TensorRegion, bytes_of, file_header
 from rljax.weights.sums import bits_of
 
 SEEN_AFTER_S = 30.0  # the longest wait until another process's file is seen; NFS shows it late
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
     tensor: str
     shape: tuple[int, ...]  # the shape of the whole tensor
-    region: Region
+    region: TensorRegion
     array: np.ndarray  # the part in the dtype that servers load; it no longer changes
 
 
@@ -214,7 +214,7 @@ class StreamWriter(Writer):
 def whole_parts(named: Iterable[tuple[str, np.ndarray]]) -> Iterator[Part]:
     """Yields whole tensors, given as pairs (Hugging Face name, array), as parts."""
     for name, array in named:
-        yield Part(name, array.shape, Region.whole(array.shape), array)
+        yield Part(name, array.shape, TensorRegion.whole(array.shape), array)
 
 
 def _summary(parts: Sequence[Part], changed: float | None, delta_bytes: int | None) -> PartsSummary:
@@ -264,13 +264,13 @@ def _write_parts(directory: Path, file: str, parts: Sequence[Part]) -> WrittenFi
     """Writes parts into one dense file. A whole tensor is stored under its own name, so that any reader finds it."""
     pieces = []
     for number, part in enumerate(parts):
-        key = part.tensor if part.region == Region.whole(part.shape) else f"{number:06d}"
+        key = part.tensor if part.region == TensorRegion.whole(part.shape) else f"{number:06d}"
         pieces.append(Piece(part.tensor, part.region, file, key))
     content = {piece.key: part.array for piece, part in zip(pieces, parts, strict=True)}
     return WrittenFiles(tuple(pieces), {file: write_file(directory / file, content)})
 
 
-def _delta(before: Mapping[tuple[str, Region], np.ndarray], part: Part) -> Delta | None:
+def _delta(before: Mapping[tuple[str, TensorRegion], np.ndarray], part: Part) -> Delta | None:
     """Returns the delta to a part; None if the version before has no such part of the same size and dtype."""
     old = before.get((part.tensor, part.region))
     if old is None or (old.dtype, old.size) != (part.array.dtype, part.array.size):
@@ -279,7 +279,7 @@ def _delta(before: Mapping[tuple[str, Region], np.ndarray], part: Part) -> Delta
 
 
 def _few_ahead(
-    pool: ThreadPoolExecutor, parts: Iterable[Part], before: Mapping[tuple[str, Region], np.ndarray]
+    pool: ThreadPoolExecutor, parts: Iterable[Part], before: Mapping[tuple[str, TensorRegion], np.ndarray]
 ) -> Iterator[tuple[Part, Future[Delta | None]]]:
     """Yields each part with the future of its delta. Threads compute the deltas, at most a few parts ahead."""
     waiting: list[tuple[Part, Future[Delta | None]]] = []

@@ -165,7 +165,7 @@ def leaks():
 
 def test_a_part_that_raises_is_recorded_and_the_others_run():
     parts, kept = {"leak xla": leaks, "step 0.6B bfloat16": breaks, "leak auto": shares_of_the_memory}, []
-    found = check.run_parts(parts, check.Arguments(tiny=True), lambda one: kept.append(set(one)))
+    found = check.run_parts(parts, check.CheckArguments(tiny=True), lambda one: kept.append(set(one)))
     assert kept[-1] == set(parts)
     assert len(kept) == 3
     assert {name: one["status"] for name, one in found.items()} == {

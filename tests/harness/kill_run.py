@@ -52,7 +52,7 @@ from tqdm import tqdm
 
 from rljax.errors import run_cli
 from rljax.record.rows import read_rows
-from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
 from rljax.rollout.types import InFlight
 
 ROOT = Path(__file__).parents[2]
@@ -137,13 +137,13 @@ def served_by(*found_by: str) -> tuple[str, ...]:
     return "--rollout.engine", "vllm", *found_by, *dtypes
 
 
-def server_config(log_path: Path, port: int = 0) -> ServerConfig:
+def server_config(log_path: Path, port: int = 0) -> VllmConfig:
     """Returns the configuration of a vLLM server for runs of configs/toy-base.
 
     It computes in float32, so that rounding hardly ever decides a token.
     """
     model = str(ROOT / "configs/toy-base")
-    return ServerConfig(
+    return VllmConfig(
         model, str(vllm_python()), "float32", port=port, max_model_len=512, max_num_seqs=64, log_path=log_path
     )
 

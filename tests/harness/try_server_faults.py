@@ -40,7 +40,7 @@ from rljax.rollout.engine import Samples
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.requests import Retries
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import ROLLOUTS, ServerConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import ROLLOUTS, VllmConfig, start, vllm_python
 from rljax.rollout.types import ClientLimits, Response, RolloutConfig, SamplingParams
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.sums import array_checksum
@@ -261,7 +261,7 @@ def real_server(url: str | None, model: Path, dtype: Any, stall_s: float) -> Ite
     with contextlib.ExitStack() as stack:
         if url is None:
             log_path = Path(tempfile.mkdtemp(prefix="rljax-faults-")) / "server.log"
-            server = ServerConfig(str(model), str(vllm_python()), dtype, max_model_len=512, log_path=log_path)
+            server = VllmConfig(str(model), str(vllm_python()), dtype, max_model_len=512, log_path=log_path)
             url = stack.enter_context(start(server)).url
         yield url, make, policy.vocab_size
 

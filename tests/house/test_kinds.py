@@ -91,7 +91,7 @@ class EchoBackend(VllmBackend):
 
 def test_a_new_kind_of_server_is_one_entry_of_abilities_and_one_maker(monkeypatch, fake):
     """Nothing else has to know the engine: it is configured, checked, given weights, verified and sampled from."""
-    touched = [(ENGINES, frozenset({"serves", "lags"})), (build.BACKENDS, lambda publish, sleeps: EchoBackend())]
+    touched = [(ENGINES, frozenset({"serves", "lags"})), (build.BACKENDS, EchoBackend)]
     for table, entry in touched:
         monkeypatch.setitem(table, "echo", entry)
     config = RolloutConfig(engine="echo", urls=(fake.url,), dtype="float32", server_wait_s=10.0)
@@ -107,7 +107,7 @@ def test_a_new_kind_of_server_is_one_entry_of_abilities_and_one_maker(monkeypatc
     with contextlib.closing(engine):
         engine.publish(init_params(POLICY, 0), 3)
         responses = list(engine.generate([np.array([3], np.int32)], 2, SamplingParams(4), seed=0))
-    assert [response.token_ids.tolist() for response in responses] == [[3, 4, 5, 6]] * 2
+    assert [response.response.tolist() for response in responses] == [[3, 4, 5, 6]] * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,14 +12,14 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 53_100
-TEST_LINES = 62_800
-EXPERIMENT_LINES = 11_200
-KEYS = 217
-WORDS = 151_300
-PAGE_COUNT = 74
+LINES = 49_300
+TEST_LINES = 62_200
+EXPERIMENT_LINES = 6_200
+KEYS = 193
+WORDS = 104_800
+PAGE_COUNT = 55
 FILE_LINES = 440
-DOUBLED_NAMES = 40
+DOUBLED_NAMES = 0
 
 
 def lines(folder):

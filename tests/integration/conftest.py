@@ -22,7 +22,7 @@ from rljax.policy.score import make_scorer
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
 from rljax.rollout.types import RolloutConfig
 from rljax.weights.publish_config import PublishConfig
 
@@ -179,7 +179,7 @@ def start_server(vllm_interpreter, tmp_path_factory) -> Callable[..., ServerProc
     def run(model: Model, dtype: str, *, port: int = 0, workers: int = 1, more: tuple[str, ...] = ()) -> ServerProcess:
         path = [str(HERE.parent / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {"PYTHONPATH": os.pathsep.join(path), **ONE_THREAD}
-        config = ServerConfig(
+        config = VllmConfig(
             model=str(model.path),
             python=vllm_interpreter,
             dtype=dtype,

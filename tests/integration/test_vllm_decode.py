@@ -9,7 +9,7 @@ from rljax.compare.scorers import open_server, score_column
 from rljax.record.token_dumps import make_dump
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import FORCED_TOKENS, ServerConfig, start
+from rljax.rollout.servers.vllm.server import FORCED_TOKENS, VllmConfig, start
 from rljax.rollout.types import SamplingParams
 
 pytestmark = [pytest.mark.vllm, pytest.mark.harness]
@@ -38,7 +38,7 @@ def model(tmp_path_factory):
 
 
 def serve(model, interpreter, tmp_path, **settings):
-    config = ServerConfig(
+    config = VllmConfig(
         str(model), interpreter, max_model_len=512, max_num_seqs=16, log_path=tmp_path / "server.log", **settings
     )
     return start(config, timeout_s=540)

@@ -14,7 +14,7 @@ from rljax.compare.scorers import score_column
 from rljax.errors import VerificationError
 from rljax.record.token_dumps import read_dump
 from rljax.rollout.form import ServerForm
-from rljax.rollout.servers.vllm.server import ServerConfig, start
+from rljax.rollout.servers.vllm.server import VllmConfig, start
 from rljax.rollout.verify_config import VerifyConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.harness]
@@ -28,7 +28,7 @@ FORMS = [
 
 @pytest.mark.parametrize(("key", "option", "form"), FORMS, ids=[form for _, _, form in FORMS])
 def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
-    config = ServerConfig(
+    config = VllmConfig(
         str(toy_base),
         vllm_interpreter,
         max_model_len=512,

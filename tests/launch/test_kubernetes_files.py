@@ -14,7 +14,7 @@ from kubernetes_manifests import OVERLAYS, ROOT, renderer
 
 from rljax.commands.serve import parse
 from rljax.rollout.servers.discovery import make_lookup
-from rljax.rollout.servers.vllm.server import ServerConfig
+from rljax.rollout.servers.vllm.server import VllmConfig
 from rljax.run.config import Config
 from rljax.run.config_file import load_config
 
@@ -158,7 +158,7 @@ def test_every_host_of_a_server_has_the_same_arguments():
         for key, value in parse("vLLM", words).items()
         if key in ("model", "dtype", "max_model_len", "max_logprobs", "extra_args")
     }
-    command = ServerConfig(python=sys.executable, **options).command(8000, gpu=True)
+    command = VllmConfig(python=sys.executable, **options).command(8000, gpu=True)
     assert command[1:3] == ["serve", "$(MODEL)"]
     assert (worker["command"], worker["args"][0]) == (["vllm", "serve"], "$(MODEL)")
     started = pairs(command[3:])

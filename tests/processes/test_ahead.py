@@ -13,7 +13,7 @@ from toy_runs import comparable, tiny
 
 from rljax.errors import START_AGAIN_STATUS
 from rljax.record.rows import read_rows
-from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
 
 pytestmark = pytest.mark.processes
 STEPS = 9
@@ -25,7 +25,7 @@ TRAINING = (*FLOAT32, *TINY, "--rollout.dump-every", "1", "--optimizer.learning-
 def servers(toy_base, tmp_path_factory):
     """Yields the list of servers, which all had one port. Only the last one runs, because the others were killed."""
     log = tmp_path_factory.mktemp("vllm") / "float32.log"
-    started = [start(ServerConfig(str(toy_base), str(vllm_python()), dtype="float32", max_model_len=512, log_path=log))]
+    started = [start(VllmConfig(str(toy_base), str(vllm_python()), dtype="float32", max_model_len=512, log_path=log))]
     yield started
     started[-1].stop()
 

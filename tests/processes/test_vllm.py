@@ -8,7 +8,7 @@ from process_runs import FLOAT32, SITE, TINY, complete_together, largest_differe
 from toy_runs import comparable, tiny
 
 from rljax.record.rows import read_rows
-from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
 
 pytestmark = pytest.mark.processes
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.processes
 @pytest.fixture(scope="module")
 def server(toy_base, tmp_path_factory):
     log = tmp_path_factory.mktemp("vllm") / "float32.log"
-    config = ServerConfig(str(toy_base), str(vllm_python()), dtype="float32", max_model_len=512, log_path=log)
+    config = VllmConfig(str(toy_base), str(vllm_python()), dtype="float32", max_model_len=512, log_path=log)
     started = start(config, timeout_s=480)
     yield started
     started.stop()

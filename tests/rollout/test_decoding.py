@@ -10,7 +10,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.decode_sizes import (
-    Batch,
+    DecodeSizes,
     batch_sizes,
     cache_room,
     cache_token_bytes,
@@ -56,14 +56,14 @@ def sample(decode_tokens, *, n=4, config=CONFIG, mesh=(1, 1), greedy=False, seed
 @pytest.mark.parametrize(
     ("rows", "n", "budget", "ways", "expected"),
     [
-        (64, 16, 64, 1, Batch(64, 16, 4)),  # all of them fit at once
-        (64, 16, 40, 1, Batch(40, 4, 1)),  # an eighth of 40 is 5, which holds 4 of the 16 responses
-        (1024, 16, 300, 1, Batch(288, 16, 2)),
-        (64, 16, 20, 8, Batch(16, 2, 1)),
-        (64, 16, 3, 1, Batch(3, 1, 1)),
-        (64, 6, 0, 4, Batch(4, 1, 1)),  # each part of the mesh has at least one response
-        (6, 3, 5, 4, Batch(4, 1, 1)),
-        (3, 1, 2, 4, Batch(3, 1, 3)),  # there are fewer responses than parts
+        (64, 16, 64, 1, DecodeSizes(64, 16, 4)),  # all of them fit at once
+        (64, 16, 40, 1, DecodeSizes(40, 4, 1)),  # an eighth of 40 is 5, which holds 4 of the 16 responses
+        (1024, 16, 300, 1, DecodeSizes(288, 16, 2)),
+        (64, 16, 20, 8, DecodeSizes(16, 2, 1)),
+        (64, 16, 3, 1, DecodeSizes(3, 1, 1)),
+        (64, 6, 0, 4, DecodeSizes(4, 1, 1)),  # each part of the mesh has at least one response
+        (6, 3, 5, 4, DecodeSizes(4, 1, 1)),
+        (3, 1, 2, 4, DecodeSizes(3, 1, 3)),  # there are fewer responses than parts
     ],
 )
 def test_the_sizes_of_a_batch(rows, n, budget, ways, expected):
@@ -88,14 +88,14 @@ def test_prompts_are_computed_at_once_as_scores_fit():
 
 def test_a_group_of_prompts_is_no_larger_than_asked():
     prompts, lengths = np.zeros((5, 2), np.int32), np.ones(5, np.int32)
-    queue = Queue(prompts, lengths, 1, Batch(4, 1, 4), most=2)
+    queue = Queue(prompts, lengths, 1, DecodeSizes(4, 1, 4), most=2)
     groups = list(queue.admitted(np.arange(4)))
     assert [rows.tolist() for _, _, rows, _, _ in groups] == [[[0], [1]], [[2], [3]]]
 
 
 def test_free_places_go_to_the_next_responses_in_order():
     prompts, lengths = np.asarray([[0, 5], [6, 7]], np.int32), np.asarray([1, 2], np.int32)
-    queue = Queue(prompts, lengths, 3, Batch(4, 1, 2))
+    queue = Queue(prompts, lengths, 3, DecodeSizes(4, 1, 2))
     assert queue.enough == 4
     ((_, of_units, rows, into, numbers),) = queue.admitted(np.arange(4))
     assert rows.tolist() == [[0], [1], [2], [3]]
@@ -112,7 +112,7 @@ def test_free_places_go_to_the_next_responses_in_order():
 
 def test_a_last_group_is_filled_with_rows_that_go_nowhere():
     prompts, lengths = np.zeros((5, 2), np.int32), np.ones(5, np.int32)
-    queue = Queue(prompts, lengths, 1, Batch(4, 1, 2))
+    queue = Queue(prompts, lengths, 1, DecodeSizes(4, 1, 2))
     next(queue.admitted(np.arange(4)))
     ((_, _, rows, into, numbers),) = queue.admitted(np.asarray([2, 3]))
     assert (rows.tolist(), into.tolist(), numbers.tolist()) == ([[4], [0]], [[2], [4]], [4, 5])

@@ -15,8 +15,8 @@ from programs import program
 from rljax.commands.serve import parse
 from rljax.errors import ServerFailedError
 from rljax.rollout.servers.process import ServerProcess, has_gpu, is_cpu_build
-from rljax.rollout.servers.sglang.server import ServerConfig as SglangConfig
-from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
+from rljax.rollout.servers.sglang.server import SglangConfig
+from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def helper_of(log: Path) -> int:
 
 def test_stop_ends_the_whole_group(script, tmp_path):
     log = tmp_path / "log"
-    with start(ServerConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30) as server:
+    with start(VllmConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30) as server:
         assert server.healthy()
         helper = helper_of(log)
         assert not gone(helper, 0.2)
@@ -87,7 +87,7 @@ def test_stop_ends_the_whole_group(script, tmp_path):
 
 def test_kill_ends_it_at_once(script, tmp_path):
     log = tmp_path / "log"
-    server = start(ServerConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30)
+    server = start(VllmConfig("m", python=script(HEALTHY), log_path=log), timeout_s=30)
     helper = helper_of(log)
     socket = Path(log.read_text().split("socket ")[1].split()[0])
     assert socket.exists()
@@ -100,7 +100,7 @@ def test_kill_ends_it_at_once(script, tmp_path):
 def test_a_server_that_ends_shows_its_log(script, tmp_path):
     text = "import sys; print('vllm', *sys.argv[1:3], 'is on fire'); sys.exit(3)"
     with pytest.raises(ServerFailedError, match=r"ended after(.|\n)*vllm serve m is on fire(.|\n)*status 3"):
-        start(ServerConfig("m", python=script(text), log_path=tmp_path / "log"), timeout_s=30)
+        start(VllmConfig("m", python=script(text), log_path=tmp_path / "log"), timeout_s=30)
 
 
 def test_a_server_whose_engine_died_is_ended(script, tmp_path):
@@ -132,7 +132,7 @@ def test_the_wait_is_bounded(script, tmp_path):
     log = tmp_path / "log"
     text = "import os, time; print('helper', os.getpid(), flush=True); time.sleep(600)"
     with pytest.raises(ServerFailedError, match="did not become healthy within 2 s"):
-        start(ServerConfig("m", python=script(text), log_path=log), timeout_s=2)
+        start(VllmConfig("m", python=script(text), log_path=log), timeout_s=2)
     assert gone(helper_of(log))
 
 
@@ -198,13 +198,13 @@ def test_a_build_for_cpus_does_not_serve_beside_a_gpu(monkeypatch, tmp_path):
     plant_gpu(monkeypatch, tmp_path)
     plant_torch(monkeypatch, tmp_path, None)
     with pytest.raises(ServerFailedError, match=r"for CPUs, .* NVIDIA GPU: install .*install_vllm --gpu in") as error:
-        start(ServerConfig("model", sys.executable, log_path=tmp_path / "log"))
+        start(VllmConfig("model", sys.executable, log_path=tmp_path / "log"))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "log").exists()
 
 
 def test_command_line():
-    config = ServerConfig("m", dtype="float16", max_model_len=99, extra_args=("--x",))
+    config = VllmConfig("m", dtype="float16", max_model_len=99, extra_args=("--x",))
     args = config.command(7, gpu=False)
     assert args[args.index("--dtype") + 1] == "float16"
     assert args[args.index("--host") + 1] == "127.0.0.1"
@@ -213,10 +213,10 @@ def test_command_line():
     assert args[-3:] == ["--x", "--host", "127.0.0.1"]
     assert "--enforce-eager" not in config.command(7, gpu=True)
     assert "--hf-overrides" not in args
-    args = ServerConfig("m", head_dtype="float32").command(7, gpu=False)
+    args = VllmConfig("m", head_dtype="float32").command(7, gpu=False)
     assert args[args.index("--hf-overrides") + 1] == '{"head_dtype": "float32"}'
     with pytest.raises(ValueError, match="head_dtype must be one of"):
-        ServerConfig("m", head_dtype="float16")
+        VllmConfig("m", head_dtype="float16")
 
 
 def test_the_command_is_beside_the_interpreter_or_on_the_path(monkeypatch, tmp_path):
@@ -225,13 +225,13 @@ def test_the_command_is_beside_the_interpreter_or_on_the_path(monkeypatch, tmp_p
     for commands in (own, image):
         program(commands / "vllm", "exit 1")
     monkeypatch.setenv("PATH", str(image))
-    assert ServerConfig("m", str(own / "python")).command(7, gpu=True)[:3] == [str(own / "vllm"), "serve", "m"]
-    assert ServerConfig("m", "/usr/bin/python3").command(7, gpu=True)[:3] == [str(image / "vllm"), "serve", "m"]
+    assert VllmConfig("m", str(own / "python")).command(7, gpu=True)[:3] == [str(own / "vllm"), "serve", "m"]
+    assert VllmConfig("m", "/usr/bin/python3").command(7, gpu=True)[:3] == [str(image / "vllm"), "serve", "m"]
 
 
 def version_of_vllm(python: Path) -> str:
     """Returns the version of "vllm" that a server's process finds with this interpreter."""
-    environment = ServerConfig("m", str(python)).environment(gpu=False)
+    environment = VllmConfig("m", str(python)).environment(gpu=False)
     versions = "(found.version for found in m.distributions(name='vllm'))"
     print_version = f"import importlib.metadata as m; print(*{versions})"
     done = subprocess.run([sys.executable, "-c", print_version], env=environment, capture_output=True, text=True)
@@ -249,12 +249,12 @@ def test_the_build_for_cpus_gets_the_official_name(monkeypatch, tmp_path):
         (packages / f"{build}-0.32.0.dist-info").mkdir(parents=True)
         python = tmp_path / build / "bin/python"
         assert version_of_vllm(python) == version, build
-        path = ServerConfig("m", str(python)).environment(gpu=False)["PYTHONPATH"]
+        path = VllmConfig("m", str(python)).environment(gpu=False)["PYTHONPATH"]
         assert path.split(os.pathsep)[-1] == str(tmp_path)
 
 
 def test_arguments_of_vllm_come_after_the_options():
-    """Options that are not given are left to ServerConfig. Options may stand before and after the model."""
+    """Options that are not given are left to VllmConfig. Options may stand before and after the model."""
     own = {"url_file": None, "timeout": 600.0, "follow_parent": False}
     given = {"model": "m", "dtype": "float16", "max_model_len": 9, **own, "follow_parent": True}
     options = ["--max-model-len", "9", "m", "--dtype", "float16", "--follow-parent"]
@@ -268,25 +268,25 @@ def test_arguments_of_vllm_come_after_the_options():
 def test_batch_invariance_is_a_setting_of_the_device():
     """vLLM's own mode ends the engine on a CPU. There only attention depends on the batch, and has its own setting."""
     names = ("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV")
-    config = ServerConfig("m", batch_invariant=True)
+    config = VllmConfig("m", batch_invariant=True)
     found = [[config.environment(gpu=gpu).get(name) for name in names] for gpu in (True, False)]
     assert found == [["1", None], [None, "0"]]
-    assert all(ServerConfig("m").environment(gpu=False).get(name) is None for name in names)
+    assert all(VllmConfig("m").environment(gpu=False).get(name) is None for name in names)
     sglang = SglangConfig("m", batch_invariant=True).command(7, gpu=True)
     assert "--enable-deterministic-inference" in sglang
 
 
 def test_what_makes_no_sense_is_refused(tmp_path):
     with pytest.raises(ValueError, match="dtype must be one of"):
-        ServerConfig("m", dtype="int8")
+        VllmConfig("m", dtype="int8")
     with pytest.raises(ValueError, match="port must be in"):
-        ServerConfig("m", port=70000)
+        VllmConfig("m", port=70000)
     with pytest.raises(RuntimeError, match="no vLLM environment"):
         vllm_python(tmp_path)
 
 
 def test_log_tail(script, tmp_path):
-    server = ServerProcess(ServerConfig("m", python=script("print(*range(100), sep='\\n')"), log_path=tmp_path / "log"))
+    server = ServerProcess(VllmConfig("m", python=script("print(*range(100), sep='\\n')"), log_path=tmp_path / "log"))
     while server.alive():
         time.sleep(0.05)
     assert server.log_tail(3).splitlines()[:2] == ["98", "99"]

@@ -9,7 +9,7 @@ from records import response
 
 from rljax.data.toy import addition_problems, build_tokenizer
 from rljax.errors import ConfigError
-from rljax.evaluate import Arguments, find_policy, in_batches, write_responses
+from rljax.evaluate import EvaluateArguments, find_policy, in_batches, write_responses
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.engine import Samples
 from rljax.rollout.types import SamplingParams
@@ -146,7 +146,7 @@ def test_the_mean_accuracy_leaves_the_start_out():
     assert mean_accuracy({"eval/a/accuracy_at_start": 0.9, "reward/mean": 1.0}) is None
 
 
-@pytest.mark.parametrize("kind", [EvalConfig, Arguments])
+@pytest.mark.parametrize("kind", [EvalConfig, EvaluateArguments])
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

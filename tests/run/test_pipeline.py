@@ -10,7 +10,7 @@ import pytest
 from rljax.data.prompts import PromptStream
 from rljax.errors import ServersLostError, StoppedWaitingError
 from rljax.run.pipeline import Batches, BatchesAhead
-from rljax.run.sampling import Sampled
+from rljax.run.sampling import SampledStep
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
 
@@ -72,7 +72,7 @@ class Engine:
             if failure is not None:
                 raise failure
             assert self.version == version
-            return Sampled(([problem["prompt"] for problem in problems], step, version), {"sampled": 1})
+            return SampledStep(([problem["prompt"] for problem in problems], step, version), {"sampled": 1})
 
     def prepare(self, params, version):
         pass
@@ -315,7 +315,7 @@ class Sharing(Engine):
         first = self.version
         self.calls.append((step, first))
         time.sleep(self.sampling_s(step))
-        return Sampled(([problem["prompt"] for problem in problems], step, first, self.version), {})
+        return SampledStep(([problem["prompt"] for problem in problems], step, first, self.version), {})
 
     def publish(self, version):
         time.sleep(0.06)

@@ -8,7 +8,7 @@ import pytest
 from sglang_policy import Policy
 
 from rljax.errors import VerificationError
-from rljax.rollout.servers.sglang.server import ServerConfig, sglang_python, start
+from rljax.rollout.servers.sglang.server import SglangConfig, sglang_python, start
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
@@ -31,7 +31,7 @@ def started(request, tmp_path, toy_base, with_faults):
     """Yields a server with the dtype and the number of workers that the test names."""
     dtype, workers = request.param
     fault = tmp_path / "fault"
-    config = ServerConfig(
+    config = SglangConfig(
         str(toy_base),
         str(sglang_python()),
         dtype=dtype,

@@ -20,7 +20,7 @@ from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.sglang.client import SglangBackend
-from rljax.rollout.servers.sglang.server import ServerConfig, sglang_python, start
+from rljax.rollout.servers.sglang.server import SglangConfig, sglang_python, start
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
@@ -51,7 +51,7 @@ class Served:
 def running(tmp_path_factory, toy_base, with_faults):
     folder = tmp_path_factory.mktemp("sglang")
     fault = folder / "fault"
-    config = ServerConfig(
+    config = SglangConfig(
         model=str(toy_base),
         python=str(sglang_python()),
         dtype=DTYPE,

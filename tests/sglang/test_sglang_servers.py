@@ -15,7 +15,7 @@ from sglang_policy import Policy
 from rljax.errors import HandshakeError
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.requests import make_requests
-from rljax.rollout.servers.sglang.server import ServerConfig, sglang_python, start
+from rljax.rollout.servers.sglang.server import SglangConfig, sglang_python, start
 from rljax.rollout.types import SamplingParams
 from rljax.weights.publish_config import PublishConfig
 
@@ -54,7 +54,7 @@ def pair(tmp_path_factory, toy_base):
     key.write_text("0123456789abcdef0123456789abcdef\n")
     key.chmod(0o600)
     # Fewer responses run at once than are requested, so some have not begun when the first are complete.
-    config = ServerConfig(
+    config = SglangConfig(
         str(toy_base), str(sglang_python()), dtype=DTYPE, max_model_len=256, max_num_seqs=16, api_key_file=key
     )
     configs = [dataclasses.replace(config, log_path=folder / f"server{i}.log") for i in range(2)]

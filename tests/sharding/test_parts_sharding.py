@@ -9,7 +9,7 @@ from rljax.policy.hf import hf_tensors
 from rljax.policy.model import init_params, param_shardings
 from rljax.policy.published import hf_parts
 from rljax.sharding import MeshConfig, make_mesh
-from rljax.weights.format import Region
+from rljax.weights.format import TensorRegion
 
 pytestmark = pytest.mark.mesh
 
@@ -28,7 +28,7 @@ def test_parts_put_together_are_the_tensors(mesh, dtype):
         assert type(part.tensor) is str, "version.json can be written of no other"
         assert part.shape == wanted[part.tensor].shape
         assert part.region.lies_in(part.shape)
-        whole, region = Region.whole(part.shape), part.region
+        whole, region = TensorRegion.whole(part.shape), part.region
         place = np.s_[region.row : region.row + region.rows, region.column : region.column + region.width]
         found[part.tensor].reshape(whole.rows, whole.width)[place] = part.array.reshape(region.rows, region.width)
         seen[part.tensor].reshape(whole.rows, whole.width)[place] += 1

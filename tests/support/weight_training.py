@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rljax.weights.format import Region
+from rljax.weights.format import TensorRegion
 from rljax.weights.pull import pull
 from rljax.weights.source import open_source
 from rljax.weights.store import WeightDirectory
@@ -53,17 +53,17 @@ def shards(tensors, count):
     """
     held = [[] for _ in range(count)]
     for name, array in tensors.items():
-        whole = Region.whole(array.shape)
+        whole = TensorRegion.whole(array.shape)
         matrix = array.reshape(whole.rows, whole.width)
         for process in range(count):
             if name == "norm":
                 region = whole if process == 0 else None
             elif name == "embed":
                 width = whole.width // count
-                region = Region(0, whole.rows, process * width, width, whole.width)
+                region = TensorRegion(0, whole.rows, process * width, width, whole.width)
             else:
                 rows = whole.rows // count
-                region = Region(process * rows, rows, 0, whole.width, whole.width)
+                region = TensorRegion(process * rows, rows, 0, whole.width, whole.width)
             if region is not None:
                 part = matrix[region.row : region.row + region.rows, region.column : region.column + region.width]
                 held[process].append(Part(name, array.shape, region, part.copy()))

@@ -18,7 +18,7 @@ from rljax.rollout.build import connect
 from rljax.rollout.servers.engine import PolicyFunctions, ServedEngine
 from rljax.rollout.servers.process import ServerProcess
 from rljax.rollout.servers.vllm.client import VllmBackend
-from rljax.rollout.servers.vllm.server import ServerConfig, start
+from rljax.rollout.servers.vllm.server import VllmConfig, start
 from rljax.rollout.types import RolloutConfig, SamplingParams
 from rljax.weights.access import KEY_FILE, RequireKey, find_key_file, read_api_key
 from rljax.weights.sums import array_checksum
@@ -179,7 +179,7 @@ def test_without_the_key_one_line_says_what_to_set(fake, tmp_path, caplog):
 
 def test_neither_command_line_nor_environment_holds_the_key(key_file, monkeypatch):
     monkeypatch.delenv(KEY_FILE, raising=False)
-    config = ServerConfig("m", api_key_file=key_file)
+    config = VllmConfig("m", api_key_file=key_file)
     words = config.command(7, gpu=False)
     middleware = [after for word, after in itertools.pairwise(words) if word == "--middleware"]
     assert middleware[-1] == "rljax.weights.access.RequireKey"  # vLLM puts the last one outside all others
@@ -187,14 +187,14 @@ def test_neither_command_line_nor_environment_holds_the_key(key_file, monkeypatc
     assert settings[KEY_FILE] == str(key_file)
     assert KEY not in " ".join([*words, *settings.values(), repr(config)])
     monkeypatch.setenv(KEY_FILE, str(key_file))
-    assert ServerConfig("m").api_key_file == key_file
+    assert VllmConfig("m").api_key_file == key_file
     monkeypatch.delenv(KEY_FILE)
-    assert "rljax.weights.access.RequireKey" not in ServerConfig("m").command(7, gpu=False)
+    assert "rljax.weights.access.RequireKey" not in VllmConfig("m").command(7, gpu=False)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
 def test_loopback_needs_no_key(host):
-    words = ServerConfig("m", host=host, extra_args=("--x",)).command(7, gpu=False)
+    words = VllmConfig("m", host=host, extra_args=("--x",)).command(7, gpu=False)
     assert words[-2:] == ["--host", host]
 
 
@@ -202,8 +202,8 @@ def test_loopback_needs_no_key(host):
 def test_a_private_address_needs_a_key(host, key_file, monkeypatch):
     monkeypatch.delenv(KEY_FILE, raising=False)
     with pytest.raises(ValueError, match=f"host {host} is not loopback: .* it needs an api_key_file"):
-        ServerConfig("m", host=host)
-    assert ServerConfig("m", host=host, api_key_file=key_file).host == host
+        VllmConfig("m", host=host)
+    assert VllmConfig("m", host=host, api_key_file=key_file).host == host
 
 
 PUBLIC = ["0.0.0.0", "::", "8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "::ffff:0.0.0.0", "255.255.255.255"]
@@ -213,7 +213,7 @@ PUBLIC = ["0.0.0.0", "::", "8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", 
 def test_a_public_address_is_refused_with_and_without_a_key(host, key_file):
     for file in (None, key_file):
         with pytest.raises(ValueError, match="host must be a loopback or private address"):
-            ServerConfig("m", host=host, api_key_file=file)
+            VllmConfig("m", host=host, api_key_file=file)
 
 
 @pytest.mark.parametrize(
@@ -222,11 +222,11 @@ def test_a_public_address_is_refused_with_and_without_a_key(host, key_file):
 )
 def test_arguments_of_vllm_that_would_undo_it_are_refused(argument):
     with pytest.raises(ValueError, match="is not passed to vLLM"):
-        ServerConfig("m", extra_args=(argument,))
+        VllmConfig("m", extra_args=(argument,))
 
 
 def test_the_program_says_it_in_one_line(caplog):
-    assert serve(ServerConfig, start, ServerConfig.kind, ["m", "--host", "0.0.0.0"]) == 2
+    assert serve(VllmConfig, start, VllmConfig.kind, ["m", "--host", "0.0.0.0"]) == 2
     assert len(caplog.records) == 1
     assert "host must be a loopback or private address, got 0.0.0.0" in caplog.text
 
@@ -238,12 +238,12 @@ def test_a_server_on_loopback_has_a_key_by_default(monkeypatch, tmp_path, caplog
     asked = []
 
     def make(**options):
-        config = ServerConfig(**options)
+        config = VllmConfig(**options)
         asked.append(config.api_key_file)
         raise ValueError("that is all")
 
     def key_of(*words):
-        assert serve(make, start, ServerConfig.kind, ["m", *words]) == 2
+        assert serve(make, start, VllmConfig.kind, ["m", *words]) == 2
         return asked.pop() if asked else None
 
     own = tmp_path / ".rljax.key"

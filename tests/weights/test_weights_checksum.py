@@ -11,7 +11,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.hf import hf_tensors
 from rljax.policy.model import init_params
 from rljax.policy.published import hf_checksums
-from rljax.weights.format import Checksum, Region
+from rljax.weights.format import Checksum, TensorRegion
 from rljax.weights.sums import (
     array_checksum,
     changed_checksum,
@@ -77,11 +77,11 @@ def test_the_checksums_of_regions_add_up_to_the_tensors(dtype, shape):
     They have more and fewer elements than are summed at a time.
     """
     array = normal(shape, dtype)
-    whole = Region.whole(shape)
+    whole = TensorRegion.whole(shape)
     bits, total = array.view(f"u{array.dtype.itemsize}").reshape(whole.rows, whole.width), np.zeros(3, np.int64)
     for rows in np.array_split(np.arange(whole.rows), min(2, whole.rows)):
         for columns in np.array_split(np.arange(whole.width), 3):
-            region = Region(int(rows[0]), len(rows), int(columns[0]), len(columns), whole.width)
+            region = TensorRegion(int(rows[0]), len(rows), int(columns[0]), len(columns), whole.width)
             assert region.lies_in(shape)
             part = region_checksum(bits[np.ix_(rows, columns)].reshape(-1), region)
             total += (part.first, part.second, part.placed)

@@ -19,8 +19,8 @@ from rljax.compare.layers.operations import (
     PER_HEAD,
     PRODUCTS,
     Operation,
+    OperationValues,
     Tracer,
-    Values,
     logprobs,
     operations,
 )
@@ -50,7 +50,7 @@ _CHANNEL_SHARE = 0.9  # one channel explains an error if it holds at least this 
 
 
 @dataclass(frozen=True)
-class Difference:
+class OperationDifference:
     """The difference of two scorers at one operation. Errors are relative Euclidean norms."""
 
     operation: Operation
@@ -80,7 +80,7 @@ class LayerComparison:
     tokens: int
     logprob_mean: float  # the mean absolute difference of the log-probabilities (nats)
     logprob_max: float  # the largest one (nats)
-    differences: list[Difference] = field(default_factory=list)  # in the order of the operations
+    differences: list[OperationDifference] = field(default_factory=list)  # in the order of the operations
 
 
 def compare_layers(reference: Tracer, tested: Tracer, tokens: np.ndarray, effects: int = EFFECTS) -> LayerComparison:
@@ -117,26 +117,26 @@ def compare_layers(reference: Tracer, tested: Tracer, tokens: np.ndarray, effect
     return LayerComparison(reference.label, tested.label, dtypes, len(tokens), *numbers, found)
 
 
-def _logits(reference: Tracer, tokens: np.ndarray, name: str, values: Values) -> np.ndarray:
+def _logits(reference: Tracer, tokens: np.ndarray, name: str, values: OperationValues) -> np.ndarray:
     """Computes the logits of the reference with one value in the place of its own."""
     return values[name] if name == "logits" else reference.run(tokens, {name: values[name]})["logits"]
 
 
 def _difference(
     operation: Operation,
-    own: Values,
-    theirs: Values,
-    inputs: Values,
+    own: OperationValues,
+    theirs: OperationValues,
+    inputs: OperationValues,
     dtypes: tuple[str, str],
     config: PolicyConfig,
-) -> Difference:
+) -> OperationDifference:
     """Compares the values of one operation, which both scorers computed from ``inputs``."""
     value, expected = own.get(operation.name), theirs[operation.name]
     if value is None or not np.isfinite(value).all():
         hint = "it is not computed" if value is None else "it has numbers that are not finite"
         nothing = float("nan")
         errors = nothing, nothing, nothing, nothing, nothing
-        return Difference(operation, *errors, float("inf"), ("", ""), hint)
+        return OperationDifference(operation, *errors, float("inf"), ("", ""), hint)
     precisions = precision(expected), precision(value)
     limit = _limit(operation, dtypes, precisions)
     if operation.kind == "mlp" and config.num_experts:
@@ -156,7 +156,7 @@ def _difference(
         is_scaled = abs(factor - 1) > bias_limit
         bad_tokens = tokens > ONE_PLACE * limit
         hints = list(_hints(operation, value, theirs, inputs, factor, is_scaled, bad_tokens, limit, config))
-    return Difference(operation, error, *worst, factor, limit, ratio, precisions, "; ".join(hints))
+    return OperationDifference(operation, error, *worst, factor, limit, ratio, precisions, "; ".join(hints))
 
 
 def _scale(gap: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
@@ -186,8 +186,8 @@ def _limit(operation: Operation, dtypes: tuple[str, str], precisions: tuple[str,
 def _hints(
     operation: Operation,
     value: np.ndarray,
-    theirs: Values,
-    inputs: Values,
+    theirs: OperationValues,
+    inputs: OperationValues,
     factor: float,
     is_scaled: bool,
     bad_tokens: np.ndarray,

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rljax.compare.layers.differences import LIMITS, Difference, LayerComparison
+from rljax.compare.layers.differences import LIMITS, LayerComparison, OperationDifference
 from rljax.compare.layers.operations import IN_BLOCK, PRODUCTS
 
 EVEN = "rounding, evenly"
@@ -17,7 +17,7 @@ _NAMED = 6  # the number of findings that the sentence names
 
 
 @dataclass(frozen=True)
-class Finding:
+class Parting:
     """A place at which two scorers part."""
 
     place: str  # such as "layer 17, attention" or "every layer, rotation of keys"
@@ -36,7 +36,7 @@ class LayerVerdict:
 
     status: str
     sentence: str
-    findings: list[Finding]  # the places, the largest ratio first
+    findings: list[Parting]  # the places, the largest ratio first
     fusions: list[str]  # sentences about roundings that a scorer's compiler leaves out
 
     @property
@@ -60,7 +60,7 @@ def judge_layers(comparison: LayerComparison) -> LayerVerdict:
     return LayerVerdict("fused" if fusions else "even", sentence, [], fusions)
 
 
-def _grouped(above: Sequence[Difference], comparison: LayerComparison) -> Iterator[Finding]:
+def _grouped(above: Sequence[OperationDifference], comparison: LayerComparison) -> Iterator[Parting]:
     """Groups differences: a block with other weights, one operation in every block, and single ones."""
     layers = {each.operation.layer for each in comparison.differences} - {None}
     products = [each.operation.layer for each in above if each.operation.kind in PRODUCTS]
@@ -84,7 +84,9 @@ def _grouped(above: Sequence[Difference], comparison: LayerComparison) -> Iterat
                 yield _finding(each.operation.label, [each], comparison)
 
 
-def _finding(place: str, members: Sequence[Difference], comparison: LayerComparison, reason: str = "") -> Finding:
+def _finding(
+    place: str, members: Sequence[OperationDifference], comparison: LayerComparison, reason: str = ""
+) -> Parting:
     worst = max(members, key=lambda each: each.ratio)
     other_dtype = _other_dtype(worst, comparison)
     if not reason and worst.ratio <= 1:
@@ -103,10 +105,10 @@ def _finding(place: str, members: Sequence[Difference], comparison: LayerCompari
         ):
             hints.append("as of a sum in a lower precision")
         reason = "; ".join([reason, *hints])
-    return Finding(place, reason, [each.operation.name for each in members], worst.ratio)
+    return Parting(place, reason, [each.operation.name for each in members], worst.ratio)
 
 
-def _other_dtype(difference: Difference, comparison: LayerComparison) -> str:
+def _other_dtype(difference: OperationDifference, comparison: LayerComparison) -> str:
     """Says that one scorer rounds the values of an operation more coarsely; empty if the two have other dtypes."""
     ours, theirs = difference.precisions
     if ours == theirs or len({dtype for dtype in comparison.dtypes if dtype}) != 1:
@@ -119,7 +121,7 @@ def _other_dtype(difference: Difference, comparison: LayerComparison) -> str:
 def _fusions(comparison: LayerComparison) -> Iterator[str]:
     """Names the kinds of operations that a scorer's compiler fuses with earlier ones without rounding in between."""
     for place, scorer in enumerate((comparison.reference, comparison.tested)):
-        by_kind: dict[str, list[Difference]] = {}
+        by_kind: dict[str, list[OperationDifference]] = {}
         for each in comparison.differences:
             if each.fused[place] > FUSED * each.limit:
                 by_kind.setdefault(each.operation.kind, []).append(each)

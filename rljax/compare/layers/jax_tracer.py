@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.compare.layers.operations import Values, operations, stacked_name
+from rljax.compare.layers.operations import OperationValues, operations, stacked_name
 from rljax.policy.config import AttentionName, PolicyOptions
 from rljax.policy.families import read_config
 from rljax.policy.head import all_logits, matmul_precision
@@ -55,7 +55,7 @@ class JaxTracer:
         self._params = load_params(directory, self.config, param_shardings(self.config, self._mesh))
         self._forward = jax.jit(self._traced)
 
-    def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> Values:
+    def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> OperationValues:
         """Computes one sequence (``Tracer.run``). Raises ValueError if it is longer than the rows."""
         width = self._form.width or -(-len(tokens) // _MULTIPLE) * _MULTIPLE
         if len(tokens) > width:

@@ -17,7 +17,7 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.families import FAMILIES
 from rljax.policy.taps import LAYERS
 
-Values = dict[str, np.ndarray]
+OperationValues = dict[str, np.ndarray]
 """The value of each operation for one sequence, float32 [t, n]. The logits lack the last row: no token follows it."""
 
 IN_BLOCK = {
@@ -83,7 +83,7 @@ class Tracer(Protocol):
     dtype: str  # the dtype of weights and activations; "" if it is unknown
     config: PolicyConfig  # the policy
 
-    def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> Values:
+    def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> OperationValues:
         """Computes one sequence, int32 [t]. Returns the value that each operation computes.
 
         Operations named in ``given`` pass on these values in the place of the computed ones.

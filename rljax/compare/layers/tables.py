@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rljax.compare.layers.differences import Difference, LayerComparison
+from rljax.compare.layers.differences import LayerComparison, OperationDifference
 from rljax.compare.layers.findings import LayerVerdict
 from rljax.compare.layers.operations import IN_BLOCK
 from rljax.compare.report import markdown_table
@@ -16,7 +16,7 @@ from rljax.record.text_tables import text_table
 
 Judged = tuple[LayerComparison, LayerVerdict]
 _HEAD = ["operation", "own error", "limit", "error / limit", "fused", "error up to it", "effect (nats)", "note"]
-_Rows = list[list[str]]
+_TableRows = list[list[str]]
 
 
 def layers_text(judged: Sequence[Judged]) -> str:
@@ -55,17 +55,17 @@ def _sentence(comparison: LayerComparison, verdict: LayerVerdict) -> str:
     return f"log-probabilities differ by {gap}\nverdict: {verdict.sentence}"
 
 
-def _kinds(comparison: LayerComparison) -> _Rows:
+def _kinds(comparison: LayerComparison) -> _TableRows:
     """Returns one row for each kind of operation: the layer with the largest error for its limit."""
     order = ["embedding", *IN_BLOCK, "final_norm", "logits"]
-    by_kind: dict[str, list[Difference]] = {kind: [] for kind in order}
+    by_kind: dict[str, list[OperationDifference]] = {kind: [] for kind in order}
     for each in comparison.differences:
         by_kind[each.operation.kind].append(each)
     worst = [max(group, key=lambda each: each.ratio) for group in by_kind.values() if group]
     return [_HEAD, *(_row(each.operation.label, each) for each in worst)]
 
 
-def _row(label: str, each: Difference) -> list[str]:
+def _row(label: str, each: OperationDifference) -> list[str]:
     effect = "" if each.effect_mean is None else f"{each.effect_mean:.2g} (max {each.effect_max:.2g})"
     ratio = f"{each.ratio:.2g}" + (" ABOVE" if each.ratio > 1 else "")
     note = each.hint

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rljax.compare.layers.operations import Values, operations
+from rljax.compare.layers.operations import OperationValues, operations
 from rljax.compare.scorers import load_hf
 from rljax.policy.families import read_config
 
@@ -30,7 +30,7 @@ class TorchTracer:
         self.config = read_config(directory)
         self._torch, self.model, self._device = load_hf(Path(directory), dtype, attention)
 
-    def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> Values:
+    def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> OperationValues:
         """Computes one sequence (``Tracer.run``)."""
         torch, found = self._torch, _Taps(self._torch, given)
         ids = torch.tensor(np.broadcast_to(tokens, (self._rows, len(tokens))).copy(), dtype=torch.long)
@@ -45,7 +45,7 @@ class _Taps:
 
     def __init__(self, torch: Any, given: Mapping[str, np.ndarray]) -> None:
         self._torch, self._given = torch, given
-        self.values: Values = {}
+        self.values: OperationValues = {}
         self._layer = 0  # the block that is computed
 
     def _tap(self, name: str, x: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from rljax.compare.layers.operations import PER_HEAD, Values, operations
+from rljax.compare.layers.operations import PER_HEAD, OperationValues, operations
 from rljax.policy.config import PolicyConfig
 from rljax.policy.families import read_config
 from rljax.rollout.servers.client import ServerClient
@@ -50,7 +50,7 @@ class VllmTracer:
         self._backend, self._model = backend, info.model
         self.label, self.dtype = f"vllm:{info.dtype}", info.dtype
 
-    def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> Values:
+    def run(self, tokens: np.ndarray, given: Mapping[str, np.ndarray]) -> OperationValues:
         """Computes one sequence (``Tracer.run``) by one request.
 
         Raises:

@@ -35,7 +35,7 @@ from rljax.rollout.episodes.environment import Environment, find_environment
 from rljax.rollout.episodes.host_messages import CallEnded, HostMessage, ToolAsked, ToolDropped, ToolRefused
 from rljax.rollout.episodes.outcomes import Outcome, check_outcome
 from rljax.rollout.episodes.progress import ProgressBoard
-from rljax.rollout.episodes.tools import Arguments, ToolResult
+from rljax.rollout.episodes.tools import ToolArguments, ToolResult
 
 TICK_S = 0.1
 _FULL = 0.5  # the share of the memory limit above which a process ends after a memory error
@@ -182,7 +182,7 @@ class _Host:
         if _used_gib() > _FULL * self._limits.memory_gib:
             os._exit(1)
 
-    async def _run_tool(self, path: str, arguments: Arguments, counted: bool) -> ToolResult:
+    async def _run_tool(self, path: str, arguments: ToolArguments, counted: bool) -> ToolResult:
         """Has the parent run a tool in one of its processes."""
         request = next(self._requests)
         call = self._calls.get(_trajectory.get())

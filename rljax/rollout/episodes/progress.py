@@ -12,7 +12,7 @@ from typing import NamedTuple
 _FORM = struct.Struct("<qq")
 
 
-class Progress(NamedTuple):
+class HostProgress(NamedTuple):
     """The state of a host process."""
 
     running: int  # the number of the trajectory whose code runs now; 0 if none does
@@ -21,7 +21,7 @@ class Progress(NamedTuple):
 
 
 class ProgressBoard:
-    """The shared memory with a ``Progress``. The host process writes it, and it survives a crash of that process."""
+    """The shared memory with a ``HostProgress``. The host process writes it, and its crash leaves it there."""
 
     def __init__(self, descriptor: int | None = None):
         """Opens the memory of an inherited ``descriptor``, or makes a new one."""
@@ -39,9 +39,9 @@ class ProgressBoard:
         self._moves += 1
         _FORM.pack_into(self._memory, 0, running, self._moves)
 
-    def read(self) -> Progress:
+    def read(self) -> HostProgress:
         """Returns the state that was written last."""
-        return Progress(*_FORM.unpack_from(self._memory))
+        return HostProgress(*_FORM.unpack_from(self._memory))
 
 
 class StuckWatch:

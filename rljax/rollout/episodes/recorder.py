@@ -8,7 +8,7 @@ from rljax.rollout.types import Response
 from rljax.tokens import TokenRecord, blank, join
 
 
-class Recorder:
+class TokenRecorder:
     """One trajectory while its turns are sampled, without any I/O: what the engine gives is kept bit for bit.
 
     ``prompt`` has the tokens before the first turn, and ``turn`` is the number of the last turn.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from rljax.rollout.episodes.tools import Arguments
+from rljax.rollout.episodes.tools import ToolArguments
 
 _DECODER = json.JSONDecoder(strict=False)  # models write line breaks into strings
 
@@ -17,7 +17,7 @@ class ToolCall:
     """One call that the policy wrote."""
 
     name: str = ""  # the name of the tool; "" if it cannot be read
-    arguments: Arguments = field(default_factory=dict)  # the arguments, as a mapping of names or as a list
+    arguments: ToolArguments = field(default_factory=dict)  # the arguments, as a mapping of names or as a list
     error: str = ""  # a line that says why the call cannot be read; "" if it can
 
 

@@ -13,7 +13,7 @@ from rljax.distributed.child import LONGEST, Child, ChildPool, Decoder, LostErro
 from rljax.errors import printable
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.outcomes import UTF8_BYTES, clip
-from rljax.rollout.episodes.tools import Arguments, PackedArguments, ToolResult
+from rljax.rollout.episodes.tools import PackedArguments, ToolArguments, ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ToolPool:
     def submit(
         self,
         path: str,
-        arguments: Arguments | PackedArguments,
+        arguments: ToolArguments | PackedArguments,
         counted: bool = True,
         began: Callable[[], None] | None = None,
     ) -> Future[ToolResult]:
@@ -89,7 +89,7 @@ class ToolPool:
     def _call(
         self,
         path: str,
-        arguments: Arguments | PackedArguments,
+        arguments: ToolArguments | PackedArguments,
         counted: bool,
         began: Callable[[], None] | None,
         process: Child,
@@ -100,7 +100,7 @@ class ToolPool:
         return result
 
     def _run(
-        self, path: str, arguments: Arguments | PackedArguments, began: Callable[[], None] | None, process: Child
+        self, path: str, arguments: ToolArguments | PackedArguments, began: Callable[[], None] | None, process: Child
     ) -> ToolResult:
         limit_s = _IMPORT_S
         try:

@@ -19,13 +19,13 @@ from rljax.distributed.frames import Frames
 from rljax.errors import describe
 from rljax.rollout.episodes.outcomes import clip
 
-Arguments = Mapping[str, Any] | Sequence[Any]
+ToolArguments = Mapping[str, Any] | Sequence[Any]
 """The arguments of a tool: a mapping of names, or a sequence of values in their order."""
 
 
 @dataclass(frozen=True)
 class PackedArguments:
-    """The pickle of ``Arguments`` that another process made. Only the process that runs the tool may unpickle it."""
+    """The pickle of ``ToolArguments`` that another process made. Only the process of the tool may unpickle it."""
 
     pickled: bytes
 
@@ -49,12 +49,12 @@ class ToolResult:
     cut: bool = False
 
 
-Runner = Callable[[str, Arguments, bool], Awaitable[ToolResult]]
+Runner = Callable[[str, ToolArguments, bool], Awaitable[ToolResult]]
 _runner: Runner | None = None
 _count_refused: Callable[[], None] | None = None
 
 
-async def call_tool(path: str, arguments: Arguments, *, counted: bool = True) -> ToolResult:
+async def call_tool(path: str, arguments: ToolArguments, *, counted: bool = True) -> ToolResult:
     """Calls a tool, a plain function, and returns its result as text.
 
     ``path`` is its name: ``package.module:function`` or ``FILE.py:function``.
@@ -109,7 +109,7 @@ def import_function(path: str) -> str | None:
     return None
 
 
-def run_function(path: str, arguments: Arguments | PackedArguments, longest: int) -> ToolResult:
+def run_function(path: str, arguments: ToolArguments | PackedArguments, longest: int) -> ToolResult:
     """Calls the function ``path`` and returns its result as a text of at most ``longest`` characters.
 
     A result that is a text stays as it is. Any other result is written as JSON, or by ``str`` if JSON cannot hold it.

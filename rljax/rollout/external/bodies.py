@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from rljax.rollout.external.rows import Row, RowLimits, lacking
+from rljax.rollout.external.rows import PostedRow, RowLimits, lacking
 
 MOST_ROWS = 8192
 """The most rows of one request. To check them takes a few seconds, in which other requests wait."""
@@ -46,12 +46,12 @@ class _Sent(msgspec.Struct):
             raise ValueError(f"lacks {missing}")
 
 
-def as_row(sent: msgspec.Struct) -> Row:
+def as_row(sent: msgspec.Struct) -> PostedRow:
     """Returns the columns that were sent."""
     return {name: value for name, value in msgspec.structs.asdict(sent).items() if value is not UNSET}
 
 
-def make_reader(limits: RowLimits) -> Callable[[bytes | bytearray, str], list[tuple[int, Row]]]:
+def make_reader(limits: RowLimits) -> Callable[[bytes | bytearray, str], list[tuple[int, PostedRow]]]:
     """Returns a function from a body and its content type to the rows with their numbers, from 1.
 
     The likeliest tokens and the routes are read only where ``limits`` needs them. The function raises ValueError with
@@ -64,7 +64,7 @@ def make_reader(limits: RowLimits) -> Callable[[bytes | bytearray, str], list[tu
     one, several = msgspec.json.Decoder(sent), msgspec.json.Decoder(rows | sent)
     packed = msgspec.msgpack.Decoder(rows | sent)
 
-    def read(body: bytes | bytearray, kind: str) -> list[tuple[int, Row]]:
+    def read(body: bytes | bytearray, kind: str) -> list[tuple[int, PostedRow]]:
         if kind in LINES:
             found = []
             for number, line in enumerate(_lines(body), 1):

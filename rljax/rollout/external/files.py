@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rljax.data.files import read_rows
-from rljax.rollout.external.groups import Item
+from rljax.rollout.external.groups import PlacedTrajectory
 from rljax.rollout.external.rows import RowLimits, Trajectory, read_trajectories
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -50,7 +50,7 @@ class TrajectoryFiles:
         self._used.setdefault(name, set())
         self._finish_if_used(name, step)
 
-    def use(self, items: Iterable[Item], step: int) -> None:
+    def use(self, items: Iterable[PlacedTrajectory], step: int) -> None:
         """Records that ``step`` has used or dropped the trajectories ``items``."""
         for item in items:
             self._left[item.file].difference_update(item.trajectory.rows)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from rljax.rollout.external.rows import Trajectory
 
 
-class Item(NamedTuple):
+class PlacedTrajectory(NamedTuple):
     """A trajectory and the file that holds it."""
 
     file: str
@@ -31,14 +31,14 @@ class WaitingGroups:
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
-        self._open: dict[str, list[Item]] = {}
-        self._complete: list[list[Item]] = []
+        self._open: dict[str, list[PlacedTrajectory]] = {}
+        self._complete: list[list[PlacedTrajectory]] = []
 
     def add(self, file: str, trajectories: Iterable[Trajectory]) -> None:
         """Adds the trajectories of a file, in their order."""
         for trajectory in trajectories:
             group = self._open.setdefault(trajectory.group, [])
-            group.append(Item(file, trajectory))
+            group.append(PlacedTrajectory(file, trajectory))
             if len(group) == self._group_size:
                 self._complete.append(self._open.pop(trajectory.group))
 
@@ -54,26 +54,26 @@ class WaitingGroups:
         ready = sum(_is_ready(group, version) for group in self._complete)
         return GroupCounts(ready, len(self._complete) - ready, len(self._open))
 
-    def drop_older(self, oldest: int) -> list[Item]:
+    def drop_older(self, oldest: int) -> list[PlacedTrajectory]:
         """Drops each group with a token of a policy before version ``oldest``. Returns their trajectories."""
         stale = [group for group in (*self._complete, *self._open.values()) if _oldest(group) < oldest]
         self._complete = [group for group in self._complete if _oldest(group) >= oldest]
         self._open = {name: group for name, group in self._open.items() if _oldest(group) >= oldest}
         return [item for group in stale for item in group]
 
-    def take(self, count: int, version: int) -> list[list[Item]]:
+    def take(self, count: int, version: int) -> list[list[PlacedTrajectory]]:
         """Takes up to ``count`` groups that are ready for policy ``version``, in the order of their completion."""
-        taken: list[list[Item]] = []
-        left: list[list[Item]] = []
+        taken: list[list[PlacedTrajectory]] = []
+        left: list[list[PlacedTrajectory]] = []
         for group in self._complete:
             (taken if len(taken) < count and _is_ready(group, version) else left).append(group)
         self._complete = left
         return taken
 
 
-def _oldest(group: Sequence[Item]) -> int:
+def _oldest(group: Sequence[PlacedTrajectory]) -> int:
     return min(item.trajectory.oldest_version for item in group)
 
 
-def _is_ready(group: Sequence[Item], version: int) -> bool:
+def _is_ready(group: Sequence[PlacedTrajectory], version: int) -> bool:
     return all(item.trajectory.newest_version <= version for item in group)

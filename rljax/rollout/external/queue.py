@@ -11,7 +11,7 @@ from rljax.rollout.external.groups import GroupCounts, WaitingGroups
 from rljax.rollout.external.rows import Trajectory
 
 
-class Batch(NamedTuple):
+class PostedGroups(NamedTuple):
     """The groups of a step."""
 
     groups: list[list[Trajectory]]
@@ -97,7 +97,7 @@ class TrajectoryQueue:
             self._changed.notify_all()
             return True
 
-    def take(self, count: int, step: int) -> Batch | None:
+    def take(self, count: int, step: int) -> PostedGroups | None:
         """Takes the ``count`` groups of a step, or returns None while fewer are ready. Drops groups that are too old.
 
         The trainer's policy has version ``step`` - 1.
@@ -111,7 +111,7 @@ class TrajectoryQueue:
                 return None
             taken = self._groups.take(count, self.version)
             self._files.use((item for group in taken for item in group), step)
-            batch = Batch([[item.trajectory for item in group] for group in taken], self.dropped_rows)
+            batch = PostedGroups([[item.trajectory for item in group] for group in taken], self.dropped_rows)
             self.dropped_rows = 0
             return batch
 

@@ -28,7 +28,7 @@ _ROUNDING = 1e-4  # the largest log-probability above 0 that counts as rounding 
 _LOWEST = -1e4  # the lowest log-probability that a sampled token can have (nats); vLLM writes -9999 for minus infinity
 _EACH = "expected {}, one for each of token_ids"
 
-Row = Mapping[str, Any]
+PostedRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Trajectory(NamedTuple):
         return int(self.response.versions[-1])
 
 
-def read_trajectories(numbered: Iterable[tuple[int, Row]], where: str, limits: RowLimits) -> list[Trajectory]:
+def read_trajectories(numbered: Iterable[tuple[int, PostedRow]], where: str, limits: RowLimits) -> list[Trajectory]:
     """Reads the trajectories of a file or of a request, whose name ``where`` begins each message.
 
     Consecutive rows with the same ``group`` and ``trajectory`` are the rows of one trajectory.
@@ -83,13 +83,15 @@ def read_trajectories(numbered: Iterable[tuple[int, Row]], where: str, limits: R
     return found
 
 
-def lacking(row: Row) -> str:
+def lacking(row: PostedRow) -> str:
     """Returns the names of the columns that a row lacks, with commas between them, or "" if it has all of them."""
     missing = [name for name in REQUIRED if name not in row]
     return ", ".join([*missing, *([] if "mask" in row or "turns" in row else ["mask (or turns)"])])
 
 
-def _keyed(numbered: Iterable[tuple[int, Row]], where: str) -> Iterator[tuple[tuple[str, str | None], int, Row]]:
+def _keyed(
+    numbered: Iterable[tuple[int, PostedRow]], where: str
+) -> Iterator[tuple[tuple[str, str | None], int, PostedRow]]:
     """Yields ((group, trajectory or None), number, row) for each row. Raises ValueError if a column is missing."""
     for number, row in numbered:
         place = f"{where}: row {number}"
@@ -107,7 +109,7 @@ def _keyed(numbered: Iterable[tuple[int, Row]], where: str) -> Iterator[tuple[tu
         yield (group, None if trajectory is None else _name(trajectory, f"{place}: trajectory")), number, row
 
 
-def _read_trajectory(group: str, rows: Sequence[tuple[int, Row]], where: str, limits: RowLimits) -> Trajectory:
+def _read_trajectory(group: str, rows: Sequence[tuple[int, PostedRow]], where: str, limits: RowLimits) -> Trajectory:
     place = f"{where}: row {rows[0][0]}"
     if len(rows) > limits.max_rows:
         raise ValueError(
@@ -128,7 +130,7 @@ def _read_trajectory(group: str, rows: Sequence[tuple[int, Row]], where: str, li
     return Trajectory(group, whole, rewards[0], tuple(number for number, _ in rows), doubts)
 
 
-def _read_row(row: Row, place: str, limits: RowLimits, turns_before: int, *, is_first: bool) -> Response:
+def _read_row(row: PostedRow, place: str, limits: RowLimits, turns_before: int, *, is_first: bool) -> Response:
     """Returns one row, whose turns come after the turn ``turns_before``.
 
     The prompt and the response of the first row have limits of their own.
@@ -219,7 +221,7 @@ def _first_other(values: Any, kind: type) -> str:
     return f"{others[0]!r:.60}" if others else "numbers that are too large"
 
 
-def _turns(row: Row, place: str, count: int, before: int) -> np.ndarray:
+def _turns(row: PostedRow, place: str, count: int, before: int) -> np.ndarray:
     """Returns the turn of each token, int32 [t], 0 where the policy did not sample it. All are after ``before``."""
     turns = None if row.get("turns") is None else _integers(row["turns"], f"{place}: turns", count=count)
     mask = None
@@ -285,7 +287,7 @@ def _versions(value: Any, what: str, sampled: np.ndarray) -> np.ndarray:
     return versions[places[np.maximum(np.cumsum(sampled) - 1, 0)]]
 
 
-def _with_tops(row: Row, place: str, response: Response, limits: RowLimits) -> Response:
+def _with_tops(row: PostedRow, place: str, response: Response, limits: RowLimits) -> Response:
     """Returns a row with the likeliest tokens of each position. There are none where the policy did not sample."""
     lists, tokens, sampled = {}, response.response, response.sampled
     for name in ("top_ids", "top_logprobs"):
@@ -314,7 +316,7 @@ def _with_tops(row: Row, place: str, response: Response, limits: RowLimits) -> R
     return whole
 
 
-def _routes(row: Row, place: str, count: int, sizes: tuple[int, int, int]) -> np.ndarray:
+def _routes(row: PostedRow, place: str, count: int, sizes: tuple[int, int, int]) -> np.ndarray:
     """Returns the experts of the first ``count`` tokens of a row, uint8 or uint16 [count, layers, k].
 
     ``sizes`` are the numbers of layers, of experts of a token (k), and of experts.

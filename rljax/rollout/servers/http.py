@@ -41,7 +41,7 @@ _Reply = tuple[int, bytes]
 """The status and the content of a reply."""
 
 
-class _Batch:
+class _SharedConnection:
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
         self.bodies: list[dict[str, Any]] = []
@@ -64,7 +64,7 @@ class Http:
             headers=headers,
         )
         self._timeout = httpx.Timeout(None, connect=CONNECT_S)
-        self._gathered: defaultdict[str, _Batch] = defaultdict(_Batch)  # by URL
+        self._gathered: defaultdict[str, _SharedConnection] = defaultdict(_SharedConnection)  # by URL
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
@@ -133,7 +133,7 @@ class Http:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _send(self, url: str, batch: _Batch) -> None:
+    def _send(self, url: str, batch: _SharedConnection) -> None:
         """Sends ``batch``, unless it was sent before because it was full."""
         if self._gathered.get(url) is not batch:
             return
@@ -153,7 +153,7 @@ class Http:
         for number, answer in enumerate(batch.answers):
             answer.add_done_callback(functools.partial(finished, number))
 
-    async def _give_up(self, url: str, batch: _Batch) -> None:
+    async def _give_up(self, url: str, batch: _SharedConnection) -> None:
         """Makes the server give up the cancelled requests of ``batch``, unless all requests are answered."""
         await batch.is_known.wait()
         await asyncio.sleep(_GATHER_S)
@@ -162,7 +162,7 @@ class Http:
             with contextlib.suppress(httpx.RequestError):  # the server is gone, and the other requests see that, too
                 await self._http.delete(url, params={"batch": batch.name, "number": numbers}, timeout=_GIVE_UP_S)
 
-    async def _exchange_all(self, url: str, batch: _Batch) -> None:
+    async def _exchange_all(self, url: str, batch: _SharedConnection) -> None:
         """Sends ``batch``, and sets the reply of each request, or the error that ended the exchange."""
         try:
             content = msgspec.json.encode(batch.bodies)

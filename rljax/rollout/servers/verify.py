@@ -49,7 +49,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ProbeDifference:
     """The distance |server - trainer| of log-probabilities over the sampled probe tokens (nats)."""
 
     mean: float  # the mean over all tokens, which may be NaN
@@ -169,7 +169,7 @@ class Verifier:
             looks.append(Look(prompts, completions, again))
         return looks
 
-    def judge(self, client: Caller, url: str, looks: Sequence[Look], params: Any) -> Difference:
+    def judge(self, client: Caller, url: str, looks: Sequence[Look], params: Any) -> ProbeDifference:
         """Compares the looks of :meth:`sample` with the trainer's ``params``. The first call sets the band.
 
         If the worst look is out of the band, the server samples once more. At the first call the ceiling is the limit.
@@ -188,7 +188,7 @@ class Verifier:
                 self.own_band = self._band(measured[-1].own, self._config.rounded_own_floor)
         return measured[-1]
 
-    def difference(self, look: Look, params: Any) -> Difference:
+    def difference(self, look: Look, params: Any) -> ProbeDifference:
         """Returns the distance of a look's log-probabilities from those of the trainer's ``params``."""
         pairs = list(zip(look.prompts, look.completions, strict=True))
         scored = self._score(params, [sampled.ids for _, sampled in pairs])
@@ -201,9 +201,9 @@ class Verifier:
             _own_gap(*each) for each in zip(look.prompts, look.completions, look.again, strict=bool(look.again))
         )
         per_prompt = tuple(float(gap.mean()) for gap in gaps)
-        return Difference(float(together.mean()), float(together.max()), per_prompt, lower_third(own), own)
+        return ProbeDifference(float(together.mean()), float(together.max()), per_prompt, lower_third(own), own)
 
-    def _worst(self, looks: Sequence[Look], params: Any) -> Difference:
+    def _worst(self, looks: Sequence[Look], params: Any) -> ProbeDifference:
         """Returns the difference with the largest mean among the looks, but with the largest ``own`` of all looks."""
         measured = [self.difference(look, params) for look in looks]
         worst = max(measured, key=lambda each: _or_infinite(each.mean))
@@ -213,7 +213,7 @@ class Verifier:
         """Returns the band, at least ``floor``, of a server whose worst calibration round was ``measured`` (nats)."""
         return min(self._ceiling, max(floor, self._config.factor * measured))
 
-    def _said(self, url: str, measured: Sequence[Difference]) -> str:
+    def _said(self, url: str, measured: Sequence[ProbeDifference]) -> str:
         """Returns the message of a failure: the means of the looks, the server's dtypes, the limit and its keys."""
         config, info = self._config, self._info
         means = ", then ".join(f"{each.mean:.3g}" for each in measured)
@@ -238,7 +238,7 @@ class Verifier:
             f"at least {low} {self._floor:g}, at most the ceiling {self._ceiling:.3g}, {ceiling})"
         )
 
-    def _said_own(self, measured: Sequence[Difference]) -> str:
+    def _said_own(self, measured: Sequence[ProbeDifference]) -> str:
         """Returns the part of the message about the two scores of a server that rounds, or ""."""
         if not self._is_rounded:
             return ""

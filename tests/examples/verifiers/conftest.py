@@ -11,7 +11,7 @@ from generate_server import GenerateServer
 from vllm_processes import ONE_THREAD
 
 from rljax.rollout.build import load_jax_engine
-from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
+from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
 
 HERE = Path(__file__).parent
 TOY = HERE.parents[2] / "rljax/configs/toy-base"
@@ -45,7 +45,7 @@ def vllm_server(tmp_path_factory):
         pytest.skip("no vLLM environment: run launch/install_vllm.sh or set RLJAX_VLLM_VENV")
     log = tmp_path_factory.mktemp("vllm") / "server.log"
     settings = {"max_model_len": 512, "max_num_seqs": 16, "max_logprobs": 16, "log_path": log, "extra_env": ONE_THREAD}
-    server = start(ServerConfig(str(TOY), python, dtype="float32", **settings), timeout_s=540)
+    server = start(VllmConfig(str(TOY), python, dtype="float32", **settings), timeout_s=540)
     yield server
     server.stop()
 

@@ -3,7 +3,7 @@
 import numpy as np
 from records import response
 
-from rljax.rollout.episodes.recorder import Recorder
+from rljax.rollout.episodes.recorder import TokenRecorder
 from rljax.tokens import as_stored
 
 
@@ -16,7 +16,7 @@ def ints(*values):
 
 
 def test_turns_and_texts_stand_in_their_order():
-    recorder = Recorder(ints(7, 8))
+    recorder = TokenRecorder(ints(7, 8))
     assert recorder.tokens().tolist() == [7, 8]
     recorder.add_turn(turn([1, 2], [-0.1, -0.2], 3))
     recorder.add_text(ints(50, 51, 52))
@@ -34,7 +34,7 @@ def test_turns_and_texts_stand_in_their_order():
 
 
 def test_versions_have_no_gap_where_an_environment_wrote():
-    recorder = Recorder(ints(7))
+    recorder = TokenRecorder(ints(7))
     recorder.add_turn(turn([1, 2], [0, 0], [0, 1]))
     recorder.add_text(ints(9, 9))
     recorder.add_turn(turn([3, 4], [0, 0], 2))
@@ -47,7 +47,7 @@ def test_likeliest_tokens_and_routes_stay_with_their_tokens():
         routes = as_stored(np.arange(first, first + count, dtype=np.uint8).reshape(count, 1, 1))
         return {"top_ids": ids, "top_logprobs": -np.asarray(ids), "routes": routes}
 
-    recorder = Recorder(ints(7, 8))
+    recorder = TokenRecorder(ints(7, 8))
     # Two tokens of prompt and two of response have three routes. The second turn's reply has six routes, from its own
     # pass.
     recorder.add_turn(turn([1, 2], [0, 0], 0, prompt=[7, 8], **arrays([1, 3], [2, 4], count=3, first=10)))
@@ -61,5 +61,5 @@ def test_likeliest_tokens_and_routes_stay_with_their_tokens():
 
 
 def test_a_trajectory_without_a_turn_has_no_tokens():
-    row = Recorder(ints(7)).response(0, 0, truncated=False)
+    row = TokenRecorder(ints(7)).response(0, 0, truncated=False)
     assert (row.length, row.response.dtype, row.versions.tolist(), row.trained_rows) == (0, np.int32, [], ())

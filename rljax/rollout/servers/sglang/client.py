@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError, ServerRefusedError
+from rljax.policy.config import Dtype
 from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_differences, server_info
 from rljax.rollout.servers.kind import UPDATE_S, Backend
-from rljax.rollout.servers.process import Dtype
 from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_completion, make_tops
 from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
 from rljax.rollout.types import InFlight
@@ -52,12 +52,12 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int | None = None  # the number of the prompt's tokens
 
 
-class _Reply(msgspec.Struct):
+class _SglangReply(msgspec.Struct):
     output_ids: list[int]
     meta_info: _Meta
 
 
-_DECODER = msgspec.json.Decoder(_Reply)
+_DECODER = msgspec.json.Decoder(_SglangReply)
 
 
 class SglangBackend(Backend):

@@ -33,7 +33,7 @@ ROOM = 8
 
 
 @dataclass(frozen=True)
-class ServerConfig(process.ServerConfig):
+class SglangConfig(process.ServerConfig):
     """The configuration of an SGLang server."""
 
     kind: ClassVar[str] = "SGLang"
@@ -63,7 +63,7 @@ class ServerConfig(process.ServerConfig):
 
 def sglang_python(venv: str | os.PathLike[str] | None = None) -> Path:
     """Returns the interpreter of ``venv``, ``$RLJAX_SGLANG_VENV`` or ``.venv-sglang``. Raises RuntimeError if none."""
-    return process.environment_python(ServerConfig.kind, venv)
+    return process.environment_python(SglangConfig.kind, venv)
 
 
 class _Kernels(types.ModuleType):

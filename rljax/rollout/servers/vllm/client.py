@@ -41,8 +41,8 @@ GENERATE = "/inference/v1/generate"
 FORCING_S = 3600.0
 """The longest time that a server goes on to force tokens for a client that is gone (seconds)."""
 
-Scores = TypeVar("Scores")
-Item = TypeVar("Item")
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 # The fields of a reply that are read. The decoder skips other fields and makes no Python object of them. ``gc`` is off
@@ -59,21 +59,21 @@ class _SampledAmongTops(_Sampled):
     top_logprobs: list[_Sampled]
 
 
-class _Content(msgspec.Struct, Generic[Item]):
-    content: list[Item]
+class _Content(msgspec.Struct, Generic[T]):
+    content: list[T]
 
 
-class _Choice(msgspec.Struct, Generic[Scores], kw_only=True):
+class _Choice(msgspec.Struct, Generic[S], kw_only=True):
     token_ids: list[int]
     finish_reason: str | None
-    logprobs: Scores
+    logprobs: S
     index: int = 0
     weight_versions: list[Span] | None = None
     routed_experts: bytes | None = None  # a .npy file in base64
 
 
-class _Reply(msgspec.Struct, Generic[Scores]):
-    choices: list[_Choice[Scores]]
+class _VllmReply(msgspec.Struct, Generic[S]):
+    choices: list[_Choice[S]]
     prompt_logprobs: list[dict[int, _Scored] | None] | None = None
 
 
@@ -95,8 +95,8 @@ class _Rollout(msgspec.Struct):
 
 # The decoders of GENERATE, by whether the likeliest tokens are read.
 _DECODERS: dict[bool, msgspec.json.Decoder[Any]] = {
-    False: msgspec.json.Decoder(_Reply[_Content[_Sampled] | None]),
-    True: msgspec.json.Decoder(_Reply[_Content[_SampledAmongTops] | None]),
+    False: msgspec.json.Decoder(_VllmReply[_Content[_Sampled] | None]),
+    True: msgspec.json.Decoder(_VllmReply[_Content[_SampledAmongTops] | None]),
 }
 _ROLLOUT_DECODER = msgspec.json.Decoder(_Rollout)
 

@@ -44,7 +44,7 @@ class ServeRollouts:
         """Handles one request, or the start and end of the server."""
         if scope["type"] == "lifespan":
             # A route of the application itself is behind all middleware that guards vLLM's own routes.
-            scope["app"].router.routes.insert(0, Route(ROLLOUTS, Rollouts(), methods=["POST", "DELETE"]))
+            scope["app"].router.routes.insert(0, Route(ROLLOUTS, RolloutEndpoint(), methods=["POST", "DELETE"]))
         await self._app(scope, receive, send)
 
 
@@ -55,13 +55,13 @@ class Asked(msgspec.Struct):
     sampling_params: dict[str, Any]
 
 
-_Reply = tuple[int, dict[str, Any]]
+_Answer = tuple[int, dict[str, Any]]
 """The status and the content of a reply."""
-_Sampling = asyncio.Task[_Reply]
+_Sampling = asyncio.Task[_Answer]
 _DECODER = msgspec.json.Decoder(list[Asked])
 
 
-class Rollouts:
+class RolloutEndpoint:
     """The endpoint, an ASGI application. Responses are given up where the client deletes them or goes away."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ async def _leave(receive: Any, lines: asyncio.Queue[bytes | None]) -> None:
     lines.put_nowait(None)
 
 
-def _start(number: int, sampling: Coroutine[Any, Any, _Reply], lines: asyncio.Queue[bytes | None]) -> _Sampling:
+def _start(number: int, sampling: Coroutine[Any, Any, _Answer], lines: asyncio.Queue[bytes | None]) -> _Sampling:
     """Returns the task that samples a response. Its line is added when it is done or given up."""
 
     def add_line(task: _Sampling) -> None:
@@ -120,7 +120,7 @@ def _start(number: int, sampling: Coroutine[Any, Any, _Reply], lines: asyncio.Qu
     return task
 
 
-async def _sample(engine: Any, asked: Asked) -> _Reply:
+async def _sample(engine: Any, asked: Asked) -> _Answer:
     """Samples one response. Returns its reply, or the error that vLLM would answer with."""
     try:
         settings = _settings(asked, engine.model_config.get_vocab_size())

@@ -36,7 +36,7 @@ def prompt_hash(token_ids: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class ServerConfig(process.ServerConfig):
+class VllmConfig(process.ServerConfig):
     """The configuration of a vLLM server."""
 
     kind: ClassVar[str] = "vLLM"
@@ -92,4 +92,4 @@ class ServerConfig(process.ServerConfig):
 
 def vllm_python(venv: str | os.PathLike[str] | None = None) -> Path:
     """Returns the interpreter of ``venv``, ``$RLJAX_VLLM_VENV`` or ``.venv-vllm``. Raises RuntimeError if none."""
-    return process.environment_python(ServerConfig.kind, venv)
+    return process.environment_python(VllmConfig.kind, venv)
