@@ -181,7 +181,7 @@ FAULTS = [
     (logged(**{"response_length/mean": 10**400}), "has no positive number in any"),
     (log("events.out.tfevents.1", events()[:12] + b"\xff" * 100), "not a TensorBoard event file, or a damaged one"),
     (log("log.jsonl", as_lines(LOG), "--window", "9" * 30), "window must be at most 1000000 steps"),
-    (log("log.jsonl", as_lines(LOG), "--window", "x"), "argument --window: invalid int value: 'x'"),
+    (log("log.jsonl", as_lines(LOG), "--window", "x"), "--window: expected INT, got x"),
     (log("run/events.out.tfevents.1", Special.LOOP), "neither metrics.jsonl nor"),
     (log("log.csv", b"step,x\n1,\xff\n"), "log.csv: not UTF-8 text"),
     # records of runs
