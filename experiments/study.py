@@ -338,7 +338,7 @@ def write_report(study: Study, out: Path, rows: Runs, command: str) -> Path:
             there = [arm for arm in members if (out / f"{arm}-{seed}" / "metrics.jsonl").exists()]
             if there:
                 drawn.append(f"{name}-{seed}")
-                plot_report([out / f"{arm}-{seed}" for arm in there], out / f"{drawn[-1]}.png", labels=there)
+                plot_report([out / f"{arm}-{seed}" for arm in there], out / f"{drawn[-1]}.png")
     tables = {arm: {str(seed): dataclasses.asdict(o) for seed, o in runs.items()} for arm, runs in outcomes.items()}
     (out / "outcomes.json").write_text(json.dumps({"command": command, "arms": tables}, indent=1) + "\n")
     write_table(out / "rows.parquet", rows)

@@ -33,7 +33,7 @@ ENGINES: dict[str, frozenset[Ability]] = {
     "vllm": frozenset({*_SERVER, "sleeps", "cuts", "replays", "reports_routes", "weight_form", "decodes_given"}),
     "sglang": frozenset({*_SERVER, "replays"}),
 }
-"""What each engine can do, by its name in ``rollout.engine``. ``build.py`` makes the engine."""
+"""The abilities of each engine, by its name in ``rollout.engine``. ``build.py`` makes the engine."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What depends on an engine or on a family of policies is an entry in a table, not a comparison of its name."""
+"""Engines and families of policies differ by entries in tables, and no other module compares their names."""
 
 import ast
 import contextlib
@@ -78,7 +78,7 @@ def test_each_engine_of_servers_has_a_maker():
     assert set(build.BACKENDS) == set(engines_that("serves"))
 
 
-def test_each_ability_that_a_setting_needs_is_one_that_some_engines_lack():
+def test_some_engines_lack_what_a_setting_needs():
     for wish in WISHES:
         assert 0 < sum(wish.needs in abilities for abilities in ENGINES.values()) < len(ENGINES), wish.key
 
@@ -89,7 +89,7 @@ class EchoBackend(VllmBackend):
     name = "Echo"
 
 
-def test_a_new_kind_of_server_is_one_entry_of_abilities_and_one_maker(monkeypatch, fake):
+def test_a_new_kind_of_server_is_one_entry_and_one_maker(monkeypatch, fake):
     """Nothing else has to know the engine: it is configured, checked, given weights, verified and sampled from."""
     touched = [(ENGINES, frozenset({"serves", "lags"})), (build.BACKENDS, EchoBackend)]
     for table, entry in touched:

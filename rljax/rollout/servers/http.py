@@ -74,9 +74,11 @@ class Http:
     async def exchange(self, url: str, method: str, path: str, timeout_s: float, **content: Any) -> httpx.Response:
         """Returns a reply of status 200 within ``timeout_s`` seconds. ``content`` is passed on to httpx.
 
-        It raises ServerGoneError if no answer comes or the server is not healthy, ReplyError if the answer is no HTTP,
-        ServerPausedError if the server refuses a sample because it is paused, and ServerRefusedError, with the
-        server's message, for any other status.
+        Raises:
+          ServerGoneError: No answer comes, or the server is not healthy.
+          ReplyError: The answer is no HTTP.
+          ServerPausedError: The server refuses a sample because it is paused.
+          ServerRefusedError: The answer has any other status. The error has the server's message.
         """
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S), pool=None)
         async with _answering(url + path, timeout_s):

@@ -75,7 +75,7 @@ class Retries:
 
 
 class Caller(Protocol):
-    """What the handshake, the proof and each kind of server need of the client."""
+    """The methods of the client that the handshake, the proof and each kind of server use."""
 
     def call(self, url: str, method: str, path: str, *, timeout_s: float = 300.0, **content: Any) -> dict[str, Any]:
         """Sends one request of the control plane, and returns the reply's JSON object."""
