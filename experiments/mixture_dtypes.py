@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from rljax.policy.model import Params, init_params
 from rljax.policy.score import make_scorer
 from rljax.rollout.build import connect
 from rljax.rollout.servers.client import ServerClient
-from rljax.rollout.servers.verify import LOOKS, Verifier
+from rljax.rollout.servers.verify import LOOKS, ROUNDS, TAIL_PROMPTS, Verifier, limits
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import SamplingParams
@@ -61,7 +60,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 48, 16, 64
 METRICS = ("logprob_abs_diff_mean", "k3_kl")
 VERIFIERS = 8  # each has its own probes
-MEASURED = VerifyConfig(prompts=32, rounds=4)  # the looks of one verifier
+MEASURED = VerifyConfig(prompts=32)  # one look of a verifier
+MEASURED_LOOKS = 4  # of each verifier
 DRAWN = 200_000  # the number of drawn looks, and of runs
 RUN = 600 * 8  # the number of publishes to eight servers
 
@@ -85,13 +85,13 @@ def measure(config: PolicyConfig, params: Params, model: Path, dtype: str) -> di
             sampled = list(engine.generate(prompts, 1, SamplingParams(RESPONSE_TOKENS), seed=0))
         with contextlib.closing(ServerClient([server.url], VllmBackend())) as client:
             info = VllmBackend().describe(client, server.url)
-            configs = [dataclasses.replace(MEASURED, seed=seed) for seed in range(VERIFIERS)]
-            verifiers = [Verifier(each, score, info, dtype=dtype, prompts=prompts) for each in configs]
+            how = {"dtype": dtype, "prompts": prompts}
+            verifiers = [Verifier(MEASURED, score, info, **how, seed=seed) for seed in range(VERIFIERS)]
             with ThreadPoolExecutor(VERIFIERS) as threads:
-                looks = list(threads.map(lambda verifier: verifier.sample(client, server.url), verifiers))
+                looks = list(threads.map(lambda each: each.look(client, server.url), verifiers * MEASURED_LOOKS))
     finally:
         server.stop()
-    differences = [verifiers[0].difference(look, params) for of_one in looks for look in of_one]
+    differences = [verifiers[0].difference(look, params) for look in looks]
     probes = np.concatenate([difference.per_prompt for difference in differences])
     rollout = np.stack([response.logprobs for response in sampled])
     whole = [np.concatenate([prompts[response.prompt_index], response.token_ids]) for response in sampled]
@@ -114,8 +114,8 @@ def drawn_looks(probes: np.ndarray, dtype: str, *, mixture: bool, count: int) ->
     config, rng = VerifyConfig(), np.random.default_rng(0)
     size = (DRAWN, count)
     looks = np.sort(np.concatenate([probes[rng.integers(0, len(probes), size)].mean(axis=1) for _ in range(20)]))
-    floor, ceiling = config.limits(dtype, mixture=mixture)
-    calibration = rng.choice(looks, (DRAWN, config.rounds)).max(axis=1)
+    floor, ceiling = limits(dtype, mixture=mixture)
+    calibration = rng.choice(looks, (DRAWN, ROUNDS)).max(axis=1)
     bands = np.clip(config.factor * calibration, floor, ceiling)
     # The probability for one look, for each band.
     outside = 1 - np.searchsorted(looks, bands, side="right") / len(looks)
@@ -132,7 +132,7 @@ def drawn_looks(probes: np.ndarray, dtype: str, *, mixture: bool, count: int) ->
 def judge(config: PolicyConfig, dtype: str, own: dict[str, Any]) -> None:
     """Adds the results that follow from the probes, with looks of the size of a run's and of a dense policy's."""
     probes, mixture, sizes = np.asarray(own["probes"]), config.num_experts > 0, VerifyConfig()
-    count = sizes.rounded_prompts if mixture else sizes.prompts
+    count = TAIL_PROMPTS if mixture else sizes.prompts
     own |= drawn_looks(probes, dtype, mixture=mixture, count=count)
     few = drawn_looks(probes, dtype, mixture=mixture, count=sizes.prompts)
     own["runs_refused_with_4_probes"] = few["runs_refused"]
@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, help="JSON file for the result; the probes that it has are judged again")
     options = parser.parse_args()
     result: dict[str, Any] = {"command": f"python experiments/mixture_dtypes.py {options.out}"}
-    result |= {"tokens": PROMPTS * RESPONSE_TOKENS, "probes": VERIFIERS * MEASURED.prompts * MEASURED.rounds}
+    result |= {"tokens": PROMPTS * RESPONSE_TOKENS, "probes": VERIFIERS * MEASURED.prompts * MEASURED_LOOKS}
     known = json.loads(options.out.read_text()) if options.out.exists() else {}
     for name, config in FAMILIES.items():
         if name not in known:

@@ -27,10 +27,9 @@ from rljax.policy.hub import CONFIGS
 from rljax.policy.score import make_scorer
 from rljax.record.rows import read_rows
 from rljax.rollout.build import load_jax_engine
-from rljax.rollout.servers.verify import random_prompts
+from rljax.rollout.servers.verify import limits, random_prompts
 from rljax.rollout.servers.vllm.server import ServerConfig, start, vllm_python
 from rljax.rollout.types import SamplingParams
-from rljax.rollout.verify_config import VerifyConfig
 from rljax.run.checkpoint import Checkpointer
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.precision import Dtype
@@ -60,7 +59,7 @@ def check_engine() -> Found:
     sequences = [np.concatenate([prompts[one.prompt_index], one.token_ids]) for one in responses]
     scored = make_scorer(policy, DTYPE)(load_params(BASE, policy), sequences)
     gaps = [np.abs(one.logprobs - logprobs[-one.length :]) for one, logprobs in zip(responses, scored, strict=True)]
-    mean, limit = float(np.concatenate(gaps).mean()), VerifyConfig().limits(DTYPE, mixture=False)[1]
+    mean, limit = float(np.concatenate(gaps).mean()), limits(DTYPE)[1]
     same = all(np.array_equal(x.token_ids, y.token_ids) for x, y in zip(responses, again, strict=True))
     problems = [] if mean <= limit else [f"mean |engine - trainer| is {mean:.3g} nats, the ceiling is {limit:.3g}"]
     if not same:
