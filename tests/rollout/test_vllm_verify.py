@@ -200,8 +200,8 @@ def test_not_a_number_is_out_of_band():
         check(made, Server(np.nan))
 
 
-@pytest.mark.parametrize(("block", "length"), [(1, 40), (16, 40), (24, 56), (32, 40), (128, 136)])
-def test_a_probe_is_whole_blocks_and_eight_tokens(block, length):
+@pytest.mark.parametrize(("block", "length"), [(1, 64), (16, 64), (24, 80), (32, 64), (128, 160)])
+def test_a_probe_is_whole_blocks_and_32_tokens(block, length):
     assert probe_length(block) == length
 
 

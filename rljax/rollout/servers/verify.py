@@ -3,7 +3,7 @@
 *Bits*: the server's workers return the checksum of every tensor as it was loaded. Each must equal the trainer's.
 
 *Use*: a fixed set of probe prompts is sent before an update, so that the server caches them. Each is whole blocks of
-its prefix cache and a few more tokens. After the update the server *generates* from them (``prompt_logprobs`` would
+its prefix cache and 32 more tokens. After the update the server *generates* from them (``prompt_logprobs`` would
 bypass the cache). The log-probabilities of the sampled tokens are compared with the trainer's. Keys and values of old
 weights, a head that was not repacked and a broken kernel show here and hardly elsewhere. One round of probes, a *look*,
 may be out of the band by chance. So a second look with other prompts and tokens decides.
@@ -53,7 +53,7 @@ OWN_FLOOR = 1e-3
 TAIL_PROMPTS = 16
 """The fewest probes of a look at a mixture of experts or a server that rounds to 8 bits: a few tokens are far off."""
 _CACHED = 32  # The fewest tokens of a probe that a server can cache. A cache may have blocks of one token.
-_FRESH = 8  # The tokens of a probe after its last whole block. They are few, because they do not show old keys.
+_FRESH = 32  # The tokens of a probe after that. Computed with new weights from old keys, they show these better than 8.
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def limits(dtype: str, *, mixture: bool = False, rounded: bool = False) -> tuple
 
 
 def probe_length(block_size: int) -> int:
-    """Returns the length of a probe prompt: whole cache blocks with at least 32 tokens, and eight more tokens."""
+    """Returns the length of a probe prompt: whole cache blocks with at least 32 tokens, and 32 more tokens."""
     return -(-_CACHED // block_size) * block_size + _FRESH
 
 
