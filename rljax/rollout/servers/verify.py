@@ -176,8 +176,12 @@ class Verifier:
         self._rounds: dict[str, int] = {}  # the number of looks that each server has sampled, by URL
 
     def warm(self, client: ServerClient, url: str) -> None:
-        """Sends all probes, so that the server caches their keys and values under the weights that it has now."""
-        client.sample(url, [Request(prompt, SamplingParams(1)) for prompt in self._prompts])
+        """Makes the server cache the whole blocks of all probes, under the weights that it has now.
+
+        One more token is sent, because a server computes at least the last token of a prompt.
+        """
+        requests = [Request(prompt[: 1 - _FRESH], SamplingParams(1)) for prompt in self._prompts]
+        client.sample(url, requests)
 
     def sample(self, client: ServerClient, url: str) -> list[Look]:
         """Makes the server generate from the probes: ``ROUNDS`` looks before there is a band, and one look afterwards.
