@@ -9,17 +9,16 @@ with its own probes. The probes are independent of each other, so many more look
 chance that one look is out of band comes from an exponential tail above the 99.9% quantile of these draws. A run is
 refused if two looks in a row are out of band. The band comes from the worst of three looks, which are also drawn many
 times.
-A server with a cache of 8 bits also scores its own tokens again, without its cache. The looks at that difference are
-counted in the same way. Other weights are then published to it without a reset of its prefix cache. The chance that a
-look misses this is a power law below the 0.1% quantile of the looks at the difference.
-a look misses this is a power law below the 0.1% quantile of the looks at the difference.
+
+Other weights are then published to a server without a reset of its prefix cache. The chance that one of two looks
+misses this is a power law below the 0.1% quantile of the looks. A server with a cache of 8 bits also scores its own
+tokens again, without its cache. The looks at that difference are counted in the same way.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import sys
 import threading
@@ -43,7 +42,7 @@ from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.client import ServerClient
 from rljax.rollout.servers.engine import ServedEngine
 from rljax.rollout.servers.requests import Completion, Request, ServerInfo
-from rljax.rollout.servers.verify import LOOKS, Verifier
+from rljax.rollout.servers.verify import LOOKS, OWN_FLOOR, ROUNDED_BAND, ROUNDS, TAIL_PROMPTS, Look, Verifier, limits
 from rljax.rollout.servers.vllm.client import VllmBackend
 from rljax.rollout.servers.vllm.server import VllmConfig, start, vllm_python
 from rljax.rollout.types import InFlight, RolloutConfig
@@ -133,10 +132,9 @@ class Probes:
         info = ServerInfo(self._url, vocab_size=policy.vocab_size, block_size=BLOCK_SIZE, form=form)
         prompts = [prompt_ids(problem, tokenizer) for problem in addition_problems("train", 64)]
         of_run = prompts if kind == "prompts of the run" else ()
-        config = VerifyConfig(prompts=options.prompts, rounded_prompts=options.prompts, rounds=options.looks)
-        configs = [dataclasses.replace(config, seed=seed) for seed in range(options.verifiers)]
-        score, how = make_scorer(policy, options.dtype), {"dtype": options.dtype, "prompts": of_run}
-        self._verifiers = [Verifier(config, score, info, **how) for config in configs]
+        config, score = VerifyConfig(prompts=options.prompts), make_scorer(policy, options.dtype)
+        how = {"dtype": options.dtype, "prompts": of_run}
+        self._verifiers = [Verifier(config, score, info, **how, seed=seed) for seed in range(options.verifiers)]
         self._threads = 1 if options.alone else SIDE_BY_SIDE
 
     def warm(self) -> None:
@@ -147,85 +145,79 @@ class Probes:
     def measure(self, params: Any, looks: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the mean |server - trainer| of each probe, and the mean |server - server|, float64 [probes].
 
-        They are from the first ``looks`` of each verifier. Later looks may find what an earlier one put into the cache.
+        They are from ``looks`` of each verifier.
         """
+
+        def taken(verifier: Verifier) -> list[Look]:
+            return [verifier.look(self._client, self._url) for _ in range(looks)]
+
         with ThreadPoolExecutor(self._threads) as threads:
-            taken = list(threads.map(lambda verifier: verifier.sample(self._client, self._url), self._verifiers))
-        pairs = zip(self._verifiers, taken, strict=True)
-        found = [verifier.difference(look, params) for verifier, sampled in pairs for look in sampled[:looks]]
+            pairs = zip(self._verifiers, threads.map(taken, self._verifiers), strict=True)
+            found = [verifier.difference(look, params) for verifier, sampled in pairs for look in sampled]
         to_trainer, own = [each.per_prompt for each in found], [each.own_per_prompt for each in found]
         return np.concatenate(to_trainer), np.concatenate(own)
 
 
 def drawn(each: np.ndarray, prompts: int, *, own: bool = False) -> np.ndarray:
     """Draws many looks of ``prompts`` probes from the numbers of single probes: their means, or their lower thirds."""
-    rng, looks = np.random.default_rng(0), np.zeros(DRAWS)
-    if own:
-        return np.sort(rng.choice(each, (DRAWS, prompts)), axis=1)[:, prompts // 3]
-    for _ in range(prompts):
-        looks += rng.choice(each, DRAWS) / prompts
-    return looks
+    looks = np.random.default_rng(0).choice(each, (DRAWS, prompts))
+    return np.sort(looks)[:, prompts // 3] if own else looks.mean(axis=1)
 
 
-def bands_of(looks: np.ndarray, factor: float, limits: tuple[float, float]) -> np.ndarray:
+def bands_of(looks: np.ndarray, factor: float, between: tuple[float, float]) -> np.ndarray:
     """Returns the bands that calibrations of drawn looks give, between the lowest and the highest one."""
-    rounds = VerifyConfig().rounds
-    calibration = looks[: DRAWS // rounds * rounds].reshape(-1, rounds).max(axis=1)
-    return np.clip(factor * calibration, *limits)
+    calibration = looks[: DRAWS // ROUNDS * ROUNDS].reshape(-1, ROUNDS).max(axis=1)
+    return np.clip(factor * calibration, *between)
 
 
-def missed(sound: np.ndarray, stale: np.ndarray, limits: tuple[float, float]) -> dict[str, float]:
-    """Returns the chance that looks at a server with an old cache miss it, from the probes' own differences."""
-    config = VerifyConfig()
-    bands = bands_of(drawn(sound, config.rounded_prompts, own=True), config.factor, limits)
-    small = -np.log(np.maximum(drawn(stale, config.rounded_prompts, own=True), 1e-12))
-    start_of_tail = np.quantile(small, 1 - TAIL)
-    excess = max(float(np.mean(small[small > start_of_tail] - start_of_tail)), 1e-12)
-    limit = -np.log(bands)
-    within = 1 - np.searchsorted(np.sort(small), limit) / DRAWS
-    one = np.where(limit > start_of_tail, TAIL * np.exp(-(limit - start_of_tail) / excess), within)
+def beyond(numbers: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """Returns the chance of a number above each of ``bounds``, which may lie beyond all drawn ``numbers``."""
+    start_of_tail = np.quantile(numbers, 1 - TAIL)
+    above = numbers[numbers > start_of_tail]
+    excess = max(float(np.mean(above - start_of_tail)), 1e-12) if len(above) else 1e-12  # all may be equal
+    within = 1 - np.searchsorted(np.sort(numbers), bounds) / DRAWS
+    return np.where(bounds > start_of_tail, TAIL * np.exp(-(bounds - start_of_tail) / excess), within)
+
+
+def missed(
+    sound: np.ndarray, stale: np.ndarray, prompts: int, between: tuple[float, float], *, own: bool = False
+) -> dict[str, float]:
+    """Returns the chance that one of two looks at a server with an old cache is in the band."""
+    bands = bands_of(drawn(sound, prompts, own=own), VerifyConfig().factor, between)
+    small = -np.log(np.maximum(looks := drawn(stale, prompts, own=own), 1e-12))
     return {
         "mean": float(stale.mean()),
-        "probes": np.sort(stale).round(6).tolist(),
         "smallest_probe": float(stale.min()),
-        "smallest_look": float(np.exp(-small.max())),
-        "missed": float(np.mean(1 - (1 - one) ** LOOKS)),
+        "smallest_look": float(looks.min()),
+        "missed": float(np.mean(1 - (1 - beyond(small, -np.log(bands))) ** LOOKS)),
     }
 
 
 def refusals(
-    each: np.ndarray, prompts: int, factor: float, limits: tuple[float, float], *, own: bool = False
+    each: np.ndarray, prompts: int, factor: float, between: tuple[float, float], *, own: bool = False
 ) -> dict[str, float]:
     """Returns the figures of looks of ``prompts`` probes, and the chance that a run refuses a sound server.
 
     Args:
       each: The differences of single probes.
+      prompts: The number of probes of a look.
       factor: The band is this many times the worst look of the calibration.
-      limits: The lowest and the highest band.
+      between: The lowest and the highest band.
       own: Whether a look is the lower third of its probes, and not their mean.
     """
     looks = drawn(each, prompts, own=own)
-    bands = bands_of(looks, factor, limits)
-    start_of_tail = np.quantile(looks, 1 - TAIL)
-    above = looks[looks > start_of_tail]
-    excess = float(np.mean(above - start_of_tail)) if len(above) else 1e-12  # all looks may be 0
-
-    def beyond(limit: np.ndarray) -> np.ndarray:
-        """Returns the chance that one look is above ``limit``."""
-        within = 1 - np.searchsorted(np.sort(looks), limit) / DRAWS
-        return np.where(limit > start_of_tail, TAIL * np.exp(-(limit - start_of_tail) / excess), within)
+    bands = bands_of(looks, factor, between)
+    out = np.minimum(beyond(looks, bands), 1 - 1e-12)
 
     def of_run(chance: np.ndarray) -> float:
-        return float(np.mean(-np.expm1(PUBLISHES * SERVERS * np.log1p(-np.minimum(chance, 1 - 1e-12)))))
+        return float(np.mean(-np.expm1(PUBLISHES * SERVERS * np.log1p(-chance))))
 
-    out = beyond(bands)
     return {
         "prompts_of_a_look": prompts,
         "factor": factor,
         "mean": float(looks.mean()),
         "standard_deviation": float(looks.std()),
         "largest": float(looks.max()),
-        "tail_mean_excess": excess,
         "band_smallest": float(bands.min()),
         "band_median": float(np.median(bands)),
         "run_refused_by_one_look": of_run(out),
@@ -252,6 +244,8 @@ def with_old_caches(engine: ServedEngine, backend: FaultyBackend, probes: Probes
         with contextlib.suppress(VerificationError):  # the run would end here
             engine.publish(weights, 2 * number + 2)
         yield scale, *probes.measure(weights, LOOKS)
+    backend.keeps_cache = False
+    engine.publish(params, 2 * len(SCALES) + 1)
 
 
 def opened(options: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[Any, ServedEngine | None, FaultyBackend]:
@@ -286,29 +280,29 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--looks", type=int, default=4, help="looks of each verifier (4)")
     parser.add_argument("--output", type=Path, help="JSON file for the result")
     options = parser.parse_args(argv)
-    rounded, config = options.kv_cache_dtype != "auto", VerifyConfig()
+    rounded, factor = options.kv_cache_dtype != "auto", VerifyConfig().factor
     settings = {name: value for name, value in vars(options).items() if name != "output"}
     result: dict[str, Any] = {"settings": settings, "publishes": PUBLISHES, "servers": SERVERS, "kinds": {}}
     params = load_params(options.path, read_config(options.path))
+    between, own_between = limits(options.dtype, rounded=rounded), (OWN_FLOOR, ROUNDED_BAND[1])
+    count = TAIL_PROMPTS if rounded else VerifyConfig().prompts
     with contextlib.ExitStack() as stack:
         client, engine, backend = opened(options, stack)
         for kind in ("prompts of the run", "random tokens"):
             probes = Probes(client, options, kind)
             measured, own = probes.measure(params, options.looks)
-            limits = config.limits(options.dtype, mixture=False, rounded=rounded)
             of_kind = result["kinds"][kind] = {
                 "measured_probes": measured.size,
                 "largest_measured_probe": float(measured.max()),
-                "cases": [refusals(measured, *case, limits) for case in CASES],
+                "cases": [refusals(measured, *case, between) for case in CASES],
             }
-            if rounded and engine is not None:
-                limits = config.rounded_own_floor, config.rounded_ceiling
-                of_kind["own"] = {"probes": np.sort(own).round(6).tolist()}
-                of_kind["own"] |= refusals(own, config.rounded_prompts, config.factor, limits, own=True)
-                of_kind["old_caches"] = {
-                    scale: {"mean_to_trainer": float(theirs.mean()), **missed(own, stale, limits)}
-                    for scale, theirs, stale in with_old_caches(engine, backend, probes, params)
-                }
+            if rounded:
+                of_kind["own"] = refusals(own, count, factor, own_between, own=True)
+            of_kind["old_caches"] = {}
+            for scale, stale, own_stale in with_old_caches(engine, backend, probes, params) if engine else ():
+                found = of_kind["old_caches"][scale] = {"to_trainer": missed(measured, stale, count, between)}
+                if rounded:
+                    found["own"] = missed(own, own_stale, count, own_between, own=True)
             print(kind, json.dumps(of_kind), flush=True)
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n")

@@ -11,7 +11,9 @@ The trainer and the plugins inside servers run the same code. torch is imported 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ _PLACE_FACTOR = 0x9E3779B1
 # The elements that are summed at a time. Their temporary arrays, 24 bytes an element, stay in a core's own cache. The
 # block is not smaller, because threads run side by side only within numpy calls, and short calls wait for each other.
 _BLOCK = 2**15
+_PART = 2**22  # the elements of a vector that a thread sums at a time
 _TORCH_BLOCK = 2**20  # the elements of a torch tensor that are summed at a time
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}  # the trainer publishes a tied head only as the embedding
 _MOST_NAMES = 4  # the most names of tensors in a message
@@ -165,17 +168,33 @@ def tensor_checksum(tensor: Any) -> Checksum:
     """Returns the checksum of a torch tensor of 16-bit or 32-bit elements, on any device, in little extra memory."""
     import torch
 
-    narrow = tensor.element_size() == 2
-    bits = tensor.detach().reshape(-1).view(torch.int16 if narrow else torch.int32)
-    sums = torch.zeros(3, dtype=torch.int64, device=tensor.device)
+    bits = tensor.detach().reshape(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    return vector_checksum(bits_of(bits.numpy())) if bits.device.type == "cpu" else device_checksum(bits)
+
+
+def vector_checksum(bits: np.ndarray) -> Checksum:
+    """Returns the checksum of a whole tensor, whose bits are a vector of uint16 or uint32. Several threads sum it."""
+    size = len(bits)
+    regions = [TensorRegion(0, 1, at, min(_PART, size - at), size) for at in range(0, max(1, size), _PART)]
+    with ThreadPoolExecutor(min(len(regions), os.cpu_count() or 1)) as threads:
+        parts = list(threads.map(lambda r: region_checksum(bits[r.column : r.column + r.width], r), regions))
+    sums = ((part.first, part.second, part.placed) for part in parts)
+    return Checksum.from_sums(size, *map(sum, zip(*sums, strict=True)))
+
+
+def device_checksum(bits: Any) -> Checksum:
+    """Returns the checksum of a whole tensor, whose bits are a torch vector of int16 or int32 on any device."""
+    import torch
+
+    sums = torch.zeros(3, dtype=torch.int64, device=bits.device)
     for number, part in enumerate(bits.split(_TORCH_BLOCK)):
-        words = part.to(torch.int32) & 0xFFFF if narrow else part
+        words = part.to(torch.int32) & 0xFFFF if bits.element_size() == 2 else part
         first, second = mixed(words)
         start = number * _TORCH_BLOCK
         places = torch.arange(start, start + len(part), device=part.device).to(torch.int32)
         placed = first * place_weights(places)
         sums += torch.stack([values.sum(dtype=torch.int64) for values in (first, second, placed)])
-    return Checksum.from_sums(tensor.numel(), *sums.tolist())
+    return Checksum.from_sums(len(bits), *sums.tolist())
 
 
 def as_published(tensor: Any, dtype: Any) -> Any:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         engine="vllm",
         urls=(url,),
         api_key_file=key_file,
-        verify=VerifyConfig(prompts=1, tokens=4, rounds=1),
+        verify=VerifyConfig(prompts=1, tokens=4),
     )
     engine = make_engine(
         rollout,

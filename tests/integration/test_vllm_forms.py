@@ -14,8 +14,8 @@ from rljax.compare.scorers import score_column
 from rljax.errors import VerificationError
 from rljax.record.token_dumps import read_dump
 from rljax.rollout.form import ServerForm
+from rljax.rollout.servers.verify import ROUNDED_BAND
 from rljax.rollout.servers.vllm.server import VllmConfig, start
-from rljax.rollout.verify_config import VerifyConfig
 
 pytestmark = [pytest.mark.vllm, pytest.mark.harness]
 FORMS = [
@@ -49,12 +49,11 @@ def test_form(key, option, form, toy_base, vllm_interpreter, tmp_path):
         status, said = complete_beside(server, [*words, f"--rollout.server-form.{key.replace('_', '-')}", form])
         assert status == 0, said
         rows = comparable(tmp_path / "run")
-        limits = VerifyConfig()
         for row in rows:
             measured, band = row["publish/verify_abs_diff_mean"], row["publish/verify_band"]
             print(form, measured, band, row["mismatch/logprob_abs_diff_mean"], row["mismatch/k3_kl"])
             assert measured < band
-            assert limits.rounded_floor <= band <= limits.rounded_ceiling
+            assert ROUNDED_BAND[0] <= band <= ROUNDED_BAND[1]
         assert max(row.get("publish/changed_fraction", 0.0) for row in rows) > 0.1
         dump = read_dump(tmp_path / "run/rollouts/step_000003.parquet")
         assert dump.sources["rollout"].form == f"{form} {what}"

@@ -121,22 +121,22 @@ def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):
 
     Fields that neither of them names keep their defaults.
     """
-    (tmp_path / "run.yaml").write_text("rollout: {verify: {rounds: 2, floors: {float32: 1.0e-4}}}\n")
+    (tmp_path / "run.yaml").write_text("rollout: {verify: {factor: 5}}\n")
     options = ["--rollout.engine", "vllm", "--rollout.urls", fake.url, "--rollout.dtype", "float32"]
     options += ["--rollout.limits.max-outstanding", "3", "--rollout.transfer-dir"]
     rollout = load_config(Config, [str(tmp_path / "run.yaml"), *options, str(tmp_path / "w")], prog="", description="")
     rollout = rollout.rollout
-    assert rollout.verify.floors.bfloat16 == VerifyConfig().floors.bfloat16
+    assert rollout.verify == VerifyConfig(prompts=4, tokens=32, factor=5.0)
     assert rollout.limits == ClientLimits(max_outstanding=3)
 
     def score(params, sequences):  # the stand-in always gives -1, which is not a policy's log-probability
-        return [np.full(len(ids), -1.0, np.float32) for ids in sequences]
+        return [np.full(len(ids), -1.00001, np.float32) for ids in sequences]
 
     engine = make(rollout, functions=dataclasses.replace(policy_functions(CONFIG, "float32"), score=score))
     try:
         metrics = engine.publish(init_params(CONFIG, 0), 0)
         assert (tmp_path / "w") in engine.files.root.parents
-        assert metrics["publish/verify_band"] == 1e-4
+        assert metrics["publish/verify_band"] == pytest.approx(5e-5, rel=0.02)
         assert engine.fleet.client.limits == rollout.limits
     finally:
         engine.close()

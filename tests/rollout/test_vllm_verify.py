@@ -7,8 +7,8 @@ from records import completion
 from rljax.errors import VerificationError
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.requests import ServerInfo
-from rljax.rollout.servers.verify import Verifier, joined_prompts, lower_third, probe_length
-from rljax.rollout.verify_config import DtypeBands, VerifyConfig
+from rljax.rollout.servers.verify import Verifier, joined_prompts, limits, lower_third, probe_length
+from rljax.rollout.verify_config import VerifyConfig
 
 
 class Server:
@@ -71,14 +71,16 @@ def test_calibration_refuses_more_than_the_ceiling(gap):
     assert made.band is None
 
 
-def test_a_mixture_has_a_wider_band_of_its_own():
-    made = verifier("bfloat16", mixture=True, mixture_factor=2.0)
-    check(made, Server(0.1))
-    assert made.band == pytest.approx(0.16)
-    with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.16"):
-        check(verifier("bfloat16", mixture=True, mixture_factor=2.0), Server(0.17))
+def test_a_mixture_has_a_ceiling_three_times_as_high():
+    made = verifier("bfloat16", mixture=True)
+    check(made, Server(0.2))
+    assert made.band == pytest.approx(0.24)
+    with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.24"):
+        check(verifier("bfloat16", mixture=True), Server(0.25))
     with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.08"):
-        check(verifier("bfloat16", mixture_factor=2.0), Server(0.1))
+        check(verifier("bfloat16"), Server(0.1))
+    assert limits("float16", mixture=True) == (2.5e-3, pytest.approx(0.03))
+    assert limits("float16", mixture=True, rounded=True) == (0.1, pytest.approx(1.8))
 
 
 @pytest.mark.parametrize(("gap", "band"), [(0.01, 0.1), (0.1, 0.4), (0.5, 0.6)])
@@ -93,7 +95,7 @@ def test_a_server_that_rounds_has_a_band_of_its_own(gap, band):
     with pytest.raises(VerificationError, match="holds the trainer's weights, by their checksums, but") as error:
         check(made, Server(1.1 * band))
     assert "the server has dtype float16, LM head unknown, weights none, key-value cache fp8_e5m2;" in str(error.value)
-    assert "at least rounded_floor 0.1, at most the ceiling 0.6, rollout.verify.rounded_ceiling)" in str(error.value)
+    assert "(rollout.verify.factor 4 x the first publish, at least 0.1, at most 0.6)" in str(error.value)
 
 
 @pytest.mark.parametrize(("stale", "band"), [(0.0001, 0.001), (0.01, 0.04), (0.3, 0.6)])
@@ -168,9 +170,8 @@ def test_two_looks_out_of_band_are_refused_with_the_limits(mixture):
     tokens = 512 if mixture else 128
     with pytest.raises(VerificationError, match=rf"{tokens} probe tokens is 0\.3, then nan nats") as error:
         check(made, server)
-    assert "rollout.verify.factor 4 x the first publish, at least floors.bfloat16 0.02" in str(error.value)
-    ceiling = "0.24, rollout.verify.ceilings.bfloat16 x rollout.verify.mixture_factor 3)"
-    assert str(error.value).endswith(ceiling if mixture else "0.08, rollout.verify.ceilings.bfloat16)")
+    limit = f"(rollout.verify.factor 4 x the first publish, at least 0.02, at most {0.24 if mixture else 0.08})"
+    assert str(error.value).endswith(limit)
     assert server.gaps == []
 
 
@@ -178,7 +179,7 @@ def test_a_calibration_above_the_ceiling_is_repeated_once():
     made = verifier("bfloat16")
     check(made, Script(0.01, 0.1, 0.01, *[0.015] * 3))
     assert made.band == pytest.approx(0.06, rel=1e-4)
-    with pytest.raises(VerificationError, match=r"is 0\.1, then 0\.09 nats .*\(rollout\.verify\.ceilings\.bfloat16\)$"):
+    with pytest.raises(VerificationError, match=r"is 0\.1, then 0\.09 nats .* the ceiling for bfloat16 is 0\.08$"):
         check(verifier("bfloat16"), Script(0.01, 0.1, 0.01, 0.09, 0.01, 0.01))
 
 
@@ -200,20 +201,28 @@ def test_not_a_number_is_out_of_band():
         check(made, Server(np.nan))
 
 
-def test_probes_are_longer_than_two_blocks_and_always_the_same():
-    assert probe_length(128) > 256
-    first, second = Server(0.0), Server(0.0)
-    verifier().warm(first, "url")
-    verifier().warm(second, "url")
-    assert all(len(p) == probe_length(128) and p.max() < 50 for p in first.prompts)
-    assert all(np.array_equal(a, b) for a, b in zip(first.prompts, second.prompts, strict=True))
+@pytest.mark.parametrize(("block", "length"), [(1, 64), (16, 64), (24, 80), (32, 64), (128, 160)])
+def test_a_probe_is_whole_blocks_and_32_tokens(block, length):
+    assert probe_length(block) == length
+
+
+def test_what_is_cached_before_an_update_is_read_after_it():
+    made, server = verifier(), Server(0.0)
+    made.warm(server, "url")
+    made.sample(server, "url")
+    cached, probes = server.prompts[:8], server.prompts[8:]
+    assert {len(prompt) for prompt in cached} == {129}  # a whole block and one token, which is computed at once
+    assert {len(prompt) for prompt in probes} == {probe_length(128)}
+    assert max(prompt.max() for prompt in server.prompts) < 50
+    assert {tuple(prompt[:129]) for prompt in probes[:8]} == {tuple(prompt) for prompt in cached}
+    assert np.array_equal(probes[8:], probes[:4])  # the third look has the prompts of the first one
+    again = Server(0.0)
+    verifier().warm(again, "url")
+    assert all(np.array_equal(a, b) for a, b in zip(cached, again.prompts, strict=True))
 
 
 def test_what_makes_no_sense_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         VerifyConfig(prompts=0)
-    for name in ("rounded_floor", "rounded_ceiling", "rounded_own_floor"):
-        with pytest.raises(ValueError, match=f"{name} must be finite and not negative, got nan"):
-            VerifyConfig(**{name: float("nan")})
-    with pytest.raises(ValueError, match="float16 must be finite and not negative, got -1"):
-        DtypeBands(2e-2, -1.0, 1e-5)
+    with pytest.raises(ValueError, match="factor must be finite and not negative, got inf"):
+        VerifyConfig(factor=float("inf"))

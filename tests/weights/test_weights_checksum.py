@@ -161,6 +161,20 @@ def test_torch_jax_and_numpy_agree(dtype):
         assert [int(weight) % 2**32 for weight in place_weights(found)] == expected
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("size", [0, 5, 2**22 + 7])
+def test_threads_and_devices_sum_the_same(dtype, size):
+    """The last size is more than one thread sums at a time, and more than a device sums at a time."""
+    torch = pytest.importorskip("torch")
+    from rljax.weights.sums import device_checksum, tensor_checksum
+
+    bits = np.random.default_rng(0).integers(0, 2**15, size).astype({"bfloat16": np.int16, "float32": np.int32}[dtype])
+    words = torch.from_numpy(bits)
+    expected = array_checksum(bits)
+    assert tensor_checksum(words.view(getattr(torch, dtype))) == expected
+    assert device_checksum(words) == expected
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_tensor_kept_wider_has_the_published_checksum(dtype):
     """A value outside the published dtype must have another checksum, and so must two exchanged values."""

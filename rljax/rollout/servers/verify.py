@@ -2,11 +2,11 @@
 
 *Bits*: the server's workers return the checksum of every tensor as it was loaded. Each must equal the trainer's.
 
-*Use*: a fixed set of probe prompts is sent before an update, so that the server caches them. Each is longer than two
-blocks of its prefix cache. After the update the server *generates* from them (``prompt_logprobs`` would bypass the
-cache). The log-probabilities of the sampled tokens are compared with the trainer's. Keys and values of old weights, a
-head that was not repacked and a broken kernel show here and hardly elsewhere. One round of probes, a *look*, may be out
-of the band by chance. So a second look with other prompts and tokens decides.
+*Use*: a fixed set of probe prompts is sent before an update, so that the server caches them. Each is whole blocks of
+its prefix cache and 32 more tokens. After the update the server *generates* from them (``prompt_logprobs`` would
+bypass the cache). The log-probabilities of the sampled tokens are compared with the trainer's. Keys and values of old
+weights, a head that was not repacked and a broken kernel show here and hardly elsewhere. One round of probes, a *look*,
+may be out of the band by chance. So a second look with other prompts and tokens decides.
 
 A server that rounds to 8 bits is far from the trainer by its rounding alone, which would hide old keys and values. So
 it also scores its tokens a second time, as a prompt. It rounds as before, but reads nothing from the cache. The two
@@ -35,7 +35,24 @@ TOP = 8
 """The number of likeliest tokens that the probe of the temperature compares."""
 LOOKS = 2
 """The number of times that the probes of a server are judged before it is refused."""
-_SHORTEST = 32  # The fewest tokens of a probe prompt, because a cache may have blocks of one token.
+ROUNDS = 3
+"""The number of looks at the first publish, which calibrate the band."""
+FLOORS = {"bfloat16": 2e-2, "float16": 2.5e-3, "float32": 1e-5}
+"""The lowest band of each dtype (nats). There is one, because the mismatch of equal weights changes as a policy learns.
+A tiny random model showed 1.2e-2 in bfloat16, 1.6e-3 in float16 and 9e-7 in float32."""
+CEILINGS = {"bfloat16": 8e-2, "float16": 1e-2, "float32": 1e-3}
+"""The highest band of each dtype (nats). At the first publish a server above it is refused."""
+MIXTURE_FACTOR = 3.0
+"""The highest bands of a mixture of experts, as a multiple of ``CEILINGS``. They are wider because a different rounding
+in server and trainer sends some tokens to other experts."""
+ROUNDED_BAND = 0.1, 0.6
+"""The lowest and the highest band of a server that rounds to 8 bits, in every dtype (nats)."""
+OWN_FLOOR = 1e-3
+"""The lowest band of the distance between the two scores of a server that rounds to 8 bits (nats)."""
+TAIL_PROMPTS = 16
+"""The fewest probes of a look at a mixture of experts or a server that rounds to 8 bits: a few tokens are far off."""
+_CACHED = 32  # The fewest tokens of a probe that a server can cache. A cache may have blocks of one token.
+_FRESH = 32  # The tokens of a probe after that. Computed with new weights from old keys, they show these better than 8.
 
 
 @dataclass(frozen=True)
@@ -61,9 +78,18 @@ class ProbeDifference:
     own_per_prompt: tuple[float, ...] = ()  # the mean distance between the two scores of each probe
 
 
+def limits(dtype: str, *, mixture: bool = False, rounded: bool = False) -> tuple[float, float]:
+    """Returns the lowest and highest band (nats) of a server in ``dtype``.
+
+    ``mixture``: Whether it serves a mixture of experts. ``rounded``: Whether it rounds weights or cache to 8 bits.
+    """
+    lowest, highest = ROUNDED_BAND if rounded else (FLOORS[dtype], CEILINGS[dtype])
+    return lowest, highest * (MIXTURE_FACTOR if mixture else 1.0)
+
+
 def probe_length(block_size: int) -> int:
-    """Returns the length of a probe prompt: two whole cache blocks and a part of a third, and at least 32 tokens."""
-    return max(2 * block_size + max(block_size // 3, 1), _SHORTEST)
+    """Returns the length of a probe prompt: whole cache blocks with at least 32 tokens, and 32 more tokens."""
+    return -(-_CACHED // block_size) * block_size + _FRESH
 
 
 def random_prompts(shape: tuple[int, int], vocab_size: int, seed: int = 0) -> list[np.ndarray]:
@@ -124,25 +150,24 @@ class Verifier:
         dtype: str,
         mixture: bool = False,
         prompts: Sequence[np.ndarray] = (),
+        seed: int = 0,
     ) -> None:
         """Makes the probe prompts for the vocabulary, cache blocks and form of the server ``info``.
 
         ``score`` computes the trainer's log-probabilities in the rollout dtype at temperature 1. ``dtype`` is the
         rollout dtype, which chooses the bands. They are wider for a ``mixture`` of experts. The probes are made from
-        ``prompts`` of the run, int32 [s] each, or without any from random tokens.
+        ``prompts`` of the run, int32 [s] each, or without any from random tokens. ``seed`` chooses them.
         """
         assert info.vocab_size is not None
         assert info.block_size is not None
         self._config, self._score, self._info = config, score, info
-        self._dtype, self._mixture, self._is_rounded = dtype, mixture, info.form.is_rounded
-        self._floor, self._ceiling = config.limits(dtype, mixture=mixture, rounded=self._is_rounded)
+        self._dtype, self._is_rounded = dtype, info.form.is_rounded
+        self._floor, self._ceiling = limits(dtype, mixture=mixture, rounded=self._is_rounded)
         has_tail = mixture or self._is_rounded  # whether single tokens may be far off
-        self._probes = config.rounded_prompts if has_tail else config.prompts  # the number of probes of one look
+        self._probes = max(config.prompts, TAIL_PROMPTS) if has_tail else config.prompts  # the probes of one look
         shape = (LOOKS * self._probes, probe_length(info.block_size))
         self._prompts = (
-            joined_prompts(prompts, shape, config.seed)
-            if prompts
-            else random_prompts(shape, info.vocab_size, config.seed)
+            joined_prompts(prompts, shape, seed) if prompts else random_prompts(shape, info.vocab_size, seed)
         )
         self.band: float | None = None  # the largest mean that passes (nats); None before the first verification
         # The largest ``own`` that passes (nats); None before the first verification, and if no server rounds.
@@ -150,24 +175,29 @@ class Verifier:
         self._rounds: dict[str, int] = {}  # the number of looks that each server has sampled, by URL
 
     def warm(self, client: Caller, url: str) -> None:
-        """Sends all probes, so that the server caches their keys and values under the weights that it has now."""
-        client.sample(url, [Request(prompt, SamplingParams(1)) for prompt in self._prompts])
+        """Makes the server cache the whole blocks of all probes, under the weights that it has now.
+
+        One more token is sent, because a server computes at least the last token of a prompt.
+        """
+        requests = [Request(prompt[: 1 - _FRESH], SamplingParams(1)) for prompt in self._prompts]
+        client.sample(url, requests)
 
     def sample(self, client: Caller, url: str) -> list[Look]:
-        """Makes the server generate from the probes: ``rounds`` looks before there is a band, and one look afterwards.
+        """Makes the server generate from the probes: ``ROUNDS`` looks before there is a band, and one look afterwards.
 
-        Consecutive looks have other prompts. Several threads may call it, for different servers.
+        Several threads may call it, for different servers.
         """
-        sampling, looks = SamplingParams(self._config.tokens), []
-        for _ in range(self._config.rounds if self.band is None else 1):
-            number = self._rounds[url] = self._rounds.get(url, 0) + 1
-            prompts = self._prompts[number % LOOKS :: LOOKS]
-            requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(prompts)]
-            completions, again = client.sample(url, requests), []
-            if self._is_rounded:
-                again = client.sample(url, [Request(c.ids, SamplingParams(1), prompt_logprobs=0) for c in completions])
-            looks.append(Look(prompts, completions, again))
-        return looks
+        return [self.look(client, url) for _ in range(ROUNDS if self.band is None else 1)]
+
+    def look(self, client: Caller, url: str) -> Look:
+        """Makes the server generate from one look's probes. Consecutive looks have other prompts."""
+        number = self._rounds[url] = self._rounds.get(url, 0) + 1
+        prompts, sampling = self._prompts[number % LOOKS :: LOOKS], SamplingParams(self._config.tokens)
+        requests = [Request(p, sampling, seed=number * 1000 + i) for i, p in enumerate(prompts)]
+        completions, again = client.sample(url, requests), list[Completion]()
+        if self._is_rounded:
+            again = client.sample(url, [Request(c.ids, SamplingParams(1), prompt_logprobs=0) for c in completions])
+        return Look(prompts, completions, again)
 
     def judge(self, client: Caller, url: str, looks: Sequence[Look], params: Any) -> ProbeDifference:
         """Compares the looks of :meth:`sample` with the trainer's ``params``. The first call sets the band.
@@ -185,7 +215,7 @@ class Verifier:
         if self.band is None:
             self.band = self._band(measured[-1].mean, self._floor)
             if self._is_rounded:
-                self.own_band = self._band(measured[-1].own, self._config.rounded_own_floor)
+                self.own_band = self._band(measured[-1].own, OWN_FLOOR)
         return measured[-1]
 
     def difference(self, look: Look, params: Any) -> ProbeDifference:
@@ -214,7 +244,7 @@ class Verifier:
         return min(self._ceiling, max(floor, self._config.factor * measured))
 
     def _said(self, url: str, measured: Sequence[ProbeDifference]) -> str:
-        """Returns the message of a failure: the means of the looks, the server's dtypes, the limit and its keys."""
+        """Returns the message of a failure: the means of the looks, the server's dtypes and the limit."""
         config, info = self._config, self._info
         means = ", then ".join(f"{each.mean:.3g}" for each in measured)
         prompts = ", ".join(f"{gap:.3g}" for gap in measured[-1].per_prompt)
@@ -226,16 +256,12 @@ class Verifier:
         )
 
     def _said_limit(self) -> str:
-        config = self._config
         name = f"{self._dtype} with {self._info.form}" if self._is_rounded else self._dtype
-        low, high = ("rounded_floor", "rounded_ceiling") if self._is_rounded else (f"floors.{name}", f"ceilings.{name}")
-        wider = f" x rollout.verify.mixture_factor {config.mixture_factor:g}" if self._mixture else ""
-        ceiling = f"rollout.verify.{high}{wider}"
         if self.band is None:
-            return f"the ceiling for {name} is {self._ceiling:.3g} ({ceiling})"
+            return f"the ceiling for {name} is {self._ceiling:.3g}"
         return (
-            f"the band for {name} is {self.band:.3g} (rollout.verify.factor {config.factor:g} x the first publish, "
-            f"at least {low} {self._floor:g}, at most the ceiling {self._ceiling:.3g}, {ceiling})"
+            f"the band for {name} is {self.band:.3g} (rollout.verify.factor {self._config.factor:g} x the first "
+            f"publish, at least {self._floor:g}, at most {self._ceiling:.3g})"
         )
 
     def _said_own(self, measured: Sequence[ProbeDifference]) -> str:
