@@ -64,14 +64,15 @@ def log_distributions(params, tokens, segments, positions, temperature=1.0):
 def expected_gradient(batch_sequences, params=None):
     """Returns equation 3, computed directly, with each sequence in its own row.
 
-    It is -sum_i sum_t A_i grad log pi(token) / (the number of tokens in the loss). An advantage may be an array with
-    one number for each token of the response.
+    It is -sum_i sum_t A_i grad log pi(token) / (the number of tokens in the loss). Tokens may have own
+    advantages.
     """
     in_loss = [s for s in batch_sequences if s.in_loss]
     total, rows = sum(len(s.response) for s in in_loss), in_own_rows(in_loss)
     advantages = np.zeros(rows[0].shape, np.float32)
     for i, s in enumerate(in_loss):
-        advantages[i, len(s.prompt) : len(s.prompt) + len(s.response)] = s.advantage
+        own = s["advantages"] if "advantages" in s.columns else s.advantage
+        advantages[i, len(s.prompt) : len(s.prompt) + len(s.response)] = own
 
     @jax.jit
     @jax.grad
