@@ -64,7 +64,8 @@ def log_distributions(params, tokens, segments, positions, temperature=1.0):
 def expected_gradient(batch_sequences, params=None):
     """Returns equation 3, computed directly, with each sequence in its own row.
 
-    It is -sum_i sum_t A_i grad log pi(token) / (the number of tokens in the loss). Tokens may have own advantages.
+    It is -sum_i sum_t A_i grad log pi(token) / (the number of tokens in the loss). Tokens may have own
+    advantages.
     """
     in_loss = [s for s in batch_sequences if s.in_loss]
     total, rows = sum(len(s.response) for s in in_loss), in_own_rows(in_loss)
