@@ -1,6 +1,6 @@
-"""Prints the tables of docs/bench_mismatch.md from files that ``rljax compare --serve`` wrote.
+"""Prints the tables of docs/compare.md from files that ``rljax compare --serve`` wrote.
 
-python experiments/bench_tables.py benchmarks/mismatch_bench
+python experiments/bench_tables.py benchmarks/mismatch_bench > benchmarks/mismatch_bench/tables.md
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plots runs as the figures of the papers show theirs: ``paper_figures.py FIGURE RUN [RUN...]``.
 
 FIGURE is a name in ``FIGURES``: 1 to 13 are figures of arXiv 2602.01826, and the two by length are figure 2 of arXiv
-2510.26788. docs/plots.md has the runs that each figure needs.
+2510.26788. ``FIGURES`` has the runs that each figure needs.
 """
 
 from __future__ import annotations

@@ -90,16 +90,6 @@ def test_a_metric_that_is_never_a_number_is_lacking(tmp_path):
         plot_figure("1", read_runs([run]), 0.9)
 
 
-def test_the_page_has_the_programs_table():
-    rows = re.findall(r"^\| `([a-z0-9-]+)` \| (.+) \|$", (ROOT / "docs/plots.md").read_text(encoding="utf-8"), re.M)
-    assert [name for name, _ in rows] == list(FIGURES)
-    for name, rest in rows:
-        title, arms, metrics, _ = rest.split(" | ")
-        assert title == FIGURES[name].title
-        assert arms == ", ".join(f"`{run}`" for run in FIGURES[name].runs)
-        assert metrics == ", ".join(f"`{needed}`" for needed in FIGURES[name].needs)
-
-
 def test_the_table_names_arms_of_the_page():
     page = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
     arms = set(re.findall(r"^\| `((?:qwen3|deepseek)_[^`]+)` \|", page, re.MULTILINE))

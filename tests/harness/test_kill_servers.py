@@ -1,4 +1,4 @@
-"""The harness that kills servers finds what it must find; it runs with real servers by hand (docs/faults.md)."""
+"""The harness that kills servers finds what it must find; it runs with real servers by hand (docs/vllm.md)."""
 
 import random
 

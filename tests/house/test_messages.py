@@ -47,7 +47,7 @@ def test_a_text_names_only_what_the_wheel_has():
 def test_a_name_of_the_checkout_is_seen():
     source = """
 def f(x):
-    "Not printed: see docs/plots.md."
+    "Not printed: see docs/view.md."
     raise ValueError(f"run launch/x.sh for {x}, or configs/study/toy.yaml; not configs/quickstart.yaml")
 
 START = "vllm_server.sh MODEL"

@@ -1,4 +1,4 @@
-"""The metrics, options, files and anchors in docs/troubleshooting.md and docs/plots.md must exist."""
+"""The metrics, options, files and anchors in docs/troubleshooting.md and the links of four pages must exist."""
 
 import dataclasses
 import re
@@ -42,7 +42,7 @@ def test_every_option_is_one_of_the_configuration():
     assert named <= options(Config())
 
 
-@pytest.mark.parametrize("page", ["troubleshooting.md", "metrics.md", "others.md", "plots.md"])
+@pytest.mark.parametrize("page", ["troubleshooting.md", "metrics.md", "others.md", "view.md"])
 def test_links_lead_somewhere(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     heads = {
