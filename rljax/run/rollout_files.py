@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,7 @@ def _sources(config: Config, version: int, stale: bool) -> tuple[dict[str, Colum
     return columns, settings | ({"inject": injected} if injected else {})
 
 
-def _in_order(sequence: TrainSequence, logprobs: np.ndarray) -> dict[str, np.ndarray]:
+def _in_order(sequence: TrainSequence, logprobs: np.ndarray) -> Mapping[str, np.ndarray]:
     """Returns the likeliest tokens with other log-probabilities, [r, k] of the response, the likeliest token first."""
     order = np.argsort(-logprobs, axis=1, kind="stable")
     pair = zip(TOPS, (sequence["top_ids"], logprobs), strict=True)
