@@ -52,7 +52,7 @@ def sampled(samples):
     said = []
     for one in samples:
         arrays = {name: array.tolist() for name, array in one.columns.items()}
-        said.append((one.prompt_index, one.sample_index, one.ids.tolist(), arrays, one.truncated))
+        said.append((one.prompt_index, one.sample_index, one.response.tolist(), arrays, one.truncated))
     return said, samples.metrics["rollout/executable_runs"]
 
 
@@ -65,7 +65,7 @@ def test_right_guesses_need_one_run_for_each_batch(asked):
     plain, runs = sampled(exact().generate(PROMPTS, N, settings(**asked), seed=3))
     guided, fewer = sampled(exact(embedded()).generate(PROMPTS, N, settings(**asked), seed=3))
     assert guided == plain
-    assert {truncated for *_, truncated, _ in plain} == {True, False}
+    assert {truncated for *_, truncated in plain} == {True, False}
     assert (fewer, runs) == (BATCHES, sum(max(len(one[2]) for one in plain[at : at + ROWS]) for at in (0, 4, 8)))
 
 
