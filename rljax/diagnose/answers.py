@@ -168,7 +168,7 @@ def to_measure(facts: Facts, cause: str) -> Iterator[str]:
     if course is not None and not course.gap_name:
         yield "the mismatch itself: log the engine's log-probabilities of its own tokens beside the trainer's"
     if tokens is None:
-        yield "the tokens: --rollout.dump-every 20 (others: rljax's page compare), then rljax diagnose on the file"
+        yield "the tokens: --rollout.dump-every 20 (others: rljax docs compare), then rljax diagnose on the file"
     elif len(tokens.by_position) < 2:
         yield "more tokens, or longer responses: the dump is too small for buckets by position"
     if course is None:
