@@ -21,7 +21,8 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__)
         return 0 if argv[0] in ("-h", "--help") else 2
     folder = resources.files("rljax") / "docs"
-    names = sorted(file.name.removesuffix(".md") for file in folder.iterdir() if file.name.endswith(".md"))
+    files = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    names = sorted(name.removesuffix(".md") for name in files if name.endswith(".md"))
     if not argv:
         print("\n".join(names))
         return 0

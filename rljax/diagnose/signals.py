@@ -17,24 +17,10 @@ from rljax.mismatch.names import LENGTH_COLUMNS, NAME_TABLE, SIGNAL_NAMES
 from rljax.record.training_logs import Rows, cells_by_step, choose_step_column, columns_of, matching, number_of
 
 MISMATCH = (
-    "logprob_abs_diff_mean",
-    "logprob_abs_diff_max",
-    "k3_kl",
-    "kl",
-    "log_ppl_abs_diff",
-    "log_ppl_diff",
-    "prob_abs_diff_mean",
-    "prob_abs_diff_max",
-    "pearson_corr",
-    "slope_per_1k",
-    "extreme_rate",
-    "nonfinite_count",
-    "token_mult_prob_error",
-    "training_log_ppl",
-    "chi2_token",
-    "logprob_abs_diff_p99",
-    "logprob_abs_diff_p999",
-    "logprob_abs_diff_std",
+    *("logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl", "kl", "log_ppl_abs_diff", "log_ppl_diff"),
+    *("prob_abs_diff_mean", "prob_abs_diff_max", "pearson_corr", "slope_per_1k", "extreme_rate", "nonfinite_count"),
+    *("token_mult_prob_error", "training_log_ppl", "chi2_token"),
+    *("logprob_abs_diff_p99", "logprob_abs_diff_p999", "logprob_abs_diff_std"),
 )
 """The mismatch signals. All but ``token_mult_prob_error`` and ``logprob_abs_diff_std``, the standard deviation of
 abs(lr), are the metrics of ``rljax.mismatch`` with these names."""

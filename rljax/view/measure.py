@@ -28,9 +28,7 @@ EDGES = {
     "entropy": np.asarray([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.5, 1, 1.5, 2, 3, 4, 6]),  # nats
     "position": 2.0 ** np.arange(4, 20),  # the place among the sampled tokens of the response, from 1
     "turn": np.asarray([2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33, 65]),  # the number of the turn, from 1
-    "after": np.asarray(
-        [2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025]
-    ),  # the distance from the environment's last token (tokens), from 1
+    "after": np.asarray([2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025]),  # tokens since the environment's last, from 1
 }
 """The edges of the buckets of each chart. Bucket i holds edges[i - 1] <= x < edges[i]."""
 
