@@ -69,8 +69,9 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
         raise ValueError(f"a diagnosis needs two columns of log-probabilities, got {names}: add one with rljax compare")
     sides = choose_pair(dump)
     check_logprobs(dump, sides)
-    pair, sources = TokenPair(dump, *sides), [dump.sources[name] for name in sides]
-    columns = (to_rows(dump.logprobs[name], np.nan) for name in sides)
+    pair, mask = TokenPair(dump, *sides), to_rows(dump.response_mask, False)
+    x, y = (to_rows(dump.logprobs[name], np.nan) for name in sides)
+    a, b = (dump.sources[name] for name in sides)
     lr, k3, position = pair.lr[pair.valid], pair.k3[pair.valid], pair.places(pair.valid)[pair.valid]
     uncertainty = -np.expm1(np.minimum(pair.x, pair.y)[pair.valid])
     far, behind, size = outliers(lr, uncertainty), _behind(pair)[pair.valid], np.abs(lr)
@@ -78,13 +79,13 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
     of = {name: values[~far] for name, values in usual.items()}
     sampled = dump.sampling.get("temperature")
     given = float(sampled) if isinstance(sampled, (int, float)) and sampled > 0 else temperature
-    grids = {name: logit_grid(dump, name, of.temperature or given) for name, of in zip(sides, sources, strict=True)}
+    grids = {name: logit_grid(dump, name, dump.sources[name].temperature or given) for name in sides}
     again = [TokenPair(dump, name, name + SECOND_RUN) for name in sides if name + SECOND_RUN in dump.logprobs]
     return TokenFacts(
         *sides,
         roles_known={"trainer", "rollout"} <= {dump.role(name) for name in dump.first_runs},
         metrics=pair.metrics,
-        verdict=judge(*columns, to_rows(dump.response_mask, False), *sources),
+        verdict=judge(x, y, mask, a, b),
         normalised_gap=normalised_gap(pair.x[pair.valid], pair.y[pair.valid]) if len(lr) else math.nan,
         outliers=int(far.sum()),
         outlier_share=float(k3[far].sum() / k3.sum()) if k3.sum() > 0 else 0.0,

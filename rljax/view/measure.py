@@ -113,7 +113,7 @@ def _of_sequences(pair: TokenPair, position: np.ndarray) -> tuple[dict[str, np.n
     """Returns the numbers of the sequences by name, and the order of those with a response token."""
     count, size = len(pair.dump.sequence_ids), np.abs(pair.lr)
     names = {"sum": pair.lr, "size": size, "k3": pair.k3, "tokens": pair.valid, "nonfinite": ~pair.valid}
-    of = {name: np.bincount(pair.sequence, weights, count) for name, weights in names.items()}
+    of: dict[str, np.ndarray] = {name: np.bincount(pair.sequence, weights, count) for name, weights in names.items()}
     present, starts = np.unique(pair.sequence, return_index=True)
     worst = np.lexsort((-size, pair.sequence))[starts]  # the first token with the largest size in each sequence
     of["largest"], of["position"] = np.zeros(count), np.zeros(count)
