@@ -11,7 +11,7 @@ import numpy as np
 from rljax.mismatch import merge, mismatch_statistics, read_tokens
 from rljax.mismatch.accurate import exp_minus_one_minus_x
 from rljax.mismatch.metrics import finalize_mismatch
-from rljax.mismatch.tokens import LARGEST_LOGPROB, Tokens
+from rljax.mismatch.regions import LARGEST_LOGPROB
 from rljax.mismatch.turns import turns_of_mask
 from rljax.record.token_arrays import to_rows
 from rljax.record.token_dumps import ABOVE_ZERO, TokenDump
@@ -88,7 +88,7 @@ class TokenPair:
         x, y = (pad(side, chosen, np.nan) for side in self._sides)
         return x, y, pad(self.dump.response_mask, chosen, False)
 
-    def measured(self, of: Callable[[Tokens], Any], progress: Callable[[int], object] = lambda count: None) -> Any:
+    def measured(self, of: Callable[[Any], Any], progress: Callable[[int], object] = lambda count: None) -> Any:
         """Returns the statistics ``of`` the tokens of all sequences.
 
         ``progress`` is called with the number of newly measured sequences.

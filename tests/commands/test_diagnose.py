@@ -231,7 +231,7 @@ def test_the_tokens_after_an_environment_are_masked():
     assert "masked importance weights" in REMEDIES.partition("### after_environment\n")[2].partition("###")[0]
 
 
-def test_each_remedy_has_its_settings_and_cites_a_page_or_a_paper():
+def test_each_remedy_has_settings_and_a_source():
     listed = re.findall(r"^\d+\. (.+?): (`.+)$", REMEDIES, re.MULTILINE)
     table = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", REMEDIES.partition("|---|---|---|\n")[2], re.MULTILINE)
     assert {name for name, _ in listed} == {name for name, _, _ in table}
