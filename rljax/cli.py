@@ -22,7 +22,7 @@ class Command(NamedTuple):
 
     module: str  # the module of the program; its ``main`` takes the remaining words and returns the exit status
     summary: str  # one line for ``rljax --help``
-    options: str = "Arguments"  # the name of the module's dataclass of options, for completion; empty if it has none
+    options: str = "{}Arguments"  # the module's dataclass of options, {}: the command's name; empty if it has none
 
 
 COMMANDS = {
@@ -37,6 +37,7 @@ COMMANDS = {
     "export": Command("rljax.commands.export", "Writes a checkpoint as a Hugging Face directory."),
     "serve": Command("rljax.commands.serve", "Serves a model with vLLM or SGLang, ready for weight updates.", ""),
     "config": Command("rljax.commands.config", "Prints the settings that a run would use.", "Config"),
+    "docs": Command("rljax.commands.docs", "Prints a page of the documentation: rljax docs PAGE", ""),
     "check": Command("rljax.commands.check", "Checks this machine, from driver and kernels to a training step."),
 }
 REMOVED = {
@@ -86,7 +87,8 @@ def print_completion(shell: str) -> None:
     if shell not in SHELLS:
         raise ConfigError(f"{COMPLETION}: expected one of {', '.join(SHELLS)}, got {shell or 'nothing'}")
     tyro = load("completion", Command("tyro.extras", ""))
-    kinds = {name: getattr(load(name, one), one.options) for name, one in COMMANDS.items() if one.options}
+    named = {name: one.options.format(name.title()) for name, one in COMMANDS.items() if one.options}
+    kinds = {name: getattr(load(name, COMMANDS[name]), options) for name, options in named.items()}
     with contextlib.suppress(SystemExit):  # tyro ends the program after the script
         tyro.subcommand_cli_from_dict(kinds, prog="rljax", args=[COMPLETION, shell])
 

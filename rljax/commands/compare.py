@@ -49,7 +49,7 @@ from rljax.compare.layers.picture import plot_layers
 from rljax.compare.layers.tables import Judged, layers_json, layers_markdown, layers_text
 from rljax.compare.layers.tracers import check_traced, open_tracer
 from rljax.compare.picture import plot_comparison
-from rljax.compare.report import check_logprobs, compare_columns, to_json, to_markdown, to_text
+from rljax.compare.report import compare_columns, to_json, to_markdown, to_text
 from rljax.compare.sampling import SampleConfig, sample_responses, split_sampler, toy_prompts
 from rljax.compare.scorers import DTYPES, check_vocabulary, name_columns, score_column, split_spec
 from rljax.data.prompts import TOYS
@@ -57,6 +57,7 @@ from rljax.distributed.files import filled_directory
 from rljax.errors import ConfigError, caller_errors
 from rljax.policy.config import SIZES, PolicyConfig
 from rljax.policy.hub import is_hub_id, model_directory
+from rljax.record.dump_facts import check_logprobs
 from rljax.record.text_tables import text_table
 from rljax.record.token_dumps import OTHER_RUNS, SECOND_RUN, TokenDump, write_dump
 from rljax.run.options import parse_arguments

@@ -32,11 +32,12 @@ from rljax.data.tokenizer import Tokenizer, load_tokenizer
 from rljax.distributed.files import write_whole
 from rljax.errors import ConfigError, caller_errors
 from rljax.policy.hub import model_directory
+from rljax.record.dump_facts import choose_pair
 from rljax.record.rows import run_dumps
 from rljax.run.config import Config
 from rljax.run.directory import recorded_config
 from rljax.run.options import parse_arguments
-from rljax.view.measure import choose_columns, measure
+from rljax.view.measure import measure
 from rljax.view.page import Page
 
 CURVES = (("mismatch",), ("length", "learning_rate", "reward"), ("accuracy", "grad_norm", "entropy"))
@@ -157,7 +158,7 @@ def add_dumps(
     for path in tqdm(files, desc="reading", unit="dump", delay=1, disable=len(files) < 2):
         try:
             dump = read_tokens(path)
-            columns = choose_columns(dump, given.trainer, given.rollout)
+            columns = choose_pair(dump, given.trainer, given.rollout)
             with tqdm(total=len(dump.sequence_ids), desc=path.name, unit="seq", delay=1, leave=False) as bar:
                 measured = measure(dump, columns, correction, progress=bar.update)
             limit = given.max_tokens // len(files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,16 +12,16 @@ import numpy as np
 
 from rljax.compare.distributions import DistributionPair
 from rljax.compare.verdict import Verdict, judge
-from rljax.mismatch import mismatch_metrics, read_tokens
 from rljax.mismatch.diagnosis import bucket_labels, finalize_buckets, mismatch_by_position
 from rljax.mismatch.turns import mismatch_by_turn
-from rljax.record.dump_turns import turns_of
+from rljax.record.dump_facts import TokenPair, check_logprobs, turns_of
 from rljax.record.rows import finite_json
 from rljax.record.text_tables import text_table
 from rljax.record.token_arrays import to_rows
-from rljax.record.token_dumps import ABOVE_ZERO, OTHER_RUNS, PLACES, ColumnSource, TokenDump
+from rljax.record.token_dumps import OTHER_RUNS, PLACES, ColumnSource, TokenDump
 
 POSITION_EDGES = (16, 64, 256, 1024, 4096, 16384)
+OF_BUCKETS = ("token_count", "k3_kl", "logprob_abs_diff_mean", "extreme_rate")
 MATRIX_METRICS = ("logprob_abs_diff_mean", "k3_kl", "log_ppl_abs_diff")
 
 
@@ -88,43 +88,23 @@ def compare_columns(dump: TokenDump, columns: Sequence[str] | None = None, *, sa
     mask = to_rows(dump.response_mask, False)
     cut, sampler = _cut(dump.sampling), dump.sampling.get("column")
     cuts = {name: cut if (name == sampler if sampler else roles[name] == "rollout") else "" for name in names}
-    arrays = {name: to_rows(vectors, np.nan) for name, vectors in dump.logprobs.items()}
+    arrays = {name: to_rows(dump.logprobs[name], np.nan) for name in names}
     pairs, turns = [], turns_of(dump)
     for a, b in itertools.combinations(names, 2):
-        both, origins = (arrays[a], arrays[b], mask), (dump.sources[a], dump.sources[b])
-        verdict = judge(*both, *origins, cut=_cut_of_pair(*origins, cuts[a] or cuts[b]), same_weights=same_weights)
-        by_turn = _by_turn(dump.logprobs[a], dump.logprobs[b], turns)
-        pairs.append(Pair(a, b, roles[a] != roles[b], mismatch_metrics(*both), _growth(*both), verdict, by_turn))
+        origins, pair = (dump.sources[a], dump.sources[b]), TokenPair(dump, a, b)
+        cut_of_pair = _cut_of_pair(*origins, cuts[a] or cuts[b])
+        verdict = judge(arrays[a], arrays[b], mask, *origins, cut=cut_of_pair, same_weights=same_weights)
+        buckets = pair.measured(lambda tokens: mismatch_by_position(tokens, POSITION_EDGES))
+        growth = _by_bucket(finalize_buckets(buckets, bucket_labels(POSITION_EDGES)), OF_BUCKETS[:3])
+        by_turn = _by_bucket(mismatch_by_turn(dump.logprobs[a], dump.logprobs[b], turns), OF_BUCKETS)
+        pairs.append(Pair(a, b, roles[a] != roles[b], pair.metrics, growth, verdict, by_turn))
     floors: dict[str, dict[str, dict[str, float]]] = {}
     for name, (cause, suffix) in itertools.product(names, OTHER_RUNS.items()):
-        if name + suffix in arrays:
-            floors.setdefault(name, {})[cause] = mismatch_metrics(arrays[name], arrays[name + suffix], mask)
+        if name + suffix in dump.logprobs:
+            floors.setdefault(name, {})[cause] = TokenPair(dump, name, name + suffix).metrics
     sources = {name: dataclasses.replace(dump.sources[name], role=roles[name]) for name in names}
     shape = {name: found.pop("shape") for name, found in floors.items() if "shape" in found}
     return Comparison(sources, pairs, shape, {name: found for name, found in floors.items() if found})
-
-
-def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
-    """Raises ValueError if a column holds a number above 0 at a response token: it cannot be a log-probability."""
-    for name in columns:
-        vectors = [vector[mask] for vector, mask in zip(dump.logprobs[name], dump.response_mask, strict=True)]
-        values = np.concatenate([*vectors, np.zeros(0, np.float32)])
-        above = values[values > ABOVE_ZERO]
-        if not len(above):
-            continue
-        row = next(i for i, vector in enumerate(vectors) if (vector > ABOVE_ZERO).any())
-        counted = f"{len(above)} of {len(values)} response tokens have"
-        hint = f"{counted} such a number"
-        if (values[~np.isnan(values)] >= 0).all():
-            hint = "none is below 0: they look like log-probabilities with the sign turned"
-            if not (values > 1 + ABOVE_ZERO).any():
-                hint = "all lie between 0 and 1: they look like probabilities, so write their logarithms"
-        if len(above) > 1 and len(set(above)) == 1:
-            hint = f"{counted} this same number: a fill for missing ones"
-        raise ValueError(
-            f"column {name!r:.60} has {above[0]:g} in sequence {dump.sequence_ids[row]!r:.60}, "
-            f"but a log-probability is never above 0; {hint}"
-        )
 
 
 def _cut_of_pair(a: ColumnSource, b: ColumnSource, cut: str) -> str:
@@ -175,23 +155,11 @@ def _join(comparison: Comparison, section: str, to_table: Callable[[_Rows], str]
     return "\n\n".join([*parts, *_unknown_roles(comparison)]) + "\n"
 
 
-def _growth(x: np.ndarray, y: np.ndarray, mask: np.ndarray) -> dict[str, dict[str, float]]:
-    labels = bucket_labels(POSITION_EDGES)
-    numbers = finalize_buckets(mismatch_by_position(read_tokens(x, y, mask), POSITION_EDGES), labels)
-    filled = [label for label in labels if numbers[f"{label}/token_count"]]
-    kept = ("token_count", "k3_kl", "logprob_abs_diff_mean")
-    return {label: {name: numbers[f"{label}/{name}"] for name in kept} for label in filled}
-
-
-def _by_turn(
-    x: Sequence[np.ndarray], y: Sequence[np.ndarray], turns: Sequence[np.ndarray]
-) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
-    for name, value in mismatch_by_turn(x, y, turns).items():
-        label, _, metric = name.partition("/")
-        if metric in ("token_count", "k3_kl", "logprob_abs_diff_mean", "extreme_rate"):
-            found.setdefault(label, {})[metric] = value
-    return found
+def _by_bucket(metrics: Mapping[str, float], kept: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Returns some metrics of each bucket with tokens. The names of ``metrics`` are ``<label>/<name>``."""
+    labels = dict.fromkeys(name.partition("/")[0] for name in metrics)
+    filled = [label for label in labels if metrics[f"{label}/token_count"]]
+    return {label: {name: metrics[f"{label}/{name}"] for name in kept} for label in filled}
 
 
 _Rows = list[list[str]]

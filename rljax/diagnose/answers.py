@@ -31,15 +31,13 @@ def _kind(facts: Facts, cause: str, findings: Sequence[Finding]) -> str:
     if kind in ("numerics", "staleness"):
         return f"{kind}: {next(f.evidence for f in findings if f.cause == cause)}"
     course = facts.course
-    if course is not None and course.is_stale:
-        return (
-            f"{UNKNOWN}: rollouts are up to {course.largest['staleness']:.3g} versions old, and nothing splits the gap"
-        )
-    if course is not None and "staleness" in course.largest:
-        return "numerics, as far as the log goes: it reports no staleness"
-    if facts.tokens is not None and course is None:
+    if course is None:
         return f"{UNKNOWN}: a dump of one step does not say how old the weights were that sampled it"
-    return f"{UNKNOWN}: the log has no staleness of a known name"
+    if "staleness" not in course.largest:
+        return f"{UNKNOWN}: the log has no staleness of a known name"
+    if not course.is_stale:
+        return "numerics, as far as the log goes: it reports no staleness"
+    return f"{UNKNOWN}: rollouts are up to {course.largest['staleness']:.3g} versions old, and nothing splits the gap"
 
 
 def _concentration(facts: Facts) -> str:
@@ -119,16 +117,13 @@ def _lead(course: Course | None) -> str:
     if course.decline is None:
         return "the reward does not collapse in this log"
     parts = []
-    for name in ("gap", "grad_norm", "entropy", "length"):
+    labels = {"gap": "the mismatch", "grad_norm": "the gradient norm", "entropy": "the fall of entropy"}
+    for name, label in (labels | {"length": "length"}).items():
         onset = course.onsets[name]
-        label = {"gap": "the mismatch", "grad_norm": "the gradient norm", "entropy": "the fall of entropy"}.get(
-            name, name
-        )
+        order = "does not double before it"
         if onset.lead is not None:
-            order = "leads by" if onset.lead > 0 else "follows by"
-            parts.append(f"{label} {order} {abs(onset.lead)} steps")
-        else:
-            parts.append(f"{label} does not double before it")
+            order = f"{'leads' if onset.lead > 0 else 'follows'} by {abs(onset.lead)} steps"
+        parts.append(f"{label} {order}")
     return f"the reward falls for good from step {course.decline} on: {'; '.join(parts)}"
 
 
@@ -168,7 +163,7 @@ def to_measure(facts: Facts, cause: str) -> Iterator[str]:
     if course is not None and not course.gap_name:
         yield "the mismatch itself: log the engine's log-probabilities of its own tokens beside the trainer's"
     if tokens is None:
-        yield "the tokens: --rollout.dump-every 20 (others: rljax's page compare), then rljax diagnose on the file"
+        yield "the tokens: --rollout.dump-every 20 (others: rljax docs compare), then rljax diagnose on the file"
     elif len(tokens.by_position) < 2:
         yield "more tokens, or longer responses: the dump is too small for buckets by position"
     if course is None:

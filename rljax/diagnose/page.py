@@ -11,7 +11,6 @@ from rljax.diagnose.answers import answers, to_measure
 from rljax.diagnose.causes import CAUSES, judge_cause
 from rljax.diagnose.course import GAPS
 from rljax.diagnose.evidence import Facts
-from rljax.diagnose.remedies import REMEDIES
 from rljax.diagnose.signals import Log
 from rljax.record.rows import finite_json
 
@@ -41,7 +40,7 @@ def diagnose(source: str, facts: Facts, log: Log | None) -> dict[str, Any]:
             for one in facts.crossings
         ],
         "answers": answers(facts, cause, findings),
-        "remedies": [remedy._asdict() for remedy in REMEDIES[cause]],
+        "remedies": None if cause == "healthy" else f"rljax docs diagnose#{cause}",
         "next": list(to_measure(facts, cause)),
     }
     plain: dict[str, Any] = json.loads(finite_json(found))
@@ -88,7 +87,7 @@ def to_text(found: Mapping[str, Any]) -> str:
         "What is measured": _measured_lines(found["measured"]),
         "Limits of the field": _limit_lines(found["limits"]),
         "Where it comes from": (f"{question}: {answer}" for question, answer in found["answers"].items()),
-        "Remedies, in the order of fit": _remedy_lines(found["remedies"]),
+        "Remedies": [f"{found['remedies']} lists them, the best fitting first"] if found["remedies"] else [],
         "What to measure next": (f"- {line}" for line in found["next"]),
     }
     for title, texts in sections.items():
@@ -136,14 +135,6 @@ def _limit_lines(limits: list[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{value} [{one['source']}]"
     if kept := [f"{one['signal']} {_number(one['value'])} of {one['limit']:g}" for one in limits if not one["crossed"]]:
         yield f"kept: {', '.join(kept)}"
-
-
-def _remedy_lines(remedies: list[Mapping[str, Any]]) -> Iterator[str]:
-    for place, remedy in enumerate(remedies, 1):
-        yield f"{place}. {remedy['name']}"
-        yield f"   set: {remedy['settings']}"
-        yield f"   cost: {remedy['cost']}"
-        yield f"   shown by: {remedy['source']}"
 
 
 def _number(value: float | None) -> str:

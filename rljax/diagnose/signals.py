@@ -1,6 +1,6 @@
 """The signals of a training log under one name each: mismatch, entropy, gradient norm, reward, length, rate, staleness.
 
-The names of each project are taken from its source. A column of a log matches when it ends in such a name, so prefixes
+A column of a log matches when it ends in such a name, so prefixes
 of loggers do not matter.
 """
 
@@ -13,121 +13,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rljax.errors import ConfigError
-from rljax.mismatch.names import NAME_TABLE
-from rljax.record.training_logs import (
-    KNOWN_COLUMNS,
-    Rows,
-    cells_by_step,
-    choose_step_column,
-    columns_of,
-    matching,
-    number_of,
-)
+from rljax.mismatch.names import LENGTH_COLUMNS, NAME_TABLE, SIGNAL_NAMES
+from rljax.record.training_logs import Rows, cells_by_step, choose_step_column, columns_of, matching, number_of
 
 MISMATCH = (
-    "logprob_abs_diff_mean",
-    "logprob_abs_diff_max",
-    "k3_kl",
-    "kl",
-    "log_ppl_abs_diff",
-    "log_ppl_diff",
-    "prob_abs_diff_mean",
-    "prob_abs_diff_max",
-    "pearson_corr",
-    "slope_per_1k",
-    "extreme_rate",
-    "nonfinite_count",
-    "token_mult_prob_error",
-    "training_log_ppl",
-    "chi2_token",
-    "logprob_abs_diff_p99",
-    "logprob_abs_diff_p999",
-    "logprob_abs_diff_std",
+    *("logprob_abs_diff_mean", "logprob_abs_diff_max", "k3_kl", "kl", "log_ppl_abs_diff", "log_ppl_diff"),
+    *("prob_abs_diff_mean", "prob_abs_diff_max", "pearson_corr", "slope_per_1k", "extreme_rate", "nonfinite_count"),
+    *("token_mult_prob_error", "training_log_ppl", "chi2_token"),
+    *("logprob_abs_diff_p99", "logprob_abs_diff_p999", "logprob_abs_diff_std"),
 )
 """The mismatch signals. All but ``token_mult_prob_error`` and ``logprob_abs_diff_std``, the standard deviation of
 abs(lr), are the metrics of ``rljax.mismatch`` with these names."""
 
-PROJECTS = ("rljax", "verl", "trl", "prime_rl", "nemo_rl", "slime", "skyrl", "tunix")
+PROJECTS = tuple(SIGNAL_NAMES)
 """The projects whose logs are known."""
-
-_LENGTHS = tuple(dict.fromkeys(name for name, _ in KNOWN_COLUMNS))
-NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "rljax": {
-        "reward": ("reward/mean",),
-        "entropy": ("policy/entropy",),
-        "grad_norm": ("optimizer/grad_norm",),
-        "learning_rate": ("schedule/learning_rate",),
-        "staleness": ("rollout/staleness",),
-        "reference_kl": ("policy/reference_kl",),
-        "signal": ("reward/groups_with_signal",),
-        "error_fraction": ("reward/error_fraction",),
-    },
-    "verl": {
-        "reward": ("critic/score/mean", "critic/rewards/mean"),
-        "entropy": ("actor/entropy", "actor/entropy_loss"),
-        "grad_norm": ("actor/grad_norm",),
-        "learning_rate": ("actor/lr",),
-        "staleness": ("training/off_policy/trajectory_staleness/mean",),
-        "reference_kl": ("actor/kl_loss",),
-        "policy_kl": ("actor/ppo_kl",),
-    },
-    "trl": {
-        "reward": ("reward",),
-        "entropy": ("entropy",),
-        "grad_norm": ("grad_norm",),
-        "learning_rate": ("learning_rate",),
-        "reference_kl": ("kl",),
-    },
-    "prime_rl": {
-        "reward": ("reward/all/mean", "reward/mean"),
-        "entropy": ("entropy/all/mean", "entropy/mean"),
-        "grad_norm": ("optim/grad_norm",),
-        "learning_rate": ("optim/lr",),
-        "staleness": ("off_policy/mean", "off_policy_level/all/mean", "off_policy_level/mean"),
-    },
-    "nemo_rl": {
-        "reward": ("reward",),
-        "entropy": ("approx_entropy",),
-        "grad_norm": ("grad_norm",),
-        "learning_rate": ("lr",),
-        "staleness": ("avg_trajectory_age",),
-        "reference_kl": ("kl_penalty",),
-    },
-    "slime": {
-        "reward": ("rollout/raw_reward", "raw_reward", "rollout/rewards"),
-        "entropy": ("train/entropy_loss",),
-        "grad_norm": ("train/grad_norm",),
-        "learning_rate": ("train/lr-pg_0",),
-        "reference_kl": ("train/kl_loss",),
-        "policy_kl": ("train/ppo_kl",),
-    },
-    "skyrl": {
-        "reward": ("reward/avg_raw_reward",),
-        "entropy": ("policy/policy_entropy",),
-        "grad_norm": ("policy/grad_norm", "policy/raw_grad_norm"),
-        "learning_rate": ("policy/policy_lr",),
-        "staleness": ("async/staleness_mean",),
-        "reference_kl": ("policy/policy_kl", "loss/avg_kl"),
-    },
-    "tunix": {
-        "reward": ("rewards/score/mean", "rewards/reward/mean"),
-        "entropy": ("entropy", "loss/entropy"),
-        "grad_norm": ("grad_norm",),
-        "learning_rate": ("learning_rate",),
-        "reference_kl": ("kl",),
-        "policy_kl": ("ppo_kl",),
-    },
-}
-"""The names of each project's signals other than mismatch and length, the best first."""
-
-# Metrics of projects that equal one of our signals, except for the order of their means or a known function.
-_NEAR: Mapping[tuple[str, str], str] = {
-    ("nemo_rl", "token_mult_prob_error"): "token_mult_prob_error",
-    ("prime_rl", "mismatch_kl/mean"): "k3_kl",
-    ("prime_rl", "mismatch_kl/all/mean"): "k3_kl",
-    ("slime", "train/train_rollout_logprob_abs_diff"): "logprob_abs_diff_mean",
-    ("skyrl", "policy/rollout_train_logprobs_abs_diff_std"): "logprob_abs_diff_std",
-}
 BUCKETED = ("mismatch_position", "mismatch_entropy", "mismatch_staleness", "turns")
 """The groups of rljax's rows that split the mismatch by bucket. ``turns`` has two splits: ``turn`` and ``after``."""
 PARTS = ("mismatch_numerics", "mismatch_drift", "mismatch_self")
@@ -159,7 +58,7 @@ def mismatch_names(project: str) -> dict[str, tuple[str, ...]]:
     if project == "rljax":
         return {name: (f"mismatch/{name}",) for name in MISMATCH}
     pairs = [(metric.ours, metric.name) for metric in NAME_TABLE if metric.framework == project and metric.ours]
-    pairs += [(ours, name) for (owner, name), ours in _NEAR.items() if owner == project]
+    pairs += [(signal, name) for signal, names in SIGNAL_NAMES[project].items() for name in names]
     known: dict[str, tuple[str, ...]] = {}
     for ours, name in pairs:
         if ours in MISMATCH:
@@ -184,7 +83,9 @@ def choose_signals(columns: list[str]) -> tuple[str, dict[str, str]]:
 
 
 def _fitting(project: str, columns: list[str]) -> dict[str, str]:
-    names = mismatch_names(project) | dict(NAMES[project]) | {"length": _LENGTHS}
+    others = {name: endings for name, endings in SIGNAL_NAMES[project].items() if name not in MISMATCH}
+    lengths = dict.fromkeys(name for name, _ in LENGTH_COLUMNS)
+    names = mismatch_names(project) | others | {"length": tuple(lengths)}
     found: dict[str, str] = {}
     for signal, endings in names.items():
         matches = (column for ending in endings for column in matching(columns, ending))

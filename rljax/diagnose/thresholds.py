@@ -66,7 +66,7 @@ THRESHOLDS = (
     Threshold(
         "extreme_rate",
         0.01,
-        "rljax's default: its page study has 0.4% to 2% of tokens beyond a factor of 2 where runs fail",
+        "rljax's default: rljax docs studies has 0.4% to 2% of tokens beyond a factor of 2 where runs fail",
         "single tokens weigh in each update",
     ),
     Threshold(

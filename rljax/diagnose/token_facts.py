@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rljax.compare.report import check_logprobs
 from rljax.compare.verdict import Verdict, judge, normalised_gap
 from rljax.diagnose.course import effect
-from rljax.mismatch import mismatch_metrics
 from rljax.mismatch.diagnosis import bucket_labels
 from rljax.mismatch.signs import find_repeats, is_no_chance
+from rljax.record.dump_facts import TokenPair, check_logprobs, choose_pair
 from rljax.record.token_arrays import to_rows
 from rljax.record.token_dumps import SECOND_RUN, TokenDump
 
@@ -59,56 +58,58 @@ class TokenFacts:
 
 
 def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
-    """Reads the facts of a dump.
+    """Reads the facts of a dump. ``choose_pair`` chooses the columns.
 
-    The columns are the one with the role "trainer" and the one with the role "rollout", or the first two in the order
-    of the file. ``temperature`` is the temperature of the sampling if the dump does not name it.
+    ``temperature`` is the temperature of the sampling if the dump does not name it.
 
     Raises ValueError if there are fewer than two columns, or a number is above 0.
     """
-    names = dump.first_runs
-    if len(names) < 2:
+    if len(dump.first_runs) < 2:
+        names = dump.first_runs
         raise ValueError(f"a diagnosis needs two columns of log-probabilities, got {names}: add one with rljax compare")
-    roles = {dump.role(name): name for name in reversed(names)}
-    trainer = roles.get("trainer") or next(name for name in names if name != roles.get("rollout"))
-    rollout = roles.get("rollout") or next(name for name in names if name != trainer)
-    check_logprobs(dump, [trainer, rollout])
-    x, y = (_rows(dump, name) for name in (trainer, rollout))
-    mask = to_rows(dump.response_mask, False)
-    valid = mask & np.isfinite(x) & np.isfinite(y)
-    verdict = judge(x, y, mask, dump.sources[trainer], dump.sources[rollout])
-    position = np.cumsum(valid, axis=1)[valid]
-    lr, uncertainty = (x - y)[valid], -np.expm1(np.minimum(x, y))[valid]
-    far = outliers(lr, uncertainty)
-    k3 = np.expm1(lr) - lr
-    own = {trainer: dump.sources[trainer].temperature, rollout: dump.sources[rollout].temperature}
+    sides = choose_pair(dump)
+    check_logprobs(dump, sides)
+    pair, mask = TokenPair(dump, *sides), to_rows(dump.response_mask, False)
+    x, y = (to_rows(dump.logprobs[name], np.nan) for name in sides)
+    a, b = (dump.sources[name] for name in sides)
+    lr, k3, position = pair.lr[pair.valid], pair.k3[pair.valid], pair.places(pair.valid)[pair.valid]
+    uncertainty = -np.expm1(np.minimum(pair.x, pair.y)[pair.valid])
+    far, behind, size = outliers(lr, uncertainty), _behind(pair)[pair.valid], np.abs(lr)
+    usual = {"gap": size, "doubt": uncertainty, "k3": k3, "at": position, "stale": behind >= 1}
+    of = {name: values[~far] for name, values in usual.items()}
     sampled = dump.sampling.get("temperature")
     given = float(sampled) if isinstance(sampled, (int, float)) and sampled > 0 else temperature
-    behind = _behind(dump, trainer)[valid]
-    stale = behind >= 1
-    seconds = {name: name + SECOND_RUN for name in (trainer, rollout) if name + SECOND_RUN in dump.logprobs}
+    grids = {name: logit_grid(dump, name, dump.sources[name].temperature or given) for name in sides}
+    again = [TokenPair(dump, name, name + SECOND_RUN) for name in sides if name + SECOND_RUN in dump.logprobs]
     return TokenFacts(
-        trainer=trainer,
-        rollout=rollout,
-        roles_known={"trainer", "rollout"} <= set(roles),
-        metrics=mismatch_metrics(x, y, mask),
-        verdict=verdict,
-        normalised_gap=normalised_gap(x[valid], y[valid]) if len(lr) else math.nan,
+        *sides,
+        roles_known={"trainer", "rollout"} <= {dump.role(name) for name in dump.first_runs},
+        metrics=pair.metrics,
+        verdict=judge(x, y, mask, a, b),
+        normalised_gap=normalised_gap(pair.x[pair.valid], pair.y[pair.valid]) if len(lr) else math.nan,
         outliers=int(far.sum()),
         outlier_share=float(k3[far].sum() / k3.sum()) if k3.sum() > 0 else 0.0,
-        effect_without=_effect(lr[~far]),
-        by_position=_by_bucket(lr[~far], uncertainty[~far], position[~far], POSITION_EDGES),
-        by_uncertainty=_by_bucket(lr[~far], uncertainty[~far], uncertainty[~far], UNCERTAINTY_EDGES),
-        effects=_effects(lr[~far], position[~far]),
-        grids={name: grid for name in (trainer, rollout) if (grid := logit_grid(dump, name, own[name] or given))},
-        floors={
-            name: mismatch_metrics(_rows(dump, name), _rows(dump, second), mask)["logprob_abs_diff_mean"]
-            for name, second in seconds.items()
-        },
+        effect_without=effect(float(of["k3"].mean()), float(of["gap"].mean())) if not far.all() else math.nan,
+        by_position=ratios(of["gap"], of["doubt"], of["at"], POSITION_EDGES),
+        by_uncertainty=ratios(of["gap"], of["doubt"], of["doubt"], UNCERTAINTY_EDGES),
+        effects=ratios(of["k3"], of["gap"], of["at"], POSITION_EDGES),
+        grids={name: grid for name, grid in grids.items() if grid},
+        floors={both.trainer: both.metrics["logprob_abs_diff_mean"] for both in again},
         staleness=float(behind.mean()) if len(behind) else math.nan,
-        by_staleness=_fresh_and_stale(lr[~far], uncertainty[~far], stale[~far]),
-        repeated=_repeated(dump, rollout),
+        by_staleness=ratios(of["gap"], of["doubt"], of["stale"], (1,), ("fresh", "stale")),
+        repeated=_repeated(dump, sides[1]),
     )
+
+
+def _behind(pair: TokenPair) -> np.ndarray:
+    """Returns by how many versions the weights that sampled each token were behind the trainer's, float64 [r].
+
+    It is NaN if the dump has no values ``version``, or the name of the trainer's weights does not end in a version.
+    """
+    named = _VERSION.search(pair.dump.sources[pair.trainer].weights_hash)
+    if named is None or "version" not in pair.dump.values:
+        return np.full(len(pair.lr), np.nan)
+    return float(named[1]) - pair.of_tokens(pair.dump.values["version"]).astype(np.float64)
 
 
 def _repeated(dump: TokenDump, rollout: str) -> int:
@@ -119,27 +120,6 @@ def _repeated(dump: TokenDump, rollout: str) -> int:
     logprobs = [values[mask] for values, mask in zip(dump.logprobs[rollout], masks, strict=True)]
     sets = find_repeats(prompts, tokens, logprobs)
     return sum(len(numbers) for numbers in sets if is_no_chance(logprobs[numbers[0]]))
-
-
-def _behind(dump: TokenDump, trainer: str) -> np.ndarray:
-    """Returns by how many versions the weights that sampled each token were behind the trainer's, float64 [n, t].
-
-    It is NaN if the dump has no values ``version``, or the name of the trainer's weights does not end in a version.
-    """
-    named = _VERSION.search(dump.sources[trainer].weights_hash)
-    if named is None or "version" not in dump.values:
-        return to_rows([np.full(len(ids), np.nan) for ids in dump.token_ids], np.nan)
-    return float(named[1]) - to_rows(dump.values["version"], np.nan).astype(np.float64)
-
-
-def _fresh_and_stale(lr: np.ndarray, uncertainty: np.ndarray, stale: np.ndarray) -> dict[str, float]:
-    """Returns the gap per uncertainty of the fresh and of the stale tokens. Groups with too few tokens are left out."""
-    groups = {"fresh": ~stale, "stale": stale}
-    return {
-        name: float(np.abs(lr[of]).mean() / max(uncertainty[of].mean(), 1e-12))
-        for name, of in groups.items()
-        if of.sum() >= FEWEST_TOKENS
-    }
 
 
 def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
@@ -153,6 +133,23 @@ def outliers(lr: np.ndarray, uncertainty: np.ndarray) -> np.ndarray:
     error = np.abs(lr) / np.maximum(uncertainty, 0.02)
     usual = float(np.quantile(error, 0.9))
     return (np.abs(lr) > _SMALLEST_OUTLIER) & (error > _OUTLIER * max(usual, 1e-6))
+
+
+def ratios(
+    top: np.ndarray,
+    bottom: np.ndarray,
+    values: np.ndarray,
+    edges: Sequence[float],
+    labels: Sequence[str] = (),
+) -> dict[str, float]:
+    """Returns the sum of ``top`` over the sum of ``bottom`` of the tokens in each bucket with enough of them.
+
+    The labels are by default those of ``bucket_labels``.
+    """
+    index = np.digitize(values, edges)
+    sums = (np.bincount(index, weights, len(edges) + 1) for weights in (top, bottom, None))
+    buckets = zip(labels or bucket_labels(edges), *sums, strict=True)
+    return {label: float(a / max(b, 1e-9)) for label, a, b, count in buckets if count >= FEWEST_TOKENS}
 
 
 def logit_grid(dump: TokenDump, column: str, temperature: float) -> str:
@@ -188,28 +185,3 @@ def _same_context(dump: TokenDump, column: str) -> Iterator[float]:
                 seen.setdefault(tokens[:at].tobytes(), {}).setdefault(int(tokens[at]), float(values[at]))
     for found in seen.values():
         yield from (b - a for a, b in itertools.pairwise(found.values()))
-
-
-def _effect(lr: np.ndarray) -> float:
-    return effect(float(np.mean(np.expm1(lr) - lr)), float(np.mean(np.abs(lr)))) if len(lr) else math.nan
-
-
-def _effects(lr: np.ndarray, position: np.ndarray) -> dict[str, float]:
-    index = np.digitize(position, POSITION_EDGES)
-    parts = ((label, lr[index == i]) for i, label in enumerate(bucket_labels(POSITION_EDGES)))
-    return {label: _effect(part) for label, part in parts if len(part) >= FEWEST_TOKENS}
-
-
-def _by_bucket(lr: np.ndarray, uncertainty: np.ndarray, values: np.ndarray, edges: Sequence[float]) -> dict[str, float]:
-    """Returns the mean of abs(lr) over the mean uncertainty of the tokens in each bucket with enough of them."""
-    index = np.digitize(values, edges)
-    parts = ((label, index == i) for i, label in enumerate(bucket_labels(edges)))
-    return {
-        label: float(np.abs(lr[inside]).sum() / max(uncertainty[inside].sum(), 1e-9))
-        for label, inside in parts
-        if inside.sum() >= FEWEST_TOKENS
-    }
-
-
-def _rows(dump: TokenDump, column: str) -> np.ndarray:
-    return to_rows(dump.logprobs[column], np.nan).astype(np.float64)

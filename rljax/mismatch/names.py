@@ -1,14 +1,14 @@
-"""The mismatch metrics of other frameworks: their names, their formulas, and the same numbers from our statistics.
+"""The names in the logs of other projects: mismatch metrics with their formulas, further signals, lengths and steps.
 
-Each entry gives the number that the framework would report for the whole batch at once. Several frameworks average over
-micro-batches or ranks of unequal size. Their number depends on how the batch was cut; ours does not. The names need no
-jax, which is imported for the numbers. In the formulas,
-lr = trainer - rollout on response tokens, <.> is the mean over tokens, and mean_i is the mean over sequences.
+Each entry of ``NAME_TABLE`` gives the number that the framework would report for the whole batch at once. Several
+frameworks average over micro-batches or ranks of unequal size. Their number depends on how the batch was cut; ours does
+not. The names need no jax, which is imported for the numbers. In the formulas, lr = trainer - rollout on response
+tokens, <.> is the mean over tokens, and mean_i is the mean over sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,6 +140,65 @@ and slime in its CI.
 
 FRAMEWORKS = tuple(_ROWS)
 """The frameworks of the table."""
+
+_SIGNALS = """
+rljax: reward reward/mean; entropy policy/entropy; grad_norm optimizer/grad_norm;
+    learning_rate schedule/learning_rate; staleness rollout/staleness; reference_kl policy/reference_kl;
+    signal reward/groups_with_signal; error_fraction reward/error_fraction
+verl: reward critic/score/mean critic/rewards/mean; entropy actor/entropy actor/entropy_loss;
+    grad_norm actor/grad_norm; learning_rate actor/lr; staleness training/off_policy/trajectory_staleness/mean;
+    reference_kl actor/kl_loss; policy_kl actor/ppo_kl
+trl: reward reward; entropy entropy; grad_norm grad_norm; learning_rate learning_rate; reference_kl kl
+prime_rl: reward reward/all/mean reward/mean; entropy entropy/all/mean entropy/mean; grad_norm optim/grad_norm;
+    learning_rate optim/lr; staleness off_policy/mean off_policy_level/all/mean off_policy_level/mean;
+    k3_kl mismatch_kl/mean mismatch_kl/all/mean
+nemo_rl: reward reward; entropy approx_entropy; grad_norm grad_norm; learning_rate lr; staleness avg_trajectory_age;
+    reference_kl kl_penalty; token_mult_prob_error token_mult_prob_error
+slime: reward rollout/raw_reward raw_reward rollout/rewards; entropy train/entropy_loss; grad_norm train/grad_norm;
+    learning_rate train/lr-pg_0; reference_kl train/kl_loss; policy_kl train/ppo_kl;
+    logprob_abs_diff_mean train/train_rollout_logprob_abs_diff
+skyrl: reward reward/avg_raw_reward; entropy policy/policy_entropy; grad_norm policy/grad_norm policy/raw_grad_norm;
+    learning_rate policy/policy_lr; staleness async/staleness_mean; reference_kl policy/policy_kl loss/avg_kl;
+    logprob_abs_diff_std policy/rollout_train_logprobs_abs_diff_std
+tunix: reward rewards/score/mean rewards/reward/mean; entropy entropy loss/entropy; grad_norm grad_norm;
+    learning_rate learning_rate; reference_kl kl; policy_kl ppo_kl
+"""
+SIGNAL_NAMES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    project: {words[0]: tuple(words[1:]) for words in map(str.split, signals.split(";"))}
+    for project, signals in (entry.split(":") for entry in _SIGNALS.replace("\n   ", "").strip().splitlines())
+}
+"""The names of each project's further signals, the best first, taken from its source.
+
+The length is not among them. A mismatch signal here has the value of ours but for the order of its means or a known
+function of it.
+"""
+
+LENGTH_COLUMNS = (
+    ("response_length/mean", ("response_length/truncated_fraction", "response_length/clip_ratio")),  # rljax, verl
+    ("completions/mean_length", ("completions/clipped_ratio",)),  # TRL, tunix
+    ("decode_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl
+    ("completion_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl, older
+    ("completion_len/mean", ("is_truncated/mean",)),  # prime-rl, older
+    ("num_output_tokens/mean", ("is_truncated/mean",)),  # prime-rl, newer
+    ("mean_gen_tokens_per_sample", ("truncation_rate",)),  # NeMo-RL
+    ("gen_tokens_per_sample/mean", ("truncation_rate",)),  # NeMo-RL
+    ("response_len/mean", ("truncated_ratio",)),  # slime, Miles
+    ("response_lengths", ("truncated", "truncated_ratio")),  # slime, Miles: the trainer's side
+    ("generate/avg_num_tokens", ()),  # SkyRL
+    ("completion_length", ()),  # TRL, older
+    ("response_length", ()),  # OpenRLHF, torchtitan
+)
+"""The names of the mean response length, and of the share of truncated responses in the same log."""
+
+CALL_COUNT = "_step"
+"""The column that counts the calls of ``wandb.log``."""
+_OWN_STEPS = ("training/global_step", "trainer/global_step", "train/global_step", "rollout/step")
+STEP_COLUMNS = (*_OWN_STEPS, "step", "global_step", "Step", "train/step", "trainer/step", "iteration", CALL_COUNT)
+"""The names of the step's column, the best first."""
+NOT_TRAINING = {"eval", "evaluation", "val", "validation", "test"}
+"""The parts of a name that say that a column or a folder is not of the training."""
+WRAPPERS = {"data", "metrics", "log", "logs", "payload"}
+"""The objects in which a row may have its metrics. The names of the columns leave these names out."""
 
 
 def framework_metrics(statistics: Statistics, framework: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rljax.errors import ConfigError
+from rljax.mismatch.names import NOT_TRAINING
 from rljax.record.training_logs import (
-    NOT_TRAINING,
     Rows,
     choose_columns,
     choose_step_column,

@@ -16,34 +16,11 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rljax.errors import ConfigError, MissingPackageError, import_for, parse_json
+from rljax.mismatch.names import CALL_COUNT, LENGTH_COLUMNS, NOT_TRAINING, STEP_COLUMNS, WRAPPERS
 from rljax.record.console_logs import console_rows
 from rljax.record.foreign_files import foreign_kind
 
-# Name of the mean response length, and names of the share of truncated responses in the same log. A column matches
-# when it ends in such a name.
-KNOWN_COLUMNS = (
-    ("response_length/mean", ("response_length/truncated_fraction", "response_length/clip_ratio")),  # rljax, verl
-    ("completions/mean_length", ("completions/clipped_ratio",)),  # TRL, tunix
-    ("decode_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl
-    ("completion_len/all/mean", ("is_truncated/all/mean",)),  # prime-rl, older
-    ("completion_len/mean", ("is_truncated/mean",)),  # prime-rl, older
-    ("num_output_tokens/mean", ("is_truncated/mean",)),  # prime-rl, newer
-    ("mean_gen_tokens_per_sample", ("truncation_rate",)),  # NeMo-RL
-    ("gen_tokens_per_sample/mean", ("truncation_rate",)),  # NeMo-RL
-    ("response_len/mean", ("truncated_ratio",)),  # slime, Miles
-    ("response_lengths", ("truncated", "truncated_ratio")),  # slime, Miles: the trainer's side
-    ("generate/avg_num_tokens", ()),  # SkyRL
-    ("completion_length", ()),  # TRL, older
-    ("response_length", ()),  # OpenRLHF, torchtitan
-)
-CALL_COUNT = "_step"
-# The names of the step's column, the best first. The last one counts the calls of ``wandb.log``.
-_OWN_STEPS = ("training/global_step", "trainer/global_step", "train/global_step", "rollout/step")
-STEP_COLUMNS = (*_OWN_STEPS, "step", "global_step", "Step", "train/step", "trainer/step", "iteration", CALL_COUNT)
 MAX_STEPS = 1_000_000
-NOT_TRAINING = {"eval", "evaluation", "val", "validation", "test"}
-# A row may have its metrics in an object with one of these names. The names of the columns leave this name out.
-WRAPPERS = {"data", "metrics", "log", "logs", "payload"}
 Rows = list[dict[str, Any]]
 Columns = TypeVar("Columns", bound=tuple[Any, ...])
 
@@ -249,7 +226,7 @@ def choose_columns(columns: list[str], column: str | None, truncated_column: str
             raise ConfigError(f"no column {wanted!r} in the log; it has: {', '.join(columns)}")
     if column is not None:
         return column, truncated_column
-    for length_name, truncated_names in KNOWN_COLUMNS:
+    for length_name, truncated_names in LENGTH_COLUMNS:
         if lengths := matching(columns, length_name):
             prefix = lengths[0].removesuffix(length_name)
             truncated = [prefix + name for name in truncated_names if prefix + name in columns]

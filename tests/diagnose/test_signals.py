@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rljax.diagnose.signals import NAMES, PROJECTS, choose_signals, mismatch_names, read_signals
+from rljax.diagnose.signals import PROJECTS, choose_signals, mismatch_names, read_signals
 from rljax.errors import ConfigError
-from rljax.mismatch.names import NAME_TABLE
+from rljax.mismatch.names import NAME_TABLE, SIGNAL_NAMES
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_each_project_is_known_by_its_names(project, columns):
 
 def test_every_project_has_mismatch_reward_and_gradient():
     for project in PROJECTS:
-        assert {"reward", "entropy", "grad_norm"} <= set(NAMES[project])
+        assert {"reward", "entropy", "grad_norm"} <= set(SIGNAL_NAMES[project])
         assert mismatch_names(project)
     known = {(metric.framework, metric.name) for metric in NAME_TABLE}
     assert ("prime_rl", "mismatch_kl/mean") in known

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from rljax.diagnose.answers import answers
-from rljax.diagnose.causes import CAUSES, judge_cause
+from rljax.diagnose.causes import judge_cause
 from rljax.diagnose.course import read_course
 from rljax.diagnose.evidence import Facts
-from rljax.diagnose.remedies import REMEDIES
 from rljax.diagnose.signals import read_signals
 
 
@@ -49,7 +48,6 @@ def test_extreme_tokens_after_an_environment_are_the_cause():
     )
     said = answers(facts, cause, findings)
     assert said["after the environment's tokens"] == "1 0.01, 2_to_4 0.01, 5_to_16 0.01 (the gap, nats)"
-    assert any("mask" in remedy.name for remedy in REMEDIES[cause])
 
 
 @pytest.mark.parametrize(
@@ -74,10 +72,6 @@ def test_a_log_whose_rewards_fail_is_not_healthy(fractions, cause):
 def test_extreme_tokens_elsewhere_have_another_cause(near, far, steps):
     _, findings = judge_cause(facts_of(near, far, steps))
     assert "after_environment" not in [finding.cause for finding in findings]
-
-
-def test_every_cause_has_remedies():
-    assert set(CAUSES) == set(REMEDIES)
 
 
 def test_a_log_without_turns_says_nothing_of_them():

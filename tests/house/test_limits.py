@@ -12,12 +12,12 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 49_300
+LINES = 49_050
 TEST_LINES = 62_200
 EXPERIMENT_LINES = 6_200
 KEYS = 193
-WORDS = 104_800
-PAGE_COUNT = 55
+WORDS = 106_100
+PAGE_COUNT = 56
 FILE_LINES = 440
 DOUBLED_NAMES = 0
 

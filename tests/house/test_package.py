@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rljax", "configs")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rljax", "configs", "docs")
 
 LOADED = """
 import importlib.metadata as metadata, json, pathlib, sys
@@ -52,6 +52,12 @@ def built(tmp_path_factory):
 
 # The words of an installation end where a sentence goes on with "in".
 BY_NAME = re.compile(r"pip3? +install\b(?:(?! in )[^|&;`\n])*?(?<![\w./$-])rljax(-llm)?(?![\w./-])")
+# The pages that a message of the package names.
+NAMED = {
+    name
+    for path in (ROOT / "rljax").rglob("*.py")
+    for name in re.findall(r"rljax docs ([a-z_]+)", path.read_text(encoding="utf-8"))
+}
 PAGES = ("*.md", "*.py", "*.sh", "*.sbatch", "*.yaml", "*.toml", "*Dockerfile")
 
 
@@ -91,7 +97,7 @@ def test_both_hold_every_module_and_nothing_of_the_tests(built):
     configs = {path for kind in ("*.yaml", "paper/*.yaml", "toy-base/*") for path in ROOT.glob(f"configs/{kind}")}
     view = {f"rljax/view/page.{kind}" for kind in ("html", "css", "js")}
     data = {"rljax/py.typed", "rljax/plan/h100_sxm.txtpb", "rljax/rollout/servers/vllm/metadata/vllm-0+cpu.egg-info"}
-    data |= view | {f"rljax/{path.relative_to(ROOT)}" for path in configs}
+    data |= view | {f"rljax/{path.relative_to(ROOT)}" for path in configs} | {f"rljax/docs/{name}.md" for name in NAMED}
     assert len(configs) > 12
     in_wheel = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert in_wheel == modules | data

@@ -1,6 +1,7 @@
 """A run's rows under the names of another project, as that project would log them."""
 
-from rljax.diagnose.signals import NAMES, mismatch_names
+from rljax.diagnose.signals import mismatch_names
+from rljax.mismatch.names import SIGNAL_NAMES
 
 STEPS = {"verl": "training/global_step", "trl": "step", "slime": "rollout/step", "skyrl": "trainer/global_step"}
 LENGTHS = {
@@ -12,7 +13,7 @@ LENGTHS = {
     "skyrl": "generate/avg_num_tokens",
     "tunix": "global/train/completions/mean_length",
 }
-OURS = {name: names[0] for name, names in NAMES["rljax"].items()}
+OURS = {name: names[0] for name, names in SIGNAL_NAMES["rljax"].items()}
 
 
 def renamed(rows, project):
@@ -29,8 +30,7 @@ def renamed(rows, project):
                 new[theirs[0]] = 1 + row["mismatch/logprob_abs_diff_mean"]
             elif f"mismatch/{ours}" in row:
                 new[theirs[-1]] = row[f"mismatch/{ours}"]
-        new |= {
-            theirs[0]: row[OURS[name]] for name, theirs in NAMES[project].items() if row.get(OURS.get(name)) is not None
-        }
+        pairs = ((theirs[0], row.get(OURS.get(name))) for name, theirs in SIGNAL_NAMES[project].items())
+        new |= {theirs: value for theirs, value in pairs if value is not None}
         found.append(new)
     return found

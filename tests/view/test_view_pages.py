@@ -16,9 +16,10 @@ from view_pages import numbers, page_data
 from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.commands.view import main
 from rljax.mismatch import mismatch_metrics
+from rljax.record.dump_facts import choose_pair
 from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
 from rljax.tokens import TOPS
-from rljax.view.measure import choose_columns, measure
+from rljax.view.measure import measure
 
 K3 = [math.exp(-0.25) - 1 + 0.25, math.exp(0.5) - 1.5 + math.exp(-1)]  # for the two sequences of ``small_dump``
 
@@ -193,14 +194,14 @@ def test_roles_choose_the_columns():
     sources = {"a": ColumnSource(role="rollout"), "b": ColumnSource(), "c": ColumnSource(role="trainer")}
     columns = {name: [[-1.0]] for name in "abc"} | {"b@2": [[-1.0]]}
     dump = make_dump(["x"], [[1]], [[True]], columns, {**sources, "b@2": ColumnSource()})
-    assert choose_columns(dump) == ("c", "a")
-    assert choose_columns(dump, trainer="b") == ("b", "a")
-    assert choose_columns(dump, rollout="b") == ("c", "b")
-    assert choose_columns(dump, trainer="a", rollout="b@2") == ("a", "b@2")
+    assert choose_pair(dump) == ("c", "a")
+    assert choose_pair(dump, trainer="b") == ("b", "a")
+    assert choose_pair(dump, rollout="b") == ("c", "b")
+    assert choose_pair(dump, trainer="a", rollout="b@2") == ("a", "b@2")
     with pytest.raises(ValueError, match=r"no column 'd' in the dump, which has \['a', 'b', 'b@2', 'c'\]"):
-        choose_columns(dump, trainer="d")
+        choose_pair(dump, trainer="d")
     with pytest.raises(ValueError, match="two different columns"):
-        choose_columns(dump, "a", "a")
+        choose_pair(dump, "a", "a")
 
 
 def test_one_column_alone_is_shown_by_its_logprobs(tmp_path):

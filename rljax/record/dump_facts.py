@@ -1,0 +1,175 @@
+"""The facts of a token dump: two columns side by side, positions, turns and entropies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from rljax.mismatch import merge, mismatch_statistics, read_tokens
+from rljax.mismatch.accurate import exp_minus_one_minus_x
+from rljax.mismatch.metrics import finalize_mismatch
+from rljax.mismatch.regions import LARGEST_LOGPROB
+from rljax.mismatch.turns import turns_of_mask
+from rljax.record.token_arrays import to_rows
+from rljax.record.token_dumps import ABOVE_ZERO, TokenDump
+
+_CHUNK = 2**19  # the most padded tokens that are measured together
+
+
+def choose_pair(dump: TokenDump, trainer: str | None = None, rollout: str | None = None) -> tuple[str, str]:
+    """Returns the names of the columns in the trainer's and in the rollout engine's place.
+
+    The trainer's is "" if the dump has only one column. A column without a given name is the first one with its role,
+    or else the first one that has not the other's role. Raises ValueError if a named column is missing, both names are
+    equal, or there is no column.
+    """
+    names = dump.first_runs
+    for name in (trainer, rollout):
+        if name is not None and name not in dump.logprobs:
+            raise ValueError(f"no column {name!r} in the dump, which has {sorted(dump.logprobs)}")
+    if not names:
+        raise ValueError("the dump has no column of log-probabilities; rljax compare TOKENS --scorer ... adds some")
+    if trainer is not None and trainer == rollout:
+        raise ValueError(f"expected two different columns, got {trainer!r} twice")
+    if not set(names) - {trainer, rollout} and None in (trainer, rollout):
+        return "", trainer or rollout or ""
+    roles = {dump.role(name): name for name in reversed(names) if name not in (trainer, rollout)}
+    if trainer is None:
+        other = rollout or roles.get("rollout")
+        trainer = roles.get("trainer") or next((name for name in names if name != other), "")
+    if rollout is None:
+        rollout = roles.get("rollout") or next((name for name in names if name != trainer), "")
+    return (trainer, rollout) if rollout else ("", trainer)
+
+
+class TokenPair:
+    """Two columns of a dump at its r response tokens, one sequence after the other.
+
+    If the dump has only one column, it takes the trainer's place in every number, and the rollout engine's numbers are
+    0. So the log-ratio is the log-probability.
+    """
+
+    def __init__(self, dump: TokenDump, trainer: str, rollout: str) -> None:
+        self.dump, self.trainer, self.rollout = dump, trainer, rollout  # trainer is "" if there is only one column
+        own = dump.logprobs[rollout]
+        self._sides = (dump.logprobs[trainer], own) if trainer else (own, [np.zeros_like(each) for each in own])
+        counts = [mask.sum() for mask in dump.response_mask]
+        self.sequence = np.repeat(np.arange(len(counts)), np.asarray(counts, int))  # the index of the sequence, [r]
+        self.x, self.y = (self.of_tokens(side).astype(np.float64) for side in self._sides)  # nats; NaN if unknown
+        self.valid = (np.abs(self.x) <= LARGEST_LOGPROB) & (np.abs(self.y) <= LARGEST_LOGPROB)  # finite on both sides
+        self.lr = np.subtract(self.x, self.y, out=np.zeros(len(self.x)), where=self.valid)  # 0 if not valid
+        self.k3: np.ndarray = exp_minus_one_minus_x(np, self.lr)
+
+    def of_tokens(self, vectors: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the entries of the response tokens, [r]. Each sequence has a vector [t]."""
+        found = [vector[mask] for vector, mask in zip(vectors, self.dump.response_mask, strict=True)]
+        return np.concatenate(found or [np.zeros(0)])
+
+    def places(self, counted: np.ndarray) -> np.ndarray:
+        """Returns the place of each token in its sequence, from 1, int64 [r]; only ``counted`` tokens take a place."""
+        counts = np.bincount(self.sequence[counted], minlength=len(self.dump.sequence_ids))
+        return np.cumsum(counted) - (np.cumsum(counts) - counts)[self.sequence]
+
+    def chunks(self) -> Iterator[tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]]:
+        """Yields sequences of similar length: their indices, and (trainer, rollout, mask) as rows [b, t]."""
+        lengths = [len(ids) for ids in self.dump.token_ids]
+        waiting: list[int] = []
+        for index in np.argsort(lengths, kind="stable").tolist():
+            if waiting and (len(waiting) + 1) * lengths[index] > _CHUNK:
+                yield np.asarray(waiting), self._rows(waiting)
+                waiting = []
+            waiting.append(index)
+        yield np.asarray(waiting, int), self._rows(waiting)
+
+    def _rows(self, chosen: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        x, y = (pad(side, chosen, np.nan) for side in self._sides)
+        return x, y, pad(self.dump.response_mask, chosen, False)
+
+    def measured(self, of: Callable[[Any], Any], progress: Callable[[int], object] = lambda count: None) -> Any:
+        """Returns the statistics ``of`` the tokens of all sequences.
+
+        ``progress`` is called with the number of newly measured sequences.
+        """
+        total = None
+        for rows, sides in self.chunks():
+            found = of(read_tokens(*sides))
+            total = found if total is None else merge(total, found)
+            progress(len(rows))
+        return total
+
+    @functools.cached_property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of ``mismatch_metrics``."""
+        return finalize_mismatch(self.measured(mismatch_statistics))
+
+
+def pad(vectors: Sequence[np.ndarray], rows: Sequence[int] | np.ndarray, fill: float) -> np.ndarray:
+    """Returns the vectors of some sequences as rows [b, t], with ``fill`` after the end of each."""
+    return to_rows([vectors[row] for row in rows], fill)
+
+
+def check_logprobs(dump: TokenDump, columns: Collection[str]) -> None:
+    """Raises ValueError if a column holds a number above 0 at a response token: it cannot be a log-probability."""
+    for name in columns:
+        pair = TokenPair(dump, "", name)
+        values, is_above = pair.x, pair.x > ABOVE_ZERO
+        above = values[is_above]
+        if not len(above):
+            continue
+        counted = f"{len(above)} of {len(values)} response tokens have"
+        hint = f"{counted} such a number"
+        if (values[~np.isnan(values)] >= 0).all():
+            hint = "none is below 0: they look like log-probabilities with the sign turned"
+            if not (values > 1 + ABOVE_ZERO).any():
+                hint = "all lie between 0 and 1: they look like probabilities, so write their logarithms"
+        if len(above) > 1 and len(set(above)) == 1:
+            hint = f"{counted} this same number: a fill for missing ones"
+        raise ValueError(
+            f"column {name!r:.60} has {above[0]:g} in sequence {dump.sequence_ids[pair.sequence[is_above][0]]!r:.60}, "
+            f"but a log-probability is never above 0; {hint}"
+        )
+
+
+def turns_of(dump: TokenDump) -> list[np.ndarray]:
+    """Returns the number of the turn that sampled each token, int64 [t] for each sequence.
+
+    The number is 0 at tokens outside the mask. If the dump has no values ``turn``, each contiguous stretch of sampled
+    tokens is a turn. The list is empty if no response has several turns.
+    """
+    if "turn" in dump.values:
+        pairs = zip(dump.values["turn"], dump.response_mask, strict=True)
+        turns = [np.where(mask & (values > 0), values, 0).astype(np.int64) for values, mask in pairs]
+    else:
+        turns = [turns_of_mask(mask) for mask in dump.response_mask]
+    return turns if any(each.max(initial=0) > 1 for each in turns) else []
+
+
+def entropies(dump: TokenDump) -> tuple[list[np.ndarray], str]:
+    """Returns the entropy of each token (nats), float32 [t] for each sequence, and a text that names its source.
+
+    Without the policy's entropy it is the sampler's, from its likeliest tokens. Both are empty without any.
+    """
+    if "entropy" in dump.values:
+        return list(dump.values["entropy"]), "entropy"
+    if not dump.columns.get("top_ids"):
+        return [], ""
+    k = dump.columns["top_ids"][0].shape[1]
+    text = f"the sampler's entropy, at least: of its {k} likeliest tokens and all others as one"
+    return [_entropy_of_tops(logprobs) for logprobs in dump.columns["top_logprobs"]], text
+
+
+def _entropy_of_tops(logprobs: np.ndarray) -> np.ndarray:
+    """Computes the entropy of the listed tokens and of all other tokens as one event (nats), float32 [t].
+
+    ``logprobs`` are [t, k]. The entropy is NaN at a position where no token is listed. It is a lower bound, because the
+    other tokens are one event.
+    """
+    known = np.isfinite(logprobs)
+    p = np.where(known, np.exp(np.minimum(logprobs, 0.0, dtype=np.float64)), 0.0)
+    rest = np.clip(1.0 - p.sum(axis=1), 0.0, 1.0)
+    rest = np.where(rest > 1e-6, rest, 0.0)  # a smaller rest comes from rounding of the sum
+    entropy = -(p * np.where(known, logprobs, 0.0)).sum(axis=1) - rest * np.log(np.where(rest > 0, rest, 1.0))
+    return np.where(known.any(axis=1), entropy, np.nan).astype(np.float32)

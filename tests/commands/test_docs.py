@@ -1,0 +1,70 @@
+"""``rljax docs`` prints a page or a part of it, and each page that a message of the package names."""
+
+import re
+from pathlib import Path
+
+import pytest
+from toy_runs import outcome
+
+from rljax.commands.docs import main, part_of
+from rljax.diagnose.thresholds import THRESHOLDS
+
+ROOT = Path(__file__).parents[2]
+PAGE = """# Top
+
+## A `first_one` here
+
+text
+
+```
+# no heading
+```
+
+### Deeper
+
+more
+
+## Second
+last
+"""
+
+
+def test_without_a_page_the_names_are_listed():
+    status, out, err = outcome(main, [])
+    assert (status, err) == (0, "")
+    assert {"compare", "diagnose", "studies"} <= set(out.split())
+
+
+def test_a_page_is_printed_whole():
+    status, out, _ = outcome(main, ["diagnose"])
+    assert (status, out) == (0, (ROOT / "docs/diagnose.md").read_text(encoding="utf-8"))
+
+
+def test_a_part_ends_before_the_next_heading_of_its_depth():
+    first = PAGE[PAGE.index("## A") : PAGE.index("\n\n## Second")]
+    assert part_of(PAGE, "a-first_one-here") == first
+    assert part_of(PAGE, "deeper") == "### Deeper\n\nmore"
+    assert part_of(PAGE, "second") == "## Second\nlast"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["diagnos"], "no page 'diagnos'; did you mean diagnose?"),
+        (["diagnose#the-limit"], "no heading 'the-limit'; did you mean the-limits?"),
+        (["../README"], "no page '../README'"),
+    ],
+)
+def test_a_page_that_is_not_there_is_named(words, said):
+    status, out, err = outcome(main, words)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+
+
+def test_messages_name_pages_that_are_there():
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "rljax").rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r"rljax docs ([a-z_]+)", text)}
+    assert {"compare", "diagnose", "studies"} <= named
+    assert [name for name in named if not (ROOT / f"docs/{name}.md").is_file()] == []
+    assert not any("rljax's page" in text for text in texts)
+    assert any("rljax docs studies" in one.source for one in THRESHOLDS)
