@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rljax.data import gym_problems as gym
-from rljax.data import toy, toy_calculator, toy_swaps
+from rljax.data import toy
 from rljax.data.encoding import RAW_PROMPT, TEMPLATED, prompt_ids
 from rljax.data.files import Problem, Tally, answered_rows, prompt_text, read_problems
 from rljax.data.forms import OwnKeys
@@ -40,8 +40,8 @@ class ToyTask:
 
 TOYS: Mapping[str, ToyTask] = {
     "toy": ToyTask(toy.addition_problems, "addition", toy.MAX_RESPONSE_TOKENS),
-    "toy_swaps": ToyTask(toy_swaps.swap_problems, "swaps", toy_swaps.MAX_RESPONSE_TOKENS),
-    "calculator": ToyTask(toy.addition_problems, "addition", toy_calculator.MAX_RESPONSE_TOKENS),
+    "toy_swaps": ToyTask(toy.swap_problems, "swaps", toy.MAX_SWAPS_TOKENS),
+    "calculator": ToyTask(toy.addition_problems, "addition", toy.MAX_CALCULATOR_TOKENS),
 }
 FILE_REWARD = "math"
 
@@ -186,11 +186,7 @@ def training_problems(
       ValueError: The file cannot be read, or a row is not a problem; the message names the row.
     """
     source = str(config.path) if config.task == "file" else config.task
-    return fraction_of(_problems(source, "train", config, tokenizer, tally), config)
-
-
-def fraction_of(problems: Sequence[Problem], config: DataConfig) -> Sequence[Problem]:
-    """Returns the fraction of the problems that is trained on."""
+    problems = _problems(source, "train", config, tokenizer, tally)
     if config.fraction == 1.0:
         return problems
     order = np.random.default_rng(DATA_SEED).permutation(len(problems))
