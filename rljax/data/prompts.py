@@ -312,37 +312,25 @@ def distinct_prompts(problems: Sequence[Problem]) -> int:
     return len({prompt_key(problem["prompt"]) for problem in problems})
 
 
-def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> None:
-    """Raises ValueError, with counts, if a prompt has more than ``limit`` tokens; ``remedy`` ends the message."""
-    lengths = _lengths(problems, tokenizer)
-    if max(lengths) > limit:
-        raise _too_long(lengths, limit, remedy)
-
-
-def drop_long(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> Sequence[Problem]:
+def drop_long(
+    problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str, *, may_drop: bool = True
+) -> Sequence[Problem]:
     """Returns the problems whose prompts have at most ``limit`` tokens.
 
     Raises:
-      ValueError: No problem is left. The message has the counts and ends with ``remedy``.
+      ValueError: No problem is left, or a longer one may not be dropped. The message has the counts and ends with
+        ``remedy``.
     """
-    lengths = _lengths(problems, tokenizer)
+    lengths = [len(prompt_ids(problem, tokenizer)) for problem in problems]
     if max(lengths) <= limit:
         return problems
-    if min(lengths) > limit:
-        raise _too_long(lengths, limit, remedy)
+    if min(lengths) > limit or not may_drop:
+        too_long = sum(length > limit for length in lengths)
+        raise ValueError(
+            f"data.max_prompt_tokens = {limit}, but a prompt has {max(lengths)} tokens, and {too_long} of "
+            f"{len(lengths)} are longer{remedy}"
+        )
     return [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
-
-
-def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer) -> list[int]:
-    return [len(prompt_ids(problem, tokenizer)) for problem in problems]
-
-
-def _too_long(lengths: Sequence[int], limit: int, remedy: str) -> ValueError:
-    too_long = sum(length > limit for length in lengths)
-    return ValueError(
-        f"data.max_prompt_tokens = {limit}, but a prompt has {max(lengths)} tokens, and {too_long} of "
-        f"{len(lengths)} are longer{remedy}"
-    )
 
 
 class PromptStream:

@@ -20,7 +20,6 @@ from rljax.data.prompts import (
     TOYS,
     Problem,
     PromptStream,
-    check_lengths,
     drop_long,
     evaluation_datasets,
     template_arguments,
@@ -107,7 +106,7 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     if not config.eval.is_wanted:
         return Problems(stream, prints, {}, tallies, prompts)
     for name, problems in datasets.items():
-        check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
+        drop_long(problems, tokenizer, limit, f" in eval.datasets {name}", may_drop=False)
         if name not in TOYS:
             tallies.append(Tally(f"eval {name}", problems, len(problems), too_long=0))
     if not datasets:
