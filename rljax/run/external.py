@@ -73,13 +73,12 @@ class ExternalSampler:
                 self._stop.progress()
         waited_s = time.perf_counter() - began
         rollouts = make_rollouts(batch.groups)
-        counts = self._queue.counts()
         return SampledStep(
             rollouts,
             {
                 "rollout/dropped_stale_rows": batch.dropped_rows,
                 "rollout/failed_trajectories": int(np.isnan(rollouts.rewards).sum()),
-                "rollout/waiting_groups": counts.ready + counts.newer + counts.incomplete,
+                "rollout/waiting_groups": sum(self._queue.counts()),
                 "time/wait_s": waited_s,
                 **self._count_doubts(batch.groups, step),
             },

@@ -11,6 +11,7 @@ import contextlib
 import re
 import resource
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,20 +140,18 @@ def _reserve_files(count: int) -> int:
     return max(10, min(count, soft // 4))
 
 
-def _make_app(root: Path, host: str, key_file: Path | None) -> Starlette:
+def guarded_app(routes: Sequence[Route], host: str, key_file: Path | None) -> Starlette:
+    """Returns an application with ``routes`` and ``/health`` for a server that is bound to ``host``.
 
-    async def file(request: Request) -> Response:
-        name = request.path_params["name"]
-        if not _NAME.fullmatch(name) or not (root / name).is_file():
-            return PlainTextResponse("no such file\n", 404)
-        return FileResponse(root / name, media_type="application/octet-stream")
-
-    async def health(_: Request) -> Response:
-        return PlainTextResponse("ok\n")
-
+    Every request must bring the key in ``key_file``, if there is one. Requests that web pages make are refused.
+    """
     guards = [Middleware(RefuseWebPages, host=None if key_file else host)]
     guards += [Middleware(RequireKey, key_file=key_file)] if key_file else []
-    return Starlette(routes=[Route("/health", health), Route("/{name:path}", file)], middleware=guards)
+    return Starlette(routes=[Route("/health", _health), *routes], middleware=guards)
+
+
+async def _health(_: Request) -> Response:
+    return PlainTextResponse("ok\n")
 
 
 def serve(frames: Frames, root: Path, host: str, listening: int, key_file: Path | None) -> None:
@@ -168,6 +167,13 @@ def serve(frames: Frames, root: Path, host: str, listening: int, key_file: Path 
         except ValueError as error:
             tell_ready(frames, str(error))
             return
-    server = limited_server(_make_app(root, host, key_file), keep_alive_s=60)
+
+    async def file(request: Request) -> Response:
+        name = request.path_params["name"]
+        if not _NAME.fullmatch(name) or not (root / name).is_file():
+            return PlainTextResponse("no such file\n", 404)
+        return FileResponse(root / name, media_type="application/octet-stream")
+
+    server = limited_server(guarded_app([Route("/{name:path}", file)], host, key_file), keep_alive_s=60)
     tell_ready(frames)
     server.run(sockets=[socket.socket(fileno=listening)])
