@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ import numpy as np
 
 from rljax.data import gym_problems as gym
 from rljax.data import toy
-from rljax.data.encoding import RAW_PROMPT, TEMPLATED, prompt_ids
 from rljax.data.files import Problem, Tally, answered_rows, prompt_text, read_problems
 from rljax.data.forms import OwnKeys
 from rljax.data.tokenizer import Tokenizer
@@ -44,6 +44,8 @@ TOYS: Mapping[str, ToyTask] = {
     "calculator": ToyTask(toy.addition_problems, "addition", toy.MAX_CALCULATOR_TOKENS),
 }
 FILE_REWARD = "math"
+RAW_PROMPT = "raw_prompt"  # the key of a prompt as it was before its text was rendered
+TEMPLATED = "templated"  # the key of problems whose prompt a chat template wrote; its value is true
 
 
 @dataclass(frozen=True)
@@ -300,6 +302,27 @@ def render_prompt(
         reason = missing if is_chat else "a prompt is plain text; chat_template = true puts it into the template"
         raise ValueError(f"{', '.join(arguments)} is given for the chat template, but {reason}")
     return prompt_text(prompt)
+
+
+def prompt_ids(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the token ids of a problem's rendered prompt, int32 [s].
+
+    The special tokens that the tokenizer puts before a text are before it, unless the chat template wrote the prompt.
+    """
+    text = problem["prompt"]
+    return tokenizer.encode(text) if problem.get(TEMPLATED) else tokenizer.encode_prompt(text)
+
+
+def say_prefix(problems: Iterable[Problem], tokenizer: Tokenizer) -> None:
+    """Says in one line on stderr which special tokens begin the prompts that are plain texts, if there are any."""
+    texts = [problem["prompt"] for problem in problems if not problem.get(TEMPLATED)] if tokenizer.prefix else []
+    if not texts:
+        return
+    named = " ".join(tokenizer.pieces(tokenizer.prefix))
+    twice = sum(text.startswith(tokenizer.pieces(tokenizer.prefix[:1])[0]) for text in texts)
+    also = f"; {twice} of {len(texts)} texts begin with it themselves, and have it twice" if twice else ""
+    line = f"prompts that are plain texts begin with {named}, which the tokenizer puts before a text{also}"
+    print(line, file=sys.stderr)
 
 
 def prompt_key(text: str) -> bytes:

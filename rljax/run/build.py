@@ -13,15 +13,18 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.data.encoding import RAW_PROMPT, TEMPLATED, prompt_ids, say_prefix
 from rljax.data.files import ALTERNATIVES, Tally, right_answers
 from rljax.data.prompts import (
     DATA_SEED,
+    RAW_PROMPT,
+    TEMPLATED,
     TOYS,
     Problem,
     PromptStream,
     drop_long,
     evaluation_datasets,
+    prompt_ids,
+    say_prefix,
     template_arguments,
     training_problems,
 )

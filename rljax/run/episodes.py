@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from rljax.data.encoding import prompt_ids
 from rljax.data.files import Problem
+from rljax.data.prompts import prompt_ids
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
 from rljax.rollout.engine import RolloutEngine, check_wanted
