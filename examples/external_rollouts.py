@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rljax.data.encoding import prompt_ids
+from rljax.data.prompts import prompt_ids
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.evaluate import find_policy

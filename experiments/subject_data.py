@@ -17,7 +17,7 @@ from pathlib import Path
 
 from subject_task import GYM_OPTIONS, short_problem
 
-from rljax.data.gym_maker import make
+from rljax.data.gym_problems import make
 
 HELD, TRAIN, BASE = 200, 5000, 20_000  # problems of one family in a file, repeats included
 STRIDE = 10_000_000  # problem i of seed s is the library's problem of seed s + i, so seeds are far apart

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rljax.data.encoding import prompt_ids
+from rljax.data.prompts import prompt_ids
 from rljax.data.tokenizer import load_tokenizer
 from rljax.data.toy import addition_problems
 from rljax.errors import VerificationError, run_cli

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -303,3 +303,9 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"not JSON ({error})") from error
     except RecursionError as error:
         raise ValueError("not JSON that can be read (nested too deeply)") from error
+
+
+def name_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns a text with each key of ``now`` whose value was another one before, and both values; "" for none."""
+    changed = [key for key, value in now.items() if before.get(key) != value]
+    return ", ".join(f"{key} ({before.get(key)} there, {now[key]} now)" for key in changed)

@@ -195,7 +195,7 @@ def publish(size: Size, model: Path | None) -> Found:
     from rljax.run.checkpoint import Checkpointer
     from rljax.sharding import has_host_memory, make_mesh, on_devices, on_host
     from rljax.weights.publish_config import PublishConfig
-    from rljax.weights.store import open_weight_directory
+    from rljax.weights.store import WeightDirectory
 
     policy, dtype, found = policy_of(size), jnp.bfloat16, {}
     mesh = make_mesh(check.Config().mesh)
@@ -222,7 +222,7 @@ def publish(size: Size, model: Path | None) -> Found:
 
         rate("write the same bytes", write_alone)
         for store in ("shared", "directory"):
-            with contextlib.closing(open_weight_directory(PublishConfig(store=store), folder)) as versions:
+            with contextlib.closing(WeightDirectory(PublishConfig(store=store), folder)) as versions:
                 numbers = iter(range(1, 100))
 
                 def write(versions: Any = versions, numbers: Iterator[int] = numbers) -> None:

@@ -4,7 +4,7 @@
     python tools/make_toy_base.py runs/swaps-base --task swaps
 
 It takes about 2 minutes on 2 cores. The directory has config.json, model.safetensors (float32) and a tokenizer, and
-loads with transformers.AutoModelForCausalLM. rljax/data/toy.py, toy_swaps.py and toy_calculator.py describe the texts.
+loads with transformers.AutoModelForCausalLM. rljax/data/toy.py and tools/toy_texts.py describe the texts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import jax
@@ -24,19 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from toy_texts import TASKS, ToyBaseConfig
 from tqdm import tqdm
 
-from rljax.data import toy, toy_calculator, toy_swaps
-from rljax.data.toy import ToyBaseConfig
+from rljax.data.toy import build_tokenizer
 from rljax.distributed.files import replacing
 from rljax.errors import run_cli
 from rljax.policy.config import PolicyConfig, toy_config
 from rljax.policy.hf import save_params
 from rljax.policy.model import Params, init_params
 from rljax.policy.score import packed_logprobs
-
-# Each module has ALPHABET, build_tokenizer, demonstration_batch and PROMPT_TOKENS.
-TASKS: dict[str, ModuleType] = {"addition": toy, "swaps": toy_swaps, "calculator": toy_calculator}
 
 
 def _loss(params: Params, config: PolicyConfig, tokens: jax.Array, lengths: jax.Array, prompt: int) -> jax.Array:
@@ -50,8 +46,8 @@ def _loss(params: Params, config: PolicyConfig, tokens: jax.Array, lengths: jax.
 
 def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
     """Fits the policy from scratch; the same config gives the same weights on the same machine."""
-    module = TASKS[task]
-    policy = toy_config(len(module.ALPHABET))
+    texts = TASKS[task]
+    policy = toy_config(len(texts.alphabet))
     params = init_params(policy, config.seed)
     rate = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, 50, config.steps, config.learning_rate * 0.05)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
@@ -59,7 +55,7 @@ def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, opt_state: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[Params, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(_loss)(params, policy, tokens, lengths, module.PROMPT_TOKENS)
+        loss, grads = jax.value_and_grad(_loss)(params, policy, tokens, lengths, texts.prompt_tokens)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -67,7 +63,7 @@ def fit(config: ToyBaseConfig, task: str = "addition") -> Params:
     bar = tqdm(range(config.steps), desc="fitting the toy base", mininterval=2.0)
     for i in bar:
         settled = i >= config.steps - config.settle_steps
-        tokens, lengths = module.demonstration_batch(rng, config, settled=settled)
+        tokens, lengths = texts.sample_batch(rng, config, settled=settled)
         params, opt_state, loss = step(params, opt_state, tokens, lengths)
         if i % 50 == 0:
             bar.set_postfix(loss=f"{float(loss):.3f}")
@@ -99,11 +95,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{out} is already there (use --overwrite to fit it again)")
         return 0
     params = fit(arguments.config, arguments.task)
-    module = TASKS[arguments.task]
-    policy = toy_config(len(module.ALPHABET))
+    alphabet = TASKS[arguments.task].alphabet
+    policy = toy_config(len(alphabet))
     with replacing(out) as partial:  # an interrupted run leaves no directory that looks like a model
         save_params(partial, params, policy)
-        module.build_tokenizer().save(partial)
+        build_tokenizer(alphabet).save(partial)
         (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": policy.eos_token_id}))
         if out.exists():
             shutil.rmtree(out)

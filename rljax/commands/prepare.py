@@ -28,7 +28,6 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from rljax.data.encoding import prompt_ids, say_prefix
 from rljax.data.files import (
     FILE_SUFFIXES,
     PASS_RATE,
@@ -43,10 +42,17 @@ from rljax.data.files import (
 )
 from rljax.data.forms import DataForm, Form, OwnKeys
 from rljax.data.gym_problems import task_names
-from rljax.data.prompts import FILE_REWARD, is_own, prompt_key, render_problem, template_arguments
-from rljax.data.scores import ScoreFile
+from rljax.data.prompts import (
+    FILE_REWARD,
+    is_own,
+    prompt_ids,
+    prompt_key,
+    render_problem,
+    say_prefix,
+    template_arguments,
+)
 from rljax.data.tokenizer import Tokenizer, load_tokenizer
-from rljax.errors import ConfigError, caller_errors
+from rljax.errors import ConfigError, caller_errors, name_changes
 from rljax.evaluate import find_policy, in_batches, open_engine, response_limit
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import RolloutConfig, SamplingParams
@@ -180,6 +186,33 @@ class KeptRows:
         print(f"{step}: {dropped} dropped, {len(self.rows)} kept{shown}")
 
 
+class ScoreFile:
+    """The rewards of each problem's responses, in a JSONL file that survives an interruption."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        """Reads the scores so far. Raises ConfigError if they come from other settings."""
+        self._path, self.rewards = path, dict[str, list[float]]()
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            whole = text[: text.rfind("\n") + 1]  # the last line may be incomplete
+            lines = [json.loads(line) for line in whole.splitlines()]
+            if lines:
+                if changes := name_changes(lines[0], settings):
+                    said = f"{path} was scored with other settings: {changes}"
+                    raise ConfigError(f"{said}; delete it or give another --scores")
+                self.rewards = {line["key"]: line["rewards"] for line in lines[1:]}
+                path.write_text(whole, encoding="utf-8")
+                return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+
+    def add(self, key: str, rewards: list[float]) -> None:
+        """Writes one problem's rewards."""
+        self.rewards[key] = rewards
+        with self._path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps({"key": key, "rewards": rewards}) + "\n")
+
+
 def find_source(source: str) -> Path:
     """Returns the local file of a source, which may be downloaded from the hub. Raises ConfigError if it cannot be."""
     match = _HUB_ID.fullmatch(source)
@@ -256,14 +289,13 @@ def score_problems(arguments: PrepareArguments, problems: Sequence[Problem], tok
         return scores
     sampling = SamplingParams(limit, arguments.temperature, policy.stops(tokenizer.eos_token_id))
     at_once = arguments.batch_size or (1024 if arguments.urls else 64)
-    n = arguments.samples
     rollout = RolloutConfig(engine="vllm" if arguments.urls else "jax", urls=arguments.urls, dtype=arguments.dtype)
     with (
         pool,
         open_engine(policy, rollout, prompt_tokens=prompt_tokens, response_tokens=limit) as engine,
         tqdm(total=len(problems), initial=done, desc="scoring", unit="problem") as bar,
     ):
-        sampler = Sampler(SingleTurn(engine, tokenizer, pool), sampling, n)
+        sampler = Sampler(SingleTurn(engine, tokenizer, pool), sampling, arguments.samples)
         for start, batch in in_batches(problems, at_once):
             waiting = [problem for problem in batch if problem_key(problem) not in scores.rewards]
             found: list[dict[int, float]] = [{} for _ in waiting]
@@ -273,8 +305,8 @@ def score_problems(arguments: PrepareArguments, problems: Sequence[Problem], tok
                 index, sample = one.place
                 rewards = found[index]
                 rewards[sample] = one.reward
-                if len(rewards) == n:
-                    scores.add(problem_key(waiting[index]), [rewards[j] for j in range(n)])
+                if len(rewards) == arguments.samples:
+                    scores.add(problem_key(waiting[index]), [rewards[j] for j in range(len(rewards))])
                     bar.update()
         counts = pool.pop_metrics()
     if counts["reward/errors"]:
@@ -315,12 +347,6 @@ def hold_out(selection: KeptRows, count: int, seed: int) -> list[FileRow]:
     return eval_rows
 
 
-def digest(path: Path) -> str:
-    """Returns the SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def main(argv: Sequence[str]) -> int:
     """Prepares the training file and returns the exit status."""
     arguments = parse_arguments(PrepareArguments, argv, prog="rljax prepare", description=__doc__ or "")
@@ -331,8 +357,7 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = None if arguments.model is None else load_tokenizer(find_policy(arguments.model).hf_path)
         given = arguments.template_arguments
         selection = read_distinct(source, arguments.own_form, tally, whole=is_own(arguments.reward))
-        template = arguments.template
-        selection.problems = [render_problem(each, tokenizer, template, given) for each in selection.problems]
+        selection.problems = [render_problem(each, tokenizer, arguments.template, given) for each in selection.problems]
         if tokenizer is not None:
             say_prefix(selection.problems, tokenizer)
     if tokenizer is not None and arguments.max_prompt_tokens is not None:
@@ -345,7 +370,7 @@ def main(argv: Sequence[str]) -> int:
     eval_rows = hold_out(selection, arguments.hold_out, arguments.seed) if arguments.hold_out else []
     provenance = {
         "source": arguments.source,
-        "source_sha256": digest(source),
+        "source_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
         "command": shlex.join(["rljax", "prepare", *argv]),
         "steps": selection.steps,
         "looked": looked,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rljax.data import gym_problems as gym
-from rljax.data import toy, toy_calculator, toy_swaps
-from rljax.data.encoding import RAW_PROMPT, TEMPLATED, prompt_ids
+from rljax.data import toy
 from rljax.data.files import Problem, Tally, answered_rows, prompt_text, read_problems
 from rljax.data.forms import OwnKeys
 from rljax.data.tokenizer import Tokenizer
@@ -40,10 +40,12 @@ class ToyTask:
 
 TOYS: Mapping[str, ToyTask] = {
     "toy": ToyTask(toy.addition_problems, "addition", toy.MAX_RESPONSE_TOKENS),
-    "toy_swaps": ToyTask(toy_swaps.swap_problems, "swaps", toy_swaps.MAX_RESPONSE_TOKENS),
-    "calculator": ToyTask(toy.addition_problems, "addition", toy_calculator.MAX_RESPONSE_TOKENS),
+    "toy_swaps": ToyTask(toy.swap_problems, "swaps", toy.MAX_SWAPS_TOKENS),
+    "calculator": ToyTask(toy.addition_problems, "addition", toy.MAX_CALCULATOR_TOKENS),
 }
 FILE_REWARD = "math"
+RAW_PROMPT = "raw_prompt"  # the key of a prompt as it was before its text was rendered
+TEMPLATED = "templated"  # the key of problems whose prompt a chat template wrote; its value is true
 
 
 @dataclass(frozen=True)
@@ -186,11 +188,7 @@ def training_problems(
       ValueError: The file cannot be read, or a row is not a problem; the message names the row.
     """
     source = str(config.path) if config.task == "file" else config.task
-    return fraction_of(_problems(source, "train", config, tokenizer, tally), config)
-
-
-def fraction_of(problems: Sequence[Problem], config: DataConfig) -> Sequence[Problem]:
-    """Returns the fraction of the problems that is trained on."""
+    problems = _problems(source, "train", config, tokenizer, tally)
     if config.fraction == 1.0:
         return problems
     order = np.random.default_rng(DATA_SEED).permutation(len(problems))
@@ -306,6 +304,27 @@ def render_prompt(
     return prompt_text(prompt)
 
 
+def prompt_ids(problem: Problem, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the token ids of a problem's rendered prompt, int32 [s].
+
+    The special tokens that the tokenizer puts before a text are before it, unless the chat template wrote the prompt.
+    """
+    text = problem["prompt"]
+    return tokenizer.encode(text) if problem.get(TEMPLATED) else tokenizer.encode_prompt(text)
+
+
+def say_prefix(problems: Iterable[Problem], tokenizer: Tokenizer) -> None:
+    """Says in one line on stderr which special tokens begin the prompts that are plain texts, if there are any."""
+    texts = [problem["prompt"] for problem in problems if not problem.get(TEMPLATED)] if tokenizer.prefix else []
+    if not texts:
+        return
+    named = " ".join(tokenizer.pieces(tokenizer.prefix))
+    twice = sum(text.startswith(tokenizer.pieces(tokenizer.prefix[:1])[0]) for text in texts)
+    also = f"; {twice} of {len(texts)} texts begin with it themselves, and have it twice" if twice else ""
+    line = f"prompts that are plain texts begin with {named}, which the tokenizer puts before a text{also}"
+    print(line, file=sys.stderr)
+
+
 def prompt_key(text: str) -> bytes:
     """Returns a hash of a prompt that is equal for prompts equal in Unicode NFC, with runs of spaces as one space."""
     return hashlib.sha256(" ".join(unicodedata.normalize("NFC", text).split()).encode()).digest()
@@ -316,37 +335,25 @@ def distinct_prompts(problems: Sequence[Problem]) -> int:
     return len({prompt_key(problem["prompt"]) for problem in problems})
 
 
-def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> None:
-    """Raises ValueError, with counts, if a prompt has more than ``limit`` tokens; ``remedy`` ends the message."""
-    lengths = _lengths(problems, tokenizer)
-    if max(lengths) > limit:
-        raise _too_long(lengths, limit, remedy)
-
-
-def drop_long(problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str) -> Sequence[Problem]:
+def drop_long(
+    problems: Sequence[Problem], tokenizer: Tokenizer, limit: int, remedy: str, *, may_drop: bool = True
+) -> Sequence[Problem]:
     """Returns the problems whose prompts have at most ``limit`` tokens.
 
     Raises:
-      ValueError: No problem is left. The message has the counts and ends with ``remedy``.
+      ValueError: No problem is left, or a longer one may not be dropped. The message has the counts and ends with
+        ``remedy``.
     """
-    lengths = _lengths(problems, tokenizer)
+    lengths = [len(prompt_ids(problem, tokenizer)) for problem in problems]
     if max(lengths) <= limit:
         return problems
-    if min(lengths) > limit:
-        raise _too_long(lengths, limit, remedy)
+    if min(lengths) > limit or not may_drop:
+        too_long = sum(length > limit for length in lengths)
+        raise ValueError(
+            f"data.max_prompt_tokens = {limit}, but a prompt has {max(lengths)} tokens, and {too_long} of "
+            f"{len(lengths)} are longer{remedy}"
+        )
     return [problem for problem, length in zip(problems, lengths, strict=True) if length <= limit]
-
-
-def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer) -> list[int]:
-    return [len(prompt_ids(problem, tokenizer)) for problem in problems]
-
-
-def _too_long(lengths: Sequence[int], limit: int, remedy: str) -> ValueError:
-    too_long = sum(length > limit for length in lengths)
-    return ValueError(
-        f"data.max_prompt_tokens = {limit}, but a prompt has {max(lengths)} tokens, and {too_long} of "
-        f"{len(lengths)} are longer{remedy}"
-    )
 
 
 class PromptStream:

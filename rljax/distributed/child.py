@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 from msgspec import MsgspecError
 from msgspec.msgpack import Decoder
 
+from rljax.distributed.child_program import end_followers
 from rljax.distributed.frames import FrameError, Frames
-from rljax.distributed.process_tree import end_followers
 from rljax.errors import describe, printable
 
 LONGEST = 1 << 20

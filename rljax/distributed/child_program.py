@@ -8,6 +8,8 @@ in which the settings are pickled once more. The function ``program``, written `
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import pickle
 import pkgutil
@@ -20,13 +22,14 @@ from types import FrameType
 from typing import NoReturn
 
 _REQUEST_BYTES = 1 << 40  # The trainer's frames need no bound.
+_SWEEPS = 10  # processes may start others while they are being killed
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
     """Starts the process that runs the program, and waits for its end."""
     sys.path.append(str(Path(__file__).parents[2]))
     from rljax.distributed.frames import take_stdin
-    from rljax.distributed.process_tree import adopt_orphans
 
     end = take_stdin()
     adopt_orphans()
@@ -66,8 +69,6 @@ def _work(end: socket.socket) -> None:
 
 def _end_after(worker: int) -> NoReturn:
     """Waits for a child process, ends all that it left behind, and ends with its exit status."""
-    from rljax.distributed.process_tree import end_followers
-
     ended, status = os.wait()
     while ended != worker:
         ended, status = os.wait()
@@ -79,6 +80,47 @@ def _end_after(worker: int) -> NoReturn:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(max(code, 1) if code < 0 else code)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of its descendants whose parents end, daemons included. Linux only."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_followers(leader: int) -> None:
+    """Kills the descendants of a process, and the processes of the session that it leads, except itself.
+
+    A descendant of a process that had ended is found only if ``leader`` adopts orphans or it stayed in the session.
+    """
+    for _ in range(_SWEEPS):
+        followers = _followers(leader)
+        if not followers:
+            return
+        for process in followers:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+
+
+def _followers(leader: int) -> list[int]:
+    """Returns the ids of the living followers of a process; none if the system has no /proc."""
+    parents, found, living = {}, {leader}, set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):  # it has ended meanwhile
+            continue
+        process = int(stat.parent.name)
+        parents[process] = int(parent)
+        if int(session) == leader:
+            found.add(process)
+        if state != "Z":
+            living.add(process)
+    grown = 0
+    while len(found) > grown:
+        grown = len(found)
+        found |= {process for process, parent in parents.items() if parent in found}
+    return sorted(found & living - {leader})
 
 
 if __name__ == "__main__":

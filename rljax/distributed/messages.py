@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,15 +76,3 @@ def broadcast(message: bytes, size: int) -> bytes:
     words = np.zeros(-(-size // step) * step // 4, np.uint32)
     words.view(np.uint8)[: len(message)] = np.frombuffer(message, np.uint8)
     return np.asarray(multihost_utils.broadcast_one_to_all(words)).tobytes()[:size]
-
-
-def ragged(name: str, vectors: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
-    """Packs vectors of several lengths into two arrays: ``name`` has their elements, ``name/lengths`` their lengths."""
-    arrays = [np.asarray(vector) for vector in vectors]
-    lengths = np.asarray([len(array) for array in arrays], np.int64)
-    return {name: np.concatenate(arrays), f"{name}/lengths": lengths}
-
-
-def vectors_of(name: str, arrays: Mapping[str, np.ndarray]) -> Sequence[np.ndarray]:
-    """Returns the vectors that ``ragged`` packed under ``name``."""
-    return np.split(arrays[name], np.cumsum(arrays[f"{name}/lengths"])[:-1])

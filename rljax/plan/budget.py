@@ -20,7 +20,7 @@ from rljax.rollout.decode_sizes import batch_sizes, cache_room, cache_token_byte
 from rljax.rollout.injected import CACHES
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
-from rljax.run.training import batch_shape, is_offloaded
+from rljax.run.training import batch_shape
 
 Sizes = dict[str, tuple[int, int]]  # by name: bytes in all, bytes on one device
 
@@ -124,11 +124,6 @@ def top_bytes(config: Config) -> int:
     return config.num_sequences * config.rollout.max_response_tokens * config.rollout.reported * TOP_BYTES
 
 
-def held_batches(config: Config) -> int:
-    """Returns the largest number of batches of responses that a step holds: with refilling also one further round."""
-    return 2 if config.rollout.refill else 1
-
-
 def device_demands(
     config: Config, devices: Devices, training: int, resident: int, decoding: Decoding | None
 ) -> list[Demand]:
@@ -187,7 +182,8 @@ def host_demand(
     if served and config.publish.store != "shared":
         parts["the last version for deltas"] = weights
     # The batches of this step, and the batches sampled ahead for later steps.
-    batches = held_batches(config) + config.rollout.max_staleness
+    # The batches of responses that a step holds; with refilling there is also one further round.
+    batches = 1 + config.rollout.refill + config.rollout.max_staleness
     if tops := top_bytes(config):  # one more batch is packed into rows
         packed = math.prod(batch_shape(config)) * config.trained_tops * TOP_BYTES
         parts["likeliest tokens"] = batches * tops + packed
@@ -197,7 +193,7 @@ def host_demand(
         sampling = 0 if decoding is None else resident + decoding.bytes + top_bytes(config)
         parts["arrays of an update"] = devices.number * max(training, sampling)
         remedy = ", ".join(name for name in _device_settings(config) if "mesh" not in name and "offload" not in name)
-    elif is_offloaded(config):
+    elif config.rollout.colocated:
         parts["arrays between updates"] = devices.on_host * resident + state  # the state is there twice for a moment
         remedy = "rollout.colocated: false"
     if devices.memory is not None:  # on a CPU the state is copied only where there is room for it

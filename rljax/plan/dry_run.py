@@ -32,11 +32,11 @@ from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
 from rljax.policy.lora import abstract_adapters, find_targets, targets_of
 from rljax.policy.model import Params, abstract_params, gathered_axes, logical_axes
-from rljax.rollout.build import check_reported, version_bytes
+from rljax.rollout.build import version_bytes
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.refill import REFILL_LIMIT
-from rljax.run.training import batch_shape, exact_shape, has_separate_forward, is_offloaded, max_version_lag
+from rljax.run.training import batch_shape, exact_shape, has_separate_forward
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
 from rljax.trainer.state import abstract_state, make_optimizer
 
@@ -123,7 +123,9 @@ def check_shapes(config: Config, policy: PolicyConfig, mesh: Any) -> None:
         find_targets(policy, config.lora)
     ways = num_parts(mesh.shape, "batch_rows")
     _check_routes(config, policy)
-    check_reported(config.rollout, policy.vocab_size)
+    if config.rollout.reported > policy.vocab_size:
+        most = f"the model's vocabulary, {policy.vocab_size} tokens"
+        raise ValueError(f"{config.rollout.reported_key} must be at most {most}")
     if config.packing.tokens_per_device == 0 and config.packing.rows_per_micro_batch % ways:
         raise ValueError(
             f"packing.rows_per_micro_batch = {config.packing.rows_per_micro_batch} must be a multiple of the "
@@ -180,7 +182,7 @@ def state_bytes(config: Config, policy: PolicyConfig, mesh: Any) -> dict[str, tu
         trees["reference policy"] = reference
     if not can(config.rollout.engine, "serves"):  # the exact one has an embedded one that guesses
         trees[ENGINE] = weights(logical_axes(policy), config.rollout.dtype)
-    if versions := max_version_lag(config) if config.diagnosis.behaviour_responses else 0:
+    if versions := config.max_version_lag if config.diagnosis.behaviour_responses else 0:
         copy = state.params if config.lora.rank else weights(logical_axes(policy))
         trees[f"policies of {versions + 1} versions"] = [copy] * (versions + 1)
     return {name: _bytes(tree) for name, tree in trees.items()}
@@ -284,8 +286,6 @@ def _sampling(config: Config, sizes: dict[str, tuple[int, int]]) -> dict[str, st
     of_state = [sizes[name][1] for name in ("masters", "adapters", "moments") if name in sizes]
     frozen = ("base", "merged", "policy")  # weights under adapters, merged weights, a reference policy
     others = sum(part for name, (_, part) in sizes.items() if name.endswith(frozen))
-    if not is_offloaded(config):
-        return {"while servers sample": f"{in_units(sum(of_state) + others)} of the trainer on each device"}
     waiting = f"{in_units(sum(of_state))} of state" + (f" and {in_units(others)} of weights" if others else "")
     return {"while servers sample": f"0 B of the trainer on each device; {waiting} wait in the host's memory"}
 

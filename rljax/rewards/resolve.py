@@ -18,7 +18,7 @@ RewardOrReason = tuple[float, None] | tuple[None, str]  # (reward, None), or (No
 
 SHIPPED: Mapping[str, str] = {
     "addition": "rljax.data.toy:addition_reward",
-    "swaps": "rljax.data.toy_swaps:swaps_reward",
+    "swaps": "rljax.data.toy:swaps_reward",
     "math": "rljax.rewards.math_answer:math_reward",
     "reasoning_gym": "rljax.rewards.gym_answer:strict_reward",
     "reasoning_gym_library": "rljax.rewards.gym_answer:library_reward",

@@ -100,12 +100,6 @@ def _check_in_flight(config: RolloutConfig) -> None:
         raise ValueError(f"{said}: the experts of tokens before new weights are not reported; give wait")
 
 
-def check_reported(config: RolloutConfig, vocab_size: int) -> None:
-    """Raises ValueError if the configuration asks for more likeliest tokens than ``vocab_size``."""
-    if config.reported > vocab_size:
-        raise ValueError(f"{config.reported_key} must be at most the model's vocabulary, {vocab_size} tokens")
-
-
 def make_engine(
     config: RolloutConfig,
     policy: PolicyConfig,
@@ -141,9 +135,6 @@ def make_engine(
       ValueError: The settings do not fit the engine, or a server does not fit the policy.
     """
     check_engine(config)
-    if config.router_replay != "none" and not policy.num_experts:
-        raise ValueError(f"rollout.router_replay = {config.router_replay} is for a mixture of experts; this is dense")
-    check_reported(config, policy.vocab_size)
     if can(config.engine, "serves"):
         head_dtype = config.dtype if lm_head_dtype == "compute" else lm_head_dtype
         options = {"max_tokens": max_tokens, "head_dtype": head_dtype, "stop": stop, "probe_prompts": probe_prompts}

@@ -13,16 +13,18 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from rljax.data.encoding import RAW_PROMPT, TEMPLATED, prompt_ids, say_prefix
 from rljax.data.files import ALTERNATIVES, Tally, right_answers
 from rljax.data.prompts import (
     DATA_SEED,
+    RAW_PROMPT,
+    TEMPLATED,
     TOYS,
     Problem,
     PromptStream,
-    check_lengths,
     drop_long,
     evaluation_datasets,
+    prompt_ids,
+    say_prefix,
     template_arguments,
     training_problems,
 )
@@ -107,7 +109,7 @@ def load_problems(config: Config, tokenizer: Tokenizer) -> Problems:
     if not config.eval.is_wanted:
         return Problems(stream, prints, {}, tallies, prompts)
     for name, problems in datasets.items():
-        check_lengths(problems, tokenizer, limit, f" in eval.datasets {name}")
+        drop_long(problems, tokenizer, limit, f" in eval.datasets {name}", may_drop=False)
         if name not in TOYS:
             tallies.append(Tally(f"eval {name}", problems, len(problems), too_long=0))
     if not datasets:

@@ -171,7 +171,7 @@ class Config:
                 "loss.old_logprobs = rollout puts the mismatch into the ratio already; correction.level must be none"
             )
         self._check_tokens(correction)
-        if correction.part != "whole" and self.rollout.max_staleness + self.rollout.inject.staleness == 0:
+        if correction.part != "whole" and self.max_version_lag == 0:
             raise ValueError(
                 f"correction.part = {correction.part} is for rollouts that may be stale: give rollout.max_staleness"
             )
@@ -219,7 +219,7 @@ class Config:
                 "loss.stale_clip_low and stale_clip_high do nothing where the ratio is 1: set loss.old_logprobs = "
                 "rollout, or several mini_batches or epochs"
             )
-        if self.loss.clips_stale and self.rollout.max_staleness + self.rollout.inject.staleness == 0:
+        if self.loss.clips_stale and self.max_version_lag == 0:
             raise ValueError(
                 "loss.stale_clip_low and stale_clip_high are for rollouts that may be stale: give rollout.max_staleness"
             )
@@ -259,6 +259,11 @@ class Config:
     def max_sequence_tokens(self) -> int:
         """The longest prompt plus the longest response, in tokens."""
         return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
+    def max_version_lag(self) -> int:
+        """The largest number of policy versions between the sampling of a batch and the update on it."""
+        return self.rollout.max_staleness + self.rollout.inject.staleness
 
     @property
     def trained_tops(self) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rljax.distributed.files import filled_directory, replacing
 from rljax.distributed.ownership import Ownership, claim, read
-from rljax.errors import ConfigError, OwnedError, caller_errors
+from rljax.errors import ConfigError, OwnedError, caller_errors, name_changes
 from rljax.record.rows import Row, read_rows
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
@@ -188,7 +188,7 @@ def check_same_run(config: Config, run_dir: Path, may_differ: tuple[str, ...] = 
     leaves = [key for key, value in new.items() if not isinstance(value, dict) and new[key] != old[key]]
     free = MAY_DIFFER + may_differ
     if differing := [key for key in leaves if not key.startswith(free) or _is_bound(key, *settings)]:
-        changes = ", ".join(f"{key} ({old[key]} there, {new[key]} now)" for key in differing)
+        changes = name_changes(old, {key: new[key] for key in differing})
         key = "run.dir"
         if run_dir != Path(config.run.dir):
             key = "run.fork" if config.run.fork else "run.resume"

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rljax.data.encoding import prompt_ids
+import numpy as np
+
 from rljax.data.files import Problem
+from rljax.data.prompts import prompt_ids
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
 from rljax.rollout.engine import RolloutEngine, check_wanted
@@ -26,11 +28,11 @@ from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Content
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.episodes.outcomes import Outcome
-from rljax.rollout.episodes.recorder import TokenRecorder
 from rljax.rollout.turns import TurnQueue, TurnRequest
 from rljax.rollout.types import Response, SamplingParams
 from rljax.run.sampling import Begun, Scored
 from rljax.run.stop import StopRequest
+from rljax.tokens import TokenRecord, blank, join
 
 log = logging.getLogger(__name__)
 _TICK_S = 0.25  # the time between two checks whether to give up
@@ -95,6 +97,53 @@ class Episodes:
         self.hosts.close()
 
 
+class TokenRecorder:
+    """One trajectory while its turns are sampled, without any I/O: what the engine gives is kept bit for bit.
+
+    ``prompt`` has the tokens before the first turn, and ``turn`` is the number of the last turn.
+    """
+
+    def __init__(self, prompt: np.ndarray) -> None:
+        """Begins a trajectory that has no token behind ``prompt``, int32 [s], yet."""
+        self.prompt, self.turn = prompt, 0
+        self._pieces = [TokenRecord(prompt, len(prompt))]
+        self._routes: list[np.ndarray] = []  # the routes of all tokens before the last one of the last turn
+
+    @property
+    def count(self) -> int:
+        """The number of tokens behind the prompt."""
+        return sum(len(piece.response) for piece in self._pieces)
+
+    def tokens(self) -> np.ndarray:
+        """Returns all tokens so far, prompt included, int32 [s + t]."""
+        return np.concatenate([piece.ids for piece in self._pieces])
+
+    def add_turn(self, response: Response) -> None:
+        """Adds the tokens of a turn, which the engine sampled behind the tokens of ``tokens()``."""
+        self.turn += 1
+        if "routes" in response.columns:  # A turn also reports the routes of the tokens before it.
+            self._routes.append(response.columns["routes"][sum(map(len, self._routes)) : -1])
+        turn = response.without("routes").add({"turn": np.full(len(response.response), self.turn)})
+        self._pieces.append(turn.cut(turn.prompt_length))
+
+    def add_text(self, token_ids: np.ndarray) -> None:
+        """Adds the tokens of a text that the environment wrote. They have the version of the token before them."""
+        last, text = self._pieces[-1].columns.get("version"), TokenRecord(token_ids, 0)
+        known = {} if last is None else {"version": np.full(len(token_ids), last[-1])}
+        self._pieces.append(text.add(known))
+
+    def response(self, prompt_index: int, sample_index: int, *, truncated: bool) -> Response:
+        """Returns the trajectory so far as one row, for sample ``sample_index`` of problem ``prompt_index``.
+
+        ``truncated``: Whether a limit ended the trajectory.
+        """
+        row = join(self._pieces, len(self.prompt))
+        if self._routes:
+            unknown = blank("routes", len(row.ids) - sum(map(len, self._routes)), self._routes[0])
+            row = row.add({"routes": np.concatenate([*self._routes, unknown])})
+        return Response(row.ids, row.prompt_length, row.columns, prompt_index, sample_index, truncated)
+
+
 @dataclasses.dataclass
 class _Episode:
     key: int  # its number in the batch
@@ -114,7 +163,8 @@ class _Trajectories:
         """Begins nothing yet; the arguments are those of ``Episodes.begin``."""
         self._all, self._n, self._seed = episodes, n, seed
         self._room = params.max_response_tokens
-        self._params = dataclasses.replace(params, max_response_tokens=episodes.config.turn_tokens(self._room))
+        of_turn = min(episodes.config.max_turn_tokens or self._room, self._room)
+        self._params = dataclasses.replace(params, max_response_tokens=of_turn)
         prompts = [prompt_ids(problem, episodes.tokenizer) for problem in problems]
         self.metrics: Row = {}
         self._episodes = [

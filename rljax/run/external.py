@@ -24,10 +24,9 @@ from rljax.errors import StoppedWaitingError, caller_errors, parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
 from rljax.rollout.external.address import is_address
-from rljax.rollout.external.doubts import DOUBTS, MIXED, MIXED_REMEDY
 from rljax.rollout.external.files import TrajectoryFiles
 from rljax.rollout.external.queue import TrajectoryQueue
-from rljax.rollout.external.rows import RowLimits, Trajectory
+from rljax.rollout.external.rows import DOUBTS, MIXED, MIXED_REMEDY, RowLimits, Trajectory
 from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config
 from rljax.run.pipeline import Batches
@@ -74,13 +73,12 @@ class ExternalSampler:
                 self._stop.progress()
         waited_s = time.perf_counter() - began
         rollouts = make_rollouts(batch.groups)
-        counts = self._queue.counts()
         return SampledStep(
             rollouts,
             {
                 "rollout/dropped_stale_rows": batch.dropped_rows,
                 "rollout/failed_trajectories": int(np.isnan(rollouts.rewards).sum()),
-                "rollout/waiting_groups": counts.ready + counts.newer + counts.incomplete,
+                "rollout/waiting_groups": sum(self._queue.counts()),
                 "time/wait_s": waited_s,
                 **self._count_doubts(batch.groups, step),
             },

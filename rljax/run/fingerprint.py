@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rljax.errors import name_changes
 from rljax.policy.config import PolicyConfig
 from rljax.sharding import fetch, on_devices
 from rljax.weights.sums import mixed
@@ -71,10 +72,8 @@ def policy_record(policy: PolicyConfig) -> dict[str, Any]:
 
 def check_policy(recorded: dict[str, Any], policy: PolicyConfig, path: str) -> None:
     """Raises ValueError if a checkpoint's ``policy_record`` differs from the record of ``policy``, read at ``path``."""
-    now = policy_record(policy)
-    differing = [f"{key} ({recorded.get(key)} there, {now[key]} now)" for key in now if recorded.get(key) != now[key]]
-    if differing:
-        raise ValueError(f"the checkpoint is of another model than {path}: {', '.join(differing)}")
+    if changes := name_changes(recorded, policy_record(policy)):
+        raise ValueError(f"the checkpoint is of another model than {path}: {changes}")
 
 
 def check_fingerprints(recorded: dict[str, str], now: dict[str, str], names: dict[str, str]) -> None:

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 
-from rljax.data.encoding import prompt_ids
 from rljax.data.files import Problem
+from rljax.data.prompts import prompt_ids
 from rljax.data.tokenizer import Tokenizer
 from rljax.record.rows import Row
 from rljax.rewards.pool import RewardPool

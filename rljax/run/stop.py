@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import signal
 import sys
@@ -11,9 +12,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from rljax.distributed.processes import ALONE, Processes
 from rljax.run.checkpoint import Checkpointer
-from rljax.run.compile_time import compiled_s
 
 # The time that the first save is expected to take: a start in seconds, and the speed of a common disk.
 _SAVE_S, _SAVE_BYTES_PER_S = 1.0, 3e8
@@ -78,7 +80,7 @@ class StopRequest:
         What compiled in that step is not expected to compile again. ``state_bytes`` is the size of what this process
         saves. It gives the expected time of the first save.
         """
-        compiled = compiled_s()
+        compiled = _compile_time().seconds
         if last_step_s is not None:
             last_step_s = max(last_step_s - max(compiled - self._compiled_s, 0.0), 0.0)
         self._began, self._step_s, self._checkpointer = time.monotonic(), last_step_s, checkpointer
@@ -132,6 +134,21 @@ class StopRequest:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+class _CompileTime:
+    """The seconds that XLA has compiled in this process since this object was made; reads of its cache count, too."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._add)
+
+    def _add(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.seconds += duration_secs
+
+
+_compile_time = functools.cache(_CompileTime)
 
 
 def remaining_s(step_s: float | None, elapsed_s: float, save_s: float | None) -> float:

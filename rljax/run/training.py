@@ -57,20 +57,15 @@ SELF_RESPONSES = 64
 batch. For another mesh or remat they are the ones of its first micro-batches."""
 
 
-def is_offloaded(config: Config) -> bool:
-    """Returns whether the training state and the frozen weights are in the host's memory between updates."""
-    return config.rollout.colocated
-
-
 def check_offload(config: Config, mesh: Mesh) -> None:
     """Raises ValueError if the state is wanted in a memory of the host that the devices do not know."""
-    if is_offloaded(config) and not has_host_memory(mesh):
+    if config.rollout.colocated and not has_host_memory(mesh):
         kind = f"the memory kind {HOST_MEMORY}, which the devices ({mesh.local_devices[0].platform}) do not have"
         raise ValueError(f"rollout.colocated needs {kind}: give false")
 
 
 def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolicy | None:
-    """Reads the model under the adapters of a run, into the host's memory if ``is_offloaded`` is true.
+    """Reads the model under the adapters of a run, into the host's memory with ``rollout.colocated``.
 
     Returns the function from adapters to a whole policy; None if the run has no adapters. Raises OSError or ValueError
     if the model cannot be read, or does not have the shape of ``policy``.
@@ -79,7 +74,7 @@ def load_merged(config: Config, policy: PolicyConfig, mesh: Mesh) -> MergedPolic
     if not lora.rank:
         return None
     base = load_params(config.model.path, policy, param_shardings(policy, mesh), dtype)
-    base = on_host(base) if is_offloaded(config) else base
+    base = on_host(base) if config.rollout.colocated else base
     return MergedPolicy(policy, lora, mesh, base, dtype, as_float32=can(config.rollout.engine, "is_exact"))
 
 
@@ -112,7 +107,7 @@ def load_reference(
     if merged is not None and not config.lora.adapter:
         return merged.frozen()
     params = initial_params(config, policy, mesh)
-    params = on_host(params) if is_offloaded(config) else params
+    params = on_host(params) if config.rollout.colocated else params
     return params if merged is None else merged(params)
 
 
@@ -134,7 +129,7 @@ def make_trainer(config: Config, policy: PolicyConfig, mesh: Mesh) -> Trainer:
     update = make_update(config, policy, make_optimizer(config.optimizer), mesh, reference, merged)
     frozen = {"reference": reference, "base": None if merged is None else merged.base}
     prints = {name: json_checksum(array_checksums(tree)) for name, tree in frozen.items() if tree is not None}
-    if is_offloaded(config):
+    if config.rollout.colocated:
         update = OffloadedUpdate(update)
     return Trainer(update, (lambda params: params) if merged is None else merged, prints)
 
@@ -164,7 +159,7 @@ def starting_state(
             params = initial_params(config, policy, mesh)
         tx, dynamic = make_optimizer(config.optimizer), config.precision.compute_dtype == "float16"
         state, host = create_state(params, policy, tx, mesh, dynamic_scale=dynamic, lora=config.lora), {}
-    return (on_host(state) if is_offloaded(config) else state), host
+    return (on_host(state) if config.rollout.colocated else state), host
 
 
 def wanted_state(config: Config, policy: PolicyConfig, mesh: Mesh) -> TrainState:
@@ -227,7 +222,7 @@ def make_update(
             reference=reference,
             lora=config.lora,
             merged=merged,
-            for_dumps=has_dumps(config),
+            for_dumps=config.rollout.dump_every > 0,
         )
         return _with_turns(config, _with_self_check(config, exact, policy, tx, mesh, merged))
     step = make_step(config, policy, tx, mesh, merged)
@@ -249,7 +244,7 @@ def make_update(
             reference=score,
             replays_own=config.rollout.router_replay == "r2",
             baseline=make_baseline(config),
-            for_dumps=has_dumps(config),
+            for_dumps=config.rollout.dump_every > 0,
         )
     update = _with_split_mismatch(config, update, forward_of_state)
     return _with_turns(config, _with_self_check(config, update, policy, tx, mesh, merged))
@@ -277,7 +272,7 @@ def _with_split_mismatch(config: Config, update: Update, forward: Forward) -> Up
     """Wraps ``update`` to split the mismatch of stale rollouts into parts; returns it as it is if none can be stale."""
     for_correction = config.correction.part != "whole"
     count = min(config.diagnosis.behaviour_responses, config.num_sequences)
-    if not max_version_lag(config) or not (count or for_correction):
+    if not config.max_version_lag or not (count or for_correction):
         return update
     # Adapters are merged in float32.
     dtype = jnp.float32 if config.lora.rank else config.precision.compute_dtype
@@ -286,7 +281,7 @@ def _with_split_mismatch(config: Config, update: Update, forward: Forward) -> Up
         forward,
         make_pack(config, count or config.num_sequences),
         copy=make_copy(dtype),
-        versions=max_version_lag(config),
+        versions=config.max_version_lag,
         sample=count,
         is_threshold=config.diagnosis.is_threshold,
         for_correction=for_correction,
@@ -340,11 +335,6 @@ def _with_turns(config: Config, update: Update) -> Update:
     return TurnsUpdate(update) if has_turns else update
 
 
-def max_version_lag(config: Config) -> int:
-    """Returns the largest number of policy versions between the sampling of a batch and the update on it."""
-    return config.rollout.max_staleness + config.rollout.inject.staleness
-
-
 def make_step(
     config: Config,
     policy: PolicyConfig,
@@ -368,13 +358,8 @@ def make_step(
         lora=config.lora,
         merged=merged,
         cut=config.rollout.is_cut,
-        for_dumps=has_dumps(config),
+        for_dumps=config.rollout.dump_every > 0,
     )
-
-
-def has_dumps(config: Config) -> bool:
-    """Returns whether a run writes token dumps, and so keeps more values of its tokens."""
-    return config.rollout.dump_every > 0
 
 
 def has_separate_forward(config: Config) -> bool:

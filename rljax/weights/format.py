@@ -194,15 +194,12 @@ def write_version(directory: Path, version: Version) -> None:
     write_whole(directory / VERSION_FILE, msgspec.json.encode(version))
 
 
-def read_version(directory: Path, name: str | None = None) -> Version:
-    """Returns the version in ``directory``. Its name must be ``name``; None allows any name.
-
-    Raises OSError if ``version.json`` cannot be read, and ValueError if its content cannot be used.
-    """
-    return parse_version((directory / VERSION_FILE).read_bytes(), name)
+def read_version(directory: Path) -> Version:
+    """Returns the version in ``directory``. Raises OSError if it cannot be read, or ValueError if it is not usable."""
+    return parse_version((directory / VERSION_FILE).read_bytes())
 
 
-def parse_version(content: bytes, name: str | None) -> Version:
+def parse_version(content: bytes, name: str | None = None) -> Version:
     """Returns the version that the content of a ``version.json`` describes.
 
     Raises ValueError if the content cannot be used, or if the version has another name than ``name``. With None any

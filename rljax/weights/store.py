@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import grp
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,30 +45,32 @@ class WeightDirectory(OwnedDirectory):
 
     def __init__(
         self,
+        publish: PublishConfig,
         parent: str | os.PathLike[str] | None = None,
         *,
-        anchor_every: int = ANCHOR_EVERY,
-        make_outlet: Callable[[Path], Outlet] = Outlet,
+        api_key_file: Path | None = None,
         writer: Writer | None = None,
-        readable_by: str = "owner",
+        anchor_every: int = ANCHOR_EVERY,
     ) -> None:
-        """Makes the directory in ``parent``, or in this machine's memory, and the outlet of its versions.
+        """Makes the directory in ``parent``, or in this machine's memory, and opens the place where servers read it.
 
-        If the writer writes deltas, there is a dense version each ``anchor_every`` versions. ``make_outlet`` is a
-        function from the new directory to its outlet. ``writer`` gets the tensors of :meth:`write`. None means a writer
-        of whole tensors of this process only. ``readable_by`` is ``PublishConfig.readable_by``.
+        ``api_key_file`` has the key that every HTTP request must bring. ``writer`` gets the tensors of :meth:`write`.
+        None means a writer of whole tensors of this process only. If the writer writes deltas, each ``anchor_every``-th
+        version is dense. With the store "shared" all versions are dense, and ``writer`` is not used.
 
         Raises:
-          RuntimeError: The directory cannot be written or given to its readers, or its outlet cannot be opened.
-          ValueError: This machine has no group of the name in ``readable_by``.
+          RuntimeError: The directory cannot be written or given to its readers, the HTTP server does not start, or the
+            store cannot be opened.
+          ValueError: This machine has no group of the name in ``publish.readable_by``.
         """
         super().__init__(PREFIX, parent)
         self.run_tag = self.root.name.removeprefix(PREFIX) + "."
-        self._writer, self._anchor_every = writer or PartWriter(whole_parts), anchor_every
+        self._writer = StreamWriter() if publish.store == "shared" else writer or PartWriter(whole_parts)
+        self._anchor_every, readable_by = anchor_every, publish.readable_by
         self._chain: list[Version] = []  # from an anchor on, which is dense
         self._count, self._readable_by = 0, readable_by
         try:
-            self._outlet = make_outlet(self.root)
+            self._outlet = _make_outlet(self.root, publish, api_key_file)
         except BaseException:
             super().close()
             raise
@@ -203,37 +204,12 @@ def check_weight_room(parent: str | os.PathLike[str] | None, version_bytes: int)
     check_room(directory.parent, version_bytes, "rollout.transfer_dir")
 
 
-def open_weight_directory(
-    publish: PublishConfig,
-    parent: str | os.PathLike[str] | None,
-    *,
-    api_key_file: Path | None = None,
-    writer: Writer | None = None,
-    anchor_every: int = ANCHOR_EVERY,
-) -> WeightDirectory:
-    """Makes the directory of a run's versions, and opens the place where servers read them.
-
-    The directory is made in ``parent``, or in this machine's memory. With the store "shared" all versions are dense,
-    and ``writer`` must be None, which means the default writer. ``api_key_file`` has the key that every HTTP request
-    must bring. Each ``anchor_every``-th version is dense.
-
-    Raises:
-      RuntimeError: The directory cannot be written or given to its readers, the HTTP server does not start, or the
-        store cannot be opened.
-      ValueError: This machine has no group of the name in ``publish.readable_by``.
-    """
-    store = publish.store
-    make_outlet: Callable[[Path], Outlet] = Outlet
-    if store == "shared":
-        make_outlet, writer = (lambda _: Outlet("")), StreamWriter()
-    elif store == "http":
-        make_outlet = functools.partial(HttpOutlet, host=publish.host, port=publish.port, api_key_file=api_key_file)
-    elif store != "directory":
-        make_outlet = functools.partial(StoreOutlet, url=store)
-    return WeightDirectory(
-        parent,
-        anchor_every=anchor_every,
-        make_outlet=make_outlet,
-        writer=writer,
-        readable_by=publish.readable_by,
-    )
+def _make_outlet(root: Path, publish: PublishConfig, api_key_file: Path | None) -> Outlet:
+    match publish.store:
+        case "shared":
+            return Outlet("")
+        case "directory":
+            return Outlet(root)
+        case "http":
+            return HttpOutlet(root, host=publish.host, port=publish.port, api_key_file=api_key_file)
+    return StoreOutlet(root, url=publish.store)

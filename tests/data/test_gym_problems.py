@@ -8,7 +8,7 @@ import sys
 import pytest
 from toy_runs import ROOT, TOY_BASE
 
-from rljax.data import gym_maker, gym_problems
+from rljax.data import gym_problems
 from rljax.data.gym_problems import own_options, right_answer, task_names
 from rljax.data.prompts import DataConfig, evaluation_datasets, training_problems
 from rljax.data.tokenizer import load_tokenizer
@@ -68,7 +68,7 @@ def test_its_tasks_have_the_strict_reward():
 def test_a_missing_library_is_said_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"reasoning_gym:lcm needs reasoning-gym .*: pip install '\.\[gym\]'"):
-        gym_maker.make("lcm", {}, 0, 1)
+        gym_problems.make("lcm", {}, 0, 1)
 
 
 def test_an_answer_may_stand_in_the_metadata():
@@ -92,7 +92,7 @@ def test_every_task_but_two_can_be_made(library):
     refused = {}
     for name in library.DATASETS:
         try:
-            made = gym_maker.make(name, {}, 11, 1)
+            made = gym_problems.make(name, {}, 11, 1)
         except ValueError as error:
             refused[name] = str(error)
         else:
@@ -109,7 +109,7 @@ def test_every_task_but_two_can_be_made(library):
 )
 def test_two_tasks_cannot_be_made(library, name, message):
     with pytest.raises(ValueError, match=message):
-        gym_maker.make(name, {}, 11, 1)
+        gym_problems.make(name, {}, 11, 1)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_two_tasks_cannot_be_made(library, name, message):
 )
 def test_what_the_library_refuses_is_one_line(library, name, options, message):
     with pytest.raises(ValueError, match=message) as caught:
-        gym_maker.make(name, options, 0, 1)
+        gym_problems.make(name, options, 0, 1)
     assert "\n" not in str(caught.value)
 
 

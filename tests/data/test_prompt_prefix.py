@@ -11,8 +11,7 @@ from transformers import AutoTokenizer
 
 from rljax import evaluate
 from rljax.compare.sampling import toy_prompts
-from rljax.data.encoding import prompt_ids
-from rljax.data.prompts import DataConfig, evaluation_datasets, render_problem
+from rljax.data.prompts import DataConfig, evaluation_datasets, prompt_ids, render_problem
 from rljax.data.tokenizer import load_tokenizer
 from rljax.record.rows import run_dumps
 from rljax.record.token_dumps import read_dump

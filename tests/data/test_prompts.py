@@ -7,7 +7,7 @@ import pytest
 
 from rljax.data.prompts import (
     DataConfig,
-    check_lengths,
+    drop_long,
     evaluation_datasets,
     render_prompt,
     training_problems,
@@ -115,11 +115,11 @@ def test_datasets_of_an_evaluation_are_named(bare):
 
 def test_prompts_that_are_too_long_are_counted(bare):
     problems = [{"prompt": "1+1="}, {"prompt": "12+1="}, {"prompt": "123+1="}]
-    check_lengths(problems, bare, 6, "")
+    assert drop_long(problems, bare, 6, "", may_drop=False) is problems
     with pytest.raises(
         ValueError, match=r"data.max_prompt_tokens = 4, but a prompt has 6 tokens, and 2 of 3 are longer; do this"
     ):
-        check_lengths(problems, bare, 4, "; do this")
+        drop_long(problems, bare, 4, "; do this", may_drop=False)
 
 
 @pytest.mark.parametrize(

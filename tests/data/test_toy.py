@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from toy_texts import TASKS, ToyBaseConfig
+from toy_texts import worked_addition as scratchpad
 
 from rljax.data.prompts import DataConfig, PromptStream, evaluation_datasets, training_problems
 from rljax.data.tokenizer import load_tokenizer
@@ -9,12 +11,9 @@ from rljax.data.toy import (
     ALPHABET,
     EOS,
     MAX_RESPONSE_TOKENS,
-    ToyBaseConfig,
     addition_problems,
     addition_reward,
     build_tokenizer,
-    demonstration_batch,
-    scratchpad,
 )
 
 
@@ -69,7 +68,7 @@ def test_tokenizer_is_one_token_a_character_and_reads_back(tmp_path):
 def test_demonstrations_have_the_declared_rates():
     config = ToyBaseConfig(batch_size=4000)
     for settled, rate in ((True, config.scratchpad_rate), (False, config.practice_rate)):
-        tokens, lengths = demonstration_batch(np.random.default_rng(0), config, settled=settled)
+        tokens, lengths = TASKS["addition"].sample_batch(np.random.default_rng(0), config, settled=settled)
         texts = ["".join(ALPHABET[i] for i in row[:n]) for row, n in zip(tokens, lengths, strict=True)]
         pads = [text for text in texts if ">" in text]
         direct = [text for text in texts if ">" not in text]

@@ -2,23 +2,23 @@
 
 import numpy as np
 import pytest
+from toy_texts import TASKS, ToyBaseConfig
+from toy_texts import worked_swaps as scratchpad
 
 from rljax.data.tokenizer import load_tokenizer
-from rljax.data.toy import ToyBaseConfig
-from rljax.data.toy_swaps import (
-    ALPHABET,
+from rljax.data.toy import (
     EOS,
     LETTERS,
-    MAX_RESPONSE_TOKENS,
+    MAX_SWAPS_TOKENS,
     SWAPS,
     build_tokenizer,
-    demonstration_batch,
     orders,
-    scratchpad,
     swap_problems,
     swaps_reward,
 )
 from rljax.policy.config import toy_config
+
+ALPHABET = TASKS["swaps"].alphabet
 
 
 def followed(prompt):
@@ -50,7 +50,7 @@ def test_right_scratchpads_are_rewarded_and_wrong_ones_are_not(seed):
         assert swaps_reward(problem, scratchpad(pairs), True) == 0.0
         wrong = scratchpad(pairs, int(rng.integers(SWAPS)), int(rng.integers(1, 10)))
         assert swaps_reward(problem, wrong, False) == 0.0
-        assert len(scratchpad(pairs)) + 1 <= MAX_RESPONSE_TOKENS
+        assert len(scratchpad(pairs)) + 1 <= MAX_SWAPS_TOKENS
 
 
 @pytest.mark.parametrize("response", ["", ":", "bdec", "bdecaa", " bdeca", "bdeca:", "bdeca,"])
@@ -72,7 +72,7 @@ def test_splits_are_disjoint_and_fixed_by_the_seed():
 
 
 def test_the_tokenizer_has_one_token_a_character(tmp_path):
-    build_tokenizer().save(tmp_path)
+    build_tokenizer(ALPHABET).save(tmp_path)
     tokenizer, config = load_tokenizer(tmp_path), toy_config(len(ALPHABET))
     assert len(tokenizer) == len(ALPHABET) == config.vocab_size
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (config.eos_token_id, config.pad_token_id)
@@ -84,7 +84,7 @@ def test_the_tokenizer_has_one_token_a_character(tmp_path):
 def test_demonstrations_have_the_declared_rates():
     config = ToyBaseConfig(batch_size=4000)
     for settled, rate in ((True, config.scratchpad_rate), (False, config.practice_rate)):
-        tokens, lengths = demonstration_batch(np.random.default_rng(0), config, settled=settled)
+        tokens, lengths = TASKS["swaps"].sample_batch(np.random.default_rng(0), config, settled=settled)
         texts = ["".join(ALPHABET[i] for i in row[:n]) for row, n in zip(tokens, lengths, strict=True)]
         assert all(text.endswith(EOS) for text in texts)
         right = {True: [], False: []}

@@ -14,7 +14,7 @@ import pytest
 from records import train_sequence
 
 from rljax.distributed.acts import Own, Shared, gather_results, to_the_end, together, values_of
-from rljax.distributed.messages import Announcement, pack, ragged, read_announcement, unpack, vectors_of
+from rljax.distributed.messages import Announcement, pack, read_announcement, unpack
 from rljax.distributed.processes import Processes, is_of_devices, start_processes
 from rljax.errors import ConfigError
 from rljax.rollout.turns import TurnRequest
@@ -77,11 +77,6 @@ def test_arguments_come_out_as_they_went_in():
     assert repr(found[6]) == repr(host)
     with pytest.raises(TypeError, match="object cannot be sent"):
         pack([object()])
-
-
-def test_vectors_may_be_empty():
-    vectors = [np.arange(2), np.arange(0), np.arange(3)]
-    assert [v.tolist() for v in vectors_of("x", ragged("x", vectors))] == [[0, 1], [], [0, 1, 2]]
 
 
 def test_who_stops_early_takes_the_rest_all_the_same():

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 DOORS = {
     "httpx": {"rollout.servers.http", "weights.source"},
     "starlette": {"weights.server", "rollout.external.receiver", "rollout.servers.vllm.endpoint"},
-    "uvicorn": {"weights.http_limits"},
-    "h11": {"weights.http_limits"},
+    "uvicorn": {"weights.server"},
+    "h11": {"weights.server"},
     "msgspec": {
         "rollout.servers.vllm.client",
         "rollout.servers.vllm.endpoint",
@@ -39,7 +39,7 @@ DOORS = {
         "distributed.child",
         "distributed.messages",
         "distributed.ownership",
-        "rollout.episodes.host_messages",
+        "rollout.episodes.outcomes",
         "weights.outlets",
         "weights.worker",
     },
@@ -77,7 +77,7 @@ DOORS = {
     "transformers": {"data.tokenizer", "compare.scorers", "schedule.torch"},
     "tensorboardX": {"record.writers", "record.event_files"},
     "tqdm": {
-        *("record.trackers", "record.writers", "run.data_check", "evaluate", "data.gym_maker"),
+        *("record.trackers", "record.writers", "run.data_check", "evaluate", "data.gym_problems"),
         *("compare.bench", "commands.check", "commands.compare", "commands.prepare", "commands.view"),
     },
     "jinja2": {"data.tokenizer"},
@@ -99,7 +99,7 @@ DOORS = {
     },
     "math_verify": {"rewards.math_answer", "rewards.math_value"},
     "latex2sympy2_extended": {"rewards.math_value"},
-    "reasoning_gym": {"data.gym_maker", "rewards.gym_answer"},
+    "reasoning_gym": {"data.gym_problems", "rewards.gym_answer"},
 }
 # Packages that the start of a command must not import. It answers within two seconds, and prints nothing of theirs.
 LATE = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rljax.data import gym_maker
+from rljax.data import gym_problems
 from rljax.data.gym_problems import right_answer
 from rljax.rewards.gym_grammar import is_formula
 from rljax.rewards.pool import RewardPool
@@ -27,7 +27,7 @@ from rljax.rewards.gym_answer import (  # noqa: E402
 
 @functools.cache
 def entry_of(name, place):
-    return gym_maker.make(name, {}, 11, place + 1)[place]
+    return gym_problems.make(name, {}, 11, place + 1)[place]
 
 
 @pytest.fixture

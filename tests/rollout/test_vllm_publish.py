@@ -15,13 +15,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from rljax.weights.publish_config import PublishConfig
-from rljax.weights.store import open_weight_directory
+from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum
 
 
 @pytest.fixture
 def files(tmp_path):
-    made = open_weight_directory(PublishConfig(), tmp_path)
+    made = WeightDirectory(PublishConfig(), tmp_path)
     yield made
     made.close()
 
@@ -75,8 +75,8 @@ def test_one_dtype(files):
 KEEPS_WEIGHTS = """
     import sys, time
     from rljax.weights.publish_config import PublishConfig
-    from rljax.weights.store import open_weight_directory
-    print(open_weight_directory(PublishConfig(), sys.argv[1]).root, flush=True)
+    from rljax.weights.store import WeightDirectory
+    print(WeightDirectory(PublishConfig(), sys.argv[1]).root, flush=True)
     time.sleep(60)
 """
 
@@ -101,7 +101,7 @@ def test_only_directories_of_dead_processes_are_removed(tmp_path):
         long_ago = time.time() - 3600
         for root in (living, dead, silent):
             os.utime(root / "owner.json", (long_ago, long_ago))
-        newcomer = open_weight_directory(PublishConfig(), tmp_path)
+        newcomer = WeightDirectory(PublishConfig(), tmp_path)
         assert set(tmp_path.iterdir()) == {living, beating, nobodys, newcomer.root}
         newcomer.close()
         newcomer.close()
@@ -115,4 +115,4 @@ def test_only_directories_of_dead_processes_are_removed(tmp_path):
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RuntimeError, match="cannot write under"):
-        open_weight_directory(PublishConfig(), tmp_path / "file")
+        WeightDirectory(PublishConfig(), tmp_path / "file")

@@ -28,7 +28,7 @@ from rljax.sharding import MeshConfig, make_mesh
 from rljax.weights.access import find_key_file
 from rljax.weights.outlets import make_part_writer
 from rljax.weights.publish_config import PublishConfig
-from rljax.weights.store import open_weight_directory
+from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import bits_of
 
 MODEL = Path(__file__).parents[2] / "configs/toy-base"
@@ -95,7 +95,7 @@ def main(index, count, coordinator, store, host, directory, heartbeat_s):
             follow(processes, [act, move], policy)
             parts.close()
         else:
-            files = open_weight_directory(
+            files = WeightDirectory(
                 publish,
                 rollout.transfer_dir,
                 api_key_file=find_key_file(None),

@@ -8,22 +8,24 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from rljax.weights.format import TensorRegion
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import open_source
 from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum, bits_of
 from rljax.weights.writer import Part
 
+DIRECTORY = PublishConfig("directory")
 SHAPES = {"embed": (64, 48), "norm": (48,), "experts": (4, 6, 8), "head": (64, 48)}
 
 
 class Training:
     """A set of tensors of which each step changes a share, with its versions."""
 
-    def __init__(self, root, dtype=ml_dtypes.bfloat16, files=None, **options):
+    def __init__(self, root, dtype=ml_dtypes.bfloat16, files=None, publish=DIRECTORY, **options):
         self.rng = np.random.default_rng(0)
         self.tensors = {name: self.rng.normal(size=shape).astype(dtype) for name, shape in SHAPES.items()}
-        self.files, self.number, self.versions = files or WeightDirectory(root, **options), 0, []
+        self.files, self.number, self.versions = files or WeightDirectory(publish, root, **options), 0, []
 
     def step(self, share=0.05):
         """Changes a share of the elements and writes a version."""

@@ -11,6 +11,7 @@ from weight_training import assert_holds, held
 from rljax.errors import NotWrittenError
 from rljax.weights.format import parse_version, write_version, xxh3_of
 from rljax.weights.mirror import DamagedError
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import SourceError, open_source
 from rljax.weights.store import WeightDirectory
@@ -113,7 +114,7 @@ def test_a_tensor_that_is_not_what_the_trainer_says_is_named(tmp_path, mirror):
     """The files are sound, but were made of other weights than the checksums."""
     tensors = {"a": np.ones((4, 4), np.float32), "b": np.ones(3, np.float32)}
     sums = {"a": array_checksum(tensors["a"]), "b": array_checksum(np.zeros(3, np.float32))}
-    with contextlib.closing(WeightDirectory(tmp_path)) as files:
+    with contextlib.closing(WeightDirectory(PublishConfig("directory"), tmp_path)) as files:
         version = files.write(tensors.items(), 0, sums)
         with pytest.raises(DamagedError, match=r"1 tensor is other than in \S+: b"):
             pull(open_source(version.source), version.path.name, mirror)

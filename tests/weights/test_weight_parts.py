@@ -25,7 +25,7 @@ from rljax.weights.outlets import make_part_writer
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import SourceError, open_source
-from rljax.weights.store import open_weight_directory
+from rljax.weights.store import WeightDirectory
 from rljax.weights.writer import PartWriter, WrittenFiles, merge_summaries, merge_written
 
 HERE = "127.0.0.1:1"  # a coordinator on this machine
@@ -67,7 +67,7 @@ class Pod:
 
     def __init__(self, root, count, store="http", anchor_every=4):
         self.parts = [own_parts(store, root / f"process_{index}", index) for index in range(count)]
-        files = open_weight_directory(
+        files = WeightDirectory(
             PublishConfig(store=store), root / "process_0", writer=InTurn(self.parts), anchor_every=anchor_every
         )
         self.training = Training(root, files=files)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rljax.weights.publish_config import PublishConfig
-from rljax.weights.store import open_weight_directory
+from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum
 from rljax.weights.writer import PartWriter, whole_parts
 
@@ -22,7 +22,7 @@ MODES = {"owner": (0o700, 0o600), f"group:{OWN_GROUP}": (0o750, 0o640), "all": (
 def publish(parent, store, readable_by):
     """Writes the probe and two versions, of which the second is a delta unless the store is shared."""
     writer = None if store == "shared" else PartWriter(whole_parts)
-    files = open_weight_directory(PublishConfig(store=store, readable_by=readable_by), parent, writer=writer)
+    files = WeightDirectory(PublishConfig(store=store, readable_by=readable_by), parent, writer=writer)
     files.probe()
     weights = np.arange(4096, dtype=np.float32)
     for version in range(2):
@@ -58,7 +58,7 @@ def test_nobody_else_writes_into_an_unfinished_version(tmp_path):
 
     before = os.umask(0)
     try:
-        with contextlib.closing(open_weight_directory(PublishConfig(readable_by="all"), tmp_path)) as files:
+        with contextlib.closing(WeightDirectory(PublishConfig(readable_by="all"), tmp_path)) as files:
             files.write(tensors(files.root), 0, {"w": array_checksum(weights)})
     finally:
         os.umask(before)

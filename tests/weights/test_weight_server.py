@@ -21,7 +21,7 @@ from rljax.weights.outlets import HttpOutlet
 from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import HttpSource, SourceError, open_source
-from rljax.weights.store import open_weight_directory
+from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum
 from rljax.weights.worker import WorkerWeights
 
@@ -111,7 +111,7 @@ def test_an_address_that_others_reach_needs_a_key(tmp_path):
     with pytest.raises(RuntimeError, match=r"is not loopback: others reach it, so RLJAX_API_KEY_FILE must name"):
         HttpOutlet(tmp_path / "root", host="10.0.0.7", port=0, api_key_file=None)
     with pytest.raises(RuntimeError, match="host must be a loopback or private address"):
-        open_weight_directory(PublishConfig(store="http", host="0.0.0.0"), tmp_path / "weights")
+        WeightDirectory(PublishConfig(store="http", host="0.0.0.0"), tmp_path / "weights")
     assert list((tmp_path / "weights").iterdir()) == []
 
 
@@ -158,7 +158,7 @@ def test_a_run_publishes_over_http(tmp_path, key_file, monkeypatch):
     monkeypatch.setenv(KEY_FILE, str(key_file))
     mirror = Mirror(tmp_path / "mirror")
     tensors = {"w": np.random.default_rng(0).normal(size=(300, 200)).astype(np.float32)}
-    files = open_weight_directory(PublishConfig(store="http"), tmp_path, api_key_file=key_file)
+    files = WeightDirectory(PublishConfig(store="http"), tmp_path, api_key_file=key_file)
     with contextlib.closing(files):
         path, text = files.probe()
         assert open_source(files.source).read(path.name).decode() == text
@@ -175,7 +175,7 @@ def test_a_run_publishes_over_http(tmp_path, key_file, monkeypatch):
 
 
 def test_a_shown_trainer_leaves_no_connection_in_the_worker(tmp_path):
-    files = open_weight_directory(PublishConfig(store="http"), tmp_path)
+    files = WeightDirectory(PublishConfig(store="http"), tmp_path)
     with contextlib.closing(files):
         path, text = files.probe()
         before, weights = len(os.listdir("/proc/self/fd")), WorkerWeights()

@@ -14,7 +14,7 @@ from weight_training import SHAPES, Training, assert_holds, held, shards
 
 from rljax.weights.format import Base, TensorRecord, Version, write_version
 from rljax.weights.mirror import Mirror
-from rljax.weights.outlets import StoreOutlet
+from rljax.weights.publish_config import PublishConfig
 from rljax.weights.pull import pull
 from rljax.weights.source import open_source
 from rljax.weights.store import WeightDirectory
@@ -48,7 +48,7 @@ def test_versions_arrive_bit_for_bit_as_deltas(tmp_path, mirror, dtype):
 def test_a_delta_of_one_percent_is_a_fiftieth_of_dense(tmp_path):
     rng = np.random.default_rng(0)
     tensors = {"w": (rng.normal(size=(1000, 1000)) * 0.02).astype(ml_dtypes.bfloat16)}
-    with contextlib.closing(WeightDirectory(tmp_path)) as files:
+    with contextlib.closing(WeightDirectory(PublishConfig("directory"), tmp_path)) as files:
         dense = files.write(tensors.items(), 0, {"w": array_checksum(tensors["w"])})
         new = {"w": tensors["w"].copy()}
         bits_of(new["w"]).reshape(-1)[rng.choice(10**6, 10**4, replace=False)] ^= 1
@@ -223,7 +223,7 @@ def test_nobody_loads_while_the_mirror_changes(training, mirror):
 
 def test_an_object_store_loses_the_versions_with_the_run(tmp_path, mirror):
     url = f"file://{tmp_path}/bucket"
-    training = Training(tmp_path / "local", anchor_every=2, make_outlet=lambda root: StoreOutlet(root, url=url))
+    training = Training(tmp_path / "local", anchor_every=2, publish=PublishConfig(url))
     with contextlib.closing(training.files):
         path, text = training.files.probe()
         assert open_source(training.files.source).read(path.name).decode() == text

@@ -11,7 +11,7 @@ from toy_runs import ROOT
 from weight_training import Training, assert_holds
 
 from rljax.weights.mirror import Mirror
-from rljax.weights.outlets import StoreOutlet
+from rljax.weights.publish_config import PublishConfig
 
 URL = "s3://runs/team/weights"
 pytestmark = [pytest.mark.store, pytest.mark.timeout(300)]
@@ -20,7 +20,7 @@ pytest_plugins = ["s3_server"]
 
 @pytest.fixture
 def training(s3, tmp_path):
-    made = Training(tmp_path / "trainer", anchor_every=3, make_outlet=lambda root: StoreOutlet(root, url=URL))
+    made = Training(tmp_path / "trainer", anchor_every=3, publish=PublishConfig(URL))
     with contextlib.closing(made.files):
         yield made
 
@@ -120,7 +120,7 @@ def test_a_server_that_is_gone_is_named_in_one_line(training, s3, tmp_path, monk
 
 
 def test_the_bucket_loses_the_versions_with_the_run(s3, tmp_path):
-    training = Training(tmp_path / "trainer", make_outlet=lambda root: StoreOutlet(root, url=URL))
+    training = Training(tmp_path / "trainer", publish=PublishConfig(URL))
     with contextlib.closing(training.files):
         training.step()
         assert bucket().find(URL)

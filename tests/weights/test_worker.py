@@ -16,7 +16,7 @@ from small_disk import small_disk
 
 from rljax.weights.format import PROTOCOL, read_version, write_version
 from rljax.weights.publish_config import PublishConfig
-from rljax.weights.store import WeightDirectory, open_weight_directory
+from rljax.weights.store import WeightDirectory
 from rljax.weights.sums import array_checksum
 from rljax.weights.worker import MIRROR_DIR, Pulls, WorkerWeights
 
@@ -25,7 +25,7 @@ TENSOR = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 @pytest.fixture
 def files(tmp_path):
-    with contextlib.closing(WeightDirectory(tmp_path / "weights")) as made:
+    with contextlib.closing(WeightDirectory(PublishConfig("directory"), tmp_path / "weights")) as made:
         yield made
 
 
@@ -127,7 +127,7 @@ def test_a_mirror_without_room_is_refused_before_a_pull(tmp_path, monkeypatch):
     disk = tmp_path / "disk"
     disk.mkdir()
     monkeypatch.setenv(MIRROR_DIR, str(disk))
-    with contextlib.closing(open_weight_directory(PublishConfig(store="http"), tmp_path)) as files, small_disk(disk, 4):
+    with contextlib.closing(WeightDirectory(PublishConfig(store="http"), tmp_path)) as files, small_disk(disk, 4):
         shown = *(str(each) for each in files.probe()), PROTOCOL, files.source
         weights = WorkerWeights()
         weights.show(*shown, version_bytes=2**20)
@@ -139,7 +139,7 @@ def test_a_mirror_without_room_is_refused_before_a_pull(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
 def test_a_trainer_of_another_protocol_is_refused(tmp_path, protocol):
-    with contextlib.closing(open_weight_directory(PublishConfig(), tmp_path)) as files:
+    with contextlib.closing(WeightDirectory(PublishConfig(), tmp_path)) as files:
         path, text = files.probe()
         with pytest.raises(
             ValueError, match=f"^rljax protocol: the trainer speaks {protocol}, this server {PROTOCOL};"
@@ -154,7 +154,7 @@ def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
     """
     tensors = {"b": np.ones((2, 3), np.float32), "a": np.zeros(4, np.float32)}
     sums = {name: array_checksum(array) for name, array in tensors.items()}
-    with contextlib.closing(open_weight_directory(PublishConfig(), tmp_path)) as files:
+    with contextlib.closing(WeightDirectory(PublishConfig(), tmp_path)) as files:
         path, text = files.probe()
         weights = WorkerWeights()
         weights.show(str(path), text, PROTOCOL)
@@ -174,7 +174,7 @@ def test_a_worker_loads_a_shared_version_by_its_files(tmp_path):
 
 def test_a_delta_or_a_part_is_not_loaded_from_its_files(tmp_path):
     tensor = np.arange(400, dtype=np.float32)
-    with contextlib.closing(WeightDirectory(tmp_path)) as files:
+    with contextlib.closing(WeightDirectory(PublishConfig("directory"), tmp_path)) as files:
         path, text = files.probe()
         weights = WorkerWeights()
         weights.show(str(path), text, PROTOCOL)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from rljax.data import toy_calculator
+from rljax.data import toy
 from rljax.rollout.episodes.environment import Content
 from rljax.rollout.episodes.tool_calls import ToolCall
 from rljax.rollout.episodes.tool_environment import ToolEnvironment
@@ -18,7 +18,7 @@ _CALL = re.compile(r"(?:^|>)(\d{1,9}(?:\+\d{1,9})+)=$")
 class Calculator(ToolEnvironment):
     """A calculator for ``data.task: calculator``. The policy reads a result as a text, such as ``579,``."""
 
-    tools: ClassVar = {"add": f"{toy_calculator.__name__}:{toy_calculator.add.__name__}"}
+    tools: ClassVar = {"add": f"{toy.__name__}:{toy.add.__name__}"}
     scored_by: ClassVar = "addition"
 
     def parse(self, response: str) -> Sequence[ToolCall]:

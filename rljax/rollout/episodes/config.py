@@ -36,10 +36,6 @@ class EpisodeConfig:
         """The longest time that code of an environment may run without awaiting (seconds)."""
         return min(self.call_timeout_s, _BUSY_S)
 
-    def turn_tokens(self, room: int) -> int:
-        """Returns the most tokens of one turn of a trajectory with at most ``room`` tokens behind its prompt."""
-        return min(self.max_turn_tokens or room, room)
-
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_turns", "max_rows", "workers")
         check_at_least(self, 0, "max_turn_tokens")

@@ -12,8 +12,7 @@ from typing import Any
 from rljax.distributed.child import Child, decode
 from rljax.distributed.frames import FrameError
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
-from rljax.rollout.episodes.host_messages import HOST_MESSAGE, HostMessage
-from rljax.rollout.episodes.outcomes import UTF8_BYTES
+from rljax.rollout.episodes.outcomes import HOST_MESSAGE, UTF8_BYTES, HostMessage
 from rljax.rollout.episodes.progress import ProgressBoard, StuckWatch
 
 _LOOK_S = 0.1
@@ -86,7 +85,7 @@ class HostLink:
                 self._process.kill()
                 outbox.put(None)
                 sender.join(_JOIN_S)
-                running = self._board.read().running
+                running, _ = self._board.read()
                 status = self._process.replace()
                 self._on_death(f"{said}, {status}" if said else status, stuck, running)
         except CancelledError:

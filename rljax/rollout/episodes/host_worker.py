@@ -8,8 +8,8 @@ of a call of an environment or of a tool:
 - ``("began",)``: A process begins to run the tool.
 - ``("result", ToolResult)``: The tool has ended.
 
-This process sends the types of ``host_messages``. Every call of a method gets one ``CallEnded``, also if its trajectory
-is forgotten meanwhile.
+This process sends the types of ``outcomes.HostMessage``. Every call of a method gets one ``CallEnded``, also if its
+trajectory is forgotten meanwhile.
 """
 
 from __future__ import annotations
@@ -30,10 +30,17 @@ from rljax.distributed.answering import GRACE_S, end_by_alarm, end_if_forked, se
 from rljax.distributed.frames import Frames
 from rljax.errors import describe
 from rljax.rollout.episodes import tools
-from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
+from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Environment, find_environment
-from rljax.rollout.episodes.host_messages import CallEnded, HostMessage, ToolAsked, ToolDropped, ToolRefused
-from rljax.rollout.episodes.outcomes import Outcome, check_outcome
+from rljax.rollout.episodes.outcomes import (
+    CallEnded,
+    HostMessage,
+    Outcome,
+    ToolAsked,
+    ToolDropped,
+    ToolRefused,
+    check_outcome,
+)
 from rljax.rollout.episodes.progress import ProgressBoard
 from rljax.rollout.episodes.tools import ToolArguments, ToolResult
 
@@ -157,7 +164,7 @@ class _Host:
             if call.method == "reset":
                 self._environments[number] = self._make()
             value = await getattr(self._environments[number], call.method)(*arguments)
-            outcome = check_outcome(call.method, value, MAX_REPLY_CHARS)
+            outcome = check_outcome(call.method, value)
         except BaseException as error:  # a person's environment may raise anything
             memory_error = isinstance(error, MemoryError)
             outcome = Outcome(None, "raised", f"{call.method}: {describe(error)}")

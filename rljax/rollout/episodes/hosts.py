@@ -17,13 +17,20 @@ from typing import Any
 from rljax.distributed.child import new_number
 from rljax.distributed.frames import FrameError
 from rljax.errors import describe, printable
-from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
+from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import find_environment
 from rljax.rollout.episodes.host_link import HostLink, pack
-from rljax.rollout.episodes.host_messages import CallEnded, HostMessage, ToolAsked, ToolRefused
-from rljax.rollout.episodes.outcomes import LONGEST_MESSAGE, Outcome, check_outcome
+from rljax.rollout.episodes.outcomes import (
+    LONGEST_MESSAGE,
+    CallEnded,
+    HostMessage,
+    Outcome,
+    ToolAsked,
+    ToolRefused,
+    check_outcome,
+)
 from rljax.rollout.episodes.tool_pool import ToolPool
-from rljax.rollout.episodes.tools import PackedArguments, ToolResult
+from rljax.rollout.episodes.tools import ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +245,7 @@ class EnvironmentHosts:
             if trajectory is None or trajectory.future is None:
                 return
             if outcome.failure is None:
-                checked = check_outcome(trajectory.method, outcome.value, MAX_REPLY_CHARS)
+                checked = check_outcome(trajectory.method, outcome.value)
                 outcome = dataclasses.replace(checked, cut=checked.cut or outcome.cut)
             else:
                 outcome = Outcome(None, outcome.failure, printable(outcome.message[:LONGEST_MESSAGE]))
@@ -257,9 +264,9 @@ class EnvironmentHosts:
                 result = future.result() if error is None else ToolResult(f"error: {error}", "died")
                 link.send(number, pack("result", result))
 
-        arguments = PackedArguments(asked.arguments)
+        began = functools.partial(link.send, number, pack("began"))
         try:
-            future = self._tools.submit(asked.path, arguments, asked.counted, lambda: link.send(number, pack("began")))
+            future = self._tools.submit(asked.path, asked.arguments, asked.counted, began)
         except RuntimeError:  # closed meanwhile
             return
         calls[number] = future

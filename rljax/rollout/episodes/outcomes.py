@@ -1,4 +1,7 @@
-"""The outcome of one call of an environment, and the checks of what the environment returned."""
+"""The outcome of one call of an environment, the checks of what it returned, and the messages of a host process.
+
+The parent of a host process decodes its messages into these types and executes none of them.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from rljax.errors import printable
 from rljax.rewards.resolve import is_reward
+from rljax.rollout.episodes.config import MAX_REPLY_CHARS
 from rljax.rollout.episodes.environment import Content, Reply
 
 UTF8_BYTES = 4
@@ -41,22 +47,22 @@ def clip(text: str, limit: int) -> tuple[str, bool]:
     return (text[:limit].encode("utf-8", "replace").decode(), len(text) > limit)
 
 
-def check_outcome(method: str, value: Any, limit: int) -> Outcome:
+def check_outcome(method: str, value: Any) -> Outcome:
     """Returns the outcome of a call of reset, step or reward: ``value`` in plain types, or the failure ``bad_reply``.
 
-    ``limit`` is the longest text in characters. A longer prompt is a failure, a longer reply is cut.
+    A prompt of more than ``MAX_REPLY_CHARS`` is a failure, a longer reply is cut.
     """
     try:
         if method == "reward":
             return Outcome(_reward(value))
         if method == "reset":
-            prompt, cut = _content(value, limit)
+            prompt, cut = _content(value)
             if cut:
-                raise ValueError(f"reset returned a prompt of more than {limit} characters")
+                raise ValueError(f"reset returned a prompt of more than {MAX_REPLY_CHARS} characters")
             return Outcome(prompt)
         if not isinstance(value, Reply) or not isinstance(value.done, bool):
             raise ValueError(f"step must return Reply(content, done), got {_named(value)}")
-        content, cut = _content(value.content, limit)
+        content, cut = _content(value.content)
         return Outcome(Reply(content, value.done), cut=cut)
     except ValueError as error:
         return Outcome(failure="bad_reply", message=printable(str(error)[:LONGEST_MESSAGE]))
@@ -68,18 +74,18 @@ def _reward(value: Any) -> float:
     return float(value)
 
 
-def _content(value: Any, limit: int) -> tuple[Any, bool]:
-    """Returns a text, messages or None in plain types, cut to ``limit`` characters, and whether it was cut.
+def _content(value: Any) -> tuple[Any, bool]:
+    """Returns a text, messages or None in plain types, cut to ``MAX_REPLY_CHARS``, and whether it was cut.
 
     Raises ValueError if ``value`` is none of these.
     """
     if value is None:
         return None, False
     if isinstance(value, str):
-        return clip(value, limit)
+        return clip(value, MAX_REPLY_CHARS)
     if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
         raise ValueError(f"the content must be a text, a list of messages or None, got {_named(value)}")
-    messages, cut = [], False
+    messages, cut, limit = [], False, MAX_REPLY_CHARS
     for message in value:
         if not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(
@@ -101,3 +107,33 @@ def _content(value: Any, limit: int) -> tuple[Any, bool]:
 def _named(value: Any) -> str:
     """Returns a short description of any value: a number as it is, otherwise its type."""
     return repr(value) if isinstance(value, float) else f"a value of type {type(value).__name__}"
+
+
+class CallEnded(msgspec.Struct, tag=True):
+    """The end of a call of an environment. The number of the frame is the number of the call."""
+
+    outcome: Outcome
+
+
+class ToolAsked(msgspec.Struct, tag=True):
+    """A tool that is to be run. The number of the frame is the number that its result shall have.
+
+    Attributes:
+      arguments: The pickle of the arguments, which only the process of the tool reads.
+    """
+
+    path: str
+    arguments: bytes
+    counted: bool
+
+
+class ToolDropped(msgspec.Struct, tag=True):
+    """A tool whose result is not needed any more. The number of the frame is the number of its result."""
+
+
+class ToolRefused(msgspec.Struct, tag=True):
+    """A call of a tool that was refused before it came to the parent, which counts it. The number is 0."""
+
+
+HostMessage = CallEnded | ToolAsked | ToolDropped | ToolRefused
+HOST_MESSAGE: msgspec.msgpack.Decoder[HostMessage] = msgspec.msgpack.Decoder(HostMessage)

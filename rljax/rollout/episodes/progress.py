@@ -7,21 +7,12 @@ import os
 import struct
 import tempfile
 import time
-from typing import NamedTuple
 
 _FORM = struct.Struct("<qq")
 
 
-class HostProgress(NamedTuple):
-    """The state of a host process."""
-
-    running: int  # the number of the trajectory whose code runs now; 0 if none does
-    # The number of writes so far. It grows as long as the process makes progress.
-    moves: int
-
-
 class ProgressBoard:
-    """The shared memory with a ``HostProgress``. The host process writes it, and its crash leaves it there."""
+    """The shared memory with two numbers. The host process writes it, and its crash leaves it there."""
 
     def __init__(self, descriptor: int | None = None):
         """Opens the memory of an inherited ``descriptor``, or makes a new one."""
@@ -39,9 +30,10 @@ class ProgressBoard:
         self._moves += 1
         _FORM.pack_into(self._memory, 0, running, self._moves)
 
-    def read(self) -> HostProgress:
-        """Returns the state that was written last."""
-        return HostProgress(*_FORM.unpack_from(self._memory))
+    def read(self) -> tuple[int, int]:
+        """Returns the trajectory that runs now (0: none), and the number of writes, which grows with all progress."""
+        running, moves = _FORM.unpack_from(self._memory)
+        return running, moves
 
 
 class StuckWatch:

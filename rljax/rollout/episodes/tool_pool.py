@@ -13,7 +13,7 @@ from rljax.distributed.child import LONGEST, Child, ChildPool, Decoder, LostErro
 from rljax.errors import printable
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.outcomes import UTF8_BYTES, clip
-from rljax.rollout.episodes.tools import PackedArguments, ToolArguments, ToolResult
+from rljax.rollout.episodes.tools import ToolArguments, ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ class ToolPool:
     def submit(
         self,
         path: str,
-        arguments: ToolArguments | PackedArguments,
+        arguments: ToolArguments | bytes,
         counted: bool = True,
         began: Callable[[], None] | None = None,
     ) -> Future[ToolResult]:
-        """Starts to call the function ``path`` with named or listed arguments.
+        """Starts to call the function ``path`` with named or listed arguments, or the pickle of them.
 
         ``counted``: Whether the call counts in the metrics. ``began`` is called on another thread, once a free process
         has imported the function. The result is a future, also of a failure. The future itself raises RuntimeError only
@@ -89,7 +89,7 @@ class ToolPool:
     def _call(
         self,
         path: str,
-        arguments: ToolArguments | PackedArguments,
+        arguments: ToolArguments | bytes,
         counted: bool,
         began: Callable[[], None] | None,
         process: Child,
@@ -100,7 +100,7 @@ class ToolPool:
         return result
 
     def _run(
-        self, path: str, arguments: ToolArguments | PackedArguments, began: Callable[[], None] | None, process: Child
+        self, path: str, arguments: ToolArguments | bytes, began: Callable[[], None] | None, process: Child
     ) -> ToolResult:
         limit_s = _IMPORT_S
         try:
@@ -110,7 +110,7 @@ class ToolPool:
             if began is not None:
                 began()
             limit_s = self._timeout_s
-            result = process.ask((path, arguments, MAX_REPLY_CHARS), limit_s, _RESULT)
+            result = process.ask((path, arguments), limit_s, _RESULT)
         except TimeoutError:
             return ToolResult(f"error: the tool took more than {limit_s:g} s", "timeout")
         except LostError as error:

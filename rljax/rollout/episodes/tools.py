@@ -17,21 +17,14 @@ from rljax import user_code
 from rljax.distributed.answering import answer_requests
 from rljax.distributed.frames import Frames
 from rljax.errors import describe
+from rljax.rollout.episodes.config import MAX_REPLY_CHARS
 from rljax.rollout.episodes.outcomes import clip
 
 ToolArguments = Mapping[str, Any] | Sequence[Any]
 """The arguments of a tool: a mapping of names, or a sequence of values in their order."""
 
 
-@dataclass(frozen=True)
-class PackedArguments:
-    """The pickle of ``ToolArguments`` that another process made. Only the process of the tool may unpickle it."""
-
-    pickled: bytes
-
-
 ToolFailure = Literal["error", "timeout", "died"]
-_CHARS = 16384
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ async def call_tool(path: str, arguments: ToolArguments, *, counted: bool = True
     """
     if _runner is not None:
         return await _runner(path, arguments, counted)
-    return run_function(path, arguments, _CHARS)
+    return run_function(path, arguments)
 
 
 def refuse_call(reason: str) -> ToolResult:
@@ -91,7 +84,7 @@ def run_calls_by(runner: Runner, count_refused: Callable[[], None]) -> None:
 def run_tools(frames: Frames) -> None:
     """Answers the requests of a ``ToolPool`` in a child process.
 
-    A request holds the argument of ``import_function``, or the three arguments of ``run_function``.
+    A request holds the argument of ``import_function``, or the two arguments of ``run_function``.
     """
 
     def answer(*arguments: Any) -> Any:
@@ -109,19 +102,20 @@ def import_function(path: str) -> str | None:
     return None
 
 
-def run_function(path: str, arguments: ToolArguments | PackedArguments, longest: int) -> ToolResult:
-    """Calls the function ``path`` and returns its result as a text of at most ``longest`` characters.
+def run_function(path: str, arguments: ToolArguments | bytes) -> ToolResult:
+    """Calls the function ``path`` and returns its result as a text of at most ``MAX_REPLY_CHARS``.
 
+    Arguments may be a pickle that another process made, which only the process of the tool may unpickle.
     A result that is a text stays as it is. Any other result is written as JSON, or by ``str`` if JSON cannot hold it.
     An exception of the function becomes a text that begins with "error:".
     """
     try:
         function = _function(path)
-        given = pickle.loads(arguments.pickled) if isinstance(arguments, PackedArguments) else arguments
+        given = pickle.loads(arguments) if isinstance(arguments, bytes) else arguments
         value = function(**given) if isinstance(given, Mapping) else function(*given)
         if inspect.iscoroutine(value):
             value = asyncio.run(value)
-        text, cut = clip(_written(value), longest)
+        text, cut = clip(_written(value), MAX_REPLY_CHARS)
         return ToolResult(text, cut=cut)
     except KeyboardInterrupt:
         raise

@@ -16,9 +16,7 @@ import time
 from pathlib import Path
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -29,8 +27,8 @@ from rljax.rollout.external.address import parse_address
 from rljax.rollout.external.bodies import JSON, LINES, MSGPACK, make_reader
 from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import RowLimits, Trajectory, read_trajectories
-from rljax.weights.access import KEY_FILE, RefuseWebPages, RequireKey, listen, serving_key
-from rljax.weights.http_limits import WAIT_S, limited_server
+from rljax.weights.access import KEY_FILE, listen, serving_key
+from rljax.weights.server import WAIT_S, guarded_app, limited_server
 
 MOST_BYTES = 64 * 2**20  # the largest request (bytes)
 _SMALL_BYTES = 2**20  # the most bytes of a request that may arrive without one of the places for large requests
@@ -101,7 +99,8 @@ class Receiver:
             if digest:
                 self._keys[digest] = path.name
         self._socket, self.url = listen(self._host, self._port)
-        self._server = limited_server(self._application())
+        routes = [Route("/trajectories", self._post, methods=["POST"]), Route("/policy", self._policy)]
+        self._server = limited_server(guarded_app(routes, self._host, self._key_file))
         run = functools.partial(self._server.run, sockets=[self._socket])
         self._thread = threading.Thread(target=run, name="rljax-trajectories", daemon=True)
         self._thread.start()
@@ -117,16 +116,6 @@ class Receiver:
         self._thread.join(5.0)
         self._server.force_exit = True
         self._socket.close()
-
-    def _application(self) -> Starlette:
-        guards = [Middleware(RefuseWebPages, host=self._host if self._key_file is None else None)]
-        guards += [] if self._key_file is None else [Middleware(RequireKey, key_file=self._key_file)]
-        routes = [
-            Route("/trajectories", self._post, methods=["POST"]),
-            Route("/policy", self._policy),
-            Route("/health", _health),
-        ]
-        return Starlette(routes=routes, middleware=guards)
 
     async def _policy(self, _: Request) -> Response:
         return JSONResponse(await run_in_threadpool(self._told))
@@ -215,15 +204,9 @@ class Receiver:
         return trajectories, [msgspec.json.encode(row) for _, row in rows]
 
     def _told(self) -> dict[str, int]:
-        counts = self._queue.counts()
-        waiting = counts.ready + counts.newer + counts.incomplete
         return {
             "policy_version": self._queue.version,
-            "waiting_groups": waiting,
+            "waiting_groups": sum(self._queue.counts()),
             "max_waiting_groups": self._max_groups,
             **self._facts,
         }
-
-
-async def _health(_: Request) -> Response:
-    return PlainTextResponse("ok\n")

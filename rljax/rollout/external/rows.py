@@ -16,7 +16,6 @@ import numpy as np
 
 from rljax.errors import ReplyError
 from rljax.policy.config import route_dtype
-from rljax.rollout.external.doubts import find_doubts
 from rljax.rollout.servers.replies import check_tops, make_tops
 from rljax.rollout.types import Response, SamplingParams
 from rljax.tokens import TOPS, TokenRecord, as_stored
@@ -27,6 +26,11 @@ _LARGEST = 2**31 - 1  # token ids, turns and versions are int32
 _ROUNDING = 1e-4  # the largest log-probability above 0 that counts as rounding (nats); it is then taken as 0
 _LOWEST = -1e4  # the lowest log-probability that a sampled token can have (nats); vLLM writes -9999 for minus infinity
 _EACH = "expected {}, one for each of token_ids"
+
+DOUBTS = CONSTANT, AFTER_STOP, MIXED = "rollout/constant_logprobs", "rollout/after_stop", "rollout/mixed_prompts"
+"""The metrics: trajectories with equal log-probabilities, or with tokens after a stop token; groups of many prompts."""
+MIXED_REMEDY = "give each problem a group name of its own, also in later batches, if they are not meant to be compared"
+_SEVERAL = 8  # the fewest sampled tokens whose equal log-probabilities are odd
 
 PostedRow = Mapping[str, Any]
 
@@ -334,3 +338,24 @@ def _routes(row: PostedRow, place: str, count: int, sizes: tuple[int, int, int])
             raise ValueError(f"{place}: routes must have {numbers}, got {each!r:.60} at token {i}")
     flat = _integers(list(itertools.chain.from_iterable(lists)), f"{place}: routes", below=experts)
     return flat.reshape(count, layers, k).astype(route_dtype(experts))
+
+
+def find_doubts(row: Response, place: str, stop_token_ids: Sequence[int]) -> dict[str, str]:
+    """Returns what is odd about one row of a trajectory: a line that begins with ``place``, by the metric's name.
+
+    It may be right, so it is counted and said, and the row is not refused.
+    A policy that is sure of each token, or draws evenly, also has equal log-probabilities. An engine that ignores the
+    stop tokens also goes on after them.
+    """
+    places = np.flatnonzero(row.turns > 0)
+    sampled, found = row["rollout_logprobs"][places], {}
+    if len(sampled) >= _SEVERAL and (sampled == sampled[0]).all():
+        said = f"{place}: logprobs are {sampled[0]:g} at all {len(sampled)} sampled tokens"
+        found[CONSTANT] = f"{said}; send those of the sampler"
+    stops = np.isin(row.response[places[:-1]], stop_token_ids) & (row.turns[places[1:]] == row.turns[places[:-1]])
+    if stops.any():
+        first = int(np.flatnonzero(stops)[0])
+        stop, after = row.response[places[first]], places[first + 1]
+        said = f"{place}: token_ids goes on at token {after} after the stop token {stop} of the same turn"
+        found[AFTER_STOP] = f"{said}; end a turn there, or say in turns that another one begins"
+    return found

@@ -35,7 +35,7 @@ from rljax.rollout.types import Response, RolloutConfig, SamplingParams
 from rljax.weights.access import find_key_file
 from rljax.weights.format import Checksum
 from rljax.weights.publish_config import PublishConfig
-from rljax.weights.store import WeightVersion, open_weight_directory
+from rljax.weights.store import WeightDirectory, WeightVersion
 from rljax.weights.writer import Part, Writer
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class ServedEngine(Admission, RolloutEngine):
         with contextlib.ExitStack() as opened:
             opened.callback(self.fleet.close)
             key_file, writer = find_key_file(config.api_key_file), functions.writer
-            self.files = open_weight_directory(self._publish, config.transfer_dir, api_key_file=key_file, writer=writer)
+            self.files = WeightDirectory(self._publish, config.transfer_dir, api_key_file=key_file, writer=writer)
             opened.callback(self.files.close)
             # Until all servers of ``urls`` have shaken hands, or the first one that discovery lists.
             while not self._infos or (self.fleet.discovery is None and self._client.down()):

@@ -4,10 +4,11 @@ import asyncio
 
 import numpy as np
 import pytest
+from toy_texts import TASKS as TEXTS
+from toy_texts import ToyBaseConfig
 
 from rljax.data.prompts import TOYS, DataConfig, training_problems
-from rljax.data.toy import ToyBaseConfig
-from rljax.data.toy_calculator import ALPHABET, MAX_RESPONSE_TOKENS, PROMPT_TOKENS, build_tokenizer, demonstration_batch
+from rljax.data.toy import ALPHABET, MAX_CALCULATOR_TOKENS, PROMPT_TOKENS, build_tokenizer
 from rljax.rollout.episodes.calculator import Calculator
 from rljax.rollout.episodes.environment import Reply, find_environment
 from rljax.rollout.episodes.hosts import EnvironmentHosts
@@ -66,11 +67,11 @@ def test_the_task_names_its_problems():
 
 def test_demonstrations_are_trajectories_of_the_environment():
     config = ToyBaseConfig(batch_size=400, practice_rate=0.5, wrong_digit_rate=0.0, wrong_direct_rate=0.0)
-    tokens, lengths = demonstration_batch(np.random.default_rng(0), config, settled=False)
+    tokens, lengths = TEXTS["calculator"].sample_batch(np.random.default_rng(0), config, settled=False)
     texts = ["".join(ALPHABET[i] for i in row[:n]) for row, n in zip(tokens, lengths, strict=True)]
     calls = [text for text in texts if ">" in text]
     assert 150 < len(calls) < 250
-    assert max(lengths) <= PROMPT_TOKENS + MAX_RESPONSE_TOKENS
+    assert max(lengths) <= PROMPT_TOKENS + MAX_CALCULATOR_TOKENS
     for text in calls[:20]:
         prompt, response = text.split("=", 1)
         a, b = (int(number) for number in prompt.split("+"))

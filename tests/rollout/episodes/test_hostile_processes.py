@@ -25,7 +25,7 @@ MODULE = """
 import os, pathlib, signal, subprocess, sys, threading, time
 import hostile
 from rljax.rollout.episodes.environment import Reply
-from rljax.rollout.episodes.host_messages import CallEnded
+from rljax.rollout.episodes.outcomes import CallEnded
 from rljax.rollout.episodes.outcomes import Outcome
 from rljax.rollout.episodes.tools import ToolResult
 

@@ -3,7 +3,7 @@
 import numpy as np
 from records import response
 
-from rljax.rollout.episodes.recorder import TokenRecorder
+from rljax.run.episodes import TokenRecorder
 from rljax.tokens import as_stored
 
 
