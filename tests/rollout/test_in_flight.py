@@ -12,6 +12,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from served_engines import PARAMS, PROMPTS, make
+from waiting import until
 
 from rljax.errors import ReplyError, ServerError, VerificationError
 from rljax.rollout.build import check_engine
@@ -33,13 +34,6 @@ def sampled(engine, n=2, reported=0):
 def tops_of(token):
     """Returns the likeliest tokens beside a sampled token: the token itself, and the tokens 7 and 8 later."""
     return [(token, -1.0), ((token + 7) % 64, -2.0), ((token + 8) % 64, -3.0)]
-
-
-def until(is_so):
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from served_engines import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
+from waiting import until
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.servers.client import ServerClient
@@ -23,13 +24,6 @@ from rljax.rollout.types import ClientLimits, SamplingParams
 @pytest.fixture
 def fakes(another):
     return lambda count: [another() for _ in range(count)]
-
-
-def until(holds) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def write(path, *fakes: FakeVllm) -> None:
