@@ -1,5 +1,6 @@
 """Settings for every test: rank promotion raises, float32 means float32, and jax compiles quickly on the CPU."""
 
+import contextlib
 import gc
 import os
 import re
@@ -108,10 +109,23 @@ def toy_base() -> Path:
 
 
 @pytest.fixture
-def fake():
-    """Yields a server that answers as the test says; the real server is used in tests/integration."""
+def another():
+    """Yields a function that starts a server, at a port or any, that answers as the test says.
+
+    The real server is used in tests/integration.
+    """
     from vllm_fake import FakeVllm  # imports numpy and safetensors, which few tests need
 
-    server = FakeVllm()
-    yield server
-    server.stop()
+    with contextlib.ExitStack() as stack:
+
+        def start(port=0):
+            server = FakeVllm(port)
+            stack.callback(server.stop)
+            return server
+
+        yield start
+
+
+@pytest.fixture
+def fake(another):
+    return another()

@@ -11,7 +11,6 @@ pytest.importorskip("transformers")
 
 from planted_layers import FAULTS
 from transformers_models import hf_model, mixture
-from vllm_fake import FakeVllm
 
 from rljax.commands import compare
 from rljax.compare.layers.differences import compare_layers, precision
@@ -242,21 +241,17 @@ def test_the_program_fails_where_a_layer_differs(directory, tokens, tmp_path, ca
     assert "verdict: layer 1, key projection (own error 0.01, limit 2e-06" in capsys.readouterr().out
 
 
-def test_a_running_sglang_is_refused_before_it_is_asked(directory, tokens, tmp_path, capsys):
-    server = FakeVllm()
-    try:
-        for scorers in (["jax:float32", f"sglang:{server.url}"], [f"sglang:{server.url}", "jax:float32"]):
-            arguments = [str(tokens), "--model", str(directory), "--layers", "--out", str(tmp_path / "out")]
-            words = [word for spec in scorers for word in ("--scorer", spec)]
-            assert run_cli(compare.main, [*arguments, *words]) == 2
-            said = capsys.readouterr().err.strip().splitlines()
-            assert said == [
-                f"error: --layers cannot look into the scorer 'sglang:{server.url}': SGLang has no hooks that can be "
-                "put into a running server; compare it without --layers"
-            ]
-        assert not server.seen
-    finally:
-        server.stop()
+def test_a_running_sglang_is_refused_before_it_is_asked(directory, tokens, tmp_path, capsys, fake):
+    arguments = [str(tokens), "--model", str(directory), "--layers", "--out", str(tmp_path / "out")]
+    for scorers in (["jax:float32", f"sglang:{fake.url}"], [f"sglang:{fake.url}", "jax:float32"]):
+        words = [word for spec in scorers for word in ("--scorer", spec)]
+        assert run_cli(compare.main, [*arguments, *words]) == 2
+        said = capsys.readouterr().err.strip().splitlines()
+        assert said == [
+            f"error: --layers cannot look into the scorer 'sglang:{fake.url}': SGLang has no hooks that can be "
+            "put into a running server; compare it without --layers"
+        ]
+    assert not fake.seen
 
 
 def test_the_program_refuses_what_it_cannot_compare(directory, tokens, tmp_path, capsys):

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from vllm_fake import FakeVllm
 
 from rljax.commands import compare
 from rljax.compare.distributions import compare_distributions
@@ -123,19 +122,13 @@ def test_a_plain_server_is_scored_under_its_own_names(fake):
     assert name_columns([f"vllm:{fake.url}"]) == {f"vllm:{fake.url}": f"vllm:127.0.0.1:{fake.port}"}
 
 
-def test_columns_are_named_by_dtype_and_kept_apart(fake):
-    other = FakeVllm()
-    try:
-        specs = [f"vllm:{fake.url}", f"vllm:{other.url}", "jax:float32"]
-        assert name_columns([*specs, specs[0]]) == {
-            specs[0]: "vllm:float32",
-            specs[1]: specs[1],
-            "jax:float32": "jax:float32",
-        }
-        other.dtype = "bfloat16"
-        assert name_columns(specs)[specs[1]] == "vllm:bfloat16"
-    finally:
-        other.stop()
+def test_columns_are_named_by_dtype_and_kept_apart(fake, another):
+    other = another()
+    specs = [f"vllm:{fake.url}", f"vllm:{other.url}", "jax:float32"]
+    kept = dict(zip(specs, ["vllm:float32", specs[1], "jax:float32"], strict=True))
+    assert name_columns([*specs, specs[0]]) == kept
+    other.dtype = "bfloat16"
+    assert name_columns(specs)[specs[1]] == "vllm:bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -39,21 +40,20 @@ def main(argv: Sequence[str]) -> int:
         api_key_file=key_file,
         verify=VerifyConfig(prompts=1, tokens=4),
     )
-    engine = make_engine(
-        rollout,
-        policy,
-        make_mesh(MeshConfig(), jax.devices()[:1]),
-        max_prompt_tokens=MAX_TOKENS // 2,
-        max_tokens=MAX_TOKENS,
-        publish=PublishConfig(store="http", host=host),
-    )
-    try:
+    with closing(
+        make_engine(
+            rollout,
+            policy,
+            make_mesh(MeshConfig(), jax.devices()[:1]),
+            max_prompt_tokens=MAX_TOKENS // 2,
+            max_tokens=MAX_TOKENS,
+            publish=PublishConfig(store="http", host=host),
+        )
+    ) as engine:
         params = load_params(model, policy)
         for number, line in enumerate(sys.stdin):
             params = changed(params, float(line), number)
             print(json.dumps(engine.publish(params, number)), flush=True)
-    finally:
-        engine.close()
     return 0
 
 

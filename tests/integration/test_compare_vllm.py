@@ -28,11 +28,8 @@ DTYPES = pytest.mark.parametrize("served", ["bfloat16", FLOAT32], indirect=True)
 
 def publish(served, params):
     """Gives this test's weights to a server that other tests use, too."""
-    engine = served.engine()
-    try:
+    with contextlib.closing(served.engine()) as engine:
         engine.publish(params, 0)
-    finally:
-        engine.close()
 
 
 def prompts_dump(prompts):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from contextlib import closing
 
 import jax
 import jax.numpy as jnp
@@ -66,23 +67,17 @@ def served(request, start_server, tmp_path_factory):
 
 
 def sabotage(served, method, *arguments):
-    client = ServerClient([served.url], VllmBackend())
-    try:
+    with closing(ServerClient([served.url], VllmBackend())) as client:
         client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})
-    finally:
-        client.close()
 
 
 def test_what_is_published_is_proven_and_sampled_from(served):
-    engine = served.engine()
-    try:
+    with closing(served.engine()) as engine:
         assert engine.publish(served.model.params, 0)["publish/verified_tensors"] == len(
             served.model.checksums(served.dtype)(served.model.params)
         )
         prompts = [np.random.default_rng(i).integers(2, 256, 12).astype(np.int32) for i in range(16)]
         responses = list(engine.generate(prompts, 1, SamplingParams(48), seed=0))
-    finally:
-        engine.close()
     whole = [r.ids for r in responses]
     scored = served.score(served.model.params, whole)
     differences = np.concatenate(
@@ -107,8 +102,7 @@ def test_a_tensor_that_is_not_loaded_is_named(served):
 
     Each is named, and the same step loaded soundly passes.
     """
-    engine = served.engine()
-    try:
+    with closing(served.engine()) as engine:
         engine.publish(served.model.params, 0)
         for version, name in enumerate(FAULTS[served.model.config.family]):
             sabotage(served, "sabotage_load", "skip", name)
@@ -118,8 +112,6 @@ def test_a_tensor_that_is_not_loaded_is_named(served):
             finally:
                 sabotage(served, "sabotage_load", "off", "")
             engine.publish(served.model.moved(version), 2 * version + 2)
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("served", [("qwen3_moe", "bfloat16")], ids="-".join, indirect=True)
@@ -128,8 +120,7 @@ def test_experts_that_are_not_packed_are_caught_by_their_use(served):
 
     Every bit is the trainer's, but the kernel reads another layout.
     """
-    engine = served.engine()
-    try:
+    with closing(served.engine()) as engine:
         engine.publish(served.model.params, 0)
         sabotage(served, "sabotage_repack", "on")
         try:
@@ -138,8 +129,6 @@ def test_experts_that_are_not_packed_are_caught_by_their_use(served):
         finally:
             sabotage(served, "sabotage_repack", "off")
         engine.publish(served.model.moved(20), 2)
-    finally:
-        engine.close()
 
 
 def test_its_operations_are_a_references(served, tmp_path):

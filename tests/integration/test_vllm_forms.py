@@ -3,6 +3,8 @@
 Then a run trains and compares.
 """
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 from toy_runs import comparable, complete_beside, tiny
@@ -73,8 +75,7 @@ def test_faults_of_use_are_out_of_the_wider_band(cache, make_model, start_server
     model = make_model(True)
     with start_server(model, "bfloat16", more=("--kv-cache-dtype", cache)) as server:
         served = serve(server, model, "bfloat16")
-        engine = served.engine(server_form=ServerForm(kv_cache=cache))
-        try:
+        with closing(served.engine(server_form=ServerForm(kv_cache=cache))) as engine:
             sound = engine.publish(model.params, 0)
             print(cache, sound["publish/verify_abs_diff_mean"], engine.verifier.band)
             assert sound["publish/verify_own_abs_diff_mean"] < sound["publish/verify_own_band"] < 0.1
@@ -93,5 +94,3 @@ def test_faults_of_use_are_out_of_the_wider_band(cache, make_model, start_server
             if cache == "fp8_e4m3" and rpc(served, "head_is_stale")[0]["stale"]:
                 with pytest.raises(VerificationError, match=OUT_OF_BAND):
                     check_use(engine, server.url, model.moved(3))
-        finally:
-            engine.close()

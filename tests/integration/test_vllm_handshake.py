@@ -1,6 +1,7 @@
 """Trainer and real server must agree. Each disagreement is one clear line."""
 
 import json
+from contextlib import closing
 
 import jax
 import jax.numpy as jnp
@@ -64,12 +65,9 @@ def test_head_dtype(served, served_rpc, prompts):
     flat = {**served.model.params, "layers": jax.tree.map(jnp.zeros_like, served.model.params["layers"])}
 
     def largest_gap(head_dtype):
-        engine = served.engine(head_dtype=head_dtype)
-        try:
+        with closing(served.engine(head_dtype=head_dtype)) as engine:
             engine.publish(flat, 0)
             responses = list(engine.generate(prompts, 4, SamplingParams(24), seed=0))
-        finally:
-            engine.close()
         scored = served.score(flat, [r.ids for r in responses])
         return max(np.abs(s[-r.length :] - r["rollout_logprobs"]).max() for r, s in zip(responses, scored, strict=True))
 
@@ -117,14 +115,11 @@ def test_a_head_that_the_files_repeat_is_tied(bfloat16, prompts):
     assert "lm_head.weight" in open_tensors(model.path / SINGLE_NAME)
     line = "tie_word_embeddings is True, expected False (another model)"
     assert refused(bfloat16, hf_config={"tie_word_embeddings": False}) == line
-    engine = bfloat16.engine()
-    try:
+    with closing(bfloat16.engine()) as engine:
         for version in (1, 2):
             metrics = engine.publish(model.moved(version), version)
             assert metrics["publish/verified_tensors"] == len(model.checksums("bfloat16")(model.params)) == 24
         responses = list(engine.generate(prompts, 4, SamplingParams(24), seed=0))
-    finally:
-        engine.close()
     scored = bfloat16.score(model.moved(2), [r.ids for r in responses])
     gaps = np.concatenate(
         [np.abs(s[-r.length :] - r["rollout_logprobs"]) for s, r in zip(scored, responses, strict=True)]

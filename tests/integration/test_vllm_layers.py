@@ -5,6 +5,7 @@ Faults are planted in vLLM.
 
 import json
 import urllib.request
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,11 +41,8 @@ def judged(served, spec, directory=None, effects=0):
 
 def restore(served):
     """Publishes the policy that the server was started from. An earlier test may have published another one."""
-    engine = served.engine()
-    try:
+    with closing(served.engine()) as engine:
         engine.publish(served.model.params, 0)
-    finally:
-        engine.close()
 
 
 @pytest.mark.vllm

@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -82,8 +83,7 @@ def test_the_death_of_a_server_of_ours_ends_the_wait(mortal, prompts):
 
     The engine would wait for 900 s, but `alive` notices the server's end.
     """
-    engine = mortal.engine()
-    try:
+    with closing(mortal.engine()) as engine:
         engine.publish(mortal.model.params, 0)
         stream = iter(engine.generate(prompts, 24, SamplingParams(160), seed=0))
         next(stream)
@@ -93,7 +93,5 @@ def test_the_death_of_a_server_of_ours_ends_the_wait(mortal, prompts):
             # On a busy machine all responses of the first request may have come before the worker died.
             list(itertools.chain(stream, engine.generate(prompts, 1, SamplingParams(300), seed=1)))
         assert time.monotonic() - began < 240
-    finally:
-        engine.close()
     assert not mortal.server.alive()
     assert "EngineDeadError" in mortal.server.log_tail(200)

@@ -151,14 +151,11 @@ def test_bfloat16_published_to_a_float16_server(float16, calibrated):
 def test_calibration_has_a_hard_ceiling(bfloat16):
     """If weights differ from the start, the band does not calibrate itself wide enough for them."""
     tensors = bfloat16.model.tensors("bfloat16")
-    engine = bfloat16.engine(tensors=lambda params: tensors(bfloat16.model.moved(6)))
-    try:
+    with contextlib.closing(bfloat16.engine(tensors=lambda params: tensors(bfloat16.model.moved(6)))) as engine:
         with pytest.raises(VerificationError, match=OTHER_BITS):
             engine.publish(bfloat16.model.params, 0)
         with pytest.raises(VerificationError, match=r"the ceiling for bfloat16 is 0\.08"):
             check_use(engine, bfloat16.url, bfloat16.model.params)
-    finally:
-        engine.close()
 
 
 def test_nan_weights_do_not_reach_the_server(float32, calibrated):

@@ -1,5 +1,7 @@
 """A real server that is asked as it stands samples from its model, without a word from the trainer."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 
@@ -12,18 +14,12 @@ pytestmark = pytest.mark.vllm
 @pytest.mark.parametrize("served", ["float32"], indirect=True)
 def test_a_served_model_samples_with_the_servers_weights(served, prompts):
     sampling = SamplingParams(16, 0.8)
-    engine = served.engine()
-    try:
+    with closing(served.engine()) as engine:
         engine.publish(served.model.moved(3), 7)
         expected = {(r.prompt_index, r.sample_index): r for r in engine.generate(prompts, 3, sampling, seed=4)}
-    finally:
-        engine.close()
-    model = connect([served.url])
-    try:
+    with closing(connect([served.url])) as model:
         assert model.info.root == str(served.model.path)
         drawn = list(model.generate(prompts, 3, sampling, seed=4))
-    finally:
-        model.close()
     assert len(drawn) == len(expected) == 15
     # Both send the same seed with each response. In float32 a draw differs only if two tokens are nearly tied.
     alike = [

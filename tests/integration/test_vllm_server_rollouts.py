@@ -1,5 +1,7 @@
 """The vLLM engine works with a real server in each dtype, with tied and untied heads."""
 
+from contextlib import closing
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -78,12 +80,9 @@ def test_logprobs_are_of_the_distribution_sampled_from(float32, prompts):
     """Responses at temperature 0.5 have the trainer's log-probabilities at temperature 0.5."""
     from rljax.policy.score import make_scorer
 
-    engine = float32.engine()
-    try:
+    with closing(float32.engine()) as engine:
         engine.publish(float32.model.params, 0)
         drawn = list(engine.generate(prompts, 2, SamplingParams(16, temperature=0.5), seed=2))
-    finally:
-        engine.close()
     score = make_scorer(float32.model.config, jnp.float32, temperature=0.5)
     sequences = [r.ids for r in drawn]
     scored = score(float32.model.params, sequences)
@@ -92,8 +91,7 @@ def test_logprobs_are_of_the_distribution_sampled_from(float32, prompts):
 
 def test_requests_that_vllm_would_mishandle_are_refused(float32):
     """vLLM would silently shorten a request that is too long, and a token id out of range would end its engine."""
-    engine = float32.engine()
-    try:
+    with closing(float32.engine()) as engine:
         engine.publish(float32.model.params, 0)
         with pytest.raises(ValueError, match="must have 1 to 412"):
             engine.generate([np.zeros(500, np.int32)], 1, SamplingParams(100), seed=0)
@@ -101,15 +99,12 @@ def test_requests_that_vllm_would_mishandle_are_refused(float32):
             engine.generate([np.array([256], np.int32)], 1, SamplingParams(1), seed=0)
         with pytest.raises(ValueError, match="at least one prompt"):
             engine.generate([], 1, SamplingParams(1), seed=0)
-    finally:
-        engine.close()
     engine.close()
 
 
 def test_giving_up_early_leaves_the_engine_usable(bfloat16, prompts):
     """Closing the iterator aborts the responses that have not arrived. The next publish does not wait for them."""
-    engine = bfloat16.engine()
-    try:
+    with closing(bfloat16.engine()) as engine:
         engine.publish(bfloat16.model.params, 0)
         stream = iter(engine.generate(prompts, 40, SamplingParams(400), seed=0))
         next(stream)
@@ -117,5 +112,3 @@ def test_giving_up_early_leaves_the_engine_usable(bfloat16, prompts):
         metrics = engine.publish(bfloat16.model.moved(1), 1)
         assert len(list(engine.generate(prompts, 1, SamplingParams(4), seed=0))) == 5
         assert metrics["publish/stall_s"] < 20
-    finally:
-        engine.close()

@@ -1,5 +1,7 @@
 """The likeliest tokens and cut sampling of a real server are compared with the trainer's distribution in float32."""
 
+from contextlib import closing
+
 import numpy as np
 import pytest
 from exact_distributions import distributions
@@ -28,14 +30,11 @@ def support(logprobs: np.ndarray, sampling: SamplingParams) -> np.ndarray:
 
 def sampled(served, prompts, sampling, n=3, *, route=None, **config):
     """Returns the responses of an engine that has published the policy that the server was started from."""
-    engine = served.engine(**config)
-    try:
+    with closing(served.engine(**config)) as engine:
         engine.publish(served.model.params, 0)
         if route is not None:
             engine.fleet.client.set_route(served.url, route)
         return list(engine.generate(prompts, n, sampling, seed=3))
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("served", ["float32", pytest.param("bfloat16", marks=pytest.mark.harness)], indirect=True)

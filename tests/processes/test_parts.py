@@ -21,6 +21,7 @@ from child_servers import server_at
 from network_link import Side, linked
 from shard_publishers import Publishers, assert_holds, take
 from toy_runs import ROOT, environment
+from waiting import until
 
 from rljax.distributed.ownership import provably_dead
 from rljax.errors import START_AGAIN_STATUS
@@ -81,7 +82,7 @@ def test_a_server_that_stands_still_in_mid_pull_and_goes_on(tmp_path, mirror):
         os.kill(stopped, signal.SIGSTOP)
         thread, failures = pulling(told, mirror)
         own_bytes = sum(it["bytes"] for it in files_of(told).values() if "at" not in it)
-        wait_for(lambda: sum(path.stat().st_size for path in mirror.root.glob("incoming/*")) >= own_bytes)
+        until(lambda: sum(path.stat().st_size for path in mirror.root.glob("incoming/*")) >= own_bytes)
         time.sleep(1)
         assert thread.is_alive()
         os.kill(stopped, signal.SIGCONT)
@@ -138,7 +139,7 @@ def test_a_failed_write_gives_no_version_and_all_continue(tmp_path, mirror):
         in_the_way.unlink()
         directories = [run.own(index) for index in range(4)]
         # Process 0 does not wait until the others have removed their versions.
-        wait_for(lambda: all({path.name for path in own.glob("v*")} == before for own in directories))
+        until(lambda: all({path.name for path in own.glob("v*")} == before for own in directories))
         told = run.publish()
         assert take(told, mirror).dense, "a delta against what is no version"
         assert_holds(mirror, run.truth(2))
@@ -155,7 +156,7 @@ def test_a_dead_process_leaves_no_server_and_its_files_go(victim, tmp_path, mirr
         run.processes[victim].kill()
         assert run.processes[1 - victim].wait(60) == START_AGAIN_STATUS, run.said()
         for url in urls:
-            wait_for(lambda url=url: not _answers(url))
+            until(lambda url=url: not _answers(url))
     assert all(provably_dead(own / "owner.json") for own in left if own.exists())
     for folder in ("truth", "answers"):
         shutil.rmtree(tmp_path / "run" / folder)
@@ -232,13 +233,6 @@ def pulling(told, mirror):
     thread = threading.Thread(target=work)
     thread.start()
     return thread, failures
-
-
-def wait_for(holds):
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def _answers(url):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 from planted_trackers import read
+from waiting import until
 
 from rljax.errors import ConfigError, OwnedError
 from rljax.record.trackers import SHIPPED, WAITING, RecordConfig, Trackers
@@ -38,24 +39,17 @@ def end_with(run_dir, error):
     def raise_in_run():
         with tracked(run_dir, "Kept") as recorder:
             write(recorder, 1)
-            wait_for(lambda: steps_of(run_dir) == [1])
+            until(lambda: steps_of(run_dir) == [1])
             raise error
 
     with pytest.raises(type(error), match=str(error)):
         raise_in_run()
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "not within 30 s"
-        time.sleep(0.01)
-
-
 def test_a_tracker_gets_settings_rows_and_results(tmp_path):
     with tracked(tmp_path, "Kept", project="adds", run_name="seed 7") as recorder:
         write(recorder, 1, 2)
-        wait_for(lambda: steps_of(tmp_path) == [1, 2])  # while the run goes on
+        until(lambda: steps_of(tmp_path) == [1, 2])  # while the run goes on
         write(recorder, 3, **{"eval/x/accuracy": None, "said": "yes", "is_last": True})
         (tmp_path / "summary.json").write_text('{"steps": 3}')
         (tmp_path / "report.png").write_bytes(b"")

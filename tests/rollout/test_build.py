@@ -1,6 +1,7 @@
 """Tests of the one place that makes engines: wrong settings are refused, and each setting reaches its engine."""
 
 import dataclasses
+from contextlib import closing
 
 import jax
 import numpy as np
@@ -132,14 +133,13 @@ def test_every_setting_of_the_served_engine_reaches_it(fake, tmp_path):
     def score(params, sequences):  # the stand-in always gives -1, which is not a policy's log-probability
         return [np.full(len(ids), -1.00001, np.float32) for ids in sequences]
 
-    engine = make(rollout, functions=dataclasses.replace(policy_functions(CONFIG, "float32"), score=score))
-    try:
+    with closing(
+        make(rollout, functions=dataclasses.replace(policy_functions(CONFIG, "float32"), score=score))
+    ) as engine:
         metrics = engine.publish(init_params(CONFIG, 0), 0)
         assert (tmp_path / "w") in engine.files.root.parents
         assert metrics["publish/verify_band"] == pytest.approx(5e-5, rel=0.02)
         assert engine.fleet.client.limits == rollout.limits
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("settings", [{"weight_quantization": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}])

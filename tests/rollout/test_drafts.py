@@ -71,7 +71,7 @@ def test_right_guesses_need_one_run_for_each_batch(asked):
 
 @pytest.mark.mesh
 def test_right_guesses_on_a_mesh():
-    mesh = MeshConfig(4, 2)
+    mesh = MeshConfig(2, 2)
     plain, _ = sampled(exact(mesh=mesh).generate(PROMPTS, N, settings(), seed=3))
     guided, runs = sampled(exact(embedded(mesh=mesh), mesh=mesh).generate(PROMPTS, N, settings(), seed=3))
     assert guided == plain

@@ -4,13 +4,15 @@ The stand-in's tokens count up from the last token of the prompt. So a response 
 parts: the first token of a part equals the last token of the part before.
 """
 
+import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
 from served_engines import PARAMS, PROMPTS, make
-from vllm_fake import FakeVllm
+from waiting import until
 
 from rljax.errors import ReplyError, ServerError, VerificationError
 from rljax.rollout.build import check_engine
@@ -34,18 +36,10 @@ def tops_of(token):
     return [(token, -1.0), ((token + 7) % 64, -2.0), ((token + 8) % 64, -3.0)]
 
 
-def until(is_so):
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update):
     fake.tops = tops_of
-    engine = make(fake.url, update=update, max_staleness=1)
-    try:
+    with closing(make(fake.url, update=update, max_staleness=1)) as engine:
         engine.publish(PARAMS, 0)
         fake.token_s = 0.02
         fake.asked.clear()
@@ -54,8 +48,6 @@ def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update)
         time.sleep(0.2)
         engine.publish(PARAMS, 1)
         responses = sampling.result(timeout=30)
-    finally:
-        engine.close()
     assert fake.pauses == [update, update]
     assert {(r.prompt_index, r.sample_index) for r in responses} == {(0, 0), (0, 1), (1, 0), (1, 1)}
     of_rollouts = [asked for asked in fake.asked if asked[0][:2] in ([1, 2], [9], [9, 9])]  # without the probes
@@ -77,8 +69,7 @@ def test_responses_under_way_go_on_with_the_new_weights(fake, elsewhere, update)
 
 
 def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
-    engine = make(fake.url, update="keep", max_staleness=1)
-    try:
+    with closing(make(fake.url, update="keep", max_staleness=1)) as engine:
         engine.publish(PARAMS, 0)
         fake.token_s = 0.02
         samples = engine.generate(PROMPTS, 2, SamplingParams(60), seed=0)
@@ -88,17 +79,14 @@ def test_a_response_that_ends_before_the_proof_waits_for_it(fake, elsewhere):
         engine.publish(PARAMS | {"a": PARAMS["a"] + 1}, 1)
         responses = sampling.result(timeout=30)
         metrics = engine.fleet.report() | samples.metrics
-    finally:
-        engine.close()
     assert all(set(response["version"]) == {0, 1} for response in responses)
     assert (metrics["rollout/requests"], metrics["rollout/retries"], metrics["rollout/server_losses"]) == (4, 0, 0)
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
-def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, update):
-    other = FakeVllm()
-    engine = make(fake.url, other.url, update=update, max_staleness=1)
-    try:
+def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, update, another):
+    other = another()
+    with contextlib.closing(make(fake.url, other.url, update=update, max_staleness=1)) as engine:
         engine.publish(PARAMS, 0)
         fake.token_s = other.token_s = 0.02
         fake.not_loaded = {"b"}
@@ -108,9 +96,6 @@ def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, upda
         engine.publish(PARAMS, 1)
         responses = sampling.result(timeout=30)
         assert engine.fleet.client.opened() == [other.url]
-    finally:
-        engine.close()
-        other.stop()
     assert len(responses) == 4
     for response in responses:
         of_unproven = response["rollout_logprobs"] == np.float32(-1.001)
@@ -118,8 +103,7 @@ def test_responses_of_an_unproven_server_are_sampled_again(fake, elsewhere, upda
 
 
 def test_where_no_server_passes_nothing_is_handed_on(fake, elsewhere):
-    engine = make(fake.url, update="keep", max_staleness=1)
-    try:
+    with closing(make(fake.url, update="keep", max_staleness=1)) as engine:
         engine.publish(PARAMS, 0)
         fake.token_s, fake.not_loaded = 0.01, {"b"}
         given = []
@@ -129,31 +113,23 @@ def test_where_no_server_passes_nothing_is_handed_on(fake, elsewhere):
             engine.publish(PARAMS, 1)
         assert sampling.exception(timeout=30) is not None
         assert given == []
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("update", ["keep", "abort"])
 def test_replies_that_do_not_name_their_weights_are_refused(fake, elsewhere, update):
-    engine = make(fake.url, update=update, max_staleness=1)
-    try:
+    with closing(make(fake.url, update=update, max_staleness=1)) as engine:
         engine.publish(PARAMS, 0)
         fake.names_versions = False
         with pytest.raises(ReplyError, match=r"does not name the weights that sampled a response; set rollout\.update"):
             sampled(engine)
-    finally:
-        engine.close()
 
 
 def test_a_response_given_up_without_new_weights_fails(fake):
-    engine = make(fake.url, update="abort", max_staleness=1)
-    try:
+    with closing(make(fake.url, update="abort", max_staleness=1)) as engine:
         engine.publish(PARAMS, 0)
         fake.finish = "abort"
         with pytest.raises(ServerError, match=r"failed 6 times; the last: .* ended a response with 'abort'"):
             sampled(engine)
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from opened_clients import opened
 from quick_backends import quick
-from vllm_fake import FakeVllm, as_base64, flat_scores, hash_of
+from vllm_fake import as_base64, flat_scores, hash_of
 
 from rljax.errors import ReplyError, ServerError
 from rljax.rollout.build import connect
@@ -368,15 +368,11 @@ def test_whatever_line_comes_back(scripted, line):
     assert "\n" not in str(ended.value)
 
 
-def test_two_servers_do_not_share_a_batch(fake):
-    other = FakeVllm()
-    client = ServerClient([fake.url, other.url], QUICK)
-    try:
+def test_two_servers_do_not_share_a_batch(fake, another):
+    other = another()
+    with contextlib.closing(ServerClient([fake.url, other.url], QUICK)) as client:
         for each in (fake, other):
             client.open(each.url, None)
             client.set_route(each.url, ROLLOUTS)
         assert len(dict(stream(client, 8))) == 8
         assert len(fake.asked) == len(other.asked) == 4
-    finally:
-        client.close()
-        other.stop()

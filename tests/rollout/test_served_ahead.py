@@ -1,11 +1,11 @@
 """Tests of an HTTP engine that samples on another thread than the publishing one: when each server is verified."""
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from served_engines import PARAMS, PROMPTS, make
-from vllm_fake import FakeVllm
 
 from rljax.errors import ServersLostError
 from rljax.rollout.types import SamplingParams
@@ -21,14 +21,13 @@ def sample(engine, n=3):
     return list(engine.generate(PROMPTS, n, SamplingParams(5), seed=0))
 
 
-def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere):
-    other = FakeVllm()
-    engine = make(fake.url, other.url)
-    try:
+def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere, another):
+    other = another()
+    with contextlib.closing(make(fake.url, other.url)) as engine:
         engine.publish(PARAMS, 0)
         port = other.port
         other.stop()
-        other = FakeVllm(port)
+        other = another(port)
         # Nothing may be verified here, because the trainer may have taken over the weights.
         responses = elsewhere.submit(sample, engine).result(timeout=30)
         assert len(responses) == 6
@@ -37,25 +36,16 @@ def test_a_server_that_comes_back_waits_for_the_next_publish(fake, elsewhere):
         assert sorted(engine.fleet.client.opened()) == sorted([fake.url, other.url])
         for response in elsewhere.submit(sample, engine).result(timeout=30):
             assert response["version"].tolist() == [1] * 5
-    finally:
-        engine.close()
-        other.stop()
 
 
-def test_without_any_server_sampling_ends_at_once(fake, elsewhere):
-    engine = make(fake.url)
-    again = None
-    try:
+def test_without_any_server_sampling_ends_at_once(fake, elsewhere, another):
+    with contextlib.closing(make(fake.url)) as engine:
         engine.publish(PARAMS, 0)
         port = fake.port
         fake.stop()
-        again = FakeVllm(port)
+        another(port)
         with pytest.raises(ServersLostError, match="no vLLM server is left to sample"):
             elsewhere.submit(sample, engine).result(timeout=30)
         # On the thread that published, the weights are at hand, so the server is recovered as usual.
         assert len(sample(engine)) == 6
         np.testing.assert_equal(engine.fleet.report()["rollout/servers_brought_back"], 1)
-    finally:
-        engine.close()
-        if again is not None:
-            again.stop()

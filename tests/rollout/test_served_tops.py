@@ -3,6 +3,7 @@
 import json
 import math
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -202,13 +203,10 @@ def test_an_engine_hands_on_the_likeliest_tokens(fake, better, asked):
     """The server lacks the ``better`` routes. Only rljax's own route is asked for no further token."""
     fake.tops = of_token
     fake.routes -= {*better}
-    engine = make(fake.url, top_logprobs=2)
-    try:
+    with closing(make(fake.url, top_logprobs=2)) as engine:
         engine.publish(PARAMS, 0)
         probes = len(fake.sampling)
         responses = list(engine.generate(PROMPTS, 2, SamplingParams(5, reported=2), seed=0))
-    finally:
-        engine.close()
     assert {sampling["logprobs"] for sampling in fake.sampling[probes:]} == {asked}
     for response in responses:
         tokens = response.response
@@ -221,13 +219,10 @@ def test_an_engine_hands_on_the_likeliest_tokens(fake, better, asked):
 def test_probes_are_of_the_whole_distribution(fake):
     fake.tops = of_token
     cut = {"top_k": 3, "top_p": 0.99, "min_p": 0.01}
-    engine = make(fake.url, **cut)
-    try:
+    with closing(make(fake.url, **cut)) as engine:
         engine.publish(PARAMS, 0)
         probes = len(fake.sampling)
         (response,) = engine.generate(PROMPTS[:1], 1, SamplingParams(5, **cut, reported=3), seed=0)
-    finally:
-        engine.close()
     shapes = [{name: sampling[name] for name in cut} for sampling in fake.sampling]
     assert all(shape == {"top_k": 0, "top_p": 1.0, "min_p": 0.0} for shape in shapes[:probes])
     assert shapes[probes:] == [cut]
@@ -269,14 +264,11 @@ def test_a_long_reply_is_read_beside_the_event_loop(fake):
             return super().completion(route, reply, request)
 
     fake.tops = lambda token: [(token, -1.0), *((64 + i, -9.0 - i) for i in range(300))]
-    client = ServerClient([fake.url], Backend())
-    try:
+    with closing(ServerClient([fake.url], Backend())) as client:
         client.open(fake.url, None)
         for k in (1, 300):
             request = Request(PROMPT, SamplingParams(500, reported=k))
             ((_, reply),) = [item for item in client.stream(ListedRequests([request])) if item is not None]
             assert reply["top_ids"].shape == (500, k)
-    finally:
-        client.close()
     assert threads[False] == "rljax-server-client"
     assert threads[True].startswith("rljax-reply-reader")

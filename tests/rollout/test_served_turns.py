@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from served_engines import PARAMS, make
 from stopping import StopWhen
-from vllm_fake import FakeVllm
 
 from rljax.errors import StoppedWaitingError
 from rljax.rollout.build import connect
@@ -23,15 +22,12 @@ ENVIRONMENT = [40, 41]  # the tokens that the environment of these tests writes 
 
 @contextlib.contextmanager
 def published(*fakes, **config):
-    engine = make(*(each.url for each in fakes), **config)
-    try:
+    with contextlib.closing(make(*(each.url for each in fakes), **config)) as engine:
         engine.publish(PARAMS, 0)
         for each in fakes:
             each.asked.clear()
             each.sampling.clear()
         yield engine
-    finally:
-        engine.close()
 
 
 def converse(engine, turns, *, seed=0, limits=LIMITS, max_tokens=lambda key, turn: 6, after=lambda response: None):
@@ -109,13 +105,11 @@ def test_requests_may_come_late_and_from_other_threads(fake):
     assert places(responses) == [(8, 0), (3, 0)]
 
 
-def test_the_turns_of_a_trajectory_stay_at_one_server():
-    fakes = [FakeVllm() for _ in range(3)]
-    with contextlib.ExitStack() as stack:
-        for each in fakes:
-            stack.callback(each.stop)
-            each.delay_s = 0.02
-        engine = stack.enter_context(published(*fakes))
+def test_the_turns_of_a_trajectory_stay_at_one_server(another):
+    fakes = [another() for _ in range(3)]
+    for each in fakes:
+        each.delay_s = 0.02
+    with published(*fakes) as engine:
         responses, _ = converse(engine, [4] * 9)
     assert len(responses) == 36
     asked = [{prompt[0] for prompt, _, _ in each.asked} for each in fakes]
@@ -123,13 +117,10 @@ def test_the_turns_of_a_trajectory_stay_at_one_server():
     assert all(len(each.asked) == 12 for each in fakes)
 
 
-def test_another_server_goes_on_where_one_dies():
+def test_another_server_goes_on_where_one_dies(another):
     """Each turn has the tokens of an undisturbed run, whichever server samples it."""
-    fakes = [FakeVllm() for _ in range(2)]
-    with contextlib.ExitStack() as stack:
-        for each in fakes:
-            stack.callback(each.stop)
-        engine = stack.enter_context(published(*fakes))
+    fakes = [another() for _ in range(2)]
+    with published(*fakes) as engine:
         undisturbed, _ = converse(engine, [4] * 4)
         for each in fakes:
             each.token_s = 0.02
@@ -221,10 +212,7 @@ def test_hundreds_of_trajectories_take_no_thread_each(fake):
 
 
 def test_a_served_model_answers_turns(fake):
-    model = connect([fake.url])
-    try:
+    with contextlib.closing(connect([fake.url])) as model:
         responses, _ = converse(model, [2, 1], max_tokens=lambda key, turn: 2)
-    finally:
-        model.close()
     assert sorted(places(responses)) == [(0, 0), (0, 1), (1, 0)]
     assert {response.length for response in responses} == {2}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from served_engines import PARAMS, PROMPTS, make
 from vllm_fake import FakeVllm
+from waiting import until
 
 from rljax.errors import HandshakeError, VerificationError
 from rljax.rollout.servers.client import ServerClient
@@ -21,23 +22,8 @@ from rljax.rollout.types import ClientLimits, SamplingParams
 
 
 @pytest.fixture
-def fakes():
-    with contextlib.ExitStack() as stack:
-
-        def start(count: int) -> list[FakeVllm]:
-            made = [FakeVllm() for _ in range(count)]
-            for each in made:
-                stack.callback(each.stop)
-            return made
-
-        yield start
-
-
-def until(holds) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def fakes(another):
+    return lambda count: [another() for _ in range(count)]
 
 
 def write(path, *fakes: FakeVllm) -> None:
@@ -88,8 +74,7 @@ def test_what_is_listed_goes_before_what_is_named(fakes, tmp_path):
 def test_a_list_counts_once_it_has_been_seen_twice(tmp_path, caplog):
     file = tmp_path / "servers"
     file.write_text("http://a:1\nhttp://a:1/\n")
-    found = Discovery(str(file), check_url, every_s=0.02)
-    try:
+    with contextlib.closing(Discovery(str(file), check_url, every_s=0.02)) as found:
         until(lambda: found.urls == ("http://a:1",))
         file.write_text("http://a:1\nhttp://b:2\n")
         until(lambda: found.urls == ("http://a:1", "http://b:2"))
@@ -103,8 +88,6 @@ def test_a_list_counts_once_it_has_been_seen_twice(tmp_path, caplog):
         assert "secret" not in caplog.text
         file.write_text("")
         until(lambda: found.urls == ())
-    finally:
-        found.close()
 
 
 @pytest.mark.slow
@@ -117,8 +100,7 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
     file = tmp_path / "servers"
     write(file, first)
     limits = ClientLimits(max_outstanding=2)
-    engine = make(discovery=str(file), limits=limits)
-    try:
+    with contextlib.closing(make(discovery=str(file), limits=limits)) as engine:
         engine.publish(PARAMS, 0)
         first.delay_s = second.delay_s = 0.05
         places, of_first = [], 0
@@ -140,15 +122,12 @@ def test_servers_join_and_leave_in_the_middle_of_a_rollout(fakes, tmp_path):
         assert (metrics["rollout/servers"], metrics["rollout/server_losses"]) == (1, 0)
         engine.publish(PARAMS, 1)
         assert (first.version, second.version) == (engine.files.tag(0), engine.files.tag(1))
-    finally:
-        engine.close()
 
 
 def test_a_publish_takes_in_the_servers_that_are_listed_by_then(fakes, tmp_path):
     servers = fakes(3)
     write(tmp_path / "servers", servers[0])
-    engine = make(discovery=str(tmp_path / "servers"))
-    try:
+    with contextlib.closing(make(discovery=str(tmp_path / "servers"))) as engine:
         engine.publish(PARAMS, 0)
         write(tmp_path / "servers", *servers[1:])
         until(lambda: len(engine.fleet.discovery.urls) == 2)
@@ -156,8 +135,6 @@ def test_a_publish_takes_in_the_servers_that_are_listed_by_then(fakes, tmp_path)
         assert engine.fleet.client.opened() == [each.url for each in servers[1:]]
         assert [each.version for each in servers] == [engine.files.tag(version) for version in (0, 1, 1)]
         assert len(list(engine.generate(PROMPTS, 2, SamplingParams(1), seed=0))) == 4
-    finally:
-        engine.close()
 
 
 def test_a_run_waits_for_the_first_server_to_be_listed(fakes, tmp_path, caplog):
@@ -179,14 +156,11 @@ def test_a_listed_server_that_does_not_fit_is_named(fakes, tmp_path, caplog):
     good, other = fakes(2)
     other.dtype = "bfloat16"
     write(tmp_path / "servers", good, other)
-    engine = make(discovery=str(tmp_path / "servers"))
-    try:
+    with contextlib.closing(make(discovery=str(tmp_path / "servers"))) as engine:
         engine.publish(PARAMS, 0)
         assert engine.fleet.client.opened() == [good.url]
         assert "the dtype is bfloat16, expected float32" in caplog.text
         assert other.seen[GENERATE] == 0
-    finally:
-        engine.close()
     write(tmp_path / "servers", other)
     with pytest.raises(HandshakeError, match="the dtype is bfloat16, expected float32"):
         make(discovery=str(tmp_path / "servers"))
@@ -194,8 +168,7 @@ def test_a_listed_server_that_does_not_fit_is_named(fakes, tmp_path, caplog):
 
 def test_an_update_that_one_server_refuses_does_not_end_the_run(fakes, caplog):
     good, other = fakes(2)
-    engine = make(good.url, other.url)
-    try:
+    with contextlib.closing(make(good.url, other.url)) as engine:
         engine.publish(PARAMS, 0)
         other.refuse = {"/update_weights": 500}
         engine.publish(PARAMS, 1)
@@ -204,8 +177,6 @@ def test_an_update_that_one_server_refuses_does_not_end_the_run(fakes, caplog):
         other.refuse = {}
         engine.publish(PARAMS, 2)
         assert set(engine.fleet.client.opened()) == {good.url, other.url}
-    finally:
-        engine.close()
 
 
 def test_servers_are_verified_side_by_side(fakes):
@@ -322,8 +293,7 @@ def test_a_publish_waits_for_a_straggler_for_a_while(fakes, path, monkeypatch):
 
 def test_a_server_that_fails_the_proof_is_named(fakes):
     servers = fakes(3)
-    engine = make(*(each.url for each in servers))
-    try:
+    with contextlib.closing(make(*(each.url for each in servers))) as engine:
         engine.publish(PARAMS, 0)
         for each in servers:
             each.not_loaded = {"a"}
@@ -334,8 +304,6 @@ def test_a_server_that_fails_the_proof_is_named(fakes):
             each.not_loaded = set()
         engine.publish(PARAMS, 2)
         assert engine.fleet.client.opened() == [each.url for each in servers[1:]]
-    finally:
-        engine.close()
 
 
 def test_responses_of_a_prompt_come_from_one_server(fakes):
@@ -360,15 +328,12 @@ def test_responses_of_a_prompt_come_from_one_server(fakes):
     def sampled(max_outstanding: int) -> None:
         for prompts in asked.values():
             prompts.clear()
-        client = ServerClient(
-            [each.url for each in servers], VllmBackend(), ClientLimits(max_outstanding=max_outstanding)
-        )
-        try:
+        with contextlib.closing(
+            ServerClient([each.url for each in servers], VllmBackend(), ClientLimits(max_outstanding=max_outstanding))
+        ) as client:
             for each in servers:
                 client.open(each.url, None)
             answered = [item[0] for item in client.stream(ListedRequests(requests, 4)) if item is not None]
-        finally:
-            client.close()
         assert sorted(answered) == [(i, j) for i in range(12) for j in range(4)]
 
     sampled(512)

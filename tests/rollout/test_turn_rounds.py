@@ -80,7 +80,7 @@ def test_turns_have_the_logprobs_of_the_full_forward(config, decode_tokens):
 
 @pytest.mark.mesh
 def test_turns_on_several_devices_have_the_same_logprobs():
-    engine, params = make(mesh=make_mesh(MeshConfig(2, 2, 2)), decode_tokens=4 * 22)
+    engine, params = make(mesh=make_mesh(MeshConfig(2, 2)), decode_tokens=4 * 22)
     responses, _ = converse(engine, turns=(3, 1, 2))
     check_logprobs(responses, CONFIG, params)
 

@@ -1,15 +1,15 @@
 """Tests of the client alone, against a stand-in server."""
 
-import contextlib
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 import pytest
 from python_calls import count_calls
 from quick_backends import quick
-from vllm_fake import FakeVllm, rollout_reply
+from vllm_fake import rollout_reply
 
 from rljax.errors import ReplyError, ServerError, ServerGoneError, ServerRefusedError
 from rljax.rollout.build import connect
@@ -166,7 +166,7 @@ def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
         fake.paused = False
 
     made = ServerClient([fake.url], quick(attempts=2))
-    with contextlib.closing(made) as client, ThreadPoolExecutor() as threads:
+    with closing(made) as client, ThreadPoolExecutor() as threads:
         client.open(fake.url, None)
         resumed = threads.submit(resume)
         request = Request(PROMPT, SamplingParams(1))
@@ -183,7 +183,7 @@ def test_a_paused_server_is_asked_again_until_it_goes_on(fake, is_probe):
 def test_a_server_that_stays_paused_is_given_up(fake, is_probe):
     fake.refuses_paused = fake.paused = True
     limits = ClientLimits(request_timeout_s=0.3)
-    with contextlib.closing(ServerClient([fake.url], quick(attempts=2), limits)) as client:
+    with closing(ServerClient([fake.url], quick(attempts=2), limits)) as client:
         client.open(fake.url, None)
         request = Request(PROMPT, SamplingParams(1))
         with pytest.raises(ServerError, match="503: it is paused"):
@@ -228,40 +228,30 @@ def test_hundreds_of_responses_come_back_as_they_complete(fake, client):
     assert 256 < fake.most_running <= 512
 
 
-def test_the_idler_server_samples_more():
-    slow, fast = FakeVllm(), FakeVllm()
+def test_the_idler_server_samples_more(another):
+    slow, fast = another(), another()
     slow.delay_s, fast.delay_s = 2.0, 0.02
-    client = ServerClient([slow.url, fast.url], WIRE, ClientLimits(max_outstanding=4))
-    try:
+    with closing(ServerClient([slow.url, fast.url], WIRE, ClientLimits(max_outstanding=4))) as client:
         for fake in (slow, fast):
             client.open(fake.url, None)
         sampled(client, [Request(PROMPT, SamplingParams(1)) for _ in range(80)])
-    finally:
-        client.close()
-        slow.stop()
-        fast.stop()
     assert fast.seen[GENERATE] > 3 * slow.seen[GENERATE] > 0
     assert max(fast.most_running, slow.most_running) <= 4
 
 
-def test_the_work_of_a_server_that_is_down_goes_to_the_others():
-    good, bad = FakeVllm(), FakeVllm()
-    client = ServerClient([good.url, bad.url], WIRE)
-    try:
+def test_the_work_of_a_server_that_is_down_goes_to_the_others(another):
+    good, bad = another(), another()
+    with closing(ServerClient([good.url, bad.url], WIRE)) as client:
         for fake in (good, bad):
             client.open(fake.url, None)
         bad.stop()
         assert len(sampled(client, [Request(PROMPT, SamplingParams(1)) for _ in range(20)])) == 20
         assert list(client.down()) == [bad.url]
         assert client.opened() == [good.url]
-    finally:
-        client.close()
-        good.stop()
 
 
 def test_replies_of_other_weights_are_not_handed_on(fake):
-    client = ServerClient([fake.url], WIRE)
-    try:
+    with closing(ServerClient([fake.url], WIRE)) as client:
         client.open(fake.url, "run.1")
         stream = client.stream(ListedRequests([Request(PROMPT, SamplingParams(1))]))
         assert next(stream) is None
@@ -270,20 +260,15 @@ def test_replies_of_other_weights_are_not_handed_on(fake):
         client.open(fake.url, "run.1")
         (item,) = [item for item in stream if item is not None]
         assert item[1].spans == (("run.1", 0, 1),)
-    finally:
-        client.close()
 
 
 def test_nothing_is_sent_until_a_server_is_opened(fake):
-    client = ServerClient([fake.url], WIRE)
-    try:
+    with closing(ServerClient([fake.url], WIRE)) as client:
         stream = client.stream(ListedRequests([Request(PROMPT, SamplingParams(1))]))
         assert next(stream) is None
         assert fake.seen[GENERATE] == 0
         client.open(fake.url, None)
         assert [item for item in stream if item is not None]
-    finally:
-        client.close()
 
 
 def test_control_plane_errors(fake, client):

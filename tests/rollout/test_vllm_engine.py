@@ -1,9 +1,11 @@
 """Tests of the order of the engine's actions, against stand-in servers whose log-probability is always -1."""
 
+import contextlib
 import logging
 import re
 import threading
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -34,8 +36,7 @@ OF_ROUNDING = {"publish/verify_own_abs_diff_mean", "publish/verify_own_band"}  #
 
 def test_publish_keeps_its_order(fake):
     """Probes are cached before the pause. Nothing is sampled between pause and resume, and verification comes last."""
-    engine = make(fake.url)
-    try:
+    with closing(make(fake.url)) as engine:
         fake.events.clear()
         engine.publish(PARAMS, 4)
         order = [event for i, event in enumerate(fake.events) if i == 0 or event != fake.events[i - 1]]
@@ -47,8 +48,6 @@ def test_publish_keeps_its_order(fake):
             (i, j) for i in range(2) for j in range(3)
         ]
         assert all(r["version"].tolist() == [4] * 5 for r in responses)
-    finally:
-        engine.close()
 
 
 def test_nothing_is_sampled_before_a_publish(fake):
@@ -63,30 +62,23 @@ def test_nothing_is_sampled_before_a_publish(fake):
 
 def test_out_of_band_stops_and_stays_stopped(fake):
     shift = [0.0]
-    engine = make(fake.url, score_shift=lambda: shift[0])
-    try:
+    with closing(make(fake.url, score_shift=lambda: shift[0])) as engine:
         engine.publish(PARAMS, 0)
         shift[0] = 0.01
         with pytest.raises(VerificationError, match=r"is 0\.01, then 0\.01 nats .* the band for float32 is 1e-05"):
             engine.publish(PARAMS, 1)
         with pytest.raises(RuntimeError, match="publish first"):
             engine.generate(PROMPTS, 1, SamplingParams(1), seed=0)
-    finally:
-        engine.close()
 
 
-def test_a_server_restarted_between_rollouts_is_recovered_first(fake, caplog):
-    engine = make(fake.url)
-    try:
+def test_a_server_restarted_between_rollouts_is_recovered_first(fake, caplog, another):
+    with contextlib.closing(make(fake.url)) as engine:
         engine.publish(PARAMS, 2)
         port = fake.port
         fake.stop()
-        again = FakeVllm(port)
+        again = another(port)
         responses = list(engine.generate(PROMPTS, 2, SamplingParams(3), seed=0))
         metrics = engine.fleet.report()
-    finally:
-        engine.close()
-        again.stop()
     assert all(r["version"].tolist() == [2] * 3 for r in responses)
     assert metrics["rollout/servers_brought_back"] == 1
     assert again.version == engine.files.tag(2)
@@ -160,64 +152,47 @@ def test_responses_are_given_up_while_the_servers_sample(fake):
 
 @pytest.mark.slow
 def test_a_server_that_stays_away_ends_the_run(fake):
-    engine = make(fake.url, server_wait_s=1.0)
-    try:
+    with closing(make(fake.url, server_wait_s=1.0)) as engine:
         engine.publish(PARAMS, 0)
         fake.stop()
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="no vLLM server came back within 1 s"):
             list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
         assert time.monotonic() - began < 8
-    finally:
-        engine.close()
 
 
-def test_a_server_that_came_back_as_another_is_refused(fake):
-    engine = make(fake.url)
-    again = None
-    try:
+def test_a_server_that_came_back_as_another_is_refused(fake, another):
+    with contextlib.closing(make(fake.url)) as engine:
         engine.publish(PARAMS, 0)
         port = fake.port
         fake.stop()
-        again = FakeVllm(port)
+        again = another(port)
         again.dtype = "bfloat16"
         with pytest.raises(RuntimeError, match=r"does not fit any more: .* the dtype is bfloat16, expected float32"):
             list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))
-    finally:
-        engine.close()
-        again.stop()
 
 
 def test_a_broken_connection_alone_needs_no_update(fake):
     """A server that kept its weights is verified and opened again, but not updated."""
-    engine = make(fake.url)
-    try:
+    with closing(make(fake.url)) as engine:
         engine.publish(PARAMS, 0)
         engine.fleet.client.mark_down(fake.url, "a reset connection")
         assert len(list(engine.generate(PROMPTS, 1, SamplingParams(1), seed=0))) == 2
         assert fake.seen["/update_weights"] == 1
-    finally:
-        engine.close()
 
 
-def test_two_servers_are_both_published_to_and_used(fake):
-    other = FakeVllm()
-    engine = make(fake.url, other.url)
-    try:
+def test_two_servers_are_both_published_to_and_used(fake, another):
+    other = another()
+    with contextlib.closing(make(fake.url, other.url)) as engine:
         engine.publish(PARAMS, 0)
         list(engine.generate(PROMPTS, 20, SamplingParams(2), seed=0))
         assert fake.version == other.version == engine.files.tag(0)
         assert fake.seen["/update_weights"] == other.seen["/update_weights"] == 1
-    finally:
-        engine.close()
-        other.stop()
 
 
-def test_a_publish_goes_on_without_a_server_that_is_gone(fake):
-    other = FakeVllm()
-    engine = make(fake.url, other.url, server_wait_s=60.0)
-    again = None
-    try:
+def test_a_publish_goes_on_without_a_server_that_is_gone(fake, another):
+    other = another()
+    with contextlib.closing(make(fake.url, other.url, server_wait_s=60.0)) as engine:
         engine.publish(PARAMS, 0)
         port = other.port
         other.stop()
@@ -225,23 +200,18 @@ def test_a_publish_goes_on_without_a_server_that_is_gone(fake):
         lost = engine.publish(PARAMS, 1)["rollout/server_losses"]
         assert time.monotonic() - began < 30
         assert engine.fleet.client.opened() == [fake.url]
-        again = FakeVllm(port)
+        again = another(port)
         metrics = engine.publish(PARAMS, 2)
         assert fake.version == again.version == engine.files.tag(2)
         assert sorted(engine.fleet.client.opened()) == sorted([fake.url, again.url])
-    finally:
-        engine.close()
-        again.stop()
     assert lost == metrics["rollout/servers_brought_back"] == 1
 
 
 @pytest.mark.slow
-def test_a_server_that_comes_back_is_used_at_once(fake):
+def test_a_server_that_comes_back_is_used_at_once(fake, another):
     """There are 600 responses, one every few milliseconds. The recovered server answers a good share of them."""
-    other = FakeVllm()
-    engine = make(fake.url, other.url, limits=ClientLimits(max_outstanding=2))
-    again = None
-    try:
+    other = another()
+    with contextlib.closing(make(fake.url, other.url, limits=ClientLimits(max_outstanding=2))) as engine:
         engine.publish(PARAMS, 0)
         port = other.port
         other.stop()
@@ -250,19 +220,15 @@ def test_a_server_that_comes_back_is_used_at_once(fake):
         for response in engine.generate(PROMPTS, 300, SamplingParams(2), seed=0):
             places.append((response.prompt_index, response.sample_index))
             if len(places) == 50:
-                again = FakeVllm(port)
+                again = another(port)
         assert sorted(places) == [(i, j) for i in range(2) for j in range(300)]
         assert again.version == engine.files.tag(0)
         assert again.seen["/inference/v1/generate"] > 100
-    finally:
-        engine.close()
-        again.stop()
 
 
 def test_replies_of_another_version_of_this_run_are_refused(fake):
     """Version 10 must not be taken for version 1 or version 11."""
-    engine = make(fake.url)
-    try:
+    with closing(make(fake.url)) as engine:
         engine.publish(PARAMS, 10)
         answer, wrong = fake.answer, [engine.files.tag(1), engine.files.tag(11)]
 
@@ -278,14 +244,11 @@ def test_replies_of_another_version_of_this_run_are_refused(fake):
         assert not wrong
         assert all(r["version"].tolist() == [10] * 5 for r in responses)
         assert engine.fleet.report()["rollout/server_losses"] >= 1
-    finally:
-        engine.close()
 
 
 def test_replies_without_version_are_counted(fake, caplog):
     fake.names_versions = False
-    engine = make(fake.url)
-    try:
+    with closing(make(fake.url)) as engine:
         engine.publish(PARAMS, 6)
         samples = engine.generate(PROMPTS, 3, SamplingParams(2), seed=0)
         responses = list(samples)
@@ -293,8 +256,6 @@ def test_replies_without_version_are_counted(fake, caplog):
         assert samples.metrics["rollout/responses_without_version"] == 6
         again = engine.generate(PROMPTS, 1, SamplingParams(2), seed=0)
         assert len(list(again)) == again.metrics["rollout/responses_without_version"] == 2
-    finally:
-        engine.close()
     assert caplog.text.count("do not name the weights that sampled them; they are taken for version 6") == 1
 
 
@@ -307,15 +268,12 @@ def test_seeds_differ_by_place_and_repeat_by_call(fake):
             seeds.append(body["sampling_params"]["seed"])
         return answer(method, path, body)
 
-    engine = make(fake.url)
-    try:
+    with closing(make(fake.url)) as engine:
         engine.publish(PARAMS, 0)
         fake.answer = record
         list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=5))
         list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=5))
         list(engine.generate(PROMPTS, 4, SamplingParams(1), seed=6))
-    finally:
-        engine.close()
     assert sorted(seeds[:8]) == sorted(seeds[8:16])
     assert len(set(seeds)) == 16
 
@@ -325,8 +283,7 @@ def test_colocated_servers_sleep_and_are_proven_when_they_wake(fake):
 
     The probes are cached before the sleep.
     """
-    engine = make(fake.url, colocated=True)
-    try:
+    with closing(make(fake.url, colocated=True)) as engine:
         engine.publish(PARAMS, 0)
         assert not fake.asleep
         for version in (1, 2):
@@ -341,8 +298,6 @@ def test_colocated_servers_sleep_and_are_proven_when_they_wake(fake):
             assert order == ["/wake_up", "/pause", *update, "/reset_prefix_cache", "/resume", "sample"]
         assert {"time/sleep_s", "time/wake_s"} <= metrics.keys()
         assert (metrics["rollout/server_losses"], metrics["rollout/servers"]) == (0, 1)
-    finally:
-        engine.close()
 
 
 def test_a_sleeping_server_gets_the_weights_before_it_samples(fake):
@@ -350,8 +305,7 @@ def test_a_sleeping_server_gets_the_weights_before_it_samples(fake):
 
     Then the server loads and proves the same version again.
     """
-    engine = make(fake.url, colocated=True)
-    try:
+    with closing(make(fake.url, colocated=True)) as engine:
         engine.publish(PARAMS, 0)
         for loaded in (1, 2, 3):
             responses = list(engine.generate(PROMPTS, 1, SamplingParams(2), seed=0))
@@ -362,14 +316,11 @@ def test_a_sleeping_server_gets_the_weights_before_it_samples(fake):
             list(engine.generate(PROMPTS, 1, SamplingParams(2), seed=0))
         with pytest.raises(VerificationError, match=r"1 tensor differs: b \(not loaded"):
             engine.publish(PARAMS, 1)
-    finally:
-        engine.close()
 
 
-def test_a_server_that_ends_in_its_sleep_is_recovered(fake):
-    other = FakeVllm()
-    engine, again = make(fake.url, other.url, colocated=True), None
-    try:
+def test_a_server_that_ends_in_its_sleep_is_recovered(fake, another):
+    other = another()
+    with contextlib.closing(make(fake.url, other.url, colocated=True)) as engine:
         engine.publish(PARAMS, 0)
         list(engine.generate(PROMPTS, 2, SamplingParams(2), seed=0))
         assert fake.asleep
@@ -378,15 +329,11 @@ def test_a_server_that_ends_in_its_sleep_is_recovered(fake):
         other.stop()
         engine.publish(PARAMS, 1)
         assert engine.fleet.client.opened() == [fake.url]
-        again = FakeVllm(port)
+        again = another(port)
         again.asleep = again.paused = True  # a killed run has left it in this state
         engine.publish(PARAMS, 2)
         assert set(engine.fleet.client.opened()) == {fake.url, again.url}
         assert not again.asleep
-    finally:
-        engine.close()
-        if again is not None:
-            again.stop()
 
 
 def test_bits_that_differ_stop_the_run_and_are_named(fake):
@@ -417,10 +364,9 @@ def test_bits_that_differ_stop_the_run_and_are_named(fake):
         engine.close()
 
 
-def test_an_unproven_server_is_left_out_until_the_next_version(fake, caplog):
-    other = FakeVllm()
-    engine = make(fake.url, other.url)
-    try:
+def test_an_unproven_server_is_left_out_until_the_next_version(fake, caplog, another):
+    other = another()
+    with contextlib.closing(make(fake.url, other.url)) as engine:
         engine.publish(PARAMS, 0)
         other.not_loaded = {"b"}
         metrics = engine.publish(PARAMS, 1)
@@ -439,32 +385,25 @@ def test_an_unproven_server_is_left_out_until_the_next_version(fake, caplog):
         fake.not_loaded = other.not_loaded = {"a"}
         with pytest.raises(VerificationError, match=r"1 tensor differs: a \(not loaded"):
             engine.publish(PARAMS, 3)
-    finally:
-        engine.close()
-        other.stop()
 
 
 def test_checksums_of_another_update_prove_nothing(fake):
     sound = fake.checksums
-    engine = make(fake.url, server_wait_s=3.0)  # there are several reasons, and the last one is named
-    try:
+    # there are several reasons, and the last one is named
+    with closing(make(fake.url, server_wait_s=3.0)) as engine:
         fake.checksums = lambda: {**sound(), "tag": "older"}
         with pytest.raises(VerificationError, match=r"was last given the weights \['older'\], not '.*0'"):
             engine.publish(PARAMS, 0)
         fake.checksums = lambda: {"tag": fake.version}
         with pytest.raises(RuntimeError, match=r"no vLLM server came back within 3 s: .* answered without 'tensors'"):
             engine.publish(PARAMS, 0)
-    finally:
-        engine.close()
 
 
 def test_wrong_dtypes(fake):
-    engine = make(fake.url, tensors=lambda params: [(name, np.ones(2, np.float16)) for name in params])
-    try:
-        with pytest.raises(ValueError, match="published tensors are float16, the rollout dtype is float32"):
-            engine.publish(PARAMS, 0)
-    finally:
-        engine.close()
+    halves = make(fake.url, tensors=lambda params: [(name, np.ones(2, np.float16)) for name in params])
+    said = "published tensors are float16, the rollout dtype is float32"
+    with closing(halves), pytest.raises(ValueError, match=said):
+        halves.publish(PARAMS, 0)
     with pytest.raises(HandshakeError, match="the dtype is float32, expected float16"):
         make(fake.url, dtype="float16")
 
@@ -552,14 +491,11 @@ def test_servers_without_what_is_needed(fake):
 
 
 def test_an_update_that_the_server_refuses_ends_the_run(fake):
-    engine = make(fake.url)
-    try:
+    with closing(make(fake.url)) as engine:
         fake.refuse = {"/update_weights": 500}
         with pytest.raises(RuntimeError, match="/update_weights answered 500: no such thing"):
             engine.publish(PARAMS, 0)
         assert "/resume" not in fake.events
-    finally:
-        engine.close()
 
 
 def test_a_failed_start_leaves_no_directory(fake, tmp_path):
@@ -568,22 +504,18 @@ def test_a_failed_start_leaves_no_directory(fake, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_metrics_are_those_that_the_glossary_explains(fake):
+def test_the_metrics_are_those_that_the_glossary_explains(fake, another):
     """A server is replaced after the second publish, so that every kind of figure is reported."""
-    engine, again = make(fake.url), None
-    try:
+    with contextlib.closing(make(fake.url)) as engine:
         engine.publish(PARAMS, 0)
         metrics = engine.publish(PARAMS, 1)
         port = fake.port
         fake.stop()
-        again = FakeVllm(port)
+        another(port)
         samples = engine.generate(PROMPTS, 2, SamplingParams(3), seed=0)
         assert len(list(samples)) == 4
         assert not metrics.keys() & samples.metrics.keys()
         metrics |= samples.metrics | engine.fleet.report()
-    finally:
-        engine.close()
-        again.stop()
     explained = {key for key in glossary() if SERVED_METRICS.fullmatch(key)} - OF_A_PULL - OF_ROUNDING
     assert len(explained) == 18
     assert {key for key in metrics if not key.startswith("time/")} == explained

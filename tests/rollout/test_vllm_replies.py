@@ -12,7 +12,6 @@ import time
 import numpy as np
 import pytest
 from quick_backends import quick
-from vllm_fake import FakeVllm
 
 from rljax.errors import ServerError
 from rljax.rollout.servers import http
@@ -29,13 +28,10 @@ QUICK = quick(attempts=3, wait_s=0.001)
 
 @contextlib.contextmanager
 def opened(*urls, limits=None, version="default", backend=QUICK):
-    client = ServerClient(urls, backend, limits)
-    try:
+    with contextlib.closing(ServerClient(urls, backend, limits)) as client:
         for url in urls:
             client.open(url, version)
         yield client
-    finally:
-        client.close()
 
 
 def sampled(client, requests, vocab_size=64, metrics=None):
@@ -233,17 +229,13 @@ class TestDescriptors:
         assert http.room_for(1024) == room
         assert state["now"] == (then, hard)
 
-    def test_fewer_requests_go_out_where_it_cannot_be_raised(self, limit, caplog):
+    def test_fewer_requests_go_out_where_it_cannot_be_raised(self, limit, caplog, another):
         limit(320, 320)  # room for 24 connections
-        servers = [FakeVllm(), FakeVllm()]
-        try:
-            with opened(*(server.url for server in servers)) as client:
-                for server in servers:
-                    server.delay_s = 0.2
-                assert len(sampled(client, [REQUEST] * 60)) == 60
-        finally:
+        servers = [another(), another()]
+        with opened(*(server.url for server in servers)) as client:
             for server in servers:
-                server.stop()
+                server.delay_s = 0.2
+            assert len(sampled(client, [REQUEST] * 60)) == 60
         assert all(server.most_running == 12 for server in servers)
         assert caplog.text.count("at most 12 requests at a time go to each server, not 512") == 1
 

@@ -4,9 +4,13 @@ import json
 import re
 
 import pytest
-from toy_runs import TOY_BASE, complete, tiny
+from toy_runs import TOY_BASE, complete, completed, tiny
 
 from rljax.data.files import Tally
+from rljax.data.tokenizer import load_tokenizer
+from rljax.run.build import load_problems, look_at_data
+from rljax.run.config import Config
+from rljax.run.config_file import load_config
 from rljax.run.data_check import AnswerCheck, check_answers, table
 
 REWARDS = r"""
@@ -178,8 +182,7 @@ def test_a_run_leaves_out_what_it_cannot_use_and_says_so(tmp_path):
     words = tiny(
         TOY_BASE, tmp_path / "run", 1, *sums(tmp_path / "x.jsonl", rows), "addition", "--rollout.refill", "true"
     )
-    status, output = complete(words)
-    assert status == 0, output
+    output = completed(words)
     lines = [
         "data     rows  no answer  over 8 tokens  repeated prompts  answers that fail",
         "x.jsonl     9          1              1                 1             0 of 7",
@@ -215,9 +218,9 @@ def test_a_run_without_usable_problems_is_refused(rows, reward, message, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_of_ones_own_reward_is_never_refused(own, tmp_path):
+def test_a_reward_of_ones_own_is_never_refused(own, tmp_path):
     data = sums(tmp_path / "x.jsonl", GOOD)
     words = tiny(TOY_BASE, tmp_path / "run", 1, *data, "rewards_of_mine:needs_tests", "--data.reward-workers", "1")
-    status, output = complete(words)
-    assert status == 0, output
-    assert "x.jsonl: the right answers could not be checked: rewards_of_mine:needs_tests rewards no" in output
+    config = load_config(Config, words, prog="", description="")
+    said = look_at_data(config, load_problems(config, load_tokenizer(TOY_BASE)))
+    assert "x.jsonl: the right answers could not be checked: rewards_of_mine:needs_tests rewards no" in said

@@ -1,5 +1,7 @@
 """The loop of several turns: tokens, masks and limits are recounted, and a failure costs only its own trajectory."""
 
+from contextlib import closing
+
 import counting_environments as environments
 import numpy as np
 import pytest
@@ -50,11 +52,8 @@ def hosts_of(environment, **limits):
 
 def sample(problems, environment, engine, *, n=1, params=PARAMS, stop=None, limits=None, tokenizer=TOKENIZER, **config):
     hosts = hosts_of(environment, **(limits or {}))
-    source = Episodes(engine, tokenizer, hosts, EpisodeConfig(**config), max_prompt_tokens=8, stop=stop)
-    try:
+    with closing(Episodes(engine, tokenizer, hosts, EpisodeConfig(**config), max_prompt_tokens=8, stop=stop)) as source:
         return Sampler(source, params, n).sample(problems, 1)
-    finally:
-        source.close()
 
 
 def problem(prompt, answer, **more):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from quick_backends import quick
-from vllm_fake import FakeVllm
 
 from rljax.errors import ServerGoneError
 from rljax.rollout.servers.model import ServedModel
@@ -14,13 +13,11 @@ PROMPTS = [np.array([3, 4, 5], np.int32), np.array([9], np.int32)]
 
 
 @pytest.fixture
-def fakes():
-    servers = [FakeVllm(), FakeVllm()]
+def fakes(another):
+    servers = [another(), another()]
     for server in servers:
         server.model = server.root = "org/name"
-    yield servers
-    for server in servers:
-        server.stop()
+    return servers
 
 
 def drawn(model, tokens=2, n=3):

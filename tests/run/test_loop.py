@@ -16,35 +16,19 @@ import numpy as np
 import pytest
 from row_list import RowList
 from scripted_engine import ScriptedEngine
-from toy_problems import load_once
-from toy_runs import TOY_BASE
+from scripted_runs import POLICY, TOKENIZER, Stop, compiled_step, opened_parts, settings, trained
+from toy_runs import TOY_BASE, without_clock
 
 import rljax.trainer.update
-from rljax.data.prompts import DataConfig
-from rljax.data.toy import build_tokenizer
 from rljax.errors import ConfigError
-from rljax.policy.config import toy_config
 from rljax.policy.hf import load_params, save_params
 from rljax.record.token_dumps import read_dump
-from rljax.rollout.types import RolloutConfig
-from rljax.run.build import build, starting_point
-from rljax.run.checkpoint import CheckpointConfig, Checkpointer
-from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
+from rljax.run.checkpoint import Checkpointer
 from rljax.run.evaluation import EVAL_SEED
 from rljax.run.fingerprint import check_fingerprints
-from rljax.run.loop import train
-from rljax.run.rate import ScheduleConfig
 from rljax.run.sampling import step_seed
 from rljax.run.step import Progress
 from rljax.run.stop import StopRequest, remaining_s
-from rljax.run.training import make_update
-from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.packing import PackingConfig
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import OptimizerConfig, make_optimizer
-
-STEPS = 4
-TOKENIZER, POLICY, MESH = build_tokenizer(), toy_config(), make_mesh(MeshConfig(1, 1))
 
 
 def sum_of(prompt):
@@ -56,30 +40,10 @@ def half_right(prompt, sample, seed):
     return f"{sum_of(prompt)}$" if sample == 0 else "7777777$"
 
 
-def settings(directory, **changes):
-    config = Config(
-        run=RunConfig(dir=str(directory), steps=STEPS),
-        model=ModelConfig(path=str(TOY_BASE)),
-        data=DataConfig(batch_size=2, max_prompt_tokens=8),
-        rollout=RolloutConfig(group_size=2, max_response_tokens=8, dtype="float32"),
-        precision=PrecisionConfig(compute_dtype="float32"),
-        packing=PackingConfig(row_tokens=16, rows_per_micro_batch=2),
-        mesh=MeshConfig(1, 1),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-        schedule=ScheduleConfig(kind="length_decay", decay_period=3),
-        eval=EvalConfig(every=2),
-        checkpoint=CheckpointConfig(every=3),
-    )
-    return dataclasses.replace(
-        config, **{name: dataclasses.replace(getattr(config, name), **values) for name, values in changes.items()}
-    )
-
-
 @pytest.fixture(scope="module")
 def update(tmp_path_factory):
     """Returns the compiled step that all these runs share."""
-    config = settings(tmp_path_factory.mktemp("update"))
-    return make_update(config, POLICY, make_optimizer(config.optimizer), MESH, None)
+    return compiled_step(tmp_path_factory.mktemp("update"))
 
 
 @dataclasses.dataclass
@@ -112,17 +76,6 @@ class NotFinite:
         if self.called in self.calls:
             batch = batch._replace(advantages=np.full_like(batch.advantages, np.inf))
         return self.update(state, batch, sequences, options)
-
-
-class Stop(StopRequest):
-    """A request to stop that also comes if ``is_over`` says so."""
-
-    def __init__(self, grace_s, is_over):
-        super().__init__(grace_s)
-        self.is_over = is_over
-
-    def is_requested(self):
-        return super().is_requested() or self.is_over()
 
 
 class FailingRecord(RowList):
@@ -160,20 +113,10 @@ def go_in(update):
         engine = engine or ScriptedEngine(TOKENIZER, half_right)
         rows = RowList() if rows is None else rows
         stop = Stop(grace_s, lambda: engine.is_gone or len(rows) == stop_after)
-        with contextlib.ExitStack() as stack:
-            checkpointer = stack.enter_context(
-                contextlib.closing(Checkpointer(place / name / "checkpoints", keep=keep))
-            )
-            problems = load_once(config, TOKENIZER)
-            components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems, stop)
-            stack.callback(components.source.close)
-            components = dataclasses.replace(components, update=NotFinite(update, not_finite))
-            state, progress = starting_point(components, MESH)
-            before = jax.device_get(state.params)
-            with stop:
-                state = train(components, state, progress, rows, last_row)
-            saved = checkpointer.all_steps()
-        return Finished(place / name, rows, engine, progress, saved, before, jax.device_get(state.params))
+        with opened_parts(config, engine, update=NotFinite(update, not_finite), stop=stop, keep=keep) as (parts, saves):
+            progress, before, after = trained(parts, rows, last_row, stop)
+            saved = saves.all_steps()
+        return Finished(place / name, rows, engine, progress, saved, before, after)
 
     return run
 
@@ -188,10 +131,6 @@ def go(go_in, tmp_path):
 def whole(go_in, tmp_path_factory):
     """Returns a run of these settings that nothing disturbs."""
     return go_in(tmp_path_factory.mktemp("whole"), "run")
-
-
-def without_clock(rows):
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
 
 def test_rows_by_hand(whole):
@@ -662,11 +601,8 @@ def test_rows_are_synced_before_each_save(update, tmp_path):
         def sync(self):
             events.append(("sync",))
 
-    with contextlib.closing(Watched(tmp_path / "run" / "checkpoints")) as checkpointer:
-        components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, load_once(config, TOKENIZER))
-        components = dataclasses.replace(components, update=update)
-        with contextlib.closing(components.source):
-            train(components, *starting_point(components, MESH), WatchedRows())
+    with opened_parts(config, engine, update=update, checkpointer=Watched) as (parts, _):
+        trained(parts, WatchedRows())
     rows = [("row", step) for step in range(1, 5)]
     assert events == [*rows[:3], ("sync",), ("save", 3), rows[3], ("sync",), ("save", 4)]
 
@@ -702,11 +638,8 @@ def test_the_reference_is_fingerprinted_by_its_weights(tmp_path):
         params["embed"] = params["embed"].at[3, 5].add(change)
         save_params(path, params, POLICY)
         config = settings(tmp_path / "run", model={"path": str(path)}, loss={"kl": "k3", "kl_coefficient": 0.1})
-        engine, problems = ScriptedEngine(TOKENIZER, half_right), load_once(config, TOKENIZER)
-        with contextlib.closing(Checkpointer(tmp_path / "run" / "checkpoints")) as checkpointer:
-            components = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, problems)
-        components.source.close()
-        found.append(components.fingerprints)
+        with opened_parts(config, ScriptedEngine(TOKENIZER, half_right)) as (parts, _):
+            found.append(parts.fingerprints)
     assert found[0] == found[1]
     assert found[0]["problems"] == found[2]["problems"]
     assert found[0]["reference"] != found[2]["reference"]

@@ -1,6 +1,7 @@
 """A further number of each token comes from a server's reply to the token dump without any code between them."""
 
 import json
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -50,13 +51,10 @@ def test_a_new_number_takes_three_lines(server, monkeypatch, tmp_path):
     """
     column = Column(np.float32, 0.0, "", "how certain the server was of the token", "values/certainty")
     monkeypatch.setitem(COLUMNS, "certainty", column)
-    engine = make(server.url, backend=Backend())
-    try:
+    with closing(make(server.url, backend=Backend())) as engine:
         engine.publish(PARAMS, 0)
         samples = engine.generate(PROMPTS, 2, SamplingParams(3), seed=0)
         responses = sorted(samples, key=lambda one: (one.prompt_index, one.sample_index))
-    finally:
-        engine.close()
 
     config = Config(run=RunConfig(dir=str(tmp_path)))
     rollouts = Rollouts([responses[:2], responses[2:]], np.float32([[0, 1], [1, 0]]))

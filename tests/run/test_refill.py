@@ -1,40 +1,26 @@
 """Groups without signal are replaced: the problems of each batch, the counts of its row, and resumes."""
 
-import contextlib
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 from row_list import RowList
 from scripted_engine import ScriptedEngine
-from toy_problems import load_once
-from toy_runs import TOY_BASE
+from scripted_runs import TOKENIZER, Stop, compiled_step, opened_parts, settings, trained
+from toy_runs import without_clock
 
 from rljax.algorithms.advantages import AdvantageConfig
-from rljax.data.prompts import DataConfig, PromptStream
-from rljax.data.toy import build_tokenizer
+from rljax.data.prompts import PromptStream
 from rljax.errors import ServersLostError
-from rljax.policy.config import toy_config
 from rljax.rewards.pool import RewardPool
 from rljax.rollout.types import RolloutConfig, SamplingParams
-from rljax.run.build import build, starting_point
-from rljax.run.checkpoint import CheckpointConfig, Checkpointer
-from rljax.run.config import Config, EvalConfig, ModelConfig, RunConfig
-from rljax.run.loop import train
+from rljax.run.config import Config
 from rljax.run.pipeline import Batches, BatchesAhead
 from rljax.run.refill import REFILL_LIMIT, RefillingSampler, sum_rows
 from rljax.run.sampling import Sampler, rollout_row, step_seed
 from rljax.run.single_turn import SingleTurn
 from rljax.run.stop import StopRequest
 from rljax.run.timers import Timers
-from rljax.run.training import make_update
-from rljax.sharding import MeshConfig, make_mesh
-from rljax.trainer.packing import PackingConfig
-from rljax.trainer.precision import PrecisionConfig
-from rljax.trainer.state import OptimizerConfig, make_optimizer
 
-TOKENIZER, POLICY, MESH = build_tokenizer(), toy_config(), make_mesh(MeshConfig(1, 1))
 PROBLEMS = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(100, 117)]
 SEED, SIZE = 5, 4
 
@@ -259,73 +245,42 @@ def test_a_lost_batch_takes_its_own_problems_again(lost):
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def settings(directory, **rollout):
-    return Config(
-        run=RunConfig(dir=str(directory), steps=4),
-        model=ModelConfig(path=str(TOY_BASE)),
-        data=DataConfig(batch_size=2, max_prompt_tokens=8),
-        rollout=RolloutConfig(group_size=2, max_response_tokens=8, dtype="float32", refill=True, **rollout),
-        precision=PrecisionConfig(compute_dtype="float32"),
-        packing=PackingConfig(row_tokens=16, rows_per_micro_batch=2),
-        mesh=MeshConfig(1, 1),
-        optimizer=OptimizerConfig(learning_rate=1e-3),
-        eval=EvalConfig(every=2),
-        checkpoint=CheckpointConfig(every=3),
-    )
-
-
 def odd_sums_have_signal(prompt, sample, seed):
     total = sum(int(term) for term in prompt.rstrip("=").split("+"))
     return f"{total}$" if total % 2 and sample == 0 else "7777777$"
 
 
 @pytest.fixture(scope="module")
-def update(tmp_path_factory):
-    """Returns the compiled step that all these runs share."""
-    config = settings(tmp_path_factory.mktemp("update"))
-    return make_update(config, POLICY, make_optimizer(config.optimizer), MESH, None)
-
-
-class Stop(StopRequest):
-    """A request to stop that comes after a number of rows, or when the servers are gone."""
-
-    def __init__(self, rows, stop_after, engine):
-        super().__init__(0.0)
-        self.rows, self.stop_after, self.engine = rows, stop_after, engine
-
-    def is_requested(self):
-        return super().is_requested() or self.engine.is_gone or len(self.rows) == self.stop_after
-
-
-@pytest.fixture
-def go(update, tmp_path):
+def go_in(tmp_path_factory):
     """Returns a function that runs ``train`` from a directory's state.
 
     It returns the rows, the engine and the last weights.
     """
+    update = compiled_step(tmp_path_factory.mktemp("update"))
 
-    def run(name, *, stop_after=None, gone_after=None, last_row=None, **rollout):
-        config, rows = settings(tmp_path / name, **rollout), RowList()
+    def run(directory, *, stop_after=None, gone_after=None, last_row=None, **rollout):
+        config, rows = settings(directory, rollout={"refill": True, **rollout}), RowList()
         engine = ScriptedEngine(TOKENIZER, odd_sums_have_signal, gone_after=gone_after)
-        stop = Stop(rows, stop_after, engine)
-        with contextlib.ExitStack() as stack:
-            checkpointer = stack.enter_context(contextlib.closing(Checkpointer(tmp_path / name / "checkpoints")))
-            parts = build(config, POLICY, TOKENIZER, MESH, engine, checkpointer, load_once(config, TOKENIZER), stop)
-            stack.callback(parts.source.close)
-            parts = dataclasses.replace(parts, update=update)
-            with stop:
-                state = train(parts, *starting_point(parts, MESH), rows, last_row)
-        return rows, engine, jax.device_get(state.params)
+        stop = Stop(0.0, lambda: engine.is_gone or len(rows) == stop_after)
+        with opened_parts(config, engine, update=update, stop=stop) as (parts, _):
+            *_, weights = trained(parts, rows, last_row, stop)
+        return rows, engine, weights
 
     return run
 
 
-def without_clock(rows):
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+@pytest.fixture
+def go(go_in, tmp_path):
+    return lambda name, **options: go_in(tmp_path / name, **options)
 
 
-def test_a_run_trains_on_full_batches_and_resumes(go):
-    whole, engine, weights = go("whole")
+@pytest.fixture(scope="module")
+def undisturbed(go_in, tmp_path_factory):
+    return go_in(tmp_path_factory.mktemp("whole"))
+
+
+def test_a_run_trains_on_full_batches_and_resumes(go, undisturbed):
+    whole, engine, weights = undisturbed
     assert {2} < {len(prompts) for prompts in engine.asked}
     assert any(row["rollout/refilled_groups"] for row in whole)
     for row in whole:
@@ -348,8 +303,8 @@ def test_a_run_trains_on_full_batches_and_resumes(go):
     jax.tree.map(np.testing.assert_array_equal, resumed, weights)
 
 
-def test_a_run_ended_in_a_further_round_begins_the_step_again(go):
-    whole, engine, weights = go("whole")
+def test_a_run_ended_in_a_further_round_begins_the_step_again(go, undisturbed):
+    whole, engine, weights = undisturbed
     rounds = [i for i, prompts in enumerate(engine.asked) if len(prompts) == 1]
     first, before, _ = go("run", gone_after=rounds[-1])
     assert 0 < len(first) < len(whole)
@@ -370,8 +325,8 @@ def without_evaluations(engine):
     return [prompts for prompts in engine.asked if len(prompts) <= 2]
 
 
-def test_ahead_of_training_the_batches_are_the_same(go):
-    whole, engine, _ = go("whole")
+def test_ahead_of_training_the_batches_are_the_same(go, undisturbed):
+    whole, engine, _ = undisturbed
     ahead, other, _ = go("ahead", max_staleness=1)
     assert [values(row) for row in ahead] == [values(row) for row in whole]
     assert [row["rollout/staleness"] for row in ahead] == [0, 1, 1, 1]

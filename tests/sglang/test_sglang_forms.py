@@ -1,6 +1,7 @@
 """Real SGLang servers in other forms: in float16, and with two tensor-parallel workers."""
 
 import dataclasses
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -56,13 +57,10 @@ def gaps(policy, params, responses) -> np.ndarray:
 @pytest.mark.parametrize("started", [("float16", 1)], indirect=True)
 def test_in_float16_what_is_sampled_is_within_its_rounding(started):
     policy = started.policy
-    engine = policy.engine(started.url)
-    try:
+    with closing(policy.engine(started.url)) as engine:
         engine.publish(policy.params, 0)
         metrics = engine.publish(policy.moved(1), 1)
         responses = list(engine.generate(PROMPTS, 32, SamplingParams(64), seed=0))
-    finally:
-        engine.close()
     assert metrics["publish/verified_tensors"] == 24
     assert metrics["publish/verify_abs_diff_mean"] < 2.5e-3
     assert all(response["version"].tolist() == [1] * 64 for response in responses)
@@ -75,8 +73,7 @@ def test_in_float16_what_is_sampled_is_within_its_rounding(started):
 @pytest.mark.parametrize("started", [("float32", 2)], indirect=True)
 def test_parts_of_two_workers_add_up_and_a_stale_one_is_caught(started):
     policy = started.policy
-    engine = policy.engine(started.url, publish=PublishConfig(store="http"))
-    try:
+    with closing(policy.engine(started.url, publish=PublishConfig(store="http"))) as engine:
         engine.publish(policy.params, 0)
         assert engine.publish(policy.moved(1), 1)["publish/verified_tensors"] == 24
         responses = list(engine.generate(PROMPTS, 8, SamplingParams(64), seed=0))
@@ -87,5 +84,3 @@ def test_parts_of_two_workers_add_up_and_a_stale_one_is_caught(started):
             engine.publish(policy.moved(2), 2)
         started.fault.write_text("off -")
         engine.publish(policy.moved(2), 3)
-    finally:
-        engine.close()

@@ -5,6 +5,7 @@ Each fault that SGLang reports as success must be found.
 
 import dataclasses
 import functools
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -131,13 +132,10 @@ def test_responses_under_way_go_on_with_new_weights(served, update):
     That policy also computes everything before the token.
     """
     policies = [served.policy.params, served.policy.moved(5), served.policy.moved(6)]
-    engine = served.engine(update=update, max_staleness=2, max_tokens=240)
-    try:
+    with closing(served.engine(update=update, max_staleness=2, max_tokens=240)) as engine:
         responses = sampled_across_publishes(
             engine, policies, PROMPTS, 230, lambda seconds: served.break_updates("slow", str(seconds))
         )
-    finally:
-        engine.close()
     assert len({(r.prompt_index, r.sample_index) for r in responses}) == len(responses) == GROUP * len(PROMPTS)
     assert all(r.length == 230 for r in responses)
     score = served.policy.scorer()
@@ -199,13 +197,10 @@ def test_what_does_not_fit_is_refused_at_the_handshake(served):
 
 def test_a_directory_that_no_trainer_has_shown_is_not_loaded(served, opened, tmp_path):
     opened()
-    client = ServerClient([served.server.url], SglangBackend())
-    try:
+    with closing(ServerClient([served.server.url], SglangBackend())) as client:
         update = {"model_path": str(tmp_path), "weight_version": "x"}
         with pytest.raises(RuntimeError, match="lies in no directory that a trainer has shown"):
             client.call(served.server.url, "POST", "/update_weights_from_disk", json=update)
-    finally:
-        client.close()
 
 
 def test_prompts_outside_the_vocabulary_are_not_sent(opened):
@@ -228,8 +223,7 @@ def test_a_paused_server_goes_on_with_the_next_run(served, opened):
 def test_scores_of_given_tokens_are_the_trainers(served, opened):
     """This is the way of ``sglang:URL`` in a comparison."""
     opened()
-    server = connect([served.server.url], kind="sglang")
-    try:
+    with closing(connect([served.server.url], kind="sglang")) as server:
         assert server.logprobs_temperature(0.5) == 0.5
         for got, expected in zip(
             server.score(PROMPTS, at_once=2),
@@ -237,8 +231,6 @@ def test_scores_of_given_tokens_are_the_trainers(served, opened):
             strict=True,
         ):
             np.testing.assert_allclose(got[1:], expected[1:], atol=2e-5)
-    finally:
-        server.close()
 
 
 def test_a_prompt_may_hold_the_last_id_of_the_vocabulary(served, opened):
@@ -251,8 +243,5 @@ def test_a_prompt_may_hold_the_last_id_of_the_vocabulary(served, opened):
     (expected,) = served.policy.scorer()(served.policy.params, [np.concatenate([prompt, response.response])])
     np.testing.assert_allclose(response["rollout_logprobs"], expected[5:], atol=2e-5)
     server = connect([served.server.url], kind="sglang")
-    try:
-        with pytest.raises(RuntimeError, match="scored other tokens"):
-            list(server.score([prompt], at_once=1))
-    finally:
-        server.close()
+    with closing(server), pytest.raises(RuntimeError, match="scored other tokens"):
+        list(server.score([prompt], at_once=1))

@@ -10,10 +10,7 @@ from rljax.rollout.servers.vllm.server import ROLLOUTS
 @contextlib.contextmanager
 def opened(url, limits=None, route=ROLLOUTS, backend=None):
     """Opens the server at ``url`` for rollouts over ``route``, without a handshake."""
-    client = ServerClient([url], backend or VllmBackend(), limits)
-    try:
+    with contextlib.closing(ServerClient([url], backend or VllmBackend(), limits)) as client:
         client.open(url, None)
         client.set_route(url, route)
         yield client
-    finally:
-        client.close()

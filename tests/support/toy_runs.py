@@ -67,6 +67,13 @@ def outcome(main, words):
     return status, out.getvalue(), err.getvalue()
 
 
+def printed(main, words):
+    """Returns the standard output of a program that must end well."""
+    status, out, err = outcome(main, words)
+    assert status == 0, err
+    return out
+
+
 def complete(words, *, figure=False, is_sound=True):
     """Trains to the end in this process; returns (exit status, standard error followed by standard output).
 
@@ -78,6 +85,13 @@ def complete(words, *, figure=False, is_sound=True):
         status, out, err = outcome(train.main, words)
     assert not is_sound or "\nwarning: step " not in err, err
     return status, err + out
+
+
+def completed(words, **options):
+    """Runs the command like ``complete``, checks that it ends well, and returns its output."""
+    status, output = complete(words, **options)
+    assert status == 0, output
+    return output
 
 
 def _complete_until(is_over, words, *, every_s, again_s):
@@ -134,7 +148,11 @@ def wait_for_rows(process, run_dir, count):
     pytest.fail(f"no {count} rows within {TIMEOUT} s")
 
 
-def comparable(run_dir):
+def without_clock(rows):
     """Returns the rows without the metrics that depend on the clock."""
-    rows = read_rows(run_dir / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def comparable(run_dir):
+    """Returns the rows of a run without the metrics that depend on the clock."""
+    return without_clock(read_rows(run_dir / "metrics.jsonl"))

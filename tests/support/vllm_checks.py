@@ -14,13 +14,10 @@ OUT_OF_BAND = "does not sample from them"
 
 def rpc(served, method: str, *arguments: object) -> list:
     """Calls a method in each worker, and returns their answers."""
-    client = ServerClient([served.url], VllmBackend())
-    try:
+    with contextlib.closing(ServerClient([served.url], VllmBackend())) as client:
         return client.call(served.url, "POST", "/collective_rpc", json={"method": method, "args": list(arguments)})[
             "results"
         ]
-    finally:
-        client.close()
 
 
 @contextlib.contextmanager

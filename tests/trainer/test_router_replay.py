@@ -1,6 +1,7 @@
 """In router replay of a mixture of experts, the trainer's forward takes the engine's routes."""
 
 import functools
+from contextlib import closing
 
 import jax
 import jax.numpy as jnp
@@ -46,14 +47,11 @@ def mesh():
 @functools.cache
 def sampled(config, dtype="bfloat16", *, with_routes=True, seed=0):
     """Returns sequences that the embedded engine sampled, with its log-probabilities and routes."""
-    engine = JaxEngine(config, dtype, 8, mesh=mesh(), with_routes=with_routes)
-    try:
+    with closing(JaxEngine(config, dtype, 8, mesh=mesh(), with_routes=with_routes)) as engine:
         engine.publish(init_params(config, 0), 0)
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(0, 32, rng.integers(3, 9)).astype(np.int32) for _ in range(PROMPTS)]
         responses = list(engine.generate(prompts, GROUP, SamplingParams(LONGEST - 8, 1.0, (3,)), seed=seed))
-    finally:
-        engine.close()
     return [TrainSequence(r.ids, r.prompt_length, r.columns, (-1.0) ** r.sample_index) for r in responses]
 
 

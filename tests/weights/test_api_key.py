@@ -5,10 +5,11 @@ import itertools
 import logging
 import os
 import urllib.request
+from contextlib import closing
 
 import numpy as np
 import pytest
-from vllm_fake import SHAPE, FakeVllm
+from vllm_fake import SHAPE
 
 from rljax.commands.serve import serve
 from rljax.compare.scorers import score_column
@@ -36,11 +37,9 @@ def key_file(tmp_path):
 
 
 @pytest.fixture
-def fake():
-    server = FakeVllm()
-    server.key = KEY
-    yield server
-    server.stop()
+def fake(fake):
+    fake.key = KEY
+    return fake
 
 
 def status_of(path="/update_weights", kind="http", headers=()):
@@ -132,12 +131,9 @@ def engine_of(url, **config):
 
 def test_the_client_brings_the_key_on_every_path(fake, key_file, monkeypatch):
     prompts, sampling = [np.array([3], np.int32)], SamplingParams(2)
-    engine = engine_of(fake.url, api_key_file=str(key_file))
-    try:
+    with closing(engine_of(fake.url, api_key_file=str(key_file))) as engine:
         engine.publish({"a": np.ones(2, np.float32)}, 0)
         assert len(list(engine.generate(prompts, 2, sampling, seed=0))) == 2
-    finally:
-        engine.close()
     model = connect([fake.url], api_key_file=str(key_file))
     assert len(list(model.generate(prompts, 2, sampling, seed=0))) == 2
     model.close()

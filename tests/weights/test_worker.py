@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from small_disk import small_disk
+from waiting import until
 
 from rljax.weights.format import PROTOCOL, read_version, write_version
 from rljax.weights.publish_config import PublishConfig
@@ -78,7 +79,7 @@ def test_a_pull_whose_process_dies_may_be_begun_again(files, pulling):
     version = files.write([("w", TENSOR)], 0, {"w": array_checksum(TENSOR)})
     with pulling.mirror.locked():
         pulling.begin(version.path.name)
-        wait_for(lambda: holders(pulling.mirror))
+        until(lambda: holders(pulling.mirror))
         for pid in holders(pulling.mirror):
             os.kill(pid, signal.SIGKILL)
         assert ended(pulling, version.path.name)["error"] == "the pull failed: LostError: died (exit status -9)"
@@ -94,9 +95,9 @@ def test_a_pull_ends_with_the_server_that_began_it(files, pulling):
     words += "pulls = Pulls(*sys.argv[1:3]); pulls.begin(sys.argv[3]); time.sleep(600)"
     named = [files.source, files.run_tag, version.path.name]
     with pulling.mirror.locked(), subprocess.Popen([sys.executable, "-c", words, *named]) as server:
-        wait_for(lambda: holders(pulling.mirror))
+        until(lambda: holders(pulling.mirror))
         server.kill()
-        wait_for(lambda: not holders(pulling.mirror))
+        until(lambda: not holders(pulling.mirror))
 
 
 def holders(mirror):
@@ -107,13 +108,6 @@ def holders(mirror):
             if os.readlink(link) == str(mirror.root / "lock"):
                 found.add(int(link.parts[2]))
     return found - {os.getpid()}
-
-
-def wait_for(holds):
-    until = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_the_last_user_takes_the_mirror_with_it(files, pulling):

@@ -16,6 +16,7 @@ import yaml
 from generate_server import VERSIONS, routes_of
 from ports import free_port
 from toy_runs import start, tiny
+from waiting import until
 
 from rljax.data.prompts import DataConfig
 from rljax.data.tokenizer import load_tokenizer
@@ -290,14 +291,6 @@ def test_the_next_groups_wait_for_the_next_policy(trainer, toy_server):
         process.kill()
     assert process.returncode == 0, output
     assert made.queue.counts().ready == 2
-
-
-def until(is_so, timeout_s=120.0):
-    """Waits until ``is_so`` returns True."""
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.vllm

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -164,8 +165,7 @@ def test_nothing_names_the_socket_and_no_program_inherits_it():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tool_that_writes_to_its_socket_harms_itself(kind):
-    pool = ToolPool(EpisodeConfig(tool_timeout_s=20.0), 1)
-    try:
+    with closing(ToolPool(EpisodeConfig(tool_timeout_s=20.0), 1)) as pool:
         words = ("say 0.1", kind, "say 0.2", "say 0.3")
         calls = [pool.submit("persons_attack:tool", [word]) for word in words]
         first, attack, *others = [call.result(60) for call in calls]
@@ -174,18 +174,13 @@ def test_a_tool_that_writes_to_its_socket_harms_itself(kind):
         assert attack.text.startswith("error: the tool's process sent a")
         counts = pool.pop_metrics()
         assert (counts["turns/tool_calls"], counts["turns/tool_deaths"]) == (4, 1)
-    finally:
-        pool.close()
 
 
 def test_a_tool_that_replies_twice_shifts_no_other_reply():
-    pool = ToolPool(EpisodeConfig(), 1)
-    try:
+    with closing(ToolPool(EpisodeConfig(), 1)) as pool:
         calls = [pool.submit("persons_attack:tool", [word]) for word in ("twice", "say 0.1", "say 0.2")]
         assert [call.result(60).text for call in calls] == ["forged", "0.1", "0.2"]
         assert pool.pop_metrics()["turns/tool_deaths"] == 1
-    finally:
-        pool.close()
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "twice"])
