@@ -168,7 +168,6 @@ def test_the_splits_of_a_mixture_share_no_prompt(library, tmp_path):
         task_options=("lcm.max_value=40", "chain_sum.max_terms=2"),
         task_problems=301,
         task_instruction="Only the number.",
-        seed=5,
     )
     tokenizer = template(tmp_path)
     training = training_problems(config, tokenizer)
