@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in engines_that("serves"):
         raise ConfigError(f"expected a kind of server, {named_engines('serves')}, got {argv[0] if argv else 'nothing'}")
     server = importlib.import_module(f"rljax.rollout.servers.{argv[0]}.server")
-    return serve(server.ServerConfig, server.start, server.ServerConfig.kind, argv[1:])
+    return serve(server.CONFIG, server.start, server.CONFIG.kind, argv[1:])
 
 
 def parse(kind: str, argv: Sequence[str]) -> dict[str, Any]:

@@ -61,6 +61,10 @@ class SglangConfig(process.ServerConfig):
         return [*args, *([] if gpu else _CPU_ARGS), *self.extra_args, "--host", self.host]
 
 
+CONFIG = SglangConfig
+"""The configuration of this kind of server, under the name that all kinds have."""
+
+
 def sglang_python(venv: str | os.PathLike[str] | None = None) -> Path:
     """Returns the interpreter of ``venv``, ``$RLJAX_SGLANG_VENV`` or ``.venv-sglang``. Raises RuntimeError if none."""
     return process.environment_python(SglangConfig.kind, venv)
