@@ -12,13 +12,13 @@ MODULES = sorted((ROOT / "rljax").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Each limit is the size of today. A change that makes the house smaller lowers it, and none raises it without a reason.
-LINES = 49_050
-TEST_LINES = 62_200
+LINES = 48_700
+TEST_LINES = 62_000
 EXPERIMENT_LINES = 6_200
-KEYS = 193
-WORDS = 106_100
-PAGE_COUNT = 56
-FILE_LINES = 440
+KEYS = 180
+WORDS = 75_500
+PAGE_COUNT = 46
+FILE_LINES = 415
 DOUBLED_NAMES = 0
 
 
