@@ -129,7 +129,7 @@ class Trackers:
         self._left_s = left_s
         name = self._config.run_name or run_dir.resolve().name
         run = TrackedRun(self._config.project, name, "", run_dir / FOLDER, config, settings)
-        for kind, rows in self._rows.items():
+        for kind, rows in list(self._rows.items()):  # a tracker that fails leaves the table
             self._threads[kind] = threading.Thread(target=self._feed, args=(kind, run, rows), daemon=True)
             self._threads[kind].start()
 
