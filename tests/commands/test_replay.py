@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from pictures import coloured_share
-from toy_runs import outcome
+from toy_runs import outcome, printed
 
 from rljax.commands import replay
 
@@ -534,7 +534,7 @@ def test_several_logs_are_one_table_and_bad_ones_a_line_each(tool, tmp_path):
     assert list(cells) == [str(surge), str(trl)]
     assert list(cells[str(surge)].values())[:6] == ["300", "85", "153", "153", "5e-07", "3.5"]
     assert (cells[str(trl)]["called"], cells[str(trl)]["ratio 2"], cells[str(trl)]["ratio 2.5"]) == ("-", "66", "-")
-    assert outcome(tool.main, [surge, trl])[0] == 0
+    printed(tool.main, [surge, trl])
 
 
 def test_the_json_has_every_number_under_documented_keys(tool, tmp_path):
@@ -559,7 +559,7 @@ def test_the_json_has_every_number_under_documented_keys(tool, tmp_path):
     rows_of_page = re.findall(r"^\| `(logs\[\](?:\.rules\[\])?\.)(\w+)` \|", page, re.MULTILINE)
     assert [key for place, key in rows_of_page if place == "logs[]."] == list(whole)
     assert [key for place, key in rows_of_page if place == "logs[].rules[]."] == list(rule)
-    assert outcome(tool.main, [log, "--json", tmp_path / "out.json"])[0] == 0
+    printed(tool.main, [log, "--json", tmp_path / "out.json"])
     assert json.loads((tmp_path / "out.json").read_text())["logs"][0]["steps"] == 120
 
 
@@ -569,7 +569,7 @@ def test_one_picture_shows_all_logs(tool, tmp_path):
     status, out, _ = outcome(tool.main, [*logs, "--picture", picture])
     assert (status, out.splitlines()[-1]) == (0, f"picture: {picture}")
     assert coloured_share(picture) > 1e-3
-    assert outcome(tool.main, [logs[0], "--picture", drawing])[0] == 0
+    printed(tool.main, [logs[0], "--picture", drawing])
     assert drawing.read_text().startswith("<?xml")
 
 

@@ -5,7 +5,7 @@ import shutil
 
 import kill_run
 import pytest
-from toy_runs import outcome
+from toy_runs import printed
 
 from rljax.record.token_dumps import make_dump, write_dump
 
@@ -87,8 +87,7 @@ def test_accounts_of_runs_that_sample_ahead(tmp_path):
 @pytest.mark.harness
 def test_two_kills_keep_the_rows_and_a_changed_row_is_seen(tmp_path):
     words = ["--kills", "2", "--seeds", "3", "--steps", "6", "--directory", tmp_path, "--json", tmp_path / "found.json"]
-    status, out, err = outcome(kill_run.main, words)
-    assert status == 0, err
+    out = printed(kill_run.main, words)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["kills"] == sum(found["by_phase"].values()) == 2
     assert found["differences"] == []

@@ -6,7 +6,7 @@ import signal
 import numpy as np
 import pytest
 from process_runs import FLOAT32, TINY, assert_two_processes_do_as_one
-from toy_runs import ROOT, comparable, complete, outcome, start, tiny, wait_for_rows
+from toy_runs import ROOT, comparable, complete, completed, outcome, printed, start, tiny, wait_for_rows
 
 from rljax import evaluate
 from rljax.record.rows import run_dumps
@@ -25,8 +25,7 @@ TURNS = [
 @pytest.fixture(scope="module")
 def whole(toy_base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    code, output = complete(tiny(toy_base, run_dir, STEPS, *FLOAT32, *TURNS))
-    assert code == 0, output
+    completed(tiny(toy_base, run_dir, STEPS, *FLOAT32, *TURNS))
     return run_dir
 
 
@@ -59,16 +58,14 @@ def test_rows_and_dumps_tell_the_turns(whole):
 def test_a_resumed_run_of_turns_has_the_same_rows(whole, toy_base, tmp_path):
     run_dir = tmp_path / "run"
     for steps in (2, STEPS):
-        code, output = complete(tiny(toy_base, run_dir, steps, *FLOAT32, *TURNS))
-        assert code == 0, output
+        completed(tiny(toy_base, run_dir, steps, *FLOAT32, *TURNS))
     assert comparable(run_dir) == comparable(whole)
 
 
 def test_a_run_is_evaluated_with_its_environment(whole, tmp_path):
     words = ["--path", whole, "--environment", "counting_environments:Doubling", "--episode.max-turns", "2"]
     words += ["--max-response-tokens", "20", "--out", tmp_path / "responses.jsonl"]
-    status, out, err = outcome(evaluate.main, words)
-    assert status == 0, err
+    out = printed(evaluate.main, words)
     result = json.loads(out)
     lines = [json.loads(line) for line in (tmp_path / "responses.jsonl").read_text().splitlines()]
     # This environment rewards the characters of all turns.
@@ -90,16 +87,14 @@ def test_killed_among_its_trajectories_it_goes_on(whole, toy_base, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert len(comparable(run_dir)) < STEPS
-    code, output = complete(words)
-    assert code == 0, output
+    completed(words)
     assert comparable(run_dir) == comparable(whole)
 
 
 @pytest.mark.harness  # trainer/test_exact_turns.py has a smaller form
 def test_the_exact_engine_has_no_mismatch_in_any_turn(toy_base, tmp_path):
     exact = ("--rollout.engine", "exact", "--rollout.dtype", "bfloat16", "--precision.compute-dtype", "bfloat16")
-    code, output = complete(tiny(toy_base, tmp_path / "run", 2, *TURNS, *exact))
-    assert code == 0, output
+    completed(tiny(toy_base, tmp_path / "run", 2, *TURNS, *exact))
     for row in comparable(tmp_path / "run"):
         assert row["mismatch/logprob_abs_diff_max"] == 0.0
         assert row["turns/turn_3_to_4/logprob_abs_diff_max"] == 0.0

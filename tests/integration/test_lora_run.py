@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from toy_runs import ROOT, command, comparable, complete, outcome, start, tiny, wait_for_rows
+from toy_runs import ROOT, command, comparable, complete, completed, outcome, printed, start, tiny, wait_for_rows
 
 from rljax import evaluate
 from rljax.commands.export import main as export_main
@@ -34,21 +34,18 @@ def words(base, run_dir, *options, steps=STEPS):
 @pytest.fixture(scope="module")
 def whole(toy_base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("lora") / "run"
-    code, output = complete(words(toy_base, run_dir))
-    assert code == 0, output
+    completed(words(toy_base, run_dir))
     return run_dir
 
 
 def export(run_dir, out, *options):
-    code, _, err = outcome(export_main, [run_dir, out, *options])
-    assert code == 0, err
+    printed(export_main, [run_dir, out, *options])
 
 
 @pytest.mark.harness
 def test_a_run_learns_the_toy(toy_base, tmp_path):
     size = ("--run.steps", "10", "--eval.every", "0", "--checkpoint.every", "0", "--data.batch-size", "16")
-    code, output = complete(command(toy_base, tmp_path, *size, "--lora.rank", "8", "--optimizer.learning-rate", "3e-3"))
-    assert code == 0, output
+    completed(command(toy_base, tmp_path, *size, "--lora.rank", "8", "--optimizer.learning-rate", "3e-3"))
     rewards = [row["reward/mean"] for row in comparable(tmp_path)]
     assert np.mean(rewards[-4:]) > 1.3 * np.mean(rewards[:4])
 
@@ -59,8 +56,7 @@ def test_killed_and_resumed_the_rows_are_the_same_bit_for_bit(whole, toy_base, t
     wait_for_rows(process, tmp_path / "run", 3)
     process.kill()
     process.wait()
-    code, output = complete(words(toy_base, tmp_path / "run"))
-    assert code == 0, output
+    completed(words(toy_base, tmp_path / "run"))
     assert comparable(tmp_path / "run") == comparable(whole)
     assert comparable(whole)[-1]["optimizer/skipped_updates"] < STEPS
 
@@ -110,8 +106,7 @@ def test_a_checkpoint_is_evaluated_as_the_merged_policy(whole, tmp_path):
     export(whole, tmp_path / "hf")
     told = []
     for path in (whole, tmp_path / "hf"):
-        code, out, err = outcome(evaluate.main, ["--path", path, "--max-response-tokens", "12"])
-        assert code == 0, err
+        out = printed(evaluate.main, ["--path", path, "--max-response-tokens", "12"])
         told.append({k: v for k, v in json.loads(out).items() if k not in ("path", "step")})
     assert told[0] == told[1]
 
@@ -119,8 +114,7 @@ def test_a_checkpoint_is_evaluated_as_the_merged_policy(whole, tmp_path):
 def test_a_run_starts_from_adapters_of_peft_s_layout(whole, toy_base, tmp_path):
     export(whole, tmp_path / "adapter", "--adapter")
     slow = ("--lora.adapter", str(tmp_path / "adapter"), "--optimizer.learning-rate", "1e-9")
-    code, output = complete(words(toy_base, tmp_path / "run", *slow, steps=2))
-    assert code == 0, output
+    completed(words(toy_base, tmp_path / "run", *slow, steps=2))
     export(tmp_path / "run", tmp_path / "again", "--adapter")
     policy = read_config(toy_base)
     first, second = (flatten_dict(load_adapters(tmp_path / name, policy, LORA)) for name in ("adapter", "again"))
@@ -135,8 +129,7 @@ def test_a_run_starts_from_adapters_of_peft_s_layout(whole, toy_base, tmp_path):
 
 
 def test_a_dense_run_has_no_adapters_to_export(toy_base, tmp_path):
-    code, output = complete(tiny(toy_base, tmp_path / "run", 1))
-    assert code == 0, output
+    completed(tiny(toy_base, tmp_path / "run", 1))
     code, _, err = outcome(export_main, [tmp_path / "run", tmp_path / "x", "--adapter"])
     assert (code, err) == (2, f"error: {tmp_path}/run trained all weights: it has no adapters\n")
 
@@ -161,8 +154,7 @@ def test_with_the_exact_engine_the_mismatch_is_zero(dtype, start_from, toy_base,
     options = ("--lora.adapter", str(tmp_path / "adapter")) if start_from else ()
     exact = ("--rollout.engine", "exact", "--rollout.dtype", dtype, "--precision.compute-dtype", dtype)
     kl = ("--loss.kl", "k3", "--loss.kl-coefficient", "0.1", "--packing.row-tokens", "20")
-    code, output = complete(words(toy_base, tmp_path / "run", *options, *exact, *kl, steps=3))
-    assert code == 0, output
+    completed(words(toy_base, tmp_path / "run", *options, *exact, *kl, steps=3))
     rows = comparable(tmp_path / "run")
     assert [row["mismatch/logprob_abs_diff_max"] for row in rows] == [0.0, 0.0, 0.0]
     assert rows[0]["policy/reference_kl"] == 0.0
@@ -172,8 +164,7 @@ def test_with_the_exact_engine_the_mismatch_is_zero(dtype, start_from, toy_base,
 @pytest.mark.harness
 def test_mini_batches_and_epochs_train_adapters_too(toy_base, tmp_path):
     several = ("--loss.mini-batches", "2", "--loss.epochs", "2", "--rollout.inject.weight-noise", "0.01")
-    code, output = complete(words(toy_base, tmp_path / "run", *several, steps=3))
-    assert code == 0, output
+    completed(words(toy_base, tmp_path / "run", *several, steps=3))
     rows = comparable(tmp_path / "run")
     assert all(0 < row["mismatch/log_ppl_abs_diff"] < 0.1 for row in rows)
     assert any(row["optimizer/grad_norm"] > 0 for row in rows)

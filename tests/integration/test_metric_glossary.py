@@ -5,7 +5,7 @@ import re
 
 import pytest
 from glossary import glossary
-from toy_runs import command, complete
+from toy_runs import command, completed
 
 pytestmark = pytest.mark.slow
 
@@ -34,8 +34,7 @@ SMALL = [
 
 def test_the_glossary_has_exactly_the_keys_of_rows(toy_base, tmp_path, monkeypatch):
     monkeypatch.setattr("rljax.run.step.REFERENCE_STEPS", 1)
-    code, output = complete(command(toy_base, tmp_path / "run", *SMALL))
-    assert code == 0, output
+    completed(command(toy_base, tmp_path / "run", *SMALL))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     seen = {key.removesuffix("_at_start") for line in lines for key in json.loads(line)}
     assert any(key.endswith("accuracy_at_start") for key in json.loads(lines[0]))

@@ -4,12 +4,11 @@ import json
 
 import pytest
 from external_rows import make_row, write_file
-from toy_runs import TOY_BASE, complete, tiny
+from toy_runs import TOY_BASE, comparable, complete, completed, tiny
 
 from rljax.policy.families import config_from_hf, config_to_hf
 from rljax.policy.hf import save_params
 from rljax.policy.model import init_params
-from rljax.record.rows import read_rows
 
 pytestmark = pytest.mark.slow
 REWARD = ("--data.reward", "parity_reward:reward")  # a fresh policy earns this reward
@@ -36,21 +35,13 @@ def base(tmp_path_factory):
     return path
 
 
-def rows(directory):
-    times = ("time/", "perf/")
-    return [{k: v for k, v in row.items() if not k.startswith(times)} for row in read_rows(directory / "metrics.jsonl")]
-
-
 @pytest.mark.harness
 def test_a_resumed_run_has_the_rows_of_an_uninterrupted_one(base, tmp_path):
-    status, output = complete(tiny(base, tmp_path / "whole", 4, *REPLAY))
-    assert status == 0, output
-    status, output = complete(tiny(base, tmp_path / "parts", 2, *REPLAY))
-    assert status == 0, output
-    status, output = complete(tiny(base, tmp_path / "parts", 4, *REPLAY))
-    assert status == 0, output
-    whole = rows(tmp_path / "whole")
-    assert rows(tmp_path / "parts") == whole
+    completed(tiny(base, tmp_path / "whole", 4, *REPLAY))
+    completed(tiny(base, tmp_path / "parts", 2, *REPLAY))
+    completed(tiny(base, tmp_path / "parts", 4, *REPLAY))
+    whole = comparable(tmp_path / "whole")
+    assert comparable(tmp_path / "parts") == whole
     for row in whole:
         assert row["router/dropped_fraction"] == 0.0
         assert row["router/load_max"] >= 1.0 >= row["router/load_min"]
@@ -70,7 +61,7 @@ def test_routes_of_another_program_are_replayed(base, tmp_path):
     words = tiny(base, tmp_path / "run", 1, *REPLAY, "--rollout.trajectories", str(place))
     status, output = complete(words, is_sound=False)  # the rows have made-up log-probabilities
     assert status == 0, output
-    (row,) = rows(tmp_path / "run")
+    (row,) = comparable(tmp_path / "run")
     assert row["router/disagreement"] > 0.5
 
 

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from toy_runs import ROOT, command, comparable, complete, outcome
+from toy_runs import ROOT, command, comparable, completed, printed
 
 from rljax import evaluate
 from rljax.commands import prepare
@@ -27,13 +27,6 @@ EVALUATED = [
 ]
 
 
-def printed(main, words):
-    """Returns the standard output of a program that must end well."""
-    status, out, err = outcome(main, words)
-    assert status == 0, err
-    return out
-
-
 @pytest.fixture(scope="module")
 def prepared(toy_base, tmp_path_factory):
     out = tmp_path_factory.mktemp("data") / "additions.parquet"
@@ -53,8 +46,7 @@ def train(prepared, toy_base, tmp_path_factory):
             *("--data.reward", "rljax.data.toy:addition_reward", "--data.batch-size", "4"),
             *("--rollout.group-size", "8", "--packing.rows-per-micro-batch", "4", "--optimizer.learning-rate", "2e-4"),
         ]
-        code, output = complete(command(toy_base, place / name, *words, *options))
-        assert code == 0, output
+        output = completed(command(toy_base, place / name, *words, *options))
         return place / name, output
 
     return run

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from process_runs import FLOAT32, TINY, assert_two_processes_do_as_one
-from toy_runs import ROOT, comparable, complete, start, tiny, wait_for_rows
+from toy_runs import ROOT, comparable, complete, completed, start, tiny, wait_for_rows
 
 pytestmark = pytest.mark.slow
 
@@ -45,8 +45,7 @@ def assert_refilled(run_dir, steps=STEPS):
 @pytest.fixture(scope="module")
 def whole(toy_base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    code, output = complete(tiny(toy_base, run_dir, STEPS, *FLOAT32, *REFILL))
-    assert code == 0, output
+    completed(tiny(toy_base, run_dir, STEPS, *FLOAT32, *REFILL))
     return run_dir
 
 
@@ -55,8 +54,7 @@ def test_every_batch_is_full_of_signal_and_resumes(whole, toy_base, tmp_path):
     rows = assert_refilled(whole)
     run_dir = tmp_path / "run"
     for steps in (2, STEPS):
-        code, output = complete(tiny(toy_base, run_dir, steps, *FLOAT32, *REFILL))
-        assert code == 0, output
+        completed(tiny(toy_base, run_dir, steps, *FLOAT32, *REFILL))
     assert comparable(run_dir) == rows
 
 
@@ -75,16 +73,14 @@ def test_killed_while_groups_are_replaced_it_goes_on(whole, toy_base, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert len(comparable(run_dir)) < STEPS
-    code, output = complete(words)
-    assert code == 0, output
+    completed(words)
     assert comparable(run_dir) == comparable(whole)
 
 
 @pytest.mark.harness
 def test_the_exact_engine_stays_at_zero_mismatch(toy_base, tmp_path):
     exact = ("--rollout.engine", "exact", "--rollout.dtype", "float16", "--precision.compute-dtype", "float16")
-    code, output = complete(tiny(toy_base, tmp_path / "run", 2, *REFILL, *exact))
-    assert code == 0, output
+    completed(tiny(toy_base, tmp_path / "run", 2, *REFILL, *exact))
     assert {row["mismatch/logprob_abs_diff_max"] for row in assert_refilled(tmp_path / "run", 2)} == {0.0}
     rows = ("--packing.rows-per-micro-batch", "3")
     code, output = complete(tiny(toy_base, tmp_path / "other", STEPS, *REFILL, *exact, *rows))

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from toy_runs import TIMEOUT, comparable, complete, start, tiny, wait_for_rows
+from toy_runs import TIMEOUT, comparable, complete, completed, start, tiny, wait_for_rows
 
 from rljax.distributed.ownership import claim, read
 from rljax.run.directory import saved_steps
@@ -41,8 +41,7 @@ def test_of_two_started_at_once_one_trains(toy_base, tmp_path):
         for child in children:
             child.kill()
             child.wait()
-    status, output = complete(words)
-    assert status == 0, output
+    output = completed(words)
     assert f"{run_dir}: taken over from process {trains.pid} on {os.uname().nodename}, which is gone" in output
     assert "waiting" not in output
     assert [row["step"] for row in comparable(run_dir)] == list(range(1, 41))
@@ -111,8 +110,7 @@ def test_a_run_in_a_moved_directory_goes_on_there(toy_base, tmp_path):
     rows, saved = len(comparable(moved)), max(saved_steps(moved), default=0)
     newest = f"the checkpoint of step {saved}" if saved else "no checkpoint"
     assert last.endswith(f"{moved} has {rows} rows and {newest}; run.dir = {moved} goes on from there")
-    status, output = complete(tiny(toy_base, moved, rows + 1))
-    assert status == 0, output
+    completed(tiny(toy_base, moved, rows + 1))
     assert [row["step"] for row in comparable(moved)] == list(range(1, rows + 2))
 
 
@@ -138,6 +136,5 @@ def test_removed_rows_are_written_again_and_the_run_is_saved(toy_base, tmp_path)
     rows = len(comparable(run_dir))
     assert f"step {rows} is saved; the same command goes on from there" in output
     assert "metrics.jsonl was removed while the run went on; its rows up to step " in output.splitlines()[-1]
-    status, output = complete(tiny(toy_base, run_dir, rows + 1))
-    assert status == 0, output
+    completed(tiny(toy_base, run_dir, rows + 1))
     assert [row["step"] for row in comparable(run_dir)] == list(range(1, rows + 2))

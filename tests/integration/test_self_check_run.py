@@ -21,8 +21,8 @@ def checked_runs(base, directory, caplog, words):
     words = [*words, "--checkpoint.every", "100"]
     jax.clear_caches()  # no program may be there already
     with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
-        assert complete(tiny(base, directory / "on", 2, *words, "--diagnosis.self-every", "2"))[0] == 0
-    assert complete(tiny(base, directory / "off", 2, *words))[0] == 0  # this run uses the programs of the first
+        assert complete(tiny(base, directory / "on", 4, *words, "--diagnosis.self-every", "2"))[0] == 0
+    assert complete(tiny(base, directory / "off", 4, *words))[0] == 0  # this run uses the programs of the first
     said = [record.getMessage() for record in caplog.records]
     count = {name: sum(f"Compiling jit({name})" in line for line in said) for name in ("forward", "loss_forward")}
     return comparable(directory / "off"), comparable(directory / "on"), count
@@ -51,7 +51,7 @@ def test_rows_stay_and_programs_compile_once(toy_base, tmp_path, caplog, kind):
     off, on, compiled = checked_runs(toy_base, tmp_path, caplog, words)
     assert compiled == {"forward": forwards, "loss_forward": 1}
     assert without_self(on) == off
-    assert [causes(row) for row in on] == [set(), {"", "remat"}]
+    assert [causes(row) for row in on] == [set(), {"", "remat"}] * 2
     assert_remat_is_the_same(on[1])
 
 
@@ -61,7 +61,7 @@ def test_another_split_of_the_devices(toy_base, tmp_path, caplog):
     off, on, compiled = checked_runs(toy_base, tmp_path, caplog, words)
     assert compiled == {"forward": 2, "loss_forward": 1}
     assert without_self(on) == off
-    assert [causes(row) for row in on] == [set(), {"", "mesh", "remat"}]
+    assert [causes(row) for row in on] == [set(), {"", "mesh", "remat"}] * 2
     assert_remat_is_the_same(on[1])
     measured = on[1]
     assert measured["mismatch_self/mesh/token_count"] == measured["mismatch/token_count"]

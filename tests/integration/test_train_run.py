@@ -16,7 +16,9 @@ from toy_runs import (
     comparable,
     complete,
     complete_signalled,
+    completed,
     outcome,
+    printed,
     start,
     tiny,
     wait_for_rows,
@@ -55,8 +57,7 @@ def small(base, run_dir, *options):
 @pytest.fixture(scope="module")
 def uninterrupted(toy_base, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    code, output = complete(small(toy_base, run_dir), figure=True)
-    assert code == 0, output
+    completed(small(toy_base, run_dir), figure=True)
     return run_dir
 
 
@@ -84,8 +85,7 @@ def test_written_config_reproduces_the_run(uninterrupted, toy_base, tmp_path):
     written = uninterrupted / "config.yaml"
     config = load_config(Config, [str(written)], prog="test", description="")
     assert config.run.steps == STEPS
-    code, output = complete([written, "--run.dir", tmp_path / "again", "--run.steps", "3"])
-    assert code == 0, output
+    completed([written, "--run.dir", tmp_path / "again", "--run.steps", "3"])
     # The shorter run evaluates its last step because it is the last.
     shorter = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in comparable(tmp_path / "again")]
     expected = [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in comparable(uninterrupted)[:3]]
@@ -101,8 +101,7 @@ def test_killed_twice_the_rows_are_the_same_bit_for_bit(uninterrupted, toy_base,
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL
-    code, output = complete(small(toy_base, run_dir))
-    assert code == 0, output
+    completed(small(toy_base, run_dir))
     assert comparable(run_dir) == comparable(uninterrupted)
 
 
@@ -114,8 +113,7 @@ def test_a_terminated_run_saves_its_step_and_goes_on(uninterrupted, toy_base, tm
     assert 2 <= done < STEPS
     assert f"stopped after step {done}, saved" in output
     assert [int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit()] == [done]
-    code, output = complete(small(toy_base, run_dir))
-    assert code == 0, output
+    completed(small(toy_base, run_dir))
     assert comparable(run_dir) == comparable(uninterrupted)
 
 
@@ -153,16 +151,14 @@ def test_terminated_while_rewards_are_awaited(toy_base, tmp_path, monkeypatch):
     assert max(int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit()) == done
     (tmp_path / "slow").unlink()
     for name in ("run", "whole"):
-        status, output = complete(tiny(toy_base, tmp_path / name, done + 2, *size))
-        assert status == 0, output
+        completed(tiny(toy_base, tmp_path / name, done + 2, *size))
     assert comparable(run_dir) == comparable(tmp_path / "whole")
 
 
 def test_another_run_is_continued_by_its_path(uninterrupted, toy_base, tmp_path):
     source = uninterrupted
     longer = ("--run.steps", "9", "--policy.attention", "xla")
-    code, output = complete(small(toy_base, tmp_path / "more", "--run.resume", str(source), *longer))
-    assert code == 0, output
+    completed(small(toy_base, tmp_path / "more", "--run.resume", str(source), *longer))
     rows = comparable(tmp_path / "more")
     assert rows[:STEPS] == comparable(source)
     assert rows[STEPS]["step"] == STEPS + 1
@@ -173,8 +169,7 @@ def test_a_fork_has_the_rows_of_its_own_schedule_from_the_start(uninterrupted, t
     kept = ("--checkpoint.every", "1", "--checkpoint.keep", "20")
 
     def run(name, *options):
-        code, output = complete(small(toy_base, tmp_path / name, *kept, *options))
-        assert code == 0, output
+        completed(small(toy_base, tmp_path / name, *kept, *options))
         return comparable(tmp_path / name)
 
     constant, triggered = run("constant", "--schedule.kind", "constant"), comparable(uninterrupted)
@@ -257,8 +252,7 @@ def test_a_misspelt_metric_ends_the_run_at_its_second_step(toy_base, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_exported_checkpoint_is_the_trained_policy(dtype, uninterrupted, toy_base, tmp_path):
-    code, out, err = outcome(export.main, [uninterrupted, tmp_path, "--dtype", dtype])
-    assert code == 0, err
+    out = printed(export.main, [uninterrupted, tmp_path, "--dtype", dtype])
     assert f"wrote step {STEPS}" in out
     policy = read_config(tmp_path)
     assert policy == toy_config()

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from toy_runs import TOY_BASE, comparable, complete, outcome, tiny
+from toy_runs import TOY_BASE, comparable, complete, completed, printed, tiny
 
 from rljax.commands import export
 from rljax.evaluate import find_policy
@@ -18,14 +18,13 @@ def test_a_run_stops_at_the_tokens_that_it_names(tmp_path):
     """All 16 tokens stop, so each response has one token, in training and in evaluation."""
     every = [str(token) for token in range(16)]
     words = tiny(TOY_BASE, tmp_path, 1, *HOT, "--eval.every", "1", "--rollout.stop-token-ids", *every)
-    status, output = complete(words)
-    assert status == 0, output
+    completed(words)
     (row,) = comparable(tmp_path)
     assert (row["response_length/max"], row["eval/toy/response_length"]) == (1.0, 1.0)
     assert row["response_length/truncated_fraction"] == 0.0
     assert find_policy(tmp_path).stops(14) == (14, *range(14), 15)
     out = tmp_path / "exported"
-    assert outcome(export.main, [tmp_path, out])[0] == 0
+    printed(export.main, [tmp_path, out])
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [14, *range(14), 15]
     assert find_policy(out).stops(14) == (14, *range(14), 15)
 
@@ -39,17 +38,15 @@ def test_a_run_tells_of_the_templates_stop_token(stops, fraction, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(TOY_BASE, base)
     (base / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}_{% endfor %}")
-    status, output = complete(tiny(base, tmp_path / "run", 1, *HOT, *stops))
-    assert status == 0, output
+    completed(tiny(base, tmp_path / "run", 1, *HOT, *stops))
     (row,) = comparable(tmp_path / "run")
     assert (row["response_length/missed_stop_fraction"] > 0.0) is fraction
 
 
 def test_an_export_leaves_the_models_own_stop_tokens(tmp_path):
-    status, output = complete(tiny(TOY_BASE, tmp_path / "run", 1, *HOT))
-    assert status == 0, output
+    completed(tiny(TOY_BASE, tmp_path / "run", 1, *HOT))
     assert not [key for key in comparable(tmp_path / "run")[0] if "stop" in key]
-    assert outcome(export.main, [tmp_path / "run", tmp_path / "out"])[0] == 0
+    printed(export.main, [tmp_path / "run", tmp_path / "out"])
     assert (tmp_path / "out" / "generation_config.json").exists() is (TOY_BASE / "generation_config.json").exists()
 
 

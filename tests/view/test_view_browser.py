@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 from records import record_row, write_record
-from toy_runs import outcome
+from toy_runs import printed
 
 from rljax.commands.view import main
 from rljax.record.token_dumps import ColumnSource, make_dump, write_dump
@@ -38,8 +38,7 @@ def write_page(tmp_path):
         columns={"values/advantage": advantage, "values/version": version, "values/entropy": entropy},
     )
     path = write_dump(tmp_path / "tokens.parquet", dump)
-    status, _, err = outcome(main, [path, "-o", tmp_path / "page.html"])
-    assert status == 0, err
+    printed(main, [path, "-o", tmp_path / "page.html"])
     return (tmp_path / "page.html").as_uri()
 
 
@@ -122,7 +121,7 @@ def test_the_card_has_the_likeliest_tokens_of_either_side(tmp_path, opened):
     tops |= {"top_ids/trainer": [ids], "top_logprobs/trainer": [sides[1]]}
     dump = make_dump(["a"], [[1, 3]], [[False, True]], columns, columns=tops)
     path = write_dump(tmp_path / "x.parquet", dump)
-    assert outcome(main, [path, "-o", tmp_path / "page.html", "--model", "toy-base"])[0] == 0
+    printed(main, [path, "-o", tmp_path / "page.html", "--model", "toy-base"])
     page = opened((tmp_path / "page.html").as_uri())
     token(page, 1).hover()
     assert card(page)["rank for the rollout"] == card(page)["rank for the trainer"] == "2"
@@ -238,7 +237,7 @@ def test_a_bar_of_a_turn_selects_its_tokens(tmp_path, opened):
 def test_a_dump_of_one_turn_has_no_turn_filters(tmp_path, opened):
     columns = {"trainer": [[None, -0.5]], "rollout": [[None, -1.0]]}
     path = write_dump(tmp_path / "x.parquet", make_dump(["a"], [[1, 2]], [[False, True]], columns))
-    assert outcome(main, [path, "-o", tmp_path / "page.html"])[0] == 0
+    printed(main, [path, "-o", tmp_path / "page.html"])
     page = opened((tmp_path / "page.html").as_uri())
     assert page.locator("section[data-chart=turn]").count() == 0
     assert page.is_hidden("#of-turn")
@@ -265,7 +264,7 @@ def test_sequences_are_sorted_and_chosen(tmp_path, opened):
 def test_numbers_that_are_not_finite_are_never_selected(tmp_path, opened):
     columns = {"trainer": [[-np.inf, -1e30, -0.5]], "rollout": [[-1.0, -1.0, -1.0]]}
     path = write_dump(tmp_path / "x.parquet", make_dump(["a"], [[1, 2, 3]], [[True] * 3], columns))
-    assert outcome(main, [path, "-o", tmp_path / "page.html"])[0] == 0
+    printed(main, [path, "-o", tmp_path / "page.html"])
     page = opened((tmp_path / "page.html").as_uri())
     assert kept(page) == "1 of 3"
     assert [span.get_attribute("class") for span in page.locator("#tokens span").all()] == ["lost", "lost", "p4"]
@@ -312,8 +311,7 @@ def test_a_run_shows_texts_curves_and_each_dump(tmp_path, opened):
     for step, gap in ((1, 0.5), (2, 0.25)):
         columns = {"trainer": [[None, -1.0]], "rollout": [[None, -1.0 - gap]]}
         write_dump(run / f"rollouts/step_{step:06d}.parquet", make_dump(["a"], [[11, 14]], [[False, True]], columns))
-    status, _, err = outcome(main, [run])
-    assert status == 0, err
+    printed(main, [run])
     page = opened((run / "report.html").as_uri())
     assert "surge at 3, period 5" in page.locator("#curves svg text").all_text_contents()
     assert page.locator("#curves").evaluate("(element) => element.getBoundingClientRect().height") > 300
@@ -330,7 +328,7 @@ def test_a_run_shows_texts_curves_and_each_dump(tmp_path, opened):
 def test_a_single_column_is_coloured_by_its_logprobs(tmp_path, opened):
     dump = make_dump(["a"], [[5, 6, 7]], [[False, True, True]], {"rollout": [[None, -0.01, -4.0]]})
     path = write_dump(tmp_path / "x.parquet", dump)
-    assert outcome(main, [path, "-o", tmp_path / "page.html"])[0] == 0
+    printed(main, [path, "-o", tmp_path / "page.html"])
     page = opened((tmp_path / "page.html").as_uri())
     classes = [span.get_attribute("class") for span in page.locator("#tokens span").all()]
     assert classes == ["prompt", "", "n5"]
