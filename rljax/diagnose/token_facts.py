@@ -84,7 +84,7 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
     return TokenFacts(
         *sides,
         roles_known={"trainer", "rollout"} <= {dump.role(name) for name in dump.first_runs},
-        metrics=pair.metrics,
+        metrics=pair.metrics(),
         verdict=judge(x, y, mask, a, b),
         normalised_gap=normalised_gap(pair.x[pair.valid], pair.y[pair.valid]) if len(lr) else math.nan,
         outliers=int(far.sum()),
@@ -94,7 +94,7 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
         by_uncertainty=ratios(of["gap"], of["doubt"], of["doubt"], UNCERTAINTY_EDGES),
         effects=ratios(of["k3"], of["gap"], of["at"], POSITION_EDGES),
         grids={name: grid for name, grid in grids.items() if grid},
-        floors={both.trainer: both.metrics["logprob_abs_diff_mean"] for both in again},
+        floors={both.trainer: both.metrics()["logprob_abs_diff_mean"] for both in again},
         staleness=float(behind.mean()) if len(behind) else math.nan,
         by_staleness=ratios(of["gap"], of["doubt"], of["stale"], (1,), ("fresh", "stale")),
         repeated=_repeated(dump, sides[1]),

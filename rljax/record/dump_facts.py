@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -100,10 +99,13 @@ class TokenPair:
             progress(len(rows))
         return total
 
-    @functools.cached_property
-    def metrics(self) -> dict[str, float]:
-        """The metrics of ``mismatch_metrics``."""
-        return finalize_mismatch(self.measured(mismatch_statistics))
+    def metrics(self, progress: Callable[[int], object] = lambda count: None) -> dict[str, float]:
+        """Returns the metrics of ``mismatch_metrics``, with exact quantiles. ``measured`` calls ``progress``."""
+        metrics = finalize_mismatch(self.measured(mismatch_statistics, progress))
+        if self.valid.any():
+            exact = np.quantile(np.abs(self.lr[self.valid]), [0.99, 0.999])
+            metrics["logprob_abs_diff_p99"], metrics["logprob_abs_diff_p999"] = map(float, exact)
+        return metrics
 
 
 def pad(vectors: Sequence[np.ndarray], rows: Sequence[int] | np.ndarray, fill: float) -> np.ndarray:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rljax.algorithms.correction_choice import CorrectionConfig
-from rljax.mismatch import Statistics, merge, mismatch_statistics, read_tokens
+from rljax.mismatch import Statistics, merge, read_tokens
 from rljax.mismatch.correction import correct_tokens, finalize_correction
-from rljax.mismatch.metrics import finalize_mismatch
 from rljax.mismatch.regions import region_factor
 from rljax.mismatch.turns import after_environment
 from rljax.record.dump_facts import TokenPair, entropies, pad, turns_of
@@ -79,7 +78,7 @@ def measure(
     if not len(dump.sequence_ids):
         raise ValueError("there is no sequence in the dump")
     pair = TokenPair(dump, *columns)
-    metrics = finalize_mismatch(pair.measured(mismatch_statistics, progress))
+    metrics = pair.metrics(progress)
     shown = {name: metrics[name] for name in METRICS}
     if not pair.trainer:
         shown = {"mean_logprob": -metrics["kl"], **{name: metrics[name] for name in METRICS[-3:]}}
