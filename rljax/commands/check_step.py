@@ -23,14 +23,14 @@ from rljax.plan.compile import memory_by_kind
 from rljax.plan.dry_run import beside_bytes, in_units, planned_bytes
 from rljax.plan.flops import model_flops
 from rljax.plan.machines import card_of_kind
-from rljax.policy.config import Dtype, PolicyConfig
+from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Remat, init_params, param_shardings
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, make_pack, make_step
 from rljax.sharding import make_mesh
 from rljax.trainer.packing import PackedBatch, PackingConfig, TrainSequence
-from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.precision import ComputeDtype, PrecisionConfig
 from rljax.trainer.state import TrainState, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
 
@@ -53,7 +53,7 @@ class StepSize:
 TINY = StepSize(row_tokens=64, max_prompt_tokens=16, max_response_tokens=48, sequences_per_device=4)
 
 
-def step_config(size: StepSize, dtype: Dtype, remat: Remat) -> Config:
+def step_config(size: StepSize, dtype: ComputeDtype, remat: Remat) -> Config:
     """Returns the configuration of a run whose steps have this size on all devices."""
     return Config(
         data=DataConfig(batch_size=jax.device_count(), max_prompt_tokens=size.max_prompt_tokens),
@@ -101,7 +101,7 @@ def plan(config: Config, policy: PolicyConfig, mesh: Mesh) -> int:
     return whole - beside_bytes(config, policy, mesh)
 
 
-def choose_remat(size: StepSize, dtype: Dtype, policy: PolicyConfig, mesh: Mesh, limit: int | None) -> Config:
+def choose_remat(size: StepSize, dtype: ComputeDtype, policy: PolicyConfig, mesh: Mesh, limit: int | None) -> Config:
     """Returns the configuration with the least recomputation whose plan fits. If none fits: the one with most.
 
     It fits if the plan takes at most ``FULL`` of ``limit`` (bytes); every plan fits if ``limit`` is None.
@@ -111,7 +111,7 @@ def choose_remat(size: StepSize, dtype: Dtype, policy: PolicyConfig, mesh: Mesh,
 
 
 def check_step(
-    name: str, policy: PolicyConfig, dtype: Dtype, steps: int, size: StepSize, remat: Remat | None
+    name: str, policy: PolicyConfig, dtype: ComputeDtype, steps: int, size: StepSize, remat: Remat | None
 ) -> CheckFacts:
     """Compiles and times a step of the model ``name``, and compares the planned, compiled and used bytes.
 
@@ -180,7 +180,13 @@ def run_steps(
 
 
 def speeds(
-    policy: PolicyConfig, lengths: Sequence[int], seconds: Sequence[float], dtype: Dtype, *, devices: int, kind: str
+    policy: PolicyConfig,
+    lengths: Sequence[int],
+    seconds: Sequence[float],
+    dtype: ComputeDtype,
+    *,
+    devices: int,
+    kind: str,
 ) -> CheckFacts:
     """Computes tokens per second and device, and model-FLOPs utilisation. Padding counts in neither.
 

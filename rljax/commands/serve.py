@@ -21,9 +21,8 @@ from types import FrameType
 from typing import Any, TypeVar, get_args
 
 from rljax.errors import ConfigError, ServerFailedError
-from rljax.policy.config import Dtype
 from rljax.rollout.kinds import engines_that, named_engines
-from rljax.rollout.servers.process import ServerConfig, ServerProcess
+from rljax.rollout.servers.process import Dtype, ServerConfig, ServerProcess
 from rljax.weights.access import find_key_file, make_own_key_file, private_address
 
 log = logging.getLogger(__name__)

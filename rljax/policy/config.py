@@ -10,9 +10,6 @@ import numpy as np
 
 from rljax.errors import check_at_least
 
-Dtype = Literal["bfloat16", "float16", "float32"]
-"""The dtypes in which engines compute."""
-
 AttentionName = Literal["auto", "xla", "cudnn", "splash"]
 ExpertsName = Literal["auto", "xla", "mosaic", "ragged"]
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")

@@ -7,15 +7,16 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from rljax.policy.config import Dtype
 from rljax.policy.model import Remat
+
+ComputeDtype = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
     """Dtypes of the trainer's forward and backward. Masters, moments and accumulators are always float32."""
 
-    compute_dtype: Dtype = "bfloat16"
+    compute_dtype: ComputeDtype = "bfloat16"
     """Dtype of the forward and backward. The weights are cast to it once a step. float16 turns on dynamic loss scaling.
     float32 multiplies at the highest precision."""
     lm_head_dtype: Literal["compute", "float32"] = "compute"

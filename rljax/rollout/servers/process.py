@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import ClassVar, Literal, Self
 
 from rljax.errors import ServerFailedError, check_choices
-from rljax.policy.config import Dtype
 from rljax.weights.access import KEY_FILE, http_url, serving_key
 
 log = logging.getLogger(__name__)
 
+Dtype = Literal["bfloat16", "float16", "float32"]
 _HEALTH_S = 2.0  # The longest time in which /health must answer (seconds).
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # It ignores http_proxy.
 _GRACE_S = 15.0  # The time that the server has to end once it was asked to (seconds).

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError, ServerRefusedError
-from rljax.policy.config import Dtype
 from rljax.rollout.servers.handshake import Expectation, ask_if_there, common_differences, server_info
 from rljax.rollout.servers.kind import UPDATE_S, Backend
+from rljax.rollout.servers.process import Dtype
 from rljax.rollout.servers.replies import Span, as_floats, as_spans, check_own_prompt, make_completion, make_tops
 from rljax.rollout.servers.requests import Caller, Completion, Request, ServerInfo
 from rljax.rollout.types import InFlight
