@@ -1,157 +1,21 @@
-"""An HTTP server of a run's weight files, in byte ranges, and the limits of our own HTTP servers on those who connect.
-
-They limit the number of connections, and the time of a request's head. Connections are accepted before any key is asked
-for. So without limits a stranger can hold all files of the process.
-"""
+"""The program of the process that serves a run's weight files over HTTP, in byte ranges."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
-import resource
 import socket
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import h11
-import uvicorn
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rljax.distributed.answering import end_with_parent, tell_ready
 from rljax.distributed.frames import Frames
-from rljax.weights.access import App, RefuseWebPages, RequireKey, read_api_key
+from rljax.weights.access import read_api_key
+from rljax.weights.http_limits import guarded_app, limited_server
 
-WAIT_S = 5.0
-"""The longest time that a connection may keep the server waiting for the head of a request (seconds)."""
-_FILES = 320  # the most file descriptors of a server; two fifths are for connections that wait to be accepted
-_UNREAD_S = 60.0  # the longest time that a client may leave a reply unread (seconds)
 _NAME = re.compile(r"(v\d+-\d+/)?[\w-]+\.(json|safetensors|txt)")
-
-
-def limited_server(app: App, *, keep_alive_s: int = 5) -> uvicorn.Server:
-    """Returns a server of ``app`` with limits; it does not run yet. An idle connection is kept for ``keep_alive_s``."""
-    files = _reserve_files(_FILES)
-    config = uvicorn.Config(
-        app,
-        http=LimitedConnection,
-        ws="none",
-        log_level="error",
-        access_log=False,
-        limit_concurrency=files * 3 // 5,
-        backlog=files * 2 // 5,
-        timeout_keep_alive=keep_alive_s,
-        timeout_graceful_shutdown=2,
-    )
-    return uvicorn.Server(config)
-
-
-class LimitedConnection(H11Protocol):
-    """A connection that is closed if its client keeps the server waiting.
-
-    The head of a request must come within ``WAIT_S`` seconds. So must the rest of a body that was answered unread. At
-    the limit of connections a new one takes the place of one whose request is incomplete. It is the one that has sent
-    no byte of its body for the longest time.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        """Sets no limit yet."""
-        super().__init__(*args, **options)
-        self._since = self.loop.time()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Takes a new connection. At the limit, it or another one is closed."""
-        super().connection_made(transport)
-        self._close_in(WAIT_S)
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            others = (each for each in self.connections if isinstance(each, LimitedConnection) and each is not self)
-            incomplete = (each for each in others if each.conn.their_state in (h11.IDLE, h11.SEND_BODY))
-            min(incomplete, key=lambda each: each._since, default=self).close()
-
-    def data_received(self, data: bytes) -> None:
-        """Takes bytes of the client."""
-        super().data_received(data)
-        if self.conn.their_state is h11.SEND_BODY:
-            self._since = self.loop.time()
-        if not self._keeps_waiting:
-            self._close_in(None)
-        elif self._timer is None:
-            self._close_in(WAIT_S)
-
-    def on_response_complete(self) -> None:
-        """Begins to wait for the next request, or for the rest of a body that nobody has read."""
-        super().on_response_complete()
-        self._since = self.loop.time()
-        self._close_in(WAIT_S if self.conn.their_state is h11.SEND_BODY else None)
-
-    def pause_writing(self) -> None:
-        """Begins to wait for the client to read its reply."""
-        super().pause_writing()
-        self._close_in(_UNREAD_S)
-
-    def resume_writing(self) -> None:
-        """Goes on, because the client has read a part of its reply."""
-        super().resume_writing()
-        self._close_in(None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the connection."""
-        self._close_in(None)
-        super().connection_lost(exc)
-
-    @property
-    def _keeps_waiting(self) -> bool:
-        """Whether the server waits for the client, and no part of the application does."""
-        is_answered = self.cycle is not None and self.cycle.response_complete
-        return self.conn.their_state is h11.IDLE or (is_answered and self.conn.their_state is h11.SEND_BODY)
-
-    def close(self) -> None:
-        """Closes the connection at once. It no longer counts."""
-        self.connections.discard(self)
-        self.transport.abort()
-
-    def _close_in(self, seconds: float | None) -> None:
-        """Closes the connection after ``seconds``, in place of any earlier time; None: it is not closed."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None if seconds is None else self.loop.call_later(seconds, self.close)
-
-
-def _reserve_files(count: int) -> int:
-    """Raises the soft limit of file descriptors by ``count``, if it can. Returns the number that a server may use.
-
-    Where the limit cannot be raised, the server gets a quarter of it, so that the rest of the process goes on.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return count
-    wanted = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
-    with contextlib.suppress(OSError, ValueError):  # a kernel that allows less than it says
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        if wanted == soft + count:
-            return count
-    return max(10, min(count, soft // 4))
-
-
-def guarded_app(routes: Sequence[Route], host: str, key_file: Path | None) -> Starlette:
-    """Returns an application with ``routes`` and ``/health`` for a server that is bound to ``host``.
-
-    Every request must bring the key in ``key_file``, if there is one. Requests that web pages make are refused.
-    """
-    guards = [Middleware(RefuseWebPages, host=None if key_file else host)]
-    guards += [Middleware(RequireKey, key_file=key_file)] if key_file else []
-    return Starlette(routes=[Route("/health", _health), *routes], middleware=guards)
-
-
-async def _health(_: Request) -> Response:
-    return PlainTextResponse("ok\n")
 
 
 def serve(frames: Frames, root: Path, host: str, listening: int, key_file: Path | None) -> None:

@@ -21,9 +21,14 @@ ROOT = Path(__file__).parents[2]
 # The only modules that may import each third party.
 DOORS = {
     "httpx": {"rollout.servers.http", "weights.source"},
-    "starlette": {"weights.server", "rollout.external.receiver", "rollout.servers.vllm.endpoint"},
-    "uvicorn": {"weights.server"},
-    "h11": {"weights.server"},
+    "starlette": {
+        "weights.server",
+        "weights.http_limits",
+        "rollout.external.receiver",
+        "rollout.servers.vllm.endpoint",
+    },
+    "uvicorn": {"weights.http_limits"},
+    "h11": {"weights.http_limits"},
     "msgspec": {
         "rollout.servers.vllm.client",
         "rollout.servers.vllm.endpoint",

@@ -19,7 +19,7 @@ from served_receivers import LIMITS, Served
 from rljax.rollout.external.bodies import MOST_ROWS, make_reader
 from rljax.rollout.external.rows import RowLimits
 from rljax.rollout.types import SamplingParams
-from rljax.weights import server as http_limits
+from rljax.weights import http_limits
 
 pytestmark = pytest.mark.timeout(120)
 KEY = "k" * 32

@@ -28,7 +28,7 @@ from rljax.rollout.external.bodies import JSON, LINES, MSGPACK, make_reader
 from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import RowLimits, Trajectory, read_trajectories
 from rljax.weights.access import KEY_FILE, listen, serving_key
-from rljax.weights.server import WAIT_S, guarded_app, limited_server
+from rljax.weights.http_limits import WAIT_S, guarded_app, limited_server
 
 MOST_BYTES = 64 * 2**20  # the largest request (bytes)
 _SMALL_BYTES = 2**20  # the most bytes of a request that may arrive without one of the places for large requests

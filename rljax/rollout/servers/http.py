@@ -41,7 +41,9 @@ _Reply = tuple[int, bytes]
 """The status and the content of a reply."""
 
 
-class _SharedConnection:
+class _Batch:
+    """Requests that share a connection."""
+
     def __init__(self) -> None:
         self.name = uuid.uuid4().hex
         self.bodies: list[dict[str, Any]] = []
@@ -64,7 +66,7 @@ class Http:
             headers=headers,
         )
         self._timeout = httpx.Timeout(None, connect=CONNECT_S)
-        self._gathered: defaultdict[str, _SharedConnection] = defaultdict(_SharedConnection)  # by URL
+        self._gathered: defaultdict[str, _Batch] = defaultdict(_Batch)  # by URL
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def aclose(self) -> None:
@@ -135,7 +137,7 @@ class Http:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _send(self, url: str, batch: _SharedConnection) -> None:
+    def _send(self, url: str, batch: _Batch) -> None:
         """Sends ``batch``, unless it was sent before because it was full."""
         if self._gathered.get(url) is not batch:
             return
@@ -155,7 +157,7 @@ class Http:
         for number, answer in enumerate(batch.answers):
             answer.add_done_callback(functools.partial(finished, number))
 
-    async def _give_up(self, url: str, batch: _SharedConnection) -> None:
+    async def _give_up(self, url: str, batch: _Batch) -> None:
         """Makes the server give up the cancelled requests of ``batch``, unless all requests are answered."""
         await batch.is_known.wait()
         await asyncio.sleep(_GATHER_S)
@@ -164,7 +166,7 @@ class Http:
             with contextlib.suppress(httpx.RequestError):  # the server is gone, and the other requests see that, too
                 await self._http.delete(url, params={"batch": batch.name, "number": numbers}, timeout=_GIVE_UP_S)
 
-    async def _exchange_all(self, url: str, batch: _SharedConnection) -> None:
+    async def _exchange_all(self, url: str, batch: _Batch) -> None:
         """Sends ``batch``, and sets the reply of each request, or the error that ended the exchange."""
         try:
             content = msgspec.json.encode(batch.bodies)
