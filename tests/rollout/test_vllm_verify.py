@@ -7,7 +7,7 @@ from records import completion
 from rljax.errors import VerificationError
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.requests import ServerInfo
-from rljax.rollout.servers.verify import Verifier, joined_prompts, limits, lower_third, probe_length
+from rljax.rollout.servers.verify import Verifier, joined_prompts, limits, lower_third, probe_lengths
 from rljax.rollout.verify_config import VerifyConfig
 
 
@@ -203,7 +203,12 @@ def test_not_a_number_is_out_of_band():
 
 @pytest.mark.parametrize(("block", "length"), [(1, 64), (16, 64), (24, 80), (32, 64), (128, 160)])
 def test_a_probe_is_whole_blocks_and_32_tokens(block, length):
-    assert probe_length(block) == length
+    assert probe_lengths(block)[1] == length
+
+
+@pytest.mark.parametrize(("block", "length"), [(1, 32), (16, 37), (128, 298)])
+def test_a_probe_of_a_rounding_server_is_two_blocks_and_a_third(block, length):
+    assert probe_lengths(block, rounded=True) == (2 * block, length)
 
 
 def test_what_is_cached_before_an_update_is_read_after_it():
@@ -212,7 +217,7 @@ def test_what_is_cached_before_an_update_is_read_after_it():
     made.sample(server, "url")
     cached, probes = server.prompts[:8], server.prompts[8:]
     assert {len(prompt) for prompt in cached} == {129}  # a whole block and one token, which is computed at once
-    assert {len(prompt) for prompt in probes} == {probe_length(128)}
+    assert {len(prompt) for prompt in probes} == {probe_lengths(128)[1]}
     assert max(prompt.max() for prompt in server.prompts) < 50
     assert {tuple(prompt[:129]) for prompt in probes[:8]} == {tuple(prompt) for prompt in cached}
     assert np.array_equal(probes[8:], probes[:4])  # the third look has the prompts of the first one

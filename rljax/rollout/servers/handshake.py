@@ -13,7 +13,7 @@ import numpy as np
 from rljax.errors import HandshakeError, ServerRefusedError
 from rljax.rollout.form import ServerForm
 from rljax.rollout.servers.requests import Caller, ServerInfo
-from rljax.rollout.servers.verify import probe_length, sharpening
+from rljax.rollout.servers.verify import probe_lengths, sharpening
 from rljax.rollout.types import RolloutConfig
 
 # The names of ``ServerForm.kv_cache``, by the servers' names, if these differ.
@@ -122,7 +122,8 @@ def common_differences(described: Mapping[str, Any], expected: Expectation, head
         if None not in (wanted, theirs) and theirs != wanted:
             lines.append(f"{key} is {theirs}, expected {wanted} (another model)")
     # A server that rounds scores each response as a part of a prompt, and generates one more token then.
-    probe = probe_length(described["block_size"]) + config.verify.tokens + config.server_form.is_rounded
+    rounded = config.server_form.is_rounded
+    probe = probe_lengths(described["block_size"], rounded=rounded)[1] + config.verify.tokens + rounded
     longest, length = max(expected.max_tokens, probe), described["max_model_len"]
     if length < longest:
         why = "prompt plus response" if longest == expected.max_tokens else "the verification's probes"

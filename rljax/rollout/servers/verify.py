@@ -87,9 +87,16 @@ def limits(dtype: str, *, mixture: bool = False, rounded: bool = False) -> tuple
     return lowest, highest * (MIXTURE_FACTOR if mixture else 1.0)
 
 
-def probe_length(block_size: int) -> int:
-    """Returns the length of a probe prompt: whole cache blocks with at least 32 tokens, and 32 more tokens."""
-    return -(-_CACHED // block_size) * block_size + _FRESH
+def probe_lengths(block_size: int, *, rounded: bool = False) -> tuple[int, int]:
+    """Returns the number of a probe's tokens that are whole cache blocks, and the length of the probe.
+
+    There are at least 32 tokens in blocks, and 32 more. ``rounded``: Whether the server rounds weights or cache to 8
+    bits. Its band is wide, and shorter probes would let an old head pass. So they are two blocks and a third of one.
+    """
+    if rounded:
+        return 2 * block_size, max(2 * block_size + max(block_size // 3, 1), _CACHED)
+    cached = -(-_CACHED // block_size) * block_size
+    return cached, cached + _FRESH
 
 
 def random_prompts(shape: tuple[int, int], vocab_size: int, seed: int = 0) -> list[np.ndarray]:
@@ -165,7 +172,8 @@ class Verifier:
         self._floor, self._ceiling = limits(dtype, mixture=mixture, rounded=self._is_rounded)
         has_tail = mixture or self._is_rounded  # whether single tokens may be far off
         self._probes = max(config.prompts, TAIL_PROMPTS) if has_tail else config.prompts  # the probes of one look
-        shape = (LOOKS * self._probes, probe_length(info.block_size))
+        self._cached, length = probe_lengths(info.block_size, rounded=self._is_rounded)
+        shape = (LOOKS * self._probes, length)
         self._prompts = (
             joined_prompts(prompts, shape, seed) if prompts else random_prompts(shape, info.vocab_size, seed)
         )
@@ -179,7 +187,7 @@ class Verifier:
 
         One more token is sent, because a server computes at least the last token of a prompt.
         """
-        requests = [Request(prompt[: 1 - _FRESH], SamplingParams(1)) for prompt in self._prompts]
+        requests = [Request(prompt[: self._cached + 1], SamplingParams(1)) for prompt in self._prompts]
         client.sample(url, requests)
 
     def sample(self, client: Caller, url: str) -> list[Look]:
