@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from rljax.distributed.files import VERSIONS, free_memory, memory_directory
 from rljax.plan.machines import H100, Card
 from rljax.plan.memory import TOP_BYTES
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.build import version_bytes
-from rljax.rollout.decode_sizes import batch_sizes, cache_room, cache_token_bytes, padded_rows, row_ways
+from rljax.rollout.decode_sizes import batch_sizes, cache_room, cache_row_bytes, padded_rows, row_ways
 from rljax.rollout.injected import CACHES
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
@@ -103,15 +102,16 @@ def plan_decoding(config: Config, policy: PolicyConfig, mesh: Any, devices: Devi
     ``rollout.decode_tokens: 0`` takes a share of the memory that is then free.
     """
     rollout, places, tokens = config.rollout, config.max_sequence_tokens, config.rollout.decode_tokens
-    of_token = cache_token_bytes(policy, mesh, CACHES.get(rollout.kv_cache_dtype) or jnp.dtype(rollout.dtype))
+    cache_dtype = CACHES.get(rollout.kv_cache_dtype) or rollout.dtype
+    of_row, budget = cache_row_bytes(policy, mesh, places, rollout.dtype, cache_dtype), tokens // places
     if not tokens:
         free = None if devices.memory is None else max(0, devices.memory - resident)
-        tokens = int(cache_room(free, jax.local_device_count()) / of_token)
+        budget = int(cache_room(free, jax.local_device_count()) / of_row)
     rows, n = config.num_sequences, rollout.group_size
     if rollout.environment is not None:
         rows, n = padded_rows(rows), 1
-    slots = batch_sizes(rows, n, tokens // places, row_ways(mesh)).slots
-    return Decoding(slots, config.num_sequences, places, math.ceil(slots * places * of_token))
+    slots = batch_sizes(rows, n, budget, row_ways(mesh)).slots
+    return Decoding(slots, config.num_sequences, places, math.ceil(slots * of_row))
 
 
 def route_bytes(config: Config, policy: PolicyConfig) -> int:

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from rljax.plan.dry_run import beside_bytes, check_shapes, in_units, planned_bytes
 from rljax.plan.machines import Machine, topology_devices
+from rljax.plan.memory import compiled_for_hopper
 from rljax.policy.hub import policy_shape
-from rljax.policy.kernels import compiled_for_hopper
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
 from rljax.run.training import batch_shape, make_step, optional_logprobs, responses_per_update

@@ -7,8 +7,10 @@ assignment of steps compiled for H100s; the documentation compares estimate and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +20,12 @@ from jax.sharding import Mesh
 
 from rljax.policy.attention import PackedAttention, choose_attention, find_implementation, packed_attention
 from rljax.policy.config import PolicyConfig
-from rljax.policy.cudnn import CAPABILITY
+from rljax.policy.cudnn import CAPABILITY, CUDNN
 from rljax.policy.experts import round_size
+from rljax.policy.families import blocks_of
 from rljax.policy.flash import block_attention
 from rljax.policy.head import are_few_logits, vocabulary_chunks
-from rljax.policy.kernels import Kernels, compiled_for_hopper, exchanges_heads, is_one_cpu
+from rljax.policy.kernels import Kernels, exchanges_heads, is_one_cpu
 from rljax.policy.lora import TrainedParams
 from rljax.policy.model import abstract_params, hidden_states, logical_axes
 from rljax.run.config import Config
@@ -141,7 +144,8 @@ def kept_by_a_block(
     remat = config.precision.remat_policy
     if remat == "offload":
         return 0
-    part = dataclasses.replace(part, num_layers=_LAYERS)
+    layers = _LAYERS * len(blocks_of(part))
+    part = dataclasses.replace(part, num_layers=layers)
     params = jax.tree.map(lambda leaf: leaf.update(dtype=dtype), abstract_params(part))
     ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
 
@@ -160,7 +164,31 @@ def kept_by_a_block(
 
     of_blocks = sum(leaf.size * leaf.dtype.itemsize // parts(leaf) for leaf in kept if leaf.shape[:1] == (_LAYERS,))
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["layers"]))
-    return int(max(0, of_blocks - weights)) // _LAYERS
+    return int(max(0, of_blocks - weights)) // layers
+
+
+@contextlib.contextmanager
+def compiled_for_hopper() -> Iterator[None]:
+    """Makes JAX trace programs for an H100 SXM: its compute capability, cuDNN version and 132 multiprocessors.
+
+    JAX asks the GPU of the process for these. A process that compiles ahead of time has none, and JAX would refuse.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as outer
+
+    answers: list[tuple[Any, str, Any]] = [
+        (attention, "check_compute_capability", lambda asked: asked <= CAPABILITY),
+        (attention, "check_cudnn_version", lambda: CUDNN),
+        (outer, "jax", SimpleNamespace(**vars(jax) | {"devices": lambda: [SimpleNamespace(core_count=132)]})),
+    ]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in answers]
+    try:
+        for module, name, answer in answers:
+            setattr(module, name, answer)
+        yield
+    finally:
+        for module, name, original in originals:
+            setattr(module, name, original)
 
 
 def block_bytes(part: PolicyConfig, places: int, itemsize: int) -> int:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 
 from rljax.errors import naming, parse_json
 from rljax.policy.config import SIZES, PolicyConfig
 from rljax.policy.experts import Experts
-from rljax.policy.layers import MLP, Attention, Block
+from rljax.policy.layers import MLP
+from rljax.policy.mixers import Attention, Block
+
+
+class BlockKind(NamedTuple):
+    """One block of a family's pattern."""
+
+    declare: Callable[[PolicyConfig, nnx.Rngs], Block]  # a function that declares the block's parameters
+    layer_type: str = "full_attention"  # its name in the ``layer_types`` of the config.json
 
 
 @dataclass(frozen=True)
@@ -22,7 +31,7 @@ class Family:
 
     model_type: str  # the model_type of the config.json, and the value of PolicyConfig.family
     architecture: str  # the class of transformers and vLLM
-    block: Callable[[PolicyConfig, nnx.Rngs], Block]  # a function that declares one block of the policy
+    pattern: tuple[BlockKind, ...]  # the blocks of one period; the policy repeats it
     fixed: Mapping[str, Any]  # the keys of the file with the same value in every model that the policy can compute
     # The values that transformers uses if the file has none, by our field names. A missing head_dim without a default
     # is hidden_size / num_heads.
@@ -30,8 +39,20 @@ class Family:
     fields: Mapping[str, str] = field(default_factory=dict)  # the keys of this family's own fields, by our field names
     aliases: Mapping[str, str] = field(default_factory=dict)  # alternative keys in some files, by the usual key
     free_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_heads
-    has_head_norms: bool = True  # whether attention normalises the query and the key of each head
     windows_by_layer: bool = True  # whether the file says which layers have a sliding window; otherwise all have it
+
+    def periods(self, config: PolicyConfig) -> int:
+        """Returns the number of periods of a policy. Raises ValueError if its blocks do not fill the last one."""
+        period = len(self.pattern)
+        if config.num_layers % period:
+            raise ValueError(
+                f"num_hidden_layers of a {self.model_type} must be a multiple of {period}, got {config.num_layers}"
+            )
+        return config.num_layers // period
+
+    def layer_types(self, layers: int) -> list[str]:
+        """Returns the ``layer_types`` of a policy with this number of blocks."""
+        return [self.pattern[i % len(self.pattern)].layer_type for i in range(layers)]
 
 
 _FIXED = {"hidden_act": "silu", "use_sliding_window": False}
@@ -42,17 +63,16 @@ _PLAIN_ROPE = {"rope_type": "default", "type": "default", "partial_rotary_factor
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    block=lambda c, rngs: Block(c, rngs, Attention(c, rngs, bias=True), MLP(c, rngs)),
+    pattern=(BlockKind(lambda c, rngs: Block(c, rngs, Attention(c, rngs, bias=True), MLP(c, rngs))),),
     fixed=_FIXED,
     defaults={"num_kv_heads": 32},
     free_head_dim=False,
-    has_head_norms=False,
 )
 # Dense Qwen3: grouped-query attention with a norm of each head's query and key, and a SwiGLU.
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    block=lambda c, rngs: Block(c, rngs, Attention(c, rngs, norms=True), MLP(c, rngs)),
+    pattern=(BlockKind(lambda c, rngs: Block(c, rngs, Attention(c, rngs, norms=True), MLP(c, rngs))),),
     fixed={**_FIXED, "attention_bias": False},
     defaults={"num_kv_heads": 32, "head_dim": 128},
 )
@@ -60,7 +80,7 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    block=lambda c, rngs: Block(c, rngs, Attention(c, rngs, norms=True), Experts(c, rngs)),
+    pattern=(BlockKind(lambda c, rngs: Block(c, rngs, Attention(c, rngs, norms=True), Experts(c, rngs))),),
     fixed={**_FIXED, "attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
     defaults={
         "num_kv_heads": 4,
@@ -80,6 +100,15 @@ QWEN3_MOE = Family(
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE)}
 """The families by ``model_type``."""
+
+
+@functools.lru_cache(maxsize=32)
+def blocks_of(config: PolicyConfig) -> tuple[Block, ...]:
+    """Returns the blocks of one period of a policy, with a ``jax.ShapeDtypeStruct`` in each parameter."""
+    pattern = FAMILIES[config.family].pattern
+    blocks: tuple[Block, ...] = nnx.eval_shape(lambda: tuple(kind.declare(config, nnx.Rngs(0)) for kind in pattern))
+    return blocks
+
 
 _SPECIAL_FIELDS = ("rope_theta", "family", "num_experts", "experts_per_token", "expert_size", "normalize_gates")
 """The fields that only some families have in their files, or that are read in a way of their own."""
@@ -124,6 +153,7 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
     if isinstance(values.get("eos_token_id"), list):
         values["eos_token_id"] = tuple(values["eos_token_id"])
     config = PolicyConfig(**values, family=family.model_type)
+    family.periods(config)
     if not family.free_head_dim and config.head_dim * config.num_heads != config.hidden_size:
         raise ValueError(f"head_dim of a {config.family} must be hidden_size / num_heads, got {config.head_dim}")
     return config
@@ -131,9 +161,10 @@ def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
 
 def _check_features(raw: Mapping[str, Any], family: Family) -> None:
     """Raises ValueError for a feature that the family's policy does not compute."""
-    layer_types = raw.get("layer_types") or ["full_attention"]
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise ValueError(f"layer_types = {layer_types!r:.60} is not supported: each must be 'full_attention'")
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or kinds != family.layer_types(len(kinds)):
+        repeated = ", ".join(family.layer_types(len(family.pattern)))
+        raise ValueError(f"layer_types = {kinds!r:.60} is not supported: it must repeat {repeated}")
     fixed = {**family.fixed, "partial_rotary_factor": 1.0, "quantization_config": None}
     if raw.get("use_sliding_window") is True and _covers_no_layer(raw, family):
         del fixed["use_sliding_window"]
@@ -191,6 +222,7 @@ def config_to_hf(config: PolicyConfig, dtype: str) -> dict[str, Any]:
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **family.fixed,
+        **({"layer_types": family.layer_types(config.num_layers)} if len(family.pattern) > 1 else {}),
         "attention_dropout": 0.0,
         "use_cache": True,
         "dtype": dtype,

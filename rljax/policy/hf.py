@@ -81,7 +81,7 @@ class Leaf(NamedTuple):
     def file_chunks(
         self, part: jax.Array, names: np.ndarray, dtype: Any, chunk_bytes: int
     ) -> Iterator[tuple[np.ndarray, jax.Array]]:
-        r"""Yields the tensors of ``part`` with their names, in the layout of the file, a chunk of them at a time.
+        """Yields the tensors of ``part`` with their names, in the layout of the file, a chunk of them at a time.
 
         The devices cast and transpose a chunk. If several processes hold ``part``, all of them must take all chunks.
 
@@ -92,21 +92,17 @@ class Leaf(NamedTuple):
           chunk_bytes: The most bytes of a chunk, unless one layer is larger. With several processes a chunk is a layer.
 
         Yields:
-          The names of one chunk, and an array of shape (names, rows, columns), or (names, \*shape) for a parameter
-          that is not transposed.
+          The names of one chunk, and an array with one slice for each name.
         """
         layout = functools.partial(_file_layout, stacked=self.stacked, inputs=self.inputs, dtype=jnp.dtype(dtype))
         layers = part.shape[0] if self.stacked else 1
-        step = (
-            max(1, chunk_bytes * layers // (part.size * jnp.dtype(dtype).itemsize)) if part.is_fully_addressable else 1
-        )
-        if layers <= step:
-            yield np.ravel(names), layout(part)
-            return
+        fitting = chunk_bytes * layers // (part.size * jnp.dtype(dtype).itemsize)
+        step = max(1, fitting) if part.is_fully_addressable else 1
         for start in range(0, layers, step):
             taken = min(step, layers - start)
             # The copy of the layers has a program of its own: fused with the transposition it is slow on a CPU.
-            yield np.ravel(names[start : start + taken]), layout(_layers(part, np.int32(start), taken))
+            chunk = part if taken == layers else _layers(part, np.int32(start), taken)
+            yield np.ravel(np.atleast_1d(names)[start : start + taken]), layout(chunk)
 
     def read(self, sources: Mapping[str, Any], dtype: Any, computes_in: Any, index: Any) -> np.ndarray:
         """Reads the part ``index`` of the parameter from the opened tensors of the files, by name.
@@ -135,31 +131,27 @@ class Leaf(NamedTuple):
 
 def on_host_ahead(chunks: Iterable[tuple[Label, jax.Array]]) -> Iterator[tuple[Label, np.ndarray]]:
     """Yields labelled arrays on the host. The devices make and copy the next one while the caller uses the last."""
-    waiting: list[tuple[Label, jax.Array]] = []
-    for label, chunk in chunks:
-        if chunk.is_fully_addressable:
-            chunk.copy_to_host_async()
-        waiting.append((label, chunk))
-        if len(waiting) > 1:
-            label, chunk = waiting.pop(0)
-            yield label, fetch(chunk)
-    for label, chunk in waiting:
-        yield label, fetch(chunk)
+
+    def started() -> Iterator[tuple[Label, jax.Array]]:
+        for label, chunk in chunks:
+            if chunk.is_fully_addressable:
+                chunk.copy_to_host_async()
+            yield label, chunk
+
+    for one, _ in itertools.pairwise(itertools.chain(started(), [None])):
+        if one is not None:
+            yield one[0], fetch(one[1])
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _layers(layers: jax.Array, start: Any, number: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(layers, start, number)
+_layers = jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=2)
 
 
 @functools.partial(jax.jit, static_argnames=("stacked", "inputs", "dtype"))
 def _file_layout(layers: jax.Array, stacked: int, inputs: int | None, dtype: Any) -> jax.Array:
     """Casts layers to ``dtype`` and transposes them to the layout of the file; ``inputs`` as in ``HFTensor.inputs``."""
     cast, shape = layers.astype(dtype), layers.shape[stacked:]
-    if inputs is None:
-        return cast.reshape(-1, *shape)
     if not inputs:
-        return cast.reshape(-1, math.prod(shape))
+        return cast.reshape(-1, *(shape if inputs is None else [math.prod(shape)]))
     return jnp.swapaxes(cast.reshape(-1, math.prod(shape[:inputs]), math.prod(shape[inputs:])), 1, 2)
 
 
@@ -181,12 +173,8 @@ def _check_finite(name: str, stored: np.ndarray, read: np.ndarray, computes_in: 
 def leaves_of(abstract: Params, stored: Mapping[tuple[str, ...], HFTensor]) -> Iterator[Leaf]:
     """Yields the parameters of a pytree of ``jax.ShapeDtypeStruct``, in the order of the files."""
     for path, leaf in sorted(flatten_dict(abstract).items()):
-        name, inputs = stored[path]
-        leading = leaf.shape[: stored[path].stacked]
-        names = np.empty(leading, object)
-        for index in np.ndindex(leading):
-            names[index] = name.format(*index)
-        yield Leaf(path, names, leaf.shape[len(leading) :], inputs)
+        names = stored[path].names(leaf.shape)
+        yield Leaf(path, names, leaf.shape[names.ndim :], stored[path].inputs)
 
 
 def policy_leaves(config: PolicyConfig) -> Iterator[Leaf]:
@@ -261,10 +249,8 @@ def load_params(
             f"{directory}: config.json has tie_word_embeddings = true, but tensor {_HEAD!r} is not {_TABLE!r}: set it "
             "to false, or delete the tensor"
         )
-    leaves = policy_leaves(config)
-    return read_leaves(
-        sources, leaves, shardings, dtype, directory=directory, shapes_from="config.json", computes_in=computes_in
-    )
+    said: Any = {"directory": directory, "shapes_from": "config.json"}
+    return read_leaves(sources, policy_leaves(config), shardings, dtype, computes_in=computes_in, **said)
 
 
 def _is_tied(sources: Mapping[str, Any]) -> bool:
@@ -331,15 +317,13 @@ def _said_packed(name: str, sources: Iterable[str]) -> str:
     return f": {above + experts + packed[0]!r} packs its layer's experts; save the model with save_original_format=True"
 
 
-def hf_tensors(
-    params: Params, config: PolicyConfig, dtype: Any, *, chunk_bytes: int = CHUNK_BYTES
-) -> Iterator[tuple[str, np.ndarray]]:
+def hf_tensors(params: Params, config: PolicyConfig, dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields ``(HF name, array)`` in a fixed order, in ``dtype``. Two chunks at a time are on the host.
 
     If several processes hold the parameters, all of them must take all tensors, which are gathered layer by layer. A
     tied head is not yielded, because the file has no tensor for it.
     """
-    return host_tensors(params, policy_leaves(config), dtype, chunk_bytes)
+    return host_tensors(params, policy_leaves(config), dtype)
 
 
 def host_tensors(

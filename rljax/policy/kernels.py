@@ -1,19 +1,15 @@
-"""The kernels of a policy's forward: their choice for a mesh, and tracing for a Hopper GPU that is not here."""
+"""The kernels of a policy's forward, and their choice for a mesh."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
 from rljax.policy.config import PolicyConfig, PolicyOptions
 from rljax.policy.context import device_heads, heads_of_device
-from rljax.policy.cudnn import CAPABILITY, CUDNN
+from rljax.policy.families import blocks_of
 from rljax.policy.grouped import IN_BLOCKS, Grouped, choose_experts
 from rljax.policy.rotary import Rotate, rotate, rotate_by_product
 
@@ -71,6 +67,8 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     check_experts(config, mesh)
     device = mesh.devices.flat[0]
     parts = mesh.shape["context"]
+    if parts > 1 and any(block.attention.needs_whole_rows for block in blocks_of(config)):
+        raise ValueError(f"mesh.context = {parts}: a block of the {config.family} policy needs whole rows; set it to 1")
     if options.attention in ("cudnn", "splash") and not exchanges_heads(config, mesh):
         raise ValueError(
             f"policy.attention = {options.attention}: mesh.context = {parts} must divide the key-value heads of a "
@@ -82,27 +80,3 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
     on_cpu = is_one_cpu(mesh)
     rotary = rotate_by_product if device.platform == "tpu" and dtype == "bfloat16" else rotate
     return Kernels(attention, experts, parts, MAX_UNROLLED if on_cpu else 0, on_cpu, rotary)
-
-
-@contextlib.contextmanager
-def compiled_for_hopper() -> Iterator[None]:
-    """Makes JAX trace programs for an H100 SXM: its compute capability, cuDNN version and 132 multiprocessors.
-
-    JAX asks the GPU of the process for these. A process that compiles ahead of time has none, and JAX would refuse.
-    """
-    from jax._src.cudnn import fused_attention_stablehlo as attention
-    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu as outer
-
-    answers: list[tuple[Any, str, Any]] = [
-        (attention, "check_compute_capability", lambda asked: asked <= CAPABILITY),
-        (attention, "check_cudnn_version", lambda: CUDNN),
-        (outer, "jax", SimpleNamespace(**vars(jax) | {"devices": lambda: [SimpleNamespace(core_count=132)]})),
-    ]
-    originals = [(module, name, getattr(module, name)) for module, name, _ in answers]
-    try:
-        for module, name, answer in answers:
-            setattr(module, name, answer)
-        yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)

@@ -1,4 +1,4 @@
-"""The parts of a block: parameters with their description, products, norms, attention, SwiGLU.
+"""The layers of a block: parameters with their description, products, norms, SwiGLU.
 
 Each parameter is described in one place, by ``param(rngs, shape, logical axes, initializer, name in the file)``.
 Abstract shapes, shardings, initial values and the layout of checkpoints all derive from this description.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
@@ -40,11 +41,15 @@ class HFTensor(NamedTuple):
     # The number of axes, after those leading ones, that form the second axis of the tensor. 0: all axes are one axis in
     # the file. None: the layouts are the same.
     inputs: int | None = None
+    blocks: range | None = None  # the numbers of the blocks along the first axis of a stack of blocks; None outside
 
-    @property
-    def stacked(self) -> int:
-        """The number of leading axes of the parameter whose slices are separate tensors."""
-        return self.name.count("{}")
+    def names(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Returns the names of the tensors of a parameter of this shape. They have the shape of its leading axes."""
+        names = np.empty(shape[: self.name.count("{}")], object)
+        for index in np.ndindex(names.shape):
+            numbers = index if self.blocks is None else (self.blocks[index[0]], *index[1:])
+            names[index] = self.name.format(*numbers)
+        return names
 
 
 def param(
@@ -203,49 +208,10 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale[...], self.eps)
 
 
-class Attention(nnx.Module):
-    """The projections of grouped-query attention, optionally with biases or with norms of each head's query and key."""
-
-    def __init__(self, c: PolicyConfig, rngs: nnx.Rngs, *, norms: bool = False, bias: bool = False):
-        normal = jax.nn.initializers.normal(c.initializer_range)
-        d, h, g, k = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
-        of_query, of_key = ("heads", "head_dim"), ("kv_heads", "head_dim")
-        self.query = param(rngs, (d, h, k), ("embed", *of_query), normal, "self_attn.q_proj.weight", 1)
-        self.key = param(rngs, (d, g, k), ("embed", *of_key), normal, "self_attn.k_proj.weight", 1)
-        self.value = param(rngs, (d, g, k), ("embed", *of_key), normal, "self_attn.v_proj.weight", 1)
-        self.output = param(rngs, (h, k, d), (*of_query, "embed"), normal, "self_attn.o_proj.weight", 2)
-        self.bias, self.norms = bias, norms
-        if bias:
-            zeros = jax.nn.initializers.zeros
-            self.query_bias = param(rngs, (h, k), of_query, zeros, "self_attn.q_proj.bias", 0)
-            self.key_bias = param(rngs, (g, k), of_key, zeros, "self_attn.k_proj.bias", 0)
-            self.value_bias = param(rngs, (g, k), of_key, zeros, "self_attn.v_proj.bias", 0)
-        if norms:
-            self.query_norm = RMSNorm(k, c.rms_norm_eps, rngs, "self_attn.q_norm.weight")
-            self.key_norm = RMSNorm(k, c.rms_norm_eps, rngs, "self_attn.k_norm.weight")
-
-    def __call__(
-        self, x: Array, rotate: Callable[[Array], Array], attention_fn: Callable[..., Any]
-    ) -> tuple[Array, Any]:
-        """Computes attention of ``x`` [b, t, d]: the output [b, t, d] and the carry of ``attention_fn``.
-
-        ``rotate`` applies the rotary embedding to queries or keys [b, t, h, k].
-        """
-        specs = ("btd,dhk->bthk", "btd,dgk->btgk", "btd,dgk->btgk")
-        biases = (self.query_bias[...], self.key_bias[...], self.value_bias[...]) if self.bias else ()
-        q, k, v = linear(specs, x, (self.query[...], self.key[...], self.value[...]), biases)
-        q, k, v = tap("query", q), tap("key", k), tap("value", v)
-        q = constrain(q, "rows", "tokens", "act_heads", "head_dim")
-        if self.norms:
-            q, k = tap("query_norm", self.query_norm(q)), tap("key_norm", self.key_norm(k))
-        q, k = tap("query_rope", rotate(q)), tap("key_rope", rotate(k))
-        mixed, carry = attention_fn(q, k, v)
-        mixed = tap("attention", mixed)
-        return tap("attention_output", linear(("bthk,hkd->btd",), mixed, (self.output[...],))[0]), carry
-
-
 class MLP(nnx.Module):
     """A SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    operations = ("gate", "up", "activation")
 
     def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(c.initializer_range)
@@ -262,23 +228,3 @@ class MLP(nnx.Module):
         gate, up = features_last(*opaque(tap("gate", gate), constrain(tap("up", up), "rows", "tokens", "act_mlp")))
         product = tap("activation", jax.nn.silu(gate) * up)
         return linear(("btf,fd->btd",), product, (self.down[...],))[0], largest(product), None
-
-
-class Block(nnx.Module):
-    """One pre-norm transformer block."""
-
-    def __init__(self, c: PolicyConfig, rngs: nnx.Rngs, attention: Attention, mlp: Any):
-        self.attention, self.mlp = attention, mlp
-        self.attention_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs, "input_layernorm.weight")
-        self.mlp_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs, "post_attention_layernorm.weight")
-
-    def __call__(
-        self, x: Array, rotate: Callable[[Array], Array], attention_fn: Callable[..., Any], routing: Routing | None
-    ) -> tuple[Array, Any, BlockStats]:
-        """Returns the output for ``x`` [b, t, d], the carry of ``attention_fn``, and measurements of the forward."""
-        normed = tap("attention_norm", all_tokens(self.attention_norm(x)))
-        mixed, carry = self.attention(normed, rotate, attention_fn)
-        x = tap("attention_residual", x + split_tokens(mixed))
-        fed, inside, router = self.mlp(tap("mlp_norm", all_tokens(self.mlp_norm(x))), routing)
-        x = tap("residual", split_tokens(x + split_tokens(tap("mlp", fed))))
-        return x, carry, BlockStats(inside, largest(x), router)

@@ -79,13 +79,13 @@ class _Target(NamedTuple):
 
     shape: tuple[int, ...]  # the shape of the parameter
     axes: tuple[str, ...]  # the logical axes of the parameter
-    inputs: int  # the number of input axes
-    module: str  # the name of the layer in a checkpoint, with {} for the number of the block
+    stored: HFTensor  # the tensor in a checkpoint
 
     @property
     def letters(self) -> tuple[str, str]:
         """The letters of the input and the output axes of one layer, for einsum."""
-        return "abc"[: self.inputs], "xyz"[: len(self.shape) - 1 - self.inputs]
+        inputs = self.stored.inputs or 0
+        return "abc"[:inputs], "xyz"[: len(self.shape) - 1 - inputs]
 
 
 @functools.lru_cache(maxsize=32)
@@ -98,8 +98,7 @@ def find_targets(config: PolicyConfig, lora: LoraConfig) -> Mapping[Path, _Targe
     targets: dict[Path, _Target] = {}
     names = set()
     for path, stored in sorted(stored_tensors(config).items()):
-        module, _, kind = stored.name.rpartition(".")
-        name = module.rpartition(".")[2]
+        name, kind = stored.name.split(".")[-2:]
         if name not in lora.targets or kind != "weight":
             continue
         if "experts" in axes[path]:
@@ -107,8 +106,7 @@ def find_targets(config: PolicyConfig, lora: LoraConfig) -> Mapping[Path, _Targe
                 f"lora.targets: {name} belongs to the experts of this {config.family} policy, which get no adapters; "
                 "name layers of the attention (q_proj, k_proj, v_proj, o_proj)"
             )
-        assert stored.inputs
-        targets[path] = _Target(shapes[path].shape, axes[path], stored.inputs, module)
+        targets[path] = _Target(shapes[path].shape, axes[path], stored)
         names.add(name)
     if missing := [name for name in lora.targets if name not in names]:
         raise ValueError(f"lora.targets: a {config.family} policy has no {missing[0]}")
@@ -126,12 +124,14 @@ class _Adapter(NamedTuple):
 def _adapters(config: PolicyConfig, lora: LoraConfig) -> dict[Path, _Adapter]:
     """Returns the description of each adapter, by its path: the path of its target, and "a" or "b"."""
     adapters = {}
-    for path, (shape, axes, inputs, module) in find_targets(config, lora).items():
+    for path, (shape, axes, stored) in find_targets(config, lora).items():
+        inputs = stored.inputs or 0
         (layers, *ins), outs = shape[: 1 + inputs], shape[1 + inputs :]
         (_, *in_axes), out_axes = axes[: 1 + inputs], axes[1 + inputs :]
         # A rank is split over the devices if none of the other axes is the width.
         of_a, of_b = ("rank" if "embed" in others else "split_rank" for others in (in_axes, out_axes))
-        a, b = (HFTensor(f"base_model.model.{module}.lora_{x}.weight", n) for x, n in (("A", inputs), ("B", 1)))
+        module = "base_model.model." + stored.name.removesuffix(".weight")
+        a, b = (stored._replace(name=f"{module}.lora_{x}.weight", inputs=n) for x, n in (("A", inputs), ("B", 1)))
         adapters[*path, "a"] = _Adapter((layers, *ins, lora.rank), ("layers", *in_axes, of_a), a)
         adapters[*path, "b"] = _Adapter((layers, lora.rank, *outs), ("layers", of_b, *out_axes), b)
     return adapters

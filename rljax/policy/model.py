@@ -1,14 +1,14 @@
 """A policy: the decoder that its family declares, as a plain pytree of arrays.
 
 Abstract shapes, shardings, initial values and the layout of checkpoints all derive from the declaration. The optimizer,
-checkpoints and engines hold the pytree (``nnx.to_pure_dict``). Blocks are stacked on a leading layers axis, and the
-forward scans over them.
+checkpoints and engines hold the pytree (``nnx.to_pure_dict``). The family's pattern of blocks is repeated in periods.
+Each block of the pattern is stacked on a leading axis over the periods, and the forward scans over the periods.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.context import unfold
-from rljax.policy.families import FAMILIES
+from rljax.policy.families import FAMILIES, blocks_of
 from rljax.policy.flash import LSE_NAME, OUT_NAME
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
 from rljax.policy.layers import (
@@ -34,8 +34,9 @@ from rljax.policy.layers import (
     rms_norm,
     split_tokens,
 )
-from rljax.policy.rotary import Rotate, rotary_tables, rotate
-from rljax.policy.taps import Substitutes, Values, record_layers, recording_layer, substitutes_of_layers, tap
+from rljax.policy.mixers import BlockState, Where
+from rljax.policy.rotary import rotation
+from rljax.policy.taps import Substitutes, Values, record_stack, recording_layer, stack_paths, substitutes_of_stack, tap
 from rljax.sharding import constrain, tree_shardings
 
 Params = dict[str, Any]
@@ -52,8 +53,8 @@ _SAVED: dict[str, Any] = {
         offload_dst="pinned_host",
     ),
 }
-# A function (carry, layer index, q, k, v) -> (attention output, carry). The carry is a cache, or ().
-AttentionFn = Callable[[Any, Array, Array, Array, Array], tuple[Array, Any]]
+States = tuple[tuple[Array, ...], ...]
+"""The states of decoding: for each block of a period, the arrays of its mixer with a leading axis over the periods."""
 
 
 class ForwardStats(NamedTuple):
@@ -67,25 +68,26 @@ class ForwardStats(NamedTuple):
 
 
 class _Decoder(nnx.Module):
-    """The declaration of all parameters. ``layers`` is a stack of blocks on a leading axis."""
+    """The declaration of all parameters. ``layers`` is a stack of blocks, or has one for each block of a period."""
 
     def __init__(self, c: PolicyConfig, rngs: nnx.Rngs):
         normal = jax.nn.initializers.normal(c.initializer_range)
         table = (c.vocab_size, c.hidden_size)
         self.embed = param(rngs, table, ("vocab", "embed"), normal, "model.embed_tokens.weight")
-        stack = nnx.vmap(functools.partial(_block, c), in_axes=0, axis_size=c.num_layers)
-        self.layers = stack(rngs.split(c.num_layers))
+        family = FAMILIES[c.family]
+        periods = family.periods(c)
+        stacks = [
+            nnx.vmap(functools.partial(kind.declare, c), in_axes=0, axis_size=periods)(rngs.split(periods))
+            for kind in family.pattern
+        ]
+        self.layers = stacks[0] if len(stacks) == 1 else nnx.Dict({str(i): stack for i, stack in enumerate(stacks)})
         self.final_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs, "model.norm.weight")
         if not c.tie_word_embeddings:
             self.lm_head = param(rngs, table, ("vocab", "embed"), normal, "lm_head.weight")
 
 
-def _block(config: PolicyConfig, rngs: nnx.Rngs) -> nnx.Module:
-    return FAMILIES[config.family].block(config, rngs)
-
-
 class _Declaration(NamedTuple):
-    block: Any  # the graphdef of one block
+    blocks: list[Any]  # the graphdef of each block of a period
     abstract: Params
     logical: Params
     stored: dict[Any, HFTensor]  # by path
@@ -96,14 +98,18 @@ def _declaration(config: PolicyConfig) -> _Declaration:
     model = nnx.eval_shape(lambda: _Decoder(config, nnx.Rngs(0)))
     state = nnx.state(model, nnx.Param)
     logical, stored = {}, {}
+    blocks = blocks_of(config)
+    stacks = stack_paths(len(blocks))
     for path, variable in nnx.to_flat_state(state):
         metadata = variable.get_metadata()
-        in_block = path[0] == "layers"
-        logical[path] = (("layers",) if in_block else ()) + metadata["logical"]
-        name, inputs = metadata["stored"]
-        stored[path] = HFTensor("model.layers.{}." + name if in_block else name, inputs)
-    block = nnx.eval_shape(lambda: _block(config, nnx.Rngs(0)))
-    return _Declaration(nnx.split(block)[0], nnx.to_pure_dict(state), traverse_util.unflatten_dict(logical), stored)
+        logical[path], stored[path] = metadata["logical"], metadata["stored"]
+        for first, stack in enumerate(stacks):
+            if path[: len(stack)] == stack:
+                numbers = range(first, config.num_layers, len(stacks))
+                logical[path] = ("layers", *logical[path])
+                stored[path] = stored[path]._replace(name="model.layers.{}." + stored[path].name, blocks=numbers)
+    graphs = [nnx.split(block)[0] for block in blocks]
+    return _Declaration(graphs, nnx.to_pure_dict(state), traverse_util.unflatten_dict(logical), stored)
 
 
 def abstract_params(config: PolicyConfig) -> Params:
@@ -182,58 +188,75 @@ def run_blocks(
     params: Params,
     config: PolicyConfig,
     x: Float[Array, "b t d"],
-    positions: Int[Array, "b t"],
-    attention_fn: AttentionFn,
-    carry: Any = (),
+    where: Where,
+    states: States = (),
     *,
-    routing: Routing | None = None,
+    routing: Routing = Routing(),  # noqa: B008 (it is immutable)
     remat: Remat = "none",
     unrolled: int = 0,
-    rotate: Rotate = rotate,
-) -> tuple[Float[Array, "b t d"], Any, ForwardStats]:
-    """Scans the blocks over ``x`` and applies the final norm.
+) -> tuple[Float[Array, "b t d"], States, ForwardStats]:
+    """Scans the periods of blocks over ``x`` and applies the final norm.
 
     Args:
       params: The pytree of parameters, in the compute dtype.
-      positions: The rotary position of each token inside its own segment.
-      attention_fn: A function that computes the attention of one layer's heads. It takes and returns ``carry``.
-      carry: The state that is passed through the blocks, such as a cache.
+      where: The tokens of ``x``: where each stands, and which of them see each other.
+      states: The states of decoding before the tokens, or () for packed rows.
       routing: The input of the routers of a policy with experts. Its choices have a leading layers axis.
       remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
       unrolled: The value of ``Kernels.unrolled``.
-      rotate: The implementation of the rotary embedding.
 
     Returns:
-      The hidden states in the dtype of ``x``, the carry, and the measurements of the forward.
+      The hidden states in the dtype of ``x``, the states after the tokens, and the measurements of the forward.
     """
-    graphdef = _declaration(config).block
-    if config.num_experts and routing is None:
-        routing = Routing()
-    tables = rotary_tables(positions, config.head_dim, config.rope_theta)
+    graphs = _declaration(config).blocks
+    stacks = stack_paths(len(graphs))
 
-    def at_positions(heads: Array) -> Array:
-        return rotate(heads, tables)
+    def run_block(
+        graph: Any, x: Array, state: Any, weights: Any, period: Array, choices: Any, given: Substitutes
+    ) -> Any:
+        x, block = checkpoint_name(x, _BLOCK_INPUT), nnx.merge(graph, weights)
+        with recording_layer(given) as recorded:
+            before = BlockState(state, period) if state else None
+            x, after, stats = block(x, where, before, routing._replace(choices=choices))
+        return x, () if after is None else after.arrays, (stats, recorded)
 
-    def body(
-        state: tuple[Array, Any], layer: tuple[Any, Array, Any, Substitutes]
-    ) -> tuple[tuple[Array, Any], tuple[BlockStats, Values]]:
-        x, carry = checkpoint_name(state[0], _BLOCK_INPUT), state[1]
-        block = nnx.merge(graphdef, layer[0])
-        routed = None if routing is None else routing._replace(choices=layer[2])
-        with recording_layer(layer[3]) as recorded:
-            x, carry, stats = block(x, at_positions, functools.partial(attention_fn, carry, layer[1]), routed)
-        return (x, carry), (stats, recorded)
-
+    blocks: list[Callable[..., Any]] = [functools.partial(run_block, graph) for graph in graphs]
     if remat != "none":
-        body = jax.checkpoint(body, prevent_cse=False, policy=_SAVED[remat])
-    x = split_tokens(x)
-    choices = None if routing is None else routing.choices
-    layers = (params["layers"], jnp.arange(config.num_layers), choices, substitutes_of_layers())
+        blocks = [jax.checkpoint(run, prevent_cse=False, policy=_SAVED[remat]) for run in blocks]
+
+    def body(carry: tuple[Array, States], layers: Any) -> tuple[tuple[Array, States], list[tuple[BlockStats, Values]]]:
+        (x, states), (weights, period, choices, substitutes) = carry, layers
+        after, measured = [], []
+        for run, state, *of_block in zip(blocks, states, weights, choices, substitutes, strict=True):
+            x, state, numbers = run(x, state, of_block[0], period, *of_block[1:])
+            after.append(state)
+            measured.append(numbers)
+        return (x, tuple(after)), measured
+
+    x, states = split_tokens(x), states or ((),) * len(graphs)
+    weights = [functools.reduce(lambda tree, key: tree[key], stack, params) for stack in stacks]
+    periods, choices = jnp.arange(config.num_layers // len(graphs)), _by_block(routing.choices, len(graphs))
+    layers = weights, periods, choices, [substitutes_of_stack(stack) for stack in stacks]
     one_by_one = remat == "none" and config.num_layers <= unrolled
-    (x, carry), (stats, recorded) = jax.lax.scan(body, (x, carry), layers, unroll=one_by_one)
-    record_layers(recorded)
+    (x, states), measured = jax.lax.scan(body, (x, states), layers, unroll=one_by_one)
+    for stack, (_, recorded) in zip(stacks, measured, strict=True):
+        record_stack(stack, recorded)
     hidden = tap("final_norm", all_tokens(rms_norm(x, params["final_norm"]["scale"], config.rms_norm_eps)))
-    return hidden, carry, ForwardStats(jnp.maximum(jnp.max(stats.inside), jnp.max(stats.outside)), stats.router)
+    stats = [of_block for of_block, _ in measured]
+    largest = functools.reduce(jnp.maximum, [jnp.max(x) for each in stats for x in (each.inside, each.outside)])
+    return hidden, states, ForwardStats(largest, _in_order([each.router for each in stats]))
+
+
+def _by_block(x: Array | None, period: int) -> list[Array | None]:
+    """Splits an array over the layers into one over the periods for each block of a period."""
+    return [x] if period == 1 else [None if x is None else x[i::period] for i in range(period)]
+
+
+def _in_order(each: Sequence[Any]) -> Any:
+    """Joins pytrees of arrays over the periods, one for each block of a period, to one over the layers."""
+    if len(each) == 1:
+        return each[0]
+    return jax.tree.map(lambda *x: jnp.stack(x, axis=1).reshape(-1, *x[0].shape[1:]), *each)
 
 
 _OF_ROWS = ("scale", "query_bias", "key_bias", "value_bias")
@@ -284,15 +307,15 @@ def hidden_states(
 
     segments_of_rows = unfold(segment_ids, kernels.parts)
 
-    def attention_fn(carry: Any, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        del layer
-        return kernels.attention(q, k, v, segments_of_rows), carry
+    def attend(q: Array, k: Array, v: Array, state: BlockState | None) -> tuple[Array, BlockState | None]:
+        return kernels.attention(q, k, v, segments_of_rows), state
 
     x = embed_tokens(params, tokens)
     params = params | {"layers": _vectors_of_rows(params["layers"], tokens.shape[0])}
-    routing = None
-    if config.num_experts:
-        routing = Routing(segment_ids > 0, None if choices is None else jnp.moveaxis(choices, 2, 0), kernels.grouped)
-    how: dict[str, Any] = {"remat": remat, "unrolled": kernels.unrolled, "rotate": kernels.rotate}
-    hidden, _, stats = run_blocks(params, config, x, positions, attention_fn, routing=routing, **how)
+    valid, before = segment_ids > 0, jnp.pad(segment_ids, ((0, 0), (1, 0)))[:, :-1]
+    routing = Routing(valid, None if choices is None else jnp.moveaxis(choices, 2, 0), kernels.grouped)
+    rotate = rotation(positions, config.head_dim, config.rope_theta, kernels.rotate)
+    where = Where(rotate, attend, valid, segment_ids != before)
+    how: dict[str, Any] = {"routing": routing, "remat": remat, "unrolled": kernels.unrolled}
+    hidden, _, stats = run_blocks(params, config, x, where, **how)
     return hidden, stats

@@ -31,6 +31,14 @@ def rotate(x: Float[Array, "b t h k"], tables: Tables) -> Float[Array, "b t h k"
     return _sum(wide, jnp.concatenate([-second, first], axis=-1), *tables).astype(x.dtype)
 
 
+def rotation(
+    positions: Int[Array, "b t"], head_dim: int, theta: float, how: Rotate = rotate
+) -> Callable[[Array], Array]:
+    """Returns the function that rotates heads [b, t, h, k] to the ``positions`` of their tokens."""
+    tables = rotary_tables(positions, head_dim, theta)
+    return lambda heads: how(heads, tables)
+
+
 @jax.custom_vjp
 def rotate_by_product(x: Float[Array, "b t h k"], tables: Tables) -> Float[Array, "b t h k"]:
     """Rotates bfloat16 heads like :func:`rotate`, to the bit. A product with a matrix exchanges their halves.

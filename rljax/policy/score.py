@@ -65,14 +65,12 @@ def align(scored: TokenScores, positions: Int[Array, "b t"], segment_ids: Int[Ar
     Position 0 of a segment and padding get 0, and -inf in ``tops``.
     """
     inside = (positions > 0) & (segment_ids > 0)
-    logprobs, entropy = (jnp.where(inside, jnp.pad(x, ((0, 0), (1, 0))), 0.0) for x in scored[:2])
-    tops, collision = scored[2:]
-    if tops is not None:
-        padded = jnp.pad(tops, ((0, 0), (1, 0), (0, 0)))
-        tops = jnp.where(inside[..., None], padded, -jnp.inf)
-    if collision is not None:
-        collision = jnp.where(inside, jnp.pad(collision, ((0, 0), (1, 0))), 0.0)
-    return TokenScores(logprobs, entropy, tops, collision)
+
+    def moved(x: Array) -> Array:
+        padded = jnp.pad(x, ((0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)))
+        return jnp.where(inside, padded, 0.0) if x.ndim == 2 else jnp.where(inside[..., None], padded, -jnp.inf)
+
+    return jax.tree.map(moved, scored)
 
 
 def packed_logprobs(
@@ -94,17 +92,9 @@ def packed_logprobs(
     """Computes the log-probability of each token given the tokens before it in its segment, and the entropy there.
 
     Args:
-      params: The pytree of parameters, in the compute dtype.
-      config: The shapes of the policy.
-      tokens: The token ids of packed rows.
-      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
-      positions: The position 0, 1, 2, ... of each token inside its segment.
+      params, tokens, segment_ids, positions, remat, kernels, choices: The arguments of ``hidden_states``.
       temperature: The temperature of the scored distribution, positive.
       lm_head_dtype: The dtype of the operands of the LM head's products. None: the dtypes of hidden states and table.
-      remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
-      kernels: The implementations of the forward pass.
-      choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free
-        everywhere.
       top_ids: The ids of k more tokens to score at each position; -1 where there are fewer. None: no others.
       cut: Whether the scored distributions are cut to ``top_ids`` and normalised over them. A token without any of them
         has log-probability and entropy 0.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 LAYERS = "layers"
-"""The prefix of the values inside blocks, which have a leading layers axis outside of the scan over blocks."""
+"""The prefix of the values inside blocks, which have a leading axis over the periods outside of the scan."""
 Values = dict[str, Array]
 
 
@@ -23,7 +23,7 @@ class Substitutes(NamedTuple):
     """The values to put in the places of computed ones, by name. Flags switch each on or off without a compilation."""
 
     values: Values
-    flags: dict[str, Bool[Array, "*l"]]  # whether the value of this name, in each layer if it is a block's, is put in
+    flags: dict[str, Bool[Array, "*l"]]  # whether to put the value in; for a stack, in each block
 
 
 class TapRecorder(NamedTuple):
@@ -60,12 +60,20 @@ def tap(name: str, x: Array) -> Array:
     return jnp.where(recorder.substitutes.flags[name], value, x)
 
 
-def substitutes_of_layers() -> Substitutes:
-    """Returns the substitutes of the blocks' values, without the prefix of their names; none outside of a context."""
+def stack_paths(period: int) -> list[tuple[str, ...]]:
+    """Returns the paths of the stacks of blocks, in the pytree of parameters and as prefixes of recorded values.
+
+    A policy has a stack over its periods for each of the ``period`` blocks of one.
+    """
+    return [(LAYERS,)] if period == 1 else [(LAYERS, str(stack)) for stack in range(period)]
+
+
+def substitutes_of_stack(stack: tuple[str, ...]) -> Substitutes:
+    """Returns the substitutes of a stack's values, without the prefix of their names; none outside of a context."""
     recorder = _active.get()
     if recorder is None:
         return _NONE
-    prefix = f"{LAYERS}/"
+    prefix = "/".join(stack) + "/"
     values, flags = (
         {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
         for arrays in recorder.substitutes
@@ -73,18 +81,13 @@ def substitutes_of_layers() -> Substitutes:
     return Substitutes(values, flags)
 
 
-@contextlib.contextmanager
-def recording_layer(substitutes: Substitutes) -> Iterator[Values]:
+def recording_layer(substitutes: Substitutes) -> contextlib.AbstractContextManager[Values]:
     """Records one block inside the body of the scan. Outside of ``recording`` nothing is recorded."""
-    if _active.get() is None:
-        yield {}
-        return
-    with recording(substitutes) as recorded:
-        yield recorded
+    return contextlib.nullcontext({}) if _active.get() is None else recording(substitutes)
 
 
-def record_layers(stacked: Values) -> None:
-    """Records the values of all blocks, which have a leading layers axis. It does nothing outside of ``recording``."""
+def record_stack(stack: tuple[str, ...], stacked: Values) -> None:
+    """Records the values of a stack of blocks, with a leading axis. It does nothing outside of ``recording``."""
     recorder = _active.get()
     if recorder is not None:
-        recorder.recorded.update({f"{LAYERS}/{name}": x for name, x in stacked.items()})
+        recorder.recorded.update({"/".join((*stack, name)): x for name, x in stacked.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from rljax.policy.config import PolicyConfig
+from rljax.policy.families import FAMILIES, blocks_of
+from rljax.policy.mixers import StateArray
 from rljax.sharding import num_parts
 
 _DEVICE_SHARE = 0.7  # the share of a device's free memory that the cache may take
@@ -25,14 +28,29 @@ def row_ways(mesh: Mesh) -> int:
     return num_parts(mesh.shape, "rows")
 
 
-def cache_token_bytes(config: PolicyConfig, mesh: Mesh, dtype: Any) -> float:
-    """Returns the bytes that one token of the cache takes on each device of ``mesh``, on average.
+CacheSpec = tuple[tuple[StateArray, ...], ...]
+"""The arrays of a cache (``policy.model.States``)."""
 
-    The mesh splits the rows of the cache. It splits the heads, too, where their number divides evenly.
+
+def cache_spec(config: PolicyConfig, rows: int, places: int, dtype: Any, cache_dtype: Any) -> CacheSpec:
+    """Returns the arrays of the cache of ``rows`` rows (``Mixer.state_spec``)."""
+    periods = FAMILIES[config.family].periods(config)
+    specs = (block.attention.state_spec(rows, places, dtype, cache_dtype) for block in blocks_of(config))
+    return tuple(tuple(StateArray((periods, *s.shape), s.dtype, ("layers", *s.axes)) for s in spec) for spec in specs)
+
+
+def cache_row_bytes(config: PolicyConfig, mesh: Mesh, places: int, dtype: Any, cache_dtype: Any) -> float:
+    """Returns the bytes that one row of the cache takes on each device of ``mesh``, on average.
+
+    The mesh splits the rows of the cache. It splits the heads, too, where their number divides evenly. The arguments
+    are those of ``Mixer.state_spec``.
     """
-    heads = mesh.shape["tp"] if config.num_kv_heads % mesh.shape["tp"] == 0 else 1
-    whole = 2 * config.num_layers * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
-    return whole / (row_ways(mesh) * heads)
+    total = 0
+    for shape, kept_in, axes in itertools.chain.from_iterable(cache_spec(config, 1, places, dtype, cache_dtype)):
+        ways = [num_parts(mesh.shape, axis) for axis in axes]
+        sizes = (size // n if size % n == 0 else size for size, n in zip(shape, ways, strict=True))
+        total += math.prod(sizes) * jnp.dtype(kept_in).itemsize
+    return total / row_ways(mesh)
 
 
 class DecodeSizes(NamedTuple):
@@ -79,18 +97,15 @@ def cache_room(free: int | None, devices: int) -> float:
     return _HOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / devices
 
 
-def free_cache_tokens(config: PolicyConfig, mesh: Mesh, dtype: Any) -> int:
-    """Returns the number of tokens whose keys and values fit into the ``cache_room`` of all devices.
-
-    All processes return the smallest of their numbers.
-    """
+def free_cache_room(mesh: Mesh) -> float:
+    """Returns the ``cache_room`` of the device of ``mesh`` with the least (bytes). All processes return the same."""
     devices = mesh.local_devices
     stats = devices[0].memory_stats() or {}
     free = stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
-    tokens = int(cache_room(free, len(devices)) / cache_token_bytes(config, mesh, dtype))
+    room = cache_room(free, len(devices))
     if jax.process_count() > 1:
-        tokens = int(multihost_utils.process_allgather(np.int64(tokens)).min())
-    return tokens
+        room = float(multihost_utils.process_allgather(np.float64(room)).min())
+    return room
 
 
 def padded_rows(count: int) -> int:

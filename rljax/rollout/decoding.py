@@ -1,9 +1,10 @@
-"""Continuous decoding of the policy: slots of a key-value cache that take the next prompt as soon as they are free.
+"""Continuous decoding of the policy: slots of a cache that take the next prompt as soon as they are free.
 
-A *slot* is one row of the cache. The places of a row form a ring. All slots write their next key and value at the same
-place, the ring's *time*, which moves on by one with each token. A response needs ``prompt + response`` places, and the
-ring has at least that many, so no slot overwrites its own keys. The mask of a slot marks the places of the response
-that it holds now. The others hold keys of an earlier response.
+A *slot* is one row of the cache, which holds whatever the policy's mixers ask for (``Mixer.state_spec``). The places of
+a row form a ring. All slots write their next key and value at the same place, the ring's *time*, which moves on by one
+with each token. A response needs ``prompt + response`` places, and the ring has at least that many, so no slot
+overwrites its own keys. The mask of a slot marks the places of the response that it holds now. The others hold keys of
+an earlier response.
 
 Each response depends on the seed, on its own number and on its prompt. It does not depend on the slot or on the other
 rows, except that products of another shape may round differently.
@@ -21,16 +22,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig, route_dtype
-from rljax.policy.model import ForwardStats, Params, embed_tokens, run_blocks
-from rljax.rollout.decode_sizes import DecodeSizes
+from rljax.policy.mixers import BlockState, StateArray, Where
+from rljax.policy.model import ForwardStats, Params, States, embed_tokens, run_blocks
+from rljax.policy.rotary import rotation
+from rljax.rollout.decode_sizes import CacheSpec, DecodeSizes, cache_spec
 from rljax.rollout.injected import to_cache
 from rljax.rollout.likeliest import ALL, NextTokens, Selection, next_tokens, token_key
 from rljax.rollout.types import InjectConfig
 from rljax.sharding import constrain
 from rljax.tokens import COLUMNS, TOPS
-
-Cache = tuple[Array, ...]  # the keys and the values, each [layers, b, s, kv heads, head_dim]
-CACHE_AXES = ("layers", "rows", "tokens", "kv_heads", "head_dim")
 
 
 class Slots(NamedTuple):
@@ -43,7 +43,7 @@ class Slots(NamedTuple):
     length: Int[Array, " b"]  # the number of tokens of each slot's prompt
     hidden: Float[Array, "b d"]  # the hidden state of each slot's last token, after the final norm
     valid: Bool[Array, "b c"]  # whether a place holds a key of the slot's response or of its prompt
-    cache: Cache  # the keys and values
+    cache: States  # the states of the mixers, of which a row is one slot
 
 
 class Sampled(NamedTuple):
@@ -100,22 +100,42 @@ class Queue:
 
 def attention_with_cache(
     mask: Bool[Array, "b t s"], write_at: Int[Array, ""] | int
-) -> Callable[[Cache, Array, Array, Array, Array], tuple[Array, Cache]]:
-    """Returns an attention that first writes the new keys and values into a layer's cache.
+) -> Callable[[Array, Array, Array, BlockState | None], tuple[Array, BlockState]]:
+    """Returns the function ``Where.attend`` of rows whose keys and values are in a cache.
 
-    It writes them in the dtype of the cache, from place ``write_at`` on. Then it reads all keys and values from the
-    cache. So even the new ones are rounded to the dtype of the cache. ``mask`` says which places each query attends to.
+    It writes the new ones in the dtype of the cache, from place ``write_at`` on. Then it reads all keys and values from
+    the cache. So even the new ones are rounded to the dtype of the cache. ``mask`` says which places each query attends
+    to.
     """
 
-    def attention_fn(cache: Cache, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Cache]:
-        keys, values = (
-            jax.lax.dynamic_update_slice(old, to_cache(new, old.dtype)[None], (layer, 0, write_at, 0, 0))
-            for old, new in zip(cache, (k, v), strict=True)
-        )
-        k_all, v_all = (jax.lax.dynamic_index_in_dim(part, layer, 0, keepdims=False) for part in (keys, values))
-        return attend(q, k_all.astype(k.dtype), v_all.astype(v.dtype), mask), (keys, values)
+    def attend_to_cache(q: Array, k: Array, v: Array, state: BlockState | None) -> tuple[Array, BlockState]:
+        assert state is not None
+        state = state.write((to_cache(new, old.dtype) for old, new in zip(state.arrays, (k, v), strict=True)), write_at)
+        k_all, v_all = state.read()
+        return attend(q, k_all.astype(k.dtype), v_all.astype(v.dtype), mask), state
 
-    return attention_fn
+    return attend_to_cache
+
+
+def cached(
+    config: PolicyConfig,
+    positions: Int[Array, "b t"],
+    valid: Bool[Array, "b t"],
+    mask: Bool[Array, "b t s"],
+    write_at: Int[Array, ""] | int,
+) -> Where:
+    """Returns the tokens of rows with a cache. ``valid`` are those that are not padding."""
+    rotate = rotation(positions, config.head_dim, config.rope_theta)
+    return Where(rotate, attention_with_cache(mask, write_at), valid, positions == 0)
+
+
+def _zeros(spec: CacheSpec) -> States:
+    return tuple(tuple(jnp.zeros(each.shape, each.dtype) for each in of_block) for of_block in spec)
+
+
+def _on_mesh(cache: States, spec: CacheSpec) -> States:
+    """Constrains the arrays of a cache to their logical axes."""
+    return jax.tree.map(lambda array, each: constrain(array, *each.axes), cache, spec)
 
 
 def empty(
@@ -144,8 +164,8 @@ def empty(
       reported: The number of likeliest tokens that are kept at each position.
     """
     rows = prompts * n
-    shape = (config.num_layers, slots, places, config.num_kv_heads, config.head_dim)
-    cache = tuple(constrain(jnp.zeros(shape, cache_dtype), *CACHE_AXES) for _ in range(2))
+    spec = cache_spec(config, slots, places, dtype, cache_dtype)
+    cache = _on_mesh(_zeros(spec), spec)
     hidden, valid = jnp.zeros((slots, config.hidden_size), dtype), jnp.zeros((slots, places), bool)
     zeros = jnp.zeros((slots,), jnp.int32)
     free = Slots(jnp.int32(width), zeros + rows, zeros, zeros, hidden, valid, cache)
@@ -162,8 +182,8 @@ def empty(
 
 def prefill(
     params: Params, config: PolicyConfig, prompts: Int[Array, "g s"], lengths: Int[Array, " g"], cache_dtype: Any
-) -> tuple[Float[Array, "g s d"], Cache, ForwardStats]:
-    """Returns the hidden states of prompts after the final norm, their keys and values, and the forward's statistics.
+) -> tuple[Float[Array, "g s d"], States, ForwardStats]:
+    """Returns the hidden states of prompts after the final norm, their cache, and the forward's statistics.
 
     The ``prompts`` are padded on the left, and ``lengths`` has the number of tokens of each. ``cache_dtype`` is the
     dtype of the returned keys and values.
@@ -172,11 +192,10 @@ def prefill(
     index = jnp.arange(width)
     valid = index[None, :] >= width - lengths[:, None]
     positions = jnp.maximum(index[None, :] - (width - lengths[:, None]), 0)
-    shape = (config.num_layers, group, width, config.num_kv_heads, config.head_dim)
-    fresh = tuple(jnp.zeros(shape, cache_dtype) for _ in range(2))
+    fresh = _zeros(cache_spec(config, group, width, params["embed"].dtype, cache_dtype))
     mask = (index[:, None] >= index[None, :])[None] & valid[:, None, :]
     embedded = embed_tokens(params, prompts)
-    return run_blocks(params, config, embedded, positions, attention_with_cache(mask, 0), fresh)
+    return run_blocks(params, config, embedded, cached(config, positions, valid, mask, 0), fresh)
 
 
 def prefill_logprobs(
@@ -213,8 +232,10 @@ def admit(
     rows: Int[Array, "g u"],
     into: Int[Array, "g u"],
     numbers: Int[Array, " g"],
+    *,
+    cache_dtype: Any,
 ) -> tuple[Slots, Sampled]:
-    """Computes the keys and values of prompts, and puts each prompt into the slots of its responses.
+    """Computes the cache of prompts, and puts each prompt into the slots of its responses.
 
     The slots and samples are donated. Nothing is written for a prompt that only fills the group up. It has the number
     of slots in ``into`` and the number of prompts in ``numbers``.
@@ -226,21 +247,25 @@ def admit(
       rows: The numbers of the responses to each prompt that start now.
       into: The slot of each of these responses.
       numbers: The number of each prompt.
+      cache_dtype: The dtype of cached keys and values.
     """
     group, width = prompts.shape
     places = slots.valid.shape[1]
     index = jnp.arange(width)
     valid = index[None, :] >= width - lengths[:, None]
-    hidden, fresh, stats = prefill(params, config, prompts, lengths, slots.cache[0].dtype)
+    hidden, fresh, stats = prefill(params, config, prompts, lengths, cache_dtype)
     ring = (slots.time - width + index) % places
+    spec = cache_spec(config, group, width, params["embed"].dtype, cache_dtype)
 
     def put(number: Array, slots: Slots) -> Slots:
         """Fills one slot for each prompt."""
         at = into[:, number]
-        cache = tuple(
-            old.at[:, at[:, None], ring[None, :]].set(new, mode="drop")
-            for old, new in zip(slots.cache, fresh, strict=True)
-        )
+
+        def filled(old: Array, new: Array, each: StateArray) -> Array:
+            own = (at[:, None], ring[None, :]) if "tokens" in each.axes else (at,)
+            return old.at[:, *own].set(new, mode="drop")
+
+        cache = jax.tree.map(filled, slots.cache, fresh, spec)
         own = jnp.zeros((group, places), bool).at[:, ring].set(valid)
         return slots._replace(
             row=slots.row.at[at].set(rows[:, number], mode="drop"),
@@ -248,7 +273,7 @@ def admit(
             length=slots.length.at[at].set(lengths, mode="drop"),
             hidden=slots.hidden.at[at].set(hidden[:, -1], mode="drop"),
             valid=slots.valid.at[at].set(own, mode="drop"),
-            cache=tuple(constrain(part, *CACHE_AXES) for part in cache),
+            cache=_on_mesh(cache, spec),
         )
 
     slots = jax.lax.fori_loop(0, into.shape[1], put, slots)
@@ -321,8 +346,9 @@ def _appended(
     stopped = jnp.any(new.tokens[:, None] == stops[None, :], axis=1)
     valid = slots.valid | (places == slots.time)[None]
     embedded = constrain(embed_tokens(params, new.tokens[:, None]), "rows", "tokens", "act_embed")
-    positions, attention = (slots.length + slots.step)[:, None], attention_with_cache(valid[:, None], slots.time)
-    hidden, cache, stats = run_blocks(params, config, embedded, positions, attention, slots.cache)
+    positions = (slots.length + slots.step)[:, None]
+    where = cached(config, positions, jnp.ones_like(positions, bool), valid[:, None], slots.time)
+    hidden, cache, stats = run_blocks(params, config, embedded, where, slots.cache)
     sampled = _kept(sampled, slots.row, slots.step, new, stopped, stats, config)
     step = slots.step + 1
     most = limit if limits is None else limits[jnp.minimum(slots.row, total - 1)]

@@ -32,7 +32,8 @@ from rljax.rollout import decoding
 from rljax.rollout.decode_sizes import (
     DecodeSizes,
     batch_sizes,
-    free_cache_tokens,
+    cache_row_bytes,
+    free_cache_room,
     padded_count,
     padded_rows,
     padded_width,
@@ -105,7 +106,7 @@ def make_functions(
 
     def admit(params: Params, *args: Any) -> tuple[Slots, Sampled]:
         with jax.default_matmul_precision(matmul_precision(dtype)):
-            return decoding.admit(params, config, *args)
+            return decoding.admit(params, config, *args, cache_dtype=cache_dtype or dtype)
 
     def decode(params: Params, *args: Any, greedy: bool, selection: Selection) -> tuple[Slots, Sampled, jax.Array]:
         chosen: Any = {"greedy": greedy, "lm_head_dtype": lm_head_dtype, "selection": selection, "inject": inject}
@@ -170,8 +171,8 @@ class JaxEngine(RolloutEngine):
             plus the longest response of the request.
           inject: The mismatch that is put into the rollouts on purpose. None: no mismatch is put in.
         """
-        self._config, self._cache_dtype = config, CACHES.get(kv_cache_dtype) or jnp.dtype(dtype)
-        self._decode_tokens, self._step_prompts = decode_tokens, step_prompts
+        self._config, self._dtypes = config, (dtype, CACHES.get(kv_cache_dtype) or dtype)
+        self._decode_tokens, self._room, self._step_prompts = decode_tokens, 0.0, step_prompts
         self._with_routes = with_routes
         self._mesh, self._width, self._max_tokens = mesh, max_prompt_tokens, max_tokens
         rounding = lm_head_dtype, weight_quantization, CACHES.get(kv_cache_dtype)
@@ -376,6 +377,8 @@ class JaxEngine(RolloutEngine):
 
     def _batch(self, rows: int, n: int, places: int) -> DecodeSizes:
         """Returns the sizes of a batch whose cache, with ``places`` tokens for each response, fits into the budget."""
+        budget = self._decode_tokens // places
         if not self._decode_tokens:
-            self._decode_tokens = free_cache_tokens(self._config, self._mesh, self._cache_dtype)
-        return batch_sizes(rows, n, self._decode_tokens // places, row_ways(self._mesh))
+            self._room = self._room or free_cache_room(self._mesh)
+            budget = int(self._room / cache_row_bytes(self._config, self._mesh, places, *self._dtypes))
+        return batch_sizes(rows, n, budget, row_ways(self._mesh))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from packed_rows import equations, gradients, heads, reference, row
 
-from rljax.policy.attention import attend, packed_attention, segment_mask
+from rljax.policy.attention import attend, packed_attention, segment_mask, splash_attention
 from rljax.policy.flash import block_attention, block_pairs, block_size
 
 ROWS = {
@@ -24,6 +24,14 @@ def small_blocks(q, k, v, segments):
     return block_attention(q, k, v, segments, block=16)
 
 
+def interpreted(q, k, v, segments):
+    """The TPU's kernel, operation by operation."""
+    return splash_attention(q, k, v, segments, block=128, interpret=True)
+
+
+SPLASH = pytest.param(interpreted, 128, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("t", [96, 101])
 def test_blocks_give_the_values_and_gradients_of_float64(lengths, t):
@@ -32,6 +40,14 @@ def test_blocks_give_the_values_and_gradients_of_float64(lengths, t):
     got = gradients(small_blocks, arrays, segments)
     for x, expected in zip(got, reference(*arrays, segments), strict=True):
         np.testing.assert_allclose(x, expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_kernel_of_a_tpu_gives_the_values_and_gradients_of_float64():
+    segments = batch([100, 130, 1, 20], [300], t=300)
+    arrays = heads(segments, head_dim=16)
+    for x, expected in zip(gradients(interpreted, arrays, segments), reference(*arrays, segments), strict=True):
+        np.testing.assert_allclose(x, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
@@ -44,13 +60,14 @@ def test_16_bit_products_are_summed_in_float32(dtype, bits):
         assert error < 0.75 * 2.0**-bits
 
 
+@pytest.mark.parametrize(("kernel", "block"), [(small_blocks, 16), SPLASH])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_nothing_of_a_segment_reaches_another(dtype):
-    segments = batch([7, 40, 1, 33], [16, 16, 32, 20])
-    arrays = heads(segments, dtype)
+def test_nothing_of_a_segment_reaches_another(kernel, block, dtype):
+    segments = batch([7, 40, 1, 33], [16, 16, 32, 20], t=max(96, 2 * block))
+    arrays = heads(segments, dtype, head_dim=16)
     changed = (segments == 2)[:, :, None, None]
     others = [np.where(changed, x * 3 + 1, x).astype(x.dtype) for x in arrays]
-    before, after = (gradients(small_blocks, x, segments) for x in (arrays, others))
+    before, after = (gradients(kernel, x, segments) for x in (arrays, others))
     for x, y in zip(before, after, strict=True):
         np.testing.assert_array_equal(x[segments != 2], y[segments != 2])
         assert not np.array_equal(x, y)
@@ -65,14 +82,15 @@ def test_what_follows_a_token_changes_no_bit_of_it():
     np.testing.assert_array_equal(whole[:, :so_far], part[:, :so_far])
 
 
-def test_blocks_that_share_no_segment_are_not_multiplied():
+@pytest.mark.parametrize(("kernel", "block"), [(small_blocks, 16), SPLASH])
+def test_blocks_that_share_no_segment_are_not_multiplied(kernel, block):
     # A product with not-a-number would not be a number, whatever its mask.
-    segments = batch([32, 50], [32, 32, 10])
-    q, k, v, d_out = heads(segments)
+    segments = batch([2 * block, 3 * block], [2 * block, 2 * block, 10], t=6 * block)
+    q, k, v, d_out = heads(segments, head_dim=16)
     first = (segments == 1)[:, :, None, None]
-    clean = gradients(small_blocks, (q, k, v, d_out), segments)
+    clean = gradients(kernel, (q, k, v, d_out), segments)
     spoiled = [np.where(first, np.float32(np.nan), x) for x in (q, k, v)]
-    for x, y in zip(gradients(small_blocks, (*spoiled, d_out), segments), clean, strict=True):
+    for x, y in zip(gradients(kernel, (*spoiled, d_out), segments), clean, strict=True):
         assert np.isnan(x[segments == 1]).any()
         np.testing.assert_array_equal(x[segments > 1], y[segments > 1])
 

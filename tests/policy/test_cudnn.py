@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from packed_rows import equations, row
 
+from rljax.plan.memory import compiled_for_hopper
 from rljax.policy.cudnn import cudnn_attention, max_segments, segment_offsets
-from rljax.policy.kernels import compiled_for_hopper
 
 
 def test_offsets_and_lengths_of_two_rows():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.hf import hf_tensors
+from rljax.policy.hf import hf_tensors, host_tensors, policy_leaves
 from rljax.policy.model import init_params
 
 CONFIG = PolicyConfig(32, 8, 16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, tie_word_embeddings=False)
@@ -42,7 +42,7 @@ def test_chunks_of_any_size_are_the_same_bits(config, dtype):
     )
     whole = dict(hf_tensors(params, config, dtype))
     for chunk_bytes in (1, 2000):  # one layer at a time, and two
-        parts = dict(hf_tensors(params, config, dtype, chunk_bytes=chunk_bytes))
+        parts = dict(host_tensors(params, policy_leaves(config), dtype, chunk_bytes))
         assert list(parts) == list(whole)
         assert all(type(name) is str for name in parts)
         assert all(parts[name].tobytes() == array.tobytes() for name, array in whole.items())

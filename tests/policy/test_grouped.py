@@ -1,14 +1,13 @@
-"""Grouped products are compared with a loop over the groups in float64. The kernels refuse wrong sizes and compile."""
+"""Grouped products are compared with a loop over the groups in float64."""
 
 import functools
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.policy.grouped import IMPLEMENTATIONS, choose_experts
+from rljax.policy.grouped import IMPLEMENTATIONS
 
 D, F = 24, 40
 SIZES = [
@@ -79,38 +78,3 @@ def test_a_value_that_is_not_finite_stays_in_its_own_group():
     assert np.isfinite(np.delete(product, 2, 0)).all()
     assert not np.isfinite(outer[0]).any()
     assert np.isfinite(outer[1]).all()
-
-
-HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
-AMPERE = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
-TPU = SimpleNamespace(platform="tpu", device_kind="TPU v5")
-CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "widths", "found"),
-    [
-        (HOPPER, "bfloat16", (2048, 768), "mosaic"),
-        (HOPPER, "float32", (2048, 768), "xla"),
-        (HOPPER, "float16", (2048, 96), "xla"),
-        (AMPERE, "bfloat16", (2048, 768), "xla"),
-        (TPU, "bfloat16", (2048, 768), "ragged"),
-        (CPU, "bfloat16", (2048, 768), "xla"),
-    ],
-)
-def test_auto_takes_the_kernel_that_fits(device, dtype, widths, found):
-    assert choose_experts("auto", device, dtype, widths) is IMPLEMENTATIONS[found]
-
-
-@pytest.mark.parametrize(
-    ("name", "device", "dtype", "widths", "message"),
-    [
-        ("mosaic", AMPERE, "bfloat16", (2048, 768), "mosaic needs an NVIDIA Hopper GPU, got NVIDIA A100"),
-        ("mosaic", HOPPER, "float32", (2048, 768), "mosaic needs bfloat16 or float16, got float32"),
-        ("mosaic", HOPPER, "bfloat16", (2048, 96), "mosaic needs widths that are multiples of 128"),
-        ("ragged", CPU, "bfloat16", (2048, 768), "ragged needs a TPU, got cpu"),
-    ],
-)
-def test_a_kernel_that_does_not_fit_is_refused(name, device, dtype, widths, message):
-    with pytest.raises(ValueError, match=f"policy.experts = {message}"):
-        choose_experts(name, device, dtype, widths)

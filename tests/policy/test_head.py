@@ -1,6 +1,6 @@
-"""The vocabulary-chunked head is compared with float64."""
+"""The head in chunks: log-probabilities of targets and of given ids, entropies and sums of squared probabilities."""
 
-import itertools
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,74 +9,193 @@ import pytest
 
 from rljax.policy.head import token_logprobs, vocabulary_chunks
 
+# The state 1 has these probabilities over a vocabulary of four.
+PROBABILITIES = np.asarray([1 / 2, 1 / 4, 1 / 8, 1 / 8])
+ONE, FOUR = jnp.ones((1, 1)), jnp.asarray(np.log(PROBABILITIES)[:, None], jnp.float32)
+N, V, D, K = 13, 60, 24, 7
 
-def reference(hidden, table, targets, temperature):
-    logits = hidden.astype(np.float64) @ table.astype(np.float64).T / temperature
+
+def example(dtype=jnp.float32, scale=1.0):
+    """Returns inputs with ids twice in a row, ids that are targets, and places without an id."""
+    rng = np.random.default_rng(0)
+    hidden, table = (jnp.asarray(rng.normal(size=(n, D)) * size, dtype) for n, size in ((N, scale), (V, 1.0)))
+    ids = rng.integers(0, V, (N, K)).astype(np.int32)
+    ids[:, 1] = ids[:, 0]
+    ids[3:, -1] = -1
+    ids[5] = -1
+    targets = rng.integers(0, V, N).astype(np.int32)
+    ids[0, 2] = targets[0]
+    return hidden, table, jnp.asarray(targets), jnp.asarray(ids)
+
+
+def weights():
+    rng = np.random.default_rng(1)
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((N,), (N,), (N, K))]
+
+
+def summed(head, hidden, table, targets, ids):
+    """Returns a weighted sum of all values with a gradient. Places without an id are left out."""
+    of_logprobs, of_entropy, of_tops = weights()
+    scores = head(hidden, table, targets, ids)
+    tops = jnp.where(ids >= 0, scores[2], 0.0)
+    return jnp.sum(of_logprobs * scores[0]) + jnp.sum(of_entropy * scores[1]) + jnp.sum(of_tops * tops)
+
+
+def gradients(head):
+    return jax.jit(jax.grad(functools.partial(summed, head), (0, 1)))
+
+
+def plain(hidden, table, targets, ids, temperature=1.0):
+    logp = jax.nn.log_softmax(hidden @ table.T / temperature)
+    picked = jnp.take_along_axis(logp, targets[:, None], axis=-1)[:, 0]
+    tops = jnp.take_along_axis(logp, jnp.maximum(ids, 0), axis=-1)
+    p = jnp.exp(logp)
+    return picked, -jnp.sum(p * logp, -1), jnp.where(ids >= 0, tops, -jnp.inf), jnp.sum(p**2, -1)
+
+
+def test_values_of_four_tokens_by_hand():
+    ids = jnp.asarray([[0, 3, -1, 3]])
+    for max_chunk in (4, 2, 1):
+        head = jax.jit(functools.partial(token_logprobs, max_chunk=max_chunk, collision=True))
+        scores = head(ONE, FOUR, jnp.asarray([1]), ids)
+        assert scores.logprobs == pytest.approx(np.log(1 / 4), abs=1e-6)
+        assert scores.entropy == pytest.approx(1.75 * np.log(2), abs=1e-6)
+        np.testing.assert_allclose(scores.tops[0], [np.log(1 / 2), np.log(1 / 8), -np.inf, np.log(1 / 8)], atol=1e-6)
+        assert scores.collision == pytest.approx(1 / 4 + 1 / 16 + 2 / 64, abs=1e-6)
+
+
+def test_gradients_of_four_tokens_by_hand():
+    """With the state 1, d log p_v / d table is 1[v] - p."""
+
+    @jax.jit
+    @jax.grad
+    def gradient(table, ids, weights):
+        return jnp.sum(token_logprobs(ONE, table, jnp.asarray([1]), ids[None], max_chunk=2).tops * weights)
+
+    for ids, weights, of_each in (
+        ([0], [[1.0]], [1, 0, 0, 0]),
+        ([3, 1], [[1.0, 2.0]], [0, 2, 0, 1]),
+        ([2, 2], [[1.0, 2.0]], [0, 0, 3, 0]),  # an id that is there twice gets both
+    ):
+        expected = np.asarray(of_each) - np.sum(of_each) * PROBABILITIES
+        found = gradient(FOUR, jnp.asarray(ids), jnp.asarray(weights))
+        np.testing.assert_allclose(found[:, 0], expected, atol=1e-6)
+
+
+def exact(hidden, table, targets, ids, temperature):
+    """Returns the four values in float64."""
+    logits = np.asarray(hidden, np.float64) @ np.asarray(table, np.float64).T / temperature
     logits -= logits.max(-1, keepdims=True)
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return np.take_along_axis(logp, targets[:, None], -1)[:, 0], -(np.exp(logp) * logp).sum(-1)
-
-
-def example(scale=1.0):
-    rng = np.random.default_rng(0)
-    hidden = (rng.normal(size=(13, 24)) * scale).astype(np.float32)
-    table = rng.normal(size=(60, 24)).astype(np.float32)
-    return hidden, table, rng.integers(0, 60, 13).astype(np.int32)
-
-
-# Any two of these values occur together in some form.
-PAIRS = [
-    *((max_chunk, *rest) for max_chunk in (60, 12) for rest in ((1.0, 0.1), (0.7, 3.0))),
-    *((max_chunk, *rest) for max_chunk in (30, 7) for rest in ((0.7, 0.1), (1.0, 3.0))),
-]
-OTHERS = [form for form in itertools.product((60, 30, 12, 7), (1.0, 0.7), (0.1, 3.0)) if form not in PAIRS]
+    picked = np.take_along_axis(logp, np.asarray(targets)[:, None], -1)[:, 0]
+    tops = np.where(ids >= 0, np.take_along_axis(logp, np.maximum(ids, 0), -1), -np.inf)
+    return picked, -(np.exp(logp) * logp).sum(-1), tops, (np.exp(logp) ** 2).sum(-1)
 
 
 @pytest.mark.parametrize(
-    ("max_chunk", "temperature", "scale"),
-    [*PAIRS, *(pytest.param(*form, marks=pytest.mark.harness) for form in OTHERS)],
+    ("max_chunk", "temperature", "scale", "stored"),
+    [
+        *((60, 0.7, 3.0, False), (60, 1.0, 0.1, True), (30, 1.0, 3.0, False), (12, 1.0, 1.0, True)),
+        *((12, 0.7, 0.1, False), (7, 0.7, 3.0, False)),
+    ],
 )
-def test_values_match_float64_for_every_chunking(max_chunk, temperature, scale):
-    hidden, table, targets = example(scale)
+def test_values_and_gradients_match_float64_and_the_plain_form(max_chunk, temperature, scale, stored):
+    arrays = example(scale=scale)
+    how = {"temperature": temperature, "max_chunk": max_chunk, "collision": True, "stored": stored}
+    head, reference = functools.partial(token_logprobs, **how), functools.partial(plain, temperature=temperature)
+    size = max(1, scale)  # logits reach 60 at scale 3
     with jax.default_matmul_precision("highest"):
-        logprobs, entropy, *_ = token_logprobs(
-            jnp.asarray(hidden), jnp.asarray(table), jnp.asarray(targets), temperature=temperature, max_chunk=max_chunk
-        )
-    expected_logprobs, expected_entropy = reference(hidden, table, targets, temperature)
-    # The tolerance is 1e-5 of the range, because logits reach 60 at scale 3.
-    np.testing.assert_allclose(logprobs, expected_logprobs, atol=1e-5 * max(1, scale), rtol=1e-6)
-    np.testing.assert_allclose(entropy, expected_entropy, atol=1e-5 * max(1, scale), rtol=1e-5)
+        for found, expected in zip(jax.jit(head)(*arrays), exact(*arrays, temperature), strict=True):
+            assert found.dtype == jnp.float32
+            np.testing.assert_allclose(found, expected, atol=1e-5 * size, rtol=1e-5)
+        ours, theirs = (gradients(way)(*arrays) for way in (head, reference))
+    for found, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5 * size**2, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("max_chunk", "stored"), [(60, False), (12, False), (60, True), (12, True)])
-def test_gradients_match_the_plain_form(max_chunk, stored):
-    hidden, table, targets = (jnp.asarray(x) for x in example())
-    weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 13)).astype(np.float32))
-
-    def chunked(hidden, table):
-        how = {"max_chunk": max_chunk, "stored": stored}
-        logprobs, entropy, *_ = token_logprobs(hidden, table, targets, temperature=0.8, **how)
-        return jnp.sum(weights[0] * logprobs + weights[1] * entropy)
-
-    def plain(hidden, table):
-        logp = jax.nn.log_softmax(hidden @ table.T / 0.8)
-        entropy = -jnp.sum(jnp.exp(logp) * logp, -1)
-        return jnp.sum(weights[0] * jnp.take_along_axis(logp, targets[:, None], -1)[:, 0] + weights[1] * entropy)
-
+@pytest.mark.parametrize(("dtype", "error"), [(None, 1e-2), (jnp.float32, 2.0**-8)])
+def test_a_sixteen_bit_head_is_near_the_exact_one(dtype, error):
+    """Log-probabilities are not rounded to 16 bits. Gradients of a float32 head are rounded once."""
+    arrays = example(jnp.bfloat16)
+    wide = [x.astype(jnp.float32) for x in arrays[:2]]
+    head = functools.partial(token_logprobs, dtype=dtype, max_chunk=12)
     with jax.default_matmul_precision("highest"):
-        ours = jax.grad(chunked, (0, 1))(hidden, table)
-        expected = jax.grad(plain, (0, 1))(hidden, table)
-    for g, e in zip(ours, expected, strict=True):
-        np.testing.assert_allclose(g, e, atol=5e-6, rtol=1e-5)
+        of_plain = gradients(plain)(*wide, *arrays[2:])
+    found = jax.jit(head)(*arrays)
+    for values, expected in zip(found[:3], exact(*arrays, 1.0), strict=False):
+        np.testing.assert_allclose(values, expected, atol=2e-5, rtol=1e-5)
+    for found, wanted in zip(gradients(head)(*arrays), of_plain, strict=True):
+        assert found.dtype == jnp.bfloat16
+        apart = jnp.linalg.norm(found.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
+        assert 0 < float(apart) < error
 
 
-def test_sixteen_bit_inputs_are_not_rounded_per_token():
-    hidden, table, targets = example()
-    low = [jnp.asarray(x).astype(jnp.bfloat16) for x in (hidden, table)]
-    logprobs = token_logprobs(*low, jnp.asarray(targets)).logprobs
-    expected, _ = reference(*(np.asarray(x, np.float64) for x in low), targets, 1.0)
-    assert logprobs.dtype == jnp.float32
-    np.testing.assert_allclose(logprobs, expected, atol=1e-5, rtol=0)
+def test_a_missing_id_never_gives_nan():
+    hidden, table, targets, ids = example()
+    nowhere = jnp.full_like(ids, -1)
+    assert np.array_equal(token_logprobs(hidden, table, targets, nowhere).tops, np.full((N, K), -np.inf))
+
+    @jax.jit
+    def pulled(cotangent):
+        _, pull = jax.vjp(lambda *two: token_logprobs(*two, targets, nowhere, max_chunk=12).tops, hidden, table)
+        return pull(jnp.full((N, K), cotangent))
+
+    for cotangent in (0.0, 1.0, jnp.nan):
+        assert not any(jnp.any(part) for part in pulled(cotangent))
+    # In the loss, places without an id have probability 0, and terms p log p of 0.
+    for value in (jnp.exp, lambda x: jnp.where(x > -jnp.inf, jnp.exp(x) * x, 0.0)):
+        grads = jax.jit(jax.grad(lambda *two: jnp.sum(value(token_logprobs(*two, targets, ids).tops)), (0, 1)))  # noqa: B023
+        assert all(np.isfinite(part).all() for part in grads(hidden, table))
+
+
+def test_an_id_past_the_vocabulary_is_none():
+    assert token_logprobs(ONE, FOUR, jnp.asarray([0]), jnp.asarray([[4, 9, 0]])).tops[0, :2].tolist() == [-np.inf] * 2
+
+
+def test_collision_has_no_gradient():
+    hidden, table, targets, _ = example()
+    grads = jax.grad(lambda *two: jnp.sum(token_logprobs(*two, targets, collision=True).collision), (0, 1))
+    assert not any(jnp.any(part) for part in jax.jit(grads)(hidden, table))
+
+
+def test_collision_survives_logits_far_apart():
+    """Each chunk raises the running maximum by 100, and the last chunk decides."""
+    table = jnp.asarray([[0.0], [0.0], [100.0], [100.0], [200.0], [200.0]])
+    scores = token_logprobs(ONE, table, jnp.asarray([0]), jnp.asarray([[5]]), max_chunk=2, collision=True)
+    assert scores.collision == pytest.approx(0.5, abs=1e-6)
+    assert float(scores.tops[0, 0]) == pytest.approx(np.log(0.5), abs=1e-5)
+
+
+def test_leading_axes_are_kept():
+    hidden, table, targets, ids = example()
+    head = jax.jit(functools.partial(token_logprobs, collision=True))
+    scores = head(hidden[:12].reshape(3, 4, D), table, targets[:12].reshape(3, 4), ids[:12].reshape(3, 4, K))
+    flat = head(hidden[:12], table, targets[:12], ids[:12])
+    assert [x.shape for x in scores] == [(3, 4), (3, 4), (3, 4, K), (3, 4)]
+    for found, expected in zip(scores, flat, strict=True):
+        np.testing.assert_array_equal(found.reshape(expected.shape), expected)
+
+
+def test_nothing_else_is_computed_unless_asked():
+    hidden, table, targets, ids = example()
+    assert token_logprobs(hidden, table, targets)[2:] == (None, None)
+    assert token_logprobs(hidden, table, targets, ids).collision is None
+
+    def text(*more):
+        return str(jax.make_jaxpr(jax.grad(lambda h: jnp.sum(token_logprobs(h, table, targets, *more)[0])))(hidden))
+
+    assert "scatter" in text(ids)
+    assert "scatter" not in text()
+
+
+def test_no_pass_keeps_all_logits():
+    """Values of the size [n, v] are neither saved for the backward pass nor made in it."""
+    hidden, table, targets, ids = example()
+    loss = functools.partial(summed, functools.partial(token_logprobs, max_chunk=12, collision=True))
+    text = str(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(hidden, table, targets, ids))
+    assert f"f32[{N},12]" in text
+    assert f"[{N},{V}]" not in text
+    assert f"[{V // 12},{N}," not in text
 
 
 @pytest.mark.parametrize(("dtype", "lost"), [("bfloat16", 2.0**-9), ("float16", 2.0**-12)])
@@ -94,30 +213,6 @@ def test_a_float32_head_multiplies_the_published_values(dtype, lost):
     assert jax.jit(logprob).lower(master).as_text().count("reduce_precision") == 2
 
 
-@pytest.mark.parametrize("max_chunk", [60, 12])
-def test_gradients_of_a_float32_head_are_rounded_once(max_chunk):
-    """The gradients have the dtype of the inputs. They are the exact gradients at these inputs, rounded once."""
-    hidden, table, targets = example()
-    low = [jnp.asarray(x).astype(jnp.bfloat16) for x in (hidden, table)]
-
-    def summed(hidden, table, dtype):
-        logprobs, entropy, *_ = token_logprobs(
-            hidden, table, jnp.asarray(targets), temperature=0.8, dtype=dtype, max_chunk=max_chunk
-        )
-        return jnp.sum(logprobs) + 0.5 * jnp.sum(entropy)
-
-    exact = jax.grad(summed, (0, 1))(*(x.astype(jnp.float32) for x in low), None)
-    worst = {}
-    for name, dtype in (("float32", jnp.float32), ("compute", None)):
-        found = jax.grad(summed, (0, 1))(*low, dtype)
-        assert all(g.dtype == jnp.bfloat16 for g in found)
-        worst[name] = max(float(jnp.abs(g - e).max()) for g, e in zip(found, exact, strict=True))
-        if name == "float32":
-            for g, e in zip(found, exact, strict=True):
-                np.testing.assert_allclose(g.astype(jnp.float32), e, rtol=2.0**-8, atol=1e-6)
-    assert worst["float32"] < worst["compute"]
-
-
 def test_chunks_divide_the_vocabulary():
     assert vocabulary_chunks(151_936) == 16
     assert vocabulary_chunks(16) == 1
@@ -126,7 +221,7 @@ def test_chunks_divide_the_vocabulary():
 
 
 def test_temperature_zero_is_refused():
-    hidden, table, targets = (jnp.asarray(x) for x in example())
+    hidden, table, targets, _ = example()
     with pytest.raises(ValueError, match=r"temperature must be positive to score tokens, got 0\.0"):
         token_logprobs(hidden, table, targets, temperature=0.0)
 
@@ -149,7 +244,7 @@ def test_few_stored_logits_are_computed_once(tokens, max_chunk, stored, products
 
 @pytest.mark.parametrize("max_chunk", [60, 12])
 def test_stored_logits_change_no_gradient(max_chunk):
-    hidden, table, targets = (jnp.asarray(x) for x in example())
+    hidden, table, targets = example()[:3]
 
     def gradient(stored):
         def loss(hidden, table):

@@ -56,35 +56,19 @@ def test_gradients_are_rounded_once(dtype, bound):
     assert found <= error(gradients(plain, dtype), exact) * 1.0001
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_no_product_has_a_float32_operand(dtype):
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(("dtype", "short", "bound"), [("bfloat16", "bf16", 2.0**-8), ("float16", "f16", 2.0**-11)])
+def test_products_take_16_bits_and_only_narrow_sums_give_them(dtype, short, bound, narrow):
+    """No product has a float32 operand. Narrow sums round the gradients of weights, and on one device nothing else."""
     x, weights, cotangents = operands(dtype)
 
     def pulled_back(x, weights, cotangents):
-        return jax.vjp(lambda x, weights: linear(SPECS, x, weights), x, weights)[1](cotangents)
-
-    text = jax.jit(pulled_back).lower(x, weights, cotangents).as_text()
-    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
-    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
-    assert len(products) == 4
-    for line in products:
-        taken = line.rsplit(" : ", 1)[1].split(" -> ")[0]
-        assert taken.count(f"x{short}>") == 2, line
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_sums_round_a_weights_gradient_to_its_dtype(dtype):
-    """The gradient of x stays a float32 product. On one device nothing else is rounded than before."""
-    x, weights, cotangents = operands(dtype)
-
-    def pulled_back(x, weights, cotangents):
-        with narrow_gradient_sums(True):
+        with narrow_gradient_sums(narrow):
             return jax.vjp(lambda x, weights: linear(SPECS, x, weights), x, weights)[1](cotangents)
 
     lowered = jax.jit(pulled_back).lower(x, weights, cotangents)
     products = [line for line in lowered.as_text().splitlines() if "stablehlo.dot_general" in line]
-    results = [line.rsplit("x", 1)[1].rstrip(">") for line in products]
-    short = {"bfloat16": "bf16", "float16": "f16"}[dtype]
-    assert sorted(results) == sorted([short, short, "f32", "f32"])
-    found = jax.tree.leaves(lowered.compile()(x, weights, cotangents))
-    assert error(found, exact_gradients(dtype)) <= {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    assert all(line.rsplit(" : ", 1)[1].split(" -> ")[0].count(f"x{short}>") == 2 for line in products)
+    results = sorted(line.rsplit("x", 1)[1].rstrip(">") for line in products)
+    assert results == sorted(([short] if narrow else ["f32"]) * 2 + ["f32"] * 2)
+    assert error(jax.tree.leaves(lowered.compile()(x, weights, cotangents)), exact_gradients(dtype)) <= bound

@@ -18,6 +18,7 @@ from rljax.policy.lora import LoraConfig, merge_adapters, targets_of, with_targe
 from rljax.policy.peft import CONFIG_NAME, WEIGHTS_NAME, load_adapters, save_adapters
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+OF_ATTENTION = LoraConfig(rank=2, targets=ATTENTION)
 CASES = [
     ("Qwen3", SHAPES[0], {}, LoraConfig(rank=4)),
     ("Qwen3", SHAPES[1], {}, LoraConfig(rank=1, alpha=0.75, targets=("o_proj", "gate_proj", "q_proj"))),
@@ -71,68 +72,73 @@ def test_the_file_has_the_layout_of_peft_by_hand(tmp_path):
     assert said["base_model_name_or_path"] == "some/base"
 
 
-def change_config(folder, **values):
-    said = json.loads((folder / CONFIG_NAME).read_text())
-    (folder / CONFIG_NAME).write_text(json.dumps(said | values))
+K_A = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
+BAD_CONFIGS = [
+    ({"r": 8}, "r = 8, but lora.rank = 2"),
+    ({"lora_alpha": 16}, "lora_alpha = 16, but lora.alpha = 4"),
+    ({"use_dora": True}, "use_dora = True is not supported"),
+    ({"use_rslora": True}, "use_rslora = True is not supported"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"bias": "lora_only"}, "bias = 'lora_only' is not supported"),
+    ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights = 'pissa_niter_16'"),
+    ({"init_lora_weights": "LoftQ"}, "init_lora_weights = 'LoftQ' is not supported"),
+    ({"init_lora_weights": ["eva"]}, "init_lora_weights = .'eva'. is not supported"),
+    ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens = .5, 6. is not"),
+    ({"kasa_config": {"beta": 1e-4}}, "kasa_config = .* is not supported"),
+    ({"of_a_later_peft": {"k": 1}}, "of_a_later_peft = .'k': 1. is not supported"),
+]
+BAD_TENSORS = [
+    (lambda t: t.pop(K_A), "k_proj.lora_A.weight' is missing"),
+    (lambda t: t.update({K_A: t[K_A][:, 1:].copy()}), "has shape .2, 31."),
+    (lambda t: t.update({"more": t[K_A]}), "'more' belongs to no layer"),
+    (lambda t: t.update({K_A: t[K_A] * np.inf}), "k_proj.lora_A.weight' holds NaN or infinite values"),
+]
+BAD_FILES = [
+    (CONFIG_NAME, None, "adapter_config.json does not exist"),
+    (WEIGHTS_NAME, None, "adapter_model.safetensors does not exist"),
+    (WEIGHTS_NAME, b"x" * 40, "cannot be read"),
+    (CONFIG_NAME, b"[]", "expected an object, got list"),
+]
 
 
-def change_tensors(folder, change):
+@pytest.fixture
+def folder(tmp_path):
+    save_adapters(tmp_path, random_adapters(MIXTURE, OF_ATTENTION), MIXTURE, OF_ATTENTION, "base")
+    return tmp_path
+
+
+def check_refused(folder, said, config=MIXTURE):
+    with pytest.raises(ValueError, match=said) as raised:
+        load_adapters(folder, config, OF_ATTENTION)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("values", "said"), BAD_CONFIGS)
+def test_another_configuration_is_refused(values, said, folder):
+    assert jax.tree.leaves(load_adapters(folder, MIXTURE, OF_ATTENTION))[0].dtype == jnp.float32
+    file = folder / CONFIG_NAME
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    check_refused(folder, said)
+
+
+@pytest.mark.parametrize(("change", "said"), BAD_TENSORS)
+def test_other_tensors_are_refused(change, said, folder):
     tensors = load_file(folder / WEIGHTS_NAME)
     change(tensors)
     save_file(tensors, folder / WEIGHTS_NAME)
+    check_refused(folder, said)
 
 
-K_A = "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"
+@pytest.mark.parametrize(("name", "content", "said"), BAD_FILES)
+def test_files_that_cannot_be_read_are_refused(name, content, said, folder):
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    check_refused(folder, said)
 
 
-@pytest.mark.parametrize(
-    ("break_it", "part"),
-    [
-        (lambda folder: (folder / CONFIG_NAME).unlink(), "adapter_config.json does not exist"),
-        (lambda folder: (folder / WEIGHTS_NAME).unlink(), "adapter_model.safetensors does not exist"),
-        (lambda folder: (folder / WEIGHTS_NAME).write_bytes(b"x" * 40), "cannot be read"),
-        (lambda folder: (folder / CONFIG_NAME).write_text("[]"), "expected an object, got list"),
-        (lambda folder: change_config(folder, r=8), "r = 8, but lora.rank = 2"),
-        (lambda folder: change_config(folder, lora_alpha=16), "lora_alpha = 16, but lora.alpha = 4"),
-        (lambda folder: change_config(folder, use_dora=True), "use_dora = True is not supported"),
-        (lambda folder: change_config(folder, use_rslora=True), "use_rslora = True is not supported"),
-        (lambda folder: change_config(folder, modules_to_save=["lm_head"]), "modules_to_save"),
-        (lambda folder: change_config(folder, bias="lora_only"), "bias = 'lora_only' is not supported"),
-        (
-            lambda folder: change_config(folder, init_lora_weights="pissa_niter_16"),
-            "init_lora_weights = 'pissa_niter_16'",
-        ),
-        (
-            lambda folder: change_config(folder, init_lora_weights="LoftQ"),
-            "init_lora_weights = 'LoftQ' is not supported",
-        ),
-        (
-            lambda folder: change_config(folder, init_lora_weights=["eva"]),
-            "init_lora_weights = .'eva'. is not supported",
-        ),
-        (
-            lambda folder: change_config(folder, alora_invocation_tokens=[5, 6]),
-            "alora_invocation_tokens = .5, 6. is not",
-        ),
-        (lambda folder: change_config(folder, kasa_config={"beta": 1e-4}), "kasa_config = .* is not supported"),
-        (lambda folder: change_config(folder, of_a_later_peft={"k": 1}), "of_a_later_peft = .'k': 1. is not supported"),
-        (lambda folder: change_tensors(folder, lambda t: t.pop(K_A)), "k_proj.lora_A.weight' is missing"),
-        (lambda folder: change_tensors(folder, lambda t: t.update({K_A: t[K_A][:, 1:].copy()})), "has shape .2, 31."),
-        (lambda folder: change_tensors(folder, lambda t: t.update({"more": t[K_A]})), "'more' belongs to no layer"),
-        (
-            lambda folder: change_tensors(folder, lambda t: t.update({K_A: t[K_A] * np.inf})),
-            "k_proj.lora_A.weight' holds NaN or infinite values",
-        ),
-    ],
-)
-def test_adapters_that_do_not_fit_are_refused(break_it, part, tmp_path):
-    lora = LoraConfig(rank=2, targets=ATTENTION)
-    save_adapters(tmp_path, random_adapters(MIXTURE, lora), MIXTURE, lora, "base")
-    load_adapters(tmp_path, MIXTURE, lora)
-    break_it(tmp_path)
-    with pytest.raises(ValueError, match=part) as raised:
-        load_adapters(tmp_path, MIXTURE, lora)
-    assert "\n" not in str(raised.value)
+def test_adapters_of_another_policy_are_refused(folder):
+    check_refused(folder, r"layers\.2.* is missing", dataclasses.replace(MIXTURE, num_layers=3))
 
 
 INITIALISATIONS = {
@@ -149,19 +155,11 @@ def test_each_initialisation_of_peft_is_the_same_or_refused(start, tmp_path):
     model = hf_model(SHAPES[0])
     model.save_pretrained(tmp_path / "base")
     lora = LoraConfig(rank=4, targets=("q_proj", "o_proj", "up_proj"))
-    more = {"loftq": {"loftq_config": {"loftq_bits": 4, "loftq_iter": 1}}, "lora_ga": {"lora_ga_config": {}}}.get(
-        start, {}
-    )
+    more = {"loftq": {"loftq_config": {"loftq_bits": 4, "loftq_iter": 1}}, "lora_ga": {"lora_ga_config": {}}}
     if start == "loftq" and not pytest.importorskip("torch").cuda.is_available():
         pytest.skip("peft computes LoftQ on a GPU")
-    theirs = peft.LoraConfig(
-        r=4,
-        lora_alpha=8,
-        target_modules=list(lora.targets),
-        init_lora_weights=start,
-        task_type="CAUSAL_LM",
-        **more,
-    )
+    settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **more.get(start, {})}
+    theirs = peft.LoraConfig(target_modules=list(lora.targets), init_lora_weights=start, **settings)
     if start == "corda":
         corda = pytest.importorskip("peft.tuners.lora.corda")
         theirs.corda_config = peft.tuners.lora.config.CordaConfig()
@@ -176,12 +174,3 @@ def test_each_initialisation_of_peft_is_the_same_or_refused(start, tmp_path):
     params, adapters = load_params(tmp_path / "base", config), load_adapters(tmp_path / "adapter", config, lora)
     expected = torch_logits(adapted, tokens)
     np.testing.assert_allclose(merged_logits(params, adapters, config, lora, tokens), expected, atol=1e-5, rtol=0)
-
-
-def test_adapters_of_another_policy_are_refused(tmp_path):
-    lora = LoraConfig(rank=2, targets=ATTENTION)
-    save_adapters(tmp_path, random_adapters(MIXTURE, lora), MIXTURE, lora, "base")
-    deeper = dataclasses.replace(MIXTURE, num_layers=3)
-    with pytest.raises(ValueError, match=r"layers\.2.* is missing"):
-        load_adapters(tmp_path, deeper, lora)
-    assert jax.tree.leaves(load_adapters(tmp_path, MIXTURE, lora))[0].dtype == jnp.float32

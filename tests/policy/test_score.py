@@ -60,34 +60,29 @@ def reference(params, cut):
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_scores_match_the_whole_softmax(cut):
-    params = init_params(CONFIG, 0)
-    with jax.default_matmul_precision("highest"):
-        found = jax.jit(lambda params: scores(params, cut=cut, collision=True))(params)
-        expected = jax.jit(lambda params: reference(params, cut))(params)
-    ours = (found.logprobs, found.entropy, found.tops, found.collision)
-    for x, y in zip(ours, expected, strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
-    assert np.isfinite(found.tops).sum() == (rows()[1] >= 0).sum()
-
-
-@pytest.mark.parametrize("cut", [False, True])
-def test_gradients_match_the_whole_softmax(cut):
+def test_scores_and_gradients_match_the_whole_softmax(cut):
     rng = np.random.default_rng(1)
     weights = [jnp.asarray(rng.normal(size=(*SEGMENTS.shape, *more)), jnp.float32) for more in ((), (), (K,))]
+
+    def ours(params):
+        found = scores(params, cut=cut, collision=True)
+        return summed((found.logprobs, found.entropy, found.tops)), (*found[:2], *found[3:])
 
     def summed(values):
         return sum(jnp.sum(w * jnp.where(x > -jnp.inf, x, 0.0)) for w, x in zip(weights, values, strict=True))
 
-    def ours(params):
-        found = scores(params, cut=cut)
-        return summed((found.logprobs, found.entropy, found.tops))
+    def whole(params):
+        values = reference(params, cut)
+        return summed(values[:3]), values
 
     params = init_params(CONFIG, 0)
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(jax.grad(ours))(params)
-        expected = jax.jit(jax.grad(lambda params: summed(reference(params, cut)[:3])))(params)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        grads, values = jax.jit(jax.grad(ours, has_aux=True))(params)
+        expected_grads, expected = jax.jit(jax.grad(whole, has_aux=True))(params)
+    for x, y in zip(values, expected, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
+    assert np.isfinite(values[2]).sum() == (rows()[1] >= 0).sum()
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5 * float(jnp.abs(y).max()), rtol=1e-4)
 
 

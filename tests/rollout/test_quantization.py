@@ -8,6 +8,7 @@ import pytest
 
 from rljax.policy.attention import attend
 from rljax.policy.config import PolicyConfig
+from rljax.policy.mixers import BlockState
 from rljax.policy.model import cast_params, init_params, logical_axes
 from rljax.rollout.decoding import attention_with_cache
 from rljax.rollout.embedded import JaxEngine
@@ -104,7 +105,8 @@ def test_attention_reads_what_the_cache_stores(kind):
     q, k, v = (jnp.asarray(rng.normal(size=(2, 3, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
     empty = jnp.zeros((1, 2, 5, 2, 8), kind)
     mask = jnp.asarray(np.tril(np.ones((3, 5), bool))[None].repeat(2, 0))
-    out, (keys, values) = jax.jit(attention_with_cache(mask, 0))((empty, empty), jnp.int32(0), q, k, v)
+    cache = BlockState((empty, empty), jnp.int32(0))
+    out, ((keys, values), _) = jax.jit(attention_with_cache(mask, 0))(q, k, v, cache)
     assert keys.dtype == values.dtype == jnp.dtype(kind)
     dtype = getattr(ml_dtypes, kind)
     rounded = [jnp.asarray(np.asarray(x).astype(np.float32).astype(dtype).astype(np.float32), q.dtype) for x in (k, v)]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rljax.compare.layers.operations import OperationValues, operations, stacked_name
+from rljax.compare.layers.operations import OperationValues, operations, stacked
 from rljax.policy.config import AttentionName, PolicyOptions
 from rljax.policy.families import read_config
 from rljax.policy.head import all_logits, matmul_precision
@@ -68,8 +68,8 @@ class JaxTracer:
             found = fetch(self._forward(self._params, row, segments, self._given(row, segments, given)))
         values = {}
         for operation in operations(self.config):
-            value = found[stacked_name(operation)]
-            value = value[0] if operation.layer is None else value[operation.layer, 0]
+            name, index = stacked(operation, self.config)
+            value = found[name][0] if index is None else found[name][index, 0]
             count = len(tokens) - (operation.kind == "logits")
             values[operation.name] = np.asarray(value[:count], np.float32).reshape(count, -1)
         return values
@@ -91,15 +91,15 @@ class JaxTracer:
         for operation in operations(self.config):
             if operation.kind == "logits":
                 continue
-            name = stacked_name(operation)
+            name, index = stacked(operation, self.config)
             shape = shapes[name].shape
-            layers, rest = ((), shape) if operation.layer is None else (shape[:1], shape[1:])
+            layers, rest = ((), shape) if index is None else (shape[:1], shape[1:])
             if name not in values:
                 features = int(np.prod(rest[2:]))
                 values[name] = np.zeros((*layers, *rest[:2], features), jnp.dtype(self.dtype))
                 flags[name] = np.zeros(layers, bool)
             if operation.name in given:
-                at = () if operation.layer is None else operation.layer
+                at = () if index is None else index
                 value = given[operation.name]
                 values[name][at][..., : len(value), :] = value
                 flags[name][at] = True

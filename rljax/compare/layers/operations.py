@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.families import FAMILIES
-from rljax.policy.taps import LAYERS
+from rljax.policy.families import blocks_of
+from rljax.policy.taps import stack_paths
 
 OperationValues = dict[str, np.ndarray]
 """The value of each operation for one sequence, float32 [t, n]. The logits lack the last row: no token follows it."""
@@ -67,13 +67,10 @@ class Operation:
 
 def operations(config: PolicyConfig) -> list[Operation]:
     """Returns the operations of a policy, in order. A mixture's router and experts are one operation, ``mlp``."""
-    kinds = list(IN_BLOCK)
-    if not FAMILIES[config.family].has_head_norms:
-        kinds = [kind for kind in kinds if kind not in ("query_norm", "key_norm")]
-    if config.num_experts:
-        kinds = [kind for kind in kinds if kind not in ("gate", "up", "activation")]
-    blocks = [Operation(kind, layer) for layer in range(config.num_layers) for kind in kinds]
-    return [Operation("embedding"), *blocks, Operation("final_norm"), Operation("logits")]
+    blocks = blocks_of(config)
+    of_layers = ((layer, blocks[layer % len(blocks)].operations) for layer in range(config.num_layers))
+    in_blocks = [Operation(kind, layer) for layer, kinds in of_layers for kind in kinds]
+    return [Operation("embedding"), *in_blocks, Operation("final_norm"), Operation("logits")]
 
 
 class Tracer(Protocol):
@@ -90,9 +87,13 @@ class Tracer(Protocol):
         """
 
 
-def stacked_name(operation: Operation) -> str:
-    """Returns the name of the value in a recorded forward of this library, where a block's values are stacked."""
-    return operation.kind if operation.layer is None else f"{LAYERS}/{operation.kind}"
+def stacked(operation: Operation, config: PolicyConfig) -> tuple[str, int | None]:
+    """Returns the name of the value in a recorded forward of this library, and its index in a stack of blocks."""
+    if operation.layer is None:
+        return operation.kind, None
+    stacks = stack_paths(len(blocks_of(config)))
+    index, stack = divmod(operation.layer, len(stacks))
+    return "/".join((*stacks[stack], operation.kind)), index
 
 
 def logprobs(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -1,0 +1,206 @@
+"""A family of two kinds of blocks, each with a mixer of its own: a running sum with a state, and attention.
+
+The whole family is in this file: a mixer and a ``Family``. Everything else must follow from them.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rljax.compare.layers.jax_tracer import JaxForm, JaxTracer
+from rljax.compare.layers.operations import logprobs
+from rljax.policy.config import DEFAULTS, PolicyConfig
+from rljax.policy.families import FAMILIES, BlockKind, Family, config_from_hf, config_to_hf, read_config
+from rljax.policy.hf import hf_tensors, load_params, save_params
+from rljax.policy.kernels import choose_kernels
+from rljax.policy.layers import MLP, linear, param
+from rljax.policy.lora import LoraConfig, stored_adapters
+from rljax.policy.mixers import Attention, Block, StateArray
+from rljax.policy.model import hidden_states, init_params
+from rljax.policy.score import make_scorer
+from rljax.policy.taps import Substitutes, recording, tap
+from rljax.rollout.decode_sizes import cache_row_bytes
+from rljax.rollout.embedded import JaxEngine
+from rljax.rollout.types import SamplingParams
+from rljax.sharding import MESH_AXES, MeshConfig, make_mesh
+
+CONFIG = PolicyConfig(24, 32, 64, 4, 4, 2, 8, family="toy", initializer_range=0.25)
+WIDTH = 6
+
+
+class RunningSum(nnx.Module):
+    """Sums of a token's own value and the one before it, s = 0.9 s + v + v', in float32."""
+
+    needs_whole_rows = True
+    operations = ("sum_input", "sum", "attention_output")
+
+    def __init__(self, c, rngs):
+        normal = jax.nn.initializers.normal(c.initializer_range)
+        self.value = param(rngs, (c.hidden_size, WIDTH), ("embed", "norm"), normal, "sum.in_proj.weight", 1)
+        self.output = param(rngs, (WIDTH, c.hidden_size), ("norm", "embed"), normal, "sum.out_proj.weight", 1)
+
+    def state_spec(self, rows, places, dtype, cache_dtype):
+        axes = ("rows", "norm")
+        return StateArray((rows, WIDTH), jnp.float32, axes), StateArray((rows, WIDTH), dtype, axes)
+
+    def __call__(self, x, where, state):
+        zeros = jnp.zeros((len(x), WIDTH))
+        total, last = (zeros, zeros.astype(x.dtype)) if state is None else state.read()
+        value = tap("sum_input", linear(("btd,df->btf",), x, (self.value[...],))[0])
+        value = jnp.where(where.valid[..., None], value, 0)
+        before = jnp.concatenate([last[:, None], value[:, :-1]], axis=1)
+        before = jnp.where(where.starts[..., None], 0, before)
+
+        def step(total, token):
+            values, starts = token
+            total = jnp.where(starts[:, None], 0, 0.9 * total) + values
+            return total, total
+
+        tokens = (jnp.moveaxis((value + before).astype(jnp.float32), 1, 0), where.starts.T)
+        total, sums = jax.lax.scan(step, total, tokens)
+        sums = tap("sum", jnp.moveaxis(sums, 0, 1).astype(x.dtype))
+        out = tap("attention_output", linear(("btf,fd->btd",), sums, (self.output[...],))[0])
+        return out, None if state is None else state.write((total, value[:, -1]))
+
+
+TOY = Family(
+    model_type="toy",
+    architecture="ToyForCausalLM",
+    pattern=(
+        BlockKind(lambda c, rngs: Block(c, rngs, RunningSum(c, rngs), MLP(c, rngs)), "running_sum"),
+        BlockKind(lambda c, rngs: Block(c, rngs, Attention(c, rngs, norms=True), MLP(c, rngs))),
+    ),
+    fixed={},
+)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "toy", TOY)
+
+
+@pytest.fixture
+def params():
+    return init_params(CONFIG, 0)
+
+
+def hidden(params, *segments, config=CONFIG, **how):
+    tokens = jnp.concatenate([jnp.asarray(s, jnp.int32) for s in segments])[None]
+    ids = jnp.asarray([i + 1 for i, s in enumerate(segments) for _ in s])[None]
+    positions = jnp.concatenate([jnp.arange(len(s)) for s in segments])[None]
+    return hidden_states(params, config, tokens, ids, positions, **how)[0][0]
+
+
+def test_the_forward_is_a_loop_over_periods(params):
+    assert params["layers"]["0"]["attention"]["value"].shape == (2, 32, WIDTH)
+    assert params["layers"]["1"]["attention"]["query"].shape == (2, 32, 4, 8)
+    longer = dataclasses.replace(CONFIG, num_layers=8)
+    programs = (
+        jax.jit(lambda params, config=config: hidden(params, range(5), config=config)).lower(init_params(config, 0))
+        for config in (CONFIG, longer)
+    )
+    assert len({program.as_text().count("dot_general") for program in programs}) == 1
+
+
+def test_blocks_are_in_the_order_of_the_pattern(params):
+    """Four blocks are the same as two and then the other two, which begin with the values of the first."""
+    half, row = dataclasses.replace(CONFIG, num_layers=2), [3, 1, 4, 1, 5]
+    with recording() as recorded:
+        whole = hidden(params, row)
+    first, last = (params | {"layers": jax.tree.map(lambda x, i=i: x[i : i + 1], params["layers"])} for i in (0, 1))
+    with recording() as of_first:
+        hidden(first, row, config=half)
+    begun = Substitutes({"embedding": of_first["layers/1/residual"][0]}, {"embedding": jnp.bool_(True)})
+    with recording(begun):
+        np.testing.assert_allclose(hidden(last, row, config=half), whole, atol=1e-5)
+    np.testing.assert_allclose(recorded["layers/1/residual"][0], of_first["layers/1/residual"][0], atol=1e-5)
+
+
+def test_segments_of_a_row_do_not_see_each_other(params):
+    first, other, second = [3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [7, 7, 2]
+    packed = np.asarray(hidden(params, first, second))
+    np.testing.assert_allclose(packed[5:], hidden(params, second), atol=1e-5)
+    np.testing.assert_allclose(packed[:5], hidden(params, first), atol=1e-5)
+    np.testing.assert_array_equal(packed[5:], hidden(params, other, second)[5:])
+
+
+@pytest.mark.parametrize("decode_tokens", [0, 40])
+def test_decoding_with_a_cache_is_the_whole_forward(params, decode_tokens):
+    """With 40 tokens in the cache, slots are used again, also for prompts that are padded on the left."""
+    score = make_scorer(CONFIG, jnp.float32)
+    engine = JaxEngine(CONFIG, jnp.float32, 6, mesh=make_mesh(MeshConfig(1, 1)), decode_tokens=decode_tokens)
+    engine.publish(params, 1)
+    prompts = [np.asarray(p, np.int32) for p in ([1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [2, 2])]
+    responses = list(engine.generate(prompts, 3, SamplingParams(9, 1.0, (0, 1)), seed=3))
+    sequences = [np.concatenate([prompts[r.prompt_index], r.response]) for r in responses]
+    assert len(responses) == 12
+    for response, whole in zip(responses, score(params, sequences), strict=True):
+        np.testing.assert_allclose(response["rollout_logprobs"], whole[-len(response.response) :], atol=1e-5)
+    for found, whole in zip(engine.score_prefill(prompts), score(params, prompts), strict=True):
+        np.testing.assert_allclose(found, whole[1:], atol=1e-5)
+
+
+def test_the_bytes_of_a_cache_are_what_the_mixers_ask_for():
+    """In each of two periods, a row has sums of 6 x 4 and values of 6 x 2 bytes, and 10 places of 2 x 2 x 8 bytes."""
+    mesh = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
+    assert cache_row_bytes(CONFIG, mesh, 10, jnp.bfloat16, jnp.float8_e4m3fn) == 2 * (6 * 4 + 6 * 2 + 10 * 2 * 2 * 8)
+
+
+def test_recomputed_values_give_the_same_gradients(params):
+    of_none, of_blocks = (
+        jax.grad(lambda params, remat=remat: jnp.sum(hidden(params, range(4), range(3), remat=remat) ** 2))(params)
+        for remat in ("none", "blocks")
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), of_none, of_blocks)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(of_none["layers"]))
+
+
+def test_files_have_the_numbers_of_the_blocks(params, tmp_path):
+    tensors = dict(hf_tensors(params, CONFIG, jnp.float32))
+    second = params["layers"]["0"]["attention"]["value"][1]
+    np.testing.assert_array_equal(tensors["model.layers.2.sum.in_proj.weight"], second.T)
+    assert [i for i in range(4) if f"model.layers.{i}.self_attn.q_proj.weight" in tensors] == [1, 3]
+    save_params(tmp_path, params, CONFIG)
+    assert read_config(tmp_path) == CONFIG
+    jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path, CONFIG), params)
+    stored = stored_adapters(CONFIG, LoraConfig(rank=2, targets=("q_proj",)))
+    names = stored["layers", "1", "attention", "query", "a"].names((2, 32, 2)).tolist()
+    assert names == [f"base_model.model.model.layers.{i}.self_attn.q_proj.lora_A.weight" for i in (1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 3, "layer_types": None}, "num_hidden_layers of a toy must be a multiple of 2, got 3"),
+        ({"layer_types": ["full_attention", "running_sum"] * 2}, "it must repeat running_sum, full_attention"),
+    ],
+)
+def test_a_file_with_another_pattern_is_refused(changes, said):
+    raw = config_to_hf(CONFIG, "float32")
+    assert config_from_hf(raw) == CONFIG
+    with pytest.raises(ValueError, match=said):
+        config_from_hf(raw | changes)
+
+
+def test_a_mixer_that_needs_whole_rows_refuses_to_share_them():
+    mesh = SimpleNamespace(devices=np.array(jax.devices()[:1]), shape=dict.fromkeys(MESH_AXES, 1) | {"context": 2})
+    with pytest.raises(ValueError, match=r"^mesh\.context = 2: a block of the toy policy needs whole rows"):
+        choose_kernels(DEFAULTS, CONFIG, "float32", mesh)
+
+
+def test_the_operations_of_each_block_are_compared(params, tmp_path):
+    save_params(tmp_path, params, CONFIG)
+    tracer, tokens = JaxTracer(tmp_path, JaxForm("float32"), "jax:float32"), np.arange(7, dtype=np.int32)
+    values = tracer.run(tokens, {})
+    assert {"2/sum_input", "2/sum", "3/query", "3/query_norm"} <= set(values)
+    assert not {"2/query", "1/sum"} & set(values)
+    (expected,) = make_scorer(CONFIG, jnp.float32)(params, [tokens])
+    np.testing.assert_allclose(logprobs(values["logits"], tokens), expected[1:], atol=1e-5)
+    changed = tracer.run(tokens, {"2/attention_output": 2 * values["2/attention_output"]})
+    np.testing.assert_array_equal(changed["1/residual"], values["1/residual"])
+    assert np.abs(changed["2/residual"] - values["2/residual"]).max() > 0.01
