@@ -172,14 +172,7 @@ def _splash_kernel(t: int, num_heads: int, block: int, shared: Array, interpret:
 def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> str:
     """Returns the kernel that ``policy.attention`` means for rows of more than ``ONE_PIECE`` tokens; never "auto".
 
-    Args:
-      name: The value of ``policy.attention``.
-      device: Any device of the mesh, which may exist only for compilation ahead of time.
-      dtype: The dtype of queries, keys and values.
-      head_dim: The number of features of a head.
-
-    Raises:
-      ValueError: The kernel does not support the device or the heads.
+    Arguments and errors are those of ``choose_attention``.
     """
     refusals = {"cudnn": _why_not_cudnn(device, dtype, head_dim), "splash": _why_not_splash(device, dtype, head_dim)}
     return choose_kernel("policy.attention", name, refusals)

@@ -118,8 +118,7 @@ _KEYS = {name: name for name in (f.name for f in dataclasses.fields(PolicyConfig
     "num_kv_heads": "num_key_value_heads",
 }
 """The keys of the file for the fields that every family has, by our field names."""
-_BOOLEANS = ("tie_word_embeddings", "normalize_gates")
-_FLOATS = ("rope_theta", "rms_norm_eps", "initializer_range")
+_TYPES = {f.name: f.type for f in dataclasses.fields(PolicyConfig)}
 
 
 def config_from_hf(raw: dict[str, Any]) -> PolicyConfig:
@@ -204,9 +203,9 @@ def _is_of_type(name: str, value: Any) -> bool:
     """Whether a value of a ``config.json`` has the type of our field and a sensible size."""
     if name == "eos_token_id" and isinstance(value, (list, tuple)):
         return all(_is_of_type(name, one) for one in value)
-    if name in _BOOLEANS:
+    if _TYPES[name] == "bool":
         return isinstance(value, bool)
-    if name in _FLOATS:
+    if _TYPES[name] == "float":
         is_sensible = type(value) in (int, float) and 0 <= value < 1e30
         return is_sensible and (value > 0 or name != "rope_theta")
     return type(value) is int and 0 <= value < 2**31

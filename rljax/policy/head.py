@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from rljax.policy.hints import opaque
+from rljax.policy.layers import opaque
 from rljax.sharding import axis_size, constrain, gradient_sum_dtype
 
 # The vocabulary of Qwen is 151,936 = 16 x 9,496. A vocabulary of up to this size is one chunk.

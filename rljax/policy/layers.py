@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.grouped import IN_BLOCKS, Grouped
-from rljax.policy.hints import features_last, opaque
 from rljax.policy.taps import tap
 from rljax.sharding import axis_size, constrain, gradient_sum_dtype
 
@@ -50,6 +50,38 @@ class HFTensor(NamedTuple):
             numbers = index if self.blocks is None else (self.blocks[index[0]], *index[1:])
             names[index] = self.name.format(*numbers)
         return names
+
+
+def opaque(*arrays: Array) -> tuple[Array, ...]:
+    """Returns the arrays unchanged. On an NVIDIA GPU, XLA does not see through this call what computed them.
+
+    There are two uses. The result of a matrix product may have several readers. With this call between them, XLA puts
+    the readers into one kernel, which reads the result once. And several small products may share an operand. XLA joins
+    them into one product with a float32 result, and needs more kernels to cut and round it. It does not join products
+    whose operands come from this call. docs/compile.md counts the memory traffic that both uses save.
+
+    Other backends ignore this call. On a TPU XLA rounds a product inside of its kernel, which a barrier would prevent.
+    Gradients pass through. The arrays have any shape and dtype, and one may be given more than once.
+    """
+    return jax.lax.platform_dependent(
+        *arrays, cuda=lambda *each: jax.lax.optimization_barrier(each), default=lambda *each: each
+    )
+
+
+def features_last(*arrays: Array) -> tuple[Array, ...]:
+    """Returns the arrays unchanged. On a TPU, the values of one token then lie beside each other in memory.
+
+    XLA may otherwise place the tokens of one feature beside each other. The products that give the gradients of
+    weights take the first layout if XLA computes them in parts, and XLA would copy each operand for them. The gradients
+    of the arrays get the same layout. docs/compile.md counts the memory traffic that this saves.
+
+    Other backends ignore this call. The arrays have any dtype, and their last axis is that of the features.
+    """
+    return jax.lax.platform_dependent(*arrays, tpu=_features_last, default=lambda *each: each)
+
+
+def _features_last(*arrays: Array) -> tuple[Array, ...]:
+    return tuple(with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for x in arrays)
 
 
 def param(

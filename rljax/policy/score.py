@@ -180,13 +180,9 @@ def make_scorer(
     recomputes the activations that it names.
     """
 
-    def logprobs_of(params: Params, tokens: Array, segment_ids: Array) -> Array:
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        rows = (tokens, segment_ids, positions)
-        return packed_logprobs(params, config, *rows, temperature=temperature, remat=remat or "none").logprobs
-
     def with_sum(params: Params, tokens: Array, segment_ids: Array) -> tuple[Array, Array]:
-        logprobs = logprobs_of(params, tokens, segment_ids)
+        rows = (tokens, segment_ids, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
+        logprobs = packed_logprobs(params, config, *rows, temperature=temperature, remat=remat or "none").logprobs
         return jnp.sum(logprobs), logprobs
 
     @jax.jit
@@ -194,7 +190,7 @@ def make_scorer(
         with jax.default_matmul_precision(matmul_precision(dtype)):
             cast = cast_params(params, dtype)
             if remat is None:
-                return logprobs_of(cast, tokens, segment_ids), jnp.float32(0.0)
+                return with_sum(cast, tokens, segment_ids)[1], jnp.float32(0.0)
             (_, logprobs), grads = jax.value_and_grad(with_sum, has_aux=True)(cast, tokens, segment_ids)
             # Without a use of the gradients the compiler would leave the backward out.
             squares = [jnp.sum(jnp.square(g), dtype=jnp.float32) for g in jax.tree.leaves(grads)]

@@ -21,7 +21,7 @@ from rljax.plan.dry_run import dry_run, lacks_at_start, shape_mesh, state_bytes
 from rljax.plan.machines import H100
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import KNOWN_SHAPES
-from rljax.rollout.decode_sizes import free_cache_tokens
+from rljax.rollout.decode_sizes import cache_row_bytes, free_cache_room
 from rljax.run.config import Config
 from rljax.sharding import MeshConfig, make_mesh
 
@@ -82,9 +82,10 @@ def test_on_a_cpu_the_plan_is_the_engine_s_own_choice():
     mesh = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
     places = 2**22
     config = tiny(group_size=1024, max_response_tokens=places - 10)
-    budget = free_cache_tokens(TINY, make_mesh(MeshConfig(jax.device_count(), 1)), "bfloat16") // jax.device_count()
+    room = free_cache_room(make_mesh(MeshConfig(jax.device_count(), 1)))
+    rows = int(room / cache_row_bytes(TINY, mesh, places, "bfloat16", "bfloat16"))
     found = plan_decoding(config, TINY, mesh, CPU, 0)
-    assert abs(found.slots - budget // places) <= 1 + budget // places // 8
+    assert abs(found.slots - rows) <= 1 + rows // 8
 
 
 def test_between_updates_there_are_masters_moments_and_engine():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rljax.policy.hints import features_last, opaque
+from rljax.policy.layers import features_last, opaque
 
 X, Y = jnp.array([[0.5, -2.0], [3.0, 0.25]]), jnp.array([[1.0, 2.0], [-1.0, 4.0]])
 

@@ -13,8 +13,7 @@ from rljax.rollout.decode_sizes import (
     DecodeSizes,
     batch_sizes,
     cache_room,
-    cache_token_bytes,
-    free_cache_tokens,
+    cache_row_bytes,
     padded_rows,
     padded_width,
     prefill_rows,
@@ -168,12 +167,12 @@ def test_a_sharded_cache_holds_the_places_of_its_parts(at_once):
         np.testing.assert_allclose(r["rollout_logprobs"], logprobs[len(PROMPTS[r.prompt_index]) :], atol=2e-5, rtol=0)
 
 
-def test_a_token_of_the_cache_in_bytes():
+def test_a_row_of_the_cache_in_bytes():
     """Qwen3-4B in bfloat16 has keys and values of 36 layers, 8 heads and 128 numbers of 2 bytes each."""
     qwen3_4b = PolicyConfig(151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
     mesh = make_mesh(MeshConfig(1, 1))
-    assert cache_token_bytes(qwen3_4b, mesh, jnp.bfloat16) == 147_456
-    assert free_cache_tokens(qwen3_4b, mesh, jnp.bfloat16) == int(cache_room(None, 1) / 147_456)
+    assert cache_row_bytes(qwen3_4b, mesh, 100, jnp.bfloat16, jnp.bfloat16) == 100 * 147_456
+    assert cache_row_bytes(qwen3_4b, mesh, 1, jnp.bfloat16, jnp.float8_e4m3fn) == 147_456 / 2
 
 
 def test_the_room_of_the_cache_is_a_share_of_what_is_free():
