@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.layers import BlockStats, RMSNorm, Routing, all_tokens, largest, linear, param, split_tokens
@@ -62,8 +62,8 @@ class Where(NamedTuple):
     # A function (q, k, v, state) -> (output, state): softmax attention of each token to itself and to the tokens before
     # it in its sequence. It writes keys and values into the state, if there is one.
     attend: Callable[[Array, Array, Array, BlockState | None], Mixed]
+    positions: Int[Array, "b t"]  # the number of tokens that each token sees before it; 0 on padding
     valid: Bool[Array, "b t"]  # the tokens that are not padding
-    starts: Bool[Array, "b t"]  # the first tokens of sequences, which see no token before them
 
 
 class Mixer(Protocol):

@@ -126,7 +126,7 @@ def cached(
 ) -> Where:
     """Returns the tokens of rows with a cache. ``valid`` are those that are not padding."""
     rotate = rotation(positions, config.head_dim, config.rope_theta)
-    return Where(rotate, attention_with_cache(mask, write_at), valid, positions == 0)
+    return Where(rotate, attention_with_cache(mask, write_at), positions, valid)
 
 
 def _zeros(spec: CacheSpec) -> States:

@@ -54,14 +54,15 @@ class RunningSum(nnx.Module):
         value = tap("sum_input", linear(("btd,df->btf",), x, (self.value[...],))[0])
         value = jnp.where(where.valid[..., None], value, 0)
         before = jnp.concatenate([last[:, None], value[:, :-1]], axis=1)
-        before = jnp.where(where.starts[..., None], 0, before)
+        starts = where.positions == 0
+        before = jnp.where(starts[..., None], 0, before)
 
         def step(total, token):
             values, starts = token
             total = jnp.where(starts[:, None], 0, 0.9 * total) + values
             return total, total
 
-        tokens = (jnp.moveaxis((value + before).astype(jnp.float32), 1, 0), where.starts.T)
+        tokens = (jnp.moveaxis((value + before).astype(jnp.float32), 1, 0), starts.T)
         total, sums = jax.lax.scan(step, total, tokens)
         sums = tap("sum", jnp.moveaxis(sums, 0, 1).astype(x.dtype))
         out = tap("attention_output", linear(("btf,fd->btd",), sums, (self.output[...],))[0])
