@@ -36,6 +36,10 @@ WINDOWS = [{}, *({"max_window_layers": first} for first in (2, None, "9"))]
     [
         ({"model_type": "llama"}, "model_type must be one of .*qwen3.*, got 'llama'"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types = .*'sliding_attention'.* must repeat",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         *(({"use_sliding_window": True} | window, "use_sliding_window = True is not supported") for window in WINDOWS),
         *((change, f"{where}: {name} = .* is not supported by the qwen3") for change, where, name in SCALED),
@@ -104,11 +108,6 @@ def test_a_mixtures_window_covers_all_layers(window):
     with pytest.raises(ValueError, match="use_sliding_window = True is not supported by the qwen3_moe"):
         config_from_hf(raw | window)
     assert config_from_hf(raw | {"sliding_window": None}).family == "qwen3_moe"
-
-
-def test_sliding_layers_are_named():
-    with pytest.raises(ValueError, match=r"layer_types = .*'sliding_attention'.* is not supported"):
-        config_from_hf(RAW | {"layer_types": ["full_attention", "sliding_attention"]})
 
 
 @pytest.mark.parametrize("key", ["attention_bias", "use_sliding_window", "hidden_act", "quantization_config"])
