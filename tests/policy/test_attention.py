@@ -43,7 +43,7 @@ def test_blocks_give_the_values_and_gradients_of_float64(lengths, t):
 
 
 @pytest.mark.slow
-def test_the_kernel_of_a_tpu_gives_the_values_and_gradients_of_float64():
+def test_the_kernel_of_a_tpu_is_compared_with_float64():
     segments = batch([100, 130, 1, 20], [300], t=300)
     arrays = heads(segments, head_dim=16)
     for x, expected in zip(gradients(interpreted, arrays, segments), reference(*arrays, segments), strict=True):
