@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.families import FAMILIES
+from rljax.policy.families import FAMILIES, blocks_of
 from rljax.policy.model import abstract_params, init_params
 from rljax.rollout import build, kinds
 from rljax.rollout.kinds import ENGINES, WISHES, can, engines_that
@@ -114,6 +114,7 @@ def test_a_new_kind_of_server_is_one_entry_and_one_maker(monkeypatch, fake):
 def test_a_family_says_whether_its_blocks_normalise_heads(family):
     """The property that readers of a family ask for is what its blocks have."""
     mixture = {"num_experts": 4, "experts_per_token": 2, "expert_size": 8} if "moe" in family else {}
-    params = abstract_params(dataclasses.replace(POLICY, family=family, **mixture))
+    config = dataclasses.replace(POLICY, family=family, **mixture)
+    params, (block,) = abstract_params(config), blocks_of(config)
     names = {str(key) for path, _ in jax.tree_util.tree_leaves_with_path(params) for key in path}
-    assert any("query_norm" in name for name in names) == FAMILIES[family].has_head_norms
+    assert any("query_norm" in name for name in names) == ("query_norm" in block.operations)
