@@ -3,32 +3,25 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from packed_rows import equations, row
+import pytest
+from packed_rows import equations
 
 from rljax.plan.memory import compiled_for_hopper
 from rljax.policy.cudnn import cudnn_attention, max_segments, segment_offsets
 
 
-def test_offsets_and_lengths_of_two_rows():
-    segments = np.array([[1, 1, 1, 2, 5, 5, 0, 0], [3, 3, 3, 3, 3, 3, 3, 3]], np.int32)
-    starts, lengths, count = segment_offsets(segments, 4)
-    np.testing.assert_array_equal(starts, [[0, 3, 4, 6, -1], [0, -1, -1, -1, -1]])
-    np.testing.assert_array_equal(lengths, [[3, 1, 2, 2], [8, -1, -1, -1]])
-    np.testing.assert_array_equal(count, [4, 1])
-
-
-def test_more_segments_than_there_is_room_for_are_counted():
-    starts, lengths, count = segment_offsets(row(8, [1, 2, 3])[None], 2)
-    np.testing.assert_array_equal(starts, [[0, 1, -1]])
-    np.testing.assert_array_equal(lengths, [[1, 2]])
-    assert count == 4
-
-
-def test_a_row_of_padding_is_one_segment():
-    starts, lengths, count = segment_offsets(np.zeros((1, 4), np.int32), 2)
-    np.testing.assert_array_equal(starts, [[0, -1, -1]])
-    np.testing.assert_array_equal(lengths, [[4, -1]])
-    assert count == 1
+@pytest.mark.parametrize(
+    ("segments", "most", "starts", "lengths", "count"),
+    [
+        ([1, 1, 1, 2, 5, 5, 0, 0], 4, [0, 3, 4, 6, -1], [3, 1, 2, 2], 4),
+        ([3, 3, 3, 3, 3, 3, 3, 3], 4, [0, -1, -1, -1, -1], [8, -1, -1, -1], 1),
+        ([1, 2, 2, 3, 3, 3, 0, 0], 2, [0, 1, -1], [1, 2], 4),  # more segments than there is room for are counted
+        ([0, 0, 0, 0], 2, [0, -1, -1], [4, -1], 1),  # a row of padding is one segment
+    ],
+)
+def test_offsets_and_lengths_of_a_row(segments, most, starts, lengths, count):
+    found = segment_offsets(np.array([segments], np.int32), most)
+    assert [x[0].tolist() for x in found] == [starts, lengths, count]
 
 
 def test_the_program_holds_cudnn_and_one_way_out_of_it():

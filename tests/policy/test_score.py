@@ -100,35 +100,28 @@ def test_a_cut_moves_no_token_outside_its_support():
     np.testing.assert_allclose(grads, [0.0, 0.5, 0.0, -0.5], atol=1e-6)
 
 
-def test_a_cut_of_four_tokens_by_hand():
-    """The first two of 1/2, 1/4, 1/8 and 1/8 are left, which gives 2/3 and 1/3."""
-    logp = jnp.log(jnp.asarray([1 / 2, 1 / 4, 1 / 8, 1 / 8]))
-    tops = jnp.append(logp[:2], -jnp.inf)
-    found = over_support(logp[1], tops, jnp.asarray([0, 1, -1]), collision=True)
-    assert float(found.logprobs) == pytest.approx(np.log(1 / 3), abs=1e-6)
-    np.testing.assert_allclose(found.tops, [np.log(2 / 3), np.log(1 / 3), -np.inf], atol=1e-6)
-    assert float(found.entropy) == pytest.approx(-2 / 3 * np.log(2 / 3) - 1 / 3 * np.log(1 / 3), abs=1e-6)
-    assert float(found.collision) == pytest.approx(5 / 9, abs=1e-6)
+LOG = np.log
 
 
-def test_a_position_without_support_has_zeros():
-    where = functools.partial(over_support, ids=jnp.full((1, 2), -1), collision=True)
-    nothing = jnp.full((1, 2), -jnp.inf)
-    found = where(jnp.asarray([-2.0]), nothing)
-    assert [float(x[0]) for x in (found.logprobs, found.entropy, found.collision)] == [0.0, 0.0, 0.0]
-    assert np.array_equal(found.tops, nothing)
-    grads = jax.jit(jax.grad(lambda a, b: jnp.sum(where(a, b).logprobs + where(a, b).entropy), (0, 1)))
-    assert not any(np.any(part) for part in grads(jnp.asarray([-2.0]), nothing))
-
-
-def test_a_support_of_one_token_is_certain():
-    found = over_support(jnp.asarray([-3.25]), jnp.asarray([[-3.25, -jnp.inf]]), jnp.asarray([[7, -1]]), collision=True)
-    assert [float(x[0]) for x in (found.logprobs, found.entropy, found.collision)] == [0.0, 0.0, 1.0]
-
-
-def test_a_token_outside_the_support_is_finite():
-    found = over_support(jnp.asarray([-4.0]), jnp.log(jnp.asarray([[0.5, 0.25]])), jnp.asarray([[0, 1]]))
-    assert float(found.logprobs[0]) == pytest.approx(-4.0 - np.log(0.75), abs=1e-6)
+@pytest.mark.parametrize(
+    ("logprob", "tops", "ids", "expected", "inside"),
+    [
+        # The first two of 1/2, 1/4, 1/8 and 1/8 are left, which gives 2/3 and 1/3.
+        (LOG(1 / 4), [LOG(1 / 2), LOG(1 / 4), -np.inf], [0, 1, -1], (LOG(1 / 3), 0.636514, 5 / 9), [2 / 3, 1 / 3, 0]),
+        (-2.0, [-np.inf, -np.inf], [-1, -1], (0.0, 0.0, 0.0), [0, 0]),  # no support
+        (-3.25, [-3.25, -np.inf], [7, -1], (0.0, 0.0, 1.0), [1, 0]),  # one token is certain
+        (-4.0, [LOG(0.5), LOG(0.25)], [0, 1], (-4.0 - LOG(0.75), 0.636514, 5 / 9), [2 / 3, 1 / 3]),  # a token outside
+    ],
+)
+def test_a_cut_by_hand(logprob, tops, ids, expected, inside):
+    arrays = jnp.asarray([logprob]), jnp.asarray([tops])
+    cut = functools.partial(over_support, ids=jnp.asarray([ids]), collision=True)
+    found = cut(*arrays)
+    np.testing.assert_allclose([found.logprobs[0], found.entropy[0], found.collision[0]], expected, atol=1e-6)
+    np.testing.assert_allclose(np.exp(found.tops[0]), inside, atol=1e-6)
+    grads = jax.grad(lambda *given: jnp.sum(cut(*given).logprobs + cut(*given).entropy), (0, 1))(*arrays)
+    assert all(np.isfinite(part).all() for part in grads)
+    assert max(ids) >= 0 or not any(np.any(part) for part in grads)
 
 
 def test_a_cut_without_likeliest_tokens_is_refused():
