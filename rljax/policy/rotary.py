@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from rljax.policy.config import PolicyConfig
+
 Tables = tuple[Float[Array, "b t k"], Float[Array, "b t k"]]
 """The cosines and the sines of a row's angles, float32. Both halves of the last axis are equal."""
 Rotate = Callable[[Float[Array, "b t h k"], Tables], Float[Array, "b t h k"]]
@@ -31,11 +33,9 @@ def rotate(x: Float[Array, "b t h k"], tables: Tables) -> Float[Array, "b t h k"
     return _sum(wide, jnp.concatenate([-second, first], axis=-1), *tables).astype(x.dtype)
 
 
-def rotation(
-    positions: Int[Array, "b t"], head_dim: int, theta: float, how: Rotate = rotate
-) -> Callable[[Array], Array]:
-    """Returns the function that rotates heads [b, t, h, k] to the ``positions`` of their tokens."""
-    tables = rotary_tables(positions, head_dim, theta)
+def rotation(config: PolicyConfig, positions: Int[Array, "b t"], how: Rotate = rotate) -> Callable[[Array], Array]:
+    """Returns the function that rotates heads [b, t, h, k] of a policy to the ``positions`` of their tokens."""
+    tables = rotary_tables(positions, config.head_dim, config.rope_theta)
     return lambda heads: how(heads, tables)
 
 

@@ -125,8 +125,7 @@ def cached(
     write_at: Int[Array, ""] | int,
 ) -> Where:
     """Returns the tokens of rows with a cache. ``valid`` are those that are not padding."""
-    rotate = rotation(positions, config.head_dim, config.rope_theta)
-    return Where(rotate, attention_with_cache(mask, write_at), positions, valid)
+    return Where(rotation(config, positions), attention_with_cache(mask, write_at), positions, valid)
 
 
 def _zeros(spec: CacheSpec) -> States:
