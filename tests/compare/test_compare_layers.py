@@ -188,8 +188,8 @@ def test_logprobs_of_the_next_tokens():
 
 
 def test_a_mixture_has_one_operation_for_its_experts():
-    mixture = dataclasses.replace(toy_config(), num_experts=4, experts_per_token=2, expert_size=8)
-    names = [op.name for op in operations(mixture)]
+    sizes = {"num_experts": 4, "experts_per_token": 2, "expert_size": 8}
+    names = [op.name for op in operations(dataclasses.replace(toy_config(), family="qwen3_moe", **sizes))]
     assert names[:2] == ["embedding", "0/attention_norm"]
     assert names[12:15] == ["0/mlp_norm", "0/mlp", "0/residual"]
     assert names[-3:] == ["1/residual", "final_norm", "logits"]
