@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.context import unfold
+from rljax.policy.context import fold
 from rljax.policy.families import FAMILIES
 from rljax.policy.flash import LSE_NAME, OUT_NAME
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
@@ -259,21 +259,21 @@ def hidden_states(
     params: Params,
     config: PolicyConfig,
     tokens: Int[Array, "b t"],
-    segment_ids: Int[Array, "b t"],
+    ends: Int[Array, "b t"],
     positions: Int[Array, "b t"],
     *,
     remat: Remat = "none",
     kernels: Kernels = ON_ANY_BACKEND,
     choices: Int[Array, "b t l k"] | None = None,
 ) -> tuple[Float[Array, "b t d"], ForwardStats]:
-    """Computes the hidden states of packed rows, ready for the LM head. Attention stays inside each segment.
+    """Computes the hidden states of packed rows of trees, ready for the LM head. A token sees the tokens of its path.
 
-    If several devices share a row (``kernels.parts``), all arrays are folded (``context.fold``).
+    If several devices share a row (``kernels.parts``), all arrays but ``ends`` are folded (``context.fold``).
 
     Args:
       params: The pytree of parameters, in the compute dtype.
-      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
-      positions: The position 0, 1, 2, ... of each token inside its segment.
+      ends: The place after the last token of each token's subtree, as in ``rljax.policy.trees``; 0 for padding.
+      positions: The position 0, 1, 2, ... of each token in its sequences.
       remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
       choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free
         everywhere.
@@ -282,17 +282,16 @@ def hidden_states(
       The hidden states in the compute dtype, and the measurements of the forward.
     """
 
-    segments_of_rows = unfold(segment_ids, kernels.parts)
-
     def attention_fn(carry: Any, layer: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         del layer
-        return kernels.attention(q, k, v, segments_of_rows), carry
+        return kernels.attention(q, k, v, ends), carry
 
     x = embed_tokens(params, tokens)
     params = params | {"layers": _vectors_of_rows(params["layers"], tokens.shape[0])}
     routing = None
     if config.num_experts:
-        routing = Routing(segment_ids > 0, None if choices is None else jnp.moveaxis(choices, 2, 0), kernels.grouped)
+        is_token = fold(ends, kernels.parts) > 0
+        routing = Routing(is_token, None if choices is None else jnp.moveaxis(choices, 2, 0), kernels.grouped)
     how: dict[str, Any] = {"remat": remat, "unrolled": kernels.unrolled, "rotate": kernels.rotate}
     hidden, _, stats = run_blocks(params, config, x, positions, attention_fn, routing=routing, **how)
     return hidden, stats

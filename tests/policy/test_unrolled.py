@@ -11,6 +11,7 @@ from rljax.policy.config import DEFAULTS, PolicyConfig
 from rljax.policy.kernels import MAX_UNROLLED, Kernels, choose_kernels
 from rljax.policy.model import hidden_states, init_params
 from rljax.policy.rotary import rotate, rotate_by_product
+from rljax.policy.trees import segment_ends
 from rljax.sharding import MESH_AXES
 
 CONFIG = PolicyConfig(16, 8, 16, 3, 2, 1, 4, tie_word_embeddings=True)
@@ -21,7 +22,7 @@ V5P = SimpleNamespace(platform="tpu", device_kind="TPU v5")
 
 def gradient(unrolled, remat="none"):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 6)), jnp.int32)
-    rows = (tokens, jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(6), tokens.shape))
+    rows = (tokens, segment_ends(jnp.ones_like(tokens)), jnp.broadcast_to(jnp.arange(6), tokens.shape))
 
     def loss(params):
         return jnp.sum(hidden_states(params, CONFIG, *rows, remat=remat, kernels=Kernels(unrolled=unrolled))[0] ** 2)

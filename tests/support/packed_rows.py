@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
+from rljax.policy.trees import segment_ends
+
 
 def row(t, lengths):
     """Returns segment ids [t] of sequences of these lengths from the left; the rest is padding."""
@@ -30,7 +32,7 @@ def compiled(attention):
 
     @jax.jit
     def run(q, k, v, d_out, segments):
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, segments), q, k, v)
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, segment_ends(segments)), q, k, v)
         return jnp.where((segments > 0)[:, :, None, None], out, 0), *pull(d_out)
 
     return run
