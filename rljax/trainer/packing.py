@@ -33,6 +33,9 @@ class PackingConfig:
     """Tokens of a micro-batch on one device, which has 1 / mesh.context of a row. Each part of the mesh axes replica,
     fsdp and expert gets as many rows as fit, at least one. It replaces ``rows_per_micro_batch`` and keeps its meaning
     on any mesh. 0: ``rows_per_micro_batch`` decides."""
+    share_prefixes: bool = True
+    """Whether tokens with which several sequences of a row begin are computed once, such as the prompt of a group. Rows
+    are then longer, and as many fewer, unless ``row_tokens`` is given. The start of a run says where it cannot."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "row_tokens", "tokens_per_device")
