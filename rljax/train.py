@@ -161,7 +161,7 @@ def read_inputs(config: Config) -> Inputs:
         if len(tokenizer) > policy.vocab_size:
             sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
             raise ConfigError(f"{config.model.path}: {sizes}")
-        config = settle_prefixes(config, policy, mesh)
+        config = settle_prefixes(config, policy, mesh.devices.flat[0])
         check_shapes(config, policy, mesh)
         check_offload(config, mesh)
         for line in lacks_at_start(config, policy, mesh):

@@ -18,15 +18,16 @@ from rljax.trainer.trees import flat_row_tokens, tree_row_tokens
 log = logging.getLogger(__name__)
 
 
-def settle_prefixes(config: Config, policy: PolicyConfig, mesh: Any) -> Config:
+def settle_prefixes(config: Config, policy: PolicyConfig, device: Any) -> Config:
     """Returns the configuration with ``packing.share_prefixes`` off if the rows of this run have to stand apart.
 
-    A line in the log says why. A run that began with separate rows keeps them, without a word.
+    A line in the log says why. A run that began with separate rows keeps them, without a word. ``device`` is any device
+    of the mesh, which may exist only for compilation ahead of time.
     """
     if not config.packing.share_prefixes:
         return config
     began_apart = _began_apart(Path(config.run.dir))
-    reason = why_apart(config) or _why_not_here(config, policy, mesh)
+    reason = why_apart(config) or _why_not_here(config, policy, device)
     if reason and not began_apart:
         log.warning("packing.share_prefixes: off, each sequence has its own copy of its prompt: %s", reason)
     if reason or began_apart:
@@ -50,10 +51,9 @@ def why_apart(config: Config) -> str:
     return ""
 
 
-def _why_not_here(config: Config, policy: PolicyConfig, mesh: Any) -> str:
-    """Returns why the devices of the mesh cannot compute rows of trees; empty if they can."""
-    here = (mesh.devices.flat[0], config.precision.compute_dtype, policy.head_dim)
-    kernel = find_implementation(config.policy.attention, *here)
+def _why_not_here(config: Config, policy: PolicyConfig, device: Any) -> str:
+    """Returns why the device cannot compute rows of trees; empty if they can."""
+    kernel = find_implementation(config.policy.attention, device, config.precision.compute_dtype, policy.head_dim)
     if kernel == "xla":
         return ""
     return f"attention is {kernel}'s, which sees only whole segments; policy.attention: xla can share"
