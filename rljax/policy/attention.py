@@ -14,25 +14,19 @@ from rljax.policy.config import AttentionName, choose_kernel
 from rljax.policy.context import device_heads, exchange_back, exchange_heads, heads_of_device
 from rljax.policy.cudnn import CAPABILITY, cudnn_attention
 from rljax.policy.flash import (
-    OUT_NAME,
     Ends,
     KeyBlocks,
     Queries,
     block_attention,
     ends_axes,
     head_axes,
-    pad_ends,
-    pad_rows,
-    seen_blocks,
 )
+from rljax.policy.splash import LANES, splash_attention
 from rljax.sharding import axis_size, on_each_device
 
 ONE_PIECE = 1024
 """The longest row (tokens) whose scores are all in memory at once."""
 _MASKED = -1e30
-_LANES, _SPLASH_BLOCK = 128, 512
-"""The lanes of a TPU's vector register, and the largest block (tokens). The block and the width of a head must be
-multiples of the lanes."""
 PackedAttention = Callable[[Queries, KeyBlocks, KeyBlocks, Ends], Queries]
 """Attention of packed rows: a function of queries, keys, values and ``ends``.
 
@@ -106,72 +100,6 @@ def attention_of_parts(
     return run(q, k, v, ends)[0]
 
 
-def splash_attention(
-    q: Queries,
-    k: KeyBlocks,
-    v: KeyBlocks,
-    ends: Ends,
-    *,
-    block: int | None = None,
-    interpret: bool = False,
-) -> Queries:
-    """Computes ``PackedAttention`` on a TPU by splash attention, the Pallas kernel of JAX, with segment ids.
-
-    The rows hold sequences that share nothing, so ``ends`` tell them apart. The kernel skips the blocks above the
-    diagonal. Pairs of blocks without a query that sees a key are removed from its table at run time. The kernel takes
-    no scale, so queries are scaled first and rounded to their dtype. Blocks have ``block`` tokens, a multiple of 128.
-    None: 512, or less for a shorter row. With ``interpret`` the operations of the kernel run one by one, slowly, on any
-    backend.
-    """
-    t = q.shape[1]
-    block = block or min(_SPLASH_BLOCK, -(-t // _LANES) * _LANES)
-    arrays = (*pad_rows(block, q, k, v), pad_ends(block, ends))
-    heads = head_axes(k)
-
-    def rows(*arrays: Array) -> tuple[Array]:
-        # Around a single row vmap leaves no loop, and XLA need not copy the kernel's log-sum-exps to read them.
-        return (jax.vmap(lambda *row: _splash_row(row, block, interpret))(*arrays),)
-
-    run = on_each_device(rows, (heads, heads, heads, ("rows", "tokens")), (heads,), rows=q.shape[0])
-    return run(*arrays)[0][:, :t]
-
-
-def _splash_row(arrays: tuple[Array, ...], block: int, interpret: bool) -> Float[Array, "t h k"]:
-    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
-
-    q, k, v, ends = arrays
-    kernel = _splash_kernel(q.shape[0], q.shape[1], block, seen_blocks(ends.reshape(-1, block)), interpret)
-    scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
-    out = kernel(*(jnp.swapaxes(x, 0, 1) for x in (scaled, k, v)), segment_ids=SegmentIds(ends, ends))
-    return jnp.swapaxes(out, 0, 1)
-
-
-def _splash_kernel(t: int, num_heads: int, block: int, seen: Array, interpret: bool) -> Any:
-    """Builds the kernel for a row of ``t`` tokens. Pairs of blocks that ``seen`` does not mark are empty."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
-
-    sizes: Any = [block] * 8  # of queries and keys, in the forward and in both backward passes
-    kernel = splash.make_splash_mha(
-        MultiHeadMask([CausalMask((t, t))] * num_heads),
-        block_sizes=splash.BlockSizes(*sizes),
-        head_shards=1,
-        q_seq_shards=1,
-        residual_checkpoint_name=OUT_NAME,
-        interpret=interpret,
-    )
-    # A block on the diagonal is never empty, because a query without any key would divide by zero. The tables of the
-    # backward pass have keys before queries, so the pairs are marked in both orders.
-    below = jnp.tril(seen)
-    kept = below | below.T | jnp.eye(t // block, dtype=bool)
-
-    def cut(info: Any) -> Any:
-        return info._replace(block_mask=jnp.where(kept[None], info.block_mask, 0))
-
-    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
-    return splash.SplashAttentionKernel(*map(cut, infos), **kernel.kwargs)
-
-
 def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> str:
     """Returns the kernel that ``policy.attention`` means for rows of more than ``ONE_PIECE`` tokens; never "auto".
 
@@ -189,7 +117,7 @@ def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: 
 
 
 def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int, parts: int = 1) -> PackedAttention:
-    """Chooses the implementation that ``policy.attention`` means.
+    """Chooses the implementation that ``policy.attention`` means, for rows of sequences that share nothing.
 
     ``device`` is any device of the mesh, which may exist only for compilation ahead of time. ``dtype`` is the dtype of
     queries, keys and values. ``parts`` is the number of devices that share a row.
@@ -202,6 +130,23 @@ def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int
     kernel = kernels.get(chosen, packed_attention)
     kernel = _or_one_piece(kernel) if name == "auto" and chosen in kernels else kernel
     return kernel if parts == 1 else functools.partial(attention_of_parts, kernel, parts)
+
+
+def choose_tree_attention(
+    name: AttentionName, device: Any, dtype: Any, head_dim: int, parts: int = 1
+) -> PackedAttention | None:
+    """Chooses the implementation for rows of trees, with the arguments and errors of ``choose_attention``.
+
+    splash takes trees of two levels. The result is None for cuDNN, which sees only whole segments, and for devices
+    that share a row.
+    """
+    chosen = find_implementation(name, device, dtype, head_dim)
+    if chosen == "cudnn" or parts > 1:
+        return None
+    if chosen == "xla":
+        return packed_attention
+    kernel = functools.partial(splash_attention, trees=True)
+    return _or_one_piece(kernel) if name == "auto" else kernel
 
 
 def _why_not_cudnn(device: Any, dtype: Any, head_dim: int) -> str | None:
@@ -224,6 +169,6 @@ def _why_not_splash(device: Any, dtype: Any, head_dim: int) -> str | None:
         return f"needs a TPU, got {device.device_kind}"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"needs bfloat16, got {jnp.dtype(dtype)}"
-    if head_dim % _LANES:
-        return f"needs a head width that is a multiple of {_LANES}, got {head_dim}"
+    if head_dim % LANES:
+        return f"needs a head width that is a multiple of {LANES}, got {head_dim}"
     return None

@@ -177,10 +177,13 @@ def tree_logprobs(
       The scores of the flat rows, 0 on padding. ``logprobs[b, s]`` belongs to ``tokens[b, s]``.
 
     Raises:
-      ValueError: The distributions are cut, and ``top_ids`` is None.
+      ValueError: The distributions are cut, and ``top_ids`` is None; or the kernels have no attention for trees.
     """
     if cut and top_ids is None:
         raise ValueError("top_ids must be given to score a cut distribution, got None")
+    if kernels.tree_attention is None:
+        raise ValueError("the attention of this policy cannot compute rows of trees: give packing.share_prefixes false")
+    kernels = kernels._replace(attention=kernels.tree_attention)
     rows = (trees.tokens, trees.ends, trees.positions)
     hidden, stats = hidden_states(params, config, *rows, remat=remat, kernels=kernels, choices=choices)
     scored = token_logprobs(

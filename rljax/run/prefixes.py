@@ -7,9 +7,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import jax
 import yaml
 
-from rljax.policy.attention import find_implementation
+from rljax.policy.attention import choose_tree_attention, find_implementation
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
@@ -53,9 +54,10 @@ def why_apart(config: Config) -> str:
 
 def _why_not_here(config: Config, policy: PolicyConfig, device: Any) -> str:
     """Returns why the device cannot compute rows of trees; empty if they can."""
-    kernel = find_implementation(config.policy.attention, device, config.precision.compute_dtype, policy.head_dim)
-    if kernel == "xla":
+    here = (config.policy.attention, device, config.precision.compute_dtype, policy.head_dim)
+    if choose_tree_attention(*here) is not None:
         return ""
+    kernel = find_implementation(*here)
     return f"attention is {kernel}'s, which sees only whole segments; policy.attention: xla can share"
 
 
@@ -89,6 +91,11 @@ def flat_rows(config: Config, row_tokens: int) -> int:
     if config.rollout.environment is not None or config.rollout.trajectories is not None:
         return row_tokens  # the first prompt of an episode may be short, and all that follows it is its response
     return flat_row_tokens(row_tokens, *_sizes(config))
+
+
+def has_two_levels() -> bool:
+    """Returns whether trees have only a root and branches, as the attention of a TPU takes them."""
+    return jax.devices()[0].platform == "tpu"
 
 
 def _sizes(config: Config) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from rljax.rollout.kinds import can
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.fingerprint import array_checksums, json_checksum
-from rljax.run.prefixes import flat_rows, shares_prefixes, tree_rows, with_separate_rows
+from rljax.run.prefixes import flat_rows, has_two_levels, shares_prefixes, tree_rows, with_separate_rows
 from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
 from rljax.trainer.baseline import subtract_baselines
 from rljax.trainer.behaviour import SplitUpdate, make_copy
@@ -198,7 +198,8 @@ def _pack_in(config: Config, shape: tuple[int, int, int]) -> Pack:
     sizes = {"row_tokens": tokens, "rows_per_micro_batch": rows, "micro_batches": micro}
     tops = config.trained_tops > 0
     if flat := flat_rows(config, tokens):
-        return functools.partial(pack_trees, **sizes, flat_tokens=flat, with_tops=tops)
+        form = {"flat_tokens": flat, "with_tops": tops, "two_levels": has_two_levels()}
+        return functools.partial(pack_trees, **sizes, **form)
     return functools.partial(pack, **sizes, with_tops=tops)
 
 

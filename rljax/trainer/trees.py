@@ -17,11 +17,12 @@ from rljax.trainer.packing import PackedBatch, TrainSequence, fill
 from rljax.trainer.rows import Layout, deal_rows, lay_out_rows
 
 
-def common_prefixes(sequences: Sequence[TrainSequence]) -> list[int]:
+def common_prefixes(sequences: Sequence[TrainSequence], *, two_levels: bool = False) -> list[int]:
     """Returns how many leading tokens each sequence shares with the one before it; 0 for the first.
 
     Tokens are shared if they, their routes and all tokens before them are equal. The last token of a sequence is not
-    shared, because no token is predicted from it.
+    shared, because no token is predicted from it. With ``two_levels`` only whole prompts are shared, so a tree has a
+    root and branches alone.
     """
 
     def common(a: TrainSequence, b: TrainSequence) -> int:
@@ -29,7 +30,10 @@ def common_prefixes(sequences: Sequence[TrainSequence]) -> list[int]:
         differs = a.ids[:n] != b.ids[:n]
         if "routes" in a.columns:
             differs |= (a.columns["routes"][:n] != b.columns["routes"][:n]).reshape(n, -1).any(axis=1)
-        return int(np.argmax(differs)) if differs.any() else n
+        found = int(np.argmax(differs)) if differs.any() else n
+        if not two_levels:
+            return found
+        return a.prompt_length if a.prompt_length == b.prompt_length <= found else 0
 
     return [0, *itertools.starmap(common, itertools.pairwise(sequences))][: len(sequences)]
 
@@ -64,31 +68,39 @@ def tree_row_tokens(row_tokens: int, prompt_tokens: int, response_tokens: int, g
     return -(-wanted // multiple) * multiple
 
 
-def lay_out_trees(sequences: Sequence[TrainSequence], shape: tuple[int, int, int], flat_tokens: int) -> Layout:
+def lay_out_trees(
+    sequences: Sequence[TrainSequence], shape: tuple[int, int, int], flat_tokens: int, *, two_levels: bool = False
+) -> Layout:
     """Lays out sequences in rows of trees of ``shape`` (m, b, t), each beside a flat row of ``flat_tokens`` tokens.
 
     The layout is the cheapest of three. In the first, trees of sequences that share half of a prompt stay whole where
     they fit a row. In the second, one row after the other is filled, and a tree goes on in the next row. The third
-    places sequences as if they shared nothing, which always fits.
+    places sequences as if they shared nothing, which always fits. ``two_levels`` is as in ``common_prefixes``.
 
     Raises:
       ValueError: A sequence is longer than a row, or the sequences need more rows than there are.
     """
-    ways = [_whole_trees, _row_after_row, _as_alone]
-    layouts = [layout for way in ways if (layout := way(sequences, shape, flat_tokens)).used <= shape[0]]
+    order = sorted(in_tree_order(sequences, range(len(sequences))), key=lambda i: not sequences[i].in_loss)
+    limits, alone = (shape[2], flat_tokens), [(len(s.ids), len(s.response)) for s in sequences]
+    trees, sizes = _runs(sequences, order, limits, 0.5, two_levels)
+    rows, _ = _runs(sequences, order, limits, 0.0, two_levels)
+    layouts = [
+        _in_rows(sequences, trees, sizes, shape, flat_tokens),
+        deal_rows(rows, [s.in_loss for s in sequences], shape[1]),
+        _in_rows(sequences, [[i] for i in range(len(sequences))], alone, shape, flat_tokens),
+    ]
+    layouts = [layout for layout in layouts if layout.used <= shape[0]]
     if not layouts:
         raise ValueError(f"{len(sequences)} sequences do not fit {shape[0]} micro-batches of {shape[1]} rows")
     return min(layouts, key=lambda layout: layout.cost)
 
 
-def _order(sequences: Sequence[TrainSequence]) -> list[int]:
-    """Returns the indices of the sequences in the loss, and then of the others, each in tree order."""
-    order = in_tree_order(sequences, range(len(sequences)))
-    return sorted(order, key=lambda i: not sequences[i].in_loss)
-
-
 def _runs(
-    sequences: Sequence[TrainSequence], order: Sequence[int], limits: tuple[int, int], least_share: float
+    sequences: Sequence[TrainSequence],
+    order: Sequence[int],
+    limits: tuple[int, int],
+    least_share: float,
+    two_levels: bool,
 ) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """Cuts sequences in tree order into runs whose trees and flat rows have at most ``limits`` tokens.
 
@@ -98,7 +110,7 @@ def _runs(
     runs: list[list[int]] = []
     sizes: list[tuple[int, int]] = []
     ordered = [sequences[i] for i in order]
-    for i, s, common in zip(order, ordered, common_prefixes(ordered), strict=True):
+    for i, s, common in zip(order, ordered, common_prefixes(ordered, two_levels=two_levels), strict=True):
         own, response = len(s.ids) - 1, len(s.response)
         if runs and common >= least_share * min(s.prompt_length, sequences[runs[-1][-1]].prompt_length):
             grown = sizes[-1][0] + own - common, sizes[-1][1] + response
@@ -109,21 +121,6 @@ def _runs(
         runs.append([i])
         sizes.append((own, response))
     return runs, sizes
-
-
-def _row_after_row(sequences: Sequence[TrainSequence], shape: tuple[int, int, int], flat_tokens: int) -> Layout:
-    rows, _ = _runs(sequences, _order(sequences), (shape[2], flat_tokens), least_share=0.0)
-    return deal_rows(rows, [s.in_loss for s in sequences], shape[1])
-
-
-def _whole_trees(sequences: Sequence[TrainSequence], shape: tuple[int, int, int], flat_tokens: int) -> Layout:
-    runs, sizes = _runs(sequences, _order(sequences), (shape[2], flat_tokens), least_share=0.5)
-    return _in_rows(sequences, runs, sizes, shape, flat_tokens)
-
-
-def _as_alone(sequences: Sequence[TrainSequence], shape: tuple[int, int, int], flat_tokens: int) -> Layout:
-    sizes = [(len(s.ids), len(s.response)) for s in sequences]
-    return _in_rows(sequences, [[i] for i in range(len(sequences))], sizes, shape, flat_tokens)
 
 
 def _in_rows(
@@ -150,24 +147,30 @@ def pack_trees(
     micro_batches: int,
     flat_tokens: int,
     with_tops: bool = True,
+    two_levels: bool = False,
 ) -> PackedBatch:
     """Packs sequences into trees [micro_batches, rows_per_micro_batch, row_tokens], and their responses into flat rows.
 
     The arrays of the batch have flat rows of ``flat_tokens`` tokens. Each row of trees has all that its flat row needs.
-    ``with_tops`` is as in ``packing.fill``. The result depends only on the sequences and their order.
+    ``with_tops`` is as in ``packing.fill``, and ``two_levels`` as in ``common_prefixes``. The result depends only on
+    the sequences and their order.
 
     Raises:
       ValueError: The sequences do not fit, or only some of them have one of the optional arrays.
     """
     shape = (micro_batches, rows_per_micro_batch, row_tokens)
-    layout = lay_out_trees(sequences, shape, flat_tokens)
+    layout = lay_out_trees(sequences, shape, flat_tokens, two_levels=two_levels)
     batch = fill(sequences, layout.rows, (*shape[:2], flat_tokens), with_tops=with_tops, responses_only=True)
-    trees, routes = _fill_trees(sequences, layout, shape, flat_tokens)
+    trees, routes = _fill_trees(sequences, layout, shape, flat_tokens, two_levels)
     return batch._replace(routes=routes, trees=trees, with_loss=np.asarray(layout.with_loss, np.int32))
 
 
 def _fill_trees(
-    sequences: Sequence[TrainSequence], layout: Layout, shape: tuple[int, int, int], flat_tokens: int
+    sequences: Sequence[TrainSequence],
+    layout: Layout,
+    shape: tuple[int, int, int],
+    flat_tokens: int,
+    two_levels: bool,
 ) -> tuple[PrefixTrees, np.ndarray | None]:
     """Returns the trees of a layout, and the routes of their tokens; None if the sequences have none."""
     tokens, ends, positions = (zeros_to_put(shape, np.int32) for _ in range(3))
@@ -180,7 +183,7 @@ def _fill_trees(
         chosen = [sequences[i] for i in members]
         path = np.zeros(max(len(s.ids) for s in chosen), np.int64)  # the places of a sequence's tokens
         place = first = before = 0
-        for s, common in zip(chosen, common_prefixes(chosen), strict=True):
+        for s, common in zip(chosen, common_prefixes(chosen, two_levels=two_levels), strict=True):
             ends[row][path[common:before]] = place  # no later sequence goes on from these tokens
             own = len(s.ids) - 1
             end = place + own - common

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from rljax.policy.attention import choose_attention, packed_attention, splash_attention
+from rljax.policy.attention import choose_attention, packed_attention
 from rljax.policy.cudnn import cudnn_attention
+from rljax.policy.splash import splash_attention
 
 CPU = jax.devices("cpu")[0]
 H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from packed_rows import gradients, heads, reference, row
 
-from rljax.policy.attention import splash_attention
+from rljax.policy.splash import splash_attention
 
 pytestmark = pytest.mark.slow
 

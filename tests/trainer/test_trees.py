@@ -155,6 +155,14 @@ def test_branches_by_hand():
     assert trees.sources == [0, 1, 2, 0, 1, 3, 0, 4, 5]
 
 
+def test_two_levels_by_hand():
+    sequences = [train_sequence([1], tokens) for tokens in ([2, 3, 9], [2, 4, 9], [5, 6, 9])]
+    shape = {"row_tokens": 8, "rows_per_micro_batch": 1, "micro_batches": 1, "flat_tokens": 9}
+    trees = jax.tree.map(lambda x: x[0, 0].tolist(), pack_trees(sequences, **shape, two_levels=True).trees)
+    assert trees.tokens == [1, 2, 3, 2, 4, 5, 6, 0]
+    assert trees.ends == [7, 3, 3, 5, 5, 7, 7, 0]
+
+
 def test_a_shared_token_enters_the_loss_once_for_each_sequence():
     # Two equal responses with other advantages have the gradient of one response with the sum of both.
     arrays = {"rollout_logprobs": np.full(3, -3.0)}
