@@ -46,6 +46,7 @@ from rljax.run.config_file import config_to_yaml, dotted, load_config
 from rljax.run.directory import check_owner, own_directory, prepare_directory, recorded_rows, what_is_saved
 from rljax.run.loop import train
 from rljax.run.options import read_options
+from rljax.run.prefixes import settle_prefixes
 from rljax.run.stop import StopRequest
 from rljax.run.training import check_offload
 from rljax.sharding import make_mesh
@@ -160,6 +161,7 @@ def read_inputs(config: Config) -> Inputs:
         if len(tokenizer) > policy.vocab_size:
             sizes = f"the tokenizer has {len(tokenizer)} tokens, the model only {policy.vocab_size}"
             raise ConfigError(f"{config.model.path}: {sizes}")
+        config = settle_prefixes(config, policy, mesh.devices.flat[0])
         check_shapes(config, policy, mesh)
         check_offload(config, mesh)
         for line in lacks_at_start(config, policy, mesh):

@@ -30,6 +30,7 @@ from rljax.policy.families import read_config
 from rljax.policy.head import all_logits, matmul_precision
 from rljax.policy.hf import load_params
 from rljax.policy.model import Params, cast_params, hidden_states, lm_head_table
+from rljax.policy.trees import segment_ends
 from rljax.record.token_dumps import TokenDump
 from rljax.rollout.kinds import engines_that
 
@@ -271,7 +272,7 @@ def _log_softmax(
     with jax.default_matmul_precision(matmul_precision(dtype)):
         cast = cast_params(params, dtype)
         positions = jnp.arange(tokens.shape[1])[None]
-        hidden, _ = hidden_states(cast, config, tokens, segments, positions)
+        hidden, _ = hidden_states(cast, config, tokens, segment_ends(segments), positions)
         logits = all_logits(hidden[0, before], lm_head_table(cast))
     return jax.nn.log_softmax(logits / temperature, axis=-1)
 

@@ -21,6 +21,7 @@ from rljax.plan.memory import compiled_for_hopper
 from rljax.policy.hub import policy_shape
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
+from rljax.run.prefixes import settle_prefixes
 from rljax.run.training import batch_shape, make_step, optional_logprobs, responses_per_update
 from rljax.sharding import make_mesh
 from rljax.trainer.state import make_optimizer
@@ -56,6 +57,7 @@ def compile_step(config: Config, machine: Machine) -> CompiledStep:
     policy = policy_shape(config.model.path)
     mesh = make_mesh(config.mesh, topology_devices(machine))
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp=int(mesh.shape["fsdp"])))
+    config = settle_prefixes(config, policy, mesh.devices.flat[0])
     check_shapes(config, policy, mesh)
     step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
     with compiled_for_hopper() if machine.platform == "cuda" else contextlib.nullcontext():

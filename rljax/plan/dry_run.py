@@ -26,7 +26,7 @@ from rljax.plan.budget import (
     route_bytes,
 )
 from rljax.plan.machines import Card
-from rljax.plan.memory import working_bytes, working_top_bytes
+from rljax.plan.memory import HOPPER, working_bytes, working_top_bytes
 from rljax.policy.config import PolicyConfig
 from rljax.policy.hub import is_hub_id, policy_shape
 from rljax.policy.kernels import check_experts
@@ -35,6 +35,7 @@ from rljax.policy.model import Params, abstract_params, gathered_axes, logical_a
 from rljax.rollout.build import version_bytes
 from rljax.rollout.kinds import can
 from rljax.run.config import Config
+from rljax.run.prefixes import settle_prefixes, shares_prefixes
 from rljax.run.refill import REFILL_LIMIT
 from rljax.run.training import batch_shape, exact_shape, has_separate_forward
 from rljax.sharding import MESH_AXES, MeshConfig, named_sharding, num_parts
@@ -54,6 +55,8 @@ def dry_run(config: Config, card: Card | None = None) -> str:
     """
     policy = policy_shape(config.model.path)
     mesh = shape_mesh(config.mesh)
+    is_here = card is None and math.prod(mesh.shape.values()) <= jax.device_count()
+    config = settle_prefixes(config, policy, jax.local_devices()[0] if is_here else HOPPER)
     check_shapes(config, policy, mesh)
     sizes = planned_bytes(config, policy, mesh)
     lines = _batch(config) | _model(config, policy, mesh) | _recipe(config)
@@ -251,7 +254,8 @@ def _batch(config: Config) -> dict[str, str]:
         **refill,
         "tokens a step": f"at most {count * config.max_sequence_tokens:,}: {config.data.max_prompt_tokens:,} + "
         f"{config.rollout.max_response_tokens:,} each",
-        "packing": f"at most {micro} micro-batches of {rows} rows of {tokens:,} tokens",
+        "packing": f"at most {micro} micro-batches of {rows} rows of {tokens:,} tokens"
+        + (", in which sequences share prefixes" if shares_prefixes(config) else ""),
     }
 
 

@@ -39,7 +39,7 @@ _BATCH_BYTES = 38
 # The bytes of a likeliest token: its id and its log-probability.
 TOP_BYTES = 8
 _FLOAT32 = 4
-_HOPPER = SimpleNamespace(platform="gpu", device_kind="Hopper GPU", compute_capability=CAPABILITY)
+HOPPER = SimpleNamespace(platform="gpu", device_kind="Hopper GPU", compute_capability=CAPABILITY)
 _LAYERS = 1009  # a size that no other dimension has; no array of it is allocated
 
 
@@ -118,7 +118,7 @@ def planned_attention(config: Config, policy: PolicyConfig, mesh: Any) -> Packed
     Raises:
       ValueError: ``policy.attention`` does not fit the devices or the heads.
     """
-    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else _HOPPER
+    device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else HOPPER
     asked, dtype = config.policy.attention, config.precision.compute_dtype
     if not exchanges_heads(policy, mesh):
         return block_attention

@@ -14,39 +14,33 @@ from rljax.policy.config import AttentionName, choose_kernel
 from rljax.policy.context import device_heads, exchange_back, exchange_heads, heads_of_device
 from rljax.policy.cudnn import CAPABILITY, cudnn_attention
 from rljax.policy.flash import (
-    OUT_NAME,
+    Ends,
     KeyBlocks,
     Queries,
-    SegmentIds,
     block_attention,
+    ends_axes,
     head_axes,
-    pad_rows,
-    segment_axes,
-    shared_blocks,
 )
+from rljax.policy.splash import LANES, splash_attention
 from rljax.sharding import axis_size, on_each_device
 
 ONE_PIECE = 1024
 """The longest row (tokens) whose scores are all in memory at once."""
 _MASKED = -1e30
-_LANES, _SPLASH_BLOCK = 128, 512
-"""The lanes of a TPU's vector register, and the largest block (tokens). The block and the width of a head must be
-multiples of the lanes."""
-PackedAttention = Callable[[Queries, KeyBlocks, KeyBlocks, SegmentIds], Queries]
-"""Causal attention inside each segment of packed rows: a function of queries, keys, values and segment ids.
+PackedAttention = Callable[[Queries, KeyBlocks, KeyBlocks, Ends], Queries]
+"""Attention of packed rows: a function of queries, keys, values and ``ends``.
 
 The output is in the dtype of the inputs. Query head i attends to key-value head i // (h / g). Scores are scaled by
-k ** -0.5. A token attends to itself and the earlier tokens of its segment. The content of a segment changes no bit of
-another segment's output or gradient. The output of a padding token is finite and meaningless. If several devices share
-a row, queries, keys and values are folded (``context.fold``), but the segment ids are of whole rows.
+k ** -0.5. A token attends to itself and the earlier tokens of its path. What a token does not see changes no bit of its
+output or gradient. The output of a padding token is finite and meaningless. If several devices share a row, queries,
+keys and values are folded (``context.fold``), but ``ends`` are of whole rows.
 """
 
 
-def segment_mask(segment_ids: Int[Array, "b t"]) -> Bool[Array, "b t t"]:
-    """Returns the causal mask inside each segment: ``mask[b, i, j]`` is True if token i attends to token j."""
-    t = segment_ids.shape[1]
-    causal = jnp.arange(t)[:, None] >= jnp.arange(t)[None, :]
-    return causal[None] & (segment_ids[:, :, None] == segment_ids[:, None, :])
+def path_mask(ends: Ends) -> Bool[Array, "b t t"]:
+    """Returns the mask of packed rows: ``mask[b, i, j]`` is True if the token at i attends to the token at j."""
+    place = jnp.arange(ends.shape[1])
+    return (place[:, None] >= place[None, :])[None] & (place[None, :, None] < ends[:, None, :])
 
 
 def attend(
@@ -67,106 +61,43 @@ def attend(
     return out.reshape(b, t, h, d).astype(q.dtype)
 
 
-def packed_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, segment_ids: SegmentIds) -> Queries:
+def packed_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends) -> Queries:
     """Computes ``PackedAttention`` on any backend: up to ``ONE_PIECE`` tokens in one piece, longer rows in blocks."""
-    return _or_one_piece(block_attention)(q, k, v, segment_ids)
+    return _or_one_piece(block_attention)(q, k, v, ends)
 
 
 def _or_one_piece(kernel: PackedAttention) -> PackedAttention:
     """Returns a function that uses ``kernel`` for rows above ``ONE_PIECE`` tokens, and ``attend`` for shorter rows."""
 
-    def attention(q: Array, k: Array, v: Array, segment_ids: Array) -> Array:
+    def attention(q: Array, k: Array, v: Array, ends: Array) -> Array:
         if q.shape[1] <= ONE_PIECE:
-            return attend(q, k, v, segment_mask(segment_ids))
-        return kernel(q, k, v, segment_ids)
+            return attend(q, k, v, path_mask(ends))
+        return kernel(q, k, v, ends)
 
     return attention
 
 
 def attention_of_parts(
-    kernel: PackedAttention, parts: int, q: Queries, k: KeyBlocks, v: KeyBlocks, segment_ids: Int[Array, "rows tokens"]
+    kernel: PackedAttention, parts: int, q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Int[Array, "rows tokens"]
 ) -> Queries:
     """Computes attention of folded rows (``context.fold``). ``parts`` devices share each whole row.
 
     The devices exchange tokens for heads, and each computes whole rows of its heads with the kernel. Where
     ``heads_of_device`` is None, ``block_attention`` over gathered keys takes the place of the kernel. It also takes the
-    place of ``packed_attention`` if devices would compute heads of zeros. ``segment_ids`` are those of the whole rows.
+    place of ``packed_attention`` if devices would compute heads of zeros. ``ends`` are those of the whole rows.
     """
     num_heads, kv_heads = device_heads(q.shape[2], k.shape[2], axis_size("act_heads"))
     of_one = heads_of_device(parts, num_heads, kv_heads)
     if of_one is None or (of_one * parts != num_heads and kernel is packed_attention):
-        return block_attention(q, k, v, segment_ids, parts=parts)
+        return block_attention(q, k, v, ends, parts=parts)
     heads = head_axes(k)
 
-    def of_device(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array]:
-        out = kernel(*exchange_heads(q, k, v, parts), segment_ids)
+    def of_device(q: Array, k: Array, v: Array, ends: Array) -> tuple[Array]:
+        out = kernel(*exchange_heads(q, k, v, parts), ends)
         return (exchange_back(out, parts, num_heads),)
 
-    run = on_each_device(of_device, (heads, heads, heads, segment_axes(parts)), (heads,), rows=q.shape[0])
-    return run(q, k, v, segment_ids)[0]
-
-
-def splash_attention(
-    q: Queries,
-    k: KeyBlocks,
-    v: KeyBlocks,
-    segment_ids: SegmentIds,
-    *,
-    block: int | None = None,
-    interpret: bool = False,
-) -> Queries:
-    """Computes ``PackedAttention`` on a TPU by splash attention, the Pallas kernel of JAX, with segment ids.
-
-    The kernel skips the blocks above the diagonal. Pairs of blocks that share no segment are removed from its table at
-    run time. The kernel takes no scale, so queries are scaled first and rounded to their dtype. Blocks have ``block``
-    tokens, a multiple of 128. None: 512, or less for a shorter row. With ``interpret`` the operations of the kernel run
-    one by one, slowly, on any backend.
-    """
-    t = q.shape[1]
-    block = block or min(_SPLASH_BLOCK, -(-t // _LANES) * _LANES)
-    arrays = pad_rows(block, q, k, v, segment_ids)
-    heads = head_axes(k)
-
-    def rows(*arrays: Array) -> tuple[Array]:
-        # Around a single row vmap leaves no loop, and XLA need not copy the kernel's log-sum-exps to read them.
-        return (jax.vmap(lambda *row: _splash_row(row, block, interpret))(*arrays),)
-
-    run = on_each_device(rows, (heads, heads, heads, ("rows", "tokens")), (heads,), rows=q.shape[0])
-    return run(*arrays)[0][:, :t]
-
-
-def _splash_row(arrays: tuple[Array, ...], block: int, interpret: bool) -> Float[Array, "t h k"]:
-    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
-
-    q, k, v, segment_ids = arrays
-    kernel = _splash_kernel(q.shape[0], q.shape[1], block, shared_blocks(segment_ids.reshape(-1, block)), interpret)
-    scaled = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
-    out = kernel(*(jnp.swapaxes(x, 0, 1) for x in (scaled, k, v)), segment_ids=SegmentIds(segment_ids, segment_ids))
-    return jnp.swapaxes(out, 0, 1)
-
-
-def _splash_kernel(t: int, num_heads: int, block: int, shared: Array, interpret: bool) -> Any:
-    """Builds the kernel for a row of ``t`` tokens. Pairs of blocks that share no segment are marked as empty."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
-
-    sizes: Any = [block] * 8  # of queries and keys, in the forward and in both backward passes
-    kernel = splash.make_splash_mha(
-        MultiHeadMask([CausalMask((t, t))] * num_heads),
-        block_sizes=splash.BlockSizes(*sizes),
-        head_shards=1,
-        q_seq_shards=1,
-        residual_checkpoint_name=OUT_NAME,
-        interpret=interpret,
-    )
-    # A block on the diagonal is never empty, because a query without any key would divide by zero.
-    kept = shared | jnp.eye(t // block, dtype=bool)
-
-    def cut(info: Any) -> Any:
-        return info._replace(block_mask=jnp.where(kept[None], info.block_mask, 0))
-
-    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
-    return splash.SplashAttentionKernel(*map(cut, infos), **kernel.kwargs)
+    run = on_each_device(of_device, (heads, heads, heads, ends_axes(parts)), (heads,), rows=q.shape[0])
+    return run(q, k, v, ends)[0]
 
 
 def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: int) -> str:
@@ -179,7 +110,7 @@ def find_implementation(name: AttentionName, device: Any, dtype: Any, head_dim: 
 
 
 def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int, parts: int = 1) -> PackedAttention:
-    """Chooses the implementation that ``policy.attention`` means.
+    """Chooses the implementation that ``policy.attention`` means, for rows of sequences that share nothing.
 
     ``device`` is any device of the mesh, which may exist only for compilation ahead of time. ``dtype`` is the dtype of
     queries, keys and values. ``parts`` is the number of devices that share a row.
@@ -192,6 +123,23 @@ def choose_attention(name: AttentionName, device: Any, dtype: Any, head_dim: int
     kernel = kernels.get(chosen, packed_attention)
     kernel = _or_one_piece(kernel) if name == "auto" and chosen in kernels else kernel
     return kernel if parts == 1 else functools.partial(attention_of_parts, kernel, parts)
+
+
+def choose_tree_attention(
+    name: AttentionName, device: Any, dtype: Any, head_dim: int, parts: int = 1
+) -> PackedAttention | None:
+    """Chooses the implementation for rows of trees, with the arguments and errors of ``choose_attention``.
+
+    splash takes trees of two levels. The result is None for cuDNN, which sees only whole segments, and for devices
+    that share a row.
+    """
+    chosen = find_implementation(name, device, dtype, head_dim)
+    if chosen == "cudnn" or parts > 1:
+        return None
+    if chosen == "xla":
+        return packed_attention
+    kernel = functools.partial(splash_attention, trees=True)
+    return _or_one_piece(kernel) if name == "auto" else kernel
 
 
 def _why_not_cudnn(device: Any, dtype: Any, head_dim: int) -> str | None:
@@ -214,6 +162,6 @@ def _why_not_splash(device: Any, dtype: Any, head_dim: int) -> str | None:
         return f"needs a TPU, got {device.device_kind}"
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"needs bfloat16, got {jnp.dtype(dtype)}"
-    if head_dim % _LANES:
-        return f"needs a head width that is a multiple of {_LANES}, got {head_dim}"
+    if head_dim % LANES:
+        return f"needs a head width that is a multiple of {LANES}, got {head_dim}"
     return None

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from rljax.policy.flash import KeyBlocks, Queries, SegmentIds, block_attention, head_axes
+from rljax.policy.flash import Ends, KeyBlocks, Queries, block_attention, head_axes
 from rljax.sharding import on_each_device
 
 TOKENS_PER_SEGMENT = 256
@@ -30,9 +30,10 @@ def max_segments(t: int) -> int:
     return max(FEWEST_SEGMENTS, t // TOKENS_PER_SEGMENT)
 
 
-def cudnn_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, segment_ids: SegmentIds) -> Queries:
-    """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
+def cudnn_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends) -> Queries:
+    """Computes attention along each path: an implementation of ``rljax.policy.attention.PackedAttention``.
 
+    The rows hold sequences that share nothing, so ``ends`` tell the segments apart.
     Queries, keys and values are bfloat16 or float16. The padding of a row is a segment like any other, because cuDNN
     leaves tokens outside of all segments unwritten, and to set them to 0 would read every head once more. A device with
     a row of more than ``max_segments`` segments computes ``block_attention`` instead. XLA's flag
@@ -40,31 +41,31 @@ def cudnn_attention(q: Queries, k: KeyBlocks, v: KeyBlocks, segment_ids: Segment
     """
     heads = head_axes(k)
     run = on_each_device(_rows, (heads, heads, heads, ("rows", "tokens")), (heads,), rows=q.shape[0])
-    return run(q, k, v, segment_ids)[0]
+    return run(q, k, v, ends)[0]
 
 
-def _rows(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array]:
+def _rows(q: Array, k: Array, v: Array, ends: Array) -> tuple[Array]:
     most = max_segments(q.shape[1])
-    starts, lengths, count = segment_offsets(segment_ids, most)
+    starts, lengths, count = segment_offsets(ends, most)
     out = lax.cond(
         jnp.max(count) <= most,
         lambda q, k, v: _cudnn(q, k, v, starts, lengths),
-        jax.checkpoint(lambda q, k, v: block_attention(q, k, v, segment_ids)),
+        jax.checkpoint(lambda q, k, v: block_attention(q, k, v, ends)),
         *(q, k, v),
     )
     return (out,)
 
 
 def segment_offsets(
-    segment_ids: Int[Array, "b t"], most: int
+    ends: Int[Array, "b t"], most: int
 ) -> tuple[Int[Array, "b most+1"], Int[Array, "b most"], Int[Array, " b"]]:
     """Finds the segments of each row. Neighbouring tokens of padding are a segment, too.
 
     Returns the first token and the length of the first ``most`` segments of each row, -1 where there is no segment; and
     the number of segments of each row.
     """
-    before = jnp.pad(segment_ids, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    is_first = segment_ids != before
+    before = jnp.pad(ends, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    is_first = ends != before
     rank = jnp.cumsum(is_first, axis=1) - 1
 
     def of_row(is_first: Array, rank: Array) -> tuple[Array, Array]:

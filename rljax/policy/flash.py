@@ -1,7 +1,7 @@
 """Flash attention of packed rows in plain JAX: only the scores of one pair of blocks are in memory at a time.
 
 This is FlashAttention-2 (arXiv 2307.08691) as a scan over the pairs (query block i, key block j <= i) of a row. A pair
-whose blocks share no segment is skipped. Softmax is computed online. The backward pass recomputes the probabilities
+without a query that sees a key is skipped. Softmax is computed online. The backward pass recomputes the probabilities
 from the saved log-sum-exp. Scores, softmax and sums are float32. Probabilities and their cotangents are rounded to the
 dtype of the inputs before a product. The number of pairs is static, so that a compiled program shows its FLOPs.
 
@@ -34,26 +34,26 @@ FLOAT16_SHIFT = 2.0**8
 """The factor of float16 gradients of scores. They are products with probabilities, which are small in long segments.
 Without the factor they would lose digits below 6e-5."""
 _MASKED = -1e30
-_LAST = np.iinfo(np.int32).max
 
 Triple = tuple[Array, Array, Array]
 Queries = Float[Array, "b t h k"]
 KeyBlocks = Float[Array, "b t g k"]
 """The keys or the values. Query head i attends to key-value head i // (h / g)."""
-SegmentIds = Int[Array, "b t"]
-"""The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence."""
+Ends = Int[Array, "b t"]
+"""The place after the last token that sees each token, as in ``rljax.policy.trees``; 0 for padding."""
 
 
 class Blocks(NamedTuple):
     """One row in n blocks of b tokens, on one device.
 
-    The device has the queries of m blocks. Each of the g key-value heads has r query heads. A head has k features.
+    The device has the queries of m blocks. Each of the g key-value heads has r query heads. A head has k features. The
+    query at i sees the key at j <= i if i < ends[j].
     """
 
     q: Float[Array, "m g r*b k"]
     k: Float[Array, "n g b k"]
     v: Float[Array, "n g b k"]
-    segment_ids: Int[Array, "n b"]
+    ends: Int[Array, "n b"]
 
 
 def block_size(t: int) -> int:
@@ -76,12 +76,10 @@ def block_pairs(n: int, parts: int = 1) -> Int[np.ndarray, "parts pairs 3"]:
     return np.asarray([*of_device], np.int32)
 
 
-def shared_blocks(segment_ids: Int[Array, "n b"]) -> Bool[Array, "n n"]:
-    """Marks the pairs of blocks whose ranges of ids overlap. Other pairs share no segment. Padding does not count."""
-    lowest = jnp.min(jnp.where(segment_ids > 0, segment_ids, _LAST), axis=1)
-    highest = jnp.max(segment_ids, axis=1)
-    starts_before = lowest[:, None] <= highest[None, :]
-    return starts_before & starts_before.T
+def seen_blocks(ends: Int[Array, "n b"]) -> Bool[Array, "n n"]:
+    """Marks the pairs of a query block i and a key block j <= i where a query may see a key."""
+    n, block = ends.shape
+    return jnp.arange(n)[:, None] * block < jnp.max(ends, axis=1)[None, :]
 
 
 def pad_rows(block: int, *arrays: Array, pieces: int = 1) -> list[Array]:
@@ -96,6 +94,14 @@ def pad_rows(block: int, *arrays: Array, pieces: int = 1) -> list[Array]:
     return [pad(x) for x in arrays] if missing else list(arrays)
 
 
+def pad_ends(block: int, ends: Ends, pieces: int = 1) -> Ends:
+    """Pads ``ends`` as ``pad_rows`` pads, and moves the places that they name."""
+    size = ends.shape[1] // pieces
+    last = ends - 1
+    moved = jnp.where(ends > 0, ends + last // size * (-size % block), 0)
+    return pad_rows(block, moved, pieces=pieces)[0]
+
+
 def unpad_rows(x: Array, t: int, pieces: int = 1) -> Array:
     """Reverses ``pad_rows`` for an array [b, ...] that had ``t`` tokens."""
     if x.shape[1] == t:
@@ -108,63 +114,63 @@ def head_axes(k: Float[Array, "b t g k"]) -> tuple[str | None, ...]:
     return ("rows", "tokens", "act_heads" if k.shape[2] % axis_size("act_heads") == 0 else None, "head_dim")
 
 
-def segment_axes(parts: int) -> tuple[str | None, ...]:
-    """Returns the logical axes of segment ids: each of the ``parts`` devices that share a row has all of its ids."""
+def ends_axes(parts: int) -> tuple[str | None, ...]:
+    """Returns the logical axes of ``Ends``: each of the ``parts`` devices that share a row has all of them."""
     return ("rows" if parts == 1 else "batch_rows", "tokens")
 
 
 def block_attention(
-    q: Queries, k: KeyBlocks, v: KeyBlocks, segment_ids: SegmentIds, *, block: int | None = None, parts: int = 1
+    q: Queries, k: KeyBlocks, v: KeyBlocks, ends: Ends, *, block: int | None = None, parts: int = 1
 ) -> Queries:
-    """Computes causal attention inside each segment: an implementation of ``rljax.policy.attention.PackedAttention``.
+    """Computes attention along each path: an implementation of ``rljax.policy.attention.PackedAttention``.
 
     It needs memory for the inputs in float32 and for one pair of blocks of ``block`` tokens (None: ``block_size``),
     never for t * t scores. On the mesh of the context each device computes its own rows and heads. If ``parts`` devices
-    share a row, queries, keys and values are folded (``context.fold``), but the segment ids are of whole rows.
+    share a row, queries, keys and values are folded (``context.fold``), but the ends are of whole rows.
     """
     t, pieces = q.shape[1], 1 if parts == 1 else 2
     block = block or block_size(t * parts)
     q, k, v = pad_rows(block, q, k, v, pieces=pieces)
-    (segment_ids,) = pad_rows(block, segment_ids, pieces=pieces * parts)
-    return unpad_rows(_attention(q, k, v, segment_ids, block, parts), t, pieces)
+    ends = pad_ends(block, ends, pieces * parts)
+    return unpad_rows(_attention(q, k, v, ends, block, parts), t, pieces)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q: Array, k: Array, v: Array, segment_ids: Array, block: int, parts: int) -> Array:
-    return _forward(q, k, v, segment_ids, block, parts)[0]
+def _attention(q: Array, k: Array, v: Array, ends: Array, block: int, parts: int) -> Array:
+    return _forward(q, k, v, ends, block, parts)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, segment_ids: Array, block: int, parts: int) -> tuple[Array, Array]:
+def _forward(q: Array, k: Array, v: Array, ends: Array, block: int, parts: int) -> tuple[Array, Array]:
     """Computes the output [b, t, h, k] and the log-sum-exp, float32 [b, t, h, 1]."""
     heads = head_axes(k)
 
-    def of_device(q: Array, k: Array, v: Array, segment_ids: Array) -> tuple[Array, Array]:
-        pairs = own_pairs(block_pairs(segment_ids.shape[1] // block, parts))
-        rows = (q, *gather_keys(k, v, parts), segment_ids)
+    def of_device(q: Array, k: Array, v: Array, ends: Array) -> tuple[Array, Array]:
+        pairs = own_pairs(block_pairs(ends.shape[1] // block, parts))
+        rows = (q, *gather_keys(k, v, parts), ends)
         return lax.map(lambda row: _row_forward(row, block, pairs), rows)
 
-    run = on_each_device(of_device, (heads, heads, heads, segment_axes(parts)), (heads, heads), rows=q.shape[0])
-    return run(q, k, v, segment_ids)
+    run = on_each_device(of_device, (heads, heads, heads, ends_axes(parts)), (heads, heads), rows=q.shape[0])
+    return run(q, k, v, ends)
 
 
 def _attention_fwd(
-    q: Array, k: Array, v: Array, segment_ids: Array, block: int, parts: int
+    q: Array, k: Array, v: Array, ends: Array, block: int, parts: int
 ) -> tuple[Array, tuple[Array, ...]]:
-    out, lse = _forward(q, k, v, segment_ids, block, parts)
+    out, lse = _forward(q, k, v, ends, block, parts)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return out, (q, k, v, segment_ids, out, lse)
+    return out, (q, k, v, ends, out, lse)
 
 
 def _attention_bwd(block: int, parts: int, saved: tuple[Array, ...], d_out: Array) -> tuple[Array, Array, Array, None]:
     heads = head_axes(saved[1])
 
-    def of_device(q: Array, k: Array, v: Array, segment_ids: Array, *of_output: Array) -> Triple:
-        pairs = own_pairs(block_pairs(segment_ids.shape[1] // block, parts))
-        rows = (q, *gather_keys(k, v, parts), segment_ids, *of_output)
+    def of_device(q: Array, k: Array, v: Array, ends: Array, *of_output: Array) -> Triple:
+        pairs = own_pairs(block_pairs(ends.shape[1] // block, parts))
+        rows = (q, *gather_keys(k, v, parts), ends, *of_output)
         d_q, d_k, d_v = lax.map(lambda row: _row_backward(row, block, pairs), rows)
         return d_q, *scatter_keys(d_k, d_v, parts)
 
-    axes = (heads, heads, heads, segment_axes(parts), heads, heads, heads)
+    axes = (heads, heads, heads, ends_axes(parts), heads, heads, heads)
     run = on_each_device(of_device, axes, (heads, heads, heads), rows=d_out.shape[0])
     return *run(*saved, d_out), None
 
@@ -173,14 +179,14 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _row_forward(arrays: tuple[Array, ...], block: int, pairs: Array) -> tuple[Array, Array]:
-    """Computes the output [t, h, k] and the log-sum-exp [t, h, 1] from (q, k, v, segment_ids) of a row.
+    """Computes the output [t, h, k] and the log-sum-exp [t, h, 1] from (q, k, v, ends) of a row.
 
     ``pairs`` are the device's own pairs of blocks from ``block_pairs``.
     """
-    q, k, v, segment_ids = arrays
-    row = _in_blocks(q, k, v, segment_ids, block)
+    q, k, v, ends = arrays
+    row = _in_blocks(q, k, v, ends, block)
     n, g, rb, d = row.q.shape
-    shared = shared_blocks(row.segment_ids)
+    seen = seen_blocks(row.ends)
 
     def add_pair(state: Triple, place: Array, i: Array, j: Array) -> Triple:
         top, total, out = (_get(x, place) for x in state)
@@ -194,21 +200,21 @@ def _row_forward(arrays: tuple[Array, ...], block: int, pairs: Array) -> tuple[A
 
     zeros = jnp.zeros((n, g, rb), jnp.float32)
     start = (jnp.full_like(zeros, _MASKED), zeros, jnp.zeros((n, g, rb, d), jnp.float32))
-    top, total, out = _over_pairs(add_pair, start, shared, pairs)
+    top, total, out = _over_pairs(add_pair, start, seen, pairs)
     total = jnp.where(total > 0, total, 1.0)  # padding: no key, output 0
     out = (out / total[..., None]).astype(q.dtype)
     return _in_tokens(out, q.shape[1]), _in_tokens((top + jnp.log(total))[..., None], q.shape[1])
 
 
 def _row_backward(arrays: tuple[Array, ...], block: int, pairs: Array) -> Triple:
-    """Computes the gradients of q, k and v from (q, k, v, segment_ids, output, log-sum-exp, d output) of a row."""
-    q, k, v, segment_ids, out, lse, d_out = arrays
-    row = _in_blocks(q, k, v, segment_ids, block)
+    """Computes the gradients of q, k and v from (q, k, v, ends, output, log-sum-exp, d output) of a row."""
+    q, k, v, ends, out, lse, d_out = arrays
+    row = _in_blocks(q, k, v, ends, block)
     g, d = k.shape[1:]
     # The term of the softmax's normalisation, sum_j p_ij dp_ij, equals d_out . out.
     mean = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
     lse_of, mean_of, d_out_of = (_heads_in_blocks(x, g, block) for x in (lse, mean, d_out))
-    shared = shared_blocks(row.segment_ids)
+    seen = seen_blocks(row.ends)
     shift = FLOAT16_SHIFT if q.dtype == jnp.float16 else 1.0
 
     def add_pair(grads: Triple, place: Array, i: Array, j: Array) -> Triple:
@@ -223,7 +229,7 @@ def _row_backward(arrays: tuple[Array, ...], block: int, pairs: Array) -> Triple
         return dq, dk, dv
 
     dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (row.q, row.k, row.v))
-    dq, dk, dv = _over_pairs(add_pair, (dq, dk, dv), shared, pairs)
+    dq, dk, dv = _over_pairs(add_pair, (dq, dk, dv), seen, pairs)
     scale = d**-0.5 / shift
     return (
         _in_tokens((dq * scale).astype(q.dtype), q.shape[1]),
@@ -232,12 +238,12 @@ def _row_backward(arrays: tuple[Array, ...], block: int, pairs: Array) -> Triple
     )
 
 
-def _over_pairs(add_pair: Any, start: Triple, shared: Bool[Array, "n n"], pairs: Int[Array, "pairs 3"]) -> Triple:
-    """Folds ``add_pair(state, *pair)`` over the pairs that share a segment. The state is updated in place."""
+def _over_pairs(add_pair: Any, start: Triple, seen: Bool[Array, "n n"], pairs: Int[Array, "pairs 3"]) -> Triple:
+    """Folds ``add_pair(state, *pair)`` over the pairs that ``seen_blocks`` marks. The state is updated in place."""
 
     def body(state: Triple, pair: Array) -> tuple[Triple, None]:
         place, i, j = pair[0], pair[1], pair[2]
-        return lax.cond(shared[i, j], lambda state: add_pair(state, place, i, j), lambda state: state, state), None
+        return lax.cond(seen[i, j], lambda state: add_pair(state, place, i, j), lambda state: state, state), None
 
     return lax.scan(body, start, pairs)[0]
 
@@ -247,10 +253,11 @@ def _scores(row: Blocks, where: Array, i: Array, j: Array) -> tuple[Float[Array,
 
     ``where`` is the place of the query block among the blocks of this device.
     """
-    block, d = row.segment_ids.shape[1], row.q.shape[-1]
+    block, d = row.ends.shape[1], row.q.shape[-1]
     place = jnp.arange(block)
-    segment, others = _get(row.segment_ids, i)[:, None], _get(row.segment_ids, j)[None, :]
-    mask = (segment == others) & (segment > 0) & ((i - j) * block + place[:, None] >= place[None, :])
+    mask = (i * block + place[:, None] < _get(row.ends, j)[None, :]) & (
+        (i - j) * block + place[:, None] >= place[None, :]
+    )
     mask = jnp.tile(mask, (row.q.shape[2] // block, 1))[None]
     scores = _dot(_get(row.q, where), _get(row.k, j), 2, 2) * d**-0.5
     return jnp.where(mask, scores, _MASKED), mask
@@ -270,9 +277,9 @@ def _put(x: Array, value: Array, i: Array) -> Array:
     return lax.dynamic_update_index_in_dim(x, value, i, 0)
 
 
-def _in_blocks(q: Array, k: Array, v: Array, segment_ids: Array, block: int) -> Blocks:
+def _in_blocks(q: Array, k: Array, v: Array, ends: Array, block: int) -> Blocks:
     q, k, v = (_heads_in_blocks(x, k.shape[1], block) for x in (q, k, v))
-    return Blocks(q, k, v, segment_ids.reshape(-1, block))
+    return Blocks(q, k, v, ends.reshape(-1, block))
 
 
 def _heads_in_blocks(x: Float[Array, "t h k"], groups: int, block: int) -> Float[Array, "n g r*b k"]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
-from rljax.policy.attention import PackedAttention, choose_attention, packed_attention
+from rljax.policy.attention import PackedAttention, choose_attention, choose_tree_attention, packed_attention
 from rljax.policy.config import PolicyConfig, PolicyOptions
 from rljax.policy.context import device_heads, heads_of_device
 from rljax.policy.families import blocks_of
@@ -17,7 +17,7 @@ from rljax.policy.rotary import Rotate, rotate, rotate_by_product
 class Kernels(NamedTuple):
     """The implementations of a policy's forward. The defaults work on every backend."""
 
-    attention: PackedAttention = packed_attention  # the attention of packed rows
+    attention: PackedAttention = packed_attention  # the attention of rows of sequences that share nothing
     grouped: Grouped = IN_BLOCKS  # the products of a mixture's experts
     parts: int = 1  # the number of devices that share a row; above 1, ``attention`` takes rows of ``context.fold``
     # The largest number of blocks that are compiled one by one, not as a loop, if the backward pass recomputes nothing.
@@ -25,6 +25,7 @@ class Kernels(NamedTuple):
     # Whether the head looks up targets in the logits, and keeps few logits (``head.MAX_STORED``) for the backward pass.
     stored_logits: bool = False
     rotate: Rotate = rotate  # the rotary embedding
+    tree_attention: PackedAttention | None = packed_attention  # the attention of rows of trees; None: there is none
 
 
 ON_ANY_BACKEND = Kernels()
@@ -75,8 +76,9 @@ def choose_kernels(options: PolicyOptions, config: PolicyConfig, dtype: str, mes
             "device, or be at least their number; set policy.attention to auto"
         )
     attention = choose_attention(options.attention, device, dtype, config.head_dim, parts)
+    of_trees = choose_tree_attention(options.attention, device, dtype, config.head_dim, parts)
     inner = config.expert_size // mesh.shape["tp"]
     experts = choose_experts(options.experts, device, dtype, (config.hidden_size, inner))
     on_cpu = is_one_cpu(mesh)
     rotary = rotate_by_product if device.platform == "tpu" and dtype == "bfloat16" else rotate
-    return Kernels(attention, experts, parts, MAX_UNROLLED if on_cpu else 0, on_cpu, rotary)
+    return Kernels(attention, experts, parts, MAX_UNROLLED if on_cpu else 0, on_cpu, rotary, of_trees)

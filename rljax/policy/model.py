@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from rljax.policy.config import PolicyConfig
-from rljax.policy.context import unfold
+from rljax.policy.context import fold
 from rljax.policy.families import FAMILIES, blocks_of
 from rljax.policy.flash import LSE_NAME, OUT_NAME
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
@@ -282,21 +282,21 @@ def hidden_states(
     params: Params,
     config: PolicyConfig,
     tokens: Int[Array, "b t"],
-    segment_ids: Int[Array, "b t"],
+    ends: Int[Array, "b t"],
     positions: Int[Array, "b t"],
     *,
     remat: Remat = "none",
     kernels: Kernels = ON_ANY_BACKEND,
     choices: Int[Array, "b t l k"] | None = None,
 ) -> tuple[Float[Array, "b t d"], ForwardStats]:
-    """Computes the hidden states of packed rows, ready for the LM head. Attention stays inside each segment.
+    """Computes the hidden states of packed rows of trees, ready for the LM head. A token sees the tokens of its path.
 
-    If several devices share a row (``kernels.parts``), all arrays are folded (``context.fold``).
+    If several devices share a row (``kernels.parts``), all arrays but ``ends`` are folded (``context.fold``).
 
     Args:
       params: The pytree of parameters, in the compute dtype.
-      segment_ids: The segment of each token: 0 for padding, else equal for the contiguous tokens of one sequence.
-      positions: The position 0, 1, 2, ... of each token inside its segment.
+      ends: The place after the last token of each token's subtree, as in ``rljax.policy.trees``; 0 for padding.
+      positions: The position 0, 1, 2, ... of each token in its sequences.
       remat: The choice between values that the forward pass saves and values that the backward pass recomputes.
       choices: The experts that each token must go to, [b, t, layers, k], -1 where the router is free. None: it is free
         everywhere.
@@ -305,14 +305,12 @@ def hidden_states(
       The hidden states in the compute dtype, and the measurements of the forward.
     """
 
-    segments_of_rows = unfold(segment_ids, kernels.parts)
-
     def attend(q: Array, k: Array, v: Array, state: BlockState | None) -> tuple[Array, BlockState | None]:
-        return kernels.attention(q, k, v, segments_of_rows), state
+        return kernels.attention(q, k, v, ends), state
 
     x = embed_tokens(params, tokens)
     params = params | {"layers": _vectors_of_rows(params["layers"], tokens.shape[0])}
-    valid = segment_ids > 0
+    valid = fold(ends, kernels.parts) > 0
     routing = Routing(valid, None if choices is None else jnp.moveaxis(choices, 2, 0), kernels.grouped)
     where = Where(rotation(config, positions, kernels.rotate), attend, positions, valid)
     how: dict[str, Any] = {"routing": routing, "remat": remat, "unrolled": kernels.unrolled}

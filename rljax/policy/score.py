@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.context import fold, unfold, whole_rows
 from rljax.policy.head import TokenScores, matmul_precision, token_logprobs
 from rljax.policy.kernels import ON_ANY_BACKEND, Kernels
 from rljax.policy.model import ForwardStats, Params, Remat, cast_params, hidden_states, lm_head_table
+from rljax.policy.trees import PrefixTrees, segment_ends, states_at
 from rljax.sharding import fetch
 
 _NEVER = -1e30  # The log-probability of a token outside the support: exp gives 0.
@@ -64,13 +65,18 @@ def align(scored: TokenScores, positions: Int[Array, "b t"], segment_ids: Int[Ar
 
     Position 0 of a segment and padding get 0, and -inf in ``tops``.
     """
-    inside = (positions > 0) & (segment_ids > 0)
+    moved = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2))), scored)
+    return where_inside(moved, (positions > 0) & (segment_ids > 0))
 
-    def moved(x: Array) -> Array:
-        padded = jnp.pad(x, ((0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)))
-        return jnp.where(inside, padded, 0.0) if x.ndim == 2 else jnp.where(inside[..., None], padded, -jnp.inf)
 
-    return jax.tree.map(moved, scored)
+def where_inside(scored: TokenScores, inside: Bool[Array, "b t"]) -> TokenScores:
+    """Returns the scores [b, t] of tokens that are ``inside``. Others get 0, and -inf in ``tops``."""
+    logprobs, entropy, tops, collision = scored
+    return TokenScores(
+        *(jnp.where(inside, x, 0.0) for x in (logprobs, entropy)),
+        None if tops is None else jnp.where(inside[..., None], tops, -jnp.inf),
+        None if collision is None else jnp.where(inside, collision, 0.0),
+    )
 
 
 def packed_logprobs(
@@ -110,7 +116,7 @@ def packed_logprobs(
         raise ValueError("top_ids must be given to score a cut distribution, got None")
     parts = kernels.parts
     rows = (tokens, segment_ids, positions) if parts == 1 else whole_rows(tokens, segment_ids, positions)
-    folded = (fold(each, parts) for each in rows)
+    folded = (fold(rows[0], parts), segment_ends(rows[1]), fold(rows[2], parts))
     choices = None if choices is None else fold(choices, parts)
     hidden, stats = hidden_states(params, config, *folded, remat=remat, kernels=kernels, choices=choices)
     # The state at t-1 predicts token t. The last state of a row predicts nothing.
@@ -130,6 +136,61 @@ def packed_logprobs(
     if parts > 1:
         scored, stats = _unfold_scores(scored, parts), _unfold_choices(stats, parts)
     scored = align(scored, rows[2], rows[1])
+    return Scores(scored.logprobs, scored.entropy, stats, scored.tops, scored.collision)
+
+
+def tree_logprobs(
+    params: Params,
+    config: PolicyConfig,
+    tokens: Int[Array, "b s"],
+    segment_ids: Int[Array, "b s"],
+    trees: PrefixTrees,
+    *,
+    temperature: float = 1.0,
+    lm_head_dtype: Any = None,
+    remat: Remat = "none",
+    kernels: Kernels = ON_ANY_BACKEND,
+    choices: Int[Array, "b t l k"] | None = None,
+    top_ids: Int[Array, "b s k"] | None = None,
+    cut: bool = False,
+    collision: bool = False,
+) -> Scores:
+    """Computes the scores of flat rows of responses, whose tokens stand behind tokens of the trees of the same row.
+
+    Args:
+      tokens: The token ids of the responses in flat rows.
+      segment_ids: The response of each token in its row, from 1; 0 for padding.
+      trees: The trees of the rows. ``trees.sources`` name the token before each token of the flat rows.
+      choices: The experts that each token of the trees must go to, as in ``packed_logprobs``.
+
+    The other arguments are those of ``packed_logprobs``.
+
+    Returns:
+      The scores of the flat rows, 0 on padding. ``logprobs[b, s]`` belongs to ``tokens[b, s]``.
+
+    Raises:
+      ValueError: The distributions are cut, and ``top_ids`` is None; or the kernels have no attention for trees.
+    """
+    if cut and top_ids is None:
+        raise ValueError("top_ids must be given to score a cut distribution, got None")
+    if kernels.tree_attention is None:
+        raise ValueError("the attention of this policy cannot compute rows of trees: give packing.share_prefixes false")
+    kernels = kernels._replace(attention=kernels.tree_attention)
+    rows = (trees.tokens, trees.ends, trees.positions)
+    hidden, stats = hidden_states(params, config, *rows, remat=remat, kernels=kernels, choices=choices)
+    scored = token_logprobs(
+        states_at(hidden, trees.sources),
+        lm_head_table(params),
+        tokens,
+        top_ids,
+        temperature=temperature,
+        dtype=lm_head_dtype,
+        collision=collision and not cut,
+        stored=kernels.stored_logits,
+    )
+    if cut and scored.tops is not None and top_ids is not None:
+        scored = over_support(scored.logprobs, scored.tops, top_ids, collision=collision)
+    scored = where_inside(scored, segment_ids > 0)
     return Scores(scored.logprobs, scored.entropy, stats, scored.tops, scored.collision)
 
 

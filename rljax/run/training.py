@@ -22,6 +22,7 @@ from rljax.rollout.kinds import can
 from rljax.run.checkpoint import Checkpointer
 from rljax.run.config import Config
 from rljax.run.fingerprint import array_checksums, json_checksum
+from rljax.run.prefixes import flat_rows, has_two_levels, shares_prefixes, tree_rows, with_separate_rows
 from rljax.sharding import HOST_MEMORY, has_host_memory, on_host
 from rljax.trainer.baseline import subtract_baselines
 from rljax.trainer.behaviour import SplitUpdate, make_copy
@@ -40,6 +41,8 @@ from rljax.trainer.self_check import (
 )
 from rljax.trainer.state import TrainState, abstract_state, create_state, make_optimizer
 from rljax.trainer.step import TrainStep
+from rljax.trainer.tree_check import FLOORS, MOST, CheckedTrees, TreeChecks
+from rljax.trainer.trees import pack_trees
 from rljax.trainer.turns import TurnsUpdate
 from rljax.trainer.update import (
     Baseline,
@@ -172,6 +175,9 @@ def batch_shape(config: Config, num_sequences: int | None = None) -> tuple[int, 
     """Returns (micro-batches, rows, tokens) of the batch that holds any ``num_sequences`` (None: all) responses."""
     tokens = config.packing.resolve_row_tokens(config.max_sequence_tokens, config.mesh.context)
     rows = _micro_batch_rows(config, tokens)
+    if shares_prefixes(config):
+        longer, ways = tree_rows(config, tokens), config.mesh.row_ways(jax.device_count())
+        rows, tokens = max(1, rows * tokens // longer // ways) * ways, longer
     count = num_sequences or config.num_sequences
     return max_micro_batches(count, config.max_sequence_tokens, tokens, rows), rows, tokens
 
@@ -189,8 +195,12 @@ def make_pack(config: Config, num_sequences: int) -> Pack:
 def _pack_in(config: Config, shape: tuple[int, int, int]) -> Pack:
     """Returns a function that packs responses into a batch of the ``shape`` (micro-batches, rows, tokens)."""
     micro, rows, tokens = shape
+    sizes = {"row_tokens": tokens, "rows_per_micro_batch": rows, "micro_batches": micro}
     tops = config.trained_tops > 0
-    return functools.partial(pack, row_tokens=tokens, rows_per_micro_batch=rows, micro_batches=micro, with_tops=tops)
+    if flat := flat_rows(config, tokens):
+        form = {"flat_tokens": flat, "with_tops": tops, "two_levels": has_two_levels()}
+        return functools.partial(pack_trees, **sizes, **form)
+    return functools.partial(pack, **sizes, with_tops=tops)
 
 
 def responses_per_update(config: Config) -> int:
@@ -209,8 +219,27 @@ def make_update(
     """Builds the updates of a step: one fused update, several of them, or one through the exact engine's executable.
 
     ``reference`` is the frozen policy of the KL penalty, from ``load_reference``. ``merged`` is the function from
-    adapters to a whole policy, from ``load_merged``; None: the state holds the policy itself.
+    adapters to a whole policy, from ``load_merged``; None: the state holds the policy itself. An update on rows of
+    trees first compares them with separate rows.
     """
+    update = _make_update(config, policy, tx, mesh, reference, merged)
+    if not shares_prefixes(config):
+        return update
+    apart, count = with_separate_rows(config), min(MOST, config.num_sequences)
+    _, forward = make_forwards(config, make_step(config, policy, tx, mesh, merged), merged)
+    packs = make_pack(config, count), make_pack(apart, count), _make_other_pack(apart, count)
+    checks = TreeChecks(*packs, FLOORS[config.precision.compute_dtype])
+    return CheckedTrees(update, forward, checks, lambda: _make_update(apart, policy, tx, mesh, reference, merged))
+
+
+def _make_update(
+    config: Config,
+    policy: PolicyConfig,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    reference: Params | None,
+    merged: MergedPolicy | None,
+) -> Update:
     if can(config.rollout.engine, "is_exact"):
         exact = ExactUpdate(
             make_exact_pass(config, policy, mesh),
@@ -359,6 +388,7 @@ def make_step(
         merged=merged,
         cut=config.rollout.is_cut,
         for_dumps=config.rollout.dump_every > 0,
+        flat_tokens=flat_rows(config, batch_shape(config, count)[2]),
     )
 
 

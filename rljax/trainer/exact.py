@@ -35,6 +35,7 @@ from rljax.policy.model import (
     param_shardings,
 )
 from rljax.policy.score import align, over_support
+from rljax.policy.trees import segment_ends
 from rljax.sharding import constrain, fetch, named_sharding, put, replicated
 from rljax.trainer.forward import MicroSums, TokenValues, micro_gradients, values_of
 from rljax.trainer.measure import DiagnosisConfig, finalize_measured, measure
@@ -81,7 +82,7 @@ def full_scores(
     ``cut``, with which the tokens are scored over ``micro.top_ids`` only. ``tops`` asks for the log-probabilities of
     those tokens.
     """
-    rows = (micro.tokens, micro.segment_ids, micro.positions)
+    rows = (micro.tokens, segment_ends(micro.segment_ids), micro.positions)
     hidden, stats = hidden_states(compute, config, *rows, remat=precision.remat_policy, kernels=kernels)
     hidden, table = head_operands(hidden, lm_head_table(compute), precision.head_dtype)
     exactness = matmul_precision(table.dtype)

@@ -12,11 +12,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rljax.mismatch import merge
+from rljax.policy.trees import PrefixTrees
 from rljax.sharding import constrain, put
 from rljax.tokens import TOPS
 from rljax.trainer.packing import PackedBatch, fill
 
-POLICY_ARRAYS = ("tokens", "segment_ids", "positions", "routes")
+POLICY_ARRAYS = ("tokens", "segment_ids", "positions", "routes", "trees")
 """The names of the arrays of a batch that the policy reads."""
 BATCH_AXES = ("micro", "batch_rows", "batch_tokens")
 """The logical axes of the arrays of a batch."""
@@ -78,10 +79,12 @@ def abstract_batch(
     everywhere: NamedSharding,
     optional: Sequence[str] = (),
     reported: int = 0,
+    flat_tokens: int = 0,
 ) -> PackedBatch:
     """Returns a ``jax.ShapeDtypeStruct`` with a sharding for each array of a batch of the ``shape`` (m, b, t).
 
-    The batch has the ``optional`` log-probabilities, and ``reported`` likeliest tokens at each position.
+    The batch has the ``optional`` log-probabilities, and ``reported`` likeliest tokens at each position. Above 0
+    ``flat_tokens`` is the length of the flat rows beside rows of trees, which have t tokens.
     """
     empty = fill([], {}, (0, 0, 0))._replace(**dict.fromkeys(optional, np.zeros(0, np.float32)))
     if reported:
@@ -92,11 +95,12 @@ def abstract_batch(
         whole = (*shape, *array.shape[3:]) if array.ndim else ()
         return jax.ShapeDtypeStruct(whole, array.dtype, sharding=sharding)
 
-    return jax.tree.map(
-        of_shape,
-        empty,
-        batch_shardings(empty, by_rows, everywhere),
-    )
+    if not flat_tokens:
+        return jax.tree.map(of_shape, empty, batch_shardings(empty, by_rows, everywhere))
+    whole = jax.ShapeDtypeStruct(shape, np.int32, sharding=by_rows)
+    shape = (*shape[:2], flat_tokens)
+    flat = jax.tree.map(of_shape, empty, batch_shardings(empty, by_rows, everywhere))
+    return flat._replace(trees=PrefixTrees(whole, whole, whole, flat.tokens))
 
 
 def over_micro_batches(

@@ -33,6 +33,9 @@ class PackingConfig:
     """Tokens of a micro-batch on one device, which has 1 / mesh.context of a row. Each part of the mesh axes replica,
     fsdp and expert gets as many rows as fit, at least one. It replaces ``rows_per_micro_batch`` and keeps its meaning
     on any mesh. 0: ``rows_per_micro_batch`` decides."""
+    share_prefixes: bool = True
+    """Whether tokens with which several sequences of a row begin are computed once, such as the prompt of a group. Rows
+    are then longer, and as many fewer, unless ``row_tokens`` is given. The start of a run says where it cannot."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 0, "row_tokens", "tokens_per_device")
@@ -100,9 +103,12 @@ class PackedBatch(NamedTuple):
     old_logprobs: Any = None  # float32 [m, b, t], under the trainer's policy before the first update
     reference_logprobs: Any = None  # float32 [m, b, t], under the reference policy
     behaviour_logprobs: Any = None  # float32 [m, b, t], under the policy that sampled a stale token; NaN where unknown
-    routes: Any = None  # uint8 or uint16 [m, b, t, l * k], 1 + the experts that each token goes to; 0 for any
+    routes: Any = None  # uint8 or uint16 [m, b, t, l * k], 1 + the experts that each computed token goes to; 0 for any
     top_ids: Any = None  # int32 [m, b, t, k], the sampler's likeliest tokens; -1 where there are fewer
     top_logprobs: Any = None  # float32 [m, b, t, k], the sampler's log-probabilities of them; -inf where the id is -1
+    trees: Any = (
+        None  # the ``PrefixTrees`` that the policy computes; the arrays above but ``routes`` then have responses only
+    )
 
 
 _PACKED = frozenset(PackedBatch._fields)
@@ -144,16 +150,19 @@ def fill(
     shape: tuple[int, int, int],
     *,
     with_tops: bool = True,
+    responses_only: bool = False,
 ) -> PackedBatch:
     """Fills a batch of ``shape`` (m, b, t) with sequences at chosen places.
 
     ``rows`` has the indices of the sequences in each row, one after another, by (micro-batch, row). They must fit.
-    ``with_tops``: Whether the batch has their likeliest tokens. In the result ``with_loss`` is equal to ``used``.
+    ``with_tops``: Whether the batch has their likeliest tokens. ``responses_only``: Whether prompts and routes are left
+    out. In the result ``with_loss`` is equal to ``used``.
 
     Raises:
       ValueError: Only some of the sequences have one of the optional arrays.
     """
-    names = [name for name in common_columns(sequences) if name in _PACKED and (with_tops or name not in TOPS)]
+    left_out = (*(() if with_tops else TOPS), *(("routes",) if responses_only else ()))
+    names = [name for name in common_columns(sequences) if name in _PACKED and name not in left_out]
     kinds: dict[str, Any] = dict.fromkeys(("tokens", "segment_ids", "positions", "sequence_ids"), np.int32)
     kinds |= dict.fromkeys(("response_mask", "loss_mask"), np.bool_)
     arrays = {name: zeros_to_put(shape, dtype) for name, dtype in kinds.items()}
@@ -167,16 +176,17 @@ def fill(
         start = 0
         for segment, index in enumerate(rows.get(row, ()), 1):
             s = sequences[index]
-            middle, end = start + s.prompt_length, start + len(s.ids)
-            place["tokens"][start:end] = s.ids
+            skipped = s.prompt_length if responses_only else 0
+            middle, end = start + s.prompt_length - skipped, start + len(s.ids) - skipped
+            place["tokens"][start:end] = s.ids[skipped:]
             place["segment_ids"][start:end] = segment
-            place["positions"][start:end] = np.arange(end - start)
+            place["positions"][start:end] = np.arange(skipped, len(s.ids))
             place["sequence_ids"][start:end] = index
             place["response_mask"][middle:end] = s.sampled
             place["loss_mask"][middle:end] = s.in_loss & s.sampled
             place["advantages"][middle:end] = s.advantage
             for name in names:
-                place[name][start:end] = s.columns[name].reshape(end - start, *place[name].shape[1:])
+                place[name][start:end] = s.columns[name][skipped:].reshape(end - start, *place[name].shape[1:])
             if "routes" in names:
                 place["routes"][end - 1] = 0  # no token is predicted from the last one
             start = end
@@ -201,11 +211,12 @@ def trajectories(sequences: Sequence[TrainSequence]) -> np.ndarray:
 
 
 def unpack_whole(values: Any, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
-    """Returns the values of all tokens of each sequence in a packed batch [m, b, t, ...], prompts included."""
+    """Returns the values of all tokens of each sequence that a packed batch [m, b, t, ...] has."""
     mask = np.asarray(batch.segment_ids) > 0
     # A sequence lies in one row, so a stable sort keeps its tokens in order.
     order = np.argsort(np.asarray(batch.sequence_ids)[mask], kind="stable")
-    return np.split(np.asarray(values)[mask][order], np.cumsum([len(s.ids) for s in sequences])[:-1])
+    lengths = [len(s.ids if batch.trees is None else s.response) for s in sequences]
+    return np.split(np.asarray(values)[mask][order], np.cumsum(lengths)[:-1])
 
 
 def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequence]) -> list[np.ndarray]:
@@ -214,11 +225,12 @@ def unpack(values: np.ndarray, batch: PackedBatch, sequences: Sequence[TrainSequ
     Where a token has a single number, it is 0 at tokens that an environment wrote.
     """
     every = zip(unpack_whole(values, batch, sequences), sequences, strict=True)
-    responses = [(each[s.prompt_length :], s) for each, s in every]
+    responses = [(each[len(each) - len(s.response) :], s) for each, s in every]
     return [np.where(s.sampled, each, 0) if each.ndim == 1 and "turn" in s.columns else each for each, s in responses]
 
 
 def useful_fraction(sequences: Sequence[TrainSequence], batch: PackedBatch) -> float:
     """Returns the share of the computed places that hold a token."""
-    _, rows, tokens = batch.tokens.shape
-    return sum(len(s.ids) for s in sequences) / (int(batch.used) * rows * tokens)
+    computed = batch.tokens if batch.trees is None else batch.trees.tokens
+    count = sum(len(s.ids) for s in sequences) if batch.trees is None else np.count_nonzero(batch.trees.ends)
+    return float(count / (int(batch.used) * math.prod(computed.shape[1:])))

@@ -63,7 +63,7 @@ def replayed_choices(micro: PackedBatch, config: PolicyConfig) -> jax.Array | No
     if micro.routes is None:
         return None
     choices = micro.routes.astype(jnp.int32) - 1
-    return choices.reshape(*micro.tokens.shape, config.num_layers, config.experts_per_token)
+    return choices.reshape(*choices.shape[:2], config.num_layers, config.experts_per_token)
 
 
 def routes_of(routed: RoutingRecord, config: PolicyConfig) -> jax.Array:

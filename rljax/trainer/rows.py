@@ -47,7 +47,7 @@ def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[i
     least = _least_cost(lengths, in_loss, row_tokens * rows_per_micro_batch)
     layouts: list[Layout] = []
     for rows in _candidates(lengths, longest_first, loss_first, row_tokens):
-        layouts.append(_deal(rows, in_loss, rows_per_micro_batch))
+        layouts.append(deal_rows(rows, in_loss, rows_per_micro_batch))
         if layouts[-1].cost <= least and layouts[-1].used <= micro_batches:
             break
     fitting = [layout for layout in layouts if layout.used <= micro_batches]
@@ -57,8 +57,8 @@ def lay_out_rows(lengths: Sequence[int], in_loss: Sequence[bool], shape: tuple[i
     return min(fitting, key=lambda layout: layout.cost)
 
 
-def _deal(rows: Sequence[list[int]], in_loss: Sequence[bool], rows_per_micro_batch: int) -> Layout:
-    """Deals rows to micro-batches: rows with loss first, otherwise in their order."""
+def deal_rows(rows: Sequence[list[int]], in_loss: Sequence[bool], rows_per_micro_batch: int) -> Layout:
+    """Deals rows, lists of indices of sequences, to micro-batches: rows with loss first, otherwise in their order."""
     rows = sorted(rows, key=lambda members: not any(in_loss[i] for i in members))
     count = sum(any(in_loss[i] for i in members) for members in rows)
     used = -(-len(rows) // rows_per_micro_batch)

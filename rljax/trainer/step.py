@@ -293,6 +293,7 @@ class TrainStep:
         merged: MergedPolicy | None = None,
         cut: bool = False,
         for_dumps: bool = False,
+        flat_tokens: int = 0,
     ):
         """Prepares the step. It is compiled at the first call; a step with equal arguments is not compiled again.
 
@@ -308,12 +309,14 @@ class TrainStep:
           cut: Whether the rollouts were sampled from a cut distribution. All log-probabilities and entropies are then
             of the distributions over ``PackedBatch.top_ids``, which each batch must have.
           for_dumps: Whether the token values have the entropies and, where the loss needs them, ``tops``.
+          flat_tokens: The length of the flat rows of responses beside rows of trees, for ``lower``. 0: no trees.
         """
         settings = (precision, objective, temperature, diagnosis, keep_gathered, options, lora, cut, for_dumps)
         functions = StepFunctions(config, tx, mesh, *settings)
         functions.score()  # refuses kernels that the devices lack
         self._programs = make_programs(functions, batch_shape)
         self._mesh, self._merged, self._batch_shape = mesh, merged, batch_shape
+        self._flat_tokens = flat_tokens
         self._everywhere = replicated(mesh)
         self._by_rows = named_sharding(mesh, BATCH_AXES, batch_shape)
 
@@ -363,7 +366,9 @@ class TrainStep:
         Its ``.compile()`` returns the executable that ``__call__`` runs. ``optional`` names the optional
         log-probabilities that the batches have. ``reported`` is the number of likeliest tokens that they have.
         """
-        batch = abstract_batch(self._batch_shape, self._by_rows, self._everywhere, optional, reported)
+        batch = abstract_batch(
+            self._batch_shape, self._by_rows, self._everywhere, optional, reported, self._flat_tokens
+        )
         scalars = Controls(jnp.float32, jnp.bool_, jnp.bool_)
         controls = jax.tree.map(lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=self._everywhere), scalars)
         programs = self._programs

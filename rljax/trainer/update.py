@@ -15,6 +15,7 @@ from rljax.trainer.forward import TokenValues
 from rljax.trainer.packing import PackedBatch, TrainSequence, groups_of, unpack, unpack_whole
 from rljax.trainer.state import TrainState
 from rljax.trainer.step import TrainStep
+from rljax.trainer.trees import routes_of_paths
 
 Pack = Callable[[Sequence[TrainSequence]], PackedBatch]
 Forward = Callable[..., tuple[dict[str, jax.Array], TokenValues]]  # The type of ``TrainStep.forward``.
@@ -177,7 +178,8 @@ class MultipleUpdates:
         old = trainer.logprobs
         known = [s.add({"old_logprobs": own}) for s, own in zip(sequences, old, strict=True)]
         if values.routes is not None:
-            of_sequences = unpack_whole(fetch(values.routes), batch, sequences)
+            of_whole = unpack_whole if batch.trees is None else routes_of_paths
+            of_sequences = of_whole(fetch(values.routes), batch, sequences)
             known = [s.add({"routes": own}) for s, own in zip(known, of_sequences, strict=True)]
         if self._baseline is not None:
             known = self._baseline(known, unpack(fetch(values.collision), batch, sequences))

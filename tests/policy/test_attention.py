@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from packed_rows import equations, gradients, heads, reference, row
 
-from rljax.policy.attention import attend, packed_attention, segment_mask, splash_attention
+from rljax.policy.attention import attend, packed_attention, path_mask
 from rljax.policy.flash import block_attention, block_pairs, block_size
+from rljax.policy.splash import splash_attention
+from rljax.policy.trees import segment_ends
 
 ROWS = {
     "one sequence a row": ([96], [95]),
@@ -85,7 +87,7 @@ def test_what_follows_a_token_changes_no_bit_of_it():
     t, so_far = 96, 45
     q, k, v, _ = heads(batch([90]), "bfloat16")
     attention = jax.jit(small_blocks)
-    whole, part = attention(q, k, v, batch([90])), attention(q, k, v, batch([so_far], t=t))
+    whole, part = (attention(q, k, v, segment_ends(batch(each, t=t))) for each in ([90], [so_far]))
     np.testing.assert_array_equal(whole[:, :so_far], part[:, :so_far])
 
 
@@ -115,7 +117,7 @@ def test_a_long_row_computes_at_most_55_percent_of_its_pairs(t):
     segments = jax.ShapeDtypeStruct((1, t), jnp.int32)
 
     def loss(q, k, v, segments):
-        return jnp.sum(packed_attention(q, k, v, segments).astype(jnp.float32))
+        return jnp.sum(packed_attention(q, k, v, segment_ends(segments)).astype(jnp.float32))
 
     every = list(equations(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, kv, kv, segments).jaxpr))
     largest = max(variable.aval.size for equation in every for variable in equation.outvars)
@@ -140,8 +142,8 @@ def test_a_block_is_as_large_as_eleven_of_them_fill_the_row(t, block):
 def test_a_short_row_is_computed_in_one_piece():
     segments = batch([60, 36], [96])
     q, k, v, _ = heads(segments)
-    expected = jax.jit(attend)(q, k, v, segment_mask(segments))
-    np.testing.assert_array_equal(jax.jit(packed_attention)(q, k, v, segments), expected)
+    expected = jax.jit(attend)(q, k, v, path_mask(segment_ends(segments)))
+    np.testing.assert_array_equal(jax.jit(packed_attention)(q, k, v, segment_ends(segments)), expected)
 
 
 def test_a_remat_policy_can_keep_the_forward_pass():

@@ -8,6 +8,7 @@ from packed_rows import equations
 
 from rljax.plan.memory import compiled_for_hopper
 from rljax.policy.cudnn import cudnn_attention, max_segments, segment_offsets
+from rljax.policy.trees import segment_ends
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,7 @@ def test_the_program_holds_cudnn_and_one_way_out_of_it():
     segments = jax.ShapeDtypeStruct((1, t), jnp.int32)
 
     def run(q, k, v, segments):
-        out, pull = jax.vjp(lambda q, k, v: cudnn_attention(q, k, v, segments), q, k, v)
+        out, pull = jax.vjp(lambda q, k, v: cudnn_attention(q, k, v, segment_ends(segments)), q, k, v)
         return out, jax.tree.leaves(pull)
 
     with compiled_for_hopper():

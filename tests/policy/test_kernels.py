@@ -6,12 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from rljax.policy.attention import choose_attention, packed_attention, splash_attention
+from rljax.policy.attention import choose_attention, packed_attention
 from rljax.policy.config import DEFAULTS, PolicyConfig
 from rljax.policy.cudnn import cudnn_attention
 from rljax.policy.grouped import IMPLEMENTATIONS, choose_experts
 from rljax.policy.kernels import MAX_UNROLLED, choose_kernels
 from rljax.policy.rotary import rotate, rotate_by_product
+from rljax.policy.splash import splash_attention
 from rljax.sharding import MESH_AXES
 
 CPU = jax.devices("cpu")[0]

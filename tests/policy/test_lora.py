@@ -20,6 +20,7 @@ from rljax.policy.lora import (
     with_targets,
 )
 from rljax.policy.model import abstract_params, cast_params, hidden_states, init_params, lm_head_table
+from rljax.policy.trees import segment_ends
 from rljax.sharding import MeshConfig, make_mesh
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -82,7 +83,7 @@ def test_fresh_adapters_are_those_of_peft():
 def loss(weights):
     tokens = jnp.asarray(np.random.default_rng(5).integers(0, 24, (2, 9)))
     positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
-    hidden, _ = hidden_states(weights, CONFIG, tokens, jnp.ones_like(tokens), positions)
+    hidden, _ = hidden_states(weights, CONFIG, tokens, segment_ends(jnp.ones_like(tokens)), positions)
     logits = jnp.einsum("btd,vd->btv", hidden, lm_head_table(weights))
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], -1))
 

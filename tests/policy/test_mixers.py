@@ -24,6 +24,7 @@ from rljax.policy.mixers import Attention, Block, StateArray
 from rljax.policy.model import hidden_states, init_params
 from rljax.policy.score import make_scorer
 from rljax.policy.taps import Substitutes, recording, tap
+from rljax.policy.trees import segment_ends
 from rljax.rollout.decode_sizes import cache_row_bytes
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.types import SamplingParams
@@ -94,7 +95,7 @@ def hidden(params, *segments, config=CONFIG, **how):
     tokens = jnp.concatenate([jnp.asarray(s, jnp.int32) for s in segments])[None]
     ids = jnp.asarray([i + 1 for i, s in enumerate(segments) for _ in s])[None]
     positions = jnp.concatenate([jnp.arange(len(s)) for s in segments])[None]
-    return hidden_states(params, config, tokens, ids, positions, **how)[0][0]
+    return hidden_states(params, config, tokens, segment_ends(ids), positions, **how)[0][0]
 
 
 def test_the_forward_is_a_loop_over_periods(params):

@@ -11,6 +11,7 @@ from cut_batches import cut_log_softmax
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
 from rljax.policy.score import over_support, packed_logprobs
+from rljax.policy.trees import segment_ends
 
 CONFIG = PolicyConfig(24, 32, 64, 2, 4, 2, 8, tie_word_embeddings=False, initializer_range=0.2)
 K, TEMPERATURE = 5, 0.8
@@ -38,14 +39,14 @@ def rows():
 
 def scores(params, **options):
     tokens, ids = rows()
-    where = (tokens, SEGMENTS, POSITIONS)
+    where = (tokens, segment_ends(SEGMENTS), POSITIONS)
     return packed_logprobs(params, CONFIG, *where, temperature=TEMPERATURE, top_ids=ids, **options)
 
 
 def reference(params, cut):
     """Returns the same scores from the whole softmax. With ``cut`` the logits outside the support are -inf."""
     tokens, ids = rows()
-    hidden, _ = hidden_states(params, CONFIG, tokens, SEGMENTS, POSITIONS)
+    hidden, _ = hidden_states(params, CONFIG, tokens, segment_ends(SEGMENTS), POSITIONS)
     logits = jnp.einsum("btd,vd->btv", hidden, lm_head_table(params))[:, :-1] / TEMPERATURE
     logits = jnp.pad(logits, ((0, 0), (1, 0), (0, 0)))  # the state before token t predicts it
     known = INSIDE

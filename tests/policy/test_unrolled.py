@@ -8,13 +8,14 @@ import pytest
 from rljax.policy.config import PolicyConfig
 from rljax.policy.kernels import Kernels
 from rljax.policy.model import hidden_states, init_params
+from rljax.policy.trees import segment_ends
 
 CONFIG = PolicyConfig(16, 8, 16, 3, 2, 1, 4, tie_word_embeddings=True)
 
 
 def gradient(unrolled, remat="none"):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 16, (2, 6)), jnp.int32)
-    rows = (tokens, jnp.ones_like(tokens), jnp.broadcast_to(jnp.arange(6), tokens.shape))
+    rows = (tokens, segment_ends(jnp.ones_like(tokens)), jnp.broadcast_to(jnp.arange(6), tokens.shape))
 
     def loss(params):
         return jnp.sum(hidden_states(params, CONFIG, *rows, remat=remat, kernels=Kernels(unrolled=unrolled))[0] ** 2)

@@ -11,6 +11,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
+from rljax.policy.trees import segment_ends
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.exact import ExactEngine
 from rljax.rollout.types import InjectConfig, SamplingParams
@@ -57,7 +58,7 @@ def whole_logits(tokens):
     """Returns the logits after each place of one sequence, float32 [t, v], by the policy's own forward."""
     ones, places = jnp.ones((1, len(tokens)), jnp.int32), jnp.arange(len(tokens))[None]
     with jax.default_matmul_precision("highest"):
-        hidden, _ = hidden_states(PARAMS, CONFIG, tokens[None], ones, places)
+        hidden, _ = hidden_states(PARAMS, CONFIG, tokens[None], segment_ends(ones), places)
         return hidden[0] @ lm_head_table(PARAMS).T
 
 

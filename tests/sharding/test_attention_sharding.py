@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from packed_rows import gradients, heads, row
 
-from rljax.policy.attention import splash_attention
 from rljax.policy.flash import block_attention
+from rljax.policy.splash import splash_attention
 from rljax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.mesh

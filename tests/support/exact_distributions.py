@@ -9,6 +9,7 @@ import numpy as np
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, lm_head_table
+from rljax.policy.trees import segment_ends
 from rljax.rollout.types import Response
 
 MULTIPLE = 32  # rows are padded to a multiple of this number of tokens, so that few lengths are compiled
@@ -16,7 +17,7 @@ MULTIPLE = 32  # rows are padded to a multiple of this number of tokens, so that
 
 @functools.partial(jax.jit, static_argnames="config")
 def states(params, config, tokens, segments):
-    return hidden_states(params, config, tokens, segments, jnp.arange(tokens.shape[1])[None])[0]
+    return hidden_states(params, config, tokens, segment_ends(segments), jnp.arange(tokens.shape[1])[None])[0]
 
 
 def distributions(

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
 
+from rljax.policy.trees import segment_ends
+
 
 def row(t, lengths):
     """Returns segment ids [t] of sequences of these lengths from the left; the rest is padding."""
@@ -29,25 +31,52 @@ def compiled(attention):
     """Returns the jitted function behind ``gradients``; arrays of the same shapes share a program."""
 
     @jax.jit
-    def run(q, k, v, d_out, segments):
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, segments), q, k, v)
-        return jnp.where((segments > 0)[:, :, None, None], out, 0), *pull(d_out)
+    def run(q, k, v, d_out, ends):
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, ends), q, k, v)
+        return jnp.where((ends > 0)[:, :, None, None], out, 0), *pull(d_out)
 
     return run
 
 
 def gradients(attention, arrays, segments):
     """Returns (output, dq, dk, dv) of an implementation, compiled; the output is set to 0 on padding."""
-    return [np.asarray(x) for x in compiled(attention)(*arrays, segments)]
+    return tree_gradients(attention, arrays, segment_ends(segments))
+
+
+def tree_gradients(attention, arrays, ends):
+    """Returns ``gradients`` of rows of trees."""
+    return [np.asarray(x) for x in compiled(attention)(*arrays, ends)]
+
+
+def ends_of(t, trees):
+    """Returns the ends [t] of trees from the left, each (tokens of the root, its subtrees); the rest is padding."""
+    ends = np.zeros(t, np.int32)
+
+    def add(start, tree):
+        tokens, branches = tree
+        end = start + tokens
+        for branch in branches:
+            end = add(end, branch)
+        ends[start : start + tokens] = end
+        return end
+
+    place = 0
+    for tree in trees:
+        place = add(place, tree)
+    return ends
 
 
 def reference(q, k, v, d_out, segments):
     """Returns (output, dq, dk, dv), computed in float64."""
+    mask = (segments[:, :, None] == segments[:, None, :]) & np.tri(q.shape[1], dtype=bool)
+    return masked_reference(q, k, v, d_out, mask & (segments > 0)[:, :, None])
+
+
+def masked_reference(q, k, v, d_out, mask):
+    """Returns (output, dq, dk, dv) of queries that see the keys of ``mask`` [b, t, s], computed in float64."""
     q, k, v, d_out = (np.asarray(x, np.float64) for x in (q, k, v, d_out))
     ways, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     keys, values = (np.repeat(x, ways, axis=2) for x in (k, v))
-    t = q.shape[1]
-    mask = (segments[:, :, None] == segments[:, None, :]) & np.tri(t, dtype=bool) & (segments > 0)[:, :, None]
     scores = np.where(mask[:, None], np.einsum("bthk,bshk->bhts", q, keys) * scale, -np.inf)
     weights = np.exp(scores - np.max(scores, axis=-1, keepdims=True, initial=-1e300))
     p = weights / np.maximum(weights.sum(axis=-1, keepdims=True), 1e-300)

@@ -10,6 +10,7 @@ from records import train_sequence
 
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
+from rljax.policy.trees import segment_ends
 from rljax.schedule import inject_learning_rate
 from rljax.sharding import MeshConfig, make_mesh
 from rljax.trainer.packing import max_micro_batches, pack
@@ -57,7 +58,7 @@ def in_own_rows(batch_sequences):
 @jax.jit
 def log_distributions(params, tokens, segments, positions, temperature=1.0):
     """Returns the log-probabilities [n, LONGEST, v] of every token after each position."""
-    hidden, _ = hidden_states(params, CONFIG, tokens, segments, positions)
+    hidden, _ = hidden_states(params, CONFIG, tokens, segment_ends(segments), positions)
     return jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)) / temperature)
 
 

@@ -11,6 +11,7 @@ import safetensors.torch
 
 from rljax.policy.hf import SINGLE_NAME
 from rljax.policy.model import hidden_states, lm_head_table
+from rljax.policy.trees import segment_ends
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -74,7 +75,7 @@ def jax_logits(params, config, tokens):
 
 @functools.partial(jax.jit, static_argnames="config")
 def _logits(params, config, tokens, segments, positions):
-    hidden, _ = hidden_states(params, config, tokens, segments, positions)
+    hidden, _ = hidden_states(params, config, tokens, segment_ends(segments), positions)
     return jnp.einsum("btd,vd->btv", hidden, lm_head_table(params))
 
 

@@ -13,6 +13,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import hidden_states, init_params, lm_head_table
+from rljax.policy.trees import segment_ends
 from rljax.rollout.embedded import JaxEngine
 from rljax.rollout.types import SamplingParams
 from rljax.schedule import inject_learning_rate
@@ -124,7 +125,7 @@ def test_a_gate_is_the_trainers_own_for_a_replayed_choice():
     @jax.jit
     def logits(choices):
         with jax.default_matmul_precision("highest"):
-            hidden, seen = hidden_states(params, CONFIG, tokens, ones, positions, choices=choices)
+            hidden, seen = hidden_states(params, CONFIG, tokens, segment_ends(ones), positions, choices=choices)
             return jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)), seen.router
 
     own_logits, own = logits(None)
@@ -192,7 +193,9 @@ def test_the_balance_loss_is_that_of_transformers():
     tokens, segments = jnp.asarray(rng.integers(0, 32, (2, 9))), np.ones((2, 9), np.int32)
     segments[1, 6:] = 0
     positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
-    run = jax.jit(lambda: hidden_states(params, CONFIG, tokens, jnp.asarray(segments), positions)[1].router)
+    run = jax.jit(
+        lambda: hidden_states(params, CONFIG, tokens, segment_ends(jnp.asarray(segments)), positions)[1].router
+    )
     router = run()
     # By the router's own definition, these log-probabilities are the logits of each layer up to a constant.
     logits = [torch.tensor(np.asarray(layer)) for layer in router_logits(params, tokens, segments, positions)]
@@ -213,7 +216,7 @@ def router_logits(params, tokens, segments, positions):
 
     ours.router_logits = recording
     try:
-        jax.jit(lambda: hidden_states(params, CONFIG, tokens, jnp.asarray(segments), positions)[0])()
+        jax.jit(lambda: hidden_states(params, CONFIG, tokens, segment_ends(jnp.asarray(segments)), positions)[0])()
         jax.effects_barrier()
     finally:
         ours.router_logits = own

@@ -13,6 +13,7 @@ from rljax.algorithms.correction_choice import CorrectionConfig
 from rljax.algorithms.losses import LossConfig
 from rljax.policy.kernels import ON_ANY_BACKEND
 from rljax.policy.model import hidden_states, init_params, lm_head_table
+from rljax.policy.trees import segment_ends
 from rljax.trainer.forward import make_score
 from rljax.trainer.measure import DiagnosisConfig
 from rljax.trainer.micro_batches import with_all_rows
@@ -47,8 +48,10 @@ def run(step, batch):
 
 def log_softmax(params, batch, temperature):
     """Returns the log-softmax [m, b, t, v] that each token was sampled from."""
-    rows = [np.concatenate(getattr(batch, name)) for name in ("tokens", "segment_ids", "positions")]
-    hidden, _ = hidden_states(params, CONFIG, *map(jnp.asarray, rows))
+    tokens, segments, positions = (
+        np.concatenate(getattr(batch, name)) for name in ("tokens", "segment_ids", "positions")
+    )
+    hidden, _ = hidden_states(params, CONFIG, jnp.asarray(tokens), segment_ends(segments), jnp.asarray(positions))
     logits = jnp.einsum("btd,vd->btv", hidden, lm_head_table(params)) / temperature
     before = jnp.pad(logits[:, :-1], ((0, 0), (1, 0), (0, 0))).reshape(*batch.tokens.shape, -1)
     return cut_log_softmax(before, jnp.asarray(batch.top_ids))

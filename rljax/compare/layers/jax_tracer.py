@@ -19,6 +19,7 @@ from rljax.policy.hf import load_params
 from rljax.policy.kernels import choose_kernels
 from rljax.policy.model import cast_params, hidden_states, lm_head_table, param_shardings
 from rljax.policy.taps import Substitutes, recording, tap
+from rljax.policy.trees import segment_ends
 from rljax.sharding import MeshConfig, fetch, make_mesh
 
 _MULTIPLE = 64  # the default width of a row is a multiple of this number of tokens
@@ -78,7 +79,9 @@ class JaxTracer:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         with recording(given) as recorded, jax.default_matmul_precision(matmul_precision(self.dtype)):
             cast = cast_params(params, self.dtype)
-            hidden, _ = hidden_states(cast, self.config, tokens, segments, positions, kernels=self._kernels)
+            hidden, _ = hidden_states(
+                cast, self.config, tokens, segment_ends(segments), positions, kernels=self._kernels
+            )
             logits = all_logits(hidden[0], lm_head_table(cast), self._form.head or None)[None]
             tap("logits", logits.astype(self._form.logits or logits.dtype))
         return recorded

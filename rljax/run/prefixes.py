@@ -1,0 +1,102 @@
+"""Decides at the start of a run whether its sequences share prefixes, and how long the rows are then."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+
+from rljax.policy.attention import choose_tree_attention, find_implementation
+from rljax.policy.config import PolicyConfig
+from rljax.rollout.kinds import can
+from rljax.run.config import Config
+from rljax.trainer.trees import flat_row_tokens, tree_row_tokens
+
+log = logging.getLogger(__name__)
+
+
+def settle_prefixes(config: Config, policy: PolicyConfig, device: Any) -> Config:
+    """Returns the configuration with ``packing.share_prefixes`` off if the rows of this run have to stand apart.
+
+    A line in the log says why. A run that began with separate rows keeps them, without a word. ``device`` is any device
+    of the mesh, which may exist only for compilation ahead of time.
+    """
+    if not config.packing.share_prefixes:
+        return config
+    began_apart = _began_apart(Path(config.run.dir))
+    reason = why_apart(config) or _why_not_here(config, policy, device)
+    if reason and not began_apart:
+        log.warning("packing.share_prefixes: off, each sequence has its own copy of its prompt: %s", reason)
+    if reason or began_apart:
+        return with_separate_rows(config)
+    return config
+
+
+def with_separate_rows(config: Config) -> Config:
+    """Returns the configuration with ``packing.share_prefixes`` off."""
+    return dataclasses.replace(config, packing=dataclasses.replace(config.packing, share_prefixes=False))
+
+
+def why_apart(config: Config) -> str:
+    """Returns why sequences cannot share prefixes on any device; empty if they can."""
+    if can(config.rollout.engine, "is_exact"):
+        return "the exact engine computes the rows that it sampled"
+    if config.mesh.context > 1:
+        return f"mesh.context = {config.mesh.context} devices share a row"
+    if config.loss.router_balance:
+        return "loss.router_balance counts a token as often as it is trained on"
+    return ""
+
+
+def _why_not_here(config: Config, policy: PolicyConfig, device: Any) -> str:
+    """Returns why the device cannot compute rows of trees; empty if they can."""
+    here = (config.policy.attention, device, config.precision.compute_dtype, policy.head_dim)
+    if choose_tree_attention(*here) is not None:
+        return ""
+    kernel = find_implementation(*here)
+    return f"attention is {kernel}'s, which sees only whole segments; policy.attention: xla can share"
+
+
+def _began_apart(run_dir: Path) -> bool:
+    """Returns whether the directory has a run with separate rows, perhaps of an rljax that knew no others."""
+    try:
+        recorded = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    return not recorded.get("packing", {}).get("share_prefixes", False)
+
+
+def shares_prefixes(config: Config) -> bool:
+    """Returns whether the rows of the run hold trees, as far as the configuration says."""
+    return config.packing.share_prefixes and not why_apart(config)
+
+
+def tree_rows(config: Config, row_tokens: int) -> int:
+    """Returns the length of rows of trees (tokens) of a run whose separate rows have ``row_tokens`` tokens."""
+    packing = config.packing
+    if packing.row_tokens:
+        return row_tokens
+    longer = tree_row_tokens(row_tokens, *_sizes(config))
+    return longer if not packing.tokens_per_device else max(row_tokens, min(longer, packing.tokens_per_device))
+
+
+def flat_rows(config: Config, row_tokens: int) -> int:
+    """Returns the length of the flat rows of responses (tokens) beside rows of trees; 0 if there are no trees."""
+    if not shares_prefixes(config):
+        return 0
+    if config.rollout.environment is not None or config.rollout.trajectories is not None:
+        return row_tokens  # the first prompt of an episode may be short, and all that follows it is its response
+    return flat_row_tokens(row_tokens, *_sizes(config))
+
+
+def has_two_levels() -> bool:
+    """Returns whether trees have only a root and branches, as the attention of a TPU takes them."""
+    return jax.devices()[0].platform == "tpu"
+
+
+def _sizes(config: Config) -> tuple[int, int, int]:
+    return config.data.max_prompt_tokens, config.rollout.max_response_tokens, config.rollout.group_size

@@ -1,0 +1,90 @@
+"""The check of a run's first step: a tree has the log-probabilities of its sequences in separate rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rljax.sharding import fetch
+from rljax.trainer.packing import PackedBatch, TrainSequence, unpack
+from rljax.trainer.state import TrainState
+from rljax.trainer.trees import common_prefixes, in_tree_order
+from rljax.trainer.update import Forward, Pack, Update, Updated, UpdateOptions
+
+FACTOR = 4.0
+"""The number of times that trees may differ as much from separate rows as these do from themselves at another shape."""
+FLOORS = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}
+"""The mean difference of log-probabilities (nats) that is never too much, by compute dtype: a few roundings."""
+MOST = 8
+"""The largest number of sequences that are compared."""
+
+
+class TreeChecks(NamedTuple):
+    """The ways to pack the sequences that are compared, and the largest difference that is a rounding."""
+
+    trees: Pack  # rows of trees, as the run packs them
+    apart: Pack  # separate rows of the same length
+    other: Pack  # separate rows of another shape
+    floor: float  # the value of ``FLOORS``
+
+
+class CheckedTrees:
+    """An ``Update`` on rows of trees, which compares a tree with separate rows at its first call.
+
+    If they differ too much, it says so and trains on separate rows from then on.
+    """
+
+    def __init__(self, update: Update, forward: Forward, checks: TreeChecks, apart: Callable[[], Update]):
+        """Wraps the update that trains.
+
+        Args:
+          forward: A function that scores a batch under the parameters of a state.
+          checks: The ways to pack the sequences that are compared.
+          apart: A function that builds the update on separate rows.
+        """
+        self._update, self._forward, self._checks, self._apart = update, forward, checks, apart
+        self._is_new = True
+
+    def pack(self, sequences: Sequence[TrainSequence]) -> PackedBatch:
+        """Packs the sequences of a step as the update that trains does."""
+        return self._update.pack(sequences)
+
+    def __call__(
+        self, state: TrainState, batch: PackedBatch, sequences: Sequence[TrainSequence], options: UpdateOptions
+    ) -> Updated:
+        """Makes the updates. The first call compares before them."""
+        if self._is_new and (chosen := largest_tree(sequences)):
+            self._is_new = False
+            found, own = self._distances(state, chosen)
+            if not found <= max(FACTOR * own, self._checks.floor):
+                print(
+                    f"packing.share_prefixes: off. Trees differ by {found:.3g} nats a token from separate rows, which "
+                    f"differ by {own:.3g} from themselves at another shape",
+                    flush=True,
+                )
+                self._update = self._apart()
+                batch = self._update.pack(sequences)
+        return self._update(state, batch, sequences, options)
+
+    def _distances(self, state: TrainState, chosen: Sequence[TrainSequence]) -> tuple[float, float]:
+        """Returns the mean distance of trees to separate rows, and of separate rows to others, in nats a token."""
+        packs = (self._checks.trees, self._checks.apart, self._checks.other)
+        trees, apart, other = (self._logprobs(state, pack(chosen), chosen) for pack in packs)
+        return float(np.mean(np.abs(trees - apart))), float(np.mean(np.abs(other - apart)))
+
+    def _logprobs(self, state: TrainState, batch: PackedBatch, chosen: Sequence[TrainSequence]) -> np.ndarray:
+        return np.concatenate(unpack(fetch(self._forward(state.params, batch)[1].logprobs), batch, chosen))
+
+
+def largest_tree(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Returns up to ``MOST`` sequences that begin alike, those that share most with a neighbour; [] if none shares."""
+    ordered = [sequences[i] for i in in_tree_order(sequences, range(len(sequences)))]
+    common = common_prefixes(ordered)
+    if not any(common):
+        return []
+    first = last = int(np.argmax(common))
+    while last - first < MOST and last + 1 < len(ordered) and common[last + 1]:
+        last += 1
+    return ordered[first - 1 : last + 1][:MOST]

@@ -1,0 +1,91 @@
+"""A run that shares prefixes has the rows of a run that does not, and says where it cannot share."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from toy_runs import TOY_BASE, comparable, completed, tiny
+
+from rljax.policy.config import PolicyConfig
+from rljax.run.config import Config
+from rljax.run.prefixes import flat_rows, settle_prefixes, shares_prefixes, tree_rows, why_apart
+
+POLICY = PolicyConfig(16, 8, 16, 1, 1, 1, 128)
+H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
+CPU = jax.devices("cpu")[0]
+TURNS = ("--rollout.environment", "counting_environments:Doubling", "--rollout.episode.max-turns", "3")
+# A shared token counts once in these, and other shapes round sums otherwise.
+FREE = ("time/", "perf/", "optimizer/grad_noise")
+
+
+def changed(config, **sections):
+    new = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **new)
+
+
+def sharing(word):
+    return ("--packing.share-prefixes", word)
+
+
+@pytest.mark.parametrize("options", [(), TURNS], ids=["one turn", "several turns"])
+def test_its_rows_are_those_of_separate_rows(options, tmp_path):
+    options = (*options, "--precision.compute-dtype", "float32", "--rollout.max-response-tokens", "20")
+    rows = []
+    for word in ("true", "false"):
+        said = completed(tiny(TOY_BASE, tmp_path / word, 2, *options, *sharing(word)))
+        assert "packing.share_prefixes: off" not in said
+        rows.append(comparable(tmp_path / word))
+    for shared, apart in zip(*rows, strict=True):
+        assert shared.keys() == apart.keys()
+        for name, value in apart.items():
+            if isinstance(value, float) and not name.startswith(FREE):
+                np.testing.assert_allclose(shared[name], value, rtol=1e-3, atol=2e-6, err_msg=name)
+
+
+def test_a_run_that_began_with_separate_rows_keeps_them(tmp_path):
+    run_dir = tmp_path / "run"
+    completed(tiny(TOY_BASE, run_dir, 2, *sharing("false")))
+    recorded = yaml.safe_load((run_dir / "config.yaml").read_text())
+    del recorded["packing"]["share_prefixes"]  # as an rljax wrote it that knew no trees
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(recorded))
+    completed(tiny(TOY_BASE, run_dir, 4, *sharing("true")))
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["packing"]["share_prefixes"] is False
+    completed(tiny(TOY_BASE, tmp_path / "whole", 4, *sharing("false")))
+    assert comparable(run_dir)[2:] == comparable(tmp_path / "whole")[2:]
+
+
+@pytest.mark.parametrize(
+    ("sections", "device", "reason"),
+    [
+        ({"mesh": {"context": 2}}, CPU, "mesh.context = 2 devices share a row"),
+        ({"loss": {"router_balance": 0.1}}, CPU, "loss.router_balance counts a token as often"),
+        ({}, H100, "attention is cudnn's"),
+    ],
+)
+def test_it_says_where_it_cannot_share(sections, device, reason, tmp_path, caplog):
+    config = changed(Config(), run={"dir": str(tmp_path)}, precision={"compute_dtype": "bfloat16"}, **sections)
+    assert not settle_prefixes(config, POLICY, device).packing.share_prefixes
+    assert reason in caplog.text
+
+
+def test_it_shares_wherever_else_it_can(tmp_path, caplog):
+    config = changed(Config(), run={"dir": str(tmp_path)})
+    assert settle_prefixes(config, POLICY, CPU) == config
+    asked = changed(config, policy={"attention": "xla"}, precision={"compute_dtype": "bfloat16"})
+    assert settle_prefixes(asked, POLICY, H100) == asked
+    assert why_apart(config) == ""
+    assert caplog.text == ""
+
+
+def test_lengths_of_the_rows_of_a_run():
+    sizes = {"data": {"max_prompt_tokens": 2048}, "rollout": {"max_response_tokens": 256, "group_size": 8}}
+    config = changed(Config(), **sizes)
+    assert (tree_rows(config, 3072), flat_rows(config, 4096)) == (4096, 2752)
+    # A row that was asked for stays, and one device's tokens bound a row.
+    assert tree_rows(changed(config, packing={"row_tokens": 2560}), 2560) == 2560
+    assert tree_rows(changed(config, packing={"tokens_per_device": 3584}), 3072) == 3584
+    apart = changed(config, packing={"share_prefixes": False})
+    assert (shares_prefixes(apart), flat_rows(apart, 3072)) == (False, 0)

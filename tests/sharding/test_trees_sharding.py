@@ -1,0 +1,61 @@
+"""Rows of trees on a mesh have the numbers of one device, and one compilation."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from sharded_step import CONFIG, CORRECTION, gradient_keeper
+from tree_batches import groups, in_trees
+
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.model import init_params
+from rljax.sharding import MeshConfig, make_mesh
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.packing import unpack
+from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import create_state
+from rljax.trainer.step import TrainStep
+
+pytestmark = pytest.mark.mesh
+
+MIXTURE = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
+
+
+def run(mesh, config, sequences):
+    mesh, tx, made = make_mesh(mesh), gradient_keeper(), in_trees(sequences, row=56, rows=8)
+    step = TrainStep(
+        config,
+        tx,
+        mesh,
+        precision=PrecisionConfig(compute_dtype="float32", remat="blocks"),
+        objective=Objective(LossConfig(), CORRECTION, len(sequences), 24),
+        batch_shape=made.trees.tokens.shape,
+        diagnosis=DiagnosisConfig(),
+    )
+    state = create_state(init_params(config, 0), config, tx, mesh, dynamic_scale=False)
+    for _ in range(2):
+        state, _, values = step(state, made, 0.1, True)
+    assert step.compilations == 1
+    state, values = jax.device_get((state.opt_state.inner_state.trace, values.logprobs))
+    return jax.tree.leaves(state), np.concatenate(unpack(values, made, sequences))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "config"),
+    [
+        (MeshConfig(4, 2), CONFIG),
+        pytest.param(MeshConfig(2, 2, replica=2), CONFIG, marks=pytest.mark.harness),
+        pytest.param(MeshConfig(2, 2, expert=2), MIXTURE, marks=pytest.mark.harness),
+    ],
+    ids=["4x2", "replicas", "experts"],
+)
+def test_trees_on_a_mesh_have_the_numbers_of_one_device(mesh, config):
+    sequences = groups(8, layers=2 if config.num_experts else 0)
+    found, expected = run(mesh, config, sequences), run(MeshConfig(1), config, sequences)
+    for g, wanted in zip(found[0], expected[0], strict=True):
+        assert np.abs(wanted).max() > 0
+        assert np.abs(g - wanted).max() / np.abs(wanted).max() <= 1e-5
+    np.testing.assert_allclose(found[1], expected[1], atol=2e-5, rtol=0)

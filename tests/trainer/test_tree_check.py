@@ -1,0 +1,70 @@
+"""The first step of a run compares a tree with separate rows, and a mistake sends the run back to separate rows."""
+
+import functools
+
+import numpy as np
+import pytest
+from tiny_step import CONFIG, MESH, keep_gradient
+from tree_batches import groups, in_trees, separate
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.model import init_params
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import create_state
+from rljax.trainer.step import TrainStep
+from rljax.trainer.tree_check import FLOORS, CheckedTrees, TreeChecks, largest_tree
+from rljax.trainer.update import SingleUpdate, UpdateOptions
+
+
+def checked(pack_first):
+    """Returns an update on trees whose first check packs trees by ``pack_first``, and a new state."""
+    step = TrainStep(
+        CONFIG,
+        keep_gradient(),
+        MESH,
+        precision=PrecisionConfig(compute_dtype="float32"),
+        objective=Objective(LossConfig(), CorrectionConfig(), 20, 24),
+        batch_shape=(1, 2, 48),
+        diagnosis=DiagnosisConfig(),
+    )
+    forward = functools.partial(step.forward, num_sequences=20, diagnosis=DiagnosisConfig())
+    checks = TreeChecks(pack_first, separate, functools.partial(separate, row=64), FLOORS["float32"])
+    update = CheckedTrees(
+        SingleUpdate(step, forward, in_trees), forward, checks, lambda: SingleUpdate(step, forward, separate)
+    )
+    return update, create_state(init_params(CONFIG, 0), CONFIG, keep_gradient(), MESH, dynamic_scale=False)
+
+
+def two_steps(update, state):
+    """Returns the output of two steps, and whether each was packed in trees."""
+    sequences, options = groups(), UpdateOptions(1e-2, 0, False)
+    in_tree = []
+    for _ in range(2):
+        batch = update.pack(sequences)
+        in_tree.append(batch.trees is not None)
+        state = update(state, batch, sequences, options).state
+    return in_tree
+
+
+def misread(sequences):
+    """Packs trees in which each response token reads the state of the first token of its row."""
+    batch = in_trees(sequences)
+    return batch._replace(trees=batch.trees._replace(sources=np.zeros_like(batch.trees.sources)))
+
+
+@pytest.mark.parametrize(("pack_first", "stays"), [(in_trees, True), (misread, False)])
+def test_a_mistake_sends_the_run_back_to_separate_rows(pack_first, stays, capsys):
+    in_tree = two_steps(*checked(pack_first))
+    said = capsys.readouterr().out
+    assert in_tree == [True, stays]
+    assert said.startswith("packing.share_prefixes: off. Trees differ by ") == (not stays)
+
+
+def test_the_compared_sequences_begin_alike():
+    chosen = largest_tree(groups())
+    assert 2 <= len(chosen) <= 8
+    assert len({chosen[0].ids[0], *(s.ids[0] for s in chosen)}) == 1
+    assert largest_tree([groups(count=1)[0]]) == []

@@ -1,0 +1,232 @@
+"""Rows of prefix trees give the numbers of separate rows, and mistakes in them do not."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from records import train_sequence
+from tiny_step import CONFIG, MESH, keep_gradient
+from tree_batches import groups, in_trees, separate
+
+from rljax.algorithms.correction_choice import CorrectionConfig
+from rljax.algorithms.losses import LossConfig
+from rljax.policy.model import init_params
+from rljax.policy.trees import segment_ends
+from rljax.trainer.measure import DiagnosisConfig
+from rljax.trainer.objective import Objective
+from rljax.trainer.packing import max_micro_batches, unpack, unpack_whole, useful_fraction
+from rljax.trainer.precision import PrecisionConfig
+from rljax.trainer.state import create_state
+from rljax.trainer.step import TrainStep
+from rljax.trainer.trees import flat_row_tokens, pack_trees, routes_of_paths, tree_row_tokens, tree_tokens
+
+MIXTURE = dataclasses.replace(CONFIG, family="qwen3_moe", num_experts=4, experts_per_token=2, expert_size=16)
+QWEN2 = dataclasses.replace(CONFIG, family="qwen2")
+
+
+@functools.cache
+def params_of(config):
+    return init_params(config, 0)
+
+
+def trained(sequences, batch, config=CONFIG, loss=None, correction=None):
+    """Returns the log-probabilities of each response, the gradients, and the metrics of a step in float32."""
+    step = TrainStep(
+        config,
+        keep_gradient(),
+        MESH,
+        precision=PrecisionConfig(compute_dtype="float32"),
+        objective=Objective(
+            loss or LossConfig(), correction or CorrectionConfig(level="token", threshold=1.2), len(sequences), 24
+        ),
+        batch_shape=batch.tokens.shape,
+        diagnosis=DiagnosisConfig(),
+    )
+    params = jax.tree.map(jnp.copy, params_of(config))
+    state = create_state(params, config, keep_gradient(), MESH, dynamic_scale=False)
+    state, row, values = jax.device_get(step(state, batch, 1e-2, True))
+    return unpack(values.logprobs, batch, sequences), state.opt_state.inner_state.trace, row
+
+
+def distance(found, expected):
+    """Returns the largest difference of log-probabilities, and the relative difference of the gradients by norm."""
+    logprobs = max(np.abs(x - y).max() for x, y in zip(found[0], expected[0], strict=True))
+    pairs = list(zip(*(jax.tree.leaves(each[1]) for each in (found, expected)), strict=True))
+    difference, norm = (
+        np.sqrt(sum(np.sum(np.square(x, dtype=np.float64)) for x in part))
+        for part in ([x - y for x, y in pairs], [y for _, y in pairs])
+    )
+    return logprobs, difference / norm
+
+
+CENTERING = CorrectionConfig(level="token", threshold=1.2, score_centering=True)
+CASES = {
+    "dense": (CONFIG, {}, {}),
+    "qwen2": (QWEN2, {}, {}),
+    "several turns": (CONFIG, {"turns": True}, {"loss": LossConfig(aggregation="sequence_mean")}),
+    "score centering": (CONFIG, {"tops": 4}, {"correction": CENTERING}),
+    "replayed routes": (MIXTURE, {"layers": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trees_give_the_numbers_of_separate_rows(case):
+    config, kind, options = CASES[case]
+    sequences = groups(**kind)
+    batch = in_trees(sequences)
+    found, expected = (
+        trained(sequences, batch, config, **options),
+        trained(sequences, separate(sequences), config, **options),
+    )
+    logprobs, gradients = distance(found, expected)
+    assert logprobs < 1e-5
+    assert gradients < 1e-5
+    assert tree_tokens(batch) < 0.85 * sum(len(s.ids) for s in sequences)
+    free = ("router/", "precision/", "optimizer/grad_noise", "mismatch/logprob_abs_diff")
+    for name, value in expected[2].items():
+        if not name.startswith(free):
+            np.testing.assert_allclose(found[2][name], value, rtol=2e-4, atol=1e-6, err_msg=name)
+
+
+def planted(batch, **arrays):
+    return batch._replace(trees=batch.trees._replace(**arrays))
+
+
+def neighbours(batch):
+    """Returns sources in which the first token of each branch reads the token before it in the row."""
+    sources = batch.trees.sources.copy()
+    for row in np.ndindex(sources.shape[:2]):
+        firsts = np.flatnonzero(np.diff(batch.segment_ids[row], prepend=0) > 0)
+        sources[row][firsts] = np.maximum(sources[row][np.minimum(firsts + 1, len(sources[row]) - 1)] - 1, 0)
+    return sources
+
+
+def as_one_segment(batch):
+    """Returns the ends of rows whose tokens see all tokens before them."""
+    used = batch.trees.ends.max(axis=-1, keepdims=True)
+    return np.where(batch.trees.ends > 0, used, 0).astype(np.int32)
+
+
+MISTAKES = {
+    "a branch reads its neighbour": lambda b: planted(b, sources=neighbours(b)),
+    "a branch sees its neighbours": lambda b: planted(b, ends=as_one_segment(b)),
+    "a branch ends one token early": lambda b: planted(b, ends=np.maximum(b.trees.ends - 1, 0)),
+    "positions go on along the row": lambda b: planted(
+        b, positions=np.broadcast_to(np.arange(48, dtype=np.int32), b.trees.tokens.shape).copy()
+    ),
+    "a response reads its own token": lambda b: planted(b, sources=np.minimum(b.trees.sources + 1, 47)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_seen(mistake):
+    sequences = groups()
+    batch = in_trees(sequences)
+    right, wrong = trained(sequences, batch), trained(sequences, MISTAKES[mistake](batch))
+    assert distance(wrong, right)[0] > 0.01
+
+
+def test_a_tree_by_hand():
+    # Tokens 1 2 are the prompt. The first two responses begin with 3, and the third shares the prompt alone.
+    sequences = [train_sequence([1, 2], tokens) for tokens in ([3, 4], [3, 5, 6], [7])]
+    batch = pack_trees(sequences, row_tokens=8, rows_per_micro_batch=1, micro_batches=1, flat_tokens=8)
+    trees = jax.tree.map(lambda x: x[0, 0].tolist(), batch.trees)
+    # In tree order: 1 2 | 3 | 5, then 7, which is a last token, as 4 and 6 are. Last tokens are not in the tree.
+    assert trees.tokens == [1, 2, 3, 5, 0, 0, 0, 0]
+    assert trees.ends == [4, 4, 4, 4, 0, 0, 0, 0]
+    assert trees.positions == [0, 1, 2, 3, 0, 0, 0, 0]
+    assert batch.tokens[0, 0].tolist()[:6] == [7, 3, 4, 3, 5, 6]
+    assert trees.sources == [1, 1, 2, 1, 2, 3, 0, 0]
+    assert batch.sequence_ids[0, 0].tolist()[:6] == [2, 0, 0, 1, 1, 1]
+    assert useful_fraction(sequences, batch) == 0.5
+
+
+def test_branches_by_hand():
+    sequences = [train_sequence([1], tokens) for tokens in ([2, 3, 9], [2, 4, 9], [5, 6, 9])]
+    batch = pack_trees(sequences, row_tokens=8, rows_per_micro_batch=1, micro_batches=1, flat_tokens=9)
+    trees = jax.tree.map(lambda x: x[0, 0].tolist(), batch.trees)
+    assert trees.tokens == [1, 2, 3, 4, 5, 6, 0, 0]
+    assert trees.ends == [6, 4, 3, 4, 6, 6, 0, 0]
+    assert trees.positions == [0, 1, 2, 2, 1, 2, 0, 0]
+    assert trees.sources == [0, 1, 2, 0, 1, 3, 0, 4, 5]
+
+
+def test_two_levels_by_hand():
+    sequences = [train_sequence([1], tokens) for tokens in ([2, 3, 9], [2, 4, 9], [5, 6, 9])]
+    shape = {"row_tokens": 8, "rows_per_micro_batch": 1, "micro_batches": 1, "flat_tokens": 9}
+    trees = jax.tree.map(lambda x: x[0, 0].tolist(), pack_trees(sequences, **shape, two_levels=True).trees)
+    assert trees.tokens == [1, 2, 3, 2, 4, 5, 6, 0]
+    assert trees.ends == [7, 3, 3, 5, 5, 7, 7, 0]
+
+
+def test_a_shared_token_enters_the_loss_once_for_each_sequence():
+    # Two equal responses with other advantages have the gradient of one response with the sum of both.
+    arrays = {"rollout_logprobs": np.full(3, -3.0)}
+    twice = [train_sequence([1, 2], [3, 4, 5], advantage=a, **arrays) for a in (1.0, 0.5)]
+    once = [train_sequence([1, 2], [3, 4, 5], advantage=a, **arrays) for a in (1.5, 0.0)]
+    off = {"correction": CorrectionConfig()}
+    found, expected = (trained(s, in_trees(s, rows=1), **off) for s in (twice, once))
+    assert distance(found, expected)[1] < 1e-6
+    assert tree_tokens(in_trees(twice)) == 4
+
+
+def test_routes_must_agree_to_be_shared():
+    sequences = groups(layers=2)
+    last = sequences[-4:]
+    assert tree_tokens(in_trees(last)) == sum(len(s.ids) - 1 for s in last)
+
+
+def test_routes_come_back_along_each_path():
+    sequences = groups(layers=2)
+    batch = in_trees(sequences)
+    found = routes_of_paths(batch.routes, batch, sequences)
+    for s, routes in zip(sequences, found, strict=True):
+        np.testing.assert_array_equal(routes.reshape(-1, 2, 2), s.columns["routes"])
+
+
+def test_values_come_back_by_sequence():
+    sequences = groups(turns=True)
+    batch = in_trees(sequences)
+    for s, own in zip(sequences, unpack_whole(batch.rollout_logprobs, batch, sequences), strict=True):
+        np.testing.assert_array_equal(own, s["rollout_logprobs"])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_batch_that_fits_alone_fits_in_trees(seed):
+    rng = np.random.default_rng(seed)
+    size, longest = int(rng.integers(1, 6)), 40
+    made = []
+    for group in range(int(rng.integers(1, 12))):
+        prompt = rng.integers(0, 3, rng.integers(1, 25))
+        tokens = [rng.integers(0, 3, rng.integers(1, longest - 24)) for _ in range(size)]
+        made += [train_sequence(prompt, each, in_loss=bool(group % 2)) for each in tokens]
+    row = tree_row_tokens(longest, 24, longest - 24, size)
+    rows, flat = int(rng.integers(1, 4)), flat_row_tokens(row, 24, longest - 24, size)
+    micro = max_micro_batches(len(made), longest, row, rows)
+    shape = {"row_tokens": row, "rows_per_micro_batch": rows, "micro_batches": micro, "flat_tokens": flat}
+    batch = pack_trees(made, **shape)
+    assert sorted(np.unique(batch.sequence_ids[batch.segment_ids > 0])) == list(range(len(made)))
+    with_loss = {i for i, s in enumerate(made) if s.in_loss}
+    assert not with_loss & set(np.unique(batch.sequence_ids[int(batch.with_loss) :]).tolist()) - {0}
+    for row_of, ends in itertools.product([*np.ndindex(batch.trees.ends.shape[:2])], [batch.trees.ends]):
+        is_token = ends[row_of] > 0
+        assert is_token[: is_token.sum()].all()  # no gap
+        assert (ends[row_of][is_token] > np.flatnonzero(is_token)).all()
+
+
+def test_lengths_of_rows():
+    # 2,048 + 8 x 256 fit a row of 4,096; a prompt of 512 before responses of 8,192 is worth no longer row.
+    assert tree_row_tokens(3072, 2048, 256, 8) == 4096
+    assert tree_row_tokens(9216, 512, 8192, 16) == 9216
+    assert tree_row_tokens(128, 60, 10, 8) == 192
+    assert flat_row_tokens(4096, 2048, 256, 8) == 2752  # 4096 * 2048 / (2048 + 1024), in steps of 64
+    assert flat_row_tokens(64, 1, 63, 1) == 64
+
+
+def test_ends_of_rows_without_trees():
+    ends = segment_ends(jnp.asarray([[1, 1, 2, 3, 3, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]))
+    assert ends.tolist() == [[2, 2, 3, 5, 5, 0], [6] * 6, [0] * 6]
