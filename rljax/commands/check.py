@@ -42,16 +42,18 @@ from rljax.distributed.child import Child, Decoder, LostError
 from rljax.distributed.files import write_whole
 from rljax.distributed.frames import Frames
 from rljax.errors import install_words
-from rljax.policy.config import PolicyConfig
+from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.head import MAX_CHUNK
 from rljax.policy.hub import KNOWN_SHAPES
 from rljax.run.options import parse_arguments
+from rljax.trainer.precision import ComputeDtype
 
 Parts = Mapping[str, Callable[[], CheckFacts]]
 TINY = PolicyConfig(512, 32, 64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, tie_word_embeddings=True)
 DEVICE = "device"
 STEPS = 5  # the steps that are timed
-_DTYPES = ("bfloat16", "float16")
+_DTYPES: tuple[ComputeDtype, ...] = ("bfloat16", "float16")
+_ATTENTIONS: tuple[AttentionName, ...] = ("auto", "xla")
 _MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION"
 _OLD_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses to have both
 _TRACE = 4000  # characters of a failed part's traceback, or of a lost process's last words
@@ -105,7 +107,7 @@ def make_parts(arguments: CheckArguments) -> Parts:
         "collective": part(kernels.check_collective, 1 if tiny else 256, repeats),
     }
     for dtype in _DTYPES:
-        for tokens, name in itertools.product((1152,) if tiny else (2048, 9216), ("auto", "xla")):
+        for tokens, name in itertools.product((1152,) if tiny else (2048, 9216), _ATTENTIONS):
             given, words = (name, tokens, dtype, smallest), f"{name} {tokens} {dtype}"
             parts[f"attention {words}"] = part(kernels.on_named, kernels.check_attention, *given, repeats)
             parts[f"leak {words}"] = part(kernels.on_named, kernels.check_leak, *given)
