@@ -13,7 +13,6 @@ import functools
 import hashlib
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 from starlette.concurrency import run_in_threadpool
@@ -26,7 +25,7 @@ from rljax.errors import naming
 from rljax.rollout.external.address import parse_address
 from rljax.rollout.external.bodies import JSON, LINES, MSGPACK, make_reader
 from rljax.rollout.external.queue import TrajectoryQueue
-from rljax.rollout.external.rows import RowLimits, Trajectory, read_trajectories
+from rljax.rollout.external.rows import Trajectory, read_trajectories
 from rljax.weights.access import KEY_FILE, listen, serving_key
 from rljax.weights.http_limits import WAIT_S, guarded_app, limited_server
 
@@ -46,7 +45,7 @@ class RefusedError(ValueError):
 
 
 class Receiver:
-    """Receives trajectories for a queue. The rows of each request stay in a file of ``spool`` until steps used them.
+    """Receives trajectories for a queue. The rows of each request stay in a file of the queue until steps used them.
 
     ``url`` is the address of the server. After ``start`` it has the port that was chosen.
     """
@@ -54,9 +53,7 @@ class Receiver:
     def __init__(
         self,
         url: str,
-        spool: Path,
         queue: TrajectoryQueue,
-        limits: RowLimits,
         *,
         max_groups: int,
         facts: dict[str, int],
@@ -66,7 +63,6 @@ class Receiver:
 
         Args:
           url: The address to bind to, http://HOST:PORT. Port 0 means a free one.
-          spool: The directory of the files.
           max_groups: The most groups that may wait. A request that would exceed it is answered with 429.
           facts: The numbers of the run that ``GET /policy`` tells besides the version.
           api_key_file: The file with the key that requests must carry. None: the file that ``$RLJAX_API_KEY_FILE``
@@ -80,11 +76,11 @@ class Receiver:
         with naming("rollout.trajectories"):
             self._key_file = serving_key(self._host, api_key_file, remedy)
         self.url = url
-        self._spool, self._queue, self._limits = spool, queue, limits
+        self._queue = queue
         self._max_groups, self._facts = max_groups, facts
         self._last = 0
         self._keys: dict[str, str] = {}  # the file of each request with an idempotency key, by the digest of the key
-        self._read = make_reader(limits)
+        self._read = make_reader(queue.limits)
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
         self._decoding = asyncio.Semaphore(1)
 
@@ -93,7 +89,7 @@ class Receiver:
 
         Raises OSError if the address cannot be bound, and RuntimeError if the server does not start in time.
         """
-        for path in self._spool.glob("*.jsonl"):
+        for path in self._queue.directory.glob("*.jsonl"):
             number, _, digest = path.stem.partition("-")
             self._last = max(self._last, int(number) if number.isdecimal() else 0)
             if digest:
@@ -181,7 +177,7 @@ class Receiver:
         def write() -> str:
             self._last = max(time.time_ns(), self._last + 1)
             name = f"{self._last:020d}-{digest}.jsonl" if digest else f"{self._last:020d}.jsonl"
-            write_durably(self._spool / name, b"\n".join([*lines, b""]))
+            write_durably(self._queue.directory / name, b"\n".join([*lines, b""]))
             if digest:
                 self._keys[digest] = name
             return name
@@ -189,7 +185,9 @@ class Receiver:
         try:
             is_added = self._queue.add_if(is_wanted, trajectories, write)
         except OSError as error:
-            raise RefusedError(503, f"POST: the rows cannot be kept in {self._spool}: {error.strerror}") from error
+            raise RefusedError(
+                503, f"POST: the rows cannot be kept in {self._queue.directory}: {error.strerror}"
+            ) from error
         if not is_added and digest not in self._keys:
             raise RefusedError(
                 429, f"POST: {self._max_groups} groups wait for a step already; send the rows again later"
@@ -199,7 +197,7 @@ class Receiver:
     def _check(self, body: bytearray, kind: str) -> tuple[list[Trajectory], list[bytes]]:
         """Returns the trajectories of a body, and a line of JSON for each row. Raises ValueError if a row is wrong."""
         rows = self._read(body, kind)
-        trajectories = read_trajectories(rows, "POST", self._limits)
+        trajectories = read_trajectories(rows, "POST", self._queue.limits)
         self._queue.check_versions(trajectories, "POST")
         return trajectories, [msgspec.json.encode(row) for _, row in rows]
 

@@ -259,15 +259,14 @@ def _logprobs(values: Any, what: str, sampled: np.ndarray) -> np.ndarray:
         raise ValueError(f"{what} must hold numbers or null, got {_first_other(values, float)}")
     with np.errstate(over="ignore"):
         array = np.where(sampled, array, 0.0).astype(np.float32)
-    if not np.isfinite(array).all():
-        position = int(np.flatnonzero(~np.isfinite(array))[0])
-        raise ValueError(f"{what} must be finite where the policy sampled, got {array[position]} at token {position}")
-    if array.max() > _ROUNDING:
-        position = int(array.argmax())
-        raise ValueError(f"{what} must be at most 0 (nats), got {array[position]:.6g} at token {position}")
-    if array.min() < _LOWEST:
-        position = int(array.argmin())
-        raise ValueError(f"{what} must be at least {_LOWEST:g} (nats), got {array[position]:.6g} at token {position}")
+    for is_wrong, expected in (
+        (~np.isfinite(array), "finite where the policy sampled"),
+        (array > _ROUNDING, "at most 0 (nats)"),
+        (array < _LOWEST, f"at least {_LOWEST:g} (nats)"),
+    ):
+        if is_wrong.any():
+            position = int(is_wrong.argmax())
+            raise ValueError(f"{what} must be {expected}, got {array[position]:.6g} at token {position}")
     return np.minimum(array, np.float32(0.0))
 
 
