@@ -37,6 +37,7 @@ DOORS = {
         "rollout.servers.replies",
         "rollout.external.receiver",
         "rollout.external.bodies",
+        "rollout.external.rows",
         "weights.format",
         "weights.writer",
         "distributed.acts",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rljax.data.files import read_rows
-from rljax.rollout.external.rows import RowLimits, Trajectory, read_trajectories
+from rljax.rollout.external.rows import RowLimits, Trajectory, read_trajectories, typed_rows
 
 SUFFIXES = (".jsonl", ".parquet")
 Group = list[tuple[str, Trajectory]]  # trajectories of one group name, each behind the name of its file
@@ -101,7 +101,7 @@ class TrajectoryQueue:
     def read(self, name: str) -> list[Trajectory]:
         """Returns the trajectories of a file. Raises ValueError if any row of it cannot be used."""
         path = self.directory / name
-        return read_trajectories(read_rows(path), str(path), self.limits)
+        return read_trajectories(typed_rows(read_rows(path), str(path), self.limits), str(path), self.limits)
 
     def read_file(self) -> bool:
         """Reads the next file of the directory. Returns whether there was one.
