@@ -12,7 +12,7 @@ from rljax.data.files import read_rows
 from rljax.rollout.external.rows import RowLimits, Trajectory, read_trajectories, typed_rows
 
 SUFFIXES = (".jsonl", ".parquet")
-Group = list[tuple[str, Trajectory]]  # trajectories of one group name, each behind the name of its file
+WaitingGroup = list[tuple[str, Trajectory]]  # trajectories of one group name, each behind the name of its file
 
 
 class GroupCounts(NamedTuple):
@@ -55,8 +55,8 @@ class TrajectoryQueue:
         self.highest: int | None = None
         self._group_size, self._max_staleness = group_size, max_staleness
         self._changed = threading.Condition()
-        self._open: dict[str, Group] = {}  # the groups with too few trajectories, by name
-        self._complete: list[Group] = []
+        self._open: dict[str, WaitingGroup] = {}  # the groups with too few trajectories, by name
+        self._complete: list[WaitingGroup] = []
         self._used: dict[str, set[int]] = {}  # the used rows of each begun file, by name, in the order of reading
         self._left: dict[str, set[int]] = {}  # the unused rows of each begun file that this process has read, by name
         self._finished: dict[str, int] = {}  # the last step that used rows of each file without unused rows, by name
@@ -206,7 +206,7 @@ class TrajectoryQueue:
             if len(group) == self._group_size:
                 self._complete.append(self._open.pop(trajectory.group))
 
-    def _use(self, group: Group, step: int) -> None:
+    def _use(self, group: WaitingGroup, step: int) -> None:
         """Records that ``step`` has used or dropped the rows of a group."""
         for name, trajectory in group:
             self._left[name].difference_update(trajectory.rows)
@@ -219,9 +219,9 @@ class TrajectoryQueue:
             self._finished[name] = step
 
 
-def _oldest(group: Group) -> int:
+def _oldest(group: WaitingGroup) -> int:
     return min(one.oldest_version for _, one in group)
 
 
-def _newest(group: Group) -> int:
+def _newest(group: WaitingGroup) -> int:
     return max(one.newest_version for _, one in group)
