@@ -27,7 +27,7 @@ def make_reader(limits: RowLimits) -> Callable[[bytes | bytearray, str], list[tu
 
     The function raises ValueError with one line if the body cannot be read, or has no row or more than ``MOST_ROWS``.
     """
-    row = row_type(limits)
+    row: Any = row_type(limits)
     rows: Any = Annotated[list[row], msgspec.Meta(max_length=MOST_ROWS)]
     one, several = msgspec.json.Decoder(row), msgspec.json.Decoder(rows | row)
     packed = msgspec.msgpack.Decoder(rows | row)
