@@ -36,7 +36,6 @@ DOORS = {
         "rollout.servers.http",
         "rollout.servers.replies",
         "rollout.external.receiver",
-        "rollout.external.bodies",
         "rollout.external.rows",
         "weights.format",
         "weights.writer",

@@ -16,7 +16,7 @@ import pytest
 from external_rows import make_row
 from served_receivers import LIMITS, Served
 
-from rljax.rollout.external.bodies import MOST_ROWS, make_reader
+from rljax.rollout.external.receiver import MOST_ROWS, make_reader
 from rljax.rollout.external.rows import RowLimits
 from rljax.rollout.types import SamplingParams
 from rljax.weights import http_limits
@@ -159,7 +159,7 @@ def test_web_pages_are_refused(guarded):
 MEMORY = """
 import resource, sys
 from served_receivers import LIMITS, rubbish
-from rljax.rollout.external.bodies import make_reader
+from rljax.rollout.external.receiver import make_reader
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for kind, body in rubbish(2**24):
     try:

@@ -5,9 +5,8 @@ import json
 import httpx
 from external_rows import make_row
 
-from rljax.rollout.external.bodies import MOST_ROWS
 from rljax.rollout.external.queue import TrajectoryQueue
-from rljax.rollout.external.receiver import Receiver
+from rljax.rollout.external.receiver import MOST_ROWS, Receiver
 from rljax.rollout.external.rows import RowLimits
 from rljax.rollout.types import SamplingParams
 
