@@ -55,20 +55,18 @@ def relative_error(x: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean((x - expected) ** 2) / jnp.mean(expected**2))
 
 
-def packed_row(tokens: int) -> tuple[np.ndarray, list[int]]:
-    """Returns segment ids [1, t] of five sequences with padding, and the lengths of the sequences."""
+def packed_row(tokens: int, dtype: str, policy: PolicyConfig) -> tuple[list[jax.Array], np.ndarray, list[int]]:
+    """Returns one row of five random sequences and padding: its arrays, its segment ids [1, t], and the lengths.
+
+    The arrays are q, k, v, and a cotangent of the output, which is 0 on padding, as after a loss.
+    """
     lengths = [int(share * tokens) for share in _SHARES]
-    ids = np.zeros((1, tokens), np.int32)
-    ids[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    return ids, lengths
-
-
-def random_heads(policy: PolicyConfig, segments: np.ndarray, dtype: str) -> list[jax.Array]:
-    """Returns normally distributed q, k, v, and a cotangent of the output, which is 0 on padding, as after a loss."""
+    segments = np.zeros((1, tokens), np.int32)
+    segments[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     rng, h, g = np.random.default_rng(0), policy.num_heads, policy.num_kv_heads
-    arrays = [rng.standard_normal((*segments.shape, n, policy.head_dim), np.float32) for n in (h, g, g, h)]
+    arrays = [rng.standard_normal((1, tokens, n, policy.head_dim), np.float32) for n in (h, g, g, h)]
     arrays[3] *= (segments > 0)[:, :, None, None]
-    return [jnp.asarray(x, dtype) for x in arrays]
+    return [jnp.asarray(x, dtype) for x in arrays], segments, lengths
 
 
 def gradients(attention: PackedAttention) -> Callable[..., tuple[jax.Array, ...]]:
@@ -109,8 +107,7 @@ def check_attention(
     attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig, repeats: int
 ) -> CheckFacts:
     """Measures one row's forward and backward pass: its errors against float32, times, and operations a second."""
-    segments, lengths = packed_row(tokens)
-    arrays = random_heads(policy, segments, dtype)
+    arrays, segments, lengths = packed_row(tokens, dtype, policy)
     both, alone = jax.jit(gradients(attention)), jax.jit(attention)
     got, expected = both(*arrays, segments), reference(*arrays, segments)
     errors = {what: float(relative_error(x, y)) for what, x, y in zip(RESULTS, got, expected, strict=True)}
@@ -158,8 +155,7 @@ def check_leak(attention: PackedAttention, tokens: int, dtype: str, policy: Poli
 
     If the order of sums is not fixed, results that differ between two equal runs are not judged.
     """
-    segments, _ = packed_row(tokens)
-    arrays = random_heads(policy, segments, dtype)
+    arrays, segments, _ = packed_row(tokens, dtype, policy)
     changed = segments == 2
     others = [jnp.where(changed[:, :, None, None], x * 3 + 1, x).astype(x.dtype) for x in arrays]
     program, fixed = compile_with_fixed_sums(jax.jit(gradients(attention)).lower(*arrays, segments))

@@ -185,13 +185,10 @@ def _read_row(row: PostedRow, place: str, limits: RowLimits, turns_before: int, 
     if not len(prompt) or not count:
         raise ValueError(f"{place}: prompt_ids and token_ids need at least one token, got {len(prompt)} and {count}")
     most_prompt, most = limits.max_prompt_tokens, limits.sampling.max_response_tokens
-    if is_first and len(prompt) > most_prompt:
-        limit = f"expected at most data.max_prompt_tokens = {most_prompt}"
-        raise ValueError(f"{place}: prompt_ids has {len(prompt)} tokens, {limit}")
-    if is_first and count > most:
-        raise ValueError(
-            f"{place}: token_ids has {count} tokens, expected at most rollout.max_response_tokens = {most}"
-        )
+    limited = ("prompt_ids", len(prompt), "data.max_prompt_tokens", most_prompt)
+    for what, length, setting, limit in (limited, ("token_ids", count, "rollout.max_response_tokens", most)):
+        if is_first and length > limit:
+            raise ValueError(f"{place}: {what} has {length} tokens, expected at most {setting} = {limit}")
     if len(prompt) + count > most_prompt + most:
         raise ValueError(
             f"{place}: prompt_ids and token_ids have {len(prompt) + count} tokens, expected at most "
