@@ -1,4 +1,4 @@
-"""Checks of attention and of the head on the device of this machine, for ``rljax check``.
+"""Checks of attention, of the head and of a sum over all devices of this machine, for ``rljax check``.
 
 They measure errors, leaks between segments, times and memory. Each function returns plain values for JSON, and lists
 what is wrong under ``problems``.
@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax.plan.flops import attention_flops
-from rljax.policy.attention import PackedAttention, attend, segment_mask
-from rljax.policy.config import PolicyConfig
+from rljax.policy.attention import PackedAttention, attend, choose_attention, find_implementation, segment_mask
+from rljax.policy.config import AttentionName, PolicyConfig
 from rljax.policy.head import token_logprobs
 
 CheckFacts = dict[str, Any]
@@ -28,6 +29,10 @@ _UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 MOST_UNITS = 2.0
 """Largest relative error of a kernel, in units of the last place of its dtype."""
 MOST_LOGPROB_ERROR = 1e-3
+_HEAD_ERRORS = (
+    *("largest_logprob_error", "largest_entropy_error"),
+    *("relative_error_of_d_hidden", "relative_error_of_d_table"),
+)
 _CALLS = 4
 # Triton's products are switched off, because under the first option XLA chooses no tiling for them.
 _FIXED_SUMS: CheckFacts = {"xla_gpu_exclude_nondeterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
@@ -50,20 +55,18 @@ def relative_error(x: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean((x - expected) ** 2) / jnp.mean(expected**2))
 
 
-def packed_row(tokens: int) -> tuple[np.ndarray, list[int]]:
-    """Returns segment ids [1, t] of five sequences with padding, and the lengths of the sequences."""
+def packed_row(tokens: int, dtype: str, policy: PolicyConfig) -> tuple[list[jax.Array], np.ndarray, list[int]]:
+    """Returns one row of five random sequences and padding: its arrays, its segment ids [1, t], and the lengths.
+
+    The arrays are q, k, v, and a cotangent of the output, which is 0 on padding, as after a loss.
+    """
     lengths = [int(share * tokens) for share in _SHARES]
-    ids = np.zeros((1, tokens), np.int32)
-    ids[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-    return ids, lengths
-
-
-def random_heads(policy: PolicyConfig, segments: np.ndarray, dtype: str) -> list[jax.Array]:
-    """Returns normally distributed q, k, v, and a cotangent of the output, which is 0 on padding, as after a loss."""
+    segments = np.zeros((1, tokens), np.int32)
+    segments[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
     rng, h, g = np.random.default_rng(0), policy.num_heads, policy.num_kv_heads
-    arrays = [rng.standard_normal((*segments.shape, n, policy.head_dim), np.float32) for n in (h, g, g, h)]
+    arrays = [rng.standard_normal((1, tokens, n, policy.head_dim), np.float32) for n in (h, g, g, h)]
     arrays[3] *= (segments > 0)[:, :, None, None]
-    return [jnp.asarray(x, dtype) for x in arrays]
+    return [jnp.asarray(x, dtype) for x in arrays], segments, lengths
 
 
 def gradients(attention: PackedAttention) -> Callable[..., tuple[jax.Array, ...]]:
@@ -88,18 +91,28 @@ def reference(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> tuple[jax.Ar
     return tuple(jnp.moveaxis(x, 0, 2).reshape(b, t, -1, d) for x in results)
 
 
+def on_named(
+    check: Callable[..., CheckFacts], name: AttentionName, tokens: int, dtype: str, policy: PolicyConfig, *rest: Any
+) -> CheckFacts:
+    """Runs a check of one attention implementation. If auto means xla it is skipped, because xla has its own part."""
+    here = (jax.devices()[0], dtype, policy.head_dim)
+    picked = find_implementation(name, *here)
+    if name != picked == "xla":
+        return {"skipped": "auto is xla here"}
+    found = check(choose_attention(name, *here), tokens, dtype, policy, *rest)
+    return found | {"implementation": picked, "says": f"{picked}: {found['says']}"}
+
+
 def check_attention(
     attention: PackedAttention, tokens: int, dtype: str, policy: PolicyConfig, repeats: int
 ) -> CheckFacts:
     """Measures one row's forward and backward pass: its errors against float32, times, and operations a second."""
-    segments, lengths = packed_row(tokens)
-    arrays = random_heads(policy, segments, dtype)
+    arrays, segments, lengths = packed_row(tokens, dtype, policy)
     both, alone = jax.jit(gradients(attention)), jax.jit(attention)
     got, expected = both(*arrays, segments), reference(*arrays, segments)
     errors = {what: float(relative_error(x, y)) for what, x, y in zip(RESULTS, got, expected, strict=True)}
     del got, expected
     most = MOST_UNITS * _UNIT[dtype]
-    problems = [f"relative error of {what} is {error:.2g}" for what, error in errors.items() if not error <= most]
     q, k, v, _ = arrays
     jax.block_until_ready(alone(q, k, v, segments))
     forward_ms = median_ms(lambda: alone(q, k, v, segments), repeats)
@@ -109,17 +122,13 @@ def check_attention(
     return {
         "says": f"error {max(errors.values()):.1e}, forward {forward_ms:.2f} ms ({forward_rate:.1f} TFLOP/s), "
         f"with backward {both_ms:.2f} ms ({both_rate:.1f} TFLOP/s)",
-        "tokens": tokens,
         "segments": lengths,
-        "dtype": dtype,
-        "heads": [policy.num_heads, policy.num_kv_heads, policy.head_dim],
         "relative_error": errors,
-        "largest_relative_error_allowed": most,
         "forward_ms": forward_ms,
         "forward_and_backward_ms": both_ms,
         "forward_tflops_per_s": forward_rate,
         "forward_and_backward_tflops_per_s": both_rate,
-        "problems": problems,
+        "problems": [f"relative error of {what} is {error:.2g}" for what, error in errors.items() if not error <= most],
     }
 
 
@@ -146,8 +155,7 @@ def check_leak(attention: PackedAttention, tokens: int, dtype: str, policy: Poli
 
     If the order of sums is not fixed, results that differ between two equal runs are not judged.
     """
-    segments, lengths = packed_row(tokens)
-    arrays = random_heads(policy, segments, dtype)
+    arrays, segments, _ = packed_row(tokens, dtype, policy)
     changed = segments == 2
     others = [jnp.where(changed[:, :, None, None], x * 3 + 1, x).astype(x.dtype) for x in arrays]
     program, fixed = compile_with_fixed_sums(jax.jit(gradients(attention)).lower(*arrays, segments))
@@ -167,9 +175,6 @@ def check_leak(attention: PackedAttention, tokens: int, dtype: str, policy: Poli
     order = "" if fixed else ", sums are not in a fixed order"
     return {
         "says": f"{sum(leaked.values())} values of other segments changed{order}",
-        "tokens": tokens,
-        "segments": lengths,
-        "dtype": dtype,
         "fixed_sums": fixed,
         "leaked_values": leaked,
         "values_that_differ_between_equal_runs": unrepeatable,
@@ -186,51 +191,43 @@ def naive_logprobs(hidden: Any, table: Any, targets: Any) -> tuple[jax.Array, ja
     return picked, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
 
-def _head_gradients(head: Callable[..., Any]) -> Any:
-    def run(hidden: Any, table: Any, targets: Any, cotangents: Any) -> tuple[jax.Array, ...]:
-        values, pull = jax.vjp(lambda hidden, table: head(hidden, table, targets)[:2], hidden, table)
-        return *values, *pull(cotangents)
-
-    return run
-
-
 def check_head(tokens: int, dtype: str, policy: PolicyConfig, repeats: int, max_chunk: int) -> CheckFacts:
-    """Measures the head in chunks and from all logits: errors against float32, times, and temporaries (bytes)."""
+    """Measures the head in chunks: its errors against all logits at once in float32, its time, and temporaries."""
     rng = np.random.default_rng(0)
     d, v = policy.hidden_size, policy.vocab_size
     hidden = jnp.asarray(rng.standard_normal((tokens, d), np.float32), dtype)
     table = jnp.asarray(rng.standard_normal((v, d), np.float32) * (2 * d**-0.5), dtype)
     targets = jnp.asarray(rng.integers(0, v, tokens), jnp.int32)
     cotangents = tuple(jnp.asarray(rng.standard_normal(tokens, np.float32)) for _ in range(2))
+
+    def compiled(head: Callable[..., Any], *arrays: jax.Array) -> jax.stages.Compiled:
+        def run(hidden: Any, table: Any) -> tuple[jax.Array, ...]:
+            values, pull = jax.vjp(lambda hidden, table: head(hidden, table, targets)[:2], hidden, table)
+            return *values, *pull(cotangents)
+
+        return jax.jit(run).lower(*arrays).compile()
+
+    wide = hidden.astype(jnp.float32), table.astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
-        wide = (hidden.astype(jnp.float32), table.astype(jnp.float32), targets, cotangents)
-        expected = jax.device_get(jax.jit(_head_gradients(naive_logprobs))(*wide))
+        expected = jax.device_get(compiled(naive_logprobs, *wide)(*wide))
     del wide
-    found: CheckFacts = {"tokens": tokens, "dtype": dtype, "hidden_size": d, "vocabulary": v, "problems": []}
-    says = []
-    in_chunks: Callable[..., Any] = functools.partial(token_logprobs, max_chunk=max_chunk)
-    for name, head in (("chunks", in_chunks), ("naive", naive_logprobs)):
-        run = jax.jit(_head_gradients(head)).lower(hidden, table, targets, cotangents).compile()
-        got = run(hidden, table, targets, cotangents)
-        logprobs, entropy = (float(jnp.max(jnp.abs(x - y))) for x, y in zip(got[:2], expected[:2], strict=True))
-        of_hidden, of_table = (float(relative_error(x, y)) for x, y in zip(got[2:], expected[2:], strict=True))
-        del got
-        analysis = memory_analysis(run)
-        ms = median_ms(functools.partial(run, hidden, table, targets, cotangents), repeats)
-        says.append(f"{name} error {logprobs:.1e}, {ms:.1f} ms")
-        found[name] = {
-            "largest_logprob_error": logprobs,
-            "largest_entropy_error": entropy,
-            "relative_error_of_d_hidden": of_hidden,
-            "relative_error_of_d_table": of_table,
-            "forward_and_backward_ms": ms,
-            "temporary_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
-        }
-    for key, error in found["chunks"].items():
-        limit = MOST_LOGPROB_ERROR if key.startswith("largest") else MOST_UNITS * _UNIT[dtype]
-        if "error" in key and not error <= limit:
-            found["problems"].append(f"{key.replace('_', ' ')} is {error:.2g}")
-    return found | {"says": "; ".join(says)}
+    program = compiled(functools.partial(token_logprobs, max_chunk=max_chunk), hidden, table)
+    got = program(hidden, table)
+    errors = {
+        name: float(jnp.max(jnp.abs(x - y)) if name.startswith("largest") else relative_error(x, y))
+        for name, x, y in zip(_HEAD_ERRORS, got, expected, strict=True)
+    }
+    del got, expected
+    analysis, ms = memory_analysis(program), median_ms(lambda: program(hidden, table), repeats)
+    limits = {name: MOST_LOGPROB_ERROR if name.startswith("largest") else MOST_UNITS * _UNIT[dtype] for name in errors}
+    return errors | {
+        "says": f"error {errors['largest_logprob_error']:.1e}, {ms:.1f} ms",
+        "forward_and_backward_ms": ms,
+        "temporary_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
+        "problems": [
+            f"{name.replace('_', ' ')} is {error:.2g}" for name, error in errors.items() if not error <= limits[name]
+        ],
+    }
 
 
 def memory_analysis(compiled: jax.stages.Compiled) -> Any:
@@ -239,3 +236,23 @@ def memory_analysis(compiled: jax.stages.Compiled) -> Any:
         return compiled.memory_analysis()
     except jax.errors.JaxRuntimeError:
         return None
+
+
+def check_collective(mebibytes: int, repeats: int) -> CheckFacts:
+    """Sums an array over all devices of this process (NCCL on GPUs), checks the sum, and measures the bandwidth.
+
+    The bandwidth is the bus bandwidth of nccl-tests: 2 (n - 1) / n times the bytes on one device, divided by the time.
+    """
+    devices = np.asarray(jax.local_devices())
+    n, size = len(devices), mebibytes * 2**18
+    if n < 2:
+        return {"skipped": "one device is here, so nothing travels between devices"}
+    split, mesh = PartitionSpec("cards"), Mesh(devices, ("cards",))
+    total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "cards"), mesh=mesh, in_specs=split, out_specs=split))
+    x = jax.jit(lambda: jnp.arange(n * size) // size + 1.0, out_shardings=NamedSharding(mesh, split))()
+    wrong = [part.device for part in total(x).addressable_shards if bool(jnp.any(part.data != n * (n + 1) / 2))]
+    ms = median_ms(lambda: total(x), repeats)
+    rate = 2 * (n - 1) / n * 4 * size / ms / 1e6
+    says = f"{n} devices added {mebibytes} MiB in {ms:.2f} ms, {rate:.1f} GB/s a device"
+    problems = [f"the sum is wrong on {device}" for device in wrong]
+    return {"devices": n, "ms": ms, "gigabytes_per_second": rate, "says": says, "problems": problems}

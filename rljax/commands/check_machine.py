@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -18,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rljax import DISTRIBUTION
-from rljax.commands.check_kernels import CheckFacts, median_ms
+from rljax.commands.check_kernels import CheckFacts
 from rljax.distributed.files import VERSIONS, memory_directory
-from rljax.errors import install_words
+from rljax.distributed.processes import unused_gpus
+from rljax.errors import ConfigError, install_words
 from rljax.plan.dry_run import in_units
 from rljax.policy.config import PolicyConfig
 from rljax.rollout.build import version_bytes
@@ -69,6 +68,36 @@ def server_python() -> str | None:
     with contextlib.suppress(RuntimeError):
         return str(vllm_python())
     return None
+
+
+def device_memory() -> int | None:
+    """Returns the bytes of a device that JAX may use, or None if JAX does not say."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def check_device() -> CheckFacts:
+    """Returns the devices, their drivers and the versions of JAX."""
+    device, memory = jax.devices()[0], device_memory()
+    try:
+        unused = unused_gpus(jax.local_device_count() if device.platform == "gpu" else 0)
+    except ConfigError as error:
+        unused = str(error)
+    of_memory = in_units(memory) if memory else "memory not said"
+    return {
+        "says": f"{jax.device_count()} x {device.device_kind}, {of_memory}, jax {jax.__version__}",
+        "kind": device.device_kind,
+        "platform": device.platform,
+        "count": jax.device_count(),
+        "processes": jax.process_count(),
+        "memory_bytes": memory,
+        "compute_capability": getattr(device, "compute_capability", None),
+        "runtime": device.client.platform_version,
+        "driver": nvidia_smi("name,driver_version,memory.total"),
+        "python": platform.python_version(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "commit": said("git", "-C", str(Path(__file__).parents[2]), "rev-parse", "HEAD"),
+        "problems": [unused] if unused else [],
+    }
 
 
 def check_driver() -> CheckFacts:
@@ -156,23 +185,3 @@ def check_shm(model: str, policy: PolicyConfig) -> CheckFacts:
     says += f", and two versions of {model} in 16 bits take {in_units(needed)}"
     sizes = {"free": space.free, "total": space.total, "needed": needed}
     return {"bytes": sizes, "says": says, "problems": [] if space.free >= needed else [says]}
-
-
-def check_collective(mebibytes: int, repeats: int) -> CheckFacts:
-    """Sums an array over all devices of this process (NCCL on GPUs), checks the sum, and measures the bandwidth.
-
-    The bandwidth is the bus bandwidth of nccl-tests: 2 (n - 1) / n times the bytes on one device, divided by the time.
-    """
-    devices = np.asarray(jax.local_devices())
-    n, size = len(devices), mebibytes * 2**18
-    if n < 2:
-        return {"skipped": "one device is here, so nothing travels between devices"}
-    split, mesh = PartitionSpec("cards"), Mesh(devices, ("cards",))
-    total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "cards"), mesh=mesh, in_specs=split, out_specs=split))
-    x = jax.jit(lambda: jnp.arange(n * size) // size + 1.0, out_shardings=NamedSharding(mesh, split))()
-    wrong = [part.device for part in total(x).addressable_shards if bool(jnp.any(part.data != n * (n + 1) / 2))]
-    ms = median_ms(lambda: total(x), repeats)
-    rate = 2 * (n - 1) / n * 4 * size / ms / 1e6
-    says = f"{n} devices added {mebibytes} MiB in {ms:.2f} ms, {rate:.1f} GB/s a device"
-    problems = [f"the sum is wrong on {device}" for device in wrong]
-    return {"devices": n, "ms": ms, "gigabytes_per_second": rate, "says": says, "problems": problems}

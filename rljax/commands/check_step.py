@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rljax.commands.check_kernels import CheckFacts, memory_analysis
+from rljax.commands.check_machine import device_memory
 from rljax.data.prompts import DataConfig
 from rljax.plan.compile import memory_by_kind
 from rljax.plan.dry_run import beside_bytes, in_units, planned_bytes
@@ -27,12 +27,11 @@ from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Remat, init_params, param_shardings
 from rljax.rollout.types import RolloutConfig
 from rljax.run.config import Config
-from rljax.run.training import batch_shape, make_pack, make_step
+from rljax.run.training import make_pack, make_step
 from rljax.sharding import make_mesh
-from rljax.trainer.packing import PackedBatch, PackingConfig, TrainSequence
+from rljax.trainer.packing import PackingConfig, TrainSequence
 from rljax.trainer.precision import ComputeDtype, PrecisionConfig
 from rljax.trainer.state import TrainState, create_state, make_optimizer
-from rljax.trainer.step import TrainStep
 
 WARM_UP = 2  # steps before the timed ones; the first step compiles
 # Compiled for an H100, Qwen3-0.6B's step in bfloat16 with remat none takes 45.8 GiB, and the plan says 39.4.
@@ -84,17 +83,6 @@ def random_state(config: Config, policy: PolicyConfig, mesh: Mesh) -> TrainState
     return create_state(params, policy, make_optimizer(config.optimizer), mesh, dynamic_scale=dynamic)
 
 
-def device_memory() -> int | None:
-    """Returns the bytes of a device that JAX may use, or None if JAX does not say."""
-    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-
-
-def peak_bytes() -> int | None:
-    """Returns the most bytes in use on a device since this process began, or None if JAX does not say."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
-    return max((int(peak) for peak in peaks if peak is not None), default=None)
-
-
 def plan(config: Config, policy: PolicyConfig, mesh: Mesh) -> int:
     """Returns the bytes on a device that the dry run plans for the step without the rest of the run."""
     whole = sum(part for _, part in planned_bytes(config, policy, mesh).values())
@@ -111,101 +99,67 @@ def choose_remat(size: StepSize, dtype: ComputeDtype, policy: PolicyConfig, mesh
 
 
 def check_step(
-    name: str, policy: PolicyConfig, dtype: ComputeDtype, steps: int, size: StepSize, remat: Remat | None
+    name: str, policy: PolicyConfig, dtype: ComputeDtype, steps: int, size: StepSize, remat: Remat | None = None
 ) -> CheckFacts:
     """Compiles and times a step of the model ``name``, and compares the planned, compiled and used bytes.
 
     ``steps`` steps after the warm-up are timed. None for ``remat`` means the first of ``_REMATS`` whose plan fits.
     """
-    mesh, limit = make_mesh(Config().mesh), device_memory()
+    mesh, device = make_mesh(Config().mesh), jax.devices()[0]
+    limit = device_memory()
     config = step_config(size, dtype, remat) if remat else choose_remat(size, dtype, policy, mesh, limit)
     planned = plan(config, policy, mesh)
-    found: CheckFacts = {
-        "model": name,
-        "dtype": dtype,
-        "devices": mesh.size,
-        "remat": config.precision.remat,
-        "batch": dict(zip(("micro_batches", "rows", "tokens"), batch_shape(config), strict=True)),
-        "bytes": {"planned": planned, "device": limit},
-        "problems": [],
-    }
+    found: CheckFacts = {"model": name, "devices": mesh.size, "remat": config.precision.remat}
     if limit is not None and planned > limit:
         return found | {"skipped": f"the plan needs {planned / limit:.0%} of a device's memory"}
     step = make_step(config, policy, make_optimizer(config.optimizer), mesh)
     start = time.perf_counter()
     analysis = memory_analysis(step.lower().compile())
     found["compile_s"] = time.perf_counter() - start
-    found["bytes"]["compiled"] = None if analysis is None else memory_by_kind(analysis)
     sequences = random_sequences(size, config.num_sequences, policy.vocab_size)
     batch = make_pack(config, config.num_sequences)(sequences)
-    seconds, row = run_steps(step, random_state(config, policy, mesh), batch, config, steps)
-    found["bytes"]["peak_in_use"] = peak_bytes()
-    lengths, kind = [len(s.ids) for s in sequences], jax.devices()[0].device_kind
-    found |= speeds(policy, lengths, seconds, dtype, devices=mesh.size, kind=kind)
-    found |= {"compilations": step.compilations, "row": row, "used_micro_batches": int(batch.used)}
-    if step.compilations != 1:
-        found["problems"].append(f"the step was compiled {step.compilations} times")
-    if not all(math.isfinite(value) for value in row.values()):
-        found["problems"].append(f"not finite: {[key for key, value in row.items() if not math.isfinite(value)]}")
-    if row["optimizer/skipped_updates"]:
-        found["problems"].append(f"{row['optimizer/skipped_updates']:.0f} updates were skipped")
-    return found | {"says": summary(found)}
-
-
-def summary(found: CheckFacts) -> str:
-    """Returns a line about the findings of a step."""
-    sizes, utilisation = found["bytes"], found["model_flops_utilisation"]
-    memory = {"plan": sizes["planned"], "compiler": (sizes["compiled"] or {}).get("total")}
-    memory["device"] = sizes["peak_in_use"]
-    return (
-        f"{found['median_step_s']:.3f} s, {found['tokens_per_second_and_device']:,.0f} tokens/s a device, "
-        f"MFU {'not known' if utilisation is None else f'{utilisation:.1%}'}, remat {found['remat']}; "
-        + ", ".join(f"{name} {'not known' if size is None else in_units(size)}" for name, size in memory.items())
-    )
-
-
-def run_steps(
-    step: TrainStep, state: TrainState, batch: PackedBatch, config: Config, steps: int
-) -> tuple[list[float], dict[str, float]]:
-    """Returns the seconds of each step after the warm-up, and some numbers of the last step's row."""
-    seconds: list[float] = []
-    row: dict[str, Any] = {}
+    state, seconds = random_state(config, policy, mesh), []
     for _ in range(WARM_UP + steps):
         start = time.perf_counter()
-        state, row, values = step(state, batch, config.optimizer.learning_rate, True)
-        jax.block_until_ready((state, row, values))
+        state, numbers, values = step(state, batch, config.optimizer.learning_rate, True)
+        jax.block_until_ready((state, numbers, values))
         seconds.append(time.perf_counter() - start)
     wanted = ("policy/loss", "policy/entropy", "optimizer/grad_norm", "optimizer/skipped_updates")
-    return seconds[WARM_UP:], {key: float(row[key]) for key in wanted}
+    row = {key: float(numbers[key]) for key in wanted}
+    peaks = [(each.memory_stats() or {}).get("peak_bytes_in_use", 0) for each in jax.local_devices()]
+    found["bytes"] = {
+        "plan": planned,
+        "compiler": None if analysis is None else memory_by_kind(analysis)["total"],
+        "device": max(peaks) or None,
+    }
+    rates = speeds(policy, [len(each.ids) for each in sequences], seconds[WARM_UP:], dtype, mesh.size, device)
+    problems = [] if step.compilations == 1 else [f"the step was compiled {step.compilations} times"]
+    if not_finite := [key for key, value in row.items() if not math.isfinite(value)]:
+        problems.append(f"not finite: {not_finite}")
+    if row["optimizer/skipped_updates"]:
+        problems.append(f"{row['optimizer/skipped_updates']:.0f} updates were skipped")
+    share = rates["model_flops_utilisation"]
+    says = (
+        f"{rates['median_step_s']:.3f} s, {rates['tokens_per_second_and_device']:,.0f} tokens/s a device, "
+        f"MFU {'not known' if share is None else f'{share:.1%}'}, remat {config.precision.remat}; "
+        + ", ".join(f"{what} {'not known' if n is None else in_units(n)}" for what, n in found["bytes"].items())
+    )
+    return found | rates | {"row": row, "says": says, "problems": problems}
 
 
 def speeds(
-    policy: PolicyConfig,
-    lengths: Sequence[int],
-    seconds: Sequence[float],
-    dtype: ComputeDtype,
-    *,
-    devices: int,
-    kind: str,
+    policy: PolicyConfig, lengths: list[int], seconds: list[float], dtype: ComputeDtype, devices: int, device: Any
 ) -> CheckFacts:
-    """Computes tokens per second and device, and model-FLOPs utilisation. Padding counts in neither.
+    """Returns tokens per second and device, and model-FLOPs utilisation. Padding counts in neither.
 
-    ``lengths`` are the lengths of a step's sequences (tokens), ``seconds`` the times of the steps, and ``kind`` JAX's
-    name of the device.
+    ``lengths`` are the lengths of a step's sequences (tokens), ``seconds`` the times of the steps. The utilisation is
+    None if the peak rate of ``device`` is not known.
     """
-    median = statistics.median(seconds)
-    flops = model_flops(policy, 1, list(lengths))
-    found: CheckFacts = {
-        "step_s": list(seconds),
+    median, flops, card = statistics.median(seconds), model_flops(policy, 1, lengths), card_of_kind(device.device_kind)
+    return {
+        "step_s": seconds,
         "median_step_s": median,
-        "tokens": sum(lengths),
         "tokens_per_second_and_device": sum(lengths) / median / devices,
         "model_flops": flops,
-        "model_flops_per_second_and_device": flops / median / devices,
+        "model_flops_utilisation": card and flops / (median * devices * card.product_rate(dtype, "default")),
     }
-    card = card_of_kind(kind)
-    if card is None:
-        return found | {"model_flops_utilisation": None, "why_no_utilisation": f"the peak rate of {kind} is not known"}
-    peak = card.product_rate(dtype, "default")
-    utilisation = flops / (median * devices * peak)
-    return found | {"card": card.name, "peak_flops_per_second": peak, "model_flops_utilisation": utilisation}

@@ -93,8 +93,6 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of token ids without special tokens."""
-        if self._by_bytes is not None:
-            return self._by_bytes(np.asarray(token_ids, np.int32))
         return str(self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
@@ -103,16 +101,9 @@ class Tokenizer:
         Special tokens have their names. Bytes that are not whole characters are written as ``\\xe2``.
         """
         special = {key: token.content for key, token in self._tokenizer.get_added_tokens_decoder().items()}
-        if self._by_bytes is not None:
-            return [special.get(token) or self._by_bytes.piece(token) for token in token_ids]
-        names = (special.get(token) or self._tokenizer.id_to_token(token) or "" for token in token_ids)
-        return [name.replace("\u2581", " ") for name in names]
-
-    @functools.cached_property
-    def _by_bytes(self) -> ByteLevelDecoder | None:
-        """The fast decoder; None if the vocabulary is not byte-level."""
         is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
-        return ByteLevelDecoder(self._tokenizer) if is_byte_level else None
+        write = _text_of_bytes if is_byte_level else lambda name: name.replace("\u2581", " ")
+        return [special.get(token) or write(self._tokenizer.id_to_token(token) or "") for token in token_ids]
 
     @property
     def has_chat_template(self) -> bool:
@@ -227,38 +218,12 @@ class Tokenizer:
         (Path(directory) / CONFIG_FILE).write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-class ByteLevelDecoder:
-    """A decoder for byte-level vocabularies (GPT-2's and Qwen's): it joins the bytes of tokens that are not special.
-
-    ``tokenizers`` makes several strings for each token, and takes more than twice as long for 8,192 tokens.
-    """
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        """Reads the bytes of each token; tokens that are added to ``tokenizer`` later are unknown."""
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        # Ids without a token decode to nothing; the last place is for all ids beyond the vocabulary.
-        self._bytes = [b""] * (max(vocabulary.values(), default=-1) + 2)
-        special = {place for place, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        for token, place in vocabulary.items():
-            if place not in special:
-                self._bytes[place] = _bytes_of(token)
-
-    def __call__(self, token_ids: np.ndarray) -> str:
-        """Decodes token ids, int [t]; bytes that are not UTF-8 become U+FFFD."""
-        places = np.minimum(token_ids, len(self._bytes) - 1)
-        return b"".join(map(self._bytes.__getitem__, places.tolist())).decode("utf-8", "replace")
-
-    def piece(self, token_id: int) -> str:
-        """Decodes one token; bytes that are not UTF-8 become ``\\xe2``, and an id without a token gives ""."""
-        return self._bytes[min(token_id, len(self._bytes) - 1)].decode("utf-8", "backslashreplace")
-
-
-def _bytes_of(token: str) -> bytes:
-    """Returns the bytes that a token's characters stand for; an added token with other characters is plain text."""
+def _text_of_bytes(token: str) -> str:
+    """Returns the text of a byte-level token. An added token with other characters is plain text already."""
     try:
-        return bytes(map(_BYTES.__getitem__, token))
+        return bytes(map(_BYTES.__getitem__, token)).decode("utf-8", "backslashreplace")
     except KeyError:
-        return token.encode()
+        return token
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:

@@ -24,7 +24,6 @@ from rljax.errors import StoppedWaitingError, caller_errors, parse_json
 from rljax.policy.config import PolicyConfig
 from rljax.policy.model import Params
 from rljax.rollout.external.address import is_address
-from rljax.rollout.external.files import TrajectoryFiles
 from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import DOUBTS, MIXED, MIXED_REMEDY, RowLimits, Trajectory
 from rljax.rollout.types import SamplingParams
@@ -229,8 +228,7 @@ def make_external_batches(
         directory.mkdir(parents=True, exist_ok=True)
     elif not directory.is_dir():
         raise ValueError(f"rollout.trajectories: {source} is not a directory; make it before the run starts")
-    files = TrajectoryFiles(directory, limits)
-    queue = TrajectoryQueue(files, group_size=rollout.group_size, max_staleness=rollout.max_staleness)
+    queue = TrajectoryQueue(directory, limits, group_size=rollout.group_size, max_staleness=rollout.max_staleness)
     receiver = None
     if is_received:
         from rljax.rollout.external.receiver import Receiver  # uvicorn, for few runs
@@ -238,9 +236,7 @@ def make_external_batches(
         size = config.data.batch_size
         receiver = Receiver(
             source,
-            directory,
             queue,
-            limits,
             max_groups=size * min(1 + rollout.max_staleness, _MOST_BATCHES),
             facts={"group_size": rollout.group_size, "batch_size": size, "max_staleness": rollout.max_staleness},
             api_key_file=rollout.api_key_file,

@@ -27,13 +27,7 @@ from rljax.run.config import Config
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "tests" / "data" / "planted_logs"
 REMEDIES = (ROOT / "docs/diagnose.md").read_text(encoding="utf-8").partition("## Remedies\n")[2]
-SECTIONS = (
-    "What is measured",
-    "Limits of the field",
-    "Where it comes from",
-    "Remedies",
-    "What to measure next",
-)
+SECTIONS = ("What is measured", "Limits of the field", "Where it comes from", "Remedies", "What to measure next")
 
 
 @pytest.fixture
@@ -162,19 +156,8 @@ def test_a_folder_with_texts_beside_its_log_is_read(tmp_path, log):
 
 def test_a_log_needs_numpy_alone(log):
     """A fresh interpreter reads a log without the packages of training, and names the one that a token file needs."""
-    heavy = (
-        "jax",
-        "jaxlib",
-        "pyarrow",
-        "transformers",
-        "torch",
-        "tyro",
-        "pydantic",
-        "yaml",
-        "msgspec",
-        "httpx",
-        "tqdm",
-    )
+    heavy = ("jax", "jaxlib", "pyarrow", "transformers", "torch")
+    heavy += ("tyro", "pydantic", "yaml", "msgspec", "httpx", "tqdm")
     program = f"""
 import sys
 sys.modules |= dict.fromkeys({heavy!r})

@@ -1,6 +1,5 @@
 """``rljax replay`` reads every kind of log that it supports, and refuses logs that it cannot read."""
 
-import csv
 import json
 import math
 import re
@@ -21,23 +20,18 @@ Event = pytest.importorskip("tensorboardX.proto.event_pb2").Event
 Summary = pytest.importorskip("tensorboardX.proto.summary_pb2").Summary
 TensorProto = pytest.importorskip("tensorboardX.proto.tensor_pb2").TensorProto
 
+LENGTH = "response_length/mean"
 # The level triples at step 80. The median of five and six lengths in a row call it at step 85.
 LENGTHS = [1000.0] * 79 + [3500.0] * 221
 CALL = "surge called at step 85 (crossing since step 82), decay period 153"
 
 
-@pytest.fixture(scope="module")
-def tool():
-    return replay
+def run(log, *arguments):
+    return printed(replay.main, [log, *arguments]).splitlines()
 
 
-def run(tool, capsys, tmp_path, log, *arguments):
-    assert tool.main([str(log), *arguments]) == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def refused(tool, log, *arguments):
-    status, out, err = outcome(tool.main, [log, *arguments])
+def refused(log, *arguments):
+    status, out, err = outcome(replay.main, [log, *arguments])
     assert (status, out, err.count("\n")) == (2, "", 1)
     return err
 
@@ -49,8 +43,9 @@ def table(lines):
     return {name: cells for name, *cells in rows}
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write(path, value):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value) if path.suffix == ".json" else "".join(json.dumps(row) + "\n" for row in value))
     return path
 
 
@@ -74,14 +69,14 @@ def rows_of(column, lengths=LENGTHS, first=1):
         "my run - response_length/mean",  # a CSV that Weights & Biases exports
     ],
 )
-def test_the_length_column_is_found(tool, capsys, tmp_path, column):
+def test_the_length_column_is_found(tmp_path, column):
     rows = [{**row, "loss": 1.0, "eval/" + column: 5.0} for row in rows_of(column)]
-    lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
+    lines = run(write(tmp_path / "log.jsonl", rows))
     assert lines[:2] == [f"300 steps of {column!r}", CALL]
 
 
-def test_changes_of_the_rate_are_printed_down_to_the_floor(tool, capsys, tmp_path):
-    lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows_of("response_length/mean")))
+def test_changes_of_the_rate_are_printed_down_to_the_floor(tmp_path):
+    lines = run(write(tmp_path / "log.jsonl", rows_of("response_length/mean")))
     # The period is 85 x 1.8 = 153. The log has 300 steps, and an eighth is above the floor of a tenth.
     assert lines[2:8] == [
         "  from step     1: learning rate 1e-06",
@@ -94,116 +89,87 @@ def test_changes_of_the_rate_are_printed_down_to_the_floor(tool, capsys, tmp_pat
     assert sorted(tmp_path.iterdir()) == [tmp_path / "log.jsonl"]
 
 
-def test_a_long_way_to_the_floor_is_cut(tool, capsys, tmp_path):
-    log = write_jsonl(tmp_path / "log.jsonl", rows_of("response_length/mean"))
-    lines = run(tool, capsys, tmp_path, log, "--decay-factor", "0.9")
+def test_a_long_way_to_the_floor_is_cut(tmp_path):
+    log = write(tmp_path / "log.jsonl", rows_of("response_length/mean"))
+    lines = run(log, "--decay-factor", "0.9")
     # 0.9 ** 21 = 0.109 is above the floor of 0.1, but 0.9 ** 22 = 0.098 is not. So there are 22 decays, and 22 x 153 =
     # 3366.
     assert sum(line.startswith("  from step") for line in lines) == 12
     assert "  and so on, down to 1e-07 at step 3366" in lines
 
 
-def test_csv(tool, capsys, tmp_path):
-    path = tmp_path / "log.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["step", "response_length/mean"])
-        writer.writeheader()
-        writer.writerows(rows_of("response_length/mean"))
-    assert CALL in run(tool, capsys, tmp_path, path)
-
-
-def test_tensorboard_file_and_directory(tool, capsys, tmp_path):
+def test_tensorboard_file_and_directory(tmp_path):
     with SummaryWriter(str(tmp_path / "tb")) as writer:
         for step, length in enumerate(LENGTHS, 1):
             writer.add_scalar("response_length/mean", length, step)
             writer.add_scalar("response_length/clip_ratio", 0.1, step)
     (path,) = (tmp_path / "tb").glob("*tfevents*")
     header = "300 steps of 'response_length/mean', truncated fraction 'response_length/clip_ratio'"
-    assert run(tool, capsys, tmp_path, path)[:2] == [header, CALL]
-    assert run(tool, capsys, tmp_path, tmp_path)[:2] == [header, CALL]
+    assert run(path)[:2] == [header, CALL]
+    assert run(tmp_path)[:2] == [header, CALL]
     # A writer that was killed may leave half a record.
     path.write_bytes(path.read_bytes()[:-5])
-    assert CALL in run(tool, capsys, tmp_path, path)
+    assert CALL in run(path)
 
 
-def test_truncated_batches_are_not_used(tool, capsys, tmp_path):
-    rows = [
-        {**row, "response_length/clip_ratio": 0.5 if row["step"] >= 80 else 0.0}
-        for row in rows_of("response_length/mean")
-    ]
-    lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
-    assert lines[1:3] == [
-        "221 of them have a truncated fraction above max_truncated: not used",
-        "no surge in 300 steps",
-    ]
-    assert "no surge" not in " ".join(run(tool, capsys, tmp_path, tmp_path / "log.jsonl", "--max-truncated", "0.6"))
+UNUSED = "of them have no finite, positive length: they count as steps, but are not used"
 
 
-def test_steps_that_start_at_zero_are_counted_from_one(tool, capsys, tmp_path):
-    log = write_jsonl(tmp_path / "log.jsonl", rows_of("rollout/response_len/mean", first=0))
-    assert CALL in run(tool, capsys, tmp_path, log)
-
-
-def test_skipped_and_repeated_steps(tool, capsys, tmp_path):
-    rows = rows_of("response_length/mean")
+def test_skipped_and_repeated_steps(tmp_path):
+    rows = rows_of(LENGTH)
     # The run resumed from step 60, so the first try of 61-70 is different. Steps 20-22 were never logged.
     rows = rows[:19] + rows[22:60] + [{**row, "response_length/mean": 1.0} for row in rows[60:70]] + rows[60:]
-    lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
-    assert lines[1:3] == ["3 of them have no finite, positive length: they count as steps, but are not used", CALL]
+    lines = run(write(tmp_path / "log.jsonl", rows))
+    assert lines[1:3] == [f"3 {UNUSED}", CALL]
 
 
-def test_rows_of_nan_and_null_are_one_line(tool, capsys, tmp_path):
+def test_rows_of_nan_and_null_are_one_line(tmp_path):
     rows = rows_of("response_length/mean")
     for index, bad in ((10, math.nan), (11, None), (12, "n/a"), (13, -1.0)):
         rows[index]["response_length/mean"] = bad
-    lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
-    assert lines[1:3] == ["4 of them have no finite, positive length: they count as steps, but are not used", CALL]
+    lines = run(write(tmp_path / "log.jsonl", rows))
+    assert lines[1:3] == [f"4 {UNUSED}", CALL]
 
 
 @pytest.mark.parametrize("padded", [[7000] * 60, [7000] * 40 + [6990] * 20])
-def test_a_padded_length_is_refused_beside_the_true_one(tool, capsys, tmp_path, padded):
+def test_a_padded_length_is_refused_beside_the_true_one(tmp_path, padded):
     rows = [{"step": i, "response_length": n, "response_tokens": 4000 + i, "x": i} for i, n in enumerate(padded, 1)]
-    log = write_jsonl(tmp_path / "log.jsonl", rows)
-    message = refused(tool, log)
+    log = write(tmp_path / "log.jsonl", rows)
+    message = refused(log)
     assert "column 'response_length' has one number in most rows, as a padded width has" in message
     assert "choose one with --column response_tokens or --column response_length" in message
-    assert "60 steps of 'response_tokens'" in run(tool, capsys, tmp_path, log, "--column", "response_tokens")[0]
-    assert "60 steps of 'response_length'" in run(tool, capsys, tmp_path, log, "--column", "response_length")[0]
+    assert "60 steps of 'response_tokens'" in run(log, "--column", "response_tokens")[0]
+    assert "60 steps of 'response_length'" in run(log, "--column", "response_length")[0]
 
 
-def test_a_length_at_its_limit_is_no_padded_length(tool, capsys, tmp_path):
+def test_a_length_at_its_limit_is_no_padded_length(tmp_path):
     """Prompts vary although all responses are cut, and so does the time of a token."""
     rows = [
         {"step": i, "completions/mean_length": 256, "completions/mean_terminated_length": 0, "prompt_length/mean": i}
         | {"timing/response_tokens": i, "completions/max_length": 256 + i}
         for i in range(1, 60)
     ]
-    lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
+    lines = run(write(tmp_path / "log.jsonl", rows))
     assert lines[0] == "59 steps of 'completions/mean_length'"
 
 
-def test_a_file_with_two_runs_says_which_is_replayed(tool, tmp_path):
+def test_a_file_with_two_runs_says_which_is_replayed(tmp_path):
     names = [f"{run} - {LENGTH}" for run in ("run a", "run-b")]
     cells = "".join(f"{step},{length},1.0,{3 + step}\n" for step, length in enumerate(LENGTHS, 1))
     (tmp_path / "x.csv").write_text(f'"Step","{names[0]}","{names[0]}__MIN","{names[1]}"\n{cells}')
-    status, out, err = outcome(tool.main, [tmp_path / "x.csv", "--json", "-"])
+    status, out, err = outcome(replay.main, [tmp_path / "x.csv", "--json", "-"])
     assert (status, err.count("\n")) == (0, 1)
     assert f"x.csv has 2 runs: {names[0]!r} is replayed; choose another with --column '{names[1]}'" in err
     (log,) = json.loads(out)["logs"]
     assert (log["length_column"], log["other_runs"]) == (names[0], [names[1]])
-    _, _, err = outcome(tool.main, [tmp_path / "x.csv", "--column", names[1]])
+    _, _, err = outcome(replay.main, [tmp_path / "x.csv", "--column", names[1]])
     assert f"{names[1]!r} is replayed" in err
 
 
-def test_without_a_step_column_rows_are_steps(tool, capsys, tmp_path):
-    log = write_jsonl(tmp_path / "log.jsonl", [{"tokens": length} for length in LENGTHS])
-    assert CALL in run(tool, capsys, tmp_path, log, "--column", "tokens")
-
-
-def test_sweep_shows_how_the_call_moves(tool, capsys, tmp_path):
+def test_sweep_shows_how_the_call_moves(tmp_path):
     ramp = [1000.0] * 79 + [1000.0 + 125 * step for step in range(1, 21)] + [3500.0] * 200
-    log = write_jsonl(tmp_path / "log.jsonl", rows_of("response_length/mean", ramp))
-    lines = run(tool, capsys, tmp_path, log, "--sweep")
+    log = write(tmp_path / "log.jsonl", rows_of("response_length/mean", ramp))
+    lines = run(log, "--sweep")
     rules = table(lines)
     swept = [name for name in rules if name.startswith(("ratio", "window", "persistence"))]
     assert len(swept) == 15
@@ -230,35 +196,16 @@ def test_sweep_shows_how_the_call_moves(tool, capsys, tmp_path):
         ('{"response_length/mean": 1}\n', ("--window", "x"), "--window: expected INT, got x"),
     ],
 )
-def test_what_cannot_be_replayed_is_one_clear_line(tool, tmp_path, content, arguments, message):
+def test_what_cannot_be_replayed_is_one_clear_line(tmp_path, content, arguments, message):
     log = tmp_path / "log.jsonl"
     log.write_text(content)
-    assert message in refused(tool, log, *arguments)
+    assert message in refused(log, *arguments)
 
 
-def test_a_log_that_is_not_there(tool, tmp_path):
-    assert "no such file" in refused(tool, tmp_path / "nothing.jsonl")
-    assert "neither metrics.jsonl nor" in refused(tool, tmp_path)
-    assert "expected at least one LOG" in refused(tool, "--sweep")
-
-
-def test_the_program_exits_with_one_line_on_stderr(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "rljax.cli", "replay", str(tmp_path / "no.csv")], capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-NAN = float("nan")
-LENGTH = "response_length/mean"
-
-
-def write(path, value):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value) if path.suffix == ".json" else "".join(json.dumps(row) + "\n" for row in value))
-    return path
+def test_a_log_that_is_not_there(tmp_path):
+    assert "no such file" in refused(tmp_path / "nothing.jsonl")
+    assert "neither metrics.jsonl nor" in refused(tmp_path)
+    assert "expected at least one LOG" in refused("--sweep")
 
 
 def write_events(directory, lengths, first, tag=LENGTH):
@@ -282,7 +229,12 @@ def write_events(directory, lengths, first, tag=LENGTH):
                 for i, n in enumerate(LENGTHS, 1)
                 for row in (
                     {"_step": 2 * i, "trainer/global_step": i, LENGTH: n},
-                    {"_step": 2 * i + 1, "trainer/global_step": i, LENGTH: NAN if i % 2 else None, "eval/acc": 0.5},
+                    {
+                        "_step": 2 * i + 1,
+                        "trainer/global_step": i,
+                        LENGTH: math.nan if i % 2 else None,
+                        "eval/acc": 0.5,
+                    },
                 )
             ],
             ", steps by 'trainer/global_step'",
@@ -319,6 +271,7 @@ def write_events(directory, lengths, first, tag=LENGTH):
         ),
         # prime-rl's file has no step, and slime's steps begin at 0.
         ("dots.jsonl", rows_of("response_length.mean"), ""),
+        ("zero.jsonl", rows_of("rollout/response_len/mean", first=0), ""),
         ("metrics.jsonl", [{"train/agg/all/num_output_tokens/mean": n, "train/m/all/x": 1} for n in LENGTHS], "each"),
         (
             "slime.jsonl",
@@ -329,47 +282,49 @@ def write_events(directory, lengths, first, tag=LENGTH):
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value else "",
 )
-def test_logs_of_other_programs(tool, capsys, tmp_path, name, log, note):
-    lines = run(tool, capsys, tmp_path, write(tmp_path / name, log))
+def test_logs_of_other_programs(tmp_path, name, log, note):
+    lines = run(write(tmp_path / name, log))
     assert CALL in lines
     assert note in lines[0] if note else "by" not in lines[0]
 
 
-def test_a_bom_and_empty_cells_in_csv(tool, capsys, tmp_path):
-    cells = [f"{i},{n}\n{i},\n" for i, n in enumerate(LENGTHS, 1)][40:]
-    for separator in ",;\t":
-        path = tmp_path / "log.csv"
+def test_csv(tmp_path):
+    """Later columns may be empty in some rows, and a file may begin with a mark of its encoding."""
+    rows = [f"{i},{n}\n" for i, n in enumerate(LENGTHS, 1)]
+    with_empty = [f"{row}{i},\n" for i, row in enumerate(rows, 1)][40:]
+    path = tmp_path / "log.csv"
+    for cells, separator in ((rows, ","), *((with_empty, one) for one in ",;\t")):
         path.write_text(separator.join(("step", LENGTH)) + "\n" + "".join(cells).replace(",", separator), "utf-8-sig")
-        assert CALL in run(tool, capsys, tmp_path, path)
+        assert CALL in run(path)
 
 
-def test_event_files_of_a_resumed_run_are_one_log(tool, capsys, tmp_path):
+def test_event_files_of_a_resumed_run_are_one_log(tmp_path):
     write_events(tmp_path / "one", LENGTHS[:100], 1)
     write_events(tmp_path / "one", LENGTHS[60:], 61)
-    assert CALL in run(tool, capsys, tmp_path, tmp_path / "one")
+    assert CALL in run(tmp_path / "one")
     # TRL begins another folder, and evaluations have their own.
     write_events(tmp_path / "trl/runs/first", LENGTHS[:70], 1)
     write_events(tmp_path / "trl/runs/second", LENGTHS[60:], 61)
     write_events(tmp_path / "trl/runs/eval", [5.0] * 300, 1)
-    assert CALL in run(tool, capsys, tmp_path, tmp_path / "trl")
+    assert CALL in run(tmp_path / "trl")
 
 
-def test_several_runs_in_a_directory_are_named(tool, tmp_path):
+def test_several_runs_in_a_directory_are_named(tmp_path):
     write_events(tmp_path / "a", LENGTHS, 1)
     write_events(tmp_path / "b", LENGTHS, 1)
-    message = refused(tool, tmp_path)
+    message = refused(tmp_path)
     assert "logs of several runs" in message
     assert str(tmp_path / "a") in message
     assert str(tmp_path / "b") in message
 
 
-def test_a_directory_with_the_length_in_another_file(tool, capsys, tmp_path):
+def test_a_directory_with_the_length_in_another_file(tmp_path):
     write(tmp_path / "out/metrics.jsonl", [{"step": 1, "loss": 1.0}])
     write(tmp_path / "out/run_default/metrics.jsonl", rows_of("completion_len/mean"))
-    assert CALL in run(tool, capsys, tmp_path, tmp_path / "out")
+    assert CALL in run(tmp_path / "out")
     write(tmp_path / "hf/checkpoint-9/trainer_state.json", {"log_history": rows_of("completions/mean_length")[:9]})
     write(tmp_path / "hf/trainer_state.json", {"log_history": rows_of("completions/mean_length")})
-    assert CALL in run(tool, capsys, tmp_path, tmp_path / "hf")
+    assert CALL in run(tmp_path / "hf")
 
 
 @pytest.mark.parametrize(
@@ -385,20 +340,20 @@ def test_a_directory_with_the_length_in_another_file(tool, capsys, tmp_path):
         lambda n: {"dtype": 19, "half_val": [struct.unpack("<H", struct.pack("<e", n))[0]]},
     ],
 )
-def test_tensors_of_every_dtype(tool, capsys, tmp_path, tensor):
+def test_tensors_of_every_dtype(tmp_path, tensor):
     path = tmp_path / "events.out.tfevents.1"
     file = RecordWriter(str(path))
     for step, length in enumerate(LENGTHS, 1):
         value = Summary.Value(tag=LENGTH, tensor=TensorProto(**tensor(length)))
         file.write(Event(step=step, summary=Summary(value=[value])).SerializeToString())
     file.close()
-    assert CALL in run(tool, capsys, tmp_path, path)
+    assert CALL in run(path)
 
 
-def test_a_last_line_that_is_cut_is_left_out(tool, capsys, tmp_path):
+def test_a_last_line_that_is_cut_is_left_out(tmp_path):
     path = write(tmp_path / "log.jsonl", rows_of(LENGTH))
     path.write_text("\ufeff" + path.read_text() + '{"step": 301, "respon', encoding="utf-8")
-    assert CALL in run(tool, capsys, tmp_path, path)
+    assert CALL in run(path)
 
 
 @pytest.mark.parametrize(
@@ -410,11 +365,16 @@ def test_a_last_line_that_is_cut_is_left_out(tool, capsys, tmp_path):
         ("log.jsonl", '{"a":' * 900 + "1" + "}" * 900, "no length column"),
         ("log.jsonl", '{"a":' * 100000 + "1" + "}" * 100000, "nested too deeply"),
         ("log.csv", "step," + LENGTH, "the log is empty"),
+        (
+            "log.csv",
+            f"step,{LENGTH},response_length/clip_ratio\n1,100,35\n2,100,35\n",
+            "truncated_fraction must be in [0, 1], or None, got truncated_fraction = 35.0.",
+        ),
     ],
 )
-def test_other_files_are_refused_in_one_line(tool, tmp_path, name, content, message):
+def test_other_files_are_refused_in_one_line(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    assert message in refused(tool, tmp_path / name)
+    assert message in refused(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -426,21 +386,21 @@ def test_other_files_are_refused_in_one_line(tool, tmp_path, name, content, mess
     ],
     ids=["verl", "slime", "TRL"],
 )
-def test_console_output(tool, capsys, tmp_path, line):
+def test_console_output(tmp_path, line):
     text = "".join(
         f"INFO it's step {i}\n{line.format(i=i, j=i - 1, n=n)}\neval {i}: {{'eval/response_len/mean': 5.0}}\n"
         for i, n in enumerate(LENGTHS, 1)
     )
     (tmp_path / "train.log").write_text(text)
-    assert CALL in run(tool, capsys, tmp_path, tmp_path / "train.log")
+    assert CALL in run(tmp_path / "train.log")
 
 
 def curve(path, lengths, column=LENGTH, **more):
-    return write_jsonl(path, [row | more for row in rows_of(column, lengths)])
+    return write(path, [row | more for row in rows_of(column, lengths)])
 
 
-def test_the_table_has_what_each_rule_would_have_done(tool, capsys, tmp_path):
-    rules = table(run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", LENGTHS)))
+def test_the_table_has_what_each_rule_would_have_done(tmp_path):
+    rules = table(run(curve(tmp_path / "log.jsonl", LENGTHS)))
     names = ["in use", "shipped", "study", "three times", "ratio 2", "ratio 2.5", "ratio 3", "warmup 10", "warmup 40"]
     assert list(rules) == [*names, "max_truncated 1"]
     assert rules["in use"] == rules["ratio 2"] == ["85", "82", "153", "153", "5e-07", "3.5"]
@@ -448,34 +408,24 @@ def test_the_table_has_what_each_rule_would_have_done(tool, capsys, tmp_path):
     assert rules["three times"] == ["80", "80", "144", "144", "2.5e-07", "3.5"]
 
 
-def test_a_log_without_a_call_says_what_was_nearest(tool, capsys, tmp_path):
+def test_a_log_without_a_call_says_what_was_nearest(tmp_path):
     log = curve(tmp_path / "log.jsonl", [1000.0] * 60 + [2400.0] * 60)
-    lines = run(tool, capsys, tmp_path, log)
     # The median of five is 2400 from step 63 on, and six lengths in a row have it from step 66 on.
-    assert lines[1:6] == [
-        "no surge in 120 steps",
+    nearest = [
         "nearest: 2.4 times the baseline at step 63 (2400 against 1000); a call needs 2.5",
         "the largest ratio that would have called: 2.4, at step 66",
         "neighbour rules that would have called: ratio 2 at step 66",
         "  from step     1: learning rate 1e-06",
     ]
+    assert run(log)[1:6] == ["no surge in 120 steps", *nearest]
+    by_wait = run(log, "--max-wait", "100")
+    assert by_wait[1:6] == ["surge called at step 100 (by max_wait), decay period 180", *nearest]
+    assert table(by_wait)["in use"][:3] == ["100", "-", "180"]
 
 
-def test_a_call_by_the_wait_says_what_was_nearest(tool, capsys, tmp_path):
-    log = curve(tmp_path / "log.jsonl", [1000.0] * 60 + [2400.0] * 60)
-    lines = run(tool, capsys, tmp_path, log, "--max-wait", "100")
-    assert lines[1:5] == [
-        "surge called at step 100 (by max_wait), decay period 180",
-        "nearest: 2.4 times the baseline at step 63 (2400 against 1000); a call needs 2.5",
-        "the largest ratio that would have called: 2.4, at step 66",
-        "neighbour rules that would have called: ratio 2 at step 66",
-    ]
-    assert table(lines)["in use"][:3] == ["100", "-", "180"]
-
-
-def test_a_surge_within_the_warmup_is_called_by_neighbours(tool, capsys, tmp_path):
+def test_a_surge_within_the_warmup_is_called_by_neighbours(tmp_path):
     log = curve(tmp_path / "log.jsonl", [1000.0] * 8 + [3500.0] * 100)
-    lines = run(tool, capsys, tmp_path, log, "--warmup", "40", "--ratio", "3")
+    lines = run(log, "--warmup", "40", "--ratio", "3")
     # Six long lengths in a row end at step 14. At step 40 only 8 of the 35 older lengths are short, which is less than
     # the quantile of 0.3, so the baseline is 3500.
     assert lines[2] == "nearest: 1 times the baseline at step 40 (3500 against 3500); a call needs 3"
@@ -485,63 +435,56 @@ def test_a_surge_within_the_warmup_is_called_by_neighbours(tool, capsys, tmp_pat
     )
 
 
-def test_a_spike_that_is_not_held_is_named(tool, capsys, tmp_path):
-    lines = run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", [1000.0] * 60 + [4000.0] * 4 + [1000.0] * 30))
+def test_a_spike_that_is_not_held_is_named(tmp_path):
+    lines = run(curve(tmp_path / "log.jsonl", [1000.0] * 60 + [4000.0] * 4 + [1000.0] * 30))
     assert lines[2].startswith("nearest: 4 times the baseline at step 63 (4000 against 1000); a call needs 2.5 with ")
     assert lines[2].endswith(" with the newest 6 lengths at 1.5 or more")
     assert lines[4] == "neighbour rules that would have called: three times at step 61"
 
 
-def test_truncated_batches_and_short_logs_say_why(tool, capsys, tmp_path):
+def test_truncated_batches_and_short_logs_say_why(tmp_path):
     rows = [row | {"response_length/clip_ratio": 0.5 * (row["step"] >= 80)} for row in rows_of(LENGTH)]
-    lines = run(tool, capsys, tmp_path, write_jsonl(tmp_path / "log.jsonl", rows))
+    log = write(tmp_path / "log.jsonl", rows)
+    lines = run(log)
+    assert lines[1:3] == [
+        "221 of them have a truncated fraction above max_truncated: not used",
+        "no surge in 300 steps",
+    ]
+    assert CALL in run(log, "--max-truncated", "0.6")
     assert "neighbour rules that would have called: three times at step 80, max_truncated 1 at step 85" in lines
-    lines = run(tool, capsys, tmp_path, curve(tmp_path / "short.jsonl", [1000.0] * 8))
+    lines = run(curve(tmp_path / "short.jsonl", [1000.0] * 8))
     assert "nearest: none, because 8 usable steps are fewer than the warm-up of 10" in lines
 
 
-def test_a_call_by_max_wait_is_named(tool, capsys, tmp_path):
-    lines = run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", [1000.0] * 80), "--max-wait", "50")
-    assert lines[1] == "surge called at step 50 (by max_wait), decay period 90"
-
-
-def test_a_neighbour_that_is_no_rule_says_why(tool, capsys, tmp_path):
-    rules = table(run(tool, capsys, tmp_path, curve(tmp_path / "log.jsonl", LENGTHS), "--held-ratio", "2.2"))
+def test_a_neighbour_that_is_no_rule_says_why(tmp_path):
+    rules = table(run(curve(tmp_path / "log.jsonl", LENGTHS), "--held-ratio", "2.2"))
     assert rules["ratio 2"][-1] == "held_ratio must be in (0, ratio], got held_ratio = 2.2 and ratio = 2.0."
     assert rules["ratio 2.5"][0] == "85"
 
 
-def test_several_logs_are_one_table_and_bad_ones_a_line_each(tool, tmp_path):
+def test_several_logs_are_one_table_and_bad_ones_a_line_each(tmp_path):
     surge = curve(tmp_path / "surge.jsonl", LENGTHS)
     trl = curve(tmp_path / "trl.jsonl", [1000.0] * 60 + [2400.0] * 60, "completions/mean_length")
-    loss = write_jsonl(tmp_path / "loss.jsonl", [{"step": 1, "loss": 1.0}])
+    loss = write(tmp_path / "loss.jsonl", [{"step": 1, "loss": 1.0}])
     gone = tmp_path / "gone.csv"
-    status, out, err = outcome(tool.main, [surge, loss, gone, trl])
+    status, out, err = outcome(replay.main, [surge, loss, gone, trl])
     assert status == 2
     assert [line.split(": ")[:2] for line in err.splitlines()] == [["error", str(loss)], ["error", str(gone)]]
     head, *rows = (re.split(r" {2,}", line) for line in out.splitlines())
-    assert head[:8] == [
-        "log",
-        "steps",
-        "called",
-        "decay period",
-        "first decay",
-        "last rate",
-        "nearest ratio",
-        "shipped",
-    ]
+    assert head[:5] == ["log", "steps", "called", "decay period", "first decay"]
+    assert head[5:8] == ["last rate", "nearest ratio", "shipped"]
     cells = {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}
     assert list(cells) == [str(surge), str(trl)]
     assert list(cells[str(surge)].values())[:6] == ["300", "85", "153", "153", "5e-07", "3.5"]
     assert (cells[str(trl)]["called"], cells[str(trl)]["ratio 2"], cells[str(trl)]["ratio 2.5"]) == ("-", "66", "-")
-    printed(tool.main, [surge, trl])
+    printed(replay.main, [surge, trl])
 
 
-def test_the_json_has_every_number_under_documented_keys(tool, tmp_path):
+def test_the_json_has_every_number_under_documented_keys(tmp_path):
     rows = rows_of(LENGTH, [1000.0] * 60 + [2400.0] * 60)
     rows[10][LENGTH] = math.nan
-    log = write_jsonl(tmp_path / "log.jsonl", rows)
-    status, out, err = outcome(tool.main, [log, tmp_path / "gone.csv", "--json", "-", "--learning-rate", "2e-6"])
+    log = write(tmp_path / "log.jsonl", rows)
+    status, out, err = outcome(replay.main, [log, tmp_path / "gone.csv", "--json", "-", "--learning-rate", "2e-6"])
     assert (status, err.count("\n")) == (2, 1)
     found = json.loads(out, parse_constant=pytest.fail)
     whole, gone = found.pop("logs")
@@ -559,17 +502,17 @@ def test_the_json_has_every_number_under_documented_keys(tool, tmp_path):
     rows_of_page = re.findall(r"^\| `(logs\[\](?:\.rules\[\])?\.)(\w+)` \|", page, re.MULTILINE)
     assert [key for place, key in rows_of_page if place == "logs[]."] == list(whole)
     assert [key for place, key in rows_of_page if place == "logs[].rules[]."] == list(rule)
-    printed(tool.main, [log, "--json", tmp_path / "out.json"])
+    printed(replay.main, [log, "--json", tmp_path / "out.json"])
     assert json.loads((tmp_path / "out.json").read_text())["logs"][0]["steps"] == 120
 
 
-def test_one_picture_shows_all_logs(tool, tmp_path):
+def test_one_picture_shows_all_logs(tmp_path):
     logs = [curve(tmp_path / "surge.jsonl", LENGTHS), curve(tmp_path / "flat.jsonl", [1000.0] * 120)]
     picture, drawing = tmp_path / "new/all.png", tmp_path / "one.svg"
-    status, out, _ = outcome(tool.main, [*logs, "--picture", picture])
+    status, out, _ = outcome(replay.main, [*logs, "--picture", picture])
     assert (status, out.splitlines()[-1]) == (0, f"picture: {picture}")
     assert coloured_share(picture) > 1e-3
-    printed(tool.main, [logs[0], "--picture", drawing])
+    printed(replay.main, [logs[0], "--picture", drawing])
     assert drawing.read_text().startswith("<?xml")
 
 
@@ -624,11 +567,3 @@ def test_a_missing_package_is_one_line_with_its_extra(tmp_path):
     assert CALL in alone(tmp_path / "tb")[1]
     status, _, err = alone(tmp_path / "tb", "--picture", tmp_path / "x.png")
     assert (status, err) == (2, f"error: --picture needs the package matplotlib: {remedy}\n")
-
-
-def test_a_share_in_percent_is_one_line(tmp_path):
-    path = tmp_path / "log.csv"
-    path.write_text("step,response_length/mean,response_length/clip_ratio\n1,100,35\n2,100,35\n")
-    status, _, err = outcome(replay.main, [path])
-    line = f"error: {path}: truncated_fraction must be in [0, 1], or None, got truncated_fraction = 35.0."
-    assert (status, err) == (2, f"{line}\n")

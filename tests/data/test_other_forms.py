@@ -3,11 +3,8 @@
 import json
 
 import pytest
-from toy_runs import TOY_BASE, complete, outcome, tiny
 
-from rljax import evaluate
-from rljax.commands import prepare
-from rljax.data.files import parse_row, read_problems
+from rljax.data.files import parse_row
 from rljax.data.forms import OwnKeys
 from rljax.data.prompts import DataConfig, evaluation_datasets, training_problems
 from rljax.run.config import Config
@@ -118,21 +115,3 @@ def test_own_keys_hold_for_evaluations_that_have_them(tmp_path):
         ValueError, match=r"data\.prompt_key and data\.answer_key are for files, but the run reads none"
     ):
         Config(data=DataConfig(prompt_key="input"))
-
-
-def test_each_command_takes_the_keys(tmp_path):
-    rows = [{"input": f"{i}+1=", "meta": {"sol": i + 1}} for i in range(4)]
-    path, out = write(tmp_path / "x.jsonl", *rows), tmp_path / "out.parquet"
-    keys = ["--prompt-key", "input", "--answer-key", "meta.sol"]
-    status, _, error = outcome(prepare.main, [path, out, *keys, "--reward", "addition"])
-    assert status == 0, error
-    assert [(p["prompt"], p["answer"]) for p in read_problems(out)] == [(f"{i}+1=", str(i + 1)) for i in range(4)]
-    words = ["--path", TOY_BASE, "--dataset", path, *keys, "--reward", "addition", "--max-response-tokens", "4"]
-    status, shown, error = outcome(evaluate.main, words)
-    assert status == 0, error
-    assert json.loads(shown)["problems"] == 4
-    write(tmp_path / "y.jsonl", *rows, {"input": "1+1="})
-    data = ["--data.task", "file", "--data.path", str(tmp_path / "y.jsonl"), "--data.prompt-key", "input"]
-    status, error = complete(tiny(TOY_BASE, tmp_path / "run", 1, *data, "--data.answer-key", "meta.sol"))
-    assert status == 2
-    assert "y.jsonl: row 5: there is no meta.sol; the keys are input" in error

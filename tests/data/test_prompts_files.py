@@ -84,38 +84,43 @@ def test_a_whole_character_in_two_escapes_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "prepare"])
-def test_each_command_names_the_row_of_half_a_character(command, tmp_path):
-    path = written(tmp_path / "x.jsonl", [GOOD, GOOD | {"prompt": "1\ud835+1="}])
-    main, words = {
-        "train": (train.main, tiny(TOY_BASE, tmp_path / "run", 1, "--data.task", "file", "--data.path", path)),
-        "evaluate": (evaluate.main, ["--path", TOY_BASE, "--dataset", path, "--out", tmp_path / "out.jsonl"]),
-        "prepare": (prepare.main, [path, tmp_path / "out.parquet"]),
-    }[command]
-    status, _, error = outcome(main, words)
-    assert status == 2
-    assert error.splitlines()[-1].startswith("error: ")
-    assert "Traceback" not in error
-    assert "x.jsonl: row 2: the prompt holds half a character, the lone surrogate" in error
-
-
-@pytest.mark.parametrize("command", ["train", "evaluate", "prepare"])
-def test_a_reward_of_trl_gets_the_columns_of_the_row(command, tmp_path):
-    path = written(
-        tmp_path / "x.jsonl", [{"prompt": f"{i}+1=", "answer": f"{i + 1}", "nums": [i, 1]} for i in range(4)]
-    )
-    reward = tmp_path / "of_trl.py"
+def test_each_command_reads_a_file_in_the_same_way(command, tmp_path):
+    """The keys that a user names are read, a reward of TRL gets the other columns, and a wrong row is named."""
+    path, reward = tmp_path / "x.jsonl", tmp_path / "of_trl.py"
+    rows = [{"input": f"{i}+1=", "meta": {"sol": i + 1}, "nums": [i, 1]} for i in range(4)]
     reward.write_text("def f(completions, nums, **columns):\n    return [float(str(sum(nums[0])) in completions[0])]\n")
-    run = ["--data.task", "file", "--data.path", path, "--data.reward", f"{reward}:f", "--data.batch-size", "4"]
-    main, words = {
-        "train": (train.main, tiny(TOY_BASE, tmp_path / "run", 1, *run)),
-        "evaluate": (evaluate.main, ["--path", TOY_BASE, "--dataset", path, "--reward", f"{reward}:f"]),
-        "prepare": (prepare.main, [path, tmp_path / "out.parquet", "--reward", f"{reward}:f"]),
-    }[command]
-    status, said, error = outcome(main, words)
-    assert status == 0
+    keys = ["--prompt-key", "input", "--answer-key", "meta.sol", "--reward", f"{reward}:f"]
+    in_run = [word.replace("--", "--data.") for word in keys] + ["--data.batch-size", "4", "--data.path", path]
+
+    def run(out):
+        words = {
+            "train": tiny(TOY_BASE, out, 1, "--data.task", "file", *in_run),
+            "evaluate": ["--path", TOY_BASE, "--dataset", path, *keys, "--max-response-tokens", "4"],
+            "prepare": [path, out.with_suffix(".parquet"), *keys],
+        }
+        return outcome(
+            {"train": train.main, "evaluate": evaluate.main, "prepare": prepare.main}[command], words[command]
+        )
+
+    written(path, rows)
+    status, said, error = run(tmp_path / "first")
+    assert status == 0, error
     assert "column" not in error
     assert "not read" not in error
     assert '"reward_errors": 0' in said if command == "evaluate" else "0 of 4" in said + error
+    if command == "prepare":
+        found = read_problems(tmp_path / "first.parquet")
+        assert [(one["prompt"], one["answer"]) for one in found] == [(f"{i}+1=", str(i + 1)) for i in range(4)]
+    for wrong, message in (
+        ({"input": "1+1="}, "there is no meta.sol; the keys are input"),
+        (rows[0] | {"input": "1\ud835+1="}, "the prompt holds half a character, the lone surrogate"),
+    ):
+        written(path, [*rows, wrong])
+        status, _, error = run(tmp_path / "second")
+        assert status == 2
+        assert error.splitlines()[-1].startswith("error: ")
+        assert "Traceback" not in error
+        assert f"x.jsonl: row 5: {message}" in error
 
 
 def test_rows_of_parquet_are_counted_from_one(tmp_path):

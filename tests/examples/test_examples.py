@@ -12,7 +12,7 @@ from rljax.compare.importers import read_tokens
 from rljax.data.prompts import DataConfig
 from rljax.mismatch import mismatch_metrics
 from rljax.rewards.pool import RewardPool
-from rljax.rollout.external.files import TrajectoryFiles
+from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.rows import RowLimits
 from rljax.rollout.types import SamplingParams
 from rljax.run.config import Config
@@ -85,6 +85,6 @@ def test_the_other_program_writes_rows_that_a_run_takes(toy_base, tmp_path, monk
     monkeypatch.setattr("sys.argv", ["external_rollouts.py", str(tmp_path / "run"), str(tmp_path), *options])
     external_rollouts.main()
     assert "sent groups 2 .. 3 of version 0" in capsys.readouterr().out
-    files = TrajectoryFiles(tmp_path, RowLimits(16, 8, SamplingParams(36)))
+    files = TrajectoryQueue(tmp_path, RowLimits(16, 8, SamplingParams(36)), group_size=3, max_staleness=0)
     read = [one for name in ("groups-000000.jsonl", "groups-000002.jsonl") for one in files.read(name)]
     assert [one.group for one in read] == [f"problem {i}" for i in range(4) for _ in range(3)]

@@ -36,7 +36,7 @@ DOORS = {
         "rollout.servers.http",
         "rollout.servers.replies",
         "rollout.external.receiver",
-        "rollout.external.bodies",
+        "rollout.external.rows",
         "weights.format",
         "weights.writer",
         "distributed.acts",

@@ -11,7 +11,6 @@ import pytest
 
 from rljax.data import gym_problems
 from rljax.data.gym_problems import right_answer
-from rljax.rewards.gym_grammar import is_formula
 from rljax.rewards.pool import RewardPool
 from rljax.run.data_check import check_answers
 
@@ -19,6 +18,7 @@ factory = pytest.importorskip("reasoning_gym.factory")
 from rljax.rewards.gym_answer import (  # noqa: E402
     FORMULAS,
     LITERALS,
+    is_formula,
     library_reward,
     stated_answer,
     strict_reward,

@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
+from waiting import is_gone
 
 from rljax.rewards.pool import RewardPool
 
@@ -132,14 +133,6 @@ def pool_of(workers, timeout_s=20.0, **options):
     return RewardPool("persons_rewards:act", workers, timeout_s, **options)
 
 
-def gone(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_rewards_come_back_to_their_responses(workers):
     with pool_of(workers) as pool:
@@ -163,16 +156,31 @@ def test_what_cannot_be_scored_earns_zero_and_is_an_error(response, workers, cap
         assert re.search(r"ValueError: no such \(/.*persons_rewards\.py:\d+\)$", record.getMessage())
 
 
-@pytest.mark.parametrize("response", ["exit", "segv", "hang deaf"])
-def test_a_response_that_kills_its_worker_costs_only_itself(response):
-    with pool_of(1, timeout_s=1.0) as pool:
-        first = pool.submit(PROBLEM, "pid", False).result(timeout=60)
-        futures = [pool.submit(PROBLEM, text, False) for text in ("right", response, "right", "pid")]
-        *rewards, second = [future.result(timeout=60) for future in futures]
-        assert rewards == [1.0, 0.0, 1.0]
-        assert second != first
-        assert gone(int(first))
-        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": int(response == "hang deaf")}
+# What a response costs: errors, timeouts, whether its worker is replaced; and the limits of the pool. A reward that
+# keeps its memory would leave none to the next response. One may leave a thread, a gigabyte of output, or a process.
+COSTS = {
+    **dict.fromkeys(("exit", "segv", "KeyboardInterrupt"), (1, 0, True, {})),
+    "hang deaf": (1, 1, True, {"timeout_s": 1.0}),
+    "memory": (1, 0, True, {"memory_gib": 1.0}),
+    **dict.fromkeys(("hoard", "hoard and keep"), (1, 0, True, {"memory_gib": 0.125})),
+    "hoard and go on": (1, 1, True, {"memory_gib": 0.125, "timeout_s": 2.0}),
+    **dict.fromkeys(("SystemExit", "Ending", "Speechless", "huge string"), (1, 0, False, {})),
+    **dict.fromkeys(("thread", "gigabyte", "fork"), (0, 0, False, {})),
+}
+
+
+@pytest.mark.parametrize("response", COSTS)
+def test_whatever_a_reward_does_costs_only_itself(response, capfd):
+    errors, timeouts, is_replaced, limits = COSTS[response]
+    with pool_of(1, **limits) as pool:
+        texts = ("pid", "right", response, "right", "wrong", "right", "pid")
+        first, *rewards, second = (future.result(60) for future in [pool.submit(PROBLEM, t, False) for t in texts])
+        assert rewards == [1.0, 0.0, 1.0, 0.0, 1.0]
+        assert (first != second) == is_replaced
+        assert not is_replaced or is_gone(int(first))
+        assert pool.pop_metrics() == {"reward/errors": errors, "reward/timeouts": timeouts}
+    assert is_gone(int(second))
+    assert capfd.readouterr().out == ""
 
 
 def test_every_response_is_bounded_in_time_and_others_pass_by():
@@ -206,31 +214,6 @@ def test_a_worker_that_is_asked_to_end_finishes_its_response():
         assert pool.pop_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
 
 
-def test_memory_is_bounded():
-    with pool_of(1, memory_gib=1.0) as pool:
-        assert pool.submit(PROBLEM, "memory", False).result(timeout=60) == 0.0
-        assert pool.submit(PROBLEM, "right", False).result(timeout=60) == 1.0
-        assert pool.pop_metrics()["reward/errors"] == 1
-
-
-@pytest.mark.parametrize("response", ["hoard", "hoard and keep", "hoard and go on"])
-def test_a_reward_that_allocates_without_end_costs_only_itself(response):
-    """A reward that keeps its memory would leave none to the next response. It also costs only itself."""
-    timeout_s = 2.0 if response == "hoard and go on" else 20.0
-    with pool_of(1, timeout_s=timeout_s, memory_gib=0.125) as pool:
-        futures = [pool.submit(PROBLEM, text, False) for text in ("right", response, "right", "right")]
-        assert [future.result(timeout=60) for future in futures] == [1.0, 0.0, 1.0, 1.0]
-        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": int(response == "hoard and go on")}
-
-
-@pytest.mark.parametrize("response", ["SystemExit", "KeyboardInterrupt", "Ending", "Speechless", "huge string"])
-def test_whatever_a_reward_raises_or_returns_costs_only_itself(response):
-    with pool_of(1) as pool:
-        futures = [pool.submit(PROBLEM, text, False) for text in ("right", response, "right")]
-        assert [future.result(timeout=60) for future in futures] == [1.0, 0.0, 1.0]
-        assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 0}
-
-
 def test_in_process_only_ctrl_c_ends_the_run():
     with pool_of(0) as pool:
         for response in ("SystemExit", "Ending", "Speechless"):
@@ -240,30 +223,12 @@ def test_in_process_only_ctrl_c_ends_the_run():
             pool.submit(PROBLEM, "KeyboardInterrupt", False)
 
 
-@pytest.mark.parametrize("response", ["thread", "gigabyte", "fork"])
-def test_what_a_reward_leaves_behind_answers_for_no_other(response, capfd):
-    """A reward may leave a thread that never ends, output of a gigabyte, or a second process like the first."""
-    with pool_of(1) as pool:
-        texts = ("right", response, "right", "wrong", "right")
-        futures = [pool.submit(PROBLEM, text, False) for text in texts]
-        assert [future.result(timeout=60) for future in futures] == [1.0, 0.0, 1.0, 0.0, 1.0]
-        assert pool.pop_metrics() == {"reward/errors": 0, "reward/timeouts": 0}
-        pid = int(pool.submit(PROBLEM, "pid", False).result(timeout=60))
-    assert gone(pid)
-    assert capfd.readouterr().out == ""
-
-
 def test_a_process_of_a_reward_ends_with_its_worker(tmp_path):
     note = tmp_path / "child"
     with pool_of(1, timeout_s=2.0) as pool:
         assert pool.submit({"answer": "x", "note": str(note)}, "child", False).result(timeout=60) == 0.0
         assert pool.pop_metrics() == {"reward/errors": 1, "reward/timeouts": 1}
-    deadline = time.monotonic() + 10
-    # In some containers nobody waits for an orphan, which then stays as a zombie.
-    stat = Path("/proc", note.read_text(), "stat")
-    while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not stat.exists() or ") Z " in stat.read_text()
+    assert is_gone(note.read_text())
 
 
 def test_a_problem_that_cannot_be_sent_is_an_error_of_its_own():
@@ -281,7 +246,7 @@ def test_close_ends_every_process_and_cancels_what_waits():
     start = time.monotonic()
     pool.close()
     assert time.monotonic() - start < 5.0
-    assert all(gone(pid) for pid in pids)
+    assert all(is_gone(pid) for pid in pids)
     for future in futures:
         with pytest.raises(CancelledError):
             future.result(timeout=1)
@@ -339,10 +304,7 @@ def test_workers_have_no_jax_and_end_with_their_parent(tmp_path, ending):
     has_jax, pid = done.stdout.split()
     assert has_jax == "0.0"
     # An idle worker sees the end of the pipe at once. A worker that hangs ends by its own alarm.
-    deadline = time.monotonic() + 15
-    while not gone(int(pid)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert gone(int(pid))
+    assert is_gone(pid, 15.0)
 
 
 def children():

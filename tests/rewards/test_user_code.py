@@ -1,4 +1,7 @@
-"""A person's code is found by a module of the current directory or by a file, whatever ``sys.path`` began with."""
+"""A reward is found by its name: a shipped one, or a person's code in a module of the current directory or in a file.
+
+Everything else gives one clear line.
+"""
 
 import sys
 
@@ -6,7 +9,7 @@ import pytest
 
 from rljax import user_code
 from rljax.rewards.pool import RewardPool
-from rljax.rewards.resolve import resolve_reward, score
+from rljax.rewards.resolve import SHIPPED, resolve_reward, score
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 
 REWARD = """
@@ -21,6 +24,29 @@ def fails(problem, response, truncated):
 
 def large(problem, response, truncated):
     return float(response)
+"""
+MODULE = """
+CONSTANT = 3
+
+def three(problem, response, truncated):
+    return 0.5
+
+def more(problem, response, truncated, scale=2.0, **options):
+    return scale
+
+def any_number(*arguments):
+    return float(len(arguments))
+
+def two(problem, response):
+    return 0.0
+
+def four(problem, response, truncated, scale):
+    return 0.0
+
+class Graded:
+    @staticmethod
+    def score(problem, response, truncated):
+        return 0.75
 """
 ENVIRONMENT = """
 from rljax.rollout.episodes.tool_environment import ToolEnvironment
@@ -46,17 +72,23 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "code" / "envs.py").write_text(ENVIRONMENT)
     (tmp_path / "code" / "ends.py").write_text("import sys\nsys.exit(3)")
     (tmp_path / "code" / "halved.py").write_text("def f(:")
-    (tmp_path / "near_rewards.py").write_text("def reward(problem, response, truncated):\n    return 0.25\n")
+    (tmp_path / "named_rewards.py").write_text(MODULE)
+    (tmp_path / "broken_rewards.py").write_text("import nothing_of_that_name")
+    (tmp_path / "raising_rewards.py").write_text("raise RuntimeError('two\\nlines')")
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.chdir(tmp_path)
     yield tmp_path
-    for name in ("near_rewards", "helper_of_rewards"):
+    for name in ("named_rewards", "broken_rewards", "raising_rewards", "helper_of_rewards"):
         sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [("near_rewards:reward", 0.25), ("./code/my-rewards.py:reward", 0.75), ("code/my-rewards.py:reward", 0.75)],
+    [
+        *(("named_rewards:three", 0.5), ("named_rewards:more", 2.0), ("named_rewards:any_number", 3.0)),
+        *(("named_rewards:Graded.score", 0.75), ("./code/my-rewards.py:reward", 0.75)),
+        ("code/my-rewards.py:reward", 0.75),
+    ],
 )
 def test_a_worker_finds_what_the_trainer_finds(path, value, here):
     for name in (path, f"{here}/{path}" if ".py" in path else path):
@@ -79,15 +111,39 @@ def test_the_directory_of_a_file_hides_no_installed_module(here):
         ("code/my-rewards.py:none", "my-rewards.py has no none, only: helper_of_rewards, reward, fails, large"),
         ("code/ends.py:f", "cannot be imported: SystemExit: 3 (code/ends.py:2)"),
         ("code/halved.py:f", "cannot be imported: SyntaxError: invalid syntax (halved.py, line 1)"),
-        ("./near_rewards:reward", "is not of the form package.module:name or FILE.py:name"),
+        ("./named_rewards:three", "is not of the form package.module:name or FILE.py:name"),
+        (":three", "is not of the form package.module:name or FILE.py:name"),
         ("code/my-rewards.py", "is none of"),
+        ("", f"reward '' is none of {', '.join(sorted(SHIPPED))}, package.module:function"),
+        ("maths", "is none of"),
+        ("named_rewards.three", "is none of"),
+        ("nowhere.at_all:three", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        (
+            "broken_rewards:f",
+            "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_that_name' (broken_",
+        ),
+        ("raising_rewards:f", "cannot be imported: RuntimeError: two lines (raising_rewards.py:1)"),
+        ("named_rewards:missing", "module 'named_rewards' has no attribute 'missing'"),
+        ("named_rewards:CONSTANT", "'named_rewards:CONSTANT' is int, not a function"),
+        (
+            "named_rewards:two",
+            "takes (problem, response); a reward takes (problem, response, truncated), verl's (data_",
+        ),
+        ("named_rewards:four", "takes (problem, response, truncated, scale); a reward takes (problem, response, trunc"),
     ],
 )
 def test_what_cannot_be_found_is_one_line(path, said):
     with pytest.raises(ValueError, match="reward") as refused:
         resolve_reward(path)
     assert said in str(refused.value)
+    assert repr(path) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_worker_can_import_every_shipped_reward():
+    assert set(SHIPPED) == {"addition", "swaps", "math", "reasoning_gym", "reasoning_gym_library"}
+    pytest.importorskip("reasoning_gym")
+    assert all(callable(resolve_reward(name)) for name in SHIPPED)
 
 
 def test_a_failure_names_the_line_of_the_persons_file():

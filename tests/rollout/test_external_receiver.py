@@ -48,29 +48,6 @@ def test_a_content_type_is_demanded(served, kind):
     assert served.queue.counts() == (0, 0, 0)
 
 
-def test_a_wrong_request_is_refused_and_not_kept(served):
-    lacking = make_row("a", 1)
-    del lacking["reward"]
-    cases = {
-        "POST: row 2 lacks reward": [make_row("a", 1), lacking],
-        "version is 1, but the newest policy of the run is 0": [make_row("a", 1, version=1)],
-        "POST: row 1: token_ids must be in 0 .. 15": [make_row("a", 1, tokens=(16,))],
-        "the request has no row": [],
-    }
-    for said, rows in cases.items():
-        reply = served.post(*rows)
-        assert reply.status_code == 400
-        assert said in reply.text
-        assert reply.text.count("\n") == 1
-    for body in (b"{", b"\xff", b'[{"group": ' + b"[" * 100_000):
-        reply = served.client.post("/trajectories", content=body, headers={"content-type": "application/json"})
-        assert reply.status_code == 400
-        assert reply.text.startswith("POST: ")
-        assert reply.text.count("\n") == 1
-    assert served.files() == []
-    assert served.queue.counts() == (0, 0, 0)
-
-
 def test_a_full_queue_takes_only_the_rest_of_groups(served):
     """Two groups may wait. One of them lacks a row, which is still accepted. Another group is refused."""
     assert served.post(make_row("a", 1), make_row("a", 2), make_row("b", 3)).status_code == 200

@@ -16,7 +16,7 @@ import pytest
 from external_rows import make_row
 from served_receivers import LIMITS, Served
 
-from rljax.rollout.external.bodies import MOST_ROWS, make_reader
+from rljax.rollout.external.receiver import MOST_ROWS, make_reader
 from rljax.rollout.external.rows import RowLimits
 from rljax.rollout.types import SamplingParams
 from rljax.weights import http_limits
@@ -159,7 +159,7 @@ def test_web_pages_are_refused(guarded):
 MEMORY = """
 import resource, sys
 from served_receivers import LIMITS, rubbish
-from rljax.rollout.external.bodies import make_reader
+from rljax.rollout.external.receiver import make_reader
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for kind, body in rubbish(2**24):
     try:
@@ -211,48 +211,50 @@ def test_the_numbers_that_python_writes_are_read():
         "NaN", math.nan, note='"NaN" \\', metrics={"x": math.nan, "y": -math.inf}, logprobs=[-1, math.nan, -1]
     )
     found = read_one(json.dumps(row))
-    assert (found["group"], found["reward"], found["logprobs"]) == ("NaN", None, [-1, None, -1])
-    assert "metrics" not in found
-    assert read_one(json.dumps(make_row("a", math.inf)))["reward"] == 1e308
+    assert (found.group, found.reward, found.logprobs) == ("NaN", None, [-1, None, -1])
+    assert read_one(json.dumps(make_row("a", math.inf))).reward == 1e308
 
 
 def test_lists_of_tokens_are_read_where_they_are_needed():
     lists = {"top_ids": [[3], [4], None], "top_logprobs": [[-1.0], [-1.0], None], "routes": [[0], [1], [0], [2]]}
     row = make_row("a", 1, **lists)
-    assert not set(lists) & set(read_one(json.dumps(row)))
+    assert not set(lists) & set(msgspec.to_builtins(read_one(json.dumps(row))))
     needs = {"reported": RowLimits(16, 4, SamplingParams(8, reported=1))}
     needs["routes"] = RowLimits(16, 4, SamplingParams(8), routes=(1, 1, 3))
     for need, limits in needs.items():
         ((_, found),) = make_reader(limits)(msgspec.msgpack.encode([row]), "application/msgpack")
-        assert found.get("top_ids") == ([(3,), (4,), None] if need == "reported" else None)
-        assert found.get("routes") == ([(0,), (1,), (0,), (2,)] if need == "routes" else None)
+        read = {name: value for name, value in msgspec.to_builtins(found).items() if name in lists}
+        tops = {"top_ids": [(3,), (4,), None], "top_logprobs": [(-1.0,), (-1.0,), None]}
+        assert read == (tops if need == "reported" else {"routes": [(0,), (1,), (0,), (2,)]})
 
 
+WITHOUT_MASK = {key: value for key, value in make_row("a", 1).items() if key != "mask"}
+WITHOUT_REWARD = {key: value for key, value in make_row("a", 1).items() if key != "reward"}
 REFUSED = {
     "POST: row 2: logprobs at token 1: Expected": [make_row("a", 1), make_row("a", 1, logprobs=[-1, "x", -1])],
-    "POST: row 1 lacks mask (or turns)": [{key: value for key, value in make_row("a", 1).items() if key != "mask"}],
+    "POST: row 1 lacks mask (or turns)": [WITHOUT_MASK],
+    "POST: row 2 lacks reward": [make_row("a", 1), WITHOUT_REWARD],
     "POST: row 2: Expected `object`, got `int`": [make_row("a", 1), 3],
     "POST: row 1: group: Expected": make_row(["a"], 1),
-    "POST: row 1: token_ids must hold no booleans among numbers, got True at entry 1": [
-        make_row("a", 1, token_ids=[3, True, 5])
-    ],
+    "POST: row 1: token_ids at token 1: Expected `int`, got `bool`": [make_row("a", 1, token_ids=[3, True, 5])],
+    "POST: row 1: token_ids must be in 0 .. 15": [make_row("a", 1, tokens=(16,))],
     "POST: row 1: logprobs must be at least -10000 (nats), got -1e+30 at token 2": [
         make_row("a", 1, logprobs=[-1, -1, -1e30])
     ],
+    "POST: row 1: version is 1, but the newest policy of the run is 0": [make_row("a", 1, version=1)],
+    "POST: the request has no row": [],
 }
 
 
-@pytest.mark.parametrize(("said", "rows"), REFUSED.items(), ids=REFUSED.keys())
-def test_a_wrong_row_is_named(tmp_path, said, rows):
+def test_what_is_wrong_is_named_and_not_kept(tmp_path):
+    forms = (("application/json", json.dumps), ("application/msgpack", msgspec.msgpack.encode))
+    sent = [(kind, write(rows), said) for said, rows in REFUSED.items() for kind, write in forms]
+    sent += [("application/json", body, "POST: ") for body in (b"{", b"\xff", b'[{"group": ' + b"[" * 100_000)]
     with Served(tmp_path / "spool") as served:
-        for reply in (
-            served.client.post("/trajectories", json=rows),
-            served.client.post(
-                "/trajectories",
-                content=msgspec.msgpack.encode(rows),
-                headers={"content-type": "application/msgpack"},
-            ),
-        ):
+        for kind, body, said in sent:
+            reply = served.client.post("/trajectories", content=body, headers={"content-type": kind})
             assert reply.status_code == 400
             assert reply.text.startswith(said)
             assert reply.text.count("\n") == 1
+        assert served.files() == []
+        assert served.queue.counts() == (0, 0, 0)

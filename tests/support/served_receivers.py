@@ -5,10 +5,8 @@ import json
 import httpx
 from external_rows import make_row
 
-from rljax.rollout.external.bodies import MOST_ROWS
-from rljax.rollout.external.files import TrajectoryFiles
 from rljax.rollout.external.queue import TrajectoryQueue
-from rljax.rollout.external.receiver import Receiver
+from rljax.rollout.external.receiver import MOST_ROWS, Receiver
 from rljax.rollout.external.rows import RowLimits
 from rljax.rollout.types import SamplingParams
 
@@ -22,9 +20,9 @@ class Served:
     def __init__(self, spool, url="http://127.0.0.1:0", **options):
         spool.mkdir(exist_ok=True)
         self.spool = spool
-        self.queue = TrajectoryQueue(TrajectoryFiles(spool, LIMITS), group_size=2, max_staleness=9)
+        self.queue = TrajectoryQueue(spool, LIMITS, group_size=2, max_staleness=9)
         self.queue.start(0, 0)
-        self.receiver = Receiver(url, spool, self.queue, LIMITS, max_groups=2, facts=FACTS, **options)
+        self.receiver = Receiver(url, self.queue, max_groups=2, facts=FACTS, **options)
 
     def __enter__(self):
         self.receiver.start()

@@ -7,21 +7,24 @@ import dataclasses
 import functools
 import itertools
 import logging
+import pickle
+import queue
 import threading
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from dataclasses import dataclass, field
 from typing import Any
 
-from rljax.distributed.child import new_number
+from rljax.distributed.child import Child, decode, new_number
 from rljax.distributed.frames import FrameError
 from rljax.errors import describe, printable
-from rljax.rollout.episodes.config import EpisodeConfig
+from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.environment import find_environment
-from rljax.rollout.episodes.host_link import HostLink, pack
 from rljax.rollout.episodes.outcomes import (
+    HOST_MESSAGE,
     LONGEST_MESSAGE,
+    UTF8_BYTES,
     CallEnded,
     HostMessage,
     Outcome,
@@ -29,8 +32,8 @@ from rljax.rollout.episodes.outcomes import (
     ToolRefused,
     check_outcome,
 )
-from rljax.rollout.episodes.tool_pool import ToolPool
-from rljax.rollout.episodes.tools import ToolResult
+from rljax.rollout.episodes.progress import ProgressBoard, StuckWatch
+from rljax.rollout.episodes.tools import ToolPool, ToolResult
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,11 @@ _COUNTED = {
 }
 _CUT = "turns/cut_replies"
 _CLOSED = "the environments are closed"
+_LOOK_S = 0.1
+_JOIN_S = 1.0
+_LONGEST = (1 << 26) + UTF8_BYTES * MAX_REPLY_CHARS  # bytes of a message of a host process
+
+Outbox = queue.SimpleQueue[tuple[int, bytes] | None]  # numbered messages; None: there are no more
 
 
 @dataclass
@@ -50,13 +58,28 @@ class _Trajectory:
 
     key: Hashable  # the name of the trajectory that the caller chose
     number: int  # the number of the trajectory in messages
-    host: int  # the index of its host process
+    host: HostProcess  # the process of its environment
     method: str = ""  # the method that is being called; "" if none is
-    call: int = 0  # the number of that call
     future: Future[Outcome] | None = None  # the future of that call
     packed: bytes | None = None  # the message of ``reset``, until its outcome is known
     resent: bool = False  # whether that message was sent a second time, because the first process ended too early
     lost: Outcome | None = None  # the outcome of every later call, if the trajectory has failed
+
+
+@dataclass
+class HostProcess:
+    """A process of environments, which is replaced when it ends, and what it still has to do.
+
+    One thread sends and one receives, for all its trajectories together.
+    """
+
+    child: Child
+    board: ProgressBoard
+    outbox: Outbox = field(default_factory=queue.SimpleQueue)  # the messages to the present process
+    trajectories: dict[int, _Trajectory] = field(default_factory=dict)  # by their numbers
+    # The calls that it still has to answer, by their numbers. A trajectory may be forgotten meanwhile.
+    calls: dict[int, _Trajectory] = field(default_factory=dict)
+    tool_calls: dict[int, Future[ToolResult]] = field(default_factory=dict)  # the tools that run for it, by number
 
 
 class EnvironmentHosts:
@@ -88,25 +111,24 @@ class EnvironmentHosts:
           ValueError: The environment cannot be found or lacks a method.
         """
         find_environment(path)
-        self._path, self._busy_s = path, limits.busy_s
+        self._path, self._limits = path, limits
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._by_key: dict[Hashable, _Trajectory] = {}
-        self._by_number: dict[int, _Trajectory] = {}
-        self._loads = [0] * limits.workers  # the trajectories of each process
-        # The calls that each process still has to answer, by their numbers. A trajectory may be forgotten meanwhile.
-        self._calls: list[dict[int, _Trajectory]] = [{} for _ in range(limits.workers)]
+        self._trajectories: dict[Hashable, _Trajectory] = {}
         self._counts: Counter[str] = Counter()
         self._broken: str | None = None
         self._closed = False
-        self._tool_calls: list[dict[int, Future[ToolResult]]] = [{} for _ in range(limits.workers)]
         self._tools = ToolPool(limits, tool_workers)
-        self._hosts: list[HostLink] = []
-        for place in range(limits.workers):
-            callbacks = (functools.partial(act, place) for act in (self._take, self._bury, self._give_up))
-            self._hosts.append(HostLink(path, limits, *callbacks))
-        for link in self._hosts:
-            link.start()
+        program = "process of environments", "rljax.rollout.episodes.host_worker:host_environments"
+        start = functools.partial(Child, *program, memory_gib=limits.memory_gib, longest=_LONGEST)
+        self._hosts: list[HostProcess] = []
+        for _ in range(limits.workers):
+            board = ProgressBoard()
+            child = start((path, board.descriptor, limits), files=[board.descriptor])
+            self._hosts.append(HostProcess(child, board))
+        self._threads = [threading.Thread(target=self._serve, args=(host,), daemon=True) for host in self._hosts]
+        for thread in self._threads:
+            thread.start()
 
     def reset(self, key: Hashable, problem: Mapping[str, Any]) -> Future[Outcome]:
         """Makes an environment for the trajectory ``key`` and resets it. A trajectory of the same key is ended first.
@@ -117,10 +139,9 @@ class EnvironmentHosts:
         """
         self.end(key)
         with self._lock:
-            host = min(range(len(self._hosts)), key=self._loads.__getitem__)
-            self._loads[host] += 1
-            trajectory = self._by_key[key] = _Trajectory(key, next(self._numbers), host)
-            self._by_number[trajectory.number] = trajectory
+            host = min(self._hosts, key=lambda one: len(one.trajectories))
+            trajectory = self._trajectories[key] = _Trajectory(key, next(self._numbers), host)
+            host.trajectories[trajectory.number] = trajectory
         return self._call(trajectory, "reset", dict(problem))
 
     def step(self, key: Hashable, response: str, truncated: bool) -> Future[Outcome]:
@@ -134,14 +155,13 @@ class EnvironmentHosts:
     def end(self, key: Hashable) -> None:
         """Forgets a trajectory and cancels its call, if there is one. An unknown key has no effect."""
         with self._lock:
-            trajectory = self._by_key.pop(key, None)
+            trajectory = self._trajectories.pop(key, None)
             if trajectory is None:
                 return
-            del self._by_number[trajectory.number]
-            self._loads[trajectory.host] -= 1
+            del trajectory.host.trajectories[trajectory.number]
             future, trajectory.future = trajectory.future, None
             if trajectory.lost is None and not self._closed:
-                self._hosts[trajectory.host].send(0, pack("end", trajectory.number))
+                trajectory.host.outbox.put((0, pickle.dumps(("end", trajectory.number))))
         if future is not None:
             future.cancel()
 
@@ -162,11 +182,16 @@ class EnvironmentHosts:
         """Ends every process and cancels every call; a second call does nothing."""
         with self._lock:
             self._closed = True
-            futures = [trajectory.future for trajectory in self._by_key.values() if trajectory.future is not None]
-            self._by_key.clear()
-            self._by_number.clear()
+            futures = [one.future for one in self._trajectories.values() if one.future is not None]
+            self._trajectories.clear()
+            for host in self._hosts:
+                host.trajectories.clear()
         for host in self._hosts:
-            host.close()
+            host.child.stop()
+            host.outbox.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_S)
         self._tools.close()
         for future in futures:
             future.cancel()
@@ -181,13 +206,13 @@ class EnvironmentHosts:
         with self._lock:
             if self._closed:
                 raise RuntimeError(_CLOSED)
-            return self._by_key[key]
+            return self._trajectories[key]
 
     def _call(self, trajectory: _Trajectory, method: str, *arguments: Any) -> Future[Outcome]:
         future: Future[Outcome] = Future()
         message, refused = b"", None
         try:
-            message = pack(method, trajectory.number, *arguments)
+            message = pickle.dumps((method, trajectory.number, *arguments))
         except Exception as error:  # a problem that cannot be pickled
             refused = Outcome(None, "raised", f"{method}: {describe(error)}")
         with self._lock:
@@ -213,9 +238,9 @@ class EnvironmentHosts:
 
     def _send(self, trajectory: _Trajectory, message: bytes) -> None:
         """Sends a call to the process of a trajectory. The lock is held."""
-        trajectory.call = new_number()
-        self._calls[trajectory.host][trajectory.call] = trajectory
-        self._hosts[trajectory.host].send(trajectory.call, message)
+        number = new_number()
+        trajectory.host.calls[number] = trajectory
+        trajectory.host.outbox.put((number, message))
 
     def _fail(self, trajectory: _Trajectory, outcome: Outcome) -> None:
         """Records that a trajectory has failed, counts it, and logs the first failure of its kind. The lock is held."""
@@ -227,19 +252,59 @@ class EnvironmentHosts:
         if self._counts[name] == 1:
             log.warning("environment %s, trajectory %s: %s", self._path, trajectory.key, outcome.message)
 
-    def _take(self, host: int, number: int, message: HostMessage) -> None:
+    def _serve(self, host: HostProcess) -> None:
+        """Sends and handles the messages of a host process and of those that replace it, until ``close``."""
+        try:
+            while True:
+                host.child.wait_until_ready()
+                outbox = host.outbox
+                sender = threading.Thread(target=_send_all, args=(host.child, outbox), daemon=True)
+                sender.start()
+                said, stuck = self._receive_all(host)
+                host.child.kill()
+                outbox.put(None)
+                sender.join(_JOIN_S)
+                running, _ = host.board.read()
+                status = host.child.replace()
+                self._bury(host, f"{said}, {status}" if said else status, stuck, running)
+        except CancelledError:
+            return
+        except Exception as error:  # nobody else sees it, and a waiting caller must not wait for ever
+            self._give_up(host, str(error) or type(error).__name__)
+
+    def _receive_all(self, host: HostProcess) -> tuple[str, bool]:
+        """Handles messages until the process has ended, is stuck or has sent something wrong.
+
+        Returns what it sent, or "", and whether it is stuck.
+        """
+        watch = StuckWatch(host.board, self._limits.busy_s, _LOOK_S)
+        frames = host.child.frames
+        while True:
+            try:
+                number, body = frames.receive(_LOOK_S)
+                self._take(host, number, decode(HOST_MESSAGE, body))
+            except TimeoutError:
+                pass
+            except (EOFError, OSError):
+                return "", False
+            except FrameError as error:
+                return f"it sent {error}", False
+            if watch.look():
+                return "", True
+
+    def _take(self, host: HostProcess, number: int, message: HostMessage) -> None:
         if isinstance(message, CallEnded):
             self._settle(host, number, message.outcome)
         elif isinstance(message, ToolAsked):
             self._start_tool(host, number, message)
         elif isinstance(message, ToolRefused):
             self._tools.count_refused()
-        elif future := self._tool_calls[host].pop(number, None):
+        elif future := host.tool_calls.pop(number, None):
             future.cancel()
 
-    def _settle(self, host: int, number: int, outcome: Outcome) -> None:
+    def _settle(self, host: HostProcess, number: int, outcome: Outcome) -> None:
         with self._lock:
-            trajectory = self._calls[host].pop(number, None)
+            trajectory = host.calls.pop(number, None)
             if trajectory is None and not self._closed:
                 raise FrameError("the end of a call that nobody made")
             if trajectory is None or trajectory.future is None:
@@ -254,17 +319,17 @@ class EnvironmentHosts:
             self._fail(trajectory, outcome)
         _resolve(future, outcome)
 
-    def _start_tool(self, host: int, number: int, asked: ToolAsked) -> None:
-        link, calls = self._hosts[host], self._tool_calls[host]
+    def _start_tool(self, host: HostProcess, number: int, asked: ToolAsked) -> None:
+        outbox, calls = host.outbox, host.tool_calls
 
         def finish(future: Future[ToolResult]) -> None:
             calls.pop(number, None)
             if not future.cancelled():
                 error = future.exception()
                 result = future.result() if error is None else ToolResult(f"error: {error}", "died")
-                link.send(number, pack("result", result))
+                outbox.put((number, pickle.dumps(("result", result))))
 
-        began = functools.partial(link.send, number, pack("began"))
+        began = functools.partial(outbox.put, (number, pickle.dumps(("began",))))
         try:
             future = self._tools.submit(asked.path, asked.arguments, asked.counted, began)
         except RuntimeError:  # closed meanwhile
@@ -272,17 +337,16 @@ class EnvironmentHosts:
         calls[number] = future
         future.add_done_callback(finish)
 
-    def _bury(self, host: int, reason: str, stuck: bool, running: int) -> None:
+    def _bury(self, host: HostProcess, reason: str, stuck: bool, running: int) -> None:
         """Fails the trajectories of a process that has ended.
 
         A trajectory whose ``reset`` was not at fault gets another try: the message is sent to the next process.
         """
         told: list[tuple[Future[Outcome], Outcome]] = []
         with self._lock:
-            self._hosts[host].renew()
-            self._calls[host] = {}
-            calls, self._tool_calls[host] = self._tool_calls[host], {}
-            mine = [one for one in self._by_number.values() if one.host == host and one.lost is None]
+            host.outbox, host.calls = queue.SimpleQueue(), {}
+            tool_calls, host.tool_calls = host.tool_calls, {}
+            mine = [one for one in host.trajectories.values() if one.lost is None]
             culprit = next((one for one in mine if one.number == running), None)
             for trajectory in mine:
                 if trajectory.packed is not None and trajectory is not culprit and (culprit or not trajectory.resent):
@@ -294,7 +358,7 @@ class EnvironmentHosts:
                 if trajectory.future is not None:
                     told.append((trajectory.future, outcome))
                     trajectory.future = None
-        for call in list(calls.values()):
+        for call in list(tool_calls.values()):
             call.cancel()
         for future, outcome in told:
             _resolve(future, outcome)
@@ -305,17 +369,15 @@ class EnvironmentHosts:
             whose = f" in code of trajectory {culprit.key!r}" if culprit is not None else ""
             return Outcome(None, "died", f"the process of the environment {how}{whose}")
         if stuck:
-            said = (
-                f"{trajectory.method} ran for more than {self._busy_s:g} s without awaiting, so its process was ended"
-            )
-            return Outcome(None, "timeout", said)
+            said = f"ran for more than {self._limits.busy_s:g} s without awaiting, so its process was ended"
+            return Outcome(None, "timeout", f"{trajectory.method} {said}")
         return Outcome(None, "died", f"the process died in {trajectory.method} ({reason})")
 
-    def _give_up(self, host: int, reason: str) -> None:
+    def _give_up(self, host: HostProcess, reason: str) -> None:
         """Makes every call from now on raise RuntimeError, because no process can be started."""
         with self._lock:
             self._broken = reason
-            futures = [one.future for one in self._by_number.values() if one.host == host and one.future is not None]
+            futures = [one.future for one in host.trajectories.values() if one.future is not None]
         for future in futures:
             if not future.cancelled():
                 future.set_exception(RuntimeError(reason))
@@ -324,3 +386,13 @@ class EnvironmentHosts:
 def _resolve(future: Future[Outcome], outcome: Outcome) -> None:
     with contextlib.suppress(InvalidStateError):
         future.set_result(outcome)
+
+
+def _send_all(child: Child, outbox: Outbox) -> None:
+    """Sends the messages of an outbox to the present process."""
+    frames = child.frames
+    while (message := outbox.get()) is not None:
+        try:
+            frames.send(*message)
+        except OSError:  # the thread that receives sees the end, too
+            return

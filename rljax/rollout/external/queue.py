@@ -1,14 +1,26 @@
-"""The trajectories between another program and the trainer: checked, kept on the disk, and taken by steps."""
+"""The trajectories between another program and the trainer: kept in files, in groups, and taken by steps."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rljax.rollout.external.files import TrajectoryFiles
-from rljax.rollout.external.groups import GroupCounts, WaitingGroups
-from rljax.rollout.external.rows import Trajectory
+from rljax.data.files import read_rows
+from rljax.rollout.external.rows import RowLimits, Trajectory, read_trajectories, typed_rows
+
+SUFFIXES = (".jsonl", ".parquet")
+WaitingGroup = list[tuple[str, Trajectory]]  # trajectories of one group name, each behind the name of its file
+
+
+class GroupCounts(NamedTuple):
+    """The numbers of groups that wait."""
+
+    ready: int  # complete groups, whose policies are not newer than the trainer's
+    newer: int  # complete groups with a token of a policy that is newer than the trainer's
+    incomplete: int  # groups with too few trajectories yet
 
 
 class PostedGroups(NamedTuple):
@@ -19,32 +31,50 @@ class PostedGroups(NamedTuple):
 
 
 class TrajectoryQueue:
-    """The trajectories that wait for a step, and the policy versions that they may have.
+    """The trajectories that wait for a step in the files of one directory, and the versions that they may have.
 
-    A thread may add trajectories while another takes them. ``version`` is the version of the trainer's policy.
-    ``highest`` is the highest version that any process of the run may have published; None: it is not known.
+    Each file is read once and whole, in the order of their names. Trajectories with the same group name fill one group
+    after another. The state says which rows were used. So a resumed run uses each of the other rows, and no row twice.
+    A thread may add trajectories while another takes them.
+
+    Attributes:
+      directory: The directory of the files.
+      limits: The limits of each row.
+      version: The version of the trainer's policy.
+      highest: The highest version that any process of the run may have published; None: it is not known.
+      dropped_rows: The number of rows that were dropped since the last batch was taken.
     """
 
-    def __init__(self, files: TrajectoryFiles, *, group_size: int, max_staleness: int) -> None:
-        """Starts without a trajectory. ``files`` hold the trajectories, ``group_size`` of which make a group.
+    def __init__(self, directory: Path, limits: RowLimits, *, group_size: int, max_staleness: int) -> None:
+        """Starts without a trajectory, and reads nothing yet. ``group_size`` trajectories make a group.
 
         A group with a token that is more than ``max_staleness`` versions older than the trainer is dropped.
         """
-        self._files, self._groups, self._max_staleness = files, WaitingGroups(group_size), max_staleness
-        self._changed = threading.Condition()
-        self.dropped_rows = 0  # the number of rows dropped since the last batch was taken
-        self.version = 0
+        self.directory, self.limits = directory, limits
+        self.version, self.dropped_rows = 0, 0
         self.highest: int | None = None
+        self._group_size, self._max_staleness = group_size, max_staleness
+        self._changed = threading.Condition()
+        self._open: dict[str, WaitingGroup] = {}  # the groups with too few trajectories, by name
+        self._complete: list[WaitingGroup] = []
+        self._used: dict[str, set[int]] = {}  # the used rows of each begun file, by name, in the order of reading
+        self._left: dict[str, set[int]] = {}  # the unused rows of each begun file that this process has read, by name
+        self._finished: dict[str, int] = {}  # the last step that used rows of each file without unused rows, by name
 
     def start(self, version: int, highest: int | None) -> None:
         """Sets the versions, and reads the unused rows of the files that an earlier process has begun.
 
-        Raises ValueError if a row of these files cannot be used.
+        A file that is gone is named on stderr. Raises ValueError if a row of these files cannot be used.
         """
         with self._changed:
             self.version, self.highest = version, highest
-            for name, trajectories in self._files.resume():
-                self._add(name, trajectories)
+            for name, used in list(self._used.items()):
+                path = self.directory / name
+                if path.exists():
+                    self._add(name, [one for one in self.read(name) if not used.intersection(one.rows)])
+                else:
+                    print(f"warning: {path} is gone; its unused rows are not trained on", file=sys.stderr)
+                    del self._used[name]
 
     def expect(self, version: int) -> None:
         """Records that policy ``version`` is being published, so that trajectories may name it from now on."""
@@ -68,17 +98,24 @@ class TrajectoryQueue:
                     f"of the run is {self.highest}"
                 )
 
+    def read(self, name: str) -> list[Trajectory]:
+        """Returns the trajectories of a file. Raises ValueError if any row of it cannot be used."""
+        path = self.directory / name
+        return read_trajectories(typed_rows(read_rows(path), str(path), self.limits), str(path), self.limits)
+
     def read_file(self) -> bool:
         """Reads the next file of the directory. Returns whether there was one.
 
         Raises ValueError if a row of it cannot be used, and OSError if the directory cannot be listed.
         """
         with self._changed:
-            name = self._files.next_unread()
+            known = self._finished.keys() | self._left.keys()
+            names = {path.name for path in self.directory.iterdir() if path.suffix in SUFFIXES} - known
+            name = min((name for name in names if name[0] != "."), default=None)
             if name is None:
                 return False
-            trajectories = self._files.read(name)
-            self.check_versions(trajectories, str(self._files.directory / name))
+            trajectories = self.read(name)
+            self.check_versions(trajectories, str(self.directory / name))
             self._add(name, trajectories)
             return True
 
@@ -87,11 +124,17 @@ class TrajectoryQueue:
     ) -> bool:
         """Adds trajectories if ``is_wanted`` allows it. Returns whether they were added.
 
-        ``is_wanted`` is a function of the number of groups that wait now, and the number with ``trajectories``.
-        ``write`` writes these to a file and returns its name. It is called before they are added.
+        ``is_wanted`` is a function of the number of groups that wait now, and the number with ``trajectories``. Both
+        include incomplete groups. ``write`` writes the trajectories to a file and returns its name. It is called before
+        they are added.
         """
         with self._changed:
-            if not is_wanted(self._groups.count_with(), self._groups.count_with(trajectories)):
+            sizes = {name: len(members) for name, members in self._open.items()}
+            before = len(self._complete) + len(sizes)
+            for trajectory in trajectories:
+                sizes[trajectory.group] = sizes.get(trajectory.group, 0) + 1
+            after = len(self._complete) + sum(-(-size // self._group_size) for size in sizes.values())
+            if not is_wanted(before, after):
                 return False
             self._add(write(), trajectories)
             self._changed.notify_all()
@@ -100,25 +143,31 @@ class TrajectoryQueue:
     def take(self, count: int, step: int) -> PostedGroups | None:
         """Takes the ``count`` groups of a step, or returns None while fewer are ready. Drops groups that are too old.
 
-        The trainer's policy has version ``step`` - 1.
+        The trainer's policy has version ``step`` - 1. Groups are taken in the order in which they became complete.
         """
         with self._changed:
             self.version = step - 1
-            stale = self._groups.drop_older(self.version - self._max_staleness)
-            self._files.use(stale, step)
-            self.dropped_rows += sum(len(item.trajectory.rows) for item in stale)
-            if self._groups.counts(self.version).ready < count:
+            oldest = self.version - self._max_staleness
+            for group in [one for one in (*self._complete, *self._open.values()) if _oldest(one) < oldest]:
+                self._use(group, step)
+                self.dropped_rows += sum(len(one.rows) for _, one in group)
+            self._complete = [group for group in self._complete if _oldest(group) >= oldest]
+            self._open = {name: group for name, group in self._open.items() if _oldest(group) >= oldest}
+            ready = [group for group in self._complete if _newest(group) <= self.version][:count]
+            if len(ready) < count:
                 return None
-            taken = self._groups.take(count, self.version)
-            self._files.use((item for group in taken for item in group), step)
-            batch = PostedGroups([[item.trajectory for item in group] for group in taken], self.dropped_rows)
+            self._complete = [group for group in self._complete if not any(group is one for one in ready)]
+            for group in ready:
+                self._use(group, step)
+            batch = PostedGroups([[one for _, one in group] for group in ready], self.dropped_rows)
             self.dropped_rows = 0
             return batch
 
     def counts(self) -> GroupCounts:
         """Returns the numbers of groups that wait."""
         with self._changed:
-            return self._groups.counts(self.version)
+            ready = sum(_newest(group) <= self.version for group in self._complete)
+            return GroupCounts(ready, len(self._complete) - ready, len(self._open))
 
     def wait(self, timeout_s: float) -> bool:
         """Waits at most ``timeout_s`` seconds for another thread to add trajectories. Returns whether one did."""
@@ -126,19 +175,53 @@ class TrajectoryQueue:
             return self._changed.wait(timeout_s)
 
     def delete_finished(self, step: int) -> None:
-        """Deletes the files whose last row was used at ``step`` or before."""
+        """Deletes the files whose last row was used at ``step`` or before, and forgets them."""
         with self._changed:
-            self._files.delete_finished(step)
+            for name in [name for name, last in self._finished.items() if last <= step]:
+                (self.directory / name).unlink(missing_ok=True)
+                del self._finished[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the record of the used rows in JSON types."""
+        """Returns the record of the used rows in JSON types.
+
+        It has the finished files with their last step, and the begun files with their used rows.
+        """
         with self._changed:
-            return self._files.state_dict()
+            begun = [[name, sorted(used)] for name, used in self._used.items()]
+            return {"finished": dict(self._finished), "begun": begun}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over a record of ``state_dict``. It must be called before ``start``."""
-        self._files.load_state_dict(state)
+        self._finished = {name: int(step) for name, step in state["finished"].items()}
+        self._used = {name: set(used) for name, used in state["begun"]}
 
     def _add(self, name: str, trajectories: Sequence[Trajectory]) -> None:
-        self._files.begin(name, trajectories, self.version)
-        self._groups.add(name, trajectories)
+        """Adds all waiting trajectories of a file. A file without any is finished."""
+        self._left[name] = {number for trajectory in trajectories for number in trajectory.rows}
+        self._used.setdefault(name, set())
+        self._finish_if_used(name, self.version)
+        for trajectory in trajectories:
+            group = self._open.setdefault(trajectory.group, [])
+            group.append((name, trajectory))
+            if len(group) == self._group_size:
+                self._complete.append(self._open.pop(trajectory.group))
+
+    def _use(self, group: WaitingGroup, step: int) -> None:
+        """Records that ``step`` has used or dropped the rows of a group."""
+        for name, trajectory in group:
+            self._left[name].difference_update(trajectory.rows)
+            self._used[name].update(trajectory.rows)
+            self._finish_if_used(name, step)
+
+    def _finish_if_used(self, name: str, step: int) -> None:
+        if not self._left[name]:
+            del self._left[name], self._used[name]
+            self._finished[name] = step
+
+
+def _oldest(group: WaitingGroup) -> int:
+    return min(one.oldest_version for _, one in group)
+
+
+def _newest(group: WaitingGroup) -> int:
+    return max(one.newest_version for _, one in group)

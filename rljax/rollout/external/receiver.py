@@ -3,6 +3,8 @@
 ``POST /trajectories`` takes rows as JSON (one object, or an array), as JSON lines, or as msgpack (an array). It answers
 once the rows are in a file of the run. So a trainer that is killed loses no row that it acknowledged. ``GET /policy``
 tells the newest policy version. docs/external_trajectories.md lists the answers.
+
+A body is decoded only as far as it has rows. So memory is bounded by a small multiple of its size, whatever it holds.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import io
+import re
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import msgspec
 from starlette.concurrency import run_in_threadpool
@@ -24,12 +29,17 @@ from starlette.routing import Route
 from rljax.distributed.files import write_durably
 from rljax.errors import naming
 from rljax.rollout.external.address import parse_address
-from rljax.rollout.external.bodies import JSON, LINES, MSGPACK, make_reader
 from rljax.rollout.external.queue import TrajectoryQueue
-from rljax.rollout.external.rows import RowLimits, Trajectory, read_trajectories
+from rljax.rollout.external.rows import PostedRow, RowLimits, Trajectory, read_trajectories, row_type, wrong_type
 from rljax.weights.access import KEY_FILE, listen, serving_key
 from rljax.weights.http_limits import WAIT_S, guarded_app, limited_server
 
+MOST_ROWS = 8192
+"""The most rows of one request. To check them takes a few seconds, in which other requests wait."""
+JSON, LINES, MSGPACK = "application/json", ("application/jsonl", "application/x-ndjson"), "application/msgpack"
+"""The content types: JSON (one object, or an array), JSON lines, and msgpack (an array)."""
+
+_PYTHON = {b"NaN": b"null", b"Infinity": b"1e308"}  # what JSON has for the numbers that Python writes
 MOST_BYTES = 64 * 2**20  # the largest request (bytes)
 _SMALL_BYTES = 2**20  # the most bytes of a request that may arrive without one of the places for large requests
 _LARGE_AT_ONCE = 4  # the most large requests that are in memory at the same time; further ones wait
@@ -46,7 +56,7 @@ class RefusedError(ValueError):
 
 
 class Receiver:
-    """Receives trajectories for a queue. The rows of each request stay in a file of ``spool`` until steps used them.
+    """Receives trajectories for a queue. The rows of each request stay in a file of the queue until steps used them.
 
     ``url`` is the address of the server. After ``start`` it has the port that was chosen.
     """
@@ -54,9 +64,7 @@ class Receiver:
     def __init__(
         self,
         url: str,
-        spool: Path,
         queue: TrajectoryQueue,
-        limits: RowLimits,
         *,
         max_groups: int,
         facts: dict[str, int],
@@ -66,7 +74,6 @@ class Receiver:
 
         Args:
           url: The address to bind to, http://HOST:PORT. Port 0 means a free one.
-          spool: The directory of the files.
           max_groups: The most groups that may wait. A request that would exceed it is answered with 429.
           facts: The numbers of the run that ``GET /policy`` tells besides the version.
           api_key_file: The file with the key that requests must carry. None: the file that ``$RLJAX_API_KEY_FILE``
@@ -80,11 +87,11 @@ class Receiver:
         with naming("rollout.trajectories"):
             self._key_file = serving_key(self._host, api_key_file, remedy)
         self.url = url
-        self._spool, self._queue, self._limits = spool, queue, limits
+        self._queue = queue
         self._max_groups, self._facts = max_groups, facts
         self._last = 0
         self._keys: dict[str, str] = {}  # the file of each request with an idempotency key, by the digest of the key
-        self._read = make_reader(limits)
+        self._read = make_reader(queue.limits)
         self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
         self._decoding = asyncio.Semaphore(1)
 
@@ -93,7 +100,7 @@ class Receiver:
 
         Raises OSError if the address cannot be bound, and RuntimeError if the server does not start in time.
         """
-        for path in self._spool.glob("*.jsonl"):
+        for path in self._queue.directory.glob("*.jsonl"):
             number, _, digest = path.stem.partition("-")
             self._last = max(self._last, int(number) if number.isdecimal() else 0)
             if digest:
@@ -181,7 +188,7 @@ class Receiver:
         def write() -> str:
             self._last = max(time.time_ns(), self._last + 1)
             name = f"{self._last:020d}-{digest}.jsonl" if digest else f"{self._last:020d}.jsonl"
-            write_durably(self._spool / name, b"\n".join([*lines, b""]))
+            write_durably(self._queue.directory / name, b"\n".join([*lines, b""]))
             if digest:
                 self._keys[digest] = name
             return name
@@ -189,7 +196,9 @@ class Receiver:
         try:
             is_added = self._queue.add_if(is_wanted, trajectories, write)
         except OSError as error:
-            raise RefusedError(503, f"POST: the rows cannot be kept in {self._spool}: {error.strerror}") from error
+            raise RefusedError(
+                503, f"POST: the rows cannot be kept in {self._queue.directory}: {error.strerror}"
+            ) from error
         if not is_added and digest not in self._keys:
             raise RefusedError(
                 429, f"POST: {self._max_groups} groups wait for a step already; send the rows again later"
@@ -199,7 +208,7 @@ class Receiver:
     def _check(self, body: bytearray, kind: str) -> tuple[list[Trajectory], list[bytes]]:
         """Returns the trajectories of a body, and a line of JSON for each row. Raises ValueError if a row is wrong."""
         rows = self._read(body, kind)
-        trajectories = read_trajectories(rows, "POST", self._limits)
+        trajectories = read_trajectories(rows, "POST", self._queue.limits)
         self._queue.check_versions(trajectories, "POST")
         return trajectories, [msgspec.json.encode(row) for _, row in rows]
 
@@ -210,3 +219,58 @@ class Receiver:
             "max_waiting_groups": self._max_groups,
             **self._facts,
         }
+
+
+def make_reader(limits: RowLimits) -> Callable[[bytes | bytearray, str], list[tuple[int, PostedRow]]]:
+    """Returns a function from a body and its content type to the rows with their numbers, from 1.
+
+    The function raises ValueError with one line if the body cannot be read, or has no row or more than ``MOST_ROWS``.
+    """
+    row: Any = row_type(limits)
+    rows: Any = Annotated[list[row], msgspec.Meta(max_length=MOST_ROWS)]
+    one, several = msgspec.json.Decoder(row), msgspec.json.Decoder(rows | row)
+    packed = msgspec.msgpack.Decoder(rows | row)
+
+    def read(body: bytes | bytearray, kind: str) -> list[tuple[int, PostedRow]]:
+        if kind in LINES:
+            found = []
+            for number, line in enumerate((line for line in io.BytesIO(body) if line.strip()), 1):
+                if number > MOST_ROWS:
+                    raise ValueError(f"POST: a request may have {MOST_ROWS} rows at most")
+                found.append(_decode(one, line, f"POST: row {number}"))
+        else:
+            values = _decode(packed if kind == MSGPACK else several, body, "POST")
+            found = values if isinstance(values, list) else [values]
+        if not found:
+            raise ValueError("POST: the request has no row")
+        return list(enumerate(found, 1))
+
+    return read
+
+
+def _decode(decoder: Any, body: bytes | bytearray, place: str) -> Any:
+    """Returns the decoded values. Raises ValueError with one line that names the row and the column."""
+    try:
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError:
+            raise
+        except msgspec.DecodeError:
+            if not isinstance(decoder, msgspec.json.Decoder) or not re.search(rb"NaN|Infinity", body):
+                raise
+            return decoder.decode(_without_nan(body))
+    except msgspec.ValidationError as error:
+        raise ValueError(wrong_type(error, place)) from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: not JSON or msgpack that can be read ({error})") from error
+
+
+def _without_nan(text: bytes | bytearray) -> bytes:
+    """Returns a JSON text that has null for each NaN outside of strings, and 1e308 for each Infinity."""
+    hidden = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    plain, end, in_string = bytearray(), 0, False
+    for found in re.finditer(rb"NaN|Infinity", hidden):
+        in_string ^= hidden.count(b'"', end, found.start()) % 2 == 1
+        plain += text[end : found.start()] + (found[0] if in_string else _PYTHON[found[0]])
+        end = found.end()
+    return bytes(plain + text[end:])

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from rljax.errors import ReplyError
@@ -20,19 +22,35 @@ from rljax.rollout.servers.replies import check_tops, make_tops
 from rljax.rollout.types import Response, SamplingParams
 from rljax.tokens import TOPS, TokenRecord, as_stored
 
-REQUIRED = ("prompt_ids", "token_ids", "logprobs", "reward", "version", "group")
-"""The columns that each row has, besides one of ``mask`` and ``turns``."""
 _LARGEST = 2**31 - 1  # token ids, turns and versions are int32
 _ROUNDING = 1e-4  # the largest log-probability above 0 that counts as rounding (nats); it is then taken as 0
 _LOWEST = -1e4  # the lowest log-probability that a sampled token can have (nats); vLLM writes -9999 for minus infinity
-_EACH = "expected {}, one for each of token_ids"
 
 DOUBTS = CONSTANT, AFTER_STOP, MIXED = "rollout/constant_logprobs", "rollout/after_stop", "rollout/mixed_prompts"
 """The metrics: trajectories with equal log-probabilities, or with tokens after a stop token; groups of many prompts."""
 MIXED_REMEDY = "give each problem a group name of its own, also in later batches, if they are not meant to be compared"
 _SEVERAL = 8  # the fewest sampled tokens whose equal log-probabilities are odd
 
-PostedRow = Mapping[str, Any]
+Name = Annotated[str, msgspec.Meta(min_length=1)] | int
+
+
+class PostedRow(msgspec.Struct, omit_defaults=True):
+    """One row as another program sends it, with ``mask``, ``turns`` or both. The types are checked."""
+
+    group: Name
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float | None]
+    reward: float | None
+    version: int | list[int | None]
+    mask: list[bool | int] | None = None
+    turns: list[int] | None = None
+    trajectory: Name | None = None
+    truncated: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.mask is None and self.turns is None:
+            raise ValueError("lacks mask (or turns)")
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,50 @@ class Trajectory(NamedTuple):
         return int(self.response.versions[-1])
 
 
+def row_type(limits: RowLimits) -> Any:
+    """Returns the type of a row. It reads the likeliest tokens and the routes only where ``limits`` needs them."""
+    ids, logprobs = list[tuple[int, ...] | None] | None, list[tuple[float, ...] | None] | None
+    columns: list[tuple[str, Any, None]] = []
+    if limits.sampling.reported:
+        columns += [("top_ids", ids, None), ("top_logprobs", logprobs, None)]
+    if limits.routes:
+        columns.append(("routes", list[tuple[int, ...]] | None, None))
+    return msgspec.defstruct("RowWithLists", columns, bases=(PostedRow,), omit_defaults=True)
+
+
+def wrong_type(error: msgspec.ValidationError, place: str) -> str:
+    """Returns one line about a value of a wrong type or a missing column, behind its row, its column and its token."""
+    said, _, path = str(error).partition(" - at `")
+    found = re.match(r"(?:key` in `)?\$(?:\[(\d+)\])?(?:\.(\w+))?(?:\[(\d+)\])?", path)
+    row, column, entry = found.groups() if found else (None, None, None)
+    if row or (column and "row" not in place):
+        place += f": row {int(row or 0) + 1}"
+    place += f": {column}" if column else ""
+    place += f" at token {entry}" if entry else ""
+    said = re.sub(r"^Object missing required field `(\w+)`", r"lacks \1", said)
+    return f"{place} {said}" if said.startswith("lacks") else f"{place}: {said}"
+
+
+def typed_rows(
+    numbered: Iterable[tuple[int, Mapping[str, Any]]], where: str, limits: RowLimits
+) -> Iterator[tuple[int, PostedRow]]:
+    """Yields the numbered rows of a file as ``PostedRow``. Raises ValueError, as ``read_trajectories`` does."""
+    kind = row_type(limits)
+    for number, row in numbered:
+        place = f"{where}: row {number}"
+        if "response_mask" in row and "prompt_ids" not in row:
+            raise ValueError(
+                f"{place} is one of a token dump (rollouts/step_*.parquet), which has no rewards, groups or prompts "
+                f"of their own: write rows with the columns {', '.join(PostedRow.__struct_fields__[:7])}"
+            )
+        try:
+            yield number, msgspec.convert(row, kind)
+        except msgspec.ValidationError as error:
+            said = wrong_type(error, place)
+            there = f"; it has {', '.join(row) or 'no column'}" if " lacks " in said else ""
+            raise ValueError(said + there) from error
+
+
 def read_trajectories(numbered: Iterable[tuple[int, PostedRow]], where: str, limits: RowLimits) -> list[Trajectory]:
     """Reads the trajectories of a file or of a request, whose name ``where`` begins each message.
 
@@ -76,41 +138,19 @@ def read_trajectories(numbered: Iterable[tuple[int, PostedRow]], where: str, lim
       ValueError: A row cannot be used. The message is one line that names the row.
     """
     found, known = [], set()
-    for key, members in itertools.groupby(_keyed(numbered, where), key=lambda entry: entry[0]):
-        rows = [(number, row) for _, number, row in members]
-        place = f"{where}: row {rows[0][0]}"
-        if key[1] is not None and key in known:
-            raise ValueError(f"{place}: the rows of trajectory {key[1]} of group {key[0]} must follow one another")
+    for key, members in itertools.groupby(numbered, key=lambda each: _names(each[1])):
+        rows, (group, name) = list(members), key
+        if name is not None and key in known:
+            place = f"{where}: row {rows[0][0]}"
+            raise ValueError(f"{place}: the rows of trajectory {name} of group {group} must follow one another")
         known.add(key)
-        parts = [rows] if key[1] is not None else [[each] for each in rows]
-        found += [_read_trajectory(key[0], part, where, limits) for part in parts]
+        parts = [rows] if name is not None else [[each] for each in rows]
+        found += [_read_trajectory(group, part, where, limits) for part in parts]
     return found
 
 
-def lacking(row: PostedRow) -> str:
-    """Returns the names of the columns that a row lacks, with commas between them, or "" if it has all of them."""
-    missing = [name for name in REQUIRED if name not in row]
-    return ", ".join([*missing, *([] if "mask" in row or "turns" in row else ["mask (or turns)"])])
-
-
-def _keyed(
-    numbered: Iterable[tuple[int, PostedRow]], where: str
-) -> Iterator[tuple[tuple[str, str | None], int, PostedRow]]:
-    """Yields ((group, trajectory or None), number, row) for each row. Raises ValueError if a column is missing."""
-    for number, row in numbered:
-        place = f"{where}: row {number}"
-        if not isinstance(row, Mapping):
-            raise ValueError(f"{place} must be an object with the columns {', '.join(REQUIRED)}, got {row!r:.60}")
-        if "response_mask" in row and "prompt_ids" not in row:
-            raise ValueError(
-                f"{place} is one of a token dump (rollouts/step_*.parquet), which has no rewards, groups or prompts "
-                f"of their own: write rows with the columns {', '.join(REQUIRED)} and mask"
-            )
-        if missing := lacking(row):
-            raise ValueError(f"{place} lacks {missing}; it has {', '.join(map(str, row)) or 'no column'}")
-        trajectory = row.get("trajectory")
-        group = _name(row["group"], f"{place}: group")
-        yield (group, None if trajectory is None else _name(trajectory, f"{place}: trajectory")), number, row
+def _names(row: PostedRow) -> tuple[str, str | None]:
+    return str(row.group), None if row.trajectory is None else str(row.trajectory)
 
 
 def _read_trajectory(group: str, rows: Sequence[tuple[int, PostedRow]], where: str, limits: RowLimits) -> Trajectory:
@@ -120,7 +160,7 @@ def _read_trajectory(group: str, rows: Sequence[tuple[int, PostedRow]], where: s
             f"{place}: the trajectory has {len(rows)} rows, expected at most rollout.episode.max_rows = "
             f"{limits.max_rows}: raise it, or give each trajectory a name of its own"
         )
-    rewards = [_reward(row["reward"], f"{where}: row {number}: reward") for number, row in rows]
+    rewards = [_reward(row.reward, f"{where}: row {number}: reward") for number, row in rows]
     if not np.array_equal(rewards, [rewards[0]] * len(rewards), equal_nan=True):
         raise ValueError(f"{place}: all rows of a trajectory have one reward, got {rewards}")
     responses: list[Response] = []
@@ -139,104 +179,65 @@ def _read_row(row: PostedRow, place: str, limits: RowLimits, turns_before: int, 
 
     The prompt and the response of the first row have limits of their own.
     """
-    prompt = _integers(row["prompt_ids"], f"{place}: prompt_ids", below=limits.vocab_size)
-    tokens = _integers(row["token_ids"], f"{place}: token_ids", below=limits.vocab_size)
+    prompt = _in_range(row.prompt_ids, f"{place}: prompt_ids", limits.vocab_size)
+    tokens = _in_range(row.token_ids, f"{place}: token_ids", limits.vocab_size)
     count = len(tokens)
     if not len(prompt) or not count:
         raise ValueError(f"{place}: prompt_ids and token_ids need at least one token, got {len(prompt)} and {count}")
     most_prompt, most = limits.max_prompt_tokens, limits.sampling.max_response_tokens
-    if is_first and len(prompt) > most_prompt:
-        limit = f"expected at most data.max_prompt_tokens = {most_prompt}"
-        raise ValueError(f"{place}: prompt_ids has {len(prompt)} tokens, {limit}")
-    if is_first and count > most:
-        raise ValueError(
-            f"{place}: token_ids has {count} tokens, expected at most rollout.max_response_tokens = {most}"
-        )
+    limited = ("prompt_ids", len(prompt), "data.max_prompt_tokens", most_prompt)
+    for what, length, setting, limit in (limited, ("token_ids", count, "rollout.max_response_tokens", most)):
+        if is_first and length > limit:
+            raise ValueError(f"{place}: {what} has {length} tokens, expected at most {setting} = {limit}")
     if len(prompt) + count > most_prompt + most:
         raise ValueError(
             f"{place}: prompt_ids and token_ids have {len(prompt) + count} tokens, expected at most "
             f"{most_prompt + most} (data.max_prompt_tokens + rollout.max_response_tokens)"
         )
     turns = _turns(row, place, count, turns_before)
-    arrays = {"turn": turns, "rollout_logprobs": _logprobs(row["logprobs"], f"{place}: logprobs", turns > 0)}
-    arrays["version"] = _versions(row["version"], f"{place}: version", turns > 0)
-    truncated = row.get("truncated") or False
-    if not isinstance(truncated, bool):
-        raise ValueError(f"{place}: truncated must be true or false, got {truncated!r:.60}")
+    arrays = {"turn": turns, "rollout_logprobs": _logprobs(row.logprobs, f"{place}: logprobs", turns > 0)}
+    arrays["version"] = _versions(row.version, f"{place}: version", turns > 0)
     if limits.routes:
         arrays["routes"] = as_stored(_routes(row, place, len(prompt) + count - 1, limits.routes))
-    response = Response.of(prompt, tokens, arrays, truncated=truncated)
+    response = Response.of(prompt, tokens, arrays, truncated=bool(row.truncated))
     return _with_tops(row, place, response, limits) if limits.sampling.reported else response
 
 
-def _name(value: Any, what: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise ValueError(f"{what} must be a text or a whole number, got {value!r:.60}")
-    return str(value)
-
-
-def _reward(value: Any, what: str) -> float:
+def _reward(value: float | None, what: str) -> float:
     """Returns the reward, or NaN if it is null, which marks a trajectory that failed."""
     if value is None:
         return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 3e38:
-        raise ValueError(f"{what} must be a finite number, or null for a trajectory that failed, got {value!r:.60}")
-    return float(value)
+    if abs(value) > 3e38:
+        raise ValueError(f"{what} must be a finite number, or null for a trajectory that failed, got {value}")
+    return value
 
 
-def _vector(values: Any, what: str, count: int | None = None) -> np.ndarray:
-    """Returns a list as a vector of any dtype. Raises ValueError if it is none, or its length is not ``count``."""
-    if not isinstance(values, list | tuple | np.ndarray):
-        raise ValueError(f"{what} must be a list, got {values!r:.60}")
-    if count is not None and len(values) != count:
-        raise ValueError(f"{what} has {len(values)} entries, {_EACH.format(count)}")
-    try:
-        array = np.asarray(values)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"{what} must be a plain list of numbers") from error
-    if array.ndim != 1:
-        raise ValueError(f"{what} must be a plain list of numbers, got a shape of {array.shape}")
-    return array
+def _check_length(values: Sequence[Any], what: str, count: int) -> None:
+    if len(values) != count:
+        raise ValueError(f"{what} has {len(values)} entries, expected {count}, one for each of token_ids")
 
 
-def _numbers(values: Any, what: str, count: int | None = None) -> np.ndarray:
-    """Returns a list of numbers as a vector. Raises ValueError for booleans, which NumPy would take for 0 and 1."""
-    array = _vector(values, what, count)
-    if array.dtype.kind != "b" and bool in set(map(type, values)):
-        position = next(i for i, value in enumerate(values) if isinstance(value, bool))
-        raise ValueError(f"{what} must hold no booleans among numbers, got {values[position]} at entry {position}")
-    return array
-
-
-def _integers(values: Any, what: str, *, count: int | None = None, below: int = _LARGEST) -> np.ndarray:
-    """Returns a list as a vector, int32. Raises ValueError unless its entries are integers in 0 .. ``below`` - 1."""
-    array = _numbers(values, what, count)
-    if not array.size:
-        return np.zeros(0, np.int32)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{what} must hold whole numbers only, got {_first_other(values, int)}")
-    if int(array.min()) < 0 or int(array.max()) >= below:
-        raise ValueError(f"{what} must be in 0 .. {below - 1}, got {int(array.min())} .. {int(array.max())}")
-    return array.astype(np.int32)
-
-
-def _first_other(values: Any, kind: type) -> str:
-    others = [value for value in values if isinstance(value, bool) or not isinstance(value, kind)]
-    return f"{others[0]!r:.60}" if others else "numbers that are too large"
+def _in_range(values: Sequence[int], what: str, below: int = _LARGEST) -> np.ndarray:
+    """Returns numbers as a vector, int32. Raises ValueError unless they are in 0 .. ``below`` - 1."""
+    least, most = min(values, default=0), max(values, default=0)
+    if least < 0 or most >= below:
+        raise ValueError(f"{what} must be in 0 .. {below - 1}, got {least} .. {most}")
+    return np.asarray(values, np.int32)
 
 
 def _turns(row: PostedRow, place: str, count: int, before: int) -> np.ndarray:
     """Returns the turn of each token, int32 [t], 0 where the policy did not sample it. All are after ``before``."""
-    turns = None if row.get("turns") is None else _integers(row["turns"], f"{place}: turns", count=count)
-    mask = None
-    if row.get("mask") is not None:
-        mask = _vector(row["mask"], f"{place}: mask", count)
-        if mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
-            raise ValueError(f"{place}: mask must hold true or false only, got {_first_other(row['mask'], int)}")
-        mask = mask.astype(np.bool_)
+    turns, mask = None, None
+    if row.turns is not None:
+        _check_length(row.turns, f"{place}: turns", count)
+        turns = _in_range(row.turns, f"{place}: turns")
+    if row.mask is not None:
+        _check_length(row.mask, f"{place}: mask", count)
+        if others := set(row.mask) - {0, 1}:
+            raise ValueError(f"{place}: mask must hold true or false only, got {others.pop()}")
+        mask = np.asarray(row.mask, np.bool_)
     if turns is None:
-        if mask is None:
-            raise ValueError(f"{place}: mask and turns are both null; give one of them")
+        assert mask is not None
         begins = mask & ~np.concatenate([[False], mask[:-1]])
         turns = np.where(mask, before + np.cumsum(begins), 0).astype(np.int32)
     elif mask is not None and (mask != (turns > 0)).any():
@@ -250,68 +251,61 @@ def _turns(row: PostedRow, place: str, count: int, before: int) -> np.ndarray:
     return turns
 
 
-def _logprobs(values: Any, what: str, sampled: np.ndarray) -> np.ndarray:
+def _logprobs(values: Sequence[float | None], what: str, sampled: np.ndarray) -> np.ndarray:
     """Returns the log-probabilities, float32 [t]. They are 0, and may be null in ``values``, where not ``sampled``."""
-    if isinstance(values, list | tuple) and len(values) == len(sampled):
-        values = [math.nan if value is None else value for value in values]
-    array = _numbers(values, what, len(sampled))
-    if array.dtype.kind not in "iuf":
-        raise ValueError(f"{what} must hold numbers or null, got {_first_other(values, float)}")
+    _check_length(values, what, len(sampled))
+    array = np.asarray(values, np.float64)  # NaN for null
     with np.errstate(over="ignore"):
         array = np.where(sampled, array, 0.0).astype(np.float32)
-    if not np.isfinite(array).all():
-        position = int(np.flatnonzero(~np.isfinite(array))[0])
-        raise ValueError(f"{what} must be finite where the policy sampled, got {array[position]} at token {position}")
-    if array.max() > _ROUNDING:
-        position = int(array.argmax())
-        raise ValueError(f"{what} must be at most 0 (nats), got {array[position]:.6g} at token {position}")
-    if array.min() < _LOWEST:
-        position = int(array.argmin())
-        raise ValueError(f"{what} must be at least {_LOWEST:g} (nats), got {array[position]:.6g} at token {position}")
+    for is_wrong, expected in (
+        (~np.isfinite(array), "finite where the policy sampled"),
+        (array > _ROUNDING, "at most 0 (nats)"),
+        (array < _LOWEST, f"at least {_LOWEST:g} (nats)"),
+    ):
+        if is_wrong.any():
+            position = int(is_wrong.argmax())
+            raise ValueError(f"{what} must be {expected}, got {array[position]:.6g} at token {position}")
     return np.minimum(array, np.float32(0.0))
 
 
-def _versions(value: Any, what: str, sampled: np.ndarray) -> np.ndarray:
+def _versions(value: int | Sequence[int | None], what: str, sampled: np.ndarray) -> np.ndarray:
     """Returns the version of each token, int32 [t]. An environment's tokens have that of the token before them.
 
     ``value`` is one version for all tokens, or a list with one for each token. ``sampled`` is bool [t].
     """
-    count = len(sampled)
-    if isinstance(value, int) and not isinstance(value, bool):
-        version = int(_integers([value], what)[0])
-        return np.full(count, version, np.int32)
-    if not isinstance(value, list | tuple | np.ndarray):
-        raise ValueError(f"{what} must be a whole number, or one for each of token_ids, got {value!r:.60}")
-    if isinstance(value, list | tuple) and len(value) == count:
-        value = [0 if each is None and not is_own else each for each, is_own in zip(value, sampled, strict=True)]
-    versions = _integers(value, what, count=count)
+    if isinstance(value, int):
+        return np.full(len(sampled), _in_range([value], what)[0])
+    _check_length(value, what, len(sampled))
+    known = [each for each, is_own in zip(value, sampled, strict=True) if is_own]
+    if None in known:
+        raise ValueError(f"{what} must be a whole number where the policy sampled, got null")
+    versions = _in_range([each or 0 for each in value], what)
     places = np.flatnonzero(sampled)
     # A token that was not sampled takes the version of the last sampled token before it. Those before the first sampled
     # token take its version.
     return versions[places[np.maximum(np.cumsum(sampled) - 1, 0)]]
 
 
-def _with_tops(row: PostedRow, place: str, response: Response, limits: RowLimits) -> Response:
+def _with_tops(row: Any, place: str, response: Response, limits: RowLimits) -> Response:
     """Returns a row with the likeliest tokens of each position. There are none where the policy did not sample."""
     lists, tokens, sampled = {}, response.response, response.sampled
     for name in ("top_ids", "top_logprobs"):
-        if not isinstance(row.get(name), list | tuple):
+        if (given := getattr(row, name)) is None:
             raise ValueError(
                 f"{place} lacks {name}, which a run with {limits.sampling.reported} likeliest tokens needs"
             )
-        if len(row[name]) != len(tokens):
-            raise ValueError(f"{place}: {name} has {len(row[name])} entries, {_EACH.format(len(tokens))}")
-        lists[name] = [each or [] if is_own else [] for each, is_own in zip(row[name], sampled, strict=True)]
+        _check_length(given, f"{place}: {name}", len(tokens))
+        lists[name] = [each or () if is_own else () for each, is_own in zip(given, sampled, strict=True)]
     counts = {name: [len(each) for each in parts] for name, parts in lists.items()}
     if counts["top_ids"] != counts["top_logprobs"]:
         raise ValueError(f"{place}: top_ids and top_logprobs must have equal lengths at each token")
     flat = {name: list(itertools.chain.from_iterable(parts)) for name, parts in lists.items()}
-    ids = _integers(flat["top_ids"], f"{place}: top_ids", below=limits.vocab_size)
-    own = _numbers(flat["top_logprobs"], f"{place}: top_logprobs")
-    if own.dtype.kind not in "iuf" or np.isnan(own).any() or own.max(initial=0.0) > _ROUNDING:
+    ids = _in_range(flat["top_ids"], f"{place}: top_ids", limits.vocab_size)
+    own = np.asarray(flat["top_logprobs"], np.float64)
+    if np.isnan(own).any() or own.max(initial=0.0) > _ROUNDING:
         raise ValueError(f"{place}: top_logprobs must be numbers of at most 0 (nats)")
-    given = counts["top_ids"], ids.tolist(), np.minimum(own, 0.0).tolist()
-    whole = response.add(make_tops(*given, limits.sampling.reported, response.prompt_length))
+    columns = counts["top_ids"], ids.tolist(), np.minimum(own, 0.0).tolist()
+    whole = response.add(make_tops(*columns, limits.sampling.reported, response.prompt_length))
     inner = TokenRecord(tokens[sampled], 0, {name: whole[name][sampled] for name in ("rollout_logprobs", *TOPS)})
     try:
         check_tops(place, inner, limits.sampling, limits.vocab_size)
@@ -320,23 +314,23 @@ def _with_tops(row: PostedRow, place: str, response: Response, limits: RowLimits
     return whole
 
 
-def _routes(row: PostedRow, place: str, count: int, sizes: tuple[int, int, int]) -> np.ndarray:
+def _routes(row: Any, place: str, count: int, sizes: tuple[int, int, int]) -> np.ndarray:
     """Returns the experts of the first ``count`` tokens of a row, uint8 or uint16 [count, layers, k].
 
     ``sizes`` are the numbers of layers, of experts of a token (k), and of experts.
     """
     layers, k, experts = sizes
-    lists = row.get("routes")
-    if not isinstance(lists, list | tuple | np.ndarray):
+    lists: Sequence[Sequence[int]] | None = row.routes
+    if lists is None:
         raise ValueError(f"{place} lacks routes, which rollout.router_replay = r3 needs")
     if len(lists) != count:
         each = "one for each of prompt_ids and token_ids but the last"
         raise ValueError(f"{place}: routes has {len(lists)} entries, expected {count}, {each}")
-    for i, each in enumerate(lists):
-        if not isinstance(each, list | tuple | np.ndarray) or len(each) != layers * k:
+    for i, experts_of_token in enumerate(lists):
+        if len(experts_of_token) != layers * k:
             numbers = f"a list of {layers} x {k} experts, layer by layer"
-            raise ValueError(f"{place}: routes must have {numbers}, got {each!r:.60} at token {i}")
-    flat = _integers(list(itertools.chain.from_iterable(lists)), f"{place}: routes", below=experts)
+            raise ValueError(f"{place}: routes must have {numbers}, got {list(experts_of_token)!r:.60} at token {i}")
+    flat = _in_range(list(itertools.chain.from_iterable(lists)), f"{place}: routes", experts)
     return flat.reshape(count, layers, k).astype(route_dtype(experts))
 
 

@@ -25,7 +25,6 @@ from rljax.policy.hf import load_params
 from rljax.policy.score import make_scorer
 from rljax.record.rows import read_rows
 from rljax.rollout.episodes.config import EpisodeConfig
-from rljax.rollout.external.files import TrajectoryFiles
 from rljax.rollout.external.queue import TrajectoryQueue
 from rljax.rollout.external.receiver import Receiver
 from rljax.rollout.external.rows import RowLimits
@@ -52,12 +51,10 @@ class Trainer:
         prompt = limits.pop("max_prompt_tokens", 64)
         episode = EpisodeConfig(**{"tool_timeout_s": 60.0, "call_timeout_s": 120.0} | turn | limits)
         sizes = RowLimits(16, 64, SamplingParams(room, reported=2, stop_token_ids=(EOS,)), episode.max_rows, routes)
-        self.queue = TrajectoryQueue(TrajectoryFiles(tmp_path / "rows", sizes), group_size=n, max_staleness=1)
+        self.queue = TrajectoryQueue(tmp_path / "rows", sizes, group_size=n, max_staleness=1)
         self.queue.start(1, 1)
         facts = {"group_size": n, "batch_size": groups, "max_staleness": 0}
-        self.receiver = Receiver(
-            "http://127.0.0.1:0", tmp_path / "rows", self.queue, sizes, max_groups=groups, facts=facts
-        )
+        self.receiver = Receiver("http://127.0.0.1:0", self.queue, max_groups=groups, facts=facts)
         self.receiver.start()
         rollout = RolloutConfig(
             engine="vllm",

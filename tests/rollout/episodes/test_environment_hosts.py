@@ -11,6 +11,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
+from waiting import is_gone
 
 from rljax.rollout.episodes.config import MAX_REPLY_CHARS, EpisodeConfig
 from rljax.rollout.episodes.environment import Reply
@@ -170,15 +171,6 @@ def counts(hosts):
 def begun(hosts, *keys):
     for future in [hosts.reset(key, {}) for key in keys]:
         assert future.result(60) == Outcome(None)
-
-
-def gone(pid):
-    """Returns whether a process has ended. It may remain as a zombie: in some containers nobody waits for an orphan."""
-    stat = Path("/proc", str(pid), "stat")
-    deadline = time.monotonic() + 10
-    while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not stat.exists() or ") Z " in stat.read_text()
 
 
 def test_a_trajectory_goes_through_its_calls():
@@ -346,7 +338,7 @@ def test_close_ends_every_process_and_cancels_what_waits():
     start = time.monotonic()
     hosts.close()
     assert time.monotonic() - start < 5.0
-    assert all(gone(pid) for pid in pids)
+    assert all(is_gone(pid) for pid in pids)
     for future in waiting:
         with pytest.raises(CancelledError):
             future.result(timeout=1)
@@ -412,8 +404,8 @@ def test_hosts_have_no_jax_and_end_with_their_parent(tmp_path, ending):
     assert done.returncode == (-9 if ending == "killed" else 0)
     assert modules == "modules:"
     host, child = pids.split()
-    assert gone(host)
+    assert is_gone(host)
     if ending == "without close":
-        assert gone(child)
+        assert is_gone(child)
     else:  # its host could not end it
         os.kill(int(child), 9)

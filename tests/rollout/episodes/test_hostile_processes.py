@@ -6,9 +6,9 @@ import socket
 import sys
 import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
+from waiting import is_gone
 
 from rljax.distributed.frames import Frames
 from rljax.rewards.pool import RewardPool
@@ -16,8 +16,7 @@ from rljax.rollout.episodes.config import EpisodeConfig
 from rljax.rollout.episodes.environment import Reply
 from rljax.rollout.episodes.hosts import EnvironmentHosts
 from rljax.rollout.episodes.outcomes import Outcome
-from rljax.rollout.episodes.tool_pool import ToolPool
-from rljax.rollout.episodes.tools import ToolResult
+from rljax.rollout.episodes.tools import ToolPool, ToolResult
 
 pytestmark = pytest.mark.slow
 
@@ -104,14 +103,6 @@ def rewards(timeout_s=20.0):
 
 def score(pool, *words):
     return [future.result(60) for future in [pool.submit(PROBLEM, word, False) for word in words]]
-
-
-def is_gone(pid):
-    stat = Path("/proc", pid, "stat")
-    deadline = time.monotonic() + 10
-    while stat.exists() and ") Z " not in stat.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not stat.exists() or ") Z " in stat.read_text()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -246,7 +237,7 @@ def test_a_daemon_ends_with_the_process_that_started_it(word, here):
 def test_a_worker_that_ends_the_process_above_it_ends_as_well():
     with rewards() as pool:
         (pid,) = score(pool, "orphan")
-    assert is_gone(str(int(pid)))
+    assert is_gone(int(pid))
 
 
 def test_a_frame_may_come_in_pieces():
