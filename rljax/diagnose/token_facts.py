@@ -15,7 +15,6 @@ from rljax.diagnose.course import effect
 from rljax.mismatch.diagnosis import bucket_labels
 from rljax.mismatch.signs import find_repeats, is_no_chance
 from rljax.record.dump_facts import TokenPair, check_logprobs, choose_pair
-from rljax.record.token_arrays import to_rows
 from rljax.record.token_dumps import SECOND_RUN, TokenDump
 
 POSITION_EDGES = (4, 8, 16, 64, 256, 1024, 4096)
@@ -69,9 +68,7 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
         raise ValueError(f"a diagnosis needs two columns of log-probabilities, got {names}: add one with rljax compare")
     sides = choose_pair(dump)
     check_logprobs(dump, sides)
-    pair, mask = TokenPair(dump, *sides), to_rows(dump.response_mask, False)
-    x, y = (to_rows(dump.logprobs[name], np.nan) for name in sides)
-    a, b = (dump.sources[name] for name in sides)
+    pair = TokenPair(dump, *sides)
     lr, k3, position = pair.lr[pair.valid], pair.k3[pair.valid], pair.places(pair.valid)[pair.valid]
     uncertainty = -np.expm1(np.minimum(pair.x, pair.y)[pair.valid])
     far, behind, size = outliers(lr, uncertainty), _behind(pair)[pair.valid], np.abs(lr)
@@ -85,7 +82,7 @@ def read_facts(dump: TokenDump, temperature: float = 1.0) -> TokenFacts:
         *sides,
         roles_known={"trainer", "rollout"} <= {dump.role(name) for name in dump.first_runs},
         metrics=pair.metrics(),
-        verdict=judge(x, y, mask, a, b),
+        verdict=judge(*pair.rows(), *(dump.sources[name] for name in sides)),
         normalised_gap=normalised_gap(pair.x[pair.valid], pair.y[pair.valid]) if len(lr) else math.nan,
         outliers=int(far.sum()),
         outlier_share=float(k3[far].sum() / k3.sum()) if k3.sum() > 0 else 0.0,

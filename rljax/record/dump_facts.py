@@ -78,14 +78,16 @@ class TokenPair:
         waiting: list[int] = []
         for index in np.argsort(lengths, kind="stable").tolist():
             if waiting and (len(waiting) + 1) * lengths[index] > _CHUNK:
-                yield np.asarray(waiting), self._rows(waiting)
+                yield np.asarray(waiting), self.rows(waiting)
                 waiting = []
             waiting.append(index)
-        yield np.asarray(waiting, int), self._rows(waiting)
+        yield np.asarray(waiting, int), self.rows(waiting)
 
-    def _rows(self, chosen: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        x, y = (pad(side, chosen, np.nan) for side in self._sides)
-        return x, y, pad(self.dump.response_mask, chosen, False)
+    def rows(self, chosen: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (trainer, rollout, mask) of some sequences as rows [b, t]; None means all of them, in their order."""
+        rows = range(len(self.dump.token_ids)) if chosen is None else chosen
+        x, y = (pad(side, rows, np.nan) for side in self._sides)
+        return x, y, pad(self.dump.response_mask, rows, False)
 
     def measured(self, of: Callable[[Any], Any], progress: Callable[[int], object] = lambda count: None) -> Any:
         """Returns the statistics ``of`` the tokens of all sequences.

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from rljax.commands import compare
-from rljax.compare import picture
 from rljax.compare.importers import read_tokens
 from rljax.compare.report import compare_columns, to_json, to_markdown, to_text
 from rljax.compare.scorers import score_column
@@ -368,30 +367,6 @@ def test_a_role_is_named_on_the_command_line(tmp_path, capsys):
     assert "cannot be both" in capsys.readouterr().err
     assert run_cli(compare.main, [*arguments, "--trainer", "z"]) == 2
     assert "no column 'z', but p, q" in capsys.readouterr().err
-
-
-def test_many_pairs_are_drawn_by_dtype_and_failures_by_name(tmp_path, monkeypatch):
-    rng = np.random.default_rng(0)
-    dump = noisy_dump()
-    for i in range(5):
-        vectors = [row + 1e-2 * rng.standard_normal(len(row)) for row in dump.logprobs["a"]]
-        dump = dump.with_column(f"n{i}", vectors, SOURCE)
-    far = [row - 3.0 * (np.arange(len(row)) % 2) for row in dump.logprobs["a"]]
-    comparison = compare_columns(dump.with_column("far", far, SOURCE))
-    drawn = []
-    figure = picture.Figure
-
-    class Kept(figure):
-        def savefig(self, *args, **options):
-            drawn.append([text.get_text() for text in self.legends[0].get_texts()])
-            super().savefig(*args, **options)
-
-    monkeypatch.setitem(vars(picture), "Figure", Kept)
-    picture.plot_comparison(comparison, tmp_path / "r.png")
-    assert len(comparison.pairs) == 36
-    failed = {f"{p.trainer} / {p.rollout}: {p.verdict.status}" for p in comparison.pairs if p.verdict.status != "pass"}
-    assert len(failed) == 8
-    assert sorted(drawn[0]) == sorted({"coarser dtype: bfloat16", *failed})
 
 
 def test_a_pair_that_fails_gives_status_1(tmp_path):
